@@ -1,0 +1,24 @@
+"""Eight simulated devices, strict dtype promotion, warnings are errors (pyproject), one mesh fixture."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=300 "
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+)
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def float64():
+    """Equivalence is proved in float64: a right layout differs by 1e-14, a missing factor by 1e-1."""
+    with jax.enable_x64(True):
+        yield
