@@ -6,6 +6,8 @@ at once: code that checks collects `Problem`s in a `Problems` and raises a singl
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -83,3 +85,12 @@ class Problems:
         """Raises `error` with `heading` over all problems, in the order in which they were added."""
         if self.found:
             raise error("\n".join([heading, *map(str, self.found)]))
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The valid name that was most likely meant; None if no name is near.
+
+    >>> nearest("tensr", ["data", "tensor"])
+    'tensor'
+    """
+    return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)

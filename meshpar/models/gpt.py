@@ -1,0 +1,16 @@
+"""GPT-2: LayerNorm, learned positions, GELU, biases. Source: Radford et al. 2019."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from meshpar.nn.layers import GELU, LayerNorm
+from meshpar.nn.transformer import Decoder
+
+
+class GPT(Decoder):
+    kind: Literal["gpt"] = "gpt"
+    norm: ClassVar = LayerNorm
+    mlp: ClassVar = GELU
+    bias: ClassVar = True
+    learned_positions: ClassVar = True

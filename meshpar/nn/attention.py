@@ -1,0 +1,94 @@
+"""Causal self-attention with grouped queries, within documents.
+
+Shapes: B batch, S query positions, T key positions, D embed, H heads, K kv_heads, G = H / K, h head_dim.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshpar.errors import ShardingError
+from meshpar.nn.layers import Projection
+from meshpar.parallel import tensor
+from meshpar.parallel.local import varies_over, varying
+from meshpar.parallel.precision import wide
+from meshpar.sharding.constrain import constrain, current, manual_axes
+
+
+def rotate(x_BSHh: jax.Array, positions_BS: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding: rotates the pairs (i, i + h/2) of each head by angle position * theta^(-2i/h).
+
+    Numerics: angles in float32 at least. Source: Su et al. 2021, arXiv:2104.09864.
+    """
+    half = x_BSHh.shape[-1] // 2
+    first, second = wide(x_BSHh[..., :half]), wide(x_BSHh[..., half:])
+    frequency = theta ** (-jnp.arange(half, dtype=first.dtype) / half)
+    angle = positions_BS[..., None, None].astype(first.dtype) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BSHh.dtype)
+
+
+def attend(q_BSHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, segments_BS: jax.Array) -> jax.Array:
+    """`softmax(q k^T / sqrt(h)) v`, causal and within segments. Returns [B, S, H, h].
+
+    Numerics: softmax in float32 at least. Memory: the scores, B H S T.
+    """
+    batch, seq, heads, size = q_BSHh.shape
+    q_BSKGh = q_BSHh.reshape(batch, seq, k_BTKh.shape[2], -1, size) * jnp.asarray(size**-0.5, q_BSHh.dtype)
+    scores = wide(jnp.einsum("bskgh,btkh->bkgst", q_BSKGh, k_BTKh))
+    index = jnp.arange(seq, dtype=jnp.int32)
+    visible = (index[:, None] >= index) & (segments_BS[:, :, None] == segments_BS[:, None, :])
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BTKh.dtype)
+    return jnp.einsum("bkgst,btkh->bskgh", weights, v_BTKh).reshape(q_BSHh.shape)
+
+
+class Attention(nnx.Module):
+    """`o(attend(q(x), k(x), v(x)))`, heads sharded by their rules.
+
+    Args:
+      rope_theta: base of the rotary positions; None for none.
+    """
+
+    def __init__(
+        self, width: int, heads: int, kv_heads: int, head_dim: int, *,
+        bias: bool, rope_theta: float | None, out_std: float, rngs: nnx.Rngs,
+    ):  # fmt: skip
+        embed, size = [("embed", width)], ("head_dim", head_dim)
+        self.q = Projection(embed, [("heads", heads), size], bias=bias, rngs=rngs)
+        self.k = Projection(embed, [("kv_heads", kv_heads), size], bias=bias, rngs=rngs)
+        self.v = Projection(embed, [("kv_heads", kv_heads), size], bias=bias, rngs=rngs)
+        self.o = Projection([("heads", heads), size], embed, bias=bias, rngs=rngs, std=out_std)
+        self.group = heads // kv_heads
+        self.rope_theta = rope_theta
+
+    def __call__(self, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array) -> jax.Array:
+        _check_whole_sequence()
+        x_BSD = tensor.enter(x_BSD, "heads")
+        q, k, v = (p.add_bias(p(x_BSD)) for p in (self.q, self.k, self.v))
+        if self.rope_theta is not None:
+            q, k = rotate(q, positions_BS, self.rope_theta), rotate(k, positions_BS, self.rope_theta)
+        q = constrain(q, "batch", "seq", "heads", "head_dim")
+        out = attend(q, self._for_local_heads(k, q), self._for_local_heads(v, q), segments_BS)
+        out = constrain(out, "batch", "seq", "heads", "head_dim")
+        return self.o.add_bias(tensor.leave(self.o(out), "heads"))
+
+    def _for_local_heads(self, k_BTKh: jax.Array, q_BSHh: jax.Array) -> jax.Array:
+        """The key heads of the query heads that are here, where the rules shard these and not those."""
+        if manual_axes("heads") == manual_axes("kv_heads"):
+            return k_BTKh
+        heads = q_BSHh.shape[2]
+        first = jax.lax.axis_index(manual_axes("heads")) * heads
+        which = (first + jnp.arange(heads, dtype=jnp.int32)) // self.group
+        return jnp.take(varying(k_BTKh, tuple(sorted(varies_over(q_BSHh)))), which, axis=2)
+
+
+def _check_whole_sequence() -> None:
+    how = current()
+    if how and how.axes("seq"):
+        raise ShardingError(
+            f"rules.seq = {list(how.axes('seq'))}: this attention needs the whole sequence on each device; use rules.seq=[]"
+        )

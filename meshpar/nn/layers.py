@@ -1,0 +1,149 @@
+"""Layers that see local shards: norms, projections, rotary positions, feed-forward blocks, dropout.
+
+Every parameter carries a name for each of its dims as `dims` metadata; nothing here knows a mesh.
+Shapes: B batch, S seq, D embed, M mlp, H heads, K kv_heads, h head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.random import threefry_2x32
+
+from meshpar.parallel import tensor
+from meshpar.parallel.precision import wide
+from meshpar.sharding.constrain import constrain, manual_axes
+
+
+def normal(rngs: nnx.Rngs, shape: Sequence[int], std: float, dims: Sequence[str]) -> nnx.Param:
+    """A parameter drawn from a truncated normal distribution, with a name for each dim."""
+    value = jax.random.truncated_normal(rngs.params(), -3.0, 3.0, shape, jnp.float32) * std
+    return nnx.Param(value, dims=tuple(dims))
+
+
+def filled(value: float, shape: Sequence[int], dims: Sequence[str]) -> nnx.Param:
+    """A parameter that begins as a constant, with a name for each dim."""
+    return nnx.Param(jnp.full(shape, value, jnp.float32), dims=tuple(dims))
+
+
+class RMSNorm(nnx.Module):
+    """`x[B, S, D] -> x / rms(x) * scale[D]`. Numerics: in float32 at least.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+
+    def __init__(self, width: int, *, eps: float):
+        self.scale = filled(1.0, (width,), ("embed",))
+        self.eps = eps
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        x = wide(x_BSD)
+        normed = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
+        return normed.astype(x_BSD.dtype) * self.scale[...]
+
+
+class LayerNorm(nnx.Module):
+    """`x[B, S, D] -> (x - mean(x)) / std(x) * scale[D] + bias[D]`. Numerics: in float32 at least.
+
+    Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+
+    def __init__(self, width: int, *, eps: float):
+        self.scale = filled(1.0, (width,), ("embed",))
+        self.bias = filled(0.0, (width,), ("embed",))
+        self.eps = eps
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        x = wide(x_BSD)
+        centred = x - x.mean(-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.eps)
+        return normed.astype(x_BSD.dtype) * self.scale[...] + self.bias[...]
+
+
+class Projection(nnx.Module):
+    """A linear map between groups of dims: `x[.., in] @ kernel[in.., out..] (+ bias[out..])`.
+
+    Args:
+      inputs: (dim name, size) of each contracted dim.
+      outputs: (dim name, size) of each new dim.
+      std: of the initial kernel; default 1 / sqrt(fan in).
+    """
+
+    def __init__(
+        self, inputs: Sequence[tuple[str, int]], outputs: Sequence[tuple[str, int]], *,
+        bias: bool, rngs: nnx.Rngs, std: float | None = None,
+    ):  # fmt: skip
+        dims, shape = zip(*inputs, *outputs, strict=True)
+        fan_in = math.prod(size for _, size in inputs)
+        self.kernel = normal(rngs, shape, std or fan_in**-0.5, dims)
+        out_dims, out_shape = zip(*outputs, strict=True)
+        self.bias = filled(0.0, out_shape, out_dims) if bias else None
+        self.num_inputs = len(inputs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.kernel[...]
+        return jnp.tensordot(x, kernel, axes=self.num_inputs)
+
+    def add_bias(self, y: jax.Array) -> jax.Array:
+        """Apart from the product, because a row-parallel bias is added once, after the sum over shards."""
+        return y if self.bias is None else y + self.bias[...]
+
+
+class SwiGLU(nnx.Module):
+    """`(silu(x @ gate[D, M]) * (x @ up[D, M])) @ down[M, D]`. Source: Shazeer 2020, arXiv:2002.05202."""
+
+    def __init__(self, width: int, mlp: int, *, bias: bool, out_std: float, rngs: nnx.Rngs):
+        embed, hidden = [("embed", width)], [("mlp", mlp)]
+        self.gate = Projection(embed, hidden, bias=bias, rngs=rngs)
+        self.up = Projection(embed, hidden, bias=bias, rngs=rngs)
+        self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        x_BSD = tensor.enter(x_BSD, "mlp")
+        gate, up = self.gate.add_bias(self.gate(x_BSD)), self.up.add_bias(self.up(x_BSD))
+        h_BSM = constrain(jax.nn.silu(gate) * up, "batch", "seq", "mlp")
+        return self.down.add_bias(tensor.leave(self.down(h_BSM), "mlp"))
+
+
+class GELU(nnx.Module):
+    """`gelu(x @ up[D, M]) @ down[M, D]`, with the tanh form of GPT-2. Source: arXiv:1606.08415."""
+
+    def __init__(self, width: int, mlp: int, *, bias: bool, out_std: float, rngs: nnx.Rngs):
+        embed, hidden = [("embed", width)], [("mlp", mlp)]
+        self.up = Projection(embed, hidden, bias=bias, rngs=rngs)
+        self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        x_BSD = tensor.enter(x_BSD, "mlp")
+        h_BSM = constrain(jax.nn.gelu(self.up.add_bias(self.up(x_BSD))), "batch", "seq", "mlp")
+        return self.down.add_bias(tensor.leave(self.down(h_BSM), "mlp"))
+
+
+def dropout(x_BSD: jax.Array, rate: float, key: jax.Array | None, rows_B: jax.Array) -> jax.Array:
+    """Zeroes elements of the residual stream with probability `rate`, and scales up the others.
+
+    The bit of an element is a hash of the key and of its *global* position: row of the global batch, index in
+    the sequence, channel. So the mask is the same on any mesh, with any number of microbatches.
+
+    Args:
+      x_BSD: [batch, norm_seq, embed], local shard.
+      rate: in [0, 1).
+      key: a typed key, the same on all devices; None turns dropout off.
+      rows_B: int32 [batch], the rows' indices in the global batch.
+
+    Communication: none.
+    """
+    if key is None or rate == 0.0:
+        return x_BSD
+    _, seq, width = x_BSD.shape
+    axes = manual_axes("norm_seq")
+    start = jax.lax.axis_index(axes) * seq if axes else 0
+    element_SD = (start + jnp.arange(seq, dtype=jnp.int32))[:, None] * width + jnp.arange(width, dtype=jnp.int32)
+    counts = jnp.stack(jnp.broadcast_arrays(rows_B[:, None, None], element_SD[None])).astype(jnp.uint32)
+    bits = threefry_2x32(jax.random.key_data(key).astype(jnp.uint32), counts)[0]
+    keep = bits >= jnp.uint32(rate * 2**32)
+    return jnp.where(keep, x_BSD / jnp.asarray(1.0 - rate, x_BSD.dtype), jnp.zeros_like(x_BSD))

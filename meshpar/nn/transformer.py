@@ -1,0 +1,198 @@
+"""A decoder-only transformer, of which each model in `meshpar.models` is a set of choices.
+
+Shapes: B batch, S seq, D embed, V vocab (local shards in the manual lowering).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+
+from meshpar.config import Config
+from meshpar.nn.attention import Attention
+from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal
+from meshpar.parallel import tensor
+from meshpar.parallel.data import GATHERED, gather_in_layer
+from meshpar.sharding.constrain import constrain
+
+Batch = dict[str, jax.Array]
+Positive = Annotated[int, pydantic.Field(gt=0)]
+
+_policies = jax.checkpoint_policies
+REMAT: dict[str, Callable[..., Any]] = {
+    # What the forward keeps for the backward. Gathered parameters are never kept: that is ZeRO-3.
+    "none": _policies.save_anything_except_these_names(GATHERED),
+    "dots": _policies.checkpoint_dots,
+    "dots_no_batch": _policies.checkpoint_dots_with_no_batch_dims,
+    "full": _policies.nothing_saveable,
+}
+
+
+class Decoder(Config):
+    """The sizes of a decoder. Subclasses choose its parts."""
+
+    norm: ClassVar[type[RMSNorm] | type[LayerNorm]]
+    mlp: ClassVar[type[SwiGLU] | type[GELU]]
+    bias: ClassVar[bool]
+    learned_positions: ClassVar[bool]
+
+    vocab_size: Positive = 257
+    """Number of token ids. 257 = the bytes, and the mark that opens a document."""
+    vocab_multiple: Positive = 1
+    """Rounds the embedding's rows up, so that a mesh can divide them. The padding gets no probability."""
+    num_layers: Positive
+    width: Positive
+    num_heads: Positive
+    num_kv_heads: Positive | None = None
+    """Heads of keys and values, each shared by a group of queries. Default: num_heads."""
+    head_dim: Positive | None = None
+    """Default: width / num_heads."""
+    mlp_width: Positive
+    max_seq_len: Positive = 2048
+    """Rows of learned positions; rotary positions have no limit."""
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tied: bool = False
+    """Whether the output projection is the embedding table."""
+    dropout: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
+    """On the embeddings and on what each block adds to the residual stream."""
+    remat: Literal["none", "dots", "dots_no_batch", "full"] = "none"
+    """What a block's backward recomputes: nothing, all but matmuls, all but weight matmuls, everything."""
+
+    @pydantic.model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.num_heads % self.kv_heads:
+            raise ValueError(f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.kv_heads}")
+        if self.head_dim is None and self.width % self.num_heads:
+            raise ValueError(f"width = {self.width} is not a multiple of num_heads = {self.num_heads}")
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.width // self.num_heads
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding table."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def build(self, rngs: nnx.Rngs) -> Transformer:
+        return Transformer(self, rngs)
+
+
+class Block(nnx.Module):
+    """`x + attn(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, model: Decoder, rngs: nnx.Rngs):
+        out_std = (2 * model.num_layers * model.width) ** -0.5
+        theta = None if model.learned_positions else model.rope_theta
+        self.attn_norm = model.norm(model.width, eps=model.norm_eps)
+        self.attn = Attention(
+            model.width, model.num_heads, model.kv_heads, model.head_size,
+            bias=model.bias, rope_theta=theta, out_std=out_std, rngs=rngs,
+        )  # fmt: skip
+        self.mlp_norm = model.norm(model.width, eps=model.norm_eps)
+        self.mlp = model.mlp(model.width, model.mlp_width, bias=model.bias, out_std=out_std, rngs=rngs)
+        self.dropout = model.dropout
+
+    def __call__(self, x_BSD: jax.Array, batch: Batch, key: jax.Array | None) -> jax.Array:
+        def drop(y: jax.Array, which: int) -> jax.Array:
+            return dropout(y, self.dropout, _fold(key, which), batch["rows"])
+
+        x_BSD += drop(self.attn(self.attn_norm(x_BSD), batch["positions"], batch["segments"]), 0)
+        x_BSD += drop(self.mlp(self.mlp_norm(x_BSD)), 1)
+        return constrain(x_BSD, "batch", "norm_seq", "embed")
+
+
+class Transformer(nnx.Module):
+    """Embedding, a scan over stacked blocks, a norm and an output projection.
+
+    The blocks' parameters carry a leading dim `layers`. `batch` holds int32 [batch, seq] `tokens`, `positions`,
+    `segments`, and int32 [batch] `rows` (indices in the global batch).
+
+    Returns:
+      Logits [batch, seq, vocab], local shards of the vocabulary.
+    """
+
+    def __init__(self, model: Decoder, rngs: nnx.Rngs):
+        self.model = model
+        self.table = normal(rngs, (model.padded_vocab, model.width), 0.02, ("vocab", "embed"))
+        if model.learned_positions:
+            self.positions = normal(rngs, (model.max_seq_len, model.width), 0.02, ("positions", "embed"))
+        self.blocks = _stacked(lambda rngs: Block(model, rngs), model.num_layers, rngs)
+        self.norm = model.norm(model.width, eps=model.norm_eps)
+        if not model.tied:
+            self.head = normal(rngs, (model.width, model.padded_vocab), model.width**-0.5, ("embed", "vocab"))
+
+    def __call__(self, batch: Batch, key: jax.Array | None = None) -> jax.Array:
+        x_BSD = self._embed(batch, key)
+        x_BSD = self._scan(x_BSD, batch, key)
+        return self._logits(x_BSD)
+
+    def _embed(self, batch: Batch, key: jax.Array | None) -> jax.Array:
+        x_BSD = tensor.embed(_gathered(self.table), batch["tokens"])
+        if self.model.learned_positions:
+            x_BSD += _gathered(self.positions)[tensor.local_seq(batch["positions"])]
+        x_BSD = dropout(x_BSD, self.model.dropout, _fold(key, self.model.num_layers), batch["rows"])
+        return constrain(x_BSD, "batch", "norm_seq", "embed")
+
+    def _scan(self, x_BSD: jax.Array, batch: Batch, key: jax.Array | None) -> jax.Array:
+        graph, blocks = nnx.split(self.blocks)
+
+        def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+            params, index = layer
+            return nnx.merge(graph, _gathered_layer(params))(x, batch, _fold(key, index)), None
+
+        indices = jnp.arange(self.model.num_layers, dtype=jnp.int32)
+        policy = REMAT[self.model.remat]
+        x_BSD, _ = jax.lax.scan(jax.checkpoint(body, policy=policy, prevent_cse=False), x_BSD, (blocks, indices))
+        return x_BSD
+
+    def _logits(self, x_BSD: jax.Array) -> jax.Array:
+        x_BSD = tensor.enter(self._final_norm(x_BSD), "vocab")
+        if self.model.tied:
+            logits = jnp.einsum("bsd,vd->bsv", x_BSD, _gathered(self.table))
+        else:
+            logits = jnp.einsum("bsd,dv->bsv", x_BSD, _gathered(self.head))
+        return constrain(logits, "batch", "seq", "vocab")
+
+    def _final_norm(self, x_BSD: jax.Array) -> jax.Array:
+        graph, norm = nnx.split(self.norm)
+        return nnx.merge(graph, _gathered_layer(norm))(x_BSD)
+
+
+def _stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:
+    """`num_layers` modules as one, their parameters stacked along a leading dim `layers`."""
+    stacked = nnx.vmap(make)(nnx.Rngs(params=jax.random.split(rngs.params(), num_layers)))
+    for _, param in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
+        param.set_metadata(dims=("layers", *param.get_metadata()["dims"]))
+    return stacked
+
+
+def _gathered_layer(params: Any) -> Any:
+    """The whole parameters of one module; a scan has taken the dim `layers` away already."""
+    dims = jax.tree.map(
+        lambda p: tuple(d for d in p.get_metadata()["dims"] if d != "layers"), params, is_leaf=_is_param
+    )
+    return jax.tree.map(lambda p, d: p.replace(gather_in_layer(p[...], d)), params, dims, is_leaf=_is_param)
+
+
+def _gathered(param: nnx.Param) -> jax.Array:
+    return gather_in_layer(param[...], param.get_metadata()["dims"])
+
+
+def _is_param(x: Any) -> bool:
+    return isinstance(x, nnx.Param)
+
+
+def _fold(key: jax.Array | None, index: int | jax.Array) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, index)

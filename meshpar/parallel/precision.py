@@ -1,0 +1,15 @@
+"""The precision in which sums are taken."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """`x` in float32, or in float64 if it is float64: bfloat16 and float16 are for storing and multiplying.
+
+    >>> wide(jnp.ones(2, jnp.bfloat16)).dtype
+    dtype('float32')
+    """
+    return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)

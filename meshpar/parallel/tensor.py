@@ -1,0 +1,120 @@
+"""Tensor parallelism in the manner of Megatron-LM, with and without its sequence parallelism.
+
+A block enters a region in which a dim (heads, mlp, vocab) is sharded over axes t, and leaves it with a
+partial sum on each device. With sequence parallelism the residual stream outside holds a shard of `norm_seq`:
+
+    enter: x[B, S, D] -> x[B, S, D]          or  x[B, S_t, D] -> x[B, S, D]     all-gather
+    leave: y[B, S, D] {partial over t} -> y  all-reduce  or  y[B, S_t, D]       reduce-scatter
+
+Each is the other's transpose, so that a block sends the same 8(t-1)/t b s d bytes, forward and backward
+together, in both forms. On one device, and under GSPMD, all of it is the identity.
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.parallel.local import shard, varying
+from meshpar.parallel.precision import wide
+from meshpar.sharding.constrain import constrain, manual_axes
+
+SEQ = 1
+"""The position of the sequence dim in activations [batch, seq, ...]."""
+
+
+def enter(x: jax.Array, dim: str) -> jax.Array:
+    """`x`, ready to be multiplied by weights whose `dim` is sharded (column parallel).
+
+    Args:
+      x: [batch, norm_seq, embed].
+      dim: the weights' dim that is sharded within the region.
+
+    Returns:
+      [batch, seq, embed], the same on every device of the axes of `dim`.
+
+    Communication: with sequence parallelism an all-gather; without, none forward and an all-reduce backward.
+    """
+    seq_axes = manual_axes("norm_seq")
+    if seq_axes:
+        x = lax.all_gather(x, seq_axes, axis=SEQ, tiled=True)
+    return varying(x, manual_axes(dim)) if manual_axes(dim) else x
+
+
+def leave(y: jax.Array, dim: str) -> jax.Array:
+    """The sum over the shards of `dim` of what each device computed (row parallel).
+
+    Args:
+      y: [batch, seq, embed], a partial sum on each device of the axes of `dim`.
+
+    Returns:
+      [batch, norm_seq, embed].
+
+    Communication: all-reduce; with sequence parallelism a reduce-scatter.
+    """
+    seq_axes, partial = manual_axes("norm_seq"), manual_axes(dim)
+    if rest := tuple(a for a in partial if a not in seq_axes):
+        y = lax.psum(y, rest)
+    if scattered := tuple(a for a in seq_axes if a in partial):
+        y = lax.psum_scatter(y, scattered, scatter_dimension=SEQ, tiled=True)
+    # An axis that shards the sequence but not `dim`: every device has the whole sum already.
+    return shard(y, tuple(a for a in seq_axes if a not in partial), SEQ)
+
+
+def local_seq(x: jax.Array) -> jax.Array:
+    """The part of [batch, seq, ...] that belongs to this device's shard of the residual stream."""
+    return shard(x, manual_axes("norm_seq"), SEQ)
+
+
+def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`table[V_t, D], tokens[B, S] -> x[B, S, D]`: looks up rows of a table whose vocabulary is sharded.
+
+    Each device looks up the tokens that it has, and contributes zeros for the rest.
+
+    Args:
+      table: [vocab, embed], local shard.
+      tokens: int [batch, seq].
+
+    Returns:
+      [batch, norm_seq, embed].
+
+    Communication: that of `leave`.
+    """
+    axes = manual_axes("vocab")
+    if not axes:
+        # GSPMD partitions this gather well only when the table is whole in embed.
+        return leave(constrain(table, "vocab", "embed")[tokens], "vocab")
+    local = tokens - lax.axis_index(axes) * table.shape[0]
+    mine = (local >= 0) & (local < table.shape[0])
+    rows = table[jnp.where(mine, local, 0)]
+    return leave(jnp.where(mine[..., None], rows, jnp.zeros_like(rows)), "vocab")
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array, vocab_size: int) -> jax.Array:
+    """`logits[B, S, V_t], targets[B, S] -> nll[B, S]`, with the vocabulary sharded and never gathered.
+
+    Args:
+      logits: [batch, seq, vocab], local shard.
+      targets: int [batch, seq], each in [0, vocab_size).
+      vocab_size: rows of the vocabulary at or beyond it are padding and get no probability.
+
+    Returns:
+      Negative log-likelihoods in float32 (float64 if the logits are), the same on every device of the axes.
+
+    Communication: all-reduces of [batch, seq]: one maximum, one of two sums.
+    """
+    axes = manual_axes("vocab")
+    logits = wide(logits)
+    first = lax.axis_index(axes) * logits.shape[-1] if axes else 0
+    ids = first + jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    logits = jnp.where(ids < vocab_size, logits, -jnp.inf)
+    top = lax.stop_gradient(logits.max(-1))
+    top = lax.pmax(top, axes) if axes else top
+    shifted = logits - top[..., None]
+    hit = jnp.where(ids == targets[..., None], shifted, jnp.zeros_like(shifted)).sum(-1)
+    sums = jnp.stack([jnp.exp(shifted).sum(-1), hit])
+    total, hit = lax.psum(sums, axes) if axes else sums
+    return jnp.log(total) - hit

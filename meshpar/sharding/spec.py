@@ -1,0 +1,48 @@
+"""`ArraySpec`: what an array is, before any mesh: its shape, dtype, and a name for each dim."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshpar.errors import ShardingError
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of a model, logically.
+
+    Args:
+      shape: the global shape.
+      dtype: any NumPy or ml_dtypes dtype.
+      dims: one name for each dim.
+
+    Raises:
+      ShardingError: there are more dims than names, or fewer.
+
+    >>> print(ArraySpec((512, 8, 64), np.dtype("float32"), ("embed", "heads", "head_dim")))
+    float32[512, 8, 64]  (embed, heads, head_dim)
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    dims: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.dims):
+            raise ShardingError(f"{len(self.shape)} dims {self.shape} have {len(self.dims)} names {self.dims}")
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array."""
+        return self.size * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]  ({', '.join(self.dims)})"

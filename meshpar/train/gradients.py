@@ -1,0 +1,160 @@
+"""Loss and gradients of one step, in three ways that must agree: on one device, manual, and under GSPMD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshpar.parallel import data
+from meshpar.parallel.local import varying_like
+from meshpar.parallel.precision import wide
+from meshpar.sharding.constrain import Lowering, lowering
+from meshpar.train.loss import Batch, Loss
+from meshpar.train.state import StatePlacement
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimized, and how a step goes about it; the same for every lowering.
+
+    Args:
+      loss: (params, batch, key) -> (sum, count).
+      key: step -> the step's random key, or None where the model draws nothing.
+      num_microbatches: how many parts the batch is computed in, one after the other.
+      dtype: of the parameters in the computation; that of the state is its own.
+    """
+
+    loss: Loss
+    key: Callable[[jax.Array], jax.Array | None] = lambda step: None
+    num_microbatches: int = 1
+    dtype: Any = jnp.float32
+
+    def cast(self, params: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(self.dtype), params)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a step computes before the optimizer.
+
+    Args:
+      loss: f32[]. Mean over the real tokens of all devices and microbatches.
+      tokens: int32[]. Their number.
+      norm: f32[]. Of the whole gradient.
+      grads: like the parameters, each sharded as `StatePlacement.sharded`.
+    """
+
+    loss: jax.Array
+    tokens: jax.Array
+    norm: jax.Array
+    grads: Any
+
+
+jax.tree_util.register_dataclass(Gradients, ["loss", "tokens", "norm", "grads"], [])
+
+
+def auto(objective: Objective, how: Lowering | None) -> Callable[..., Gradients]:
+    """(params, batch, step) -> `Gradients`, on global arrays: XLA chooses the collectives.
+
+    Args:
+      how: None on one device.
+    """
+
+    def gradients(params: Any, batch: Batch, step: jax.Array) -> Gradients:
+        with lowering(how):
+            total, tokens, grads = _accumulate(objective, objective.cast(params), batch, step)
+        loss_mean, grads = _mean(total, tokens, grads)
+        return Gradients(loss_mean, tokens, jnp.sqrt(sum(map(_square, jax.tree.leaves(grads)))), grads)
+
+    return gradients
+
+
+def manual(objective: Objective, how: Lowering, placement: StatePlacement) -> Callable[..., Gradients]:
+    """(params, batch, step) -> `Gradients`, in one `shard_map` over all axes: communication is what it says.
+
+    Communication: that of `parallel.data` and `parallel.tensor`, and all-reduces of the scalars.
+    """
+    dims = jax.tree.map(lambda p: p.spec.dims, placement.sharded)
+    pspecs = jax.tree.map(lambda p: p.pspec, placement.sharded)
+
+    def local(params: Any, batch: Batch, step: jax.Array) -> Gradients:
+        with lowering(how):
+            entered = data.enter(objective.cast(params), dims)
+            total, tokens, grads = _accumulate(objective, entered, batch, step)
+            total, tokens = _psum((total, tokens), how.axes("batch"))
+            loss_mean, grads = _mean(total, tokens, data.reduce(grads, dims))
+            return Gradients(loss_mean, tokens, _global_norm(grads, placement.sharded), grads)
+
+    scalar = PartitionSpec()
+    return jax.shard_map(
+        local, mesh=how.mesh,
+        in_specs=(jax.tree.map(lambda p: p.pspec, placement.params), batch_pspecs(how), scalar),
+        out_specs=Gradients(scalar, scalar, scalar, pspecs), check_vma=True,
+    )  # fmt: skip
+
+
+def batch_pspecs(how: Lowering) -> dict[str, PartitionSpec]:
+    """How the arrays of a batch are sharded."""
+    rows, seq = how.axes("batch") or None, how.axes("seq") or None
+    per_token = dict.fromkeys(("tokens", "targets", "positions", "segments"), PartitionSpec(rows, seq))
+    return per_token | {"rows": PartitionSpec(rows)}
+
+
+Sums = tuple[jax.Array, jax.Array, Any]
+
+
+def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array) -> Sums:
+    """Sums of losses, tokens and gradients over the microbatches; gradients in float32 at least."""
+
+    def one(batch: Batch) -> Sums:
+        gradients = jax.value_and_grad(objective.loss, has_aux=True)
+        (total, tokens), grads = gradients(params, batch, objective.key(step))
+        return total, tokens, jax.tree.map(wide, grads)
+
+    def add(sums: Sums, micro: Batch) -> tuple[Sums, None]:
+        return jax.tree.map(jnp.add, sums, one(micro)), None
+
+    num = objective.num_microbatches
+    return one(batch) if num == 1 else lax.scan(add, _zeros(params, batch), _microbatches(batch, num))[0]
+
+
+def _zeros(params: Any, batch: Batch) -> Sums:
+    grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(wide(p)), p), params)
+    total = wide(jnp.zeros((), jax.tree.leaves(params)[0].dtype))
+    return varying_like(total, batch["rows"]), varying_like(jnp.int32(0), batch["rows"]), grads
+
+
+def _microbatches(batch: Batch, num: int) -> Batch:
+    """[batch, ...] -> [num, batch / num, ...], each device keeping the rows that it has."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // num, num, *x.shape[1:]).swapaxes(0, 1), batch)
+
+
+def _mean(total: jax.Array, tokens: jax.Array, grads: Any) -> tuple[jax.Array, Any]:
+    count = jnp.maximum(tokens, 1).astype(total.dtype)
+    return total / count, jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
+
+
+def _global_norm(grads: Any, placements: Any) -> jax.Array:
+    """The norm of the whole gradient from local shards: squares are summed over the axes that shard a leaf.
+
+    Communication: all-reduces of one scalar for each distinct set of axes.
+    """
+    squares: dict[tuple[str, ...], list[jax.Array]] = {}
+    for grad, placement in zip(jax.tree.leaves(grads), jax.tree.leaves(placements), strict=True):
+        axes = tuple(sorted({axis for axes in placement.axes for axis in axes}))
+        squares.setdefault(axes, []).append(_square(grad))
+    return jnp.sqrt(sum(_psum(sum(each), axes) for axes, each in squares.items()))
+
+
+def _psum(x: Any, axes: tuple[str, ...]) -> Any:
+    return lax.psum(x, axes) if axes else x
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.square(wide(x)).sum()

@@ -1,0 +1,154 @@
+"""The train state and its placements: born sharded, one tree of `ShapeDtypeStruct`s for every reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.errors import Problems, ShardingError
+from meshpar.sharding.resolve import AnyMesh, Placement, resolve
+from meshpar.sharding.rules import AxisRules
+from meshpar.sharding.spec import ArraySpec
+from meshpar.tree import flatten_with_paths, map_with_path
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "skipped"], meta_fields=[])
+@dataclass(frozen=True)
+class TrainState:
+    """All that a step reads and writes: what is donated, and what a checkpoint holds.
+
+    Args:
+      step: int32[]. The number of steps taken, skipped ones included.
+      params: nested dicts of arrays.
+      opt_state: the Optax state.
+      skipped: int32[]. How many steps were skipped because loss or gradients were not finite.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    skipped: Any
+
+
+@dataclass(frozen=True)
+class StatePlacement:
+    """Where a train state lies.
+
+    Args:
+      sharded: tree of `Placement`: the parameters, as sharded as the rules can make them. Gradients lie so.
+      params: the same, as they are stored: whole over the storage axes under ZeRO-1.
+      opt_state: tree of `Placement`, like the Optax state.
+    """
+
+    mesh: AnyMesh
+    sharded: Any
+    params: Any
+    opt_state: Any
+
+    @property
+    def structs(self) -> TrainState:
+        """The state as `ShapeDtypeStruct`s with shardings, for compile, init and restore."""
+        scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))  # pyright: ignore
+        return TrainState(scalar, structs(self.params), structs(self.opt_state), scalar)
+
+
+def structs(placements: Any) -> Any:
+    """A tree of placements as `ShapeDtypeStruct`s."""
+    return jax.tree.map(lambda p: p.struct, placements)
+
+
+def shardings(tree: Any) -> Any:
+    """The shardings of a tree of `ShapeDtypeStruct`s."""
+    return jax.tree.map(lambda s: s.sharding, tree)
+
+
+def place(specs: Any, rules: AxisRules, mesh: AnyMesh, tx: optax.GradientTransformation) -> StatePlacement:
+    """Places parameters and optimizer state.
+
+    Args:
+      specs: tree of `ArraySpec`, of the parameters as they are stored.
+
+    Raises:
+      ShardingError: see `resolve`; or the optimizer keeps an array of which it cannot be said how to shard it.
+    """
+    sharded = resolve(specs, rules, mesh)
+    stored = sharded
+    if rules.zero_stage == 1:
+        stored = jax.tree.map(lambda p: p.without(rules["batch"]), sharded)
+    return StatePlacement(mesh, sharded, stored, _place_opt_state(sharded, tx, mesh))
+
+
+def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMesh) -> Any:
+    problems = Problems()
+    params = flatten_with_paths(sharded)
+    state = jax.eval_shape(tx.init, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype), sharded))
+
+    def one(path: str, leaf: Any) -> Placement:
+        owner = next((p for name, p in params.items() if f".{path}".endswith(f".{name}")), None)
+        placement = _inherit(leaf, owner, mesh)
+        if placement is None:
+            problems.add(path, f"{leaf.dtype}{list(leaf.shape)} is like no parameter", "use another optimizer")
+        return placement  # pyright: ignore
+
+    placed = map_with_path(one, state)
+    problems.raise_any(ShardingError, "the optimizer's state cannot be sharded like its parameters:")
+    return placed
+
+
+def _inherit(leaf: Any, owner: Placement | None, mesh: AnyMesh) -> Placement | None:
+    """A leaf lies as its parameter does, dim by dim; a factored leaf has some of the parameter's dims."""
+    dtype = np.dtype(leaf.dtype)
+    if leaf.size == 1:
+        whole = ((),) * leaf.ndim
+        return Placement(ArraySpec(leaf.shape, dtype, ("one",) * leaf.ndim), mesh, whole, ("scalar",) * leaf.ndim)
+    kept = _subsequence(leaf.shape, owner.spec.shape) if owner else None
+    if owner is None or kept is None:
+        return None
+    pick = lambda values: tuple(values[i] for i in kept)  # noqa: E731
+    spec = ArraySpec(leaf.shape, dtype, pick(owner.spec.dims))
+    return Placement(spec, mesh, pick(owner.axes), pick(owner.reason))
+
+
+def _subsequence(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Which dims of `of` the shape keeps, in order. Of two equal dims, either divides alike.
+
+    >>> _subsequence((2, 64), (2, 64, 16))
+    (0, 1)
+    """
+    kept, start = [], 0
+    for size in shape:
+        found = next((i for i in range(start, len(of)) if of[i] == size), None)
+        if found is None:
+            return None
+        kept.append(found)
+        start = found + 1
+    return tuple(kept)
+
+
+def compile_init(
+    init_params: Callable[[jax.Array], Any], tx: optax.GradientTransformation, placement: StatePlacement, seed: int
+) -> Callable[[], TrainState]:
+    """A compiled function that makes the first state, each device its own shard and no more.
+
+    Args:
+      init_params: key -> params.
+
+    Communication: none: JAX's random numbers are a function of the element's position.
+    """
+    target = placement.structs
+
+    def init() -> TrainState:
+        drawn = init_params(jax.random.key(seed))
+        params = jax.tree.map(lambda x, s: x.astype(s.dtype), drawn, target.params)
+        params = jax.lax.with_sharding_constraint(params, shardings(structs(placement.sharded)))
+        return TrainState(jnp.int32(0), params, tx.init(params), jnp.int32(0))
+
+    return jax.jit(init, out_shardings=shardings(target)).lower().compile()

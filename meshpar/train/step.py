@@ -1,0 +1,114 @@
+"""The step: gradients of either lowering, then the optimizer; compiled before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.train.gradients import Gradients, batch_pspecs
+from meshpar.train.loss import Batch
+from meshpar.train.state import StatePlacement, TrainState, shardings, structs
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Update:
+    """The optimizer's half of a step.
+
+    It runs under GSPMD, not in the manual region: Optax chains are mathematics on whole arrays (Adafactor's
+    factored means, Muon's orthogonalization), and an elementwise chain on sharded state communicates nothing.
+
+    Args:
+      tx: any Optax chain, without clipping.
+      clip_norm: the largest norm of the whole gradient; None for no limit.
+      learning_rate: number of updates -> learning rate, to report it.
+    """
+
+    tx: optax.GradientTransformation
+    clip_norm: float | None
+    learning_rate: Callable[[jax.Array], Any]
+
+    def __call__(self, state: TrainState, got: Gradients, sharded: Any) -> tuple[TrainState, Metrics]:
+        """The next state; the present one, if loss or gradients are not finite."""
+        grads = jax.tree.map(lambda g, p: (g * self._scale(got.norm).astype(g.dtype)).astype(p.dtype), got.grads, state.params)
+        # ZeRO-1 stores parameters whole, but each device updates only its shard.
+        params = jax.lax.with_sharding_constraint(state.params, sharded)
+        with jax.numpy_dtype_promotion("standard"):  # Optax raises a float to an integer step count
+            updates, opt_state = self.tx.update(grads, state.opt_state, params)
+        params = jax.lax.with_sharding_constraint(optax.apply_updates(params, updates), sharded)
+        finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
+        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+        new = TrainState(
+            step=state.step + 1,
+            params=jax.tree.map(keep, params, state.params),
+            opt_state=jax.tree.map(keep, opt_state, state.opt_state),
+            skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
+        )
+        return new, self._metrics(got, new, state)
+
+    def _scale(self, norm: jax.Array) -> jax.Array:
+        if self.clip_norm is None:
+            return jnp.ones_like(norm)
+        return jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+
+    def _metrics(self, got: Gradients, new: TrainState, old: TrainState) -> Metrics:
+        rate = jnp.asarray(self.learning_rate(old.step - old.skipped), jnp.float32)
+        return {"loss": got.loss, "grad_norm": got.norm, "tokens": got.tokens, "skipped": new.skipped, "lr": rate}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A compiled training step: `state, metrics = step(state, batch)`. The state is donated.
+
+    Args:
+      compiled: the executable.
+      batch: tree of `ShapeDtypeStruct`: what it takes for a batch.
+    """
+
+    compiled: jax.stages.Compiled
+    batch: dict[str, jax.ShapeDtypeStruct]
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return self.compiled(state, batch)
+
+
+def compile_step(
+    gradients: Callable[..., Gradients], update: Update, placement: StatePlacement, batch: dict[str, jax.ShapeDtypeStruct]
+) -> Step:
+    """Compiles a step from placements alone; no array exists yet.
+
+    Args:
+      gradients: (params, batch, step) -> `Gradients`, of `train.gradients.manual` or `auto`.
+      batch: structs with shardings, see `batch_structs`.
+    """
+    state, sharded = placement.structs, shardings(structs(placement.sharded))
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        got = gradients(state.params, with_rows(batch), state.step)
+        got = Gradients(got.loss, got.tokens, got.norm, jax.lax.with_sharding_constraint(got.grads, sharded))
+        return update(state, got, sharded)
+
+    whole = NamedSharding(placement.mesh, PartitionSpec())  # pyright: ignore
+    jitted = jax.jit(step, out_shardings=(shardings(state), whole), donate_argnums=0)
+    return Step(jitted.lower(state, batch).compile(), batch)
+
+
+def with_rows(batch: Batch) -> Batch:
+    """The batch, and the index of each row: what dropout derives its masks from."""
+    return batch | {"rows": jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32)}
+
+
+def batch_structs(how: Any, batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a batch, int32 [batch, seq], as structs with shardings."""
+    pspecs = {name: spec for name, spec in batch_pspecs(how).items() if name != "rows"}
+    return {
+        name: jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32, sharding=NamedSharding(how.mesh, spec))
+        for name, spec in pspecs.items()
+    }
