@@ -17,7 +17,7 @@ from meshpar.config import Config
 from meshpar.nn.attention import Attention
 from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal
 from meshpar.parallel import tensor
-from meshpar.parallel.data import GATHERED, gather_in_layer
+from meshpar.parallel.data import gather_in_layer, gathering_again
 from meshpar.sharding.constrain import constrain
 
 Batch = dict[str, jax.Array]
@@ -25,8 +25,8 @@ Positive = Annotated[int, pydantic.Field(gt=0)]
 
 _policies = jax.checkpoint_policies
 REMAT: dict[str, Callable[..., Any]] = {
-    # What the forward keeps for the backward. Gathered parameters are never kept: that is ZeRO-3.
-    "none": _policies.save_anything_except_these_names(GATHERED),
+    # What the forward keeps for the backward.
+    "none": _policies.everything_saveable,
     "dots": _policies.checkpoint_dots,
     "dots_no_batch": _policies.checkpoint_dots_with_no_batch_dims,
     "full": _policies.nothing_saveable,
@@ -134,12 +134,14 @@ class Transformer(nnx.Module):
             self.head = normal(rngs, (model.width, model.padded_vocab), model.width**-0.5, ("embed", "vocab"))
 
     def __call__(self, batch: Batch, key: jax.Array | None = None) -> jax.Array:
-        x_BSD = self._embed(batch, key)
+        table_VD = _gathered(self.table)
+        x_BSD = self._embed(table_VD, batch, key)
         x_BSD = self._scan(x_BSD, batch, key)
-        return self._logits(x_BSD)
+        policy = gathering_again(REMAT["none"])
+        return jax.checkpoint(self._logits, policy=policy)(x_BSD, table_VD if self.model.tied else None)
 
-    def _embed(self, batch: Batch, key: jax.Array | None) -> jax.Array:
-        x_BSD = tensor.embed(_gathered(self.table), batch["tokens"])
+    def _embed(self, table_VD: jax.Array, batch: Batch, key: jax.Array | None) -> jax.Array:
+        x_BSD = tensor.embed(table_VD, batch["tokens"])
         if self.model.learned_positions:
             x_BSD += _gathered(self.positions)[tensor.local_seq(batch["positions"])]
         x_BSD = dropout(x_BSD, self.model.dropout, _fold(key, self.model.num_layers), batch["rows"])
@@ -153,21 +155,15 @@ class Transformer(nnx.Module):
             return nnx.merge(graph, _gathered_layer(params))(x, batch, _fold(key, index)), None
 
         indices = jnp.arange(self.model.num_layers, dtype=jnp.int32)
-        policy = REMAT[self.model.remat]
+        policy = gathering_again(REMAT[self.model.remat])
         x_BSD, _ = jax.lax.scan(jax.checkpoint(body, policy=policy, prevent_cse=False), x_BSD, (blocks, indices))
         return x_BSD
 
-    def _logits(self, x_BSD: jax.Array) -> jax.Array:
-        x_BSD = tensor.enter(self._final_norm(x_BSD), "vocab")
-        if self.model.tied:
-            logits = jnp.einsum("bsd,vd->bsv", x_BSD, _gathered(self.table))
-        else:
-            logits = jnp.einsum("bsd,dv->bsv", x_BSD, _gathered(self.head))
-        return constrain(logits, "batch", "seq", "vocab")
-
-    def _final_norm(self, x_BSD: jax.Array) -> jax.Array:
+    def _logits(self, x_BSD: jax.Array, tied_VD: jax.Array | None) -> jax.Array:
         graph, norm = nnx.split(self.norm)
-        return nnx.merge(graph, _gathered_layer(norm))(x_BSD)
+        x_BSD = tensor.enter(nnx.merge(graph, _gathered_layer(norm))(x_BSD), "vocab")
+        head_DV = _gathered(self.head) if tied_VD is None else tied_VD.T
+        return constrain(x_BSD @ head_DV, "batch", "seq", "vocab")
 
 
 def _stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:

@@ -17,20 +17,20 @@ reduce-scatter must stay in the layer, for never holding a whole gradient is wha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from meshpar.parallel.local import Axes, varying
 from meshpar.parallel.precision import wide
 from meshpar.sharding.constrain import Lowering, manual
 
 Dims = tuple[str, ...]
-GATHERED = "gathered"
-"""The `checkpoint_name` of gathered parameters: a remat policy that saves it gathers only once."""
+Policy = Callable[..., bool]
+_VIEWS = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 
 
 def gather_in_layer(params: Any, dims: Any) -> Any:
@@ -47,6 +47,21 @@ def gather_in_layer(params: Any, dims: Any) -> Any:
     """
     how = manual()
     return _gather(params, dims, how) if how and how.rules.zero_stage == 3 else params
+
+
+def gathering_again(policy: Policy) -> Policy:
+    """A `jax.checkpoint` policy that keeps what `policy` keeps, but never a gathered parameter.
+
+    Without it the scan over layers would stack the whole parameters of all layers for the backward. Views are
+    never kept either: they cost nothing to make, and one of a gathered parameter would keep it alive.
+    """
+
+    def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
+        if primitive.name in _VIEWS or _is_all_gather(primitive, params):
+            return False
+        return policy(primitive, *avals, **params)
+
+    return keeps
 
 
 def enter(params: Any, dims: Any) -> Any:
@@ -84,7 +99,7 @@ def _manual() -> Lowering:
 def _gather(params: Any, dims: Any, how: Lowering) -> Any:
     def gather(x: jax.Array, names: Dims) -> jax.Array:
         stored = tuple((i, how.storage(name)) for i, name in enumerate(names) if how.storage(name))
-        return checkpoint_name(_all_gather(x, stored), GATHERED) if stored else x
+        return _all_gather(x, stored) if stored else x
 
     return jax.tree.map(gather, params, dims)
 
@@ -103,6 +118,13 @@ def _all_gather(x: jax.Array, stored: tuple[tuple[int, Axes], ...]) -> jax.Array
     for dim, axes in stored:
         x = lax.all_gather(x, axes, axis=dim, tiled=True)
     return x
+
+
+def _is_all_gather(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether a policy is asked about `_all_gather`: the only custom_vjp that begins with a collective."""
+    if primitive.name != "custom_vjp_call":
+        return False
+    return params["call_jaxpr"].eqns[0].primitive.name == "all_gather"
 
 
 def _all_gather_backward(stored: tuple[tuple[int, Axes], ...], _: None, grad: jax.Array) -> tuple[jax.Array]:
