@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshpar.errors import ShardingError
+from meshpar.mesh.layout import MeshLayout
+from meshpar.sharding.constrain import Lowering, constrain, lowering
+from meshpar.sharding.resolve import resolve
+from meshpar.sharding.rules import AxisRules
+from meshpar.sharding.spec import ArraySpec
+
+
+def spec(shape, *dims):
+    return ArraySpec(shape, np.dtype("float32"), dims)
+
+
+RULES = AxisRules(preset=("fsdp", "megatron"))
+
+
+@given(
+    st.permutations(["embed", "mlp", "layers", "head_dim"]),
+    st.lists(st.sampled_from([4, 8, 12]), min_size=4, max_size=4),
+    st.sampled_from([{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 4}]),
+)
+def test_the_local_shape_is_the_one_that_jax_gives(dims, shape, sizes):
+    mesh = MeshLayout(**sizes).build()
+    placement = resolve({"w": spec(tuple(shape), *dims)}, RULES, mesh)["w"]
+    assert placement.local_shape == placement.sharding.shard_shape(tuple(shape))
+    assert placement.struct.sharding.mesh == mesh
+
+
+def test_gathering_removes_the_storage_axes_alone():
+    placement = resolve({"w": spec((8, 8), "embed", "mlp")}, RULES, MeshLayout(fsdp=4, tensor=2).abstract())["w"]
+    assert placement.without(RULES["batch"]).local_shape == (8, 4)
+
+
+def test_axes_of_size_one_appear_nowhere():
+    placement = resolve({"w": spec((8, 8), "embed", "mlp")}, RULES, MeshLayout(fsdp=8).abstract())["w"]
+    assert placement.axes == (("fsdp",), ())
+
+
+def test_one_axis_cannot_shard_two_dims_of_an_array():
+    with pytest.raises(ShardingError, match="mlp and heads are both sharded over tensor"):
+        resolve({"w": spec((8, 8), "mlp", "heads")}, RULES, MeshLayout(fsdp=4, tensor=2).abstract())
+
+
+def test_constrain_pins_under_gspmd_and_raises_where_jax_would_replicate():
+    mesh = MeshLayout(fsdp=4, tensor=2).build()
+
+    def f(x):
+        with lowering(Lowering(mesh, RULES, manual=False)):
+            return constrain(x, "batch", "mlp")
+
+    out = jax.jit(f)(np.ones((4, 6), np.float32))
+    assert out.sharding.shard_shape(out.shape) == (1, 3)
+    with pytest.raises(ShardingError, match="mlp = 5 is not divisible by tensor"):
+        jax.jit(f)(np.ones((4, 5), np.float32))

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from meshpar.errors import ShardingError
+from meshpar.sharding.rules import DIMS, PRESETS, AxisRules
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_a_rule_for_every_standard_dim(name):
+    assert set(AxisRules(preset=name).table) == set(DIMS)
+
+
+def test_without_a_preset_there_are_only_the_users_rules():
+    assert AxisRules(embed=("fsdp",)).table == {"embed": ("fsdp",)}
+
+
+def test_a_users_rule_goes_before_the_presets():
+    rules = AxisRules(preset="megatron", kv_heads=())
+    assert rules["kv_heads"] == () and rules["heads"] == ("tensor",)
+    assert rules.source("kv_heads") == "rules.kv_heads" and rules.source("heads") == "preset megatron"
+
+
+def test_presets_in_a_list_are_joined():
+    rules = AxisRules.model_validate(["zero2", "megatron_sp"])
+    assert rules["embed"] == ("fsdp",) and rules["norm_seq"] == ("tensor",) and rules.zero_stage == 2
+
+
+def test_batch_axes_store_parameters_and_carry_nothing_else_in_activations():
+    rules = AxisRules(preset=("fsdp", "megatron"))
+    assert rules.storage_axes("embed") == ("fsdp",) and rules.activation_axes("embed") == ()
+    assert rules.storage_axes("mlp") == () and rules.activation_axes("mlp") == ("tensor",)
+    assert rules.activation_axes("batch") == ("replica", "data", "fsdp")
+
+
+def test_or_joins_and_is_commutative_where_nothing_disagrees():
+    one, other = AxisRules(preset="fsdp"), AxisRules(preset="megatron", kv_heads=())
+    assert (one | other).table == (other | one).table == AxisRules(preset=("fsdp", "megatron"), kv_heads=()).table
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(AxisRules(embed=("fsdp",)), AxisRules(embed=("tensor",))), (AxisRules(zero=1), AxisRules(zero=2))],
+)
+def test_rules_that_disagree_are_refused(one, other):
+    with pytest.raises(ShardingError, match="two rules disagree"):
+        one | other
+
+
+def test_presets_that_disagree_are_refused():
+    with pytest.raises(ValueError, match="preset zero1 says 1, preset fsdp says 3"):
+        AxisRules(preset=("zero1", "fsdp"))
