@@ -137,8 +137,7 @@ class Transformer(nnx.Module):
         table_VD = _gathered(self.table)
         x_BSD = self._embed(table_VD, batch, key)
         x_BSD = self._scan(x_BSD, batch, key)
-        policy = gathering_again(REMAT["none"])
-        return jax.checkpoint(self._logits, policy=policy)(x_BSD, table_VD if self.model.tied else None)
+        return self._logits(x_BSD, table_VD if self.model.tied else None)
 
     def _embed(self, table_VD: jax.Array, batch: Batch, key: jax.Array | None) -> jax.Array:
         x_BSD = tensor.embed(table_VD, batch["tokens"])

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from meshpar.errors import ShardingError
+from meshpar.models import GPT, Llama
+from meshpar.nn.attention import attend, rotate
+from meshpar.nn.describe import describe, functional
+from meshpar.nn.layers import dropout
+from meshpar.parallel.tensor import cross_entropy
+from meshpar.tree import flatten_with_paths
+
+SIZES = {"num_layers": 2, "width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": 29, "max_seq_len": 8}
+
+
+def batch(rows=2, seq=8):
+    tokens = jax.random.randint(jax.random.key(0), (rows, seq), 0, 29, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (rows, seq))
+    return {
+        "tokens": tokens,
+        "positions": positions,
+        "segments": jnp.ones((rows, seq), jnp.int32),
+        "rows": jnp.arange(rows, dtype=jnp.int32),
+    }
+
+
+def logits(model, inputs, key=None):
+    built = model.build(nnx.Rngs(0))
+    return jax.jit(functional(built))(nnx.to_pure_dict(nnx.state(built, nnx.Param)), inputs, key)
+
+
+@pytest.mark.parametrize("model", [Llama(**SIZES), GPT(**SIZES, tied=True)], ids=["llama", "gpt"])
+def test_a_token_sees_only_what_comes_before_it_in_its_document(model):
+    inputs = batch()
+    first_half = jnp.arange(8, dtype=jnp.int32) < 4
+    two_documents = inputs | {"segments": jnp.broadcast_to(jnp.where(first_half, 1, 2).astype(jnp.int32), (2, 8))}
+    changed_late = inputs | {"tokens": inputs["tokens"].at[:, 6].add(1) % 29}
+    np.testing.assert_allclose(logits(model, inputs)[:, :6], logits(model, changed_late)[:, :6], rtol=1e-5, atol=1e-6)
+    assert abs(logits(model, inputs)[:, 6:] - logits(model, changed_late)[:, 6:]).max() > 1e-4
+    changed_early = two_documents | {"tokens": inputs["tokens"].at[:, 1].add(1) % 29}
+    np.testing.assert_allclose(
+        logits(model, two_documents)[:, 4:], logits(model, changed_early)[:, 4:], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_attention_is_softmax_of_scaled_products_over_grouped_heads():
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 5, heads, 4)) for i, heads in enumerate((4, 2, 2)))
+    got = attend(q, k, v, jnp.ones((2, 5), jnp.int32))
+    for head in range(4):
+        scores = np.einsum("bsh,bth->bst", q[:, :, head], k[:, :, head // 2]) / 2
+        weights = np.exp(np.where(np.tril(np.ones((5, 5))) > 0, scores, -np.inf))
+        want = np.einsum("bst,bth->bsh", weights / weights.sum(-1, keepdims=True), v[:, :, head // 2])
+        np.testing.assert_allclose(got[:, :, head], want, rtol=2e-5, atol=1e-6)
+
+
+def test_rotary_products_depend_on_the_distance_alone():
+    q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 8)) for i in range(2))
+
+    def product(i, j):
+        at = lambda x, p: rotate(x, jnp.full((1, 1), p, jnp.int32), 10000.0)  # noqa: E731
+        return float((at(q, i) * at(k, j)).sum())
+
+    assert product(3, 1) == pytest.approx(product(9, 7), abs=1e-5)
+    assert product(3, 1) != pytest.approx(product(3, 2), abs=1e-3)
+
+
+def test_cross_entropy_is_optaxs_and_padding_gets_no_probability():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 12))
+    targets = jax.random.randint(jax.random.key(1), (2, 5), 0, 9, jnp.int32)
+    want = optax.softmax_cross_entropy_with_integer_labels(x[..., :9], targets)
+    np.testing.assert_allclose(cross_entropy(x, targets, 9), want, rtol=1e-5)
+    grads = jax.grad(lambda x: cross_entropy(x, targets, 9).sum())(x)
+    assert abs(grads[..., 9:]).max() == 0 and abs(grads[..., :9]).max() > 0
+
+
+def test_a_padded_vocabulary_changes_neither_loss_nor_gradients():
+    plain, padded = Llama(**SIZES), Llama(**SIZES, vocab_multiple=16)
+    assert padded.padded_vocab == 32
+    params = nnx.to_pure_dict(nnx.state(plain.build(nnx.Rngs(0)), nnx.Param))
+    grown = params | {"table": jnp.pad(params["table"], ((0, 3), (0, 0))), "head": jnp.pad(params["head"], ((0, 0), (0, 3)))}
+    inputs, targets = batch(), jnp.ones((2, 8), jnp.int32)
+
+    def loss(model):
+        apply = functional(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
+        return jax.value_and_grad(lambda p: cross_entropy(apply(p, inputs, None), targets, 29).sum())
+
+    (want, want_grads), (got, got_grads) = loss(plain)(params), loss(padded)(grown)
+    assert float(got) == pytest.approx(float(want), rel=1e-6)
+    np.testing.assert_allclose(got_grads["head"][:, :29], want_grads["head"], rtol=1e-4, atol=1e-5)
+    assert abs(got_grads["head"][:, 29:]).max() == 0
+
+
+def test_dropout_keeps_the_mean_and_the_right_share():
+    x = jnp.ones((64, 32, 16))
+    kept = dropout(x, 0.25, jax.random.key(1), jnp.arange(64, dtype=jnp.int32))
+    assert float((kept == 0).mean()) == pytest.approx(0.25, abs=0.01)
+    assert float(kept.mean()) == pytest.approx(1.0, abs=0.02)
+
+
+def test_dropout_of_a_row_depends_on_its_place_in_the_global_batch():
+    x, rows = jnp.ones((8, 4, 16)), jnp.arange(8, dtype=jnp.int32)
+    whole = dropout(x, 0.5, jax.random.key(1), rows)
+    np.testing.assert_array_equal(dropout(x[4:], 0.5, jax.random.key(1), rows[4:]), whole[4:])
+    assert (whole[0] != whole[1]).any()
+    assert (dropout(x, 0.5, jax.random.key(2), rows) != whole).any()
+    assert dropout(x, 0.5, None, rows) is x
+
+
+@pytest.mark.parametrize("remat", ["dots", "dots_no_batch", "full"])
+def test_remat_changes_no_gradient(remat):
+    def grads(model):
+        built = model.build(nnx.Rngs(0))
+        apply, params = functional(built), nnx.to_pure_dict(nnx.state(built, nnx.Param))
+        return jax.jit(jax.grad(lambda p: jnp.square(apply(p, batch(), None)).mean()))(params)
+
+    pairs = zip(jax.tree.leaves(grads(Llama(**SIZES))), jax.tree.leaves(grads(Llama(**SIZES, remat=remat))), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+def test_every_parameter_has_a_name_for_each_dim():
+    specs = flatten_with_paths(describe(nnx.eval_shape(lambda: Llama(**SIZES).build(nnx.Rngs(0)))))
+    assert specs["blocks.attn.q.kernel"].dims == ("layers", "embed", "heads", "head_dim")
+    assert specs["table"].dims == ("vocab", "embed")
+
+
+def test_a_parameter_without_names_is_an_error_that_lists_it():
+    class Bare(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones((2, 3)))
+
+    with pytest.raises(ShardingError, match=r"kernel\n.*2 dims \(2, 3\)"):
+        describe(Bare())
+
+
+def test_heads_must_divide():
+    with pytest.raises(ValueError, match="num_heads = 4 is not a multiple of num_kv_heads = 3"):
+        Llama(**SIZES, num_kv_heads=3)
