@@ -10,7 +10,7 @@ Two laws give all of parallelism from one table, with no second table for activa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pydantic
 
@@ -61,6 +61,7 @@ class AxisRules(Config):
     model_config = pydantic.ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, tuple[str, ...]] = pydantic.Field(init=False)
 
+    shorthand: ClassVar = "preset"
     preset: tuple[str, ...] = ()
     """Names of presets, joined in order."""
     zero: Literal[0, 1, 2, 3] | None = None
@@ -72,9 +73,11 @@ class AxisRules(Config):
     def _from_names(cls, value: Any) -> Any:
         if isinstance(value, (str, list, tuple)):
             value = {"preset": value}
-        if isinstance(value, dict) and isinstance(value.get("preset"), str):
+        if not isinstance(value, dict):
+            return value
+        if isinstance(value.get("preset"), str):
             value = value | {"preset": [value["preset"]]}
-        return value
+        return {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
 
     @pydantic.field_validator("preset")
     @classmethod

@@ -40,8 +40,9 @@ class Update:
         grads = jax.tree.map(lambda g, p: (g * self._scale(got.norm).astype(g.dtype)).astype(p.dtype), got.grads, state.params)
         # ZeRO-1 stores parameters whole, but each device updates only its shard.
         params = jax.lax.with_sharding_constraint(state.params, sharded)
-        with jax.numpy_dtype_promotion("standard"):  # Optax raises a float to an integer step count
+        with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
             updates, opt_state = self.tx.update(grads, state.opt_state, params)
+            rate = jnp.asarray(self.learning_rate(state.step - state.skipped), jnp.float32)
         params = jax.lax.with_sharding_constraint(optax.apply_updates(params, updates), sharded)
         finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
@@ -51,16 +52,13 @@ class Update:
             opt_state=jax.tree.map(keep, opt_state, state.opt_state),
             skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
         )
-        return new, self._metrics(got, new, state)
+        metrics = {"loss": got.loss, "grad_norm": got.norm, "tokens": got.tokens, "skipped": new.skipped, "lr": rate}
+        return new, metrics
 
     def _scale(self, norm: jax.Array) -> jax.Array:
         if self.clip_norm is None:
             return jnp.ones_like(norm)
         return jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-
-    def _metrics(self, got: Gradients, new: TrainState, old: TrainState) -> Metrics:
-        rate = jnp.asarray(self.learning_rate(old.step - old.skipped), jnp.float32)
-        return {"loss": got.loss, "grad_norm": got.norm, "tokens": got.tokens, "skipped": new.skipped, "lr": rate}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""The command line: verbs over a config file. Bad input ends with a message and exit code 2."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshpar.errors import ConfigError, MeshparError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
+Devices = Annotated[int | None, typer.Option(min=1, help="Simulate so many CPU devices.", show_default="as many as the mesh has")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+@app.callback()
+def _meshpar() -> None:
+    """Declare a mesh and a name for each dim; train on any layout of devices, with the same numbers."""
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
+    devices: Devices = None,
+    json: AsJson = False,
+    profile: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a trace of a few steps there.")] = None,
+    dump_hlo: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the compiled step's text there.")] = None,
+) -> None:
+    """Trains the model of CONFIG, or goes on from the last checkpoint in its run directory."""
+    from meshpar import run
+
+    loaded = run.load(config, overrides or [])
+    run.simulate(loaded, devices)
+    run.train(loaded, json=json, profile=profile, dump_hlo=dump_hlo)
+
+
+@app.command()
+def explain(
+    config: ConfigFile,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[PATH] [KEY=VALUE]...", show_default=False)] = None,
+    devices: Devices = None,
+    json: AsJson = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the arrays there.")] = None,
+) -> None:
+    """Says for every parameter: dims, rules, spec, local shape, bytes a device. Needs no devices.
+
+    With PATH (a glob such as `blocks.*.kernel`) also draws how those arrays lie on the mesh.
+    """
+    from meshpar import run
+
+    paths = [a for a in arguments or [] if "=" not in a]
+    loaded = run.load(config, [a for a in arguments or [] if "=" in a])
+    if len(paths) > 1:
+        raise ConfigError(f"explain takes one PATH, got {' and '.join(paths)}")
+    told = run.explain(loaded, paths[0] if paths else None, devices)
+    if svg:
+        svg.write_text(told.svg())
+    typer.echo(json_format.dumps(told.as_json(), indent=2) if json else told.text())
+
+
+@app.command()
+def schema() -> None:
+    """Prints the JSON schema of a config file, for editors."""
+    from meshpar import config, run
+
+    typer.echo(json_format.dumps(config.schema(run.Run), indent=2))
+
+
+def main() -> None:
+    """The entry point: 0, 1 for a failed run, 2 for bad input."""
+    try:
+        app()
+    except MeshparError as error:
+        typer.echo(f"meshpar: {error}", err=True)
+        sys.exit(2)

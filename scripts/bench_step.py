@@ -1,0 +1,43 @@
+"""What meshpar costs: against a hand-written jit, in Python, in import, in compile time, in host memory.
+
+    python scripts/bench_step.py [step|python|import|compile|memory ...] [--json]
+
+Ratios are of medians of interleaved runs in one process. Simulated devices share the cores of one machine: the
+ratios say that the programs do the same work, not how fast they would be on chips of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from scripts import measure
+
+MEASURES = {
+    # name: (what it is, its limit, how it is measured)
+    "step": ("step time over a hand-written jit's", 1.03, measure.step_ratio),
+    "python": ("microseconds of Python a step beyond the bare executable, 400 leaves", 50.0, measure.python_microseconds),
+    "import": ("import meshpar over import jax, flax, optax", 1.1, measure.import_ratio),
+    "compile": ("compile time for 512 devices over 8", 1.15, measure.compile_ratio),
+    "memory": ("peak host memory while a state is born sharded, over its bytes", 1.3, measure.memory_ratio),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measures", nargs="*", help="default: all")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    results = {}
+    for name in arguments.measures or MEASURES:
+        what, limit, how = MEASURES[name]
+        results[name] = how() | {"what": what, "limit": limit}
+        if not arguments.json:
+            print(f"{name:<8} {results[name]['value']:8.3f}  limit {limit:<5} {what}", flush=True)
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+    raise SystemExit(any(r["value"] > r["limit"] for r in results.values()))
+
+
+if __name__ == "__main__":
+    main()

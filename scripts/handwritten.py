@@ -1,0 +1,98 @@
+"""The quickstart's llama with no framework: one `jax.jit`, shardings by hand. What meshpar is measured against."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+BATCH = ("data", "fsdp")
+
+
+def specs():
+    """How each parameter is sharded: fsdp on embed, tensor on heads, mlp and vocab."""
+    heads, out = P(None, "fsdp", "tensor"), P(None, "tensor", None, "fsdp")
+    layer = {"q": heads, "k": heads, "v": heads, "o": out, "gate": heads, "up": heads, "down": P(None, "tensor", "fsdp")}
+    norms = {"attn_norm": P(None, "fsdp"), "mlp_norm": P(None, "fsdp")}
+    return {"table": P("tensor", "fsdp"), "layers": layer | norms, "norm": P("fsdp"), "head": P("fsdp", "tensor")}
+
+
+def init(model, mesh):
+    """Parameters born sharded; the values do not matter to a timing."""
+    L, D, H, K, h, M, V = (
+        model.num_layers, model.width, model.num_heads, model.kv_heads, model.head_size, model.mlp_width, model.padded_vocab,
+    )  # fmt: skip
+    shapes = {
+        "table": (V, D), "norm": (D,), "head": (D, V),
+        "layers": {
+            "q": (L, D, H, h), "k": (L, D, K, h), "v": (L, D, K, h), "o": (L, H, h, D), "gate": (L, D, M),
+            "up": (L, D, M), "down": (L, M, D), "attn_norm": (L, D), "mlp_norm": (L, D),
+        },
+    }  # fmt: skip
+    draw = lambda shape: jax.random.normal(jax.random.key(0), shape) * 0.02  # noqa: E731
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs())
+    make = jax.jit(lambda: jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple)), out_shardings=shardings)
+    return make()
+
+
+def norm(x, scale):
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+def rotate(x, positions):
+    half = x.shape[-1] // 2
+    angle = positions[..., None, None] * 10000.0 ** (-jnp.arange(half) / half)
+    a, b, cos, sin = x[..., :half], x[..., half:], jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def layer(mesh, batch, visible, x, w):
+    """One block."""
+    pin = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    y = norm(x, w["attn_norm"])
+    q, k, v = (jnp.einsum("bsd,dhk->bshk", y, w[name]) for name in "qkv")
+    q, k = rotate(q, batch["positions"]), rotate(k, batch["positions"])
+    q = pin(q, BATCH, None, "tensor").reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * q.shape[3] ** -0.5
+    scores = jnp.where(visible[:, None, None], jnp.einsum("bskgh,btkh->bkgst", q, k), jnp.finfo(q.dtype).min)
+    out = jnp.einsum("bkgst,btkh->bskgh", jax.nn.softmax(scores), v)
+    x += jnp.einsum("bshk,hkd->bsd", out.reshape(*out.shape[:2], -1, out.shape[-1]), w["o"])
+    y = norm(x, w["mlp_norm"])
+    hidden = pin(jax.nn.silu(y @ w["gate"]) * (y @ w["up"]), BATCH, None, "tensor")
+    return pin(x + hidden @ w["down"], BATCH), None
+
+
+def loss(params, batch, *, mesh, vocab_size):
+    """Mean cross entropy over the targets that count."""
+    index = jnp.arange(batch["tokens"].shape[1])
+    visible = (index[:, None] >= index) & (batch["segments"][:, :, None] == batch["segments"][:, None, :])
+    table = jax.lax.with_sharding_constraint(params["table"], NamedSharding(mesh, P("tensor")))
+    x, _ = jax.lax.scan(partial(layer, mesh, batch, visible), table[batch["tokens"]], params["layers"])
+    logits = norm(x, params["norm"]) @ params["head"]
+    logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
+    counted = batch["targets"] >= 0
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counted, batch["targets"], 0))
+    return jnp.where(counted, nll, 0).sum() / counted.sum()
+
+
+def compile_step(model, mesh, params, batch, learning_rate):
+    """A donated, compiled AdamW step with clipping, and its optimizer state."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.1))
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    opt_shardings = optax.tree.map_params(
+        tx, lambda _, s: s, jax.eval_shape(tx.init, params), shardings,
+        transform_non_params=lambda _: NamedSharding(mesh, P()),
+    )  # fmt: skip
+    opt_state = jax.jit(tx.init, out_shardings=opt_shardings)(params)
+
+    def step(params, opt_state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch, mesh=mesh, vocab_size=model.vocab_size)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    whole = NamedSharding(mesh, P())
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(shardings, opt_shardings, whole))
+    return jitted.lower(params, opt_state, batch).compile(), opt_state

@@ -1,0 +1,153 @@
+"""The measurements of `bench_step.py`, each in a process of its own where it must be."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+def step_ratio(num_rounds: int = 80) -> dict[str, Any]:
+    return _in_process(f"scripts.measure._step_ratio({num_rounds})")
+
+
+def python_microseconds() -> dict[str, Any]:
+    return _in_process("scripts.measure._python_microseconds()")
+
+
+def import_ratio(num_rounds: int = 9) -> dict[str, Any]:
+    """User and system seconds of each import in a fresh interpreter, interleaved."""
+    bare, ours = [], []
+    for _ in range(num_rounds):
+        bare.append(_cpu_s("import jax, jax.numpy, flax.nnx, optax"))
+        ours.append(_cpu_s("import meshpar"))
+    return _ratio(ours, bare)
+
+
+def compile_ratio(num_rounds: int = 3) -> dict[str, Any]:
+    """The quickstart's step on abstractly as many rows a device, compiled for 8 and for 512 simulated devices."""
+    few, many = [], []
+    for _ in range(num_rounds):
+        few.append(_in_process("scripts.measure._compile_s(8)"))
+        many.append(_in_process("scripts.measure._compile_s(512)"))
+    return _ratio(many, few)
+
+
+def memory_ratio() -> dict[str, Any]:
+    return _in_process("scripts.measure._memory_ratio()")
+
+
+def _step_ratio(num_rounds: int) -> dict[str, Any]:
+    import jax
+
+    from scripts import handwritten
+
+    run = _quickstart(8)
+    step, state = run.compile_step(), run.compile_init()()
+    batch = _batch(run)
+    params = handwritten.init(run.run.model, run.mesh)
+    rate = run.run.optim.learning_rate(run.run.num_steps)
+    bare, opt_state = handwritten.compile_step(run.run.model, run.mesh, params, batch, rate)
+    ours, theirs = [], []
+    for _ in range(num_rounds):
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(step(state, batch))
+        ours.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        params, opt_state, _ = jax.block_until_ready(bare(params, opt_state, batch))
+        theirs.append(time.perf_counter() - start)
+    return _ratio(ours[5:], theirs[5:])
+
+
+def _python_microseconds(num_leaves: int = 400, num_calls: int = 300) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    from meshpar.train.step import Step
+
+    tree = {f"leaf_{i}": jnp.zeros(()) for i in range(num_leaves)}
+    compiled = jax.jit(lambda state, batch: (state, {})).lower(tree, {}).compile()
+    step, ours, bare = Step(compiled, {}), [], []
+    for _ in range(num_calls):
+        for call, times in ((step, ours), (compiled, bare)):
+            start = time.perf_counter()
+            call(tree, {})
+            times.append(time.perf_counter() - start)
+    extra = statistics.median(ours) - statistics.median(bare)
+    return {"value": extra * 1e6, "ours_s": statistics.median(ours), "theirs_s": statistics.median(bare)}
+
+
+def _compile_s(num_devices: int) -> float:
+    from meshpar.run import prepare
+
+    run = _quickstart(num_devices, f"mesh.data={num_devices // 4}", f"data.batch_size={num_devices * 4}")
+    prepared = prepare(run.run, run.mesh)
+    start = time.perf_counter()
+    prepared.compile_step()
+    return time.perf_counter() - start
+
+
+def _memory_ratio() -> dict[str, Any]:
+    """Peak of the resident set while init runs, less what was there before, over the bytes that it made."""
+    import jax
+
+    large = ["model.width=1024", "model.num_layers=8", "model.mlp_width=2560"]
+    init = _quickstart(8, *large).compile_init()
+    before = _resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")
+    state = jax.block_until_ready(init())
+    peak = int(_status("VmHWM")) * 1024 - before
+    held = sum(s.data.nbytes for x in jax.tree.leaves(state) for s in x.addressable_shards)
+    return {"value": peak / held, "peak_bytes": peak, "state_bytes": held}
+
+
+def _quickstart(num_devices: int, *overrides: str) -> Any:
+    from meshpar.mesh.process import simulate
+    from meshpar.run import load, prepare
+
+    simulate(num_devices)
+    return prepare(load(QUICKSTART, list(overrides)))
+
+
+def _batch(run: Any) -> Any:
+    import jax
+
+    first = run.run.data.train(run.run.seed)[0]
+    return {name: jax.device_put(x, run.batch[name].sharding) for name, x in first.items()}
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    a, b = statistics.median(ours), statistics.median(theirs)
+    return {"value": a / b, "ours_s": a, "theirs_s": b}
+
+
+def _resident_bytes() -> int:
+    return int(_status("VmRSS")) * 1024
+
+
+def _status(field: str) -> str:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith(field))
+
+
+def _cpu_s(code: str) -> float:
+    before = os.times()
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def _in_process(expression: str) -> Any:
+    """The value of an expression of this module, in a fresh interpreter."""
+    code = f"import json, scripts.measure; print(json.dumps({expression}))"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], check=True, env=environment, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])

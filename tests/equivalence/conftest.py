@@ -1,0 +1,119 @@
+"""One run, whatever its layout: losses, gradients, norms, and the parameters after three steps, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from meshpar.mesh.layout import MeshLayout
+from meshpar.models import GPT, Llama
+from meshpar.run import Precision, Prepared, Run, prepare
+from meshpar.sharding.rules import AxisRules
+from meshpar.train.data import Synthetic
+from meshpar.train.optim import AdamW
+from meshpar.train.step import with_rows
+
+ROWS, SEQ, NUM_STEPS = 32, 16, 3
+SIZES = {"num_layers": 2, "width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": 29, "vocab_multiple": 8}
+MODELS = {
+    "llama": Llama(**SIZES, num_kv_heads=4, remat="dots"),
+    "llama_gqa_tied_dropout": Llama(**SIZES, num_kv_heads=2, tied=True, dropout=0.2),
+    "gpt_dropout_remat": GPT(**SIZES, max_seq_len=SEQ, dropout=0.2, remat="full"),
+    "gpt_gqa_tied": GPT(**SIZES, num_kv_heads=2, max_seq_len=SEQ, tied=True),
+}
+LAYOUTS = {
+    "data8": ({"data": 8}, ["replicated"]),
+    "zero1": ({"fsdp": 8}, ["zero1"]),
+    "zero2": ({"fsdp": 8}, ["zero2"]),
+    "zero3": ({"fsdp": 8}, ["fsdp"]),
+    "hsdp2x4": ({"replica": 2, "fsdp": 4}, ["hsdp"]),
+    "tensor4": ({"data": 2, "tensor": 4}, ["megatron"]),
+    "tensor4_sp": ({"data": 2, "tensor": 4}, ["megatron_sp"]),
+    "data2_fsdp2_tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron_sp"]),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What two layouts must agree on."""
+
+    losses: np.ndarray
+    norms: np.ndarray
+    grads: Any
+    params: Any
+
+    def difference(self, other: Outcome) -> float:
+        """The largest absolute difference of any number."""
+        pairs = zip(jax.tree.leaves(vars(self)), jax.tree.leaves(vars(other)), strict=True)
+        return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+
+
+def prepared(model: str, layout: str | None, lowering: str, num_microbatches: int) -> Prepared:
+    """A run on eight devices; without a layout, on one."""
+    sizes, presets = LAYOUTS[layout] if layout else ({}, ["replicated"])
+    if "gqa" in model and sizes.get("tensor") == 4:  # two key heads on four devices: replicated, and said so
+        rules = AxisRules(preset=tuple(presets), kv_heads=())
+    else:
+        rules = AxisRules(preset=tuple(presets))
+    mesh = MeshLayout(**sizes)
+    run = Run(
+        model=MODELS[model],
+        data=Synthetic(batch_size=ROWS, seq_len=SEQ, vocab_size=SIZES["vocab_size"]),
+        optim=AdamW(lr=1e-2),
+        mesh=mesh,
+        rules=rules,
+        lowering=lowering,
+        precision=Precision(params="float64", compute="float64"),
+        num_steps=NUM_STEPS,
+        num_microbatches=num_microbatches,
+        run_dir="unused",
+    )
+    return prepare(run, mesh.build(jax.devices()[: mesh.requested()]))
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    """Random tokens with holes that do not count, more of them in later rows, and two documents a row."""
+    rng = np.random.default_rng(0)
+    column = np.arange(SEQ)
+    whole = np.ones((ROWS, SEQ), np.int32)
+    drawn = []
+    for _ in range(NUM_STEPS):
+        targets = rng.integers(0, SIZES["vocab_size"], (ROWS, SEQ))
+        targets[rng.random((ROWS, SEQ)) < np.linspace(0, 0.9, ROWS)[:, None]] = -1
+        drawn.append(
+            {
+                "tokens": rng.integers(0, SIZES["vocab_size"], (ROWS, SEQ)),
+                "targets": targets,
+                "segments": whole + (column >= 9),
+                "positions": whole * np.where(column >= 9, column - 9, column),
+            }
+        )
+    return [{name: array.astype(np.int32) for name, array in batch.items()} for batch in drawn]
+
+
+def outcome(run: Prepared) -> Outcome:
+    """Runs it."""
+    step, state = run.compile_step(), run.compile_init()()
+    put = lambda batch: {name: jax.device_put(x, run.batch[name].sharding) for name, x in batch.items()}  # noqa: E731
+    grads = jax.jit(lambda p, b, s: run.gradients(p, with_rows(b), s).grads)(state.params, put(batches()[0]), state.step)
+    grads, metrics = jax.device_get(grads), []
+    for batch in batches():
+        state, measured = step(state, put(batch))
+        metrics.append(jax.device_get(measured))
+    losses, norms = (np.array([m[name] for m in metrics]) for name in ("loss", "grad_norm"))
+    return Outcome(losses, norms, grads, jax.device_get(state.params))
+
+
+@lru_cache
+def on_one_device(model: str) -> Outcome:
+    return outcome(prepared(model, None, "auto", 1))
+
+
+@pytest.fixture(autouse=True)
+def _float64(float64):
+    """Every test here."""

@@ -1,0 +1,30 @@
+"""The theorem: every layout, in both lowerings, computes what one device computes."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tests.equivalence.conftest import LAYOUTS, MODELS, on_one_device, outcome, prepared
+
+EVERY = list(product(MODELS, LAYOUTS, ["manual", "auto"], [1, 4]))
+# Each layout in each lowering with two models, one with accumulation and one without.
+SAMPLE = [
+    (model, layout, lowering, accumulation)
+    for i, (layout, lowering) in enumerate(product(LAYOUTS, ["manual", "auto"]))
+    for model, accumulation in [(list(MODELS)[i % 4], 1), (list(MODELS)[(i + 1 + i // 4) % 4], 4)]
+]
+CASES = [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow, id="-".join(map(str, case))) for case in EVERY]
+
+
+@pytest.mark.parametrize(("model", "layout", "lowering", "accumulation"), CASES)
+def test_equal_to_one_device(model, layout, lowering, accumulation):
+    got = outcome(prepared(model, layout, lowering, accumulation))
+    assert got.difference(on_one_device(model)) < 1e-10
+
+
+def test_dropout_changes_the_numbers():
+    """Else the equality of masks above would say nothing."""
+    with_dropout = on_one_device("gpt_dropout_remat")
+    assert abs(with_dropout.losses - on_one_device("gpt_gqa_tied").losses).min() > 1e-6

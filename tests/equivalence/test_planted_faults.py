@@ -1,0 +1,69 @@
+"""The suite can fail: each of these faults is planted, and seen."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from jax import lax
+
+from meshpar.parallel import data, tensor
+from meshpar.sharding.constrain import Lowering
+from meshpar.train import gradients
+from tests.equivalence.conftest import on_one_device, outcome, prepared
+
+
+def difference(layout):
+    return outcome(prepared("llama", layout, "manual", 1)).difference(on_one_device("llama"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _references():
+    """Worked out before any fault is planted."""
+    with jax.enable_x64(True):
+        on_one_device("llama"), on_one_device("gpt_dropout_remat")
+
+
+def test_a_dropped_reduction_is_a_type_error(monkeypatch):
+    monkeypatch.setattr(data, "reduce", lambda grads, dims: grads)
+    with pytest.raises(ValueError, match="out_specs"):
+        difference("data8")
+
+
+def test_a_mean_in_place_of_a_sum_is_seen(monkeypatch):
+    reduce_one = data._reduce_one
+    monkeypatch.setattr(data, "_reduce_one", lambda g, names, how: reduce_one(g, names, how) / 8)
+    assert difference("data8") > 1e-2
+
+
+def test_a_loss_averaged_by_device_is_seen(monkeypatch):
+    """The mean of the devices' means, where the devices have different numbers of real tokens."""
+    accumulate = gradients._accumulate
+
+    def by_device(*args):
+        total, tokens, grads = accumulate(*args)
+        mean = lambda x: x / tokens.astype(x.dtype)  # noqa: E731
+        return mean(total), tokens // tokens, jax.tree.map(mean, grads)
+
+    monkeypatch.setattr(gradients, "_accumulate", by_device)
+    assert difference("data8") > 1e-4
+
+
+def test_a_rule_that_the_layers_do_not_follow_is_seen(monkeypatch):
+    axes = Lowering.axes
+    monkeypatch.setattr(Lowering, "axes", lambda how, dim: () if dim == "vocab" else axes(how, dim))
+    with pytest.raises((ValueError, TypeError)):
+        difference("tensor4")
+
+
+def test_a_region_entered_without_its_backward_sum_is_seen(monkeypatch):
+    monkeypatch.setattr(tensor, "varying", lambda x, axes: lax.stop_gradient(x) + lax.pcast(0 * x, axes, to="varying"))
+    assert difference("tensor4") > 1e-3
+
+
+def test_a_dropout_key_folded_by_device_is_seen(monkeypatch):
+    def by_device(seed, step):
+        return jax.random.fold_in(jax.random.key(seed), lax.axis_index("data"))
+
+    monkeypatch.setattr("meshpar.run._step_key", by_device)
+    got = outcome(prepared("gpt_dropout_remat", "data8", "manual", 1))
+    assert got.difference(on_one_device("gpt_dropout_remat")) > 1e-4
