@@ -61,7 +61,7 @@ def explain(
     told = run.explain(loaded, paths[0] if paths else None, devices)
     if svg:
         svg.write_text(told.svg())
-    typer.echo(json_format.dumps(told.as_json(), indent=2) if json else told.text())
+    typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))
 
 
 @app.command()

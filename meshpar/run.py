@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,21 +13,29 @@ import numpy as np
 import pydantic
 from flax import nnx
 
+from meshpar import config
 from meshpar.config import Config
 from meshpar.errors import ConfigError, Problems
+from meshpar.inspect.report import Report, report
+from meshpar.mesh import process
+from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Model
 from meshpar.nn.describe import describe, functional
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
+from meshpar.train.checkpoint import checkpoints
 from meshpar.train.data import Data
 from meshpar.train.evaluate import Evaluation, compile_evaluation
 from meshpar.train.gradients import Gradients, Objective, auto, manual
+from meshpar.train.loop import Loop
 from meshpar.train.loss import next_token_loss
+from meshpar.train.metrics import flops_per_token, recorder
 from meshpar.train.optim import Optimizer
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place
 from meshpar.train.step import Step, Update, batch_structs, compile_step
+from meshpar.tree import flatten_with_paths
 
 Positive = Annotated[int, pydantic.Field(gt=0)]
 Float = Literal["bfloat16", "float32", "float64"]
@@ -139,6 +147,65 @@ def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
     _check(prepared)
     _ = prepared.placement
     return prepared
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Run:
+    """Reads a config file, with `key=value` overrides."""
+    return config.load(Run, path, overrides)
+
+
+def simulate(run: Run, num_devices: int | None) -> None:
+    """Where the devices are CPUs: presents as many as are asked for, or as the mesh has."""
+    if count := num_devices or run.mesh.requested():
+        process.simulate(count)
+
+
+def explain(run: Run, path: str | None = None, num_devices: int | None = None) -> Report:
+    """What every device would hold; needs no devices.
+
+    Args:
+      path: a glob; reports on, and draws, the parameters that it matches.
+
+    Raises:
+      ConfigError: no parameter matches.
+    """
+    placement = prepare(run, run.mesh.abstract(num_devices)).placement
+    told = report(placement.params, placement.sharded, placement.opt_state)
+    return told if path is None else told.only(path)
+
+
+def train(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: Path | None = None) -> TrainState:
+    """Trains, or goes on from the last checkpoint in the run directory.
+
+    Args:
+      json: print records as JSON instead of a progress bar.
+      profile: a folder for a trace of a few steps.
+      dump_hlo: a file for the compiled step's text.
+    """
+    prepared = prepare(run)
+    with recorder(run.run_dir, run.num_steps, json) as records, checkpoints(run.run_dir / "checkpoints") as saved:
+        train_data, held_out = run.data.train(run.seed), run.data.held_out()
+        step, evaluate, init = prepared.compile_step(), prepared.compile_evaluation(), prepared.compile_init()
+        if dump_hlo:
+            dump_hlo.write_text(step.compiled.as_text())
+        state = init() if saved.latest() is None else saved.restore(prepared.placement.structs)
+        loop = Loop(
+            step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
+            run.log_every, run.eval_every, run.checkpoint_every, _mfu(prepared), profile,
+        )  # fmt: skip
+        return loop.fit(state)
+
+
+def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
+    """tokens/s -> model FLOPs utilization, where the chip's speed is known."""
+    chip, model = chip_of(jax.devices()[0]), prepared.run.model
+    if chip is None:
+        return None
+    unused = {"positions"} if model.tied else {"positions", "table"}
+    params = sum(spec.size for path, spec in flatten_with_paths(prepared.specs).items() if path not in unused)
+    attention = model.num_heads * model.head_size
+    flops = flops_per_token(params, model.num_layers, prepared.run.data.seq_len, attention)
+    return lambda tokens_per_s: tokens_per_s * flops / (chip.flops * prepared.mesh.size)
 
 
 def _check(prepared: Prepared) -> None:

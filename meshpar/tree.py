@@ -1,20 +1,54 @@
-"""Trees with paths (first cut)."""
+"""Paths in trees: `blocks.attn.q.kernel`, in errors, reports, globs and rules alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 
-def _name(path: Any) -> str:
+def path_name(path: Iterable[Any]) -> str:
+    """A JAX key path with dots."""
     return ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
 def flatten_with_paths(tree: Any) -> dict[str, Any]:
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    """Path -> leaf, in JAX's order.
+
+    >>> flatten_with_paths({"b": {"q": 1}, "a": [2]})
+    {'a.0': 2, 'b.q': 1}
+    """
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, *leaves: fn(_name(path), *leaves), tree, *rest)
+    """`jax.tree.map`, whose function gets the path first."""
+    return jax.tree_util.tree_map_with_path(lambda path, *leaves: fn(path_name(path), *leaves), tree, *rest)
+
+
+def matching(paths: Iterable[str], glob: str) -> list[str]:
+    """The paths that a glob matches: `*` stands for what is between dots, `**` for anything.
+
+    >>> matching(["blocks.attn.q.kernel", "head"], "blocks.**")
+    ['blocks.attn.q.kernel']
+    >>> matching(["blocks.attn.q.kernel", "blocks.mlp.kernel"], "blocks.*.kernel")
+    ['blocks.mlp.kernel']
+    """
+    parts = {"**": ".*", "*": "[^.]*"}
+    pattern = "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", glob))
+    return [path for path in paths if re.fullmatch(pattern, path)]
+
+
+def human_bytes(size: float) -> str:
+    """Bytes for people.
+
+    >>> human_bytes(3 * 2**20)
+    '3.00 MiB'
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

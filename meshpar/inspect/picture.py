@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
 import numpy as np
 
-from meshpar.inspect.report import human
 from meshpar.sharding.resolve import Placement
+from meshpar.tree import human_bytes
 
 
 @dataclass(frozen=True)
@@ -45,23 +46,21 @@ class Picture:
             lines += [rule("├", "┼", "┤")] * (i > 0) + [f"{side}│" + "│".join(f"{c:^{width}}" for c in row) + "│"]
         return "\n".join([*lines, rule("└", "┴", "┘"), self._caption()])
 
-    def svg(self) -> str:
-        """The picture as a self-contained SVG document."""
-        cells, width, height, left, top = self.cells, 150, 46, 170, 70
+    def svg(self, top: int = 0) -> tuple[str, int, int]:
+        """The picture as SVG elements from `top` down; the width and height that it takes."""
+        cells, width, height, left = self.cells, 150, 46, 170
         rows, columns = cells.shape[:2]
-        parts = [_text(10, 22, f"{self.path}  {self.placement.spec}", "bold")]
-        parts += [_text(left, 52, self._label(self._columns)), _text(10, top + 28, self._label(self._rows))]
+        parts = [_text(10, top + 22, f"{self.path}  {self.placement.spec}", "bold")]
+        parts += [_text(left, top + 52, self._label(self._columns)), _text(10, top + 98, self._label(self._rows))]
         for r in range(rows):
             for c in range(columns):
-                x, y = left + c * width, top + r * height
+                x, y = left + c * width, top + 70 + r * height
                 hue = 360 * (r * columns + c) // (rows * columns)
                 fill = f"hsl({hue},55%,86%)"
                 parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}" stroke="#333"/>')
                 parts.append(_text(x + 10, y + 28, "devices " + " ".join(map(str, _few(cells[r, c])))))
-        bottom = top + rows * height + 28
-        parts.append(_text(10, bottom, self._caption()))
-        size = f'width="{max(left + columns * width + 20, 640)}" height="{bottom + 14}"'
-        return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>' + "".join(parts) + "</svg>\n"
+        parts.append(_text(10, top + 70 + rows * height + 28, self._caption()))
+        return "".join(parts), max(left + columns * width + 20, 640), 70 + rows * height + 50
 
     @property
     def _sharded(self) -> list[int]:
@@ -89,7 +88,16 @@ class Picture:
         shape = ", ".join(map(str, self.placement.local_shape))
         copies = self.cells.shape[2]
         held = f"each part is held by {copies} devices" if copies > 1 else "each part is held by one device"
-        return f"a part: {self.placement.spec.dtype}[{shape}], {human(self.placement.local_bytes)}; {held}"
+        return f"a part: {self.placement.spec.dtype}[{shape}], {human_bytes(self.placement.local_bytes)}; {held}"
+
+
+def stacked(pictures: Iterable[Picture]) -> str:
+    """Pictures below each other, as a self-contained SVG document."""
+    body, width, height = "", 0, 0
+    for picture in pictures:
+        drawn, its_width, its_height = picture.svg(height)
+        body, width, height = body + drawn, max(width, its_width), height + its_height
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{body}</svg>\n'
 
 
 def _few(devices: np.ndarray) -> list[str]:

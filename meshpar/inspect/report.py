@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from meshpar.errors import ConfigError, nearest
+from meshpar.inspect.picture import Picture, stacked
 from meshpar.mesh.layout import describe_sizes
 from meshpar.sharding.resolve import Placement
-from meshpar.tree import flatten_with_paths
+from meshpar.tree import flatten_with_paths, human_bytes, matching
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,28 @@ class Report:
     Args:
       arrays: path -> placement, of the parameters as they are stored.
       held: name (parameters, gradients, optimizer) -> bytes a device holds of it.
+      drawn: whether the arrays are drawn.
     """
 
     arrays: Mapping[str, Placement]
     held: Mapping[str, int]
+    drawn: bool = False
+
+    def only(self, glob: str) -> Report:
+        """The report on the arrays whose path matches, drawn.
+
+        Raises:
+          ConfigError: there is none.
+        """
+        found = matching(self.arrays, glob)
+        if not found:
+            near = nearest(glob, self.arrays)
+            raise ConfigError(f"no parameter matches {glob!r}" + (f"; did you mean {near}?" if near else ""))
+        return replace(self, arrays={path: self.arrays[path] for path in found}, drawn=True)
+
+    def svg(self) -> str:
+        """The arrays drawn, as one SVG document."""
+        return stacked(Picture(path, placement) for path, placement in self.arrays.items())
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -32,9 +52,10 @@ class Report:
         lines = [f"mesh: {describe_sizes(dict(self._mesh.shape))}", ""]
         for path, placement in self.arrays.items():
             lines += [f"{path}  {placement.spec}", *_details(placement)]
+            lines += [Picture(path, placement).text(), ""] if self.drawn else []
         lines += ["", "a device holds"]
-        lines += [f"  {name:<12}{human(size):>12}" for name, size in self.held.items()]
-        lines += [f"  {'total':<12}{human(sum(self.held.values())):>12}"]
+        lines += [f"  {name:<12}{human_bytes(size):>12}" for name, size in self.held.items()]
+        lines += [f"  {'total':<12}{human_bytes(sum(self.held.values())):>12}"]
         return "\n".join(lines)
 
     @property
@@ -49,25 +70,12 @@ def report(params: Any, gradients: Any, opt_state: Any) -> Report:
     return Report(flatten_with_paths(params), held)
 
 
-def human(size: int) -> str:
-    """Bytes for people.
-
-    >>> human(3 * 2**20)
-    '3.00 MiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024  # pyright: ignore[reportAssignmentType]
-    raise AssertionError
-
-
 def _details(placement: Placement) -> list[str]:
     shape = ", ".join(map(str, placement.local_shape))
     lines = [f"    {reason}" for axes, reason in zip(placement.axes, placement.reason, strict=True) if axes]
     copies = _copies(placement)
     whole = f" on each of {copies} devices" if copies > 1 else ""
-    return [*lines, f"    local [{shape}]  {human(placement.local_bytes)}{whole}"]
+    return [*lines, f"    local [{shape}]  {human_bytes(placement.local_bytes)}{whole}"]
 
 
 def _copies(placement: Placement) -> int:

@@ -13,7 +13,7 @@ from meshpar.errors import Problems, ShardingError, nearest
 from meshpar.mesh.layout import AXES, describe_sizes
 from meshpar.sharding.rules import ACTIVATION_DIMS, AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.tree import flatten_with_paths, map_with_path
+from meshpar.tree import flatten_with_paths, human_bytes, map_with_path
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -136,9 +136,5 @@ def _indivisible(size: int, dim: str, spec: ArraySpec, rules: AxisRules, mesh: A
     what = f"{dim} = {size} is not divisible by {' x '.join(f'{a} = {mesh.shape[a]}' for a in axes)}"
     extra = spec.num_bytes - spec.num_bytes // shards
     change = f"mesh.{axes[-1]}={math.gcd(size, mesh.shape[axes[-1]])}"
-    fix = f"either {change}, or rules.{dim}=[] to replicate it (at most +{_mebibytes(extra)} per device)"
+    fix = f"either {change}, or rules.{dim}=[] to replicate it (at most +{human_bytes(extra)} per device)"
     return [(f"{what}    rule {_rule(rules, dim)}", fix)]
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / 2**20:.3g} MiB" if size >= 2**17 else f"{size / 2**10:.3g} KiB"
