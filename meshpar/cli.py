@@ -14,7 +14,9 @@ from meshpar.errors import ConfigError, MeshparError
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
-Devices = Annotated[int | None, typer.Option(min=1, help="Simulate so many CPU devices.", show_default="as many as the mesh has")]
+Devices = Annotated[
+    int | None, typer.Option(min=1, help="Simulate so many CPU devices.", show_default="as many as the mesh has")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 

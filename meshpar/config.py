@@ -49,13 +49,15 @@ def load(root: type[Root], path: Path, overrides: Sequence[str] = ()) -> Root:
     data = _read(root, path, sources, problems, ())
     for override in _overrides(overrides, sources, problems):
         data = _merge(data, _expand(root, override))
+    config = None
     try:
         config = root.model_validate_json(json.dumps(data), strict=True)
     except pydantic.ValidationError as invalid:
         for where, what, fix in _explain(root, data, invalid):
             problems.add(f"{where}{_source(where, sources)}", what, fix)
     problems.raise_any(ConfigError, f"{len(problems)} problem{'s' * (len(problems) > 1)} in {path}:")
-    return config  # pyright: ignore[reportPossiblyUnboundVariable]
+    assert config is not None
+    return config
 
 
 def to_yaml(config: Config) -> str:
@@ -66,7 +68,10 @@ def to_yaml(config: Config) -> str:
 def schema(root: type[Config]) -> dict[str, Any]:
     """The JSON schema of a file for `root`, for editors."""
     described = root.model_json_schema()
-    described["properties"]["extends"] = {"type": "string", "description": "A file whose keys hold where this says nothing."}
+    described["properties"]["extends"] = {
+        "type": "string",
+        "description": "A file whose keys hold where this says nothing.",
+    }
     described["required"] = []
     return described
 
@@ -104,7 +109,9 @@ def _read(
     if parent is not None:
         within = isinstance(parent, str) and not Path(parent).is_absolute() and ".." not in Path(parent).parts
         if not within:
-            problems.add(f"extends ({own['extends']})", f"{parent!r} is not a path within this folder", "a relative path")
+            problems.add(
+                f"extends ({own['extends']})", f"{parent!r} is not a path within this folder", "a relative path"
+            )
         else:
             data = _merge(_read(root, path.parent / parent, sources, problems, (*seen, path.resolve())), data)
     sources.update(own)
@@ -141,7 +148,9 @@ def _construct(
         key = str(loader.construct_object(key_node))
         inner = f"{at}.{key}" if at else key
         if key in value:
-            problems.add(f"{inner} ({path}:{key_node.start_mark.line + 1})", "this key stands twice", "keep one of the two")
+            problems.add(
+                f"{inner} ({path}:{key_node.start_mark.line + 1})", "this key stands twice", "keep one of the two"
+            )
         value[key] = _construct(loader, value_node, inner, path, sources, problems)
     return value
 
@@ -176,7 +185,7 @@ def _overrides(overrides: Sequence[str], sources: dict[str, str], problems: Prob
             problems.add(f"{text} ({COMMAND_LINE})", "not an override", "write key=value, as in mesh.tensor=4")
             continue
         try:
-            parsed = yaml.load(value, _Loader)  # noqa: S506 - _Loader is a SafeLoader
+            parsed = yaml.load(value, _Loader)
         except yaml.YAMLError:
             problems.add(f"{key} ({COMMAND_LINE})", f"{value!r} is not YAML", "quote it, or close its brackets")
             continue
@@ -192,7 +201,12 @@ _EXPECTED = {
     "int": "an integer", "float": "a number", "bool": "true or false", "string": "a text", "tuple": "a list",
     "list": "a list", "dict": "a mapping", "model": "a mapping", "path": "a path",
 }  # fmt: skip
-_BOUNDS = {"greater_than": "greater than", "greater_than_equal": "at least", "less_than": "less than", "less_than_equal": "at most"}
+_BOUNDS = {
+    "greater_than": "greater than",
+    "greater_than_equal": "at least",
+    "less_than": "less than",
+    "less_than_equal": "at most",
+}
 _LIMITS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
 
 
@@ -208,7 +222,10 @@ def _words(error: Any, keys: list[str], model: Any) -> tuple[str, str]:
     kind, context, got = error["type"], error.get("ctx", {}), error["input"]
     if kind == "extra_forbidden":
         near = nearest(keys[-1], _fields(model))
-        return "unknown key", f"did you mean {'.'.join([*keys[:-1], near])}?" if near else f"there are {', '.join(_fields(model))}"
+        return (
+            "unknown key",
+            f"did you mean {'.'.join([*keys[:-1], near])}?" if near else f"there are {', '.join(_fields(model))}",
+        )
     if kind == "missing":
         return "required, but missing", ""
     if kind == "union_tag_not_found":

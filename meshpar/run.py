@@ -187,7 +187,7 @@ def train(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo
         train_data, held_out = run.data.train(run.seed), run.data.held_out()
         step, evaluate, init = prepared.compile_step(), prepared.compile_evaluation(), prepared.compile_init()
         if dump_hlo:
-            dump_hlo.write_text(step.compiled.as_text())
+            dump_hlo.write_text(step.text)
         state = init() if saved.latest() is None else saved.restore(prepared.placement.structs)
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
@@ -218,7 +218,11 @@ def _check(prepared: Prepared) -> None:
     for dim in ("seq", "norm_seq"):
         shards = int(np.prod([prepared.mesh.shape[a] for a in prepared.how.axes(dim)]))
         if run.data.seq_len % shards:
-            problems.add("data.seq_len", f"{run.data.seq_len} is not divisible by the {shards} shards of {dim}", f"a multiple of {shards}")
+            problems.add(
+                "data.seq_len",
+                f"{run.data.seq_len} is not divisible by the {shards} shards of {dim}",
+                f"a multiple of {shards}",
+            )
     if run.model.learned_positions and run.data.seq_len > run.model.max_seq_len:
         problems.add("data.seq_len", f"{run.data.seq_len} is more than model.max_seq_len = {run.model.max_seq_len}")
     if run.data.vocab_size > run.model.vocab_size:

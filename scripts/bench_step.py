@@ -16,7 +16,11 @@ from scripts import measure
 MEASURES = {
     # name: (what it is, its limit, how it is measured)
     "step": ("step time over a hand-written jit's", 1.03, measure.step_ratio),
-    "python": ("microseconds of Python a step beyond the bare executable, 400 leaves", 50.0, measure.python_microseconds),
+    "python": (
+        "microseconds of Python a step beyond the bare executable, 400 leaves",
+        50.0,
+        measure.python_microseconds,
+    ),
     "import": ("import meshpar over import jax, flax, optax", 1.1, measure.import_ratio),
     "compile": ("compile time for 512 devices over 8", 1.15, measure.compile_ratio),
     "memory": ("peak host memory while a state is born sharded, over its bytes", 1.3, measure.memory_ratio),

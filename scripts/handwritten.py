@@ -16,16 +16,23 @@ BATCH = ("data", "fsdp")
 def specs():
     """How each parameter is sharded: fsdp on embed, tensor on heads, mlp and vocab."""
     heads, out = P(None, "fsdp", "tensor"), P(None, "tensor", None, "fsdp")
-    layer = {"q": heads, "k": heads, "v": heads, "o": out, "gate": heads, "up": heads, "down": P(None, "tensor", "fsdp")}
+    layer = {
+        "q": heads,
+        "k": heads,
+        "v": heads,
+        "o": out,
+        "gate": heads,
+        "up": heads,
+        "down": P(None, "tensor", "fsdp"),
+    }
     norms = {"attn_norm": P(None, "fsdp"), "mlp_norm": P(None, "fsdp")}
     return {"table": P("tensor", "fsdp"), "layers": layer | norms, "norm": P("fsdp"), "head": P("fsdp", "tensor")}
 
 
 def init(model, mesh):
     """Parameters born sharded; the values do not matter to a timing."""
-    L, D, H, K, h, M, V = (
-        model.num_layers, model.width, model.num_heads, model.kv_heads, model.head_size, model.mlp_width, model.padded_vocab,
-    )  # fmt: skip
+    L, D, H, K = model.num_layers, model.width, model.num_heads, model.kv_heads
+    h, M, V = model.head_size, model.mlp_width, model.padded_vocab
     shapes = {
         "table": (V, D), "norm": (D,), "head": (D, V),
         "layers": {
@@ -33,7 +40,7 @@ def init(model, mesh):
             "up": (L, D, M), "down": (L, M, D), "attn_norm": (L, D), "mlp_norm": (L, D),
         },
     }  # fmt: skip
-    draw = lambda shape: jax.random.normal(jax.random.key(0), shape) * 0.02  # noqa: E731
+    draw = lambda shape: jax.random.normal(jax.random.key(0), shape) * 0.02
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs())
     make = jax.jit(lambda: jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple)), out_shardings=shardings)
     return make()
@@ -52,7 +59,7 @@ def rotate(x, positions):
 
 def layer(mesh, batch, visible, x, w):
     """One block."""
-    pin = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    pin = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
     y = norm(x, w["attn_norm"])
     q, k, v = (jnp.einsum("bsd,dhk->bshk", y, w[name]) for name in "qkv")
     q, k = rotate(q, batch["positions"]), rotate(k, batch["positions"])

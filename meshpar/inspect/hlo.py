@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 from jax.sharding import Mesh
@@ -96,7 +97,9 @@ def collectives(text: str, mesh: Mesh | None = None) -> list[Collective]:
     return found
 
 
-def total_sent_bytes(found: Iterable[Collective], kind: str | None = None, axes: Iterable[str] | None = None) -> Fraction:
+def total_sent_bytes(
+    found: Iterable[Collective], kind: str | None = None, axes: Iterable[str] | None = None
+) -> Fraction:
     """Bytes that a device sends in one call: all, or of one kind, or over just these axes."""
     wanted = None if axes is None else set(axes)
     of_kind = (c for c in found if kind in (None, c.kind))
@@ -183,7 +186,7 @@ class _Program:
         differ = {
             axis
             for group in groups
-            for a, b in zip(group, group[1:], strict=False)
+            for a, b in pairwise(group)
             for axis, x, y in zip(self.mesh.axis_names, coordinates[a], coordinates[b], strict=True)
             if x != y
         }

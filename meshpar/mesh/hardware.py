@@ -40,7 +40,7 @@ CHIPS = {
 }
 
 
-def chip_of(device: jax.Device) -> Chip | None:
+def chip_of(device: jax.Device) -> Chip | None:  # pyright: ignore[reportInvalidTypeForm]
     """The chip of a device; None where no data sheet says its speed, as for a CPU."""
     kind = device.device_kind.lower()
     return next((chip for name, chip in CHIPS.items() if name in kind), None)

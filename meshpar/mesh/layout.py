@@ -68,7 +68,7 @@ class MeshLayout(AxisSizes):
         product = math.prod(self.sizes.values()) * math.prod(self.dcn.sizes.values())
         return product if product > 0 else None
 
-    def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
         """The mesh over `devices` (default: all), neighbours on fast axes near to each other in hardware."""
         devices = jax.devices() if devices is None else devices
         inside, across = self.resolved(len(devices)), self.dcn.sizes
@@ -129,7 +129,7 @@ def _either(sizes: list[int]) -> str:
     return ", ".join(map(str, sizes[:-1])) + " or " * (len(sizes) > 1) + str(sizes[-1])
 
 
-def _arrange(devices: Sequence[jax.Device], inside: tuple[int, ...], across: tuple[int, ...]) -> np.ndarray:
+def _arrange(devices: Sequence[jax.Device], inside: tuple[int, ...], across: tuple[int, ...]) -> np.ndarray:  # pyright: ignore[reportInvalidTypeForm]
     if devices[0].platform == "cpu":
         whole = tuple(i * a for i, a in zip(inside, across, strict=True))
         return np.asarray(devices).reshape(whole)

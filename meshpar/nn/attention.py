@@ -36,7 +36,7 @@ def attend(q_BSHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, segments_BS:
 
     Numerics: softmax in float32 at least. Memory: the scores, B H S T.
     """
-    batch, seq, heads, size = q_BSHh.shape
+    batch, seq, _, size = q_BSHh.shape
     q_BSKGh = q_BSHh.reshape(batch, seq, k_BTKh.shape[2], -1, size) * jnp.asarray(size**-0.5, q_BSHh.dtype)
     scores = wide(jnp.einsum("bskgh,btkh->bkgst", q_BSKGh, k_BTKh))
     index = jnp.arange(seq, dtype=jnp.int32)
@@ -89,6 +89,5 @@ class Attention(nnx.Module):
 def _check_whole_sequence() -> None:
     how = current()
     if how and how.axes("seq"):
-        raise ShardingError(
-            f"rules.seq = {list(how.axes('seq'))}: this attention needs the whole sequence on each device; use rules.seq=[]"
-        )
+        sharded = f"rules.seq = {list(how.axes('seq'))}"
+        raise ShardingError(f"{sharded}: this attention needs the whole sequence on each device; use rules.seq=[]")

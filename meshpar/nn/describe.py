@@ -26,7 +26,9 @@ def describe(model: nnx.Module) -> dict[str, Any]:
     flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     for path, param in flat.items():
         if len(param.get_metadata().get("dims", ())) != param.ndim:
-            problems.add(".".join(map(str, path)), f"{param.ndim} dims {param.shape}, names {param.get_metadata().get('dims')}")
+            problems.add(
+                ".".join(map(str, path)), f"{param.ndim} dims {param.shape}, names {param.get_metadata().get('dims')}"
+            )
     problems.raise_any(ShardingError, "every dim of a parameter needs a name (nnx.Param(value, dims=(...))):")
     specs = {path: ArraySpec(p.shape, np.dtype(p.dtype), p.get_metadata()["dims"]) for path, p in flat.items()}
     return nested(specs)

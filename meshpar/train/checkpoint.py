@@ -120,7 +120,9 @@ def _compare(folder: Path, saved: dict[str, str], wanted: dict[str, str]) -> Non
             problems.add(path, f"{saved[path]} in the checkpoint, {wanted[path]} in this run")
     heading = f"{folder} is a checkpoint of another model; {len(problems)} arrays differ:"
     if problems:
-        problems.add("run_dir", "a run goes on from the checkpoint that it finds", "another run_dir, or the model of this one")
+        problems.add(
+            "run_dir", "a run goes on from the checkpoint that it finds", "another run_dir, or the model of this one"
+        )
     problems.raise_any(CheckpointError, heading)
 
 
@@ -142,5 +144,7 @@ def _verify(folder: Path) -> None:
     found, problems = _checksums(folder), Problems()
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
-            problems.add(str(folder / name), "is not what was saved", "remove this step's folder to go on from an earlier one")
+            problems.add(
+                str(folder / name), "is not what was saved", "remove this step's folder to go on from an earlier one"
+            )
     problems.raise_any(CheckpointError, "a checkpoint was changed after it was written:")

@@ -138,9 +138,7 @@ class Corpus(Config):
         documents = self.documents()
         chosen = split(documents, self.held_out_fraction)[side]
         rows = pack((document.read() for document in chosen), self.bos, self.seq_len)
-        return Dataset(
-            rows, self.batch_size, seed, num_empty=sum(not document.size for document in documents)
-        )
+        return Dataset(rows, self.batch_size, seed, num_empty=sum(not document.size for document in documents))
 
 
 class _Files(Corpus):
@@ -206,9 +204,7 @@ class Synthetic(Corpus):
         return self.vocab_size - 1
 
     def documents(self) -> list[Document]:
-        return [
-            Document(str(i), self.document_len, partial(self._document, i)) for i in range(self.num_documents)
-        ]
+        return [Document(str(i), self.document_len, partial(self._document, i)) for i in range(self.num_documents)]
 
     def _document(self, index: int) -> np.ndarray:
         draw = np.random.Generator(np.random.Philox(key=index))

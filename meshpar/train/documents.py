@@ -95,9 +95,7 @@ def _one_sided(documents: Sequence[Document], present: Sequence[Document], fract
     """Why this fraction splits nothing, and one that puts a single document on the empty side."""
     num, shares = len(present), sorted(document.share for document in present)
     if num == 0:
-        return Problem(
-            "data", f"all {len(documents)} documents are empty", "give documents with text in them"
-        )
+        return Problem("data", f"all {len(documents)} documents are empty", "give documents with text in them")
     if num == 1:
         what = "is the only document that is not empty: nothing is left for the other side of the split"
         return Problem(present[0].name, what, "give at least two documents: cut this one into two files")

@@ -95,7 +95,7 @@ def manual(objective: Objective, how: Lowering, placement: StatePlacement) -> Ca
     return jax.shard_map(
         local, mesh=how.mesh,
         in_specs=(jax.tree.map(lambda p: p.pspec, placement.params), batch_pspecs(how), scalar),
-        out_specs=Gradients(scalar, scalar, scalar, pspecs), check_vma=True,
+        out_specs=Gradients(scalar, scalar, scalar, pspecs), check_vma=True,  # pyright: ignore
     )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def _shown_to_people(num_steps: int) -> Iterator[Any]:
 
         def show(record: Record) -> None:
             if record["kind"] == "train":
-                progress.update(task, completed=record["step"], description=_numbers(record))
+                progress.update(task, completed=int(record["step"]), description=_numbers(record))
             else:
                 progress.console.print(_line(record))
 
@@ -123,10 +123,16 @@ def _line(record: Record) -> str:
 
 
 _FORMATS = {
-    "loss": "loss {:.4f}", "first_loss": "first loss {:.4f}", "held_out_loss": "held-out loss {:.4f}", "lower_by": "lower by {:.0%}",
+    "loss": "loss {:.4f}",
+    "first_loss": "first loss {:.4f}",
+    "held_out_loss": "held-out loss {:.4f}",
+    "lower_by": "lower by {:.0%}",
     "grad_norm": "norm {:.2f}",
-    "tokens_per_s": "{:,.0f} tokens/s", "step_s": "{:.3f} s/step", "mfu": "MFU {:.1%}", "lr": "lr {:.1e}",
-}  # fmt: skip
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "step_s": "{:.3f} s/step",
+    "mfu": "MFU {:.1%}",
+    "lr": "lr {:.1e}",
+}
 
 
 def _numbers(record: Record) -> str:

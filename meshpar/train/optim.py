@@ -265,7 +265,7 @@ def _scale_by_factored_rms(matrices: Any, exponent: float) -> optax.GradientTran
     def update(grads: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
         num_updates = state.num_updates + 1
         fresh = num_updates.astype(jnp.float32) ** -exponent
-        mix = lambda old, new: old + fresh.astype(old.dtype) * (new - old)  # noqa: E731
+        mix = lambda old, new: old + fresh.astype(old.dtype) * (new - old)
         rows, columns = jax.tree.map(mix, (state.rows, state.columns), moments(grads))
         scaled = jax.tree.map(_over_rms, grads, rows, columns, matrices)
         return scaled, FactoredState(num_updates, rows, columns)

@@ -42,9 +42,7 @@ class _Warmup(Config):
         """
         problems = Problems()
         self.check(num_steps, problems)
-        problems.raise_any(
-            ConfigError, f"the learning rate schedule does not fit a run of {num_steps} steps:"
-        )
+        problems.raise_any(ConfigError, f"the learning rate schedule does not fit a run of {num_steps} steps:")
 
         def schedule(count: jax.typing.ArrayLike) -> jax.Array:
             now = jnp.asarray(count, jnp.float32)
@@ -60,9 +58,7 @@ class _Warmup(Config):
                 "optim.schedule.warmup_steps",
                 f"{self.warmup_steps} is more than num_steps = {num_steps}",
             )
-            problems.add(
-                where, what, f"{where}={num_steps} or less, or num_steps={self.warmup_steps} or more"
-            )
+            problems.add(where, what, f"{where}={num_steps} or less, or num_steps={self.warmup_steps} or more")
 
     @abstractmethod
     def _after_warmup(self, now: jax.Array, num_steps: int) -> jax.Array:

@@ -112,7 +112,7 @@ def _inherit(leaf: Any, owner: Placement | None, mesh: AnyMesh) -> Placement | N
     kept = _subsequence(leaf.shape, owner.spec.shape) if owner else None
     if owner is None or kept is None:
         return None
-    pick = lambda values: tuple(values[i] for i in kept)  # noqa: E731
+    pick = lambda values: tuple(values[i] for i in kept)
     spec = ArraySpec(leaf.shape, dtype, pick(owner.spec.dims))
     return Placement(spec, mesh, pick(owner.axes), pick(owner.reason))
 

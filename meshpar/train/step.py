@@ -37,7 +37,9 @@ class Update:
 
     def __call__(self, state: TrainState, got: Gradients, sharded: Any) -> tuple[TrainState, Metrics]:
         """The next state; the present one, if loss or gradients are not finite."""
-        grads = jax.tree.map(lambda g, p: (g * self._scale(got.norm).astype(g.dtype)).astype(p.dtype), got.grads, state.params)
+        grads = jax.tree.map(
+            lambda g, p: (g * self._scale(got.norm).astype(g.dtype)).astype(p.dtype), got.grads, state.params
+        )
         # ZeRO-1 stores parameters whole, but each device updates only its shard.
         params = jax.lax.with_sharding_constraint(state.params, sharded)
         with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
@@ -45,7 +47,7 @@ class Update:
             rate = jnp.asarray(self.learning_rate(state.step - state.skipped), jnp.float32)
         params = jax.lax.with_sharding_constraint(optax.apply_updates(params, updates), sharded)
         finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
-        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+        keep = lambda new, old: jnp.where(finite, new, old)
         new = TrainState(
             step=state.step + 1,
             params=jax.tree.map(keep, params, state.params),
@@ -76,9 +78,17 @@ class Step:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return self.compiled(state, batch)
 
+    @property
+    def text(self) -> str:
+        """The optimized program."""
+        return self.compiled.as_text() or ""
+
 
 def compile_step(
-    gradients: Callable[..., Gradients], update: Update, placement: StatePlacement, batch: dict[str, jax.ShapeDtypeStruct]
+    gradients: Callable[..., Gradients],
+    update: Update,
+    placement: StatePlacement,
+    batch: dict[str, jax.ShapeDtypeStruct],
 ) -> Step:
     """Compiles a step from placements alone; no array exists yet.
 

@@ -15,7 +15,9 @@ SAMPLE = [
     for i, (layout, lowering) in enumerate(product(LAYOUTS, ["manual", "auto"]))
     for model, accumulation in [(list(MODELS)[i % 4], 1), (list(MODELS)[(i + 1 + i // 4) % 4], 4)]
 ]
-CASES = [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow, id="-".join(map(str, case))) for case in EVERY]
+CASES = [
+    pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow, id="-".join(map(str, case))) for case in EVERY
+]
 
 
 @pytest.mark.parametrize(("model", "layout", "lowering", "accumulation"), CASES)

@@ -41,7 +41,7 @@ def test_a_loss_averaged_by_device_is_seen(monkeypatch):
 
     def by_device(*args):
         total, tokens, grads = accumulate(*args)
-        mean = lambda x: x / tokens.astype(x.dtype)  # noqa: E731
+        mean = lambda x: x / tokens.astype(x.dtype)
         return mean(total), tokens // tokens, jax.tree.map(mean, grads)
 
     monkeypatch.setattr(gradients, "_accumulate", by_device)

@@ -99,9 +99,7 @@ class CountsPositionsOn(Rows):
         return super().batch(rows) | {"positions": np.zeros_like(super().batch(rows)["tokens"])}
 
 
-@pytest.mark.parametrize(
-    "fault", [LosesTheLastRow, PredictsAcrossDocuments, ForgetsTheNextRow, CountsPositionsOn]
-)
+@pytest.mark.parametrize("fault", [LosesTheLastRow, PredictsAcrossDocuments, ForgetsTheNextRow, CountsPositionsOn])
 def test_a_fault_in_packing_is_seen(fault: type[Rows]):
     documents = [b"one", b"two, and longer", b"x"]
     good = packed(documents, 8)
@@ -180,9 +178,7 @@ def test_no_thread_outlives_its_batches():
     assert prefetching() > 0
     closed.close()
     del dropped, batches
-    assert not all_end_within(0.2), (
-        "the batches still held must keep their threads, or this test sees nothing"
-    )
+    assert not all_end_within(0.2), "the batches still held must keep their threads, or this test sees nothing"
     held.close()
     assert all_end_within(5)
     list(numbered(10, 4, seed=None))

@@ -39,7 +39,8 @@ def test_sizes_across_slices_multiply():
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"data": -1, "tensor": -1}, {"data": 0}, {"dcn": AxisSizes(data=-1)}, {"data": 4}, {"data": 16}, {"data": 3}]
+    "sizes",
+    [{"data": -1, "tensor": -1}, {"data": 0}, {"dcn": AxisSizes(data=-1)}, {"data": 4}, {"data": 16}, {"data": 3}],
 )
 def test_what_does_not_fit_is_refused(sizes):
     with pytest.raises(MeshError):

@@ -62,7 +62,7 @@ def test_rotary_products_depend_on_the_distance_alone():
     q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 8)) for i in range(2))
 
     def product(i, j):
-        at = lambda x, p: rotate(x, jnp.full((1, 1), p, jnp.int32), 10000.0)  # noqa: E731
+        at = lambda x, p: rotate(x, jnp.full((1, 1), p, jnp.int32), 10000.0)
         return float((at(q, i) * at(k, j)).sum())
 
     assert product(3, 1) == pytest.approx(product(9, 7), abs=1e-5)
@@ -82,7 +82,10 @@ def test_a_padded_vocabulary_changes_neither_loss_nor_gradients():
     plain, padded = Llama(**SIZES), Llama(**SIZES, vocab_multiple=16)
     assert padded.padded_vocab == 32
     params = nnx.to_pure_dict(nnx.state(plain.build(nnx.Rngs(0)), nnx.Param))
-    grown = params | {"table": jnp.pad(params["table"], ((0, 3), (0, 0))), "head": jnp.pad(params["head"], ((0, 0), (0, 3)))}
+    grown = params | {
+        "table": jnp.pad(params["table"], ((0, 3), (0, 0))),
+        "head": jnp.pad(params["head"], ((0, 0), (0, 3))),
+    }
     inputs, targets = batch(), jnp.ones((2, 8), jnp.int32)
 
     def loss(model):
@@ -118,7 +121,9 @@ def test_remat_changes_no_gradient(remat):
         apply, params = functional(built), nnx.to_pure_dict(nnx.state(built, nnx.Param))
         return jax.jit(jax.grad(lambda p: jnp.square(apply(p, batch(), None)).mean()))(params)
 
-    pairs = zip(jax.tree.leaves(grads(Llama(**SIZES))), jax.tree.leaves(grads(Llama(**SIZES, remat=remat))), strict=True)
+    pairs = zip(
+        jax.tree.leaves(grads(Llama(**SIZES))), jax.tree.leaves(grads(Llama(**SIZES, remat=remat))), strict=True
+    )
     for a, b in pairs:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
 

@@ -176,11 +176,7 @@ def test_a_state_that_is_like_no_parameter_would_be_seen():
 )
 def test_moments_are_sharded_over_the_axes_of_their_parameter(name, axes):
     lie = flatten_with_paths(placed(OPTIMIZERS[name].build(NUM_STEPS, DIMS)))
-    found = {
-        path.split(".blocks")[0].split(".")[-1]: p.axes
-        for path, p in lie.items()
-        if path.endswith("q.kernel")
-    }
+    found = {path.split(".blocks")[0].split(".")[-1]: p.axes for path, p in lie.items() if path.endswith("q.kernel")}
     assert found == axes
 
 
@@ -323,6 +319,12 @@ def singular_values(optimizer, dims):
     layers, embed, heads, size = update.shape
     matrices = update.reshape(layers, embed, heads * size) / (LR * 0.2 * max(embed, heads * size) ** 0.5)
     return np.linalg.svd(matrices, compute_uv=False)
+
+
+def test_muon_takes_hidden_matrices_and_adam_the_rest():
+    state = flatten_with_paths(OPTIMIZERS["muon"].build(NUM_STEPS, DIMS).init(drawn(DIMS)))
+    adams = {path.split(".nu.")[1].removeprefix("blocks.") for path in state if ".nu." in path}
+    assert adams == {"table", "head", *VECTORS}
 
 
 def test_muons_updates_have_singular_values_near_one():

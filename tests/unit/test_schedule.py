@@ -64,9 +64,7 @@ def test_schedules_have_their_end_points_and_no_jumps(schedule, num_steps):
     ],
     ids=["early", "late", "lower", "a_hole", "a_bump", "a_jump"],
 )
-@pytest.mark.parametrize(
-    "schedule", [Linear(warmup_steps=5), Cosine(warmup_steps=5)], ids=["linear", "cosine"]
-)
+@pytest.mark.parametrize("schedule", [Linear(warmup_steps=5), Cosine(warmup_steps=5)], ids=["linear", "cosine"])
 def test_a_fault_in_a_schedule_would_be_seen(check, fault, schedule):
     check(rates(schedule.build(PEAK, 50), 50), schedule)
     with pytest.raises(AssertionError):
