@@ -6,10 +6,14 @@ or on the command line, is reported all at once, by dotted path and by file and 
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
+import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
@@ -24,7 +28,8 @@ COMMAND_LINE = "command line"
 class Config(pydantic.BaseModel):
     """Base of everything that can be written in a config file: frozen, keyword-only, no unknown keys."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # Validators are built when they are first used: importing meshpar should cost next to nothing.
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     shorthand: ClassVar[str | None] = None
     """The key that is meant where a file has a bare value in place of a mapping."""
@@ -66,12 +71,14 @@ def to_yaml(config: Config) -> str:
 
 
 def schema(root: type[Config]) -> dict[str, Any]:
-    """The JSON schema of a file for `root`, for editors."""
+    """The JSON schema of a file for `root`, for editors: with the text that stands below each field."""
     described = root.model_json_schema()
-    described["properties"]["extends"] = {
-        "type": "string",
-        "description": "A file whose keys hold where this says nothing.",
-    }
+    for model in _reachable(root):
+        properties = (described if model is root else described["$defs"][model.__name__])["properties"]
+        for field, text in _field_docs(model).items():
+            properties[field] = properties[field] | {"description": text}
+    inherited = {"type": "string", "description": "A file whose keys hold where this one says nothing."}
+    described["properties"]["extends"] = inherited
     described["required"] = []
     return described
 
@@ -79,6 +86,23 @@ def schema(root: type[Config]) -> dict[str, Any]:
 def flatten(config: Config) -> dict[str, Any]:
     """Dotted key -> value, of everything that can be set."""
     return dict(_leaves(config.model_dump(mode="json"), ""))
+
+
+def _reachable(model: type[Config]) -> set[type[Config]]:
+    """The model, and all that its fields may hold."""
+    inner = (m for annotation in _fields(model).values() for m in _models(annotation))
+    return {model}.union(*map(_reachable, inner))
+
+
+def _field_docs(model: type[Config]) -> dict[str, str]:
+    """Field -> the string that follows it in the source of the class or of one that it inherits from."""
+    docs: dict[str, str] = {}
+    for cls in reversed([c for c in model.__mro__ if issubclass(c, Config)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # pyright: ignore
+        for field, text in pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                docs[field.target.id] = inspect.cleandoc(str(text.value.value))  # pyright: ignore
+    return {field: text for field, text in docs.items() if field in model.model_fields}
 
 
 # YAML --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,56 @@
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MeshError,
+    MeshparError,
+    ProgramError,
+    ShardingError,
+)
+from .inspect.hlo import Collective, collectives, total_sent_bytes
+from .mesh.layout import MeshLayout
+from .mesh.process import simulate
+from .models import GPT, Llama
+from .run import Prepared, Run, explain, load, prepare, train
+from .sharding.constrain import constrain
+from .sharding.resolve import Placement, resolve
+from .sharding.rules import AxisRules
+from .sharding.spec import ArraySpec
+from .train.data import StandardLibrary, Synthetic, Text
+from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
+
+__all__ = [
+    "GPT",
+    "SGD",
+    "Adafactor",
+    "AdamW",
+    "ArraySpec",
+    "AxisRules",
+    "CheckpointError",
+    "Collective",
+    "ConfigError",
+    "DataError",
+    "Lion",
+    "Llama",
+    "MeshError",
+    "MeshLayout",
+    "MeshparError",
+    "Muon",
+    "Placement",
+    "Prepared",
+    "ProgramError",
+    "Run",
+    "ShardingError",
+    "StandardLibrary",
+    "Synthetic",
+    "Text",
+    "collectives",
+    "constrain",
+    "explain",
+    "load",
+    "prepare",
+    "resolve",
+    "simulate",
+    "total_sent_bytes",
+    "train",
+]
