@@ -7,29 +7,29 @@ VENV := .venv
 train: $(VENV)/installed
 	$(VENV)/bin/meshpar train configs/quickstart.yaml
 
-test: $(VENV)/installed-dev
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash scripts/check.sh
+test: check
 	$(VENV)/bin/pytest -q -m "not slow"
 
 check: $(VENV)/installed-dev
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash scripts/check.sh
 
-docs: $(VENV)/installed-dev
-	$(VENV)/bin/pip install -q -e ".[docs]"
+docs: $(VENV)/installed-docs
 	$(VENV)/bin/mkdocs build --strict
 
-$(VENV)/bin/python:
-	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { \
-	  echo "meshpar needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-
-$(VENV)/installed: $(VENV)/bin/python pyproject.toml
+# The stamps say what is installed: nothing is installed twice, unless pyproject.toml changes.
+$(VENV)/installed: $(VENV)/bin/pip pyproject.toml
 	$(VENV)/bin/pip install -q -e .
 	touch $@
 
-$(VENV)/installed-dev: $(VENV)/bin/python pyproject.toml
-	$(VENV)/bin/pip install -q -e ".[dev]"
+$(VENV)/installed-%: $(VENV)/bin/pip pyproject.toml
+	$(VENV)/bin/pip install -q -e ".[$*]"
 	touch $@ $(VENV)/installed
+
+# pip is what a venv gets last: where it is, the venv is whole.
+$(VENV)/bin/pip:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { \
+	  echo "meshpar needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info

@@ -11,7 +11,7 @@ from .inspect.hlo import Collective, collectives, total_sent_bytes
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
-from .run import Prepared, Run, explain, load, prepare, train
+from .run import Prepared, Run, explain, fit, load, prepare
 from .sharding.constrain import constrain
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
@@ -47,10 +47,10 @@ __all__ = [
     "collectives",
     "constrain",
     "explain",
+    "fit",
     "load",
     "prepare",
     "resolve",
     "simulate",
     "total_sent_bytes",
-    "train",
 ]

@@ -39,7 +39,7 @@ def train(
 
     loaded = run.load(config, overrides or [])
     run.simulate(loaded, devices)
-    run.train(loaded, json=json, profile=profile, dump_hlo=dump_hlo)
+    run.fit(loaded, json=json, profile=profile, dump_hlo=dump_hlo)
 
 
 @app.command()

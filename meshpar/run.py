@@ -174,7 +174,7 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
     return told if path is None else told.only(path)
 
 
-def train(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: Path | None = None) -> TrainState:
+def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: Path | None = None) -> TrainState:
     """Trains, or goes on from the last checkpoint in the run directory.
 
     Args:

@@ -5,4 +5,4 @@ cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
 basedpyright --pythonpath "$(command -v python)"
-lint-imports --no-cache | tail -n 6
+lint-imports --no-cache --no-logo

@@ -40,11 +40,7 @@ class Picture:
         left = self._label(self._rows)
         pad = " " * len(left)
         rule = lambda a, b, c: pad + a + b.join(["─" * width] * len(cells[0])) + c
-        lines = [
-            f"{self.path}  {self.placement.spec}",
-            f"{pad} {self._label(self._columns)}".rstrip(),
-            rule("┌", "┬", "┐"),
-        ]
+        lines = [f"{pad} {self._label(self._columns)}".rstrip(), rule("┌", "┬", "┐")]
         for i, row in enumerate(cells):
             side = left if i == 0 else pad
             lines += [rule("├", "┼", "┤")] * (i > 0) + [f"{side}│" + "│".join(f"{c:^{width}}" for c in row) + "│"]

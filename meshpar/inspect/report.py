@@ -52,8 +52,8 @@ class Report:
         lines = [f"mesh: {describe_sizes(dict(self._mesh.shape))}", ""]
         for path, placement in self.arrays.items():
             lines += [f"{path}  {placement.spec}", *_details(placement)]
-            lines += [Picture(path, placement).text(), ""] if self.drawn else []
-        lines += ["", "a device holds"]
+            lines += ["", Picture(path, placement).text(), ""] if self.drawn else []
+        lines += [*([""] if lines[-1] else []), "a device holds"]
         lines += [f"  {name:<12}{human_bytes(size):>12}" for name, size in self.held.items()]
         lines += [f"  {'total':<12}{human_bytes(sum(self.held.values())):>12}"]
         return "\n".join(lines)

@@ -9,6 +9,8 @@ from meshpar.nn.transformer import Decoder
 
 
 class GPT(Decoder):
+    """The sizes of a GPT-2; see `Decoder`."""
+
     kind: Literal["gpt"] = "gpt"
     norm: ClassVar = LayerNorm
     mlp: ClassVar = GELU

@@ -9,6 +9,8 @@ from meshpar.nn.transformer import Decoder
 
 
 class Llama(Decoder):
+    """The sizes of a Llama; see `Decoder`."""
+
     kind: Literal["llama"] = "llama"
     norm: ClassVar = RMSNorm
     mlp: ClassVar = SwiGLU

@@ -1,86 +1,92 @@
-"""Every Python block of the docs runs; every printed result is the one that the page shows.
-
-The Python blocks of a page run in order, as one program. A `text` block that follows a Python block is its
-output. A line of a `sh` block that begins with `meshpar` must parse: its verb, options and config exist.
-"""
+"""Every page of the docs, and the README, does what it says; `page.py` says how a page is read."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
-MARK = "=== end of block ==="
+from tests.docs.page import ROOT, check_command, check_config, check_outputs, commands, configs
+
+PAGES = [*ROOT.glob("README.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def blocks(page: Path) -> list[tuple[str, str]]:
-    return BLOCK.findall(page.read_text())
+def _id(value: object) -> str:
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
 
 
-def program(page: Path) -> tuple[str, list[str | None]]:
-    """The page's Python as one program that prints MARK after each block, and what each should have printed."""
-    code, expected = "", []
-    for i, (language, text) in enumerate(found := blocks(page)):
-        if language == "python":
-            follows = found[i + 1] if i + 1 < len(found) else ("", "")
-            code += f"{text}\nprint({MARK!r})\n"
-            expected.append(follows[1] if follows[0] == "text" else None)
-    return code, expected
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_a_page_prints_what_it_shows(page, tmp_path):
+    check_outputs(page, tmp_path)
 
 
-def run(code: str) -> list[str]:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.split(MARK + "\n")[:-1]
+@pytest.mark.parametrize("line", [line for page in PAGES for line in commands(page)])
+def test_a_command_of_a_page_is_one(line):
+    check_command(line)
 
 
-def with_python(page: Path) -> bool:
-    return any(language == "python" for language, _ in blocks(page))
+@pytest.mark.parametrize("text", [text for page in PAGES for text in configs(page)])
+def test_a_config_of_a_page_is_one(text, tmp_path):
+    check_config(text, tmp_path)
 
 
-@pytest.mark.parametrize("page", filter(with_python, PAGES), ids=lambda page: page.name)
-def test_the_python_of_a_page_runs_and_prints_what_it_shows(page):
-    code, expected = program(page)
-    for got, want in zip(run(code), expected, strict=True):
-        assert want is None or got.strip() == want.strip()
+# The checks, checked --------------------------------------------------------------------------------------------
+
+RIGHT = {
+    "python": "```python\nx = 1\nprint(x)\n```\n\n```text\n1\n```\n\n```python\nprint(x + 1)\n```\n```text\n2\n```\n",
+    "any lines": "```python\nprint('a', 'b', 'c', sep='\\n')\n```\n```text\na\n...\nc\n```\n",
+    "sh": "```sh\necho a; echo b >&2; false\n```\n```text\na\nb\n```\n",
+    "exempt": "<!-- not run: it would fail -->\n```python\n1 / 0\n```\n",
+    "an illustration": "```python\nprint(1)\n```\nwords\n```text\n2\n```\n",
+}
+WRONG = {
+    "output": ("```python\nprint(2)\n```\n```text\n3\n```\n", "but prints\n *2"),
+    "output of sh": ("```sh\necho a\n```\n```text\nb\n```\n", "but prints\n *a"),
+    "python, by its line": ("words\n\n```python\nx = 1\n1 / 0\n```\n", "page.md\", line 5.*ZeroDivisionError"),
+    "language": ("```py\n1 / 0\n```\n", "languages that nothing checks"),
+    "indented": ("- item\n  ```python\n  1 / 0\n  ```\n", "a fence that is indented"),
+    "not closed": ("```python\n1 / 0\n", "a fence that is indented"),
+}  # fmt: skip
+WRONG_COMMANDS = {
+    "meshpar trian configs/quickstart.yaml": "trian",
+    "meshpar train configs/quickstart.yaml --jsn": "--jsn",
+    "meshpar train configs/nothing.yaml": "nothing.yaml cannot be read",
+    "meshpar train configs/quickstart.yaml num_step=3": "unknown key",
+    "meshpar explain configs/quickstart.yaml mesh.tensor=3": "not divisible",
+}
 
 
-def test_a_wrong_output_is_seen(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n")
-    code, expected = program(page)
-    assert run(code)[0].strip() != expected[0].strip()
+@pytest.fixture
+def page(tmp_path):
+    return tmp_path / "page.md"
 
 
-COMMANDS = [
-    (page, line)
-    for page in PAGES
-    for language, text in blocks(page)
-    if language == "sh"
-    for line in text.splitlines()
-    if line.startswith("meshpar ")
-]
+@pytest.mark.parametrize("case", RIGHT)
+def test_a_right_page_passes(case, page, tmp_path):
+    page.write_text(RIGHT[case])
+    check_outputs(page, tmp_path)
 
 
-@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: getattr(value, "name", value))
-def test_a_command_of_a_page_names_a_verb_options_and_a_config_that_exist(page, line):
-    from typer.testing import CliRunner
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_page_is_seen(case, page, tmp_path):
+    text, message = WRONG[case]
+    page.write_text(text)
+    with pytest.raises(AssertionError, match=f"(?s){message}"):
+        check_outputs(page, tmp_path)
 
-    from meshpar import run
-    from meshpar.cli import app
 
-    words = line.split("#")[0].split()[1:]
-    assert CliRunner().invoke(app, [words[0], "--help"]).exit_code == 0
-    help_text = CliRunner().invoke(app, [words[0], "--help"], env={"COLUMNS": "200"}).output
-    assert all(word in help_text for word in words if word.startswith("--"))
-    configs = [word for word in words if word.endswith(".yaml")]
-    overrides = [word for word in words if "=" in word]
-    assert all(run.load(ROOT / config, overrides) for config in configs)
+@pytest.mark.parametrize("line", WRONG_COMMANDS)
+def test_a_wrong_command_is_seen(line):
+    with pytest.raises(Exception, match=WRONG_COMMANDS[line]):
+        check_command(line)
+
+
+def test_the_commands_that_do_not_run_are_checked(page):
+    page.write_text("```sh\nmeshpar a \\\n  b\nls\n```\n```sh\nmeshpar c\n```\n```text\nc\n```\n")
+    assert commands(page) == ["meshpar a    b"]
+
+
+def test_a_wrong_config_is_seen(tmp_path):
+    check_config("rules: [megatron]\nmesh: {data: 2, fsdp: 1, tensor: 4}\n", tmp_path)
+    with pytest.raises(Exception, match="unknown key"):
+        check_config("rule: [megatron]\n", tmp_path)

@@ -1,0 +1,133 @@
+"""The docs and the README do what they say: their code runs, and prints what they show.
+
+- The `python` blocks of a page run in order, as one program, on 8 simulated devices.
+- A `text` block directly below a block is that block's output; a line `...` in it stands for any lines.
+- An `sh` block runs if its output is shown; if not, each of its `meshpar` commands must fit the command line,
+  its config load, and its arrays fit the mesh.
+- A `yaml` block is a config, or the part of one that changes the quickstart.
+- `<!-- not run: why -->` on the line above a block exempts it. Nothing else is passed over: other languages than
+  these, and blocks that cannot be told apart, are errors.
+"""
+
+from __future__ import annotations
+
+import doctest
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+
+from meshpar import cli, run
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(
+    r"(?P<exempt>^<!-- not run: .+ -->\n)?"
+    r"^```(?P<language>\w*)\n(?P<code>.*?)^```$"
+    r"(?:\n+^```text\n(?P<output>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+LANGUAGES = {"python", "sh", "text", "yaml"}
+END = "=== end of block ==="
+RUNNER = f"""
+import json, subprocess, sys
+names = {{"__name__": "__main__"}}
+for language, line, code in json.load(sys.stdin):
+    if language == "python":
+        exec(compile("\\n" * line + code, sys.argv[1], "exec"), names)
+    else:
+        subprocess.run(["bash", "-c", code], stderr=subprocess.STDOUT)
+    print({END!r}, flush=True)
+"""
+
+
+class Block(NamedTuple):
+    """One block of a page; `line` is the number of its fence, counted from 1."""
+
+    language: str
+    line: int
+    code: str
+    output: str | None
+    exempt: bool
+
+    @property
+    def runs(self) -> bool:
+        return not self.exempt and (self.language == "python" or (self.language == "sh" and self.output is not None))
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    assert "```" not in BLOCK.sub("", text), f"{page}: a fence that is indented, has options, or is not closed"
+    found = [
+        Block(m["language"], text.count("\n", 0, m.start("code")), m["code"], m["output"], bool(m["exempt"]))
+        for m in BLOCK.finditer(text)
+    ]
+    unknown = [f"{page}:{b.line}: {b.language!r}" for b in found if b.language not in LANGUAGES and not b.exempt]
+    assert not unknown, f"languages that nothing checks: {unknown}"
+    return found
+
+
+def outputs(page: Path, program: list[Block], folder: Path) -> list[str]:
+    """What each block prints, run in order in one process with `folder` as the working directory."""
+    (folder / "configs").symlink_to(ROOT / "configs")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {"PATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, page],
+        input=json.dumps([(b.language, b.line, b.code) for b in program]),
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.split(f"{END}\n")[:-1]
+
+
+def check_outputs(page: Path, folder: Path) -> None:
+    program = [b for b in blocks(page) if b.runs]
+    for block, got in zip(program, outputs(page, program, folder), strict=True):
+        same = block.output is None or doctest.OutputChecker().check_output(
+            _stripped(block.output), _stripped(got), doctest.ELLIPSIS
+        )
+        assert same, f"{page}:{block.line} shows\n{block.output}\nbut prints\n{got}"
+
+
+def check_command(line: str) -> None:
+    """Parses a `meshpar` command and works out its config, without a device."""
+    words = shlex.split(line, comments=True)[1:]
+    meshpar = typer.main.get_group(cli.app)
+    name, verb, rest = meshpar.resolve_command(meshpar.context_class(meshpar), words)
+    assert verb is not None, "resolve_command raises for an unknown verb"
+    given = verb.make_context(name, rest).params
+    if "config" in given:
+        arguments = [a for value in given.values() if isinstance(value, (list, tuple)) for a in value]
+        loaded = run.load(ROOT / given["config"], [a for a in arguments if "=" in a])
+        run.prepare(loaded, loaded.mesh.abstract(given["devices"]))
+
+
+def check_config(text: str, folder: Path) -> None:
+    """Loads a config that stands in a page, over the quickstart if it is only a part."""
+    (folder / "quickstart.yaml").write_text((ROOT / "configs" / "quickstart.yaml").read_text())
+    whole = re.search(r"^(extends|model):", text, re.MULTILINE)
+    (folder / "page.yaml").write_text(text if whole else f"extends: quickstart.yaml\n{text}")
+    loaded = run.load(folder / "page.yaml")
+    run.prepare(loaded, loaded.mesh.abstract())
+
+
+def commands(page: Path) -> list[str]:
+    joined = (b.code.replace("\\\n", " ") for b in blocks(page) if b.language == "sh" and not (b.runs or b.exempt))
+    return [line for code in joined for line in code.splitlines() if line.startswith("meshpar ")]
+
+
+def configs(page: Path) -> list[str]:
+    return [b.code for b in blocks(page) if b.language == "yaml" and not b.exempt]
+
+
+def _stripped(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.strip("\n").splitlines()) + "\n"
