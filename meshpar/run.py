@@ -30,11 +30,11 @@ from meshpar.train.data import Data
 from meshpar.train.evaluate import Evaluation, compile_evaluation
 from meshpar.train.gradients import Gradients, Objective, auto, manual
 from meshpar.train.loop import Loop
-from meshpar.train.loss import next_token_loss
+from meshpar.train.loss import Batch, next_token_loss
 from meshpar.train.metrics import flops_per_token, recorder
 from meshpar.train.optim import Optimizer
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place
-from meshpar.train.step import Step, Update, batch_structs, compile_step
+from meshpar.train.step import Metrics, Step, Update, batch_structs, compile_step, step_function
 from meshpar.tree import flatten_with_paths
 
 Positive = Annotated[int, pydantic.Field(gt=0)]
@@ -121,8 +121,13 @@ class Prepared:
             return manual(self.objective, self.how, self.placement)
         return auto(self.objective, self.how)
 
+    @property
+    def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+        """The step, not yet compiled."""
+        return step_function(self.gradients, self.update, self.placement)
+
     def compile_step(self) -> Step:
-        return compile_step(self.gradients, self.update, self.placement, self.batch)
+        return compile_step(self.step, self.placement, self.batch)
 
     def compile_evaluation(self) -> Evaluation:
         return compile_evaluation(self.objective, self.how, self.placement, self.batch)

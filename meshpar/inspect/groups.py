@@ -1,64 +1,105 @@
-"""Replica groups of a collective, in every form in which XLA prints them."""
+"""Replica groups of a collective, in every form in which XLA prints them, and the mesh axes that they span.
+
+A device's number in a program is its place in the mesh's flattened array of devices, whatever its own id.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
+from jax.sharding import Mesh
 
 from meshpar.errors import ProgramError
 
 Groups = tuple[tuple[int, ...], ...]
 
-_LISTED = re.compile(r"\{((?:\{[\d, ]*\},?\s*)*)\}$")
+_LISTED = re.compile(r"\{((?:\{[\d, ]+\},?\s*)+)\}$")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
-_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\(?\[?([\d,<=\[\]T()]+)\)?)?\s*\{([^}]*)\}$")
+_MESH = re.compile(
+    r"mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\(\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))?"
+    r" ?\{(?P<axes>(?:'[^':]+',? ?)*)\}$"
+)
+_FORM = r"\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\}"
+
+
+def find_groups(attributes: str, name: str, num_devices: int) -> Groups:
+    """Groups that an instruction's attributes give as `name=`; for a permute's pairs, (from, to).
+
+    Raises:
+      ProgramError: there are none, or of an unknown form, or for more devices.
+
+    >>> find_groups("%p), channel_id=1, replica_groups={{0,1},{2,3}}, dimensions={0}", "replica_groups", 4)
+    ((0, 1), (2, 3))
+    """
+    match = re.search(rf"\b{name}=({_FORM})(?=[,\s]|$)", attributes)
+    if not match:
+        raise ProgramError(f"no {name} of a known form in: {attributes[:200]}")
+    if name == "source_target_pairs" and match[1] == "{}":
+        return ()
+    groups = parse_groups(match[1], num_devices)
+    if any(number >= num_devices for group in groups for number in group):
+        raise ProgramError(f"{name}={match[1]} names a device that a program of {num_devices} does not have")
+    return groups
 
 
 def parse_groups(text: str, num_devices: int) -> Groups:
     """Groups of device numbers.
 
     Args:
-      text: `{{0,1},{2,3}}`, `[2,4]<=[8]`, `[2,4]<=[4,2]T(1,0)`, `mesh['a'=2,'b'=4] {'a'}`, or `{}` for one
-        group of all.
+      text: `{{0,1},{2,3}}`, `[2,4]<=[8]`, `[2,4]<=[4,2]T(1,0)`, `mesh['a'=2,'b'=4] {'a'}`, the same with
+        `, device_ids=([4,2]T(1,0))` after the bracket, or `{}` for one group of all.
 
     Raises:
-      ProgramError: it has another form.
+      ProgramError: it has another form, as a mesh's with parts of axes.
 
     >>> parse_groups("[2,2]<=[2,2]T(1,0)", 4)
     ((0, 2), (1, 3))
     """
-    text = text.strip()
     if text == "{}":
         return (tuple(range(num_devices)),)
     if match := _LISTED.match(text):
         return tuple(_numbers(group) for group in re.findall(r"\{([\d, ]*)\}", match[1]))
     if match := _IOTA.match(text):
-        return _groups(_iota(_numbers(match[2]), match[3]).reshape(_numbers(match[1])))
-    if (match := _MESH.match(text)) and match[2] is None:
-        return _mesh_groups(match[1], match[3])
+        return _rows(_iota(match[2], match[3]).reshape(_numbers(match[1])))
+    if match := _MESH.match(text):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match["sizes"])}
+        shape = match["shape"] or str(math.prod(sizes.values()))
+        return _mesh_groups(sizes, _iota(shape, match["order"]), re.findall(r"'([^']+)'", match["axes"]))
     raise ProgramError(f"replica groups of an unknown form: {text}")
 
 
-def _iota(shape: tuple[int, ...], transpose: str | None) -> np.ndarray:
-    numbers = np.arange(np.prod(shape)).reshape(shape)
-    return numbers.transpose(_numbers(transpose)) if transpose else numbers
+def spanned_axes(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
+    """The axes, none of size 1, along which the devices of a group differ; None if a group is but a part of those."""
+    axes = differing_axes(groups, mesh)
+    size = math.prod(mesh.shape[axis] for axis in axes)
+    return axes if all(len(set(group)) == size for group in groups) else None
 
 
-def _mesh_groups(mesh: str, axes: str) -> Groups:
-    """`mesh['a'=2,'b'=4] {'b'}`: a group for each index of the other axes. `'b':(2)2` names a part of an axis."""
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    if ":" in axes:
-        raise ProgramError(f"replica groups over a part of an axis: mesh[{mesh}] {{{axes}}}")
-    named = re.findall(r"'([^']+)'", axes)
-    order = [*(name for name in sizes if name not in named), *named]
-    numbers = np.arange(np.prod(list(sizes.values()), dtype=int)).reshape(list(sizes.values()))
-    moved = numbers.transpose([list(sizes).index(name) for name in order])
-    return _groups(moved.reshape(-1, int(np.prod([sizes[name] for name in named], dtype=int))))
+def differing_axes(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which any two devices of a group differ."""
+    indices = np.stack(np.unravel_index(np.arange(mesh.size), mesh.devices.shape), axis=1)
+    differ = np.zeros(len(mesh.axis_names), bool)
+    for group in groups:
+        differ |= (indices[list(group)] != indices[group[0]]).any(axis=0)
+    return tuple(axis for axis, does in zip(mesh.axis_names, differ, strict=True) if does)
 
 
-def _groups(rows: np.ndarray) -> Groups:
-    return tuple(tuple(int(d) for d in row) for row in rows)
+def _iota(shape: str, order: str | None) -> np.ndarray:
+    numbers = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
+    return numbers.transpose(_numbers(order)) if order else numbers
+
+
+def _mesh_groups(sizes: dict[str, int], numbers: np.ndarray, axes: list[str]) -> Groups:
+    """A group for each index of the axes that are not named; within it, the first named varies slowest."""
+    order = [*(name for name in sizes if name not in axes), *axes]
+    grid = numbers.reshape(list(sizes.values())).transpose([list(sizes).index(name) for name in order])
+    return _rows(grid.reshape(-1, math.prod(sizes[name] for name in axes)))
+
+
+def _rows(numbers: np.ndarray) -> Groups:
+    return tuple(tuple(int(number) for number in row) for row in numbers)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

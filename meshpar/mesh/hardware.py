@@ -1,4 +1,4 @@
-"""The only hardware numbers of meshpar: what the makers' data sheets say."""
+"""The only hardware numbers of meshpar: what the makers state, nothing measured and nothing guessed."""
 
 from __future__ import annotations
 
@@ -6,41 +6,53 @@ from dataclasses import dataclass
 
 import jax
 
+GIB = 2**30
+
 
 @dataclass(frozen=True)
 class Chip:
-    """One accelerator.
+    """An accelerator, as one JAX device sees it.
 
     Args:
-      flops: dense bfloat16 operations a second, per JAX device.
-      memory_bytes: high-bandwidth memory, per JAX device.
+      name: as its maker calls it.
+      kinds: the `device_kind`s by which JAX knows it.
+      flops: dense bfloat16 operations a second.
+      memory_bytes: high-bandwidth memory.
       memory_bytes_per_s: its bandwidth.
     """
 
+    name: str
+    kinds: tuple[str, ...]
     flops: float
     memory_bytes: float
     memory_bytes_per_s: float
 
 
-# Keys are lower-case parts of `jax.Device.device_kind`, the longer before those that they contain.
-CHIPS = {
-    # cloud.google.com/tpu/docs: v4, v5e, v5p, v6e system pages
-    "tpu v4": Chip(275e12, 32e9, 1228e9),
-    "tpu v5 lite": Chip(197e12, 16e9, 819e9),
-    "tpu v5e": Chip(197e12, 16e9, 819e9),
-    "tpu v5p": Chip(459e12, 95e9, 2765e9),
-    "tpu v5": Chip(459e12, 95e9, 2765e9),
-    "tpu v6 lite": Chip(918e12, 32e9, 1640e9),
-    "tpu v6e": Chip(918e12, 32e9, 1640e9),
-    # nvidia.com data sheets, SXM versions, without sparsity
-    "a100": Chip(312e12, 80e9, 2039e9),
-    "h200": Chip(989e12, 141e9, 4800e9),
-    "h100": Chip(989e12, 80e9, 3350e9),
-    "b200": Chip(2250e12, 180e9, 7700e9),
-}
+CHIPS = (
+    # cloud.google.com/tpu/docs/v4
+    Chip("TPU v4", ("TPU v4",), 275e12, 32 * GIB, 1200e9),
+    # cloud.google.com/tpu/docs/v5e
+    Chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 819e9),
+    # cloud.google.com/tpu/docs/tpu7x, which has v5p and v6e beside it. A TPU7x is two JAX devices: half of it.
+    Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95 * GIB, 2765e9),
+    Chip("TPU v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 1638e9),
+    Chip("TPU7x", ("TPU7x",), 2307e12 / 2, 192 * GIB / 2, 7380e9 / 2),
+    # nvidia.com/en-us/data-center/a100
+    Chip("A100 40GB", ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), 312e12, 40e9, 1555e9),
+    Chip("A100 80GB SXM", ("NVIDIA A100-SXM4-80GB",), 312e12, 80e9, 2039e9),
+    Chip("A100 80GB PCIe", ("NVIDIA A100 80GB PCIe",), 312e12, 80e9, 1935e9),
+    # nvidia.com/en-us/data-center/h100 and h200: there with sparsity, so here half.
+    Chip("H100 SXM", ("NVIDIA H100 80GB HBM3",), 1979e12 / 2, 80e9, 3350e9),
+    Chip("H100 PCIe", ("NVIDIA H100 PCIe",), 1513e12 / 2, 80e9, 2000e9),
+    Chip("H200 SXM", ("NVIDIA H200",), 1979e12 / 2, 141e9, 4800e9),
+    # nvidia.com/en-us/data-center/dgx-b200, of 8: 36 PFLOPS with sparsity, 1440 GB, 64 TB/s.
+    Chip("B200", ("NVIDIA B200",), 36e15 / 8 / 2, 1440e9 / 8, 64e12 / 8),
+)
 
 
 def chip_of(device: jax.Device) -> Chip | None:  # pyright: ignore[reportInvalidTypeForm]
-    """The chip of a device; None where no data sheet says its speed, as for a CPU."""
-    kind = device.device_kind.lower()
-    return next((chip for name, chip in CHIPS.items() if name in kind), None)
+    """The chip of a device; None where no maker states its speed, as for a CPU.
+
+    Kinds are compared whole: a GH200 is no H200, though its name holds one.
+    """
+    return next((chip for chip in CHIPS if device.device_kind in chip.kinds), None)

@@ -1,91 +1,146 @@
 """Checkpoints of a train state, by Orbax, with checksums of our own; the only file that knows Orbax.
 
-A checkpoint does not know the mesh: it is restored to whatever shardings the abstract state has. Orbax takes a
-flipped bit for data, so that every file's SHA-256 is kept beside it and compared before a restore.
+    checkpoints/300/state/        the arrays, as Orbax writes them
+    checkpoints/300/meta.json     the step, the run's config, type and shape of each array
+    checkpoints/300/sha256.json   a checksum of each of these files
+
+A step is written as `300.partial` and gets its name, checksums and all, by one rename: what bears a number is whole,
+whenever the process was killed. A checkpoint does not know the mesh: it is restored to whatever shardings are asked
+for. Orbax takes a flipped bit for data, hence the checksums, which are compared before anything is restored.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from meshpar.errors import CheckpointError, Problems, nearest
+from meshpar.errors import CheckpointError, Problems
 from meshpar.tree import flatten_with_paths
 
-CHECKSUMS = "sha256.json"
+STATE, META, CHECKSUMS = "state", "meta.json", "sha256.json"
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-      directory: made if it is not there.
+      directory: made if it is not there; one that all processes see.
       keep: how many of the latest steps are kept.
 
     Raises:
       CheckpointError: nothing can be written there.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> state = {"step": jnp.int32(3), "w": jnp.arange(4.0)}
+      >>> with tempfile.TemporaryDirectory() as run_dir, checkpoints(Path(run_dir)) as saved:
+      ...     saved.save(3, state, {"seed": 0})
+      ...     saved.wait()
+      ...     saved.latest(), saved.restore(jax.eval_shape(lambda: state))["w"]
+      (3, Array([0., 1., 2., 3.], dtype=float32))
     """
 
     def __init__(self, directory: Path, keep: int = 2):
         import orbax.checkpoint as ocp
 
         self.directory = directory.absolute()
+        self.keep = keep
         _check_writable(self.directory)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._orbax = ocp.StandardCheckpointer()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
 
     def latest(self) -> int | None:
         """The last step of which there is a whole checkpoint."""
-        return self._manager.latest_step()
+        return max(self._steps(), default=None)
 
     def save(self, step: int, state: Any, config: dict[str, Any]) -> None:
-        """Writes a state, and what is needed to know it again.
+        """Copies a state to the host, and writes it while the caller goes on: the state may be donated at once.
 
-        Raises:
-          CheckpointError: there is one of this step already; nothing is ever overwritten.
-        """
-        import orbax.checkpoint as ocp
-
-        if step in self._manager.all_steps():
-            raise CheckpointError(f"{self.directory / str(step)} exists already")
-        meta = {"step": step, "config": config, "arrays": _described(state)}
-        saved = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))  # pyright: ignore
-        self._manager.save(step, args=saved)
-        folder = self.directory / str(step)
-        (folder / CHECKSUMS).write_text(json.dumps(_checksums(folder), indent=2))
-
-    def restore(self, abstract: Any) -> Any:
-        """The latest state.
+        Waits for the save before this one. All processes call it.
 
         Args:
-          abstract: tree of `ShapeDtypeStruct`s with the shardings that the state shall have.
+          state: tree of arrays.
+          config: JSON data, kept beside the arrays for whoever asks what they are.
 
         Raises:
-          CheckpointError: a file was changed, or lists each array that is not as `abstract` says.
+          CheckpointError: there is a checkpoint of this step; nothing is ever overwritten.
         """
-        import orbax.checkpoint as ocp
+        self.wait()
+        if step in self._steps():
+            raise CheckpointError(f"{self.directory / str(step)} exists, and a checkpoint is never overwritten")
+        meta = {"step": step, "config": config, "arrays": _described(state)}
+        if jax.process_index() == 0:
+            self._remove(self.directory.glob("*.partial"))  # of processes that were killed
+        self._orbax.save(self._partial(step) / STATE, state)
+        self._pending = self._thread.submit(self._commit, step, meta)
 
+    def wait(self) -> None:
+        """Returns when the last save is on disk; raises what went wrong there."""
+        pending, self._pending = self._pending, None
+        if pending:
+            pending.result()
+
+    def restore(self, abstract: Any) -> Any:
+        """The latest state, each device reading its own shard.
+
+        Args:
+          abstract: tree of `ShapeDtypeStruct`s; their shardings may be other than those of the state that was saved.
+
+        Raises:
+          CheckpointError: there is none; or a file was changed; or it lists each array that is not as in `abstract`.
+        """
         step = self.latest()
+        if step is None:
+            raise CheckpointError(f"there is no checkpoint in {self.directory}")
         folder = self.directory / str(step)
         _verify(folder)
-        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]  # pyright: ignore
-        _compare(folder, meta["arrays"], _described(abstract))
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))  # pyright: ignore
-        return self._manager.restore(step, args=wanted)["state"]
+        _compare(folder, json.loads((folder / META).read_text())["arrays"], _described(abstract))
+        return self._orbax.restore(folder / STATE, abstract)
 
     def close(self) -> None:
-        self._manager.close()
+        """Waits, and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._orbax.close()
+
+    def _commit(self, step: int, meta: dict[str, Any]) -> None:
+        self._orbax.wait_until_finished()  # all processes'
+        if jax.process_index() > 0:
+            return
+        partial = self._partial(step)
+        (partial / META).write_text(json.dumps(meta, indent=2))
+        (partial / CHECKSUMS).write_text(json.dumps(_checksums(partial), indent=2))
+        partial.rename(self.directory / str(step))
+        self._remove(self.directory / str(old) for old in self._steps()[: -self.keep])
+
+    def _steps(self) -> list[int]:
+        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
+
+    def _partial(self, step: int) -> Path:
+        return self.directory / f"{step}.partial"
+
+    @staticmethod
+    def _remove(folders: Iterator[Path]) -> None:
+        for folder in folders:
+            shutil.rmtree(folder)
 
 
 @contextmanager
 def checkpoints(directory: Path, keep: int = 2) -> Iterator[Checkpoints]:
-    """`Checkpoints`, closed at the end."""
+    """`Checkpoints`, closed at the end: what was saved is on disk then."""
     opened = Checkpoints(directory, keep)
     try:
         yield opened
@@ -97,37 +152,34 @@ def _check_writable(directory: Path) -> None:
     """By writing: permission bits do not tell the whole truth, and root ignores them."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".writable"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=directory):
+            pass
     except OSError as error:
         raise CheckpointError(f"run_dir: {directory} cannot be written: {error.strerror}") from None
 
 
 def _described(state: Any) -> dict[str, str]:
+    """Path -> type and shape: `params.embed.table` -> `float32[257, 64]`."""
     return {path: f"{np.dtype(x.dtype)}{list(x.shape)}" for path, x in flatten_with_paths(state).items()}
 
 
 def _compare(folder: Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
     problems = Problems()
     for path in sorted(saved.keys() | wanted.keys()):
-        near = nearest(path, saved.keys() - wanted.keys())
         if path not in saved:
-            problems.add(path, f"{wanted[path]} is not in the checkpoint", f"it has {near}" if near else "")
+            problems.add(path, f"{wanted[path]} in this run, missing in the checkpoint")
         elif path not in wanted:
-            problems.add(path, f"{saved[path]} is not in this model or optimizer")
+            problems.add(path, f"{saved[path]} in the checkpoint, unknown to this run")
         elif saved[path] != wanted[path]:
             problems.add(path, f"{saved[path]} in the checkpoint, {wanted[path]} in this run")
-    heading = f"{folder} is a checkpoint of another model; {len(problems)} arrays differ:"
-    if problems:
-        problems.add(
-            "run_dir", "a run goes on from the checkpoint that it finds", "another run_dir, or the model of this one"
-        )
-    problems.raise_any(CheckpointError, heading)
+    arrays = f"{len(problems)} array{'s' * (len(problems) > 1)}"
+    fix = f"set another run_dir, or the config in its {META}"
+    problems.raise_any(CheckpointError, f"{folder} is of another model or optimizer, by {arrays}; {fix}:")
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
+    """Path below `folder` -> SHA-256, of every file."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): _sha256(path) for path in files}
 
 
@@ -137,14 +189,19 @@ def _sha256(path: Path) -> str:
 
 
 def _verify(folder: Path) -> None:
+    problems = Problems()
+    for name, expected in _expected(folder).items():
+        path = folder / name
+        if not path.is_file():
+            problems.add(str(path), "is missing")
+        elif _sha256(path) != expected:
+            problems.add(str(path), "is not what was written")
+    fix = "remove the folder to go on from the step before it"
+    problems.raise_any(CheckpointError, f"the checkpoint {folder} is damaged; {fix}:")
+
+
+def _expected(folder: Path) -> dict[str, str]:
     try:
-        expected = json.loads((folder / CHECKSUMS).read_text())
-    except (OSError, ValueError):
+        return dict(json.loads((folder / CHECKSUMS).read_text()))
+    except (OSError, ValueError, TypeError):
         raise CheckpointError(f"{folder / CHECKSUMS} cannot be read, so the checkpoint cannot be verified") from None
-    found, problems = _checksums(folder), Problems()
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            problems.add(
-                str(folder / name), "is not what was saved", "remove this step's folder to go on from an earlier one"
-            )
-    problems.raise_any(CheckpointError, "a checkpoint was changed after it was written:")

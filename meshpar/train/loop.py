@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from meshpar.train.data import Dataset
 from meshpar.train.evaluate import Evaluation
 from meshpar.train.metrics import Recorder
 from meshpar.train.state import TrainState
-from meshpar.train.step import Step
+from meshpar.train.step import Metrics, Step
 
 # jax 0.10 on simulated devices stops for ever with more than about 32 steps in flight.
 IN_FLIGHT = 8
@@ -29,9 +29,9 @@ class Loop:
 
     Args:
       config: what a checkpoint keeps of the run.
-      eval_every, checkpoint_every: in steps; None for only at the end.
-      flops_per_s: from tokens/s to MFU; None where the chip is not known.
-      profile: a folder for a trace of a few steps.
+      log_every, eval_every, checkpoint_every: in steps; None for only at the end. The first step is logged too.
+      mfu_of: from tokens/s to model FLOPs utilization; None where the chip is not known.
+      profile: a folder for a trace of three steps, once the first three have warmed up.
     """
 
     step: Step
@@ -49,90 +49,105 @@ class Loop:
     profile: Path | None = None
 
     def fit(self, state: TrainState) -> TrainState:
-        """Trains until `num_steps`, from the state's own step on; then evaluates and writes a checkpoint.
+        """Trains until `num_steps`, from the state's own step on; then evaluates, saves, and sums up the whole run.
 
-        Implicit transfers between host and devices raise: each is written down.
+        Implicit transfers between host and devices raise: each is written down. What is interrupted writes nothing
+        more: it goes on from the last checkpoint, as when it is killed.
         """
         start = int(jax.device_get(state.step))
         self.recorder.begin(start, self.config)
-        if start >= self.num_steps:
-            return state
-        with jax.transfer_guard("disallow"), closing(self.train.batches(start)) as batches:
-            state = self._steps(state, start, batches)
-            self._evaluate(state, self.num_steps)
-            self._save(state, self.num_steps)
-        self.recorder.summarize(self.num_steps)
+        if start < self.num_steps:
+            with jax.transfer_guard("disallow"), closing(self.train.batches(start)) as batches:
+                state = self._steps(state, start, batches)
+                self._evaluate(state, self.num_steps)
+                self._save(state, self.num_steps)
+        self.recorder.summarize(max(start, self.num_steps))
         return state
 
     def _steps(self, state: TrainState, start: int, batches: Iterator[Any]) -> TrainState:
-        in_flight: deque[Any] = deque()
-        clock = Clock()
-        for index in range(start + 1, self.num_steps + 1):
-            with self._profiled(index - start):
+        in_flight: deque[Metrics] = deque()
+        stopwatch = Stopwatch()
+        with ExitStack() as trace:
+            for index in range(start + 1, self.num_steps + 1):
+                if self.profile and index == self._nth(start, 4):
+                    with stopwatch.paused():
+                        trace.enter_context(jax.profiler.trace(str(self.profile)))
                 state, metrics = self.step(state, self._put(next(batches)))
-            in_flight.append(metrics)
-            if len(in_flight) > IN_FLIGHT:
-                jax.block_until_ready(in_flight.popleft())
-            if index == start + 1 or index % self.log_every == 0 or index == self.num_steps:
-                self._log(index, metrics, clock)
-            if _due(index, self.eval_every, self.num_steps):
-                with clock.stopped():
-                    self._evaluate(state, index)
-            if _due(index, self.checkpoint_every, self.num_steps):
-                with clock.stopped():
-                    self._save(state, index)
+                stopwatch.count(metrics["tokens"])
+                in_flight.append(metrics)
+                if len(in_flight) > IN_FLIGHT:
+                    jax.block_until_ready(in_flight.popleft())
+                if self.profile and index == self._nth(start, 6):
+                    with stopwatch.paused():
+                        trace.close()
+                if index == start + 1 or index == self.num_steps or index % self.log_every == 0:
+                    self._log(index, metrics, stopwatch)
+                if self._due(index, self.eval_every):
+                    with stopwatch.paused():
+                        self._evaluate(state, index)
+                if self._due(index, self.checkpoint_every):
+                    with stopwatch.paused():
+                        self._save(state, index)
         return state
 
-    def _log(self, index: int, metrics: Any, clock: Clock) -> None:
+    def _nth(self, start: int, n: int) -> int:
+        """The n-th step since the start, or the last, if there are fewer."""
+        return min(start + n, self.num_steps)
+
+    def _due(self, index: int, every: int | None) -> bool:
+        """The last step has its own evaluation and checkpoint."""
+        return every is not None and index % every == 0 and index != self.num_steps
+
+    def _log(self, index: int, metrics: Metrics, stopwatch: Stopwatch) -> None:
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        step_s = clock.lap(index)
-        if step_s is not None:
-            values |= {"step_s": step_s, "tokens_per_s": values["tokens"] / step_s}
-            if self.mfu_of:
-                values["mfu"] = self.mfu_of(values["tokens_per_s"])
-        self.recorder.record("train", index, **values)
+        speed = stopwatch.lap()
+        if speed and self.mfu_of:
+            speed["mfu"] = self.mfu_of(speed["tokens_per_s"])
+        self.recorder.record("train", index, **values, **speed)
 
     def _evaluate(self, state: TrainState, index: int) -> None:
         sums = [jax.device_get(self.evaluate(state.params, self._put(batch))) for batch in self.held_out]
-        tokens = sum(int(s["tokens"]) for s in sums)
-        loss = sum(float(s["loss_sum"]) for s in sums) / max(tokens, 1)
-        self.recorder.record("evaluation", index, loss=loss, tokens=tokens)
+        tokens = sum(s["tokens"].item() for s in sums)
+        self.recorder.record("evaluation", index, loss=sum(s["loss_sum"].item() for s in sums) / tokens, tokens=tokens)
 
     def _save(self, state: TrainState, index: int) -> None:
         self.checkpoints.save(index, state, self.config)
 
-    def _put(self, batch: Any) -> Any:
+    def _put(self, batch: Any) -> dict[str, jax.Array]:
         return {name: jax.device_put(x, self.step.batch[name].sharding) for name, x in batch.items()}
 
+
+@dataclass
+class Stopwatch:
+    """The speed of steps, and of nothing but steps: no compilation, evaluation, checkpoint or trace.
+
+    Devices run behind the host, so every reading waits for the steps that were counted.
+
+    Args:
+      since: when the lap began, in seconds; None before the first.
+      tokens: int32[] of each step of the lap.
+    """
+
+    since: float | None = None
+    tokens: list[jax.Array] = field(default_factory=list)
+
+    def count(self, tokens: jax.Array) -> None:
+        self.tokens.append(tokens)
+
+    def lap(self) -> dict[str, float]:
+        """`step_s` (the mean) and `tokens_per_s` of this lap; nothing of the first, whose beginning is not known."""
+        tokens, num_steps = sum(t.item() for t in jax.device_get(self.tokens)), len(self.tokens)
+        since, self.since, self.tokens = self.since, time.perf_counter(), []
+        if since is None or not num_steps:
+            return {}
+        elapsed_s = self.since - since
+        return {"step_s": elapsed_s / num_steps, "tokens_per_s": tokens / elapsed_s}
+
     @contextmanager
-    def _profiled(self, done: int) -> Iterator[None]:
-        """Traces steps 4 to 6: the first ones warm up."""
-        if self.profile and done == 4:
-            jax.profiler.start_trace(str(self.profile))
+    def paused(self) -> Iterator[None]:
+        """What happens within is not counted."""
+        jax.block_until_ready(self.tokens)
+        began = time.perf_counter()
         yield
-        if self.profile and (done == 6 or done == self.num_steps > 4):
-            jax.profiler.stop_trace()
-
-
-class Clock:
-    """Seconds a step, since the last lap, less what was not a step."""
-
-    def __init__(self) -> None:
-        self.since: tuple[int, float] | None = None
-
-    def lap(self, index: int) -> float | None:
-        """Mean seconds of the steps since the last lap; None on the first, which knows no beginning."""
-        now = time.perf_counter()
-        before, self.since = self.since, (index, now)
-        return (now - before[1]) / (index - before[0]) if before else None
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if self.since:
-            self.since = (self.since[0], self.since[1] + time.perf_counter() - start)
-
-
-def _due(index: int, every: int | None, last: int) -> bool:
-    return every is not None and index % every == 0 and index != last
+        if self.since is not None:
+            self.since += time.perf_counter() - began

@@ -9,16 +9,22 @@ Recomputation does not count.
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from statistics import median
+from typing import Any
+
+import jax
 
 from meshpar.errors import CheckpointError
 
-Record = dict[str, float | int | str]
+Record = dict[str, Any]
+"""`kind`, `step`, and what is recorded: numbers; of the kind `run`, the config."""
+Sink = Callable[[Record], None]
 FILE = "metrics.jsonl"
 
 
@@ -35,85 +41,151 @@ def flops_per_token(matmul_params: int, num_layers: int, seq_len: int, attention
     return 6 * matmul_params + 6 * num_layers * seq_len * attention_width
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recorder:
-    """Writes records where they are wanted; `recorder` opens one.
+    """Hands each record to those who want it; `recorder` opens one.
 
     Args:
-      file: gets each record as a line of JSON, at once.
-      board: a TensorBoard writer.
-      show: shows a record to a person, or to a program.
+      file: where the records can be read again.
+      sinks: none of them on any process but the first.
     """
 
-    file: TextIO
-    board: Any
-    show: Callable[[Record], None]
+    file: Path
+    sinks: Sequence[Sink]
 
     def begin(self, step: int, config: dict[str, Any]) -> None:
-        """Records the config with which a run begins, or goes on, at a step."""
-        self._write({"kind": "run", "step": step, "config": config})
+        """Records the config with which a run begins, or goes on from a checkpoint of `step`."""
+        self.record("run", step, config=config)
 
-    def record(self, kind: str, step: int, **values: float | int) -> None:
-        """Records numbers under a kind: `train`, `evaluation`, `summary`."""
-        self._write({"kind": kind, "step": step, **values})
-        for name, value in values.items():
-            self.board.add_scalar(f"{kind}/{name}", value, step)
-        self.show({"kind": kind, "step": step, **values})
+    def record(self, kind: str, step: int, **values: Any) -> None:
+        """Records what belongs to a step, under a kind: `train`, `evaluation`, `summary`."""
+        for sink in self.sinks:
+            sink({"kind": kind, "step": step, **values})
 
     def summarize(self, step: int) -> None:
-        """Records the loss on held-out data beside the very first step's, which an earlier process may have seen."""
-        self.file.flush()
-        records = [json.loads(line) for line in Path(self.file.name).read_text().splitlines()]
-        first = next(record["loss"] for record in records if record["kind"] == "train")
-        held_out = next(record["loss"] for record in reversed(records) if record["kind"] == "evaluation")
-        self.record("summary", step, first_loss=first, held_out_loss=held_out, lower_by=1 - held_out / first)
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        """Records `summary` of the whole run, of which earlier processes may have made a part."""
+        if self.sinks:
+            self.record("summary", step, **summary(read(self.file)))
 
 
 @contextmanager
 def recorder(run_dir: Path, num_steps: int, as_json: bool = False) -> Iterator[Recorder]:
-    """A recorder into `run_dir/metrics.jsonl` and `run_dir/tensorboard`.
+    """A recorder into `run_dir/metrics.jsonl` and `run_dir/tensorboard`, and onto standard output.
 
-    A run that is resumed appends: of two lines of one step, the later counts.
+    Args:
+      num_steps: the length of the progress bar.
+      as_json: print records as lines of JSON, and nothing else.
+
+    Raises:
+      CheckpointError: the run directory cannot be written.
     """
-    from tensorboardX import SummaryWriter
-
+    file = run_dir / FILE
     with ExitStack() as stack:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((run_dir / FILE).open("a"))
-        except OSError as error:
-            raise CheckpointError(f"run_dir: {run_dir} cannot be written: {error.strerror}") from None
-        board = SummaryWriter(str(run_dir / "tensorboard"))
-        stack.callback(board.close)
-        show = _print_json if as_json else stack.enter_context(_shown_to_people(num_steps))
-        yield Recorder(file, board, show)
+        sinks: list[Sink] = []
+        if jax.process_index() == 0:
+            sinks.append(stack.enter_context(_into(file)))
+            sinks.append(stack.enter_context(_onto_board(run_dir / "tensorboard")))
+            sinks.append(_print_json if as_json else stack.enter_context(_shown_to_people(num_steps)))
+        yield Recorder(file, sinks)
 
 
-def _print_json(record: Record) -> None:
-    print(json.dumps(record), flush=True)
+def read(file: Path) -> list[Record]:
+    """The records of a run, in order of steps.
+
+    The file is only ever appended to. What an interrupted process recorded beyond the checkpoint from which the next
+    went on stays in it, and is left out here: those steps were taken again.
+    """
+    records: list[Record] = []
+    for line in file.read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] == "run":
+            records = [earlier for earlier in records if earlier["step"] <= record["step"]]
+        records.append(record)
+    return records
+
+
+def summary(records: Sequence[Record]) -> Record:
+    """What it came to: first and last losses, and the median speed; what was never recorded is left out.
+
+    >>> steps = [{"kind": "train", "step": 1, "loss": 4.0}, {"kind": "train", "step": 2, "loss": 3.0, "step_s": 0.5}]
+    >>> summary([*steps, {"kind": "evaluation", "step": 2, "loss": 3.0}])
+    {'first_loss': 4.0, 'last_loss': 3.0, 'held_out_loss': 3.0, 'lower_by': 0.25, 'step_s': 0.5}
+    """
+    losses, held_out = _column(records, "train", "loss"), _column(records, "evaluation", "loss")
+    told = {"first_loss": losses[:1], "last_loss": losses[-1:], "held_out_loss": held_out[-1:]}
+    if losses and held_out:
+        told["lower_by"] = [1 - held_out[-1] / losses[0]]
+    speeds = {name: _column(records, "train", name) for name in ("step_s", "tokens_per_s", "mfu")}
+    return {name: median(values) for name, values in (told | speeds).items() if values}
+
+
+def _column(records: Sequence[Record], kind: str, name: str) -> list[float]:
+    return [r[name] for r in records if r["kind"] == kind and r.get(name) is not None]
 
 
 @contextmanager
-def _shown_to_people(num_steps: int) -> Iterator[Any]:
+def _into(file: Path) -> Iterator[Sink]:
+    """Appends, and flushes each record: a run that is killed has said what it did."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = file.open("a")
+    except OSError as error:
+        raise CheckpointError(f"run_dir: {file.parent} cannot be written: {error.strerror}") from None
+    with lines:
+        yield lambda record: print(_json(record), file=lines, flush=True)
+
+
+@contextmanager
+def _onto_board(folder: Path) -> Iterator[Sink]:
+    from tensorboardX import SummaryWriter
+
+    with ExitStack() as stack:
+        board: Any = None
+
+        def write(record: Record) -> None:
+            nonlocal board
+            if record["kind"] == "run":
+                # Tells TensorBoard to hide the steps that are taken again.
+                board = stack.enter_context(SummaryWriter(str(folder), purge_step=record["step"] + 1))
+            for name, value in record.items():
+                if name not in ("kind", "step", "config") and math.isfinite(value):
+                    board.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+
+        yield write
+
+
+def _print_json(record: Record) -> None:
+    print(_json(record), flush=True)
+
+
+def _json(record: Record) -> str:
+    """One line. JSON has no NaN: a number that is not finite becomes null."""
+    return json.dumps({name: None if _is_not_finite(value) else value for name, value in record.items()})
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+@contextmanager
+def _shown_to_people(num_steps: int) -> Iterator[Sink]:
     """A progress bar on a terminal; elsewhere a line a record."""
     if not sys.stdout.isatty():
         yield lambda record: print(_line(record), flush=True)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(8), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns) as progress:
-        task = progress.add_task("compiling", total=num_steps)
+        task = progress.add_task("", total=num_steps)
 
         def show(record: Record) -> None:
+            progress.update(task, completed=record["step"])
             if record["kind"] == "train":
-                progress.update(task, completed=int(record["step"]), description=_numbers(record))
+                short = {name: value for name, value in record.items() if name in _BESIDE_THE_BAR}
+                progress.update(task, description=_numbers(short))
             else:
-                progress.console.print(_line(record))
+                progress.console.print(_line(record), highlight=False, soft_wrap=True)
 
         yield show
 
@@ -125,6 +197,7 @@ def _line(record: Record) -> str:
 _FORMATS = {
     "loss": "loss {:.4f}",
     "first_loss": "first loss {:.4f}",
+    "last_loss": "last loss {:.4f}",
     "held_out_loss": "held-out loss {:.4f}",
     "lower_by": "lower by {:.0%}",
     "grad_norm": "norm {:.2f}",
@@ -133,9 +206,13 @@ _FORMATS = {
     "mfu": "MFU {:.1%}",
     "lr": "lr {:.1e}",
 }
+_BESIDE_THE_BAR = ("kind", "loss", "tokens_per_s", "step_s", "mfu", "skipped")  # what a line of 80 columns has room for
 
 
 def _numbers(record: Record) -> str:
+    if record["kind"] == "run":
+        return "goes on from a checkpoint" if record["step"] else "begins"
     shown = [form.format(record[name]) for name, form in _FORMATS.items() if name in record]
-    skipped = record.get("skipped", 0)
-    return "  ".join([*shown, f"{skipped} steps skipped: not finite"] if skipped else shown)
+    if record.get("skipped"):
+        shown.append(f"skipped so far, as not finite: {record['skipped']}")
+    return "  ".join(shown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -84,25 +84,31 @@ class Step:
         return self.compiled.as_text() or ""
 
 
-def compile_step(
-    gradients: Callable[..., Gradients],
-    update: Update,
-    placement: StatePlacement,
-    batch: dict[str, jax.ShapeDtypeStruct],
-) -> Step:
-    """Compiles a step from placements alone; no array exists yet.
+def step_function(
+    gradients: Callable[..., Gradients], update: Update, placement: StatePlacement
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The step before it is compiled: enough to trace it for a machine that is not here.
 
     Args:
       gradients: (params, batch, step) -> `Gradients`, of `train.gradients.manual` or `auto`.
-      batch: structs with shardings, see `batch_structs`.
     """
-    state, sharded = placement.structs, shardings(structs(placement.sharded))
+    sharded = shardings(structs(placement.sharded))
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         got = gradients(state.params, with_rows(batch), state.step)
-        got = Gradients(got.loss, got.tokens, got.norm, jax.lax.with_sharding_constraint(got.grads, sharded))
+        got = replace(got, grads=jax.lax.with_sharding_constraint(got.grads, sharded))
         return update(state, got, sharded)
 
+    return step
+
+
+def compile_step(step: Callable[..., Any], placement: StatePlacement, batch: dict[str, jax.ShapeDtypeStruct]) -> Step:
+    """Compiles a step from placements alone; no array exists yet.
+
+    Args:
+      batch: structs with shardings, see `batch_structs`.
+    """
+    state = placement.structs
     whole = NamedSharding(placement.mesh, PartitionSpec())  # pyright: ignore
     jitted = jax.jit(step, out_shardings=(shardings(state), whole), donate_argnums=0)
     return Step(jitted.lower(state, batch).compile(), batch)

@@ -1,0 +1,127 @@
+"""The text of a compiled program as computations of instructions; it knows neither loops nor collectives.
+
+XLA prints one instruction a line. What a line calls (a loop's body, a branch, a fusion, an asynchronous call) stands
+in a computation of its own; tables of files and stack frames stand before the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+
+from meshpar.errors import ProgramError
+
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(
+    r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<rest>.*)$"
+)
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a program.
+
+    Args:
+      line: its number in the text, from 1.
+      computation: the name of the one that it stands in.
+      type: of the result, as XLA prints it: `f32[8,4]{1,0}`, or a tuple of such.
+      rest: what follows `opcode(`: operands, attributes and metadata.
+    """
+
+    line: int
+    computation: str
+    name: str
+    type: str
+    opcode: str
+    rest: str
+    is_root: bool
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
+
+    @property
+    def attributes(self) -> str:
+        """`rest` without the contents of quotes, so that no name or comment of the user's is taken for an attribute."""
+        return unquoted(self.rest)
+
+    @property
+    def op_name(self) -> str:
+        """Where in the user's program it comes from, as JAX names it; empty if XLA made it up."""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
+        return match[1] if match else ""
+
+    def names(self, *attributes: str) -> list[str]:
+        """The computations that these attributes name: `body=%b`, `branch_computations={%b0, %b1}`."""
+        found = re.findall(rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|[%\w.\-]+)", self.attributes)
+        return re.findall(r"[\w.\-]+", " ".join(found))
+
+    def word(self, attribute: str) -> str:
+        """The value of `attribute=`, a single word; empty if there is none."""
+        return next(iter(self.names(attribute)), "")
+
+
+class Program:
+    """The computations of a program: name -> (instruction's name -> instruction).
+
+    Raises:
+      ProgramError: the text is not that of a compiled program.
+
+    >>> program = Program("HloModule m, num_partitions=8\\n\\nENTRY %main () -> s32[] {\\n  ROOT %c = s32[] iota()\\n}")
+    >>> program.entry, program.num_devices, program.computation("main")["c"].opcode
+    ('main', 8, 'iota')
+    """
+
+    def __init__(self, text: str):
+        self.lines = text.splitlines()
+        self.entry = ""
+        self._computations: dict[str, dict[str, Instruction]] = {}
+        inside = ""
+        for number, line in enumerate(self.lines, start=1):
+            if match := _COMPUTATION.match(line):
+                inside = match[2]
+                self._computations[inside] = {}
+                self.entry = inside if match[1] else self.entry
+            elif inside and (match := _INSTRUCTION.match(line)):
+                name, type_, opcode, rest = match["name"], match["type"], match["opcode"], match["rest"]
+                one = Instruction(number, inside, name, type_, opcode, rest, bool(match["root"]))
+                self._computations[inside][name] = one
+        if not self.entry:
+            raise ProgramError("the text has no ENTRY computation: it is not that of a compiled program")
+        self.num_devices = _num_devices(self.lines[0])
+
+    def computation(self, name: str) -> dict[str, Instruction]:
+        if name not in self._computations:
+            raise ProgramError(f"the program calls a computation {name!r} that its text does not hold")
+        return self._computations[name]
+
+    def source(self, one: Instruction) -> str:
+        """`file:line` of the user's innermost frame that made the instruction; empty if XLA does not say."""
+        frame = self._row("StackFrames", one.rest, "stack_frame_id")
+        location = self._row("FileLocations", frame, "file_location_id")
+        file = self._row("FileNames", location, "file_name_id").strip('"')
+        line = re.search(r"\bline=(\d+)", location)
+        return f"{file}:{line[1]}" if file and line else ""
+
+    def _row(self, title: str, text: str, key: str) -> str:
+        """The row of table `title` whose number `text` gives as `key=`."""
+        number = re.search(rf"\b{key}=(\d+)", text)
+        if not number or title not in self.lines:
+            return ""
+        rows = itertools.takewhile(str.strip, self.lines[self.lines.index(title) + 1 :])
+        return next((row.partition(" ")[2] for row in rows if row.startswith(f"{number[1]} ")), "")
+
+
+def _num_devices(header: str) -> int:
+    """How many devices run the program, which its groups number from 0."""
+    # The layouts of all arguments come before it, so the header can be of any length.
+    if re.search(r"\breplica_count=(?!1\b)", unquoted(header)):
+        raise ProgramError("the program is of several replicas, as pmap makes them, not of partitions: use jit")
+    match = re.search(r"\bnum_partitions=(\d+)", unquoted(header))
+    return int(match[1]) if match else 1
+
+
+def unquoted(text: str) -> str:
+    return _QUOTED.sub('""', text)

@@ -1,0 +1,49 @@
+"""Every config that is shipped loads, comes back from its own YAML, fits its mesh, and traces a whole step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from meshpar.config import flatten, schema, to_yaml
+from meshpar.run import Run, load, prepare
+from meshpar.train.step import with_rows
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_comes_back_from_its_own_yaml(path, tmp_path):
+    run = load(path)
+    (tmp_path / "again.yaml").write_text(to_yaml(run))
+    assert load(tmp_path / "again.yaml") == run
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_traces_a_whole_step_for_devices_that_are_not_here(path):
+    run = load(path)
+    prepared = prepare(run, run.mesh.abstract())
+    state, metrics = jax.eval_shape(prepared.step, prepared.placement.structs, prepared.batch)
+    assert jax.tree.map(lambda x: x.shape, state.params) == jax.tree.map(lambda s: s.shape, prepared.specs)
+    assert set(metrics) == {"loss", "grad_norm", "tokens", "skipped", "lr"}
+    assert with_rows(prepared.batch)["rows"].shape == (run.data.batch_size,)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_opens_with_what_it_is_what_it_runs_on_and_its_command(path):
+    lines = path.read_text().splitlines()
+    comments = [line for line in lines[:6] if line.startswith("#")]
+    assert len(comments) >= 3
+    assert any(f"configs/{path.name}" in line and "meshpar " in line for line in comments)
+
+
+def test_there_are_fewer_than_sixty_keys():
+    assert max(len(flatten(load(path))) for path in CONFIGS) < 60
+
+
+def test_the_schema_knows_every_key_and_its_text():
+    described = schema(Run)
+    assert set(described["properties"]) == set(Run.model_fields) | {"extends"}
+    assert "gradients are reduced once" in described["properties"]["num_microbatches"]["description"]

@@ -1,0 +1,137 @@
+"""What a user reads when a checkpoint cannot be written, is damaged, or is of another model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshpar.errors import CheckpointError
+from meshpar.train import checkpoint
+from meshpar.train.checkpoint import Checkpoints, checkpoints
+
+# Noise, which cannot be compressed: a flipped bit is a flipped bit of a number, as it is in real weights.
+NOISE = jax.random.normal(jax.random.key(0), (4, 256))
+STATE = {"step": jnp.int32(1), "params": {"a": NOISE, "b": jnp.zeros(3), "c": jnp.ones(2)}}
+
+
+def structs(tree: Any) -> Any:
+    whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[Checkpoints]:
+    with checkpoints(tmp_path / "checkpoints") as opened:
+        opened.save(1, STATE, {"seed": 0})
+        opened.wait()
+        yield opened
+
+
+def message(saved: Checkpoints, abstract: Any) -> str:
+    with pytest.raises(CheckpointError) as error:
+        saved.restore(abstract)
+    return str(error.value)
+
+
+def test_control_the_same_model_and_whole_files_raise_nothing(saved: Checkpoints):
+    assert saved.restore(structs(STATE))["step"] == 1
+
+
+def test_each_array_that_differs_is_listed(saved: Checkpoints):
+    other = {"a": jnp.zeros((4, 128)), "b": jnp.zeros(3, jnp.bfloat16), "d": jnp.zeros(5)}
+    assert (
+        message(saved, structs({"step": jnp.int32(0), "params": other}))
+        == f"""\
+{saved.directory}/1 is of another model or optimizer, by 4 arrays; set another run_dir, or the config in its meta.json:
+  params.a
+    float32[4, 256] in the checkpoint, float32[4, 128] in this run
+  params.b
+    float32[3] in the checkpoint, bfloat16[3] in this run
+  params.c
+    float32[2] in the checkpoint, unknown to this run
+  params.d
+    float32[5] in this run, missing in the checkpoint"""
+    )
+
+
+def arrays_file(saved: Checkpoints) -> Path:
+    """The file that holds the values: the largest."""
+    files = (path for path in (saved.directory / "1" / "state").rglob("*") if path.is_file())
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def flip_one_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit(saved: Checkpoints):
+    path = arrays_file(saved)
+    flip_one_bit(path)
+    assert (
+        message(saved, structs(STATE))
+        == f"""\
+the checkpoint {saved.directory}/1 is damaged; remove the folder to go on from the step before it:
+  {path}
+    is not what was written"""
+    )
+
+
+@pytest.mark.parametrize("name", ["meta.json", "state/_METADATA"])
+def test_a_flipped_bit_in_what_describes_the_arrays(saved: Checkpoints, name: str):
+    flip_one_bit(saved.directory / "1" / name)
+    assert message(saved, structs(STATE)).endswith(f"{name}\n    is not what was written")
+
+
+def test_a_missing_file(saved: Checkpoints):
+    path = arrays_file(saved)
+    path.unlink()
+    assert message(saved, structs(STATE)).endswith(f"  {path}\n    is missing")
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{"])
+def test_no_checksums(saved: Checkpoints, text: str):
+    path = saved.directory / "1" / "sha256.json"
+    path.write_text(text)
+    assert message(saved, structs(STATE)) == f"{path} cannot be read, so the checkpoint cannot be verified"
+
+
+def test_control_without_checksums_a_flipped_bit_is_restored(saved: Checkpoints, monkeypatch: pytest.MonkeyPatch):
+    """Why they are there. When this fails, Orbax has learned to find the damage itself."""
+    monkeypatch.setattr(checkpoint, "_verify", lambda folder: None)
+    flip_one_bit(arrays_file(saved))
+    restored = saved.restore(structs(STATE))["params"]["a"]
+    assert (restored != NOISE).sum() > 0
+
+
+def test_no_checkpoint(tmp_path: Path):
+    with checkpoints(tmp_path) as empty:
+        assert message(empty, structs(STATE)) == f"there is no checkpoint in {tmp_path}"
+
+
+def test_a_step_is_never_overwritten(saved: Checkpoints):
+    with pytest.raises(CheckpointError) as error:
+        saved.save(1, STATE, {})
+    assert str(error.value) == f"{saved.directory}/1 exists, and a checkpoint is never overwritten"
+
+
+def test_a_run_directory_below_a_file(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    directory = tmp_path / "file" / "checkpoints"
+    with pytest.raises(CheckpointError) as error:
+        Checkpoints(directory)
+    assert str(error.value) == f"run_dir: {directory} cannot be written: Not a directory"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permission bits do not bind root")
+def test_a_run_directory_without_permission(tmp_path: Path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="cannot be written: Permission denied"):
+        Checkpoints(tmp_path)

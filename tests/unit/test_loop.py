@@ -1,0 +1,349 @@
+"""The loop on a model of four numbers, on eight devices: what it records, saves, resumes, and does not hide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from meshpar.train import loop as loop_module
+from meshpar.train.checkpoint import checkpoints
+from meshpar.train.loop import IN_FLIGHT, Loop, Stopwatch
+from meshpar.train.metrics import Record, read, recorder
+from meshpar.train.state import TrainState
+from meshpar.train.step import Step
+
+ROWS, SEQ = 8, 2
+
+
+@dataclass
+class Numbers:
+    """A data set: batch i holds numbers of i alone. Those in `interrupted` stop the run, those in `bad` are not finite.
+
+    Args:
+      length: how many batches one pass has.
+    """
+
+    length: int = 100
+    interrupted: tuple[int, ...] = ()
+    bad: tuple[int, ...] = ()
+    closed: list[bool] = field(default_factory=list)
+
+    def batches(self, start: int = 0) -> Iterator[dict[str, np.ndarray]]:
+        try:
+            for index in range(start, self.length):
+                if index in self.interrupted:
+                    raise KeyboardInterrupt
+                yield self.batch(index)
+        finally:
+            self.closed.append(True)
+
+    def batch(self, index: int) -> dict[str, np.ndarray]:
+        tokens = np.random.default_rng(index).integers(0, 4, (ROWS, SEQ)).astype(np.int32)
+        return {"tokens": tokens, "targets": np.full_like(tokens, -1 if index in self.bad else 3)}
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return self.batches()
+
+
+def loss_of(params: Any, batch: Any) -> jax.Array:
+    """The sum over tokens of (w[token] - target)^2; infinite when a target is negative."""
+    error = params["w"][batch["tokens"]] - batch["targets"].astype(jnp.float32)
+    return jnp.sum(jnp.where(batch["targets"] < 0, jnp.inf, error**2))
+
+
+def take_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    loss, grads = jax.value_and_grad(lambda params: loss_of(params, batch) / batch["tokens"].size)(state.params)
+    finite = jnp.isfinite(loss)
+    params = jax.tree.map(lambda p, g: jnp.where(finite, p - 0.5 * g, p), state.params, grads)
+    skipped = state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
+    metrics = {"loss": loss, "tokens": jnp.int32(ROWS * SEQ), "skipped": skipped}
+    return TrainState(state.step + 1, params, state.opt_state, skipped), metrics
+
+
+@dataclass(frozen=True)
+class Toy:
+    step: Step
+    evaluate: Callable[..., Any]
+    structs: TrainState
+
+    def state(self) -> TrainState:
+        zeros = TrainState(jnp.int32(0), {"w": jnp.zeros(4)}, (), jnp.int32(0))
+        return jax.tree.map(lambda x, struct: jax.device_put(x, struct.sharding), zeros, self.structs)
+
+
+@cache
+def toy() -> Toy:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    structs = TrainState(scalar, {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=whole)}, (), scalar)
+    batch = {name: jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32, sharding=rows) for name in ("tokens", "targets")}
+    step = jax.jit(take_step, out_shardings=whole, donate_argnums=0).lower(structs, batch).compile()
+
+    def evaluate(params: Any, batch: Any) -> Any:
+        return {"loss_sum": loss_of(params, batch), "tokens": jnp.int32(ROWS * SEQ)}
+
+    compiled = jax.jit(evaluate, out_shardings=whole).lower(structs.params, batch).compile()
+    return Toy(Step(step, batch), compiled, structs)
+
+
+def run(run_dir: Path, **changed: Any) -> TrainState:
+    """Runs the loop, or goes on from the checkpoint in `run_dir`."""
+    with recorder(run_dir, 10, as_json=True) as to, checkpoints(run_dir / "checkpoints") as saved:
+        settings: dict[str, Any] = {"num_steps": 10, "log_every": 4, "config": {"seed": 0}}
+        parts: dict[str, Any] = {
+            "train": Numbers(),
+            "held_out": Numbers(length=3),
+            "recorder": to,
+            "checkpoints": saved,
+        }
+        new = Loop(step=toy().step, evaluate=toy().evaluate, **parts, **settings)
+        state = toy().state() if saved.latest() is None else saved.restore(toy().structs)
+        return replace(new, **changed).fit(state)
+
+
+def recorded(run_dir: Path, kind: str) -> list[Record]:
+    return [record for record in read(run_dir / "metrics.jsonl") if record["kind"] == kind]
+
+
+def steps_of(run_dir: Path, kind: str) -> list[int]:
+    return [record["step"] for record in recorded(run_dir, kind)]
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_what_is_due_when(tmp_path: Path):
+    state = run(tmp_path, eval_every=5, checkpoint_every=3)
+    assert state.step == 10
+    assert steps_of(tmp_path, "train") == [1, 4, 8, 10]
+    assert steps_of(tmp_path, "evaluation") == [5, 10]
+    assert saved_steps(tmp_path) == [9, 10]
+
+
+def test_evaluation_and_checkpoint_come_at_the_end_though_none_was_asked_for(tmp_path: Path):
+    run(tmp_path)
+    assert steps_of(tmp_path, "evaluation") == [10]
+    assert saved_steps(tmp_path) == [10]
+
+
+def test_it_learns_and_the_summary_says_so(tmp_path: Path):
+    run(tmp_path)
+    told = recorded(tmp_path, "summary")[0]
+    assert told["first_loss"] == 9.0
+    assert told["held_out_loss"] < told["last_loss"] < 1
+    assert told["lower_by"] == 1 - told["held_out_loss"] / 9
+    assert told["tokens_per_s"] > 0 and told["step_s"] > 0
+
+
+def test_the_loss_on_held_out_data_is_the_mean_over_its_tokens(tmp_path: Path):
+    state = run(tmp_path)
+    w = np.asarray(state.params["w"], np.float64)
+    tokens = np.stack([batch["tokens"] for batch in Numbers(length=3)])
+    record = recorded(tmp_path, "evaluation")[-1]
+    assert record["tokens"] == tokens.size
+    np.testing.assert_allclose(record["loss"], np.mean((w[tokens] - 3) ** 2), rtol=1e-6)
+
+
+def test_an_interrupted_run_goes_on_to_the_same_numbers_bitwise(tmp_path: Path):
+    unbroken = run(tmp_path / "unbroken", log_every=1)
+    data = Numbers(interrupted=(7,))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "broken", log_every=1, train=data, checkpoint_every=4)
+    assert data.closed == [True]
+    assert saved_steps(tmp_path / "broken") == [4]
+    resumed = run(tmp_path / "broken", log_every=1)
+    np.testing.assert_array_equal(np.asarray(resumed.params["w"]), np.asarray(unbroken.params["w"]))
+    for run_dir in (tmp_path / "unbroken", tmp_path / "broken"):
+        assert steps_of(run_dir, "train") == list(range(1, 11))
+    losses = [[r["loss"] for r in recorded(tmp_path / name, "train")] for name in ("unbroken", "broken")]
+    assert losses[0] == losses[1]
+
+
+def test_control_a_run_that_went_on_with_other_batches_has_other_numbers(tmp_path: Path):
+    class FromTheStart(Numbers):
+        def batches(self, start: int = 0) -> Iterator[dict[str, np.ndarray]]:
+            return super().batches(0)
+
+    unbroken = run(tmp_path / "unbroken")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "broken", train=Numbers(interrupted=(7,)), checkpoint_every=4)
+    resumed = run(tmp_path / "broken", train=FromTheStart())
+    assert not np.array_equal(np.asarray(resumed.params["w"]), np.asarray(unbroken.params["w"]))
+
+
+def test_a_run_that_is_done_does_nothing_but_say_what_it_came_to(tmp_path: Path):
+    first = run(tmp_path)
+    data = Numbers(interrupted=(0,))
+    again = run(tmp_path, train=data, held_out=data)
+    np.testing.assert_array_equal(np.asarray(again.params["w"]), np.asarray(first.params["w"]))
+    assert steps_of(tmp_path, "run") == [0, 10]
+    first_summary, second_summary = recorded(tmp_path, "summary")
+    assert first_summary == second_summary
+    assert saved_steps(tmp_path) == [10]
+
+
+def test_a_skipped_step_is_shown(tmp_path: Path):
+    run(tmp_path, log_every=1, train=Numbers(bad=(4, 5)))
+    skipped = {record["step"]: record["skipped"] for record in recorded(tmp_path, "train")}
+    assert (skipped[4], skipped[5], skipped[6], skipped[10]) == (0, 1, 2, 2)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A step that keeps the metrics of each that began."""
+
+    begun: list[Any] = field(default_factory=list)
+
+    @property
+    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return toy().step.batch
+
+    def __call__(self, state: TrainState, batch: Any) -> Any:
+        state, metrics = toy().step(state, batch)
+        self.begun.append(metrics)
+        return state, metrics
+
+
+@dataclass(frozen=True)
+class Careless:
+    """A step that lets JAX move the batch to the devices."""
+
+    batch: dict[str, jax.ShapeDtypeStruct]
+
+    def __call__(self, state: TrainState, batch: Any) -> Any:
+        return toy().step(state, {name: np.asarray(x) for name, x in batch.items()})
+
+
+def test_control_an_implicit_transfer_raises(tmp_path: Path):
+    with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+        run(tmp_path, step=Careless(toy().step.batch))
+
+
+def test_few_steps_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """More than about 32 whose metrics nobody has waited for would stop jax 0.10 for ever."""
+    assert in_flight(tmp_path, monkeypatch) == [IN_FLIGHT] * (40 - IN_FLIGHT)
+
+
+def test_control_without_the_window_they_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loop_module, "IN_FLIGHT", 20)
+    assert max(in_flight(tmp_path, monkeypatch)) == 20
+
+
+def in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps had begun and were not waited for, each time that the loop had waited for one."""
+    step, wait, left = Watched(), jax.block_until_ready, []
+
+    def watched_wait(value: Any) -> Any:
+        left.extend(len(step.begun) - 1 - i for i, metrics in enumerate(step.begun) if metrics is value)
+        return wait(value)
+
+    monkeypatch.setattr("jax.block_until_ready", watched_wait)
+    run(tmp_path, step=step, num_steps=40, log_every=1000)
+    return left
+
+
+def test_the_trace_is_of_three_steps_after_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    step, taken = Watched(), []
+
+    @contextmanager
+    def trace(folder: str) -> Iterator[None]:
+        taken.append(len(step.begun))
+        yield
+        taken.append(len(step.begun))
+
+    monkeypatch.setattr("jax.profiler.trace", trace)
+    run(tmp_path, step=step, profile=tmp_path / "profile")
+    assert taken == [3, 6]
+
+
+@pytest.mark.parametrize("num_steps", [1, 5, 10])
+def test_a_trace_is_written_however_short_the_run(tmp_path: Path, num_steps: int):
+    run(tmp_path, num_steps=num_steps, profile=tmp_path / "profile")
+    assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
+
+
+def test_a_trace_that_is_interrupted_is_closed(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "first", train=Numbers(interrupted=(4,)), profile=tmp_path / "first" / "profile")
+    run(tmp_path / "second", profile=tmp_path / "second" / "profile")
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now_s = 0.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now_s)
+
+    def take(self, stopwatch: Stopwatch, num_steps: int) -> None:
+        """Steps of 2 s and 10 tokens."""
+        for _ in range(num_steps):
+            self.now_s += 2
+            stopwatch.count(jnp.int32(10))
+
+
+def test_speed_is_that_of_all_steps_of_a_lap_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    clock, stopwatch = Clock(monkeypatch), Stopwatch()
+    clock.now_s = 1000
+    clock.take(stopwatch, 1)
+    assert stopwatch.lap() == {}
+    clock.take(stopwatch, 3)
+    with stopwatch.paused():
+        clock.now_s += 500
+    clock.take(stopwatch, 1)
+    assert stopwatch.lap() == {"step_s": 2.0, "tokens_per_s": 5.0}
+    clock.take(stopwatch, 2)
+    assert stopwatch.lap() == {"step_s": 2.0, "tokens_per_s": 5.0}
+
+
+@dataclass
+class Late:
+    """The tokens of a step that the devices end 4 s from now."""
+
+    clock: Clock
+
+    def block_until_ready(self) -> None:
+        self.clock.now_s += 4
+
+
+def test_a_pause_begins_when_the_steps_before_it_have_ended(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(monkeypatch)
+    late: Any = Late(clock)
+    stopwatch = Stopwatch(since=0.0, tokens=[late])
+    with stopwatch.paused():
+        clock.now_s += 100
+    assert clock.now_s - (stopwatch.since or 0) == 4
+
+
+def test_control_what_is_not_paused_counts(monkeypatch: pytest.MonkeyPatch):
+    clock, stopwatch = Clock(monkeypatch), Stopwatch(since=0.0)
+    clock.take(stopwatch, 4)
+    clock.now_s += 8
+    assert stopwatch.lap() == {"step_s": 4.0, "tokens_per_s": 2.5}
+
+
+def test_the_loop_counts_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    step = Watched()
+    monkeypatch.setattr("time.perf_counter", lambda: float(len(step.begun)))  # a step takes a second
+    run(tmp_path, step=step, eval_every=3, checkpoint_every=3)
+    _, *others = recorded(tmp_path, "train")
+    assert [(record["step_s"], record["tokens_per_s"]) for record in others] == [(1.0, ROWS * SEQ)] * 3
+
+
+def test_utilization_is_recorded_where_the_chip_is_known(tmp_path: Path):
+    run(tmp_path, mfu_of=lambda tokens_per_s: tokens_per_s / 1e9)
+    first, *others = recorded(tmp_path, "train")
+    assert "mfu" not in first
+    assert all(record["mfu"] == record["tokens_per_s"] / 1e9 for record in others)
