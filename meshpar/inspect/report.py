@@ -72,7 +72,9 @@ def report(params: Any, gradients: Any, opt_state: Any) -> Report:
 
 def _details(placement: Placement) -> list[str]:
     shape = ", ".join(map(str, placement.local_shape))
-    lines = [f"    {reason}" for axes, reason in zip(placement.axes, placement.reason, strict=True) if axes]
+    # A dim that is whole needs no line, unless the user wrote the rule that leaves it so.
+    told = zip(placement.axes, placement.reason, strict=True)
+    lines = [f"    {reason}" for axes, reason in told if axes or "(rules." in reason]
     copies = _copies(placement)
     whole = f" on each of {copies} devices" if copies > 1 else ""
     return [*lines, f"    local [{shape}]  {human_bytes(placement.local_bytes)}{whole}"]

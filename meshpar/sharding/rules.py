@@ -114,7 +114,7 @@ class AxisRules(Config):
     def __or__(self, other: AxisRules) -> AxisRules:
         problems = Problems()
         mine, theirs = self.explicit | {"zero": self.zero}, other.explicit | {"zero": other.zero}
-        for dim in mine.keys() & theirs.keys():
+        for dim in [dim for dim in mine if dim in theirs]:
             if None not in (mine[dim], theirs[dim]) and mine[dim] != theirs[dim]:
                 problems.add(f"rules.{dim}", f"{_text(mine[dim])} and {_text(theirs[dim])}", "keep one of the two")
         problems.raise_any(ShardingError, "two rules disagree:")

@@ -1,0 +1,247 @@
+"""What a user reads who made a mistake: the literal text, and exit code 2 without a traceback."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshpar import cli
+from meshpar.errors import MeshparError, ShardingError
+from meshpar.mesh.layout import MeshLayout
+from meshpar.sharding.resolve import resolve
+from meshpar.sharding.rules import AxisRules
+from meshpar.sharding.spec import ArraySpec
+
+CONFIG = """\
+model: {kind: llama, num_layers: 2, width: 16, num_heads: 4, num_kv_heads: 2, mlp_width: 32}
+data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 16}
+optim: {kind: adamw, lr: 1e-3}
+mesh: {data: 2, fsdp: 2, tensor: 2}
+rules: [fsdp, megatron]
+num_steps: 2
+run_dir: runs/test
+"""
+EXTRA = "model.vocab_size=64"
+
+
+@pytest.fixture
+def meshpar(monkeypatch, capsys, tmp_path):
+    """Runs a verb on CONFIG; gives (exit code, stdout, stderr with the folder's name left out)."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+
+    def call(verb, *arguments):
+        monkeypatch.setattr(sys, "argv", ["meshpar", verb, "config.yaml", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        said = capsys.readouterr()
+        return exit_.value.code or 0, said.out, said.err
+
+    return call
+
+
+REFUSED = {
+    "unknown key": (
+        ["model.num_layer=3"],
+        """\
+meshpar: 1 problem in config.yaml:
+  model.num_layer (command line)
+    unknown key
+    did you mean model.num_layers?
+""",
+    ),
+    "wrong type": (
+        ["num_steps=many", "optim.lr=true"],
+        """\
+meshpar: 2 problems in config.yaml:
+  optim.lr (command line)
+    expected a number, got True
+  num_steps (command line)
+    expected an integer, got 'many'
+""",
+    ),
+    "unknown kind": (
+        ["optim.kind=adam"],
+        """\
+meshpar: 1 problem in config.yaml:
+  optim (config.yaml:3)
+    no kind is called 'adam'
+    did you mean adamw? There are adamw, lion, sgd, adafactor, muon
+""",
+    ),
+    "indivisible dim": (
+        ["mesh.tensor=4", EXTRA, "rules=megatron"],
+        """\
+meshpar: 2 arrays do not fit mesh (data=2, fsdp=2, tensor=4):
+  blocks.attn.k.kernel  float32[2, 16, 2, 4]  (layers, embed, kv_heads, head_dim)
+    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (preset megatron)
+    either mesh.tensor=2, or rules.kv_heads=[] to replicate it (at most +768 B per device)
+  blocks.attn.v.kernel  float32[2, 16, 2, 4]  (layers, embed, kv_heads, head_dim)
+    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (preset megatron)
+    either mesh.tensor=2, or rules.kv_heads=[] to replicate it (at most +768 B per device)
+""",
+    ),
+    "a rule for a dim that no parameter has": (
+        [EXTRA, "rules.kv_head=[]"],
+        """\
+meshpar: the rules do not fit mesh (data=2, fsdp=2, tensor=2):
+  rules.kv_head
+    no parameter has such a dim
+    did you mean rules.kv_heads?
+""",
+    ),
+    "two rules in conflict": (
+        ["rules=[zero1, fsdp]"],
+        """\
+meshpar: 1 problem in config.yaml:
+  rules (command line)
+    two rules disagree:
+      rules.zero
+        preset zero1 says 1, preset fsdp says 3
+        keep one of the two presets
+""",
+    ),
+    "an axis that no rule uses": (
+        [EXTRA, "mesh.data=1", "mesh.pipe=2"],
+        """\
+meshpar: the rules do not fit mesh (fsdp=2, pipe=2, tensor=2):
+  mesh.pipe = 2
+    no rule uses this axis: its 2 devices would all do the same work
+    mesh.pipe=1, or a rule or preset that uses it
+""",
+    ),
+    "parts that do not fit each other": (
+        ["data.batch_size=6", "num_microbatches=4", "model.vocab_size=50"],
+        """\
+meshpar: the parts of this config do not fit each other:
+  data.batch_size
+    6 rows cannot be cut into 16 equal parts (4 devices x 4 microbatches)
+    a multiple of 16
+  model.vocab_size
+    the data has 64 token ids, the model 50
+    model.vocab_size=64
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_a_mistake_is_told_and_ends_with_2(meshpar, mistake):
+    overrides, text = REFUSED[mistake]
+    assert meshpar("explain", *overrides) == (2, "", text)
+
+
+def test_a_mesh_larger_than_the_devices(meshpar):
+    assert meshpar("train", "mesh.data=4", EXTRA, "--devices", "8") == (
+        2,
+        "",
+        """\
+meshpar: mesh (data=4, fsdp=2, tensor=2) does not fit 8 devices:
+  mesh.data
+    the sizes multiply to 16, more than the 8 devices that are here
+    data=2 would fit
+  mesh.fsdp
+    the sizes multiply to 16, more than the 8 devices that are here
+    fsdp=1 would fit
+  mesh.tensor
+    the sizes multiply to 16, more than the 8 devices that are here
+    tensor=1 would fit
+""",
+    )
+
+
+def test_a_parameter_that_no_rule_covers():
+    specs = {
+        "bias": ArraySpec((8,), np.dtype("float32"), ("width",)),
+        "w": ArraySpec((8,), np.dtype("float32"), ("embd",)),
+    }
+    with pytest.raises(ShardingError) as refused:
+        resolve(specs, AxisRules(preset="fsdp"), MeshLayout(fsdp=2).abstract())
+    assert (
+        str(refused.value)
+        == """\
+2 arrays do not fit mesh (fsdp=2):
+  bias  float32[8]  (width)
+    no rule covers width
+    rules.width=[] to leave it whole, or a preset
+  w  float32[8]  (embd)
+    no rule covers embd (there is one for embed)
+    rules.embd=[] to leave it whole, or a preset"""
+    )
+
+
+def test_two_rules_joined():
+    with pytest.raises(ShardingError) as refused:
+        AxisRules(embed=("fsdp",), mlp=()) | AxisRules(embed=("tensor",), mlp=("tensor",))
+    assert (
+        str(refused.value)
+        == """\
+two rules disagree:
+  rules.embed
+    [fsdp] and [tensor]
+    keep one of the two
+  rules.mlp
+    [] and [tensor]
+    keep one of the two"""
+    )
+
+
+def test_a_file_that_is_missing_or_no_mapping_or_no_yaml(meshpar):
+    Path("config.yaml").unlink()
+    assert meshpar("train")[::2] == (2, "meshpar: config.yaml cannot be read: No such file or directory\n")
+    Path("config.yaml").write_text("- a\n- b\n")
+    assert meshpar("train")[::2] == (2, "meshpar: config.yaml holds a list, not a mapping of keys\n")
+    Path("config.yaml").write_text("model: {kind: llama\n")
+    assert meshpar("train")[::2] == (
+        2,
+        "meshpar: config.yaml:2:1 is not YAML: expected ',' or '}', but got '<stream end>'\n",
+    )
+
+
+def test_a_key_that_stands_twice_and_an_extends_that_leaves_the_folder(meshpar):
+    Path("config.yaml").write_text("extends: ../other.yaml\n" + CONFIG + "num_steps: 3\n")
+    assert (
+        meshpar("explain")[2]
+        == """\
+meshpar: 2 problems in config.yaml:
+  num_steps (config.yaml:9)
+    this key stands twice
+    keep one of the two
+  extends (config.yaml:1)
+    '../other.yaml' is not a path within this folder
+    a relative path
+"""
+    )
+
+
+def test_a_path_that_no_parameter_has(meshpar):
+    code, _, said = meshpar("explain", EXTRA, "blocks.attn.q.kernl")
+    assert (code, said) == (
+        2,
+        "meshpar: no parameter matches 'blocks.attn.q.kernl'; did you mean blocks.attn.q.kernel?\n",
+    )
+
+
+def test_an_unknown_option_ends_with_2(meshpar):
+    assert meshpar("train", "--devcies", "8")[0] == 2
+
+
+def test_explain_says_the_same_as_json(meshpar):
+    code, out, _ = meshpar("explain", EXTRA, "--json")
+    told = json.loads(out)
+    kernel = told["arrays"]["blocks.attn.q.kernel"]
+    assert (code, kernel["local_shape"], kernel["bytes_per_device"], kernel["copies"]) == (0, [2, 8, 2, 4], 512, 2)
+    assert set(told["bytes_per_device"]) == {"parameters", "gradients", "optimizer"}
+
+
+def test_explain_lists_what_the_user_left_whole(meshpar):
+    _, out, _ = meshpar("explain", EXTRA, "mesh.tensor=4", "rules.kv_heads=[]", "blocks.attn.k.kernel")
+    assert "    kv_heads -> []   (rules.kv_heads)\n" in out
+
+
+def test_an_error_is_a_builtin_one_too():
+    assert issubclass(ShardingError, (MeshparError, ValueError))
