@@ -93,4 +93,4 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     >>> nearest("tensr", ["data", "tensor"])
     'tensor'
     """
-    return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
+    return next(iter(difflib.get_close_matches(name, sorted(names), n=1)), None)

@@ -47,14 +47,15 @@ def init(model, mesh):
 
 
 def norm(x, scale):
-    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5) * scale
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-5)).astype(x.dtype) * scale
 
 
 def rotate(x, positions):
     half = x.shape[-1] // 2
     angle = positions[..., None, None] * 10000.0 ** (-jnp.arange(half) / half)
     a, b, cos, sin = x[..., :half], x[..., half:], jnp.cos(angle), jnp.sin(angle)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def layer(mesh, batch, visible, x, w):
@@ -64,28 +65,34 @@ def layer(mesh, batch, visible, x, w):
     q, k, v = (jnp.einsum("bsd,dhk->bshk", y, w[name]) for name in "qkv")
     q, k = rotate(q, batch["positions"]), rotate(k, batch["positions"])
     q = pin(q, BATCH, None, "tensor").reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * q.shape[3] ** -0.5
-    scores = jnp.where(visible[:, None, None], jnp.einsum("bskgh,btkh->bkgst", q, k), jnp.finfo(q.dtype).min)
-    out = jnp.einsum("bkgst,btkh->bskgh", jax.nn.softmax(scores), v)
+    scores = jnp.einsum("bskgh,btkh->bkgst", q, k).astype(jnp.float32)
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    out = jnp.einsum("bkgst,btkh->bskgh", jax.nn.softmax(scores).astype(v.dtype), v)
     x += jnp.einsum("bshk,hkd->bsd", out.reshape(*out.shape[:2], -1, out.shape[-1]), w["o"])
     y = norm(x, w["mlp_norm"])
     hidden = pin(jax.nn.silu(y @ w["gate"]) * (y @ w["up"]), BATCH, None, "tensor")
     return pin(x + hidden @ w["down"], BATCH), None
 
 
-def loss(params, batch, *, mesh, vocab_size):
+def loss(params, batch, *, mesh, vocab_size, remat="none"):
     """Mean cross entropy over the targets that count."""
     index = jnp.arange(batch["tokens"].shape[1])
     visible = (index[:, None] >= index) & (batch["segments"][:, :, None] == batch["segments"][:, None, :])
     table = jax.lax.with_sharding_constraint(params["table"], NamedSharding(mesh, P("tensor")))
-    x, _ = jax.lax.scan(partial(layer, mesh, batch, visible), table[batch["tokens"]], params["layers"])
-    logits = norm(x, params["norm"]) @ params["head"]
+    body = partial(layer, mesh, batch, visible)
+    if remat == "dots_no_batch":
+        body = jax.checkpoint(
+            body, policy=jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims, prevent_cse=False
+        )
+    x, _ = jax.lax.scan(body, table[batch["tokens"]], params["layers"])
+    logits = (norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
     logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
     counted = batch["targets"] >= 0
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counted, batch["targets"], 0))
     return jnp.where(counted, nll, 0).sum() / counted.sum()
 
 
-def compile_step(model, mesh, params, batch, learning_rate):
+def compile_step(model, mesh, params, batch, learning_rate, compute=jnp.float32):
     """A donated, compiled AdamW step with clipping, and its optimizer state."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.1))
     shardings = jax.tree.map(lambda x: x.sharding, params)
@@ -96,7 +103,11 @@ def compile_step(model, mesh, params, batch, learning_rate):
     opt_state = jax.jit(tx.init, out_shardings=opt_shardings)(params)
 
     def step(params, opt_state, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch, mesh=mesh, vocab_size=model.vocab_size)
+        def objective(params):
+            cast = jax.tree.map(lambda x: x.astype(compute), params)
+            return loss(cast, batch, mesh=mesh, vocab_size=model.vocab_size, remat=model.remat)
+
+        value, grads = jax.value_and_grad(objective)(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
