@@ -2,7 +2,7 @@
 
     python scripts/bench_gpu.py [KEY=VALUE ...] [--steps 20] [--without torch]
 
-The config is `configs/llama-350m.yaml`. The three are measured one after the other, each alone on the device: medians of
+The config is `configs/llama-350m.yaml`. Measured one after the other, each alone on the device: medians of
 steps after three to warm up. torch uses fused attention and keeps no f32 scores; both jits compute scores whole.
 """
 

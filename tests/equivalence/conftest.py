@@ -17,6 +17,7 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import AdamW
 from meshpar.train.step import with_rows
+from tests.layouts import LAYOUTS
 
 ROWS, SEQ, NUM_STEPS = 32, 16, 3
 SIZES = {"num_layers": 2, "width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": 29, "vocab_multiple": 8}
@@ -25,16 +26,6 @@ MODELS = {
     "llama_gqa_tied_dropout": Llama(**SIZES, num_kv_heads=2, tied=True, dropout=0.2),
     "gpt_dropout_remat": GPT(**SIZES, max_seq_len=SEQ, dropout=0.2, remat="full"),
     "gpt_gqa_tied": GPT(**SIZES, num_kv_heads=2, max_seq_len=SEQ, tied=True),
-}
-LAYOUTS = {
-    "data8": ({"data": 8}, ["replicated"]),
-    "zero1": ({"fsdp": 8}, ["zero1"]),
-    "zero2": ({"fsdp": 8}, ["zero2"]),
-    "zero3": ({"fsdp": 8}, ["fsdp"]),
-    "hsdp2x4": ({"replica": 2, "fsdp": 4}, ["hsdp"]),
-    "tensor4": ({"data": 2, "tensor": 4}, ["megatron"]),
-    "tensor4_sp": ({"data": 2, "tensor": 4}, ["megatron_sp"]),
-    "data2_fsdp2_tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron_sp"]),
 }
 
 

@@ -6,7 +6,8 @@ from itertools import product
 
 import pytest
 
-from tests.equivalence.conftest import LAYOUTS, MODELS, on_one_device, outcome, prepared
+from tests.equivalence.conftest import MODELS, on_one_device, outcome, prepared
+from tests.layouts import LAYOUTS
 
 EVERY = list(product(MODELS, LAYOUTS, ["manual", "auto"], [1, 4]))
 # Each layout in each lowering with two models, one with accumulation and one without.

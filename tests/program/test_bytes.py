@@ -17,19 +17,10 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import AdamW
 from meshpar.tree import flatten_with_paths
+from tests.layouts import LAYOUTS
 
 MODEL = Llama(num_layers=3, width=16, num_heads=4, mlp_width=32, vocab_size=32)
 ROWS, SEQ = 32, 16
-LAYOUTS = {
-    "data8": ({"data": 8}, ["replicated"]),
-    "zero1": ({"fsdp": 8}, ["zero1"]),
-    "zero2": ({"fsdp": 8}, ["zero2"]),
-    "zero3": ({"fsdp": 8}, ["fsdp"]),
-    "hsdp2x4": ({"replica": 2, "fsdp": 4}, ["hsdp"]),
-    "tensor4": ({"data": 2, "tensor": 4}, ["megatron"]),
-    "tensor4_sp": ({"data": 2, "tensor": 4}, ["megatron_sp"]),
-    "data2_fsdp2_tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron_sp"]),
-}
 
 
 def prepared(layout: str, lowering: str = "manual", num_microbatches: int = 1) -> Prepared:
