@@ -8,7 +8,7 @@ from typing import Any
 
 from meshpar.errors import ConfigError, nearest
 from meshpar.inspect.picture import Picture, stacked
-from meshpar.mesh.layout import describe_sizes
+from meshpar.mesh.layout import AXES, describe_sizes
 from meshpar.sharding.resolve import Placement
 from meshpar.tree import flatten_with_paths, human_bytes, matching
 
@@ -75,14 +75,9 @@ def _details(placement: Placement) -> list[str]:
     # A dim that is whole needs no line, unless the user wrote the rule that leaves it so.
     told = zip(placement.axes, placement.reason, strict=True)
     lines = [f"    {reason}" for axes, reason in told if axes or "(rules." in reason]
-    copies = _copies(placement)
+    copies = placement.copies(AXES)
     whole = f" on each of {copies} devices" if copies > 1 else ""
     return [*lines, f"    local [{shape}]  {human_bytes(placement.local_bytes)}{whole}"]
-
-
-def _copies(placement: Placement) -> int:
-    """How many devices hold the same part."""
-    return placement.mesh.size * placement.local_bytes // max(placement.spec.num_bytes, 1)
 
 
 def _entry(placement: Placement) -> dict[str, Any]:
@@ -95,5 +90,5 @@ def _entry(placement: Placement) -> dict[str, Any]:
         "spec": [list(axes) for axes in placement.axes],
         "local_shape": list(placement.local_shape),
         "bytes_per_device": placement.local_bytes,
-        "copies": _copies(placement),
+        "copies": placement.copies(AXES),
     }

@@ -16,17 +16,24 @@ from meshpar.parallel.local import varies_over, varying
 from meshpar.parallel.precision import wide
 from meshpar.sharding.constrain import constrain, current, manual_axes
 
+Rotation = tuple[jax.Array, jax.Array]
+"""Cosines and sines [batch, seq, 1, h/2] of the angles by which the pairs of a head are turned."""
 
-def rotate(x_BSHh: jax.Array, positions_BS: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding: rotates the pairs (i, i + h/2) of each head by angle position * theta^(-2i/h).
 
-    Numerics: angles in float32 at least. Source: Su et al. 2021, arXiv:2104.09864.
+def rotation(positions_BS: jax.Array, head_dim: int, theta: float, dtype: jnp.dtype) -> Rotation:
+    """Rotary position embedding: the pair (i, i + h/2) is turned by position * theta^(-2i/h).
+
+    All layers share it. Numerics: in float32 at least. Source: Su et al. 2021, arXiv:2104.09864.
     """
-    half = x_BSHh.shape[-1] // 2
+    pair = wide(jnp.arange(head_dim // 2, dtype=dtype))
+    angle = positions_BS[..., None, None].astype(pair.dtype) * theta ** (-pair / (head_dim // 2))
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BSHh: jax.Array, by: Rotation) -> jax.Array:
+    """Turns the pairs of each head."""
+    half, (cos, sin) = x_BSHh.shape[-1] // 2, by
     first, second = wide(x_BSHh[..., :half]), wide(x_BSHh[..., half:])
-    frequency = theta ** (-jnp.arange(half, dtype=first.dtype) / half)
-    angle = positions_BS[..., None, None].astype(first.dtype) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x_BSHh.dtype)
 
@@ -47,15 +54,11 @@ def attend(q_BSHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, segments_BS:
 
 
 class Attention(nnx.Module):
-    """`o(attend(q(x), k(x), v(x)))`, heads sharded by their rules.
-
-    Args:
-      rope_theta: base of the rotary positions; None for none.
-    """
+    """`o(attend(q(x), k(x), v(x)))`, heads sharded by their rules."""
 
     def __init__(
         self, width: int, heads: int, kv_heads: int, head_dim: int, *,
-        bias: bool, rope_theta: float | None, out_std: float, rngs: nnx.Rngs,
+        bias: bool, out_std: float, rngs: nnx.Rngs,
     ):  # fmt: skip
         embed, size = [("embed", width)], ("head_dim", head_dim)
         self.q = Projection(embed, [("heads", heads), size], bias=bias, rngs=rngs)
@@ -63,14 +66,13 @@ class Attention(nnx.Module):
         self.v = Projection(embed, [("kv_heads", kv_heads), size], bias=bias, rngs=rngs)
         self.o = Projection([("heads", heads), size], embed, bias=bias, rngs=rngs, std=out_std)
         self.group = heads // kv_heads
-        self.rope_theta = rope_theta
 
-    def __call__(self, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, segments_BS: jax.Array, by: Rotation | None = None) -> jax.Array:
         _check_whole_sequence()
         x_BSD = tensor.enter(x_BSD, "heads")
         q, k, v = (p.add_bias(p(x_BSD)) for p in (self.q, self.k, self.v))
-        if self.rope_theta is not None:
-            q, k = rotate(q, positions_BS, self.rope_theta), rotate(k, positions_BS, self.rope_theta)
+        if by is not None:
+            q, k = rotate(q, by), rotate(k, by)
         q = constrain(q, "batch", "seq", "heads", "head_dim")
         out = attend(q, self._for_local_heads(k, q), self._for_local_heads(v, q), segments_BS)
         out = constrain(out, "batch", "seq", "heads", "head_dim")

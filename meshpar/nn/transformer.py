@@ -14,7 +14,7 @@ import pydantic
 from flax import nnx
 
 from meshpar.config import Config
-from meshpar.nn.attention import Attention
+from meshpar.nn.attention import Attention, Rotation, rotation
 from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal
 from meshpar.parallel import tensor
 from meshpar.parallel.data import gather_in_layer, gathering_again
@@ -94,21 +94,20 @@ class Block(nnx.Module):
 
     def __init__(self, model: Decoder, rngs: nnx.Rngs):
         out_std = (2 * model.num_layers * model.width) ** -0.5
-        theta = None if model.learned_positions else model.rope_theta
         self.attn_norm = model.norm(model.width, eps=model.norm_eps)
         self.attn = Attention(
             model.width, model.num_heads, model.kv_heads, model.head_size,
-            bias=model.bias, rope_theta=theta, out_std=out_std, rngs=rngs,
+            bias=model.bias, out_std=out_std, rngs=rngs,
         )  # fmt: skip
         self.mlp_norm = model.norm(model.width, eps=model.norm_eps)
         self.mlp = model.mlp(model.width, model.mlp_width, bias=model.bias, out_std=out_std, rngs=rngs)
         self.dropout = model.dropout
 
-    def __call__(self, x_BSD: jax.Array, batch: Batch, key: jax.Array | None) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, batch: Batch, by: Rotation | None, key: jax.Array | None) -> jax.Array:
         def drop(y: jax.Array, which: int) -> jax.Array:
             return dropout(y, self.dropout, _fold(key, which), batch["rows"])
 
-        x_BSD += drop(self.attn(self.attn_norm(x_BSD), batch["positions"], batch["segments"]), 0)
+        x_BSD += drop(self.attn(self.attn_norm(x_BSD), batch["segments"], by), 0)
         x_BSD += drop(self.mlp(self.mlp_norm(x_BSD)), 1)
         return constrain(x_BSD, "batch", "norm_seq", "embed")
 
@@ -148,15 +147,19 @@ class Transformer(nnx.Module):
 
     def _scan(self, x_BSD: jax.Array, batch: Batch, key: jax.Array | None) -> jax.Array:
         graph, blocks = nnx.split(self.blocks)
+        by = None if self.model.learned_positions else self._rotation(batch["positions"], x_BSD)
 
         def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
             params, index = layer
-            return nnx.merge(graph, _gathered_layer(params))(x, batch, _fold(key, index)), None
+            return nnx.merge(graph, _gathered_layer(params))(x, batch, by, _fold(key, index)), None
 
         indices = jnp.arange(self.model.num_layers, dtype=jnp.int32)
         policy = gathering_again(REMAT[self.model.remat])
         x_BSD, _ = jax.lax.scan(jax.checkpoint(body, policy=policy, prevent_cse=False), x_BSD, (blocks, indices))
         return x_BSD
+
+    def _rotation(self, positions_BS: jax.Array, x_BSD: jax.Array) -> Rotation:
+        return rotation(positions_BS, self.model.head_size, self.model.rope_theta, x_BSD.dtype)
 
     def _logits(self, x_BSD: jax.Array, tied_VD: jax.Array | None) -> jax.Array:
         graph, norm = nnx.split(self.norm)

@@ -30,7 +30,7 @@ from meshpar.sharding.constrain import Lowering, manual
 
 Dims = tuple[str, ...]
 Policy = Callable[..., bool]
-_VIEWS = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
+_FREE = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "iota", "eq", "ge", "and"}
 
 
 def gather_in_layer(params: Any, dims: Any) -> Any:
@@ -52,12 +52,12 @@ def gather_in_layer(params: Any, dims: Any) -> Any:
 def gathering_again(policy: Policy) -> Policy:
     """A `jax.checkpoint` policy that keeps what `policy` keeps, but never a gathered parameter.
 
-    Without it the scan over layers would stack the whole parameters of all layers for the backward. Views are
-    never kept either: they cost nothing to make, and one of a gathered parameter would keep it alive.
+    Without it the scan over layers would stack the whole parameters of all layers for the backward. Views and
+    masks are never kept either: they cost nothing to make, and a view of a gathered parameter would keep it alive.
     """
 
     def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
-        if primitive.name in _VIEWS or _is_all_gather(primitive, params):
+        if primitive.name in _FREE or _is_all_gather(primitive, params):
             return False
         return policy(primitive, *avals, **params)
 

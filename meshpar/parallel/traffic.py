@@ -13,7 +13,7 @@ from typing import Any
 
 from meshpar.parallel.data import summed_axes
 from meshpar.sharding.constrain import Lowering
-from meshpar.sharding.resolve import Placement
+from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.tree import flatten_with_paths
 
 SCALAR_BYTES = 4
@@ -44,8 +44,7 @@ def parameter_bytes(sharded: Any, how: Lowering, num_microbatches: int = 1) -> F
 
 def _one(placement: Placement, how: Lowering, num_microbatches: int) -> Fraction:
     n = _size(how, (axis for dim in placement.spec.dims for axis in how.storage(dim)))
-    sharded = {axis for axes in placement.axes for axis in axes}
-    copies = _size(how, (axis for axis in summed_axes(how) if axis not in sharded))
+    copies = placement.copies(summed_axes(how))
     passes = 2
     if how.rules.zero_stage == 3:
         passes = 3 * num_microbatches if "layers" in placement.spec.dims else 1 + num_microbatches
@@ -68,9 +67,8 @@ def tensor_bytes(how: Lowering, num_layers: int, rows: int, seq: int, width: int
 
 def scalar_bytes(sharded: Any, how: Lowering) -> Fraction:
     """The loss, the number of tokens, and the squares of the gradient's norm."""
-    sets = {tuple(sorted(a for axes in p.axes for a in axes)) for p in flatten_with_paths(sharded).values()}
-    norms = sum((2 * share(_size(how, axes), SCALAR_BYTES) for axes in sets), Fraction(0))
-    return 2 * share(_size(how, how.axes("batch")), 2 * SCALAR_BYTES) + norms
+    norm = 2 * share(_size(how, sharding_axes(flatten_with_paths(sharded).values())), SCALAR_BYTES)
+    return 2 * share(_size(how, how.axes("batch")), 2 * SCALAR_BYTES) + norm
 
 
 def _size(how: Lowering, axes: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +52,11 @@ class Placement:
         """Bytes of the part that one device holds."""
         return math.prod(self.local_shape) * self.spec.dtype.itemsize
 
+    def copies(self, axes: tuple[str, ...]) -> int:
+        """How many of the devices along `axes` hold the same part."""
+        mine = {axis for axes in self.axes for axis in axes}
+        return math.prod(self.mesh.shape[axis] for axis in axes if axis not in mine)
+
     def without(self, axes: tuple[str, ...]) -> Placement:
         """The same array once it is gathered over `axes`."""
         return replace(self, axes=tuple(tuple(a for a in mine if a not in axes) for mine in self.axes))
@@ -59,6 +65,12 @@ class Placement:
 def live(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     """The axes that really divide something: those of size 1 appear in no sharding and no collective."""
     return tuple(a for a in axes if mesh.shape[a] > 1)
+
+
+def sharding_axes(placements: Iterable[Placement]) -> tuple[str, ...]:
+    """The axes that shard any of the arrays, in the order of the mesh."""
+    used = {axis for placement in placements for axes in placement.axes for axis in axes}
+    return tuple(axis for axis in AXES if axis in used)
 
 
 def resolve(specs: Any, rules: AxisRules, mesh: AnyMesh) -> Any:

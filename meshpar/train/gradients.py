@@ -12,9 +12,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.parallel import data
-from meshpar.parallel.local import varying_like
+from meshpar.parallel.local import varying, varying_like
 from meshpar.parallel.precision import wide
 from meshpar.sharding.constrain import Lowering, lowering
+from meshpar.sharding.resolve import sharding_axes
 from meshpar.train.loss import Batch, Loss
 from meshpar.train.state import StatePlacement
 
@@ -141,15 +142,14 @@ def _mean(total: jax.Array, tokens: jax.Array, grads: Any) -> tuple[jax.Array, A
 
 
 def _global_norm(grads: Any, placements: Any) -> jax.Array:
-    """The norm of the whole gradient from local shards: squares are summed over the axes that shard a leaf.
+    """The norm of the whole gradient from local shards, those with copies counted in parts.
 
-    Communication: all-reduces of one scalar for each distinct set of axes.
+    Communication: an all-reduce of one scalar over every axis that shards a parameter.
     """
-    squares: dict[tuple[str, ...], list[jax.Array]] = {}
-    for grad, placement in zip(jax.tree.leaves(grads), jax.tree.leaves(placements), strict=True):
-        axes = tuple(sorted({axis for axes in placement.axes for axis in axes}))
-        squares.setdefault(axes, []).append(_square(grad))
-    return jnp.sqrt(sum(_psum(sum(each), axes) for axes, each in squares.items()))
+    placed = jax.tree.leaves(placements)
+    axes = sharding_axes(placed)
+    shares = [_square(g) / p.copies(axes) for g, p in zip(jax.tree.leaves(grads), placed, strict=True)]
+    return jnp.sqrt(_psum(sum(varying(share, axes) for share in shares), axes))
 
 
 def _psum(x: Any, axes: tuple[str, ...]) -> Any:

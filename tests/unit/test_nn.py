@@ -9,7 +9,7 @@ from flax import nnx
 
 from meshpar.errors import ShardingError
 from meshpar.models import GPT, Llama
-from meshpar.nn.attention import attend, rotate
+from meshpar.nn.attention import attend, rotate, rotation
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.layers import dropout
 from meshpar.parallel.tensor import cross_entropy
@@ -62,7 +62,7 @@ def test_rotary_products_depend_on_the_distance_alone():
     q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 8)) for i in range(2))
 
     def product(i, j):
-        at = lambda x, p: rotate(x, jnp.full((1, 1), p, jnp.int32), 10000.0)
+        at = lambda x, p: rotate(x, rotation(jnp.full((1, 1), p, jnp.int32), 8, 10000.0, x.dtype))
         return float((at(q, i) * at(k, j)).sum())
 
     assert product(3, 1) == pytest.approx(product(9, 7), abs=1e-5)
