@@ -120,6 +120,9 @@ _FLOAT = r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.\d[\d_]*([eE][-+]?\d+)?|\d[\d
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
 
 
+_PLAIN = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
+
+
 def _read(
     root: type[Config], path: Path, sources: dict[str, str], problems: Problems, seen: tuple[Path, ...]
 ) -> dict[str, Any]:
@@ -163,6 +166,8 @@ def _construct(
 ) -> Any:
     """The value of a node; where SafeLoader would take the last of two equal keys, a problem."""
     sources[at] = f"{path}:{node.start_mark.line + 1}"
+    if isinstance(node, yaml.CollectionNode) and node.tag not in _PLAIN:
+        raise yaml.constructor.ConstructorError(None, None, f"{node.tag} is no plain data", node.start_mark)
     if isinstance(node, yaml.SequenceNode):
         return [_construct(loader, n, f"{at}.{i}", path, sources, problems) for i, n in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):

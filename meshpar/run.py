@@ -233,6 +233,7 @@ def _check(prepared: Prepared) -> None:
     if run.data.vocab_size > run.model.vocab_size:
         what = f"the data has {run.data.vocab_size} token ids, the model {run.model.vocab_size}"
         problems.add("model.vocab_size", what, f"model.vocab_size={run.data.vocab_size}")
+    run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
 
 

@@ -169,8 +169,17 @@ class Transformer(nnx.Module):
 
 
 def _stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:
-    """`num_layers` modules as one, their parameters stacked along a leading dim `layers`."""
-    stacked = nnx.vmap(make)(nnx.Rngs(params=jax.random.split(rngs.params(), num_layers)))
+    """`num_layers` modules as one, their parameters stacked along a leading dim `layers`.
+
+    Memory: drawn one layer after the other, so that what the drawing takes besides is that of one layer.
+    """
+
+    def state(key: jax.Array) -> Any:
+        return nnx.state(make(nnx.Rngs(params=key)))
+
+    keys = jax.random.split(rngs.params(), num_layers)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    stacked = nnx.merge(graph, jax.lax.map(state, keys))
     for _, param in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
         param.set_metadata(dims=("layers", *param.get_metadata()["dims"]))
     return stacked

@@ -92,8 +92,8 @@ def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMe
     state = jax.eval_shape(tx.init, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype), sharded))
 
     def one(path: str, leaf: Any) -> Placement:
-        owner = next((p for name, p in params.items() if f".{path}".endswith(f".{name}")), None)
-        placement = _inherit(leaf, owner, mesh)
+        names = [name for name in params if f".{path}".endswith(f".{name}")]
+        placement = _inherit(leaf, params[max(names, key=len)] if names else None, mesh)
         if placement is None:
             problems.add(path, f"{leaf.dtype}{list(leaf.shape)} is like no parameter", "use another optimizer")
         return placement  # pyright: ignore

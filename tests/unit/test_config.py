@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import pydantic
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshpar.config import Config, flatten, load, schema, to_yaml
+from meshpar.errors import ConfigError
+
+
+class Circle(Config):
+    kind: Literal["circle"] = "circle"
+    radius: float = 1.0
+    """From the middle to the edge."""
+
+
+class Square(Config):
+    kind: Literal["square"] = "square"
+    side: Annotated[int, pydantic.Field(gt=0)] = 1
+    tags: tuple[str, ...] = ()
+
+
+class Pen(Config):
+    shorthand: ClassVar = "colour"
+    colour: str = "black"
+    width: float = 1.0
+
+
+class Drawing(Config):
+    shape: Annotated[Circle | Square, pydantic.Field(discriminator="kind")]
+    pen: Pen = Pen()
+    scale: float = 1.0
+    copies: int = 1
+    title: str | None = None
+    filled: bool = False
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str, name: str = "drawing.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+CIRCLE = "shape: {kind: circle}\n"
+drawings = st.builds(
+    Drawing,
+    shape=st.builds(Circle, radius=st.floats(allow_nan=False, allow_infinity=False))
+    | st.builds(Square, side=st.integers(1, 10**9), tags=st.lists(st.text(max_size=5), max_size=3).map(tuple)),
+    pen=st.builds(Pen, colour=st.text(max_size=8)),
+    scale=st.floats(allow_nan=False, allow_infinity=False),
+    copies=st.integers(-(2**60), 2**60),
+    title=st.none() | st.text(max_size=8),
+    filled=st.booleans(),
+)
+
+
+@given(drawings)
+def test_a_config_comes_back_from_its_yaml(tmp_path_factory, drawing):
+    path = tmp_path_factory.mktemp("configs") / "drawing.yaml"
+    path.write_text(to_yaml(drawing))
+    assert load(Drawing, path) == drawing
+
+
+@pytest.mark.parametrize("written", ["1e-3", "0.001", "1.0e-3", ".001", "10E-4"])
+def test_a_number_is_a_number_however_it_is_written(write, written):
+    assert load(Drawing, write(f"{CIRCLE}scale: {written}\n")).scale == 0.001
+    assert load(Drawing, write(CIRCLE), [f"scale={written}"]).scale == 0.001
+
+
+def test_types_are_strict_but_an_integer_is_a_number_and_a_list_a_tuple(write):
+    assert load(Drawing, write("shape: {kind: square, tags: [a, b]}\nscale: 2\n")).shape.tags == ("a", "b")
+    for wrong in ("copies: '3'", "copies: true", "copies: 1.0", "filled: 1", "filled: 'yes'", "title: 3"):
+        with pytest.raises(ConfigError, match="expected"):
+            load(Drawing, write(f"{CIRCLE}{wrong}\n"))
+
+
+def test_an_extending_file_is_merged_over_the_other(write):
+    write("shape: {kind: square, side: 3, tags: [a]}\nscale: 2.0\n", "base.yaml")
+    drawing = load(Drawing, write("extends: base.yaml\nshape: {tags: [b]}\n"))
+    assert (drawing.shape, drawing.scale) == (Square(side=3, tags=("b",)), 2.0)
+
+
+def test_another_kind_replaces_a_section_whole(write):
+    write("shape: {kind: square, side: 3}\n", "base.yaml")
+    assert load(Drawing, write("extends: base.yaml\nshape: {kind: circle}\n")).shape == Circle()
+    overrides = ["shape.radius=2", "shape.kind=circle"]
+    assert load(Drawing, write("extends: base.yaml\n"), overrides).shape == Circle(radius=2.0)
+
+
+def test_a_shorthand_is_written_out_before_it_is_merged(write):
+    assert load(Drawing, write(f"{CIRCLE}pen: red\n"), ["pen.width=2"]).pen == Pen(colour="red", width=2.0)
+    assert load(Drawing, write(f"{CIRCLE}pen: {{width: 2}}\n"), ["pen=red"]).pen == Pen(colour="red", width=2.0)
+
+
+@pytest.mark.parametrize("parent", ["/etc/passwd", "../up.yaml", "a/../../up.yaml", "[a.yaml]"])
+def test_extends_stays_within_the_folder(write, parent):
+    with pytest.raises(ConfigError, match="not a path within this folder"):
+        load(Drawing, write(f"extends: {parent}\n{CIRCLE}"))
+
+
+def test_files_that_extend_each_other_are_an_error(write):
+    write(f"extends: drawing.yaml\n{CIRCLE}", "other.yaml")
+    with pytest.raises(ConfigError, match="extends itself"):
+        load(Drawing, write("extends: other.yaml\n"))
+
+
+def test_yaml_makes_no_objects(write):
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load(Drawing, write("shape: !!python/object/apply:os.system [ls]\n"))
+
+
+def test_all_problems_are_told_at_once_with_file_and_line(write):
+    path = write("shape: {kind: circle, radios: 1}\nscale: big\ncopy: 2\n")
+    with pytest.raises(ConfigError) as refused:
+        load(Drawing, path, ["filled=maybe"])
+    assert (
+        str(refused.value)
+        == f"""\
+4 problems in {path}:
+  shape.radios ({path}:1)
+    unknown key
+    did you mean shape.radius?
+  scale ({path}:2)
+    expected a number, got 'big'
+  filled (command line)
+    expected true or false, got 'maybe'
+  copy ({path}:3)
+    unknown key
+    did you mean copies?"""
+    )
+
+
+def test_what_is_missing_is_told_where(write):
+    with pytest.raises(ConfigError) as refused:
+        load(Drawing, write("scale: 1\n"))
+    assert "shape\n    required, but missing" in str(refused.value)
+    with pytest.raises(ConfigError, match="has no kind\n    kind: circle or square"):
+        load(Drawing, write("shape: {radius: 2}\n"))
+
+
+def test_flatten_gives_dotted_keys():
+    flat = flatten(Drawing(shape=Square()))
+    assert flat["shape.side"] == 1
+    assert set(flat) == {
+        "shape.kind", "shape.side", "shape.tags", "pen.colour", "pen.width", "scale", "copies", "title", "filled",
+    }  # fmt: skip
+
+
+def test_the_schema_describes_fields_with_the_text_below_them():
+    described = schema(Drawing)
+    assert described["$defs"]["Circle"]["properties"]["radius"]["description"] == "From the middle to the edge."
+    assert "extends" in described["properties"]
+
+
+def test_the_yaml_is_plain_data():
+    assert yaml.safe_load(to_yaml(Drawing(shape=Circle())))["shape"] == {"kind": "circle", "radius": 1.0}
