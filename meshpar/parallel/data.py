@@ -81,8 +81,7 @@ def reduce(grads: Any, dims: Any) -> Any:
       parameter is copied.
     """
     how = _manual()
-    is_dims = partial(_reduce_one, how=how)
-    return jax.tree.map(is_dims, grads, dims)
+    return jax.tree.map(partial(_reduce_one, how=how), grads, dims)
 
 
 def summed_axes(how: Lowering) -> Axes:

@@ -164,17 +164,21 @@ def _described(state: Any) -> dict[str, str]:
 
 
 def _compare(folder: Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
+    differ = [path for path in sorted(saved.keys() | wanted.keys()) if saved.get(path) != wanted.get(path)]
+    # The optimizer's arrays are like the model's: where those differ, they say nothing new.
+    of_model = [path for path in differ if not path.startswith("opt_state.")]
     problems = Problems()
-    for path in sorted(saved.keys() | wanted.keys()):
+    for path in of_model or differ:
         if path not in saved:
             problems.add(path, f"{wanted[path]} in this run, missing in the checkpoint")
         elif path not in wanted:
             problems.add(path, f"{saved[path]} in the checkpoint, unknown to this run")
-        elif saved[path] != wanted[path]:
+        else:
             problems.add(path, f"{saved[path]} in the checkpoint, {wanted[path]} in this run")
+    other = "model" if of_model else "optimizer"
     arrays = f"{len(problems)} array{'s' * (len(problems) > 1)}"
     fix = f"set another run_dir, or the config in its {META}"
-    problems.raise_any(CheckpointError, f"{folder} is of another model or optimizer, by {arrays}; {fix}:")
+    problems.raise_any(CheckpointError, f"{folder} is of another {other}, by {arrays}; {fix}:")
 
 
 def _checksums(folder: Path) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from meshpar.train.checkpoint import Checkpoints, checkpoints
 
 # Noise, which cannot be compressed: a flipped bit is a flipped bit of a number, as it is in real weights.
 NOISE = jax.random.normal(jax.random.key(0), (4, 256))
-STATE = {"step": jnp.int32(1), "params": {"a": NOISE, "b": jnp.zeros(3), "c": jnp.ones(2)}}
+PARAMS = {"a": NOISE, "b": jnp.zeros(3), "c": jnp.ones(2)}
+STATE = {"step": jnp.int32(1), "params": PARAMS, "opt_state": {"mu": PARAMS}}
 
 
 def structs(tree: Any) -> Any:
@@ -46,9 +46,9 @@ def test_control_the_same_model_and_whole_files_raise_nothing(saved: Checkpoints
 def test_each_array_that_differs_is_listed(saved: Checkpoints):
     other = {"a": jnp.zeros((4, 128)), "b": jnp.zeros(3, jnp.bfloat16), "d": jnp.zeros(5)}
     assert (
-        message(saved, structs({"step": jnp.int32(0), "params": other}))
+        message(saved, structs({"step": jnp.int32(0), "params": other, "opt_state": {"mu": other}}))
         == f"""\
-{saved.directory}/1 is of another model or optimizer, by 4 arrays; set another run_dir, or the config in its meta.json:
+{saved.directory}/1 is of another model, by 4 arrays; set another run_dir, or the config in its meta.json:
   params.a
     float32[4, 256] in the checkpoint, float32[4, 128] in this run
   params.b
@@ -57,6 +57,17 @@ def test_each_array_that_differs_is_listed(saved: Checkpoints):
     float32[2] in the checkpoint, unknown to this run
   params.d
     float32[5] in this run, missing in the checkpoint"""
+    )
+
+
+def test_of_another_optimizer(saved: Checkpoints):
+    said = message(saved, structs(STATE | {"opt_state": {"mu": PARAMS | {"c": jnp.ones(2, jnp.bfloat16)}}}))
+    assert (
+        said
+        == f"""\
+{saved.directory}/1 is of another optimizer, by 1 array; set another run_dir, or the config in its meta.json:
+  opt_state.mu.c
+    float32[2] in the checkpoint, bfloat16[2] in this run"""
     )
 
 
@@ -130,8 +141,7 @@ def test_a_run_directory_below_a_file(tmp_path: Path):
     assert str(error.value) == f"run_dir: {directory} cannot be written: Not a directory"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="permission bits do not bind root")
-def test_a_run_directory_without_permission(tmp_path: Path):
+def test_a_run_directory_without_permission(tmp_path: Path, as_nobody: None):
     tmp_path.chmod(0o500)
     with pytest.raises(CheckpointError, match="cannot be written: Permission denied"):
         Checkpoints(tmp_path)

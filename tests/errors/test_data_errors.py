@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -104,8 +103,7 @@ def test_files_that_cannot_be_read_are_all_named(folder: Path):
         )
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="permission bits do not bite root")
-def test_a_file_without_permission(folder: Path):
+def test_a_file_without_permission(folder: Path, as_nobody: None):
     (folder / "a.txt").chmod(0)
     assert "corpus/a.txt\n    cannot be read: Permission denied" in message()
 

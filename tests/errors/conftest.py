@@ -1,0 +1,26 @@
+"""Permission bits do not bind root, and tests that skip as root prove nothing there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def as_nobody(tmp_path: Path) -> Iterator[None]:
+    """Root becomes a user without privileges for the length of the test, and owner of its folder."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for path in [tmp_path, *tmp_path.rglob("*")]:
+        os.chown(path, NOBODY, NOBODY)
+    for folder in [tmp_path.parent, tmp_path.parent.parent]:
+        folder.chmod(0o711)
+    os.seteuid(NOBODY)
+    yield
+    os.seteuid(0)

@@ -1,0 +1,76 @@
+"""The verbs from the command line to the files they write, on eight devices in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from meshpar import cli
+from meshpar.inspect.hlo import collectives
+from meshpar.inspect.picture import Picture
+from meshpar.mesh.layout import MeshLayout
+from meshpar.sharding.resolve import Placement, resolve
+from meshpar.sharding.rules import AxisRules
+from meshpar.sharding.spec import ArraySpec
+
+CONFIG = """\
+model: {kind: llama, num_layers: 2, width: 16, num_heads: 2, mlp_width: 32, vocab_size: 64}
+data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 16}
+optim: {kind: adamw, lr: 1e-2}
+mesh: {data: 2, fsdp: 2, tensor: 2}
+rules: [fsdp, megatron]
+num_steps: 2
+log_every: 1
+run_dir: run
+"""
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def meshpar(monkeypatch, capsys, tmp_path):
+    """Runs a verb on CONFIG, gives what it printed."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+
+    def call(verb: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["meshpar", verb, "config.yaml", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        assert not exit_.value.code
+        return capsys.readouterr().out
+
+    return call
+
+
+def train_steps(out: str) -> list[int]:
+    return [r["step"] for r in map(json.loads, out.splitlines()) if r["kind"] == "train"]
+
+
+def test_train_writes_the_program_and_a_trace_and_goes_on_where_it_stopped(meshpar, tmp_path):
+    assert train_steps(meshpar("train", "--json", "--dump-hlo", "step.txt")) == [1, 2]
+    found = collectives((tmp_path / "step.txt").read_text(), MeshLayout(data=2, fsdp=2, tensor=2).build())
+    assert {"all_gather", "reduce_scatter", "all_reduce"} <= {c.kind for c in found}
+
+    assert train_steps(meshpar("train", "num_steps=4", "--json", "--profile", "trace")) == [3, 4]
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+
+
+def test_explain_draws_each_array_that_matches(meshpar, tmp_path):
+    meshpar("explain", "blocks.attn.*.kernel", "--svg", "arrays.svg")
+    drawn = ElementTree.parse(tmp_path / "arrays.svg").getroot()
+    titles = [text.text for text in drawn.iter(f"{SVG}text") if text.get("font-weight") == "bold"]
+    assert [title.split()[0] for title in titles] == [f"blocks.attn.{name}.kernel" for name in ("k", "o", "q", "v")]
+    assert len(list(drawn.iter(f"{SVG}rect"))) == 4 * 4  # fsdp x tensor, for each
+
+
+def test_a_cell_of_the_picture_names_the_devices_that_jax_puts_there():
+    mesh = MeshLayout(data=2, fsdp=2, tensor=2).build()
+    spec = ArraySpec((4, 4), np.dtype("float32"), ("embed", "mlp"))
+    placement: Placement = resolve({"w": spec}, AxisRules(preset=("fsdp", "megatron")), mesh)["w"]
+    numbers = {device: i for i, device in enumerate(mesh.devices.flat)}
+    for device, (rows, columns) in placement.sharding.devices_indices_map((4, 4)).items():
+        assert numbers[device] in Picture("w", placement).cells[rows.start // 2, columns.start // 2]
