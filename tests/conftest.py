@@ -12,6 +12,10 @@ os.environ.setdefault(
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
+
+# The shapes and dtypes that stand in signatures are checked in every call, local shards and global arrays alike.
+hook = install_import_hook(["meshpar.nn", "meshpar.parallel"], "beartype.beartype")
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -1,6 +1,7 @@
 """Causal self-attention with grouped queries, within documents.
 
-Shapes: B batch, S query positions, T key positions, D embed, H heads, K kv_heads, G = H / K, h head_dim.
+Shapes: B batch, S query positions, T key positions, D embed, H heads, K kv_heads, G = H / K, h head_dim,
+R local positions of the residual stream.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from meshpar.errors import ShardingError
 from meshpar.nn.layers import Projection
@@ -16,11 +18,11 @@ from meshpar.parallel.local import varies_over, varying
 from meshpar.parallel.precision import wide
 from meshpar.sharding.constrain import constrain, current, manual_axes
 
-Rotation = tuple[jax.Array, jax.Array]
-"""Cosines and sines [batch, seq, 1, h/2] of the angles by which the pairs of a head are turned."""
+Rotation = tuple[Float[Array, "B S 1 p"], Float[Array, "B S 1 p"]]
+"""Cosines and sines [batch, seq, 1, p = h/2] of the angles by which the pairs of a head are turned."""
 
 
-def rotation(positions_BS: jax.Array, head_dim: int, theta: float, dtype: jnp.dtype) -> Rotation:
+def rotation(positions_BS: Int[Array, "B S"], head_dim: int, theta: float, dtype: jnp.dtype) -> Rotation:
     """Rotary position embedding: the pair (i, i + h/2) is turned by position * theta^(-2i/h).
 
     All layers share it. Numerics: in float32 at least. Source: Su et al. 2021, arXiv:2104.09864.
@@ -30,7 +32,7 @@ def rotation(positions_BS: jax.Array, head_dim: int, theta: float, dtype: jnp.dt
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x_BSHh: jax.Array, by: Rotation) -> jax.Array:
+def rotate(x_BSHh: Float[Array, "B S H h"], by: Rotation) -> Float[Array, "B S H h"]:
     """Turns the pairs of each head."""
     half, (cos, sin) = x_BSHh.shape[-1] // 2, by
     first, second = wide(x_BSHh[..., :half]), wide(x_BSHh[..., half:])
@@ -38,7 +40,12 @@ def rotate(x_BSHh: jax.Array, by: Rotation) -> jax.Array:
     return turned.astype(x_BSHh.dtype)
 
 
-def attend(q_BSHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, segments_BS: jax.Array) -> jax.Array:
+def attend(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    segments_BS: Int[Array, "B S"],
+) -> Float[Array, "B S H h"]:
     """`softmax(q k^T / sqrt(h)) v`, causal and within segments. Returns [B, S, H, h].
 
     Numerics: softmax in float32 at least. Memory: the scores, B H S T.
@@ -67,7 +74,9 @@ class Attention(nnx.Module):
         self.o = Projection([("heads", heads), size], embed, bias=bias, rngs=rngs, std=out_std)
         self.group = heads // kv_heads
 
-    def __call__(self, x_BSD: jax.Array, segments_BS: jax.Array, by: Rotation | None = None) -> jax.Array:
+    def __call__(
+        self, x_BSD: Float[Array, "B R D"], segments_BS: Int[Array, "B S"], by: Rotation | None = None
+    ) -> Float[Array, "B R D"]:
         _check_whole_sequence()
         x_BSD = tensor.enter(x_BSD, "heads")
         q, k, v = (p.add_bias(p(x_BSD)) for p in (self.q, self.k, self.v))
@@ -78,7 +87,9 @@ class Attention(nnx.Module):
         out = constrain(out, "batch", "seq", "heads", "head_dim")
         return self.o.add_bias(tensor.leave(self.o(out), "heads"))
 
-    def _for_local_heads(self, k_BTKh: jax.Array, q_BSHh: jax.Array) -> jax.Array:
+    def _for_local_heads(
+        self, k_BTKh: Float[Array, "B T K h"], q_BSHh: Float[Array, "B S H h"]
+    ) -> Float[Array, "B T L h"]:
         """The key heads of the query heads that are here, where the rules shard these and not those."""
         if manual_axes("heads") == manual_axes("kv_heads"):
             return k_BTKh

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend.random import threefry_2x32
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.parallel import tensor
 from meshpar.parallel.precision import wide
@@ -40,7 +41,7 @@ class RMSNorm(nnx.Module):
         self.scale = filled(1.0, (width,), ("embed",))
         self.eps = eps
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         x = wide(x_BSD)
         normed = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
         return normed.astype(x_BSD.dtype) * self.scale[...]
@@ -57,7 +58,7 @@ class LayerNorm(nnx.Module):
         self.bias = filled(0.0, (width,), ("embed",))
         self.eps = eps
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         x = wide(x_BSD)
         centred = x - x.mean(-1, keepdims=True)
         normed = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.eps)
@@ -84,11 +85,11 @@ class Projection(nnx.Module):
         self.bias = filled(0.0, out_shape, out_dims) if bias else None
         self.num_inputs = len(inputs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "B S *inputs"]) -> Float[Array, "B S *outputs"]:
         kernel = self.kernel[...]
         return jnp.tensordot(x, kernel, axes=self.num_inputs)
 
-    def add_bias(self, y: jax.Array) -> jax.Array:
+    def add_bias(self, y: Float[Array, "B S *outputs"]) -> Float[Array, "B S *outputs"]:
         """Apart from the product, because a row-parallel bias is added once, after the sum over shards."""
         return y if self.bias is None else y + self.bias[...]
 
@@ -102,7 +103,7 @@ class SwiGLU(nnx.Module):
         self.up = Projection(embed, hidden, bias=bias, rngs=rngs)
         self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         x_BSD = tensor.enter(x_BSD, "mlp")
         gate, up = self.gate.add_bias(self.gate(x_BSD)), self.up.add_bias(self.up(x_BSD))
         h_BSM = constrain(jax.nn.silu(gate) * up, "batch", "seq", "mlp")
@@ -117,13 +118,15 @@ class GELU(nnx.Module):
         self.up = Projection(embed, hidden, bias=bias, rngs=rngs)
         self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         x_BSD = tensor.enter(x_BSD, "mlp")
         h_BSM = constrain(jax.nn.gelu(self.up.add_bias(self.up(x_BSD))), "batch", "seq", "mlp")
         return self.down.add_bias(tensor.leave(self.down(h_BSM), "mlp"))
 
 
-def dropout(x_BSD: jax.Array, rate: float, key: jax.Array | None, rows_B: jax.Array) -> jax.Array:
+def dropout(
+    x_BSD: Float[Array, "B S D"], rate: float, key: PRNGKeyArray | None, rows_B: Int[Array, "B"]
+) -> Float[Array, "B S D"]:
     """Zeroes elements of the residual stream with probability `rate`, and scales up the others.
 
     The bit of an element is a hash of the key and of its *global* position: row of the global batch, index in

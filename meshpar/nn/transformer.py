@@ -6,12 +6,13 @@ Shapes: B batch, S seq, D embed, V vocab (local shards in the manual lowering).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.config import Config
 from meshpar.nn.attention import Attention, Rotation, rotation
@@ -20,7 +21,7 @@ from meshpar.parallel import tensor
 from meshpar.parallel.data import gather_in_layer, gathering_again
 from meshpar.sharding.constrain import constrain
 
-Batch = dict[str, jax.Array]
+Batch = dict[str, Int[Array, "..."]]
 Positive = Annotated[int, pydantic.Field(gt=0)]
 
 _policies = jax.checkpoint_policies
@@ -65,7 +66,7 @@ class Decoder(Config):
     """What a block's backward recomputes: nothing, all but matmuls, all but weight matmuls, everything."""
 
     @pydantic.model_validator(mode="after")
-    def _heads_divide(self) -> Self:
+    def _heads_divide(self) -> Decoder:
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.kv_heads}")
         if self.head_dim is None and self.width % self.num_heads:
@@ -103,8 +104,10 @@ class Block(nnx.Module):
         self.mlp = model.mlp(model.width, model.mlp_width, bias=model.bias, out_std=out_std, rngs=rngs)
         self.dropout = model.dropout
 
-    def __call__(self, x_BSD: jax.Array, batch: Batch, by: Rotation | None, key: jax.Array | None) -> jax.Array:
-        def drop(y: jax.Array, which: int) -> jax.Array:
+    def __call__(
+        self, x_BSD: Float[Array, "B S D"], batch: Batch, by: Rotation | None, key: PRNGKeyArray | None
+    ) -> Float[Array, "B S D"]:
+        def drop(y: Float[Array, "B S D"], which: int) -> Float[Array, "B S D"]:
             return dropout(y, self.dropout, _fold(key, which), batch["rows"])
 
         x_BSD += drop(self.attn(self.attn_norm(x_BSD), batch["segments"], by), 0)
@@ -132,20 +135,20 @@ class Transformer(nnx.Module):
         if not model.tied:
             self.head = normal(rngs, (model.width, model.padded_vocab), model.width**-0.5, ("embed", "vocab"))
 
-    def __call__(self, batch: Batch, key: jax.Array | None = None) -> jax.Array:
+    def __call__(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B S V"]:
         table_VD = _gathered(self.table)
         x_BSD = self._embed(table_VD, batch, key)
         x_BSD = self._scan(x_BSD, batch, key)
         return self._logits(x_BSD, table_VD if self.model.tied else None)
 
-    def _embed(self, table_VD: jax.Array, batch: Batch, key: jax.Array | None) -> jax.Array:
+    def _embed(self, table_VD: Float[Array, "V D"], batch: Batch, key: PRNGKeyArray | None) -> Float[Array, "B S D"]:
         x_BSD = tensor.embed(table_VD, batch["tokens"])
         if self.model.learned_positions:
             x_BSD += _gathered(self.positions)[tensor.local_seq(batch["positions"])]
         x_BSD = dropout(x_BSD, self.model.dropout, _fold(key, self.model.num_layers), batch["rows"])
         return constrain(x_BSD, "batch", "norm_seq", "embed")
 
-    def _scan(self, x_BSD: jax.Array, batch: Batch, key: jax.Array | None) -> jax.Array:
+    def _scan(self, x_BSD: Float[Array, "B S D"], batch: Batch, key: PRNGKeyArray | None) -> Float[Array, "B S D"]:
         graph, blocks = nnx.split(self.blocks)
         by = None if self.model.learned_positions else self._rotation(batch["positions"], x_BSD)
 
@@ -158,10 +161,10 @@ class Transformer(nnx.Module):
         x_BSD, _ = jax.lax.scan(jax.checkpoint(body, policy=policy, prevent_cse=False), x_BSD, (blocks, indices))
         return x_BSD
 
-    def _rotation(self, positions_BS: jax.Array, x_BSD: jax.Array) -> Rotation:
+    def _rotation(self, positions_BS: Int[Array, "B S"], x_BSD: Float[Array, "B R D"]) -> Rotation:
         return rotation(positions_BS, self.model.head_size, self.model.rope_theta, x_BSD.dtype)
 
-    def _logits(self, x_BSD: jax.Array, tied_VD: jax.Array | None) -> jax.Array:
+    def _logits(self, x_BSD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Float[Array, "B S V"]:
         graph, norm = nnx.split(self.norm)
         x_BSD = tensor.enter(nnx.merge(graph, _gathered_layer(norm))(x_BSD), "vocab")
         head_DV = _gathered(self.head) if tied_VD is None else tied_VD.T
@@ -201,5 +204,5 @@ def _is_param(x: Any) -> bool:
     return isinstance(x, nnx.Param)
 
 
-def _fold(key: jax.Array | None, index: int | jax.Array) -> jax.Array | None:
+def _fold(key: PRNGKeyArray | None, index: int | Int[Array, ""]) -> PRNGKeyArray | None:
     return None if key is None else jax.random.fold_in(key, index)

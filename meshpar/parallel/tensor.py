@@ -14,9 +14,9 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:22
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
 
 from meshpar.parallel.local import shard, varying
 from meshpar.parallel.precision import wide
@@ -26,7 +26,7 @@ SEQ = 1
 """The position of the sequence dim in activations [batch, seq, ...]."""
 
 
-def enter(x: jax.Array, dim: str) -> jax.Array:
+def enter(x: Float[Array, "B T D"], dim: str) -> Float[Array, "B S D"]:
     """`x`, ready to be multiplied by weights whose `dim` is sharded (column parallel).
 
     Args:
@@ -44,7 +44,7 @@ def enter(x: jax.Array, dim: str) -> jax.Array:
     return varying(x, manual_axes(dim)) if manual_axes(dim) else x
 
 
-def leave(y: jax.Array, dim: str) -> jax.Array:
+def leave(y: Float[Array, "B S D"], dim: str) -> Float[Array, "B T D"]:
     """The sum over the shards of `dim` of what each device computed (row parallel).
 
     Args:
@@ -64,12 +64,12 @@ def leave(y: jax.Array, dim: str) -> jax.Array:
     return shard(y, tuple(a for a in seq_axes if a not in partial), SEQ)
 
 
-def local_seq(x: jax.Array) -> jax.Array:
+def local_seq(x: Shaped[Array, "B S *rest"]) -> Shaped[Array, "B T *rest"]:
     """The part of [batch, seq, ...] that belongs to this device's shard of the residual stream."""
     return shard(x, manual_axes("norm_seq"), SEQ)
 
 
-def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
+def embed(table: Float[Array, "V D"], tokens: Int[Array, "B S"]) -> Float[Array, "B T D"]:
     """`table[V_t, D], tokens[B, S] -> x[B, S, D]`: looks up rows of a table whose vocabulary is sharded.
 
     Each device looks up the tokens that it has, and contributes zeros for the rest.
@@ -93,7 +93,7 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
     return leave(jnp.where(mine[..., None], rows, jnp.zeros_like(rows)), "vocab")
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array, vocab_size: int) -> jax.Array:
+def cross_entropy(logits: Float[Array, "B S V"], targets: Int[Array, "B S"], vocab_size: int) -> Float[Array, "B S"]:
     """`logits[B, S, V_t], targets[B, S] -> nll[B, S]`, with the vocabulary sharded and never gathered.
 
     Args:

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jaxtyping import TypeCheckError
 
 from meshpar.errors import ShardingError
 from meshpar.models import GPT, Llama
@@ -146,3 +147,13 @@ def test_a_parameter_without_names_is_an_error_that_lists_it():
 def test_heads_must_divide():
     with pytest.raises(ValueError, match="num_heads = 4 is not a multiple of num_kv_heads = 3"):
         Llama(**SIZES, num_kv_heads=3)
+
+
+def test_shapes_in_signatures_are_checked():
+    """conftest installs the check; a key of another batch, and logits in integers, do not pass it."""
+    q, tokens = jnp.ones((2, 8, 4, 4)), jnp.zeros((2, 8), jnp.int32)
+    assert attend(q, q, q, tokens).shape == q.shape
+    with pytest.raises(TypeCheckError, match="k_BTKh"):
+        attend(q, q[:1], q, tokens)
+    with pytest.raises(TypeCheckError, match="logits"):
+        cross_entropy(tokens[..., None], tokens, 1)
