@@ -1,7 +1,7 @@
 """Causal self-attention with grouped queries, within documents.
 
 Shapes: B batch, S query positions, T key positions, D embed, H heads, K kv_heads, G = H / K, h head_dim,
-R local positions of the residual stream.
+R norm_seq.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class Attention(nnx.Module):
         self.group = heads // kv_heads
 
     def __call__(
-        self, x_BSD: Float[Array, "B R D"], segments_BS: Int[Array, "B S"], by: Rotation | None = None
+        self, x_BRD: Float[Array, "B R D"], segments_BS: Int[Array, "B S"], by: Rotation | None = None
     ) -> Float[Array, "B R D"]:
         _check_whole_sequence()
-        x_BSD = tensor.enter(x_BSD, "heads")
+        x_BSD = tensor.enter(x_BRD, "heads")
         q, k, v = (p.add_bias(p(x_BSD)) for p in (self.q, self.k, self.v))
         if by is not None:
             q, k = rotate(q, by), rotate(k, by)

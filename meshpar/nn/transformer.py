@@ -1,6 +1,6 @@
 """A decoder-only transformer, of which each model in `meshpar.models` is a set of choices.
 
-Shapes: B batch, S seq, D embed, V vocab (local shards in the manual lowering).
+Shapes: B batch, S seq, R norm_seq, D embed, V vocab (local shards in the manual lowering).
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ class Block(nnx.Module):
         self.dropout = model.dropout
 
     def __call__(
-        self, x_BSD: Float[Array, "B S D"], batch: Batch, by: Rotation | None, key: PRNGKeyArray | None
-    ) -> Float[Array, "B S D"]:
-        def drop(y: Float[Array, "B S D"], which: int) -> Float[Array, "B S D"]:
+        self, x_BRD: Float[Array, "B R D"], batch: Batch, by: Rotation | None, key: PRNGKeyArray | None
+    ) -> Float[Array, "B R D"]:
+        def drop(y: Float[Array, "B R D"], which: int) -> Float[Array, "B R D"]:
             return dropout(y, self.dropout, _fold(key, which), batch["rows"])
 
-        x_BSD += drop(self.attn(self.attn_norm(x_BSD), batch["segments"], by), 0)
-        x_BSD += drop(self.mlp(self.mlp_norm(x_BSD)), 1)
-        return constrain(x_BSD, "batch", "norm_seq", "embed")
+        x_BRD += drop(self.attn(self.attn_norm(x_BRD), batch["segments"], by), 0)
+        x_BRD += drop(self.mlp(self.mlp_norm(x_BRD)), 1)
+        return constrain(x_BRD, "batch", "norm_seq", "embed")
 
 
 class Transformer(nnx.Module):
@@ -137,20 +137,20 @@ class Transformer(nnx.Module):
 
     def __call__(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B S V"]:
         table_VD = _gathered(self.table)
-        x_BSD = self._embed(table_VD, batch, key)
-        x_BSD = self._scan(x_BSD, batch, key)
-        return self._logits(x_BSD, table_VD if self.model.tied else None)
+        x_BRD = self._embed(table_VD, batch, key)
+        x_BRD = self._scan(x_BRD, batch, key)
+        return self._logits(x_BRD, table_VD if self.model.tied else None)
 
-    def _embed(self, table_VD: Float[Array, "V D"], batch: Batch, key: PRNGKeyArray | None) -> Float[Array, "B S D"]:
-        x_BSD = tensor.embed(table_VD, batch["tokens"])
+    def _embed(self, table_VD: Float[Array, "V D"], batch: Batch, key: PRNGKeyArray | None) -> Float[Array, "B R D"]:
+        x_BRD = tensor.embed(table_VD, batch["tokens"])
         if self.model.learned_positions:
-            x_BSD += _gathered(self.positions)[tensor.local_seq(batch["positions"])]
-        x_BSD = dropout(x_BSD, self.model.dropout, _fold(key, self.model.num_layers), batch["rows"])
-        return constrain(x_BSD, "batch", "norm_seq", "embed")
+            x_BRD += _gathered(self.positions)[tensor.local_seq(batch["positions"])]
+        x_BRD = dropout(x_BRD, self.model.dropout, _fold(key, self.model.num_layers), batch["rows"])
+        return constrain(x_BRD, "batch", "norm_seq", "embed")
 
-    def _scan(self, x_BSD: Float[Array, "B S D"], batch: Batch, key: PRNGKeyArray | None) -> Float[Array, "B S D"]:
+    def _scan(self, x_BRD: Float[Array, "B R D"], batch: Batch, key: PRNGKeyArray | None) -> Float[Array, "B R D"]:
         graph, blocks = nnx.split(self.blocks)
-        by = None if self.model.learned_positions else self._rotation(batch["positions"], x_BSD)
+        by = None if self.model.learned_positions else self._rotation(batch["positions"], x_BRD)
 
         def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
             params, index = layer
@@ -158,15 +158,15 @@ class Transformer(nnx.Module):
 
         indices = jnp.arange(self.model.num_layers, dtype=jnp.int32)
         policy = gathering_again(REMAT[self.model.remat])
-        x_BSD, _ = jax.lax.scan(jax.checkpoint(body, policy=policy, prevent_cse=False), x_BSD, (blocks, indices))
-        return x_BSD
+        x_BRD, _ = jax.lax.scan(jax.checkpoint(body, policy=policy, prevent_cse=False), x_BRD, (blocks, indices))
+        return x_BRD
 
-    def _rotation(self, positions_BS: Int[Array, "B S"], x_BSD: Float[Array, "B R D"]) -> Rotation:
-        return rotation(positions_BS, self.model.head_size, self.model.rope_theta, x_BSD.dtype)
+    def _rotation(self, positions_BS: Int[Array, "B S"], x_BRD: Float[Array, "B R D"]) -> Rotation:
+        return rotation(positions_BS, self.model.head_size, self.model.rope_theta, x_BRD.dtype)
 
-    def _logits(self, x_BSD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Float[Array, "B S V"]:
+    def _logits(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Float[Array, "B S V"]:
         graph, norm = nnx.split(self.norm)
-        x_BSD = tensor.enter(nnx.merge(graph, _gathered_layer(norm))(x_BSD), "vocab")
+        x_BSD = tensor.enter(nnx.merge(graph, _gathered_layer(norm))(x_BRD), "vocab")
         head_DV = _gathered(self.head) if tied_VD is None else tied_VD.T
         return constrain(x_BSD @ head_DV, "batch", "seq", "vocab")
 

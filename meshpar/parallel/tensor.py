@@ -26,7 +26,7 @@ SEQ = 1
 """The position of the sequence dim in activations [batch, seq, ...]."""
 
 
-def enter(x: Float[Array, "B T D"], dim: str) -> Float[Array, "B S D"]:
+def enter(x: Float[Array, "B R D"], dim: str) -> Float[Array, "B S D"]:
     """`x`, ready to be multiplied by weights whose `dim` is sharded (column parallel).
 
     Args:
@@ -44,7 +44,7 @@ def enter(x: Float[Array, "B T D"], dim: str) -> Float[Array, "B S D"]:
     return varying(x, manual_axes(dim)) if manual_axes(dim) else x
 
 
-def leave(y: Float[Array, "B S D"], dim: str) -> Float[Array, "B T D"]:
+def leave(y: Float[Array, "B S D"], dim: str) -> Float[Array, "B R D"]:
     """The sum over the shards of `dim` of what each device computed (row parallel).
 
     Args:
@@ -64,12 +64,12 @@ def leave(y: Float[Array, "B S D"], dim: str) -> Float[Array, "B T D"]:
     return shard(y, tuple(a for a in seq_axes if a not in partial), SEQ)
 
 
-def local_seq(x: Shaped[Array, "B S *rest"]) -> Shaped[Array, "B T *rest"]:
+def local_seq(x: Shaped[Array, "B S *rest"]) -> Shaped[Array, "B R *rest"]:
     """The part of [batch, seq, ...] that belongs to this device's shard of the residual stream."""
     return shard(x, manual_axes("norm_seq"), SEQ)
 
 
-def embed(table: Float[Array, "V D"], tokens: Int[Array, "B S"]) -> Float[Array, "B T D"]:
+def embed(table: Float[Array, "V D"], tokens: Int[Array, "B S"]) -> Float[Array, "B R D"]:
     """`table[V_t, D], tokens[B, S] -> x[B, S, D]`: looks up rows of a table whose vocabulary is sharded.
 
     Each device looks up the tokens that it has, and contributes zeros for the rest.
