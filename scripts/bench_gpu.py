@@ -42,7 +42,7 @@ def with_jit(prepared, batch):
     import jax
     import jax.numpy as jnp
 
-    from scripts import handwritten
+    import handwritten
 
     params = handwritten.init(prepared.run.model, prepared.mesh)
     rate = prepared.run.optim.learning_rate(prepared.run.num_steps)
@@ -57,7 +57,7 @@ def with_jit(prepared, batch):
 
 
 def with_torch(prepared, batch):
-    from scripts.torch_decoder import make_step
+    from torch_decoder import make_step
 
     return make_step(prepared.run.model, *batch["tokens"].shape)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from scripts import measure
+import measure
 
 MEASURES = {
     # name: (what it is, its limit, how it is measured)

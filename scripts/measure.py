@@ -11,16 +11,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+HERE = Path(__file__).resolve().parent
+QUICKSTART = HERE.parent / "configs" / "quickstart.yaml"
 
 
 def step_ratio(num_rounds: int = 80) -> dict[str, Any]:
-    return _in_process(f"scripts.measure._step_ratio({num_rounds})")
+    return _in_process(f"measure._step_ratio({num_rounds})")
 
 
 def python_microseconds() -> dict[str, Any]:
-    return _in_process("scripts.measure._python_microseconds()")
+    return _in_process("measure._python_microseconds()")
 
 
 def import_ratio(num_rounds: int = 9) -> dict[str, Any]:
@@ -36,19 +36,19 @@ def compile_ratio(num_rounds: int = 3) -> dict[str, Any]:
     """The quickstart's step on abstractly as many rows a device, compiled for 8 and for 512 simulated devices."""
     few, many = [], []
     for _ in range(num_rounds):
-        few.append(_in_process("scripts.measure._compile_s(8)"))
-        many.append(_in_process("scripts.measure._compile_s(512)"))
+        few.append(_in_process("measure._compile_s(8)"))
+        many.append(_in_process("measure._compile_s(512)"))
     return _ratio(many, few)
 
 
 def memory_ratio() -> dict[str, Any]:
-    return _in_process("scripts.measure._memory_ratio()")
+    return _in_process("measure._memory_ratio()")
 
 
 def _step_ratio(num_rounds: int) -> dict[str, Any]:
     import jax
 
-    from scripts import handwritten
+    import handwritten
 
     run = _quickstart(8)
     step, state = run.compile_step(), run.compile_init()()
@@ -147,7 +147,7 @@ def _cpu_s(code: str) -> float:
 
 def _in_process(expression: str) -> Any:
     """The value of an expression of this module, in a fresh interpreter."""
-    code = f"import json, scripts.measure; print(json.dumps({expression}))"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    code = f"import json, measure; print(json.dumps({expression}))"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE)}
     done = subprocess.run([sys.executable, "-c", code], check=True, env=environment, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
