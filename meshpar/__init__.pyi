@@ -7,7 +7,7 @@ from .errors import (
     ProgramError,
     ShardingError,
 )
-from .inspect.hlo import Collective, collectives, total_sent_bytes
+from .inspection.hlo import Collective, collectives, total_sent_bytes
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama

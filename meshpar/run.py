@@ -16,7 +16,7 @@ from flax import nnx
 from meshpar import config
 from meshpar.config import Config
 from meshpar.errors import ConfigError, Problems
-from meshpar.inspect.report import Report, report
+from meshpar.inspection.report import Report, report
 from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout

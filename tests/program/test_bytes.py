@@ -8,7 +8,7 @@ from functools import lru_cache
 import jax
 import pytest
 
-from meshpar.inspect.hlo import Collective, collectives, total_sent_bytes
+from meshpar.inspection.hlo import Collective, collectives, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.parallel.traffic import parameter_bytes, scalar_bytes, share, tensor_bytes

@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar.errors import ProgramError
-from meshpar.inspect import hlo
-from meshpar.inspect.groups import find_groups, parse_groups
-from meshpar.inspect.hlo import Array, collectives, total_sent_bytes
+from meshpar.inspection import hlo
+from meshpar.inspection.groups import find_groups, parse_groups
+from meshpar.inspection.hlo import Array, collectives, total_sent_bytes
 from tests.program.test_hlo import ONE, compiled, compiled_text, make_mesh, repeat, shift
 
 EVENS = ((0, 2, 4, 6), (1, 3, 5, 7))

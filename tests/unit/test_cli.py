@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from meshpar import cli
-from meshpar.inspect.hlo import collectives
-from meshpar.inspect.picture import Picture
+from meshpar.inspection.hlo import collectives
+from meshpar.inspection.picture import Picture
 from meshpar.mesh.layout import MeshLayout
 from meshpar.sharding.resolve import Placement, resolve
 from meshpar.sharding.rules import AxisRules

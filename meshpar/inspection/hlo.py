@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from meshpar.errors import Problems, ProgramError
-from meshpar.inspect.groups import Groups, differing_axes, find_groups, spanned_axes
-from meshpar.inspect.program import Instruction, Program, unquoted
-from meshpar.inspect.walk import Visit, walk
+from meshpar.inspection.groups import Groups, differing_axes, find_groups, spanned_axes
+from meshpar.inspection.program import Instruction, Program, unquoted
+from meshpar.inspection.walk import Visit, walk
 
 KINDS = {
     "all-gather": "all_gather",
