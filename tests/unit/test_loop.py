@@ -227,7 +227,7 @@ class Careless:
 
 
 def test_control_an_implicit_transfer_raises(tmp_path: Path):
-    with pytest.raises(Exception, match="Disallowed (host-to-device|device-to-host) transfer"):
+    with pytest.raises(Exception, match=r"Disallowed (host-to-device|device-to-host) transfer"):
         run(tmp_path, step=Careless(toy().step.batch))
 
 
