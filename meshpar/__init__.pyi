@@ -8,6 +8,7 @@ from .errors import (
     ShardingError,
 )
 from .inspection.hlo import Collective, collectives, total_sent_bytes
+from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
@@ -30,6 +31,7 @@ __all__ = [
     "Collective",
     "ConfigError",
     "DataError",
+    "Inspection",
     "Lion",
     "Llama",
     "MeshError",
@@ -48,6 +50,7 @@ __all__ = [
     "constrain",
     "explain",
     "fit",
+    "inspect",
     "load",
     "prepare",
     "resolve",

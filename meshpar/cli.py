@@ -14,6 +14,7 @@ from meshpar.errors import ConfigError, MeshparError
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)]
 Devices = Annotated[
     int | None, typer.Option(min=1, help="Simulate so many CPU devices.", show_default="as many as the mesh has")
 ]
@@ -28,7 +29,7 @@ def _meshpar() -> None:
 @app.command()
 def train(
     config: ConfigFile,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
+    overrides: Overrides = None,
     devices: Devices = None,
     json: AsJson = False,
     profile: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a trace of a few steps there.")] = None,
@@ -63,6 +64,22 @@ def explain(
     told = run.explain(loaded, paths[0] if paths else None, devices)
     if svg:
         svg.write_text(told.svg())
+    typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))
+
+
+@app.command()
+def inspect(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    devices: Devices = None,
+    json: AsJson = False,
+) -> None:
+    """Compiles the step of CONFIG and says what a device sends, computes and holds in it. Trains nothing."""
+    from meshpar import run
+
+    loaded = run.load(config, overrides or [])
+    run.simulate(loaded, devices)
+    told = run.inspect(loaded)
     typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))
 
 

@@ -16,6 +16,8 @@ from flax import nnx
 from meshpar import config
 from meshpar.config import Config
 from meshpar.errors import ConfigError, Problems
+from meshpar.inspection import inspect as inspection
+from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.report import Report, report
 from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of
@@ -177,6 +179,12 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
     placement = prepare(run, run.mesh.abstract(num_devices)).placement
     told = report(placement.params, placement.sharded, placement.opt_state)
     return told if path is None else told.only(path)
+
+
+def inspect(run: Run) -> Inspection:
+    """What the run's step communicates, computes and holds, from its compiled program; nothing is allocated."""
+    prepared = prepare(run)
+    return inspection.inspect(prepared.compile_step().compiled, prepared.mesh)
 
 
 def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: Path | None = None) -> TrainState:

@@ -9,9 +9,9 @@ import math
 import re
 
 import numpy as np
-from jax.sharding import Mesh
 
 from meshpar.errors import ProgramError
+from meshpar.sharding.resolve import AnyMesh
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -70,16 +70,16 @@ def parse_groups(text: str, num_devices: int) -> Groups:
     raise ProgramError(f"replica groups of an unknown form: {text}")
 
 
-def spanned_axes(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
+def spanned_axes(groups: Groups, mesh: AnyMesh) -> tuple[str, ...] | None:
     """The axes, none of size 1, along which the devices of a group differ; None if a group is but a part of those."""
     axes = differing_axes(groups, mesh)
     size = math.prod(mesh.shape[axis] for axis in axes)
     return axes if all(len(set(group)) == size for group in groups) else None
 
 
-def differing_axes(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
+def differing_axes(groups: Groups, mesh: AnyMesh) -> tuple[str, ...]:
     """The axes along which any two devices of a group differ."""
-    indices = np.stack(np.unravel_index(np.arange(mesh.size), mesh.devices.shape), axis=1)
+    indices = np.stack(np.unravel_index(np.arange(mesh.size), tuple(mesh.shape.values())), axis=1)
     differ = np.zeros(len(mesh.axis_names), bool)
     for group in groups:
         differ |= (indices[list(group)] != indices[group[0]]).any(axis=0)

@@ -9,19 +9,19 @@ What is not seen: communication inside a custom call (a Pallas kernel's remote c
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from meshpar.errors import Problems, ProgramError
+from meshpar.inspection.flow import Flow
 from meshpar.inspection.groups import Groups, differing_axes, find_groups, spanned_axes
-from meshpar.inspection.program import Instruction, Program, unquoted
+from meshpar.inspection.program import Array, Instruction, Program, arrays_of, unquoted
 from meshpar.inspection.walk import Visit, walk
+from meshpar.sharding.resolve import AnyMesh
 
 KINDS = {
     "all-gather": "all_gather",
@@ -33,28 +33,13 @@ KINDS = {
     "collective-broadcast": "collective_broadcast",
 }
 _ELEMENT = re.compile(r"\([^()]*\)|[a-z]\w*\[[^\]]*\]")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _LAYOUT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
+_PASSED_THROUGH = re.compile(r"/(jax|flax|optax|jaxtyping|beartype|meshpar/parallel|meshpar/collectives)/|^<")
 # Deliberately not made from KINDS: it must also see what KINDS does not name.
 _COMMUNICATES = re.compile(
     r"\breplica_groups=|\bsource_target_pairs="
     r"|[\])}] (?:all-|collective|ragged|reduce-scatter|send)[\w\-]*(?<!-done)(?<!-update)\("
 )
-
-
-@dataclass(frozen=True)
-class Array:
-    """An array in a program: `f32[8,4]` is `Array("f32", (8, 4))`."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        bits = re.match(r"[a-z]+(\d+)", self.dtype.replace("pred", "pred8"))
-        if not bits:
-            raise ProgramError(f"an array of unknown dtype {self.dtype}")
-        return -(-math.prod(self.shape) * int(bits[1]) // 8)
 
 
 @dataclass(frozen=True)
@@ -70,7 +55,9 @@ class Collective:
       times: how often it runs in one call of the program, if every conditional takes its branch.
       branches: the conditionals' branches in which it stands, outermost first.
       op_name: where in the user's program it comes from, as JAX names it; empty if the compiler made it up.
-      source: `file:line` of the user's code; empty if the text does not say.
+      source: `file:line` of the layer or model that it comes from; empty if the text does not say.
+      tensors: dotted paths of the arguments of which it gathers, or whose gradients it reduces; none if it moves
+        activations, or if what it moves was mixed on the way.
     """
 
     kind: str
@@ -82,6 +69,7 @@ class Collective:
     branches: tuple[str, ...]
     op_name: str
     source: str
+    tensors: tuple[str, ...]
 
     @property
     def group_size(self) -> int:
@@ -101,24 +89,28 @@ class Collective:
         return (2 if self.kind == "all_reduce" else 1) * Fraction(n - 1, n) * self.full_bytes
 
 
-def collectives(compiled: Compiled | str, mesh: Mesh | None = None) -> list[Collective]:
+def collectives(compiled: Compiled | str | Program, mesh: AnyMesh | None = None) -> list[Collective]:
     """All collectives of an optimized program, in the order of its text from the entry on.
 
     Args:
-      compiled: the program, or its `as_text()`.
+      compiled: the program, or its `as_text()`, or that already read.
       mesh: the mesh it was compiled for, which names the axes of the groups.
 
     Raises:
       ProgramError: lists every collective in the text that was not counted: of an unknown kind or form, out of
         reach of the entry, or in a loop of unknown length.
     """
-    program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
+    if isinstance(compiled, Program):
+        program = compiled
+    else:
+        program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
     if mesh is not None and mesh.size != program.num_devices:
         raise ProgramError(f"the program is for {program.num_devices} devices, the mesh has {mesh.size}")
     visits = list(walk(program))
     found = [(visit, kind) for visit in visits if (kind := _kind(visit.instruction))]
     _require_all_counted(program, visits, [visit for visit, _ in found])
-    return [_collective(program, visit, kind, mesh) for visit, kind in found]
+    flow = Flow(program)
+    return [_collective(program, flow, visit, kind, mesh) for visit, kind in found]
 
 
 def total_sent_bytes(
@@ -140,7 +132,7 @@ def _kind(one: Instruction) -> str | None:
     return "reduce_scatter" if scatters else kind
 
 
-def _collective(program: Program, visit: Visit, kind: str, mesh: Mesh | None) -> Collective:
+def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: AnyMesh | None) -> Collective:
     one, permutes = visit.instruction, kind == "collective_permute"
     groups = find_groups(one.attributes, "source_target_pairs" if permutes else "replica_groups", program.num_devices)
     arrays = _results(one)
@@ -155,18 +147,23 @@ def _collective(program: Program, visit: Visit, kind: str, mesh: Mesh | None) ->
         times=visit.times or 0,
         branches=visit.branches,
         op_name=one.op_name,
-        source=program.source(one),
+        source=_source(program, one),
+        tensors=flow.gathers(one) or flow.updates(one),
     )
+
+
+def _source(program: Program, one: Instruction) -> str:
+    """The innermost frame that is not one of those through which all communication passes."""
+    frames = list(program.sources(one))
+    return next((frame for frame in frames if not _PASSED_THROUGH.search(frame)), next(iter(frames), ""))
 
 
 def _results(one: Instruction) -> tuple[Array, ...]:
     """The arrays that a collective makes; a start but an all-reduce's is typed (operands, results, contexts...)."""
-    type_ = _LAYOUT.sub("", one.type)
+    type_ = one.type
     if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
-        type_ = _ELEMENT.findall(type_[1:-1])[1]
-    arrays = tuple(
-        Array(dtype, tuple(int(size) for size in shape.split(",") if size)) for dtype, shape in _ARRAY.findall(type_)
-    )
+        type_ = _ELEMENT.findall(_LAYOUT.sub("", type_)[1:-1])[1]
+    arrays = arrays_of(type_)
     if not arrays:
         raise ProgramError(f"line {one.line}: {one.opcode} makes no array: {one.type}")
     return arrays

@@ -7,8 +7,11 @@ in a computation of its own; tables of files and stack frames stand before the f
 from __future__ import annotations
 
 import itertools
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshpar.errors import ProgramError
 
@@ -17,6 +20,41 @@ _INSTRUCTION = re.compile(
     r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<rest>.*)$"
 )
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+_LAYOUT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array in a program: `f32[8,4]` is `Array("f32", (8, 4))`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        bits = re.match(r"[a-z]+(\d+)", self.dtype.replace("pred", "pred8"))
+        if not bits:
+            raise ProgramError(f"an array of unknown dtype {self.dtype}")
+        return -(-self.size * int(bits[1]) // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def arrays_of(type_: str) -> tuple[Array, ...]:
+    """The arrays of a type as XLA prints it, a tuple's one after the other.
+
+    >>> [str(array) for array in arrays_of("(f32[8,4]{1,0}, /*index=1*/s32[])")]
+    ['f32[8,4]', 's32[]']
+    """
+    found = _ARRAY.findall(_LAYOUT.sub("", type_))
+    return tuple(Array(dtype, tuple(int(size) for size in shape.split(",") if size)) for dtype, shape in found)
 
 
 @dataclass(frozen=True)
@@ -37,6 +75,11 @@ class Instruction:
     opcode: str
     rest: str
     is_root: bool
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """What it makes."""
+        return arrays_of(self.type)
 
     @property
     def operands(self) -> list[str]:
@@ -97,21 +140,47 @@ class Program:
             raise ProgramError(f"the program calls a computation {name!r} that its text does not hold")
         return self._computations[name]
 
-    def source(self, one: Instruction) -> str:
-        """`file:line` of the user's innermost frame that made the instruction; empty if XLA does not say."""
+    def instructions(self) -> Iterator[Instruction]:
+        """All, in the order of the text."""
+        return (one for computation in self._computations.values() for one in computation.values())
+
+    def root(self, name: str) -> Instruction:
+        """What a computation returns."""
+        return next(one for one in reversed(self.computation(name).values()) if one.is_root)
+
+    @cached_property
+    def aliases(self) -> dict[int, int]:
+        """Output -> the number of the donated argument over which it is written."""
+        match = re.search(r"input_output_alias=\{(.*?\)) \}", self.lines[0])
+        return {int(out or 0): int(number) for out, number in _ALIAS.findall(match[1])} if match else {}
+
+    def sources(self, one: Instruction) -> Iterator[str]:
+        """`file:line` of the frames that made an instruction, innermost first; none if XLA does not say."""
         frame = self._row("StackFrames", one.rest, "stack_frame_id")
-        location = self._row("FileLocations", frame, "file_location_id")
-        file = self._row("FileNames", location, "file_name_id").strip('"')
-        line = re.search(r"\bline=(\d+)", location)
-        return f"{file}:{line[1]}" if file and line else ""
+        while frame:
+            location = self._row("FileLocations", frame, "file_location_id")
+            file = self._row("FileNames", location, "file_name_id").strip('"')
+            line = re.search(r"\bline=(\d+)", location)
+            if file and line:
+                yield f"{file}:{line[1]}"
+            # XLA prints the parent's number plus one: 1 for none.
+            parent = re.search(r"parent_frame_id=(\d+)", frame)
+            frame = self._tables["StackFrames"].get(str(int(parent[1]) - 1), "") if parent else ""
 
     def _row(self, title: str, text: str, key: str) -> str:
         """The row of table `title` whose number `text` gives as `key=`."""
         number = re.search(rf"\b{key}=(\d+)", text)
-        if not number or title not in self.lines:
-            return ""
-        rows = itertools.takewhile(str.strip, self.lines[self.lines.index(title) + 1 :])
-        return next((row.partition(" ")[2] for row in rows if row.startswith(f"{number[1]} ")), "")
+        return self._tables.get(title, {}).get(number[1], "") if number else ""
+
+    @cached_property
+    def _tables(self) -> dict[str, dict[str, str]]:
+        """The tables before the first computation: title -> number -> row."""
+        tables = {}
+        for title in ("StackFrames", "FileLocations", "FileNames"):
+            if title in self.lines:
+                rows = itertools.takewhile(str.strip, self.lines[self.lines.index(title) + 1 :])
+                tables[title] = dict(row.split(" ", 1) for row in rows)
+        return tables
 
 
 def _num_devices(header: str) -> int:

@@ -64,14 +64,14 @@ def trip_count(program: Program, loop: Instruction) -> int | None:
     if known := _KNOWN_TRIPS.search(loop.rest):
         return int(known[1])
     outside, condition, body = map(program.computation, (loop.computation, loop.word("condition"), loop.word("body")))
-    less = _root(condition)
+    less = program.root(loop.word("condition"))
     if less.opcode != "compare" or less.word("direction") != "LT":
         return None
     counter, limit = _carried(condition, less.operands[0]), _constant(condition, less.operands[1])
     if counter is None or limit is None:
         return None
     start = _constant(outside, _element(outside, loop.operands[0], counter))
-    step = _step(body, counter)
+    step = _step(body, program.root(loop.word("body")), counter)
     if start is None or step is None or step < 1:
         return None
     return max(0, -(-(limit - start) // step))
@@ -80,9 +80,9 @@ def trip_count(program: Program, loop: Instruction) -> int | None:
 _Computation = dict[str, Instruction]
 
 
-def _step(body: _Computation, counter: int) -> int | None:
+def _step(body: _Computation, root: Instruction, counter: int) -> int | None:
     """The constant that the body adds to element `counter` of what it carries."""
-    added = _resolve(body, _element(body, _root(body).name, counter))
+    added = _resolve(body, _element(body, root.name, counter))
     if added is None or added.opcode != "add" or _carried(body, added.operands[0]) != counter:
         return None
     return _constant(body, added.operands[1])
@@ -113,7 +113,3 @@ def _resolve(within: _Computation, name: str | None) -> Instruction | None:
     while one and one.opcode == "copy":
         one = within.get(one.operands[0])
     return one
-
-
-def _root(computation: _Computation) -> Instruction:
-    return next(one for one in computation.values() if one.is_root)

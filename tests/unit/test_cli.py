@@ -16,6 +16,7 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.sharding.resolve import Placement, resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
+from meshpar.tree import human_bytes
 
 CONFIG = """\
 model: {kind: llama, num_layers: 2, width: 16, num_heads: 2, mlp_width: 32, vocab_size: 64}
@@ -57,6 +58,14 @@ def test_train_writes_the_program_and_a_trace_and_goes_on_where_it_stopped(meshp
 
     assert train_steps(meshpar("train", "num_steps=4", "--json", "--profile", "trace")) == [3, 4]
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+
+
+def test_inspect_trains_nothing_and_says_the_same_as_json(meshpar, tmp_path):
+    plain = json.loads(meshpar("inspect", "--json"))
+    total = f"sends {human_bytes(plain['sent_bytes'])}"
+    assert total in meshpar("inspect").splitlines()
+    assert plain["mesh"]["tensor"] == 2
+    assert not (tmp_path / "run").exists()
 
 
 def test_explain_draws_each_array_that_matches(meshpar, tmp_path):

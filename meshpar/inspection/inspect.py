@@ -1,0 +1,178 @@
+"""What a compiled program communicates, computes and holds: one reading for people and programs alike."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from jax.stages import Compiled
+
+from meshpar.inspection.flops import opaque_calls, product_flops
+from meshpar.inspection.hlo import Collective, collectives, total_sent_bytes
+from meshpar.inspection.memory import Held, Memory, largest, memory
+from meshpar.inspection.program import Program
+from meshpar.inspection.walk import walk
+from meshpar.mesh.layout import describe_sizes
+from meshpar.sharding.resolve import AnyMesh
+from meshpar.tree import human_bytes
+
+NUM_LARGEST = 8
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A program, judged from its text alone. All figures are of one device and one call.
+
+    Args:
+      axes: the sizes of the mesh's axes; empty without a mesh.
+      collectives: in the order of the program.
+      flops: of matrix products and convolutions.
+      memory: what it holds.
+      largest: the largest arguments and temporaries.
+      opaque: targets of custom calls, into which nobody sees.
+    """
+
+    axes: dict[str, int]
+    collectives: tuple[Collective, ...]
+    flops: int
+    memory: Memory
+    largest: tuple[Held, ...]
+    opaque: tuple[str, ...]
+
+    @property
+    def bytes_per_axis(self) -> dict[str, int]:
+        """Bytes sent over each combination of axes, as `fsdp, tensor`; `unknown axes` where no mesh names them."""
+        sent: dict[str, int] = defaultdict(int)
+        for one in self.collectives:
+            sent[_axes(one)] += round(one.times * one.sent_bytes)
+        return dict(sent)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "mesh": self.axes,
+            "sent_bytes": round(total_sent_bytes(self.collectives)),
+            "sent_bytes_per_axis": self.bytes_per_axis,
+            "collectives": [_entry(one) for one in self.collectives],
+            "flops": self.flops,
+            "memory": asdict(self.memory) | {"total": self.memory.total},
+            "largest": [asdict(held) for held in self.largest],
+            "opaque": list(self.opaque),
+        }
+
+    def __str__(self) -> str:
+        parts = [f"mesh: {describe_sizes(self.axes)}"] if self.axes else []
+        parts += [_communication(self.collectives), f"matrix products: {self.flops:,} FLOPs", _memory(self.memory)]
+        parts += [_largest([held for held in self.largest if held.is_argument], "largest arguments")]
+        parts += [_largest([held for held in self.largest if not held.is_argument], "largest temporaries")]
+        parts += [f"custom calls, whose insides nobody sees: {', '.join(self.opaque)}"] if self.opaque else []
+        return "\n\n".join(["a device, in one step", *parts])
+
+
+def inspect(compiled: Compiled | str, mesh: AnyMesh | None = None) -> Inspection:
+    """Reads a compiled program.
+
+    Args:
+      compiled: any program that JAX compiled for one or more devices, or its text; the text alone does not tell
+        the temporaries.
+      mesh: the mesh it was compiled for, which names the axes.
+
+    Raises:
+      ProgramError: lists every collective that could not be counted.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((16, 16))).compile()
+      >>> inspect(compiled).flops
+      8192
+    """
+    program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
+    visits = list(walk(program))
+    return Inspection(
+        axes={} if mesh is None else dict(mesh.shape),
+        collectives=tuple(collectives(program, mesh)),
+        flops=product_flops(program, visits),
+        memory=memory(program, None if isinstance(compiled, str) else compiled),
+        largest=tuple(largest(program, visits, NUM_LARGEST)),
+        opaque=opaque_calls(visits),
+    )
+
+
+def _entry(one: Collective) -> dict[str, Any]:
+    return {
+        "kind": one.kind,
+        "axes": None if one.axes is None else list(one.axes),
+        "group_size": one.group_size,
+        "times": one.times,
+        "branches": list(one.branches),
+        "arrays": [str(array) for array in one.arrays],
+        "sent_bytes": float(one.sent_bytes),
+        "tensors": list(one.tensors),
+        "source": one.source,
+        "op_name": one.op_name,
+    }
+
+
+# As text ---------------------------------------------------------------------------------------------------------
+
+
+def _communication(found: Iterable[Collective]) -> str:
+    """A line for each place in the code that communicates, most bytes first."""
+    place = lambda one: (one.kind, _axes(one), one.source, " in a branch" * bool(one.branches))
+    groups = [(key, list(group)) for key, group in groupby(sorted(found, key=place), place)]
+    groups.sort(key=lambda group: total_sent_bytes(group[1]), reverse=True)
+    rows = [
+        [
+            kind + branch,
+            axes,
+            f"{sum(one.times for one in group)}x",
+            human_bytes(float(total_sent_bytes(group))),
+            _what(group),
+            _short(source),
+        ]
+        for (kind, axes, source, branch), group in groups
+    ]
+    total = human_bytes(float(sum(total_sent_bytes(group) for _, group in groups)))
+    return f"sends {total}\n" + _table(["", "axes", "times", "bytes", "what", "where"], rows)
+
+
+def _memory(held: Memory) -> str:
+    small = {name: size for name, size in held.arguments.items() if size < held.total / 1000}
+    rows = [item for item in held.arguments.items() if item[0] not in small]
+    rows += [("other arguments", sum(small.values())), ("outputs", held.outputs), ("temporaries", held.temporaries)]
+    lines = _table(None, [[name, human_bytes(size)] for name, size in rows if size])
+    return f"holds {human_bytes(held.total)}{' at its peak' if held.peak else ' at most'}\n{lines}"
+
+
+def _largest(arrays: list[Held], title: str) -> str:
+    rows = [[human_bytes(one.num_bytes), one.array, one.name, _short(one.source)] for one in arrays]
+    return f"{title}\n{_table(None, rows)}"
+
+
+def _what(group: list[Collective]) -> str:
+    """The tensors of a group of collectives, the one that sends most first; of activations, the shape."""
+    group = sorted(group, key=lambda one: one.times * one.sent_bytes, reverse=True)
+    tensors = list(dict.fromkeys(tensor for one in group for tensor in one.tensors))
+    names = tensors or list(dict.fromkeys(str(array) for one in group for array in one.arrays))
+    return ", ".join(names[:1]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _axes(one: Collective) -> str:
+    return "unknown axes" if one.axes is None else ", ".join(one.axes) or "none"
+
+
+def _short(source: str) -> str:
+    """The file as seen from here, or by its last two names."""
+    here = os.getcwd() + os.sep
+    return source.removeprefix(here) if source.startswith(here) else "/".join(source.split("/")[-2:])
+
+
+def _table(head: list[str] | None, rows: list[list[str]]) -> str:
+    table = [head, *rows] if head else rows
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ("  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)) for row in table)
+    return "\n".join(line.rstrip() for line in lines)

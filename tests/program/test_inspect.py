@@ -1,0 +1,195 @@
+"""`inspect`: FLOPs with loops counted right, memory by its place in the tree, the text and the JSON that people get."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from meshpar.inspection.flops import opaque_calls, product_flops
+from meshpar.inspection.inspect import Inspection, inspect
+from meshpar.inspection.program import Program
+from meshpar.inspection.walk import walk
+from meshpar.run import Prepared
+from meshpar.sharding.resolve import Placement
+from tests.layouts import LAYOUTS
+from tests.program.test_bytes import MODEL, ROWS, SEQ, prepared
+
+
+@lru_cache
+def inspected(layout: str, lowering: str = "manual", num_microbatches: int = 1) -> tuple[Prepared, Inspection]:
+    run = prepared(layout, lowering, num_microbatches)
+    return run, inspect(run.compile_step().compiled, run.mesh)
+
+
+# FLOPs -----------------------------------------------------------------------------------------------------------
+
+
+def matmul(x):
+    return x @ x
+
+
+def nested(x):
+    twice = lambda x, _: (lax.scan(lambda x, _: (x @ x, None), x, None, length=5)[0], None)
+    return lax.scan(twice, x, None, length=3)[0]
+
+
+def convolved(x):
+    image, kernel = x.reshape(1, 16, 16, 1), jnp.ones((3, 3, 1, 4))
+    return lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def batched(x):
+    return jnp.einsum("bij,bjk->bik", x.reshape(4, 8, 8), x.reshape(4, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("function", "flops"),
+    [
+        (matmul, 2 * 16**3),
+        (nested, 15 * 2 * 16**3),
+        (convolved, 2 * 16 * 16 * 4 * 9),
+        (batched, 4 * 2 * 8**3),
+        (lambda x: x + 1, 0),
+    ],
+    ids=["dot", "nested loops", "convolution", "batched", "none"],
+)
+def test_products_are_counted_as_often_as_they_run(function, flops):
+    assert inspect(jax.jit(function).lower(jnp.ones((16, 16))).compile()).flops == flops
+
+
+def test_control_xla_counts_the_body_of_a_loop_once():
+    """Why we count: when this fails, cost_analysis has learned to."""
+    compiled = jax.jit(nested).lower(jnp.ones((16, 16))).compile()
+    assert compiled.cost_analysis()["flops"] < 2 * 2 * 16**3
+
+
+GPU = """HloModule m
+ENTRY %main (p: bf16[4,8,16], w: bf16[4,32,16]) -> bf16[4,8,32] {
+  %p = bf16[4,8,16]{2,1,0} parameter(0)
+  %w = bf16[4,32,16]{2,1,0} parameter(1)
+  %g = (bf16[4,8,32]{2,1,0}, s8[1024]{0}) custom-call(%p, %w), custom_call_target="__cublas$gemm", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],\
+"rhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"]}}}
+  %k = bf16[4,8,32]{2,1,0} custom-call(%p), custom_call_target="my_kernel"
+  ROOT %r = bf16[4,8,32]{2,1,0} get-tuple-element(%g), index=0
+}
+"""
+TPU = """HloModule m
+ENTRY %main (p: bf16[8,16], w: bf16[16,32]) -> bf16[8,32] {
+  %p = bf16[8,16]{1,0:T(8,128)(2,1)} parameter(0)
+  %w = bf16[16,32]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %c = bf16[8,32]{1,0:T(8,128)(2,1)} convolution(%p, %w), dim_labels=bf_io->bf
+}
+"""
+
+
+def test_products_as_gpus_and_tpus_spell_them():
+    for text, flops, opaque in [(GPU, 2 * 4 * 8 * 16 * 32, ("my_kernel",)), (TPU, 2 * 8 * 16 * 32, ())]:
+        program = Program(text)
+        visits = list(walk(program))
+        assert (product_flops(program, visits), opaque_calls(visits)) == (flops, opaque)
+
+
+def decoder_flops(recomputed: int) -> int:
+    """Forward, and twice that backward: 6 a weight and token, less the lookup; 12 b s^2 d a layer for attention."""
+    d, m, v = MODEL.width, MODEL.mlp_width, MODEL.vocab_size
+    layer, attention = 4 * d * d + 3 * d * m, 2 * SEQ * d
+    tokens = ROWS * SEQ
+    return 2 * tokens * ((3 + recomputed) * MODEL.num_layers * (layer + attention) + 3 * v * d)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_multiplies_what_a_decoder_must_shared_by_all_devices(layout, num_microbatches):
+    _, told = inspected(layout, "manual", num_microbatches)
+    assert told.flops * 8 == decoder_flops(recomputed=0)
+
+
+# Memory ----------------------------------------------------------------------------------------------------------
+
+
+def local_bytes(placements) -> int:
+    leaves = jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, Placement))
+    return sum(placement.local_bytes for placement in leaves)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_arguments_are_the_placements_to_the_byte(layout):
+    run, told = inspected(layout)
+    held = told.memory.arguments
+    assert held["state.params"] == local_bytes(run.placement.params)
+    assert held["state.opt_state"] == local_bytes(run.placement.opt_state)
+    of_compiler = run.compile_step().compiled.memory_analysis().argument_size_in_bytes
+    assert sum(held.values()) == pytest.approx(of_compiler, abs=64 * len(jax.tree.leaves(run.placement.structs)))
+
+
+def test_a_copied_state_would_show_as_outputs():
+    """Donated, only the metrics are new; not donated, all of the state is."""
+    x = jnp.ones((64, 64))
+    donated, kept = (inspect(jax.jit(lambda x: x + 1, donate_argnums=n).lower(x).compile()).memory for n in ((0,), ()))
+    assert (donated.outputs, kept.outputs) == (0, 64 * 64 * 4)
+
+
+def test_the_largest_argument_and_temporary_are_named():
+    big = lambda state: jnp.cumsum(state["w"] @ state["w"].T, axis=0) @ state["w"] + state["b"]
+    state = {"w": jnp.ones((64, 8)), "b": jnp.ones(8)}
+    told = inspect(jax.jit(big).lower(state).compile()).largest
+    argument = told[0]
+    temporaries = [held for held in told if not held.is_argument]
+    assert (argument.name, argument.array, argument.num_bytes) == ("state.w", "f32[64,8]", 2048)
+    assert (temporaries[0].array, temporaries[0].num_bytes) == ("f32[64,64]", 64 * 64 * 4)
+    assert __file__ in {held.source.rpartition(":")[0] for held in temporaries}
+
+
+# For people and programs -----------------------------------------------------------------------------------------
+
+
+def test_the_text():
+    _, told = inspected("zero3")
+    lines = str(told).splitlines()
+    assert lines[:3] == ["a device, in one step", "", "mesh: fsdp=8"]
+    gathers = next(line for line in lines if line.startswith("  all_gather"))
+    # Nine arrays of three layers, forward and backward, and the last norm.
+    assert gathers.split()[1:3] == ["fsdp", "55x"]
+    assert "state.params.blocks." in gathers
+    assert "meshpar/nn/transformer.py:" in gathers
+
+
+def test_the_json_holds_the_same():
+    _, told = inspected("data2_fsdp2_tensor2")
+    plain = json.loads(json.dumps(told.as_json()))
+    assert sum(plain["sent_bytes_per_axis"].values()) == pytest.approx(plain["sent_bytes"], abs=8)
+    assert sum(one["times"] * one["sent_bytes"] for one in plain["collectives"]) == plain["sent_bytes"]
+    assert plain["flops"] == told.flops
+
+
+def test_without_a_mesh_the_axes_are_unknown():
+    run = prepared("zero3")
+    assert set(inspect(run.compile_step().compiled).bytes_per_axis) == {"unknown axes"}
+
+
+def test_five_megabytes_of_text_take_less_than_two_seconds():
+    run = prepared("zero3")
+    text = run.compile_step().text
+    program = Program(text)
+    body, entry = text[text.index("\n\n%") : text.index("\nENTRY")], text[text.index("\nENTRY") :]
+    arguments = ", ".join(
+        f"%{one.name}" for one in program.computation(program.entry).values() if one.opcode == "parameter"
+    )
+    copies, calls = [], []
+    while sum(map(len, copies)) + len(text) < 5e6:  # the whole program again, called once more
+        name = f"c{len(copies)}_"
+        copies.append((body + entry.replace("ENTRY ", "")).replace("%", f"%{name}"))
+        calls.append(f"  %{name} = f32[] call({arguments}), to_apply=%{name}{program.entry}\n")
+    first = entry.index("\n", 1) + 1
+    large = text[: text.index("\nENTRY")] + "".join(copies) + entry[:first] + "".join(calls) + entry[first:]
+    began = time.perf_counter()
+    told = inspect(large, run.mesh)
+    assert time.perf_counter() - began < 2
+    assert told.flops == (len(copies) + 1) * inspect(text).flops
