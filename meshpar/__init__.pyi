@@ -1,12 +1,15 @@
 from .errors import (
     CheckpointError,
     ConfigError,
+    ContractError,
+    ContractWarning,
     DataError,
     MeshError,
     MeshparError,
     ProgramError,
     ShardingError,
 )
+from .inspection.contract import Contract
 from .inspection.hlo import Collective, collectives, total_sent_bytes
 from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
@@ -30,6 +33,9 @@ __all__ = [
     "CheckpointError",
     "Collective",
     "ConfigError",
+    "Contract",
+    "ContractError",
+    "ContractWarning",
     "DataError",
     "Inspection",
     "Lion",

@@ -198,7 +198,7 @@ def _expand(annotation: Any, data: Any) -> Any:
     model = _chosen(annotation, data)
     if model is None:
         return data
-    if model.shorthand and not isinstance(data, dict):
+    if model.shorthand and data is not None and not isinstance(data, dict):
         data = {model.shorthand: data}
     if not isinstance(data, dict):
         return data

@@ -39,6 +39,14 @@ class ProgramError(MeshparError, ValueError):
     """The text of a compiled program could not be read completely."""
 
 
+class ContractError(MeshparError, ValueError):
+    """A compiled program does what its contract rules out."""
+
+
+class ContractWarning(UserWarning):
+    """A compiled program sends more than the closed form of its presets."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -15,15 +17,17 @@ from flax import nnx
 
 from meshpar import config
 from meshpar.config import Config
-from meshpar.errors import ConfigError, Problems
+from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems
 from meshpar.inspection import inspect as inspection
-from meshpar.inspection.inspect import Inspection
+from meshpar.inspection.contract import Contract, beyond
+from meshpar.inspection.inspect import Inspection, axes_name
 from meshpar.inspection.report import Report, report
 from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Model
 from meshpar.nn.describe import describe, functional
+from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
@@ -64,6 +68,8 @@ class Run(Config):
     num_steps: Positive
     num_microbatches: Positive = 1
     """A batch is computed in so many parts, one after the other; gradients are reduced once."""
+    expects: Contract | None = None
+    """What the compiled step may send and hold; it is refused if it goes beyond."""
     seed: Annotated[int, pydantic.Field(ge=0)] = 0
     run_dir: Path
     """Where metrics and checkpoints go. A run that finds a checkpoint there goes on from it."""
@@ -131,6 +137,44 @@ class Prepared:
     def compile_step(self) -> Step:
         return compile_step(self.step, self.placement, self.batch)
 
+    @property
+    def closed_form(self) -> Traffic | None:
+        """Bytes that a device sends in a step, by axes; None if the optimizer mixes elements."""
+        run, shape = self.run, self.mesh.shape
+        if not run.optim.elementwise:
+            return None
+        rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
+        model, recomputed = run.model, run.model.remat != "none"
+        activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, recomputed)
+        return step_traffic(self.placement.sharded, self.how, self._widths, activations, run.num_microbatches)
+
+    @property
+    def _widths(self) -> Widths:
+        params, compute = (np.dtype(name).itemsize for name in (self.run.precision.params, self.run.precision.compute))
+        # XLA's CPU compiler widens what travels in 16 bits.
+        on_cpu = jax.default_backend() == "cpu"
+        return Widths(params, max(compute, 4) if on_cpu else compute, max(compute, 4))
+
+    def inspect(self, step: Step) -> Inspection:
+        """Reads a compiled step, and holds it to the run's contract.
+
+        Raises:
+          ContractError: lists all that goes beyond `expects`.
+
+        Warns:
+          ContractWarning: the manual lowering sends more than its closed form.
+        """
+        told = inspection.inspect(step.compiled, self.mesh)  # pyright: ignore
+        passes = self.run.model.num_layers * self.run.num_microbatches
+        if self.run.expects:
+            broken = self.run.expects.check(told, self.closed_form, passes)
+            broken.raise_any(ContractError, "the compiled step breaks its contract:")
+        if self.how.manual and self.closed_form is not None and (more := beyond(told, self.closed_form)):
+            text = "\n".join(["the step sends more than the closed form of its presets:", *map(str, more.found)])
+            warnings.warn(text, ContractWarning, stacklevel=2)
+        form = {axes_name(axes): round(bytes_) for axes, bytes_ in (self.closed_form or {}).items()}
+        return replace(told, closed_form=form or None)
+
     def compile_evaluation(self) -> Evaluation:
         return compile_evaluation(self.objective, self.how, self.placement, self.batch)
 
@@ -182,9 +226,13 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
 
 
 def inspect(run: Run) -> Inspection:
-    """What the run's step communicates, computes and holds, from its compiled program; nothing is allocated."""
+    """What the run's step communicates, computes and holds, from its compiled program; nothing is allocated.
+
+    Raises:
+      ContractError: the step goes beyond what the run expects.
+    """
     prepared = prepare(run)
-    return inspection.inspect(prepared.compile_step().compiled, prepared.mesh)
+    return prepared.inspect(prepared.compile_step())
 
 
 def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: Path | None = None) -> TrainState:
@@ -201,6 +249,7 @@ def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: 
         step, evaluate, init = prepared.compile_step(), prepared.compile_evaluation(), prepared.compile_init()
         if dump_hlo:
             dump_hlo.write_text(step.text)
+        prepared.inspect(step)
         state = init() if saved.latest() is None else saved.restore(prepared.placement.structs)
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,

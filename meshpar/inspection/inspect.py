@@ -6,6 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from itertools import groupby
 from typing import Any
 
@@ -34,6 +35,7 @@ class Inspection:
       memory: what it holds.
       largest: the largest arguments and temporaries.
       opaque: targets of custom calls, into which nobody sees.
+      closed_form: bytes over each combination of axes, as the presets of a run say; None if they do not.
     """
 
     axes: dict[str, int]
@@ -42,14 +44,15 @@ class Inspection:
     memory: Memory
     largest: tuple[Held, ...]
     opaque: tuple[str, ...]
+    closed_form: dict[str, int] | None = None
 
     @property
     def bytes_per_axis(self) -> dict[str, int]:
         """Bytes sent over each combination of axes, as `fsdp, tensor`; `unknown axes` where no mesh names them."""
-        sent: dict[str, int] = defaultdict(int)
+        sent: dict[str, Fraction] = defaultdict(Fraction)
         for one in self.collectives:
-            sent[_axes(one)] += round(one.times * one.sent_bytes)
-        return dict(sent)
+            sent[axes_name(one.axes)] += one.times * one.sent_bytes
+        return {axes: round(bytes_) for axes, bytes_ in sent.items()}
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -57,6 +60,7 @@ class Inspection:
             "mesh": self.axes,
             "sent_bytes": round(total_sent_bytes(self.collectives)),
             "sent_bytes_per_axis": self.bytes_per_axis,
+            "closed_form_per_axis": self.closed_form,
             "collectives": [_entry(one) for one in self.collectives],
             "flops": self.flops,
             "memory": asdict(self.memory) | {"total": self.memory.total},
@@ -66,7 +70,12 @@ class Inspection:
 
     def __str__(self) -> str:
         parts = [f"mesh: {describe_sizes(self.axes)}"] if self.axes else []
-        parts += [_communication(self.collectives), f"matrix products: {self.flops:,} FLOPs", _memory(self.memory)]
+        parts += [
+            _communication(self.collectives),
+            _per_axis(self.bytes_per_axis, self.closed_form),
+            f"matrix products: {self.flops:,} FLOPs",
+            _memory(self.memory),
+        ]
         parts += [_largest([held for held in self.largest if held.is_argument], "largest arguments")]
         parts += [_largest([held for held in self.largest if not held.is_argument], "largest temporaries")]
         parts += [f"custom calls, whose insides nobody sees: {', '.join(self.opaque)}"] if self.opaque else []
@@ -122,7 +131,7 @@ def _entry(one: Collective) -> dict[str, Any]:
 
 def _communication(found: Iterable[Collective]) -> str:
     """A line for each place in the code that communicates, most bytes first."""
-    place = lambda one: (one.kind, _axes(one), one.source, " in a branch" * bool(one.branches))
+    place = lambda one: (one.kind, axes_name(one.axes), one.source, " in a branch" * bool(one.branches))
     groups = [(key, list(group)) for key, group in groupby(sorted(found, key=place), place)]
     groups.sort(key=lambda group: total_sent_bytes(group[1]), reverse=True)
     rows = [
@@ -132,12 +141,20 @@ def _communication(found: Iterable[Collective]) -> str:
             f"{sum(one.times for one in group)}x",
             human_bytes(float(total_sent_bytes(group))),
             _what(group),
-            _short(source),
+            short_source(source),
         ]
         for (kind, axes, source, branch), group in groups
     ]
     total = human_bytes(float(sum(total_sent_bytes(group) for _, group in groups)))
     return f"sends {total}\n" + _table(["", "axes", "times", "bytes", "what", "where"], rows)
+
+
+def _per_axis(sent: dict[str, int], closed_form: dict[str, int] | None) -> str:
+    form = closed_form or {}
+    rows = [[axes, f"{sent.get(axes, 0):,}", f"{form.get(axes, 0):,}"] for axes in dict.fromkeys([*sent, *form])]
+    return _table(
+        ["over", "bytes", "closed form"] if closed_form else ["over", "bytes"], [r[: 2 + bool(form)] for r in rows]
+    )
 
 
 def _memory(held: Memory) -> str:
@@ -149,7 +166,7 @@ def _memory(held: Memory) -> str:
 
 
 def _largest(arrays: list[Held], title: str) -> str:
-    rows = [[human_bytes(one.num_bytes), one.array, one.name, _short(one.source)] for one in arrays]
+    rows = [[human_bytes(one.num_bytes), one.array, one.name, short_source(one.source)] for one in arrays]
     return f"{title}\n{_table(None, rows)}"
 
 
@@ -161,11 +178,12 @@ def _what(group: list[Collective]) -> str:
     return ", ".join(names[:1]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _axes(one: Collective) -> str:
-    return "unknown axes" if one.axes is None else ", ".join(one.axes) or "none"
+def axes_name(axes: tuple[str, ...] | None) -> str:
+    """`fsdp, tensor`; axes are unknown where no mesh names them."""
+    return "unknown axes" if axes is None else ", ".join(axes) or "none"
 
 
-def _short(source: str) -> str:
+def short_source(source: str) -> str:
     """The file as seen from here, or by its last two names."""
     here = os.getcwd() + os.sep
     return source.removeprefix(here) if source.startswith(here) else "/".join(source.split("/")[-2:])

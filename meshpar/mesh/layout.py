@@ -54,35 +54,40 @@ class MeshLayout(AxisSizes):
     4
     """
 
-    dcn: AxisSizes = AxisSizes()
+    dcn: AxisSizes | None = None
+    """Sizes across slices; default: there is one slice."""
+
+    @property
+    def _across(self) -> dict[str, int]:
+        return (self.dcn or AxisSizes()).sizes
 
     def resolved(self, num_devices: int) -> dict[str, int]:
         """The size of every axis inside a slice, -1 filled in, for `num_devices` in all slices together."""
-        across = math.prod(self.dcn.sizes.values())
+        across = math.prod(self._across.values())
         self._check(num_devices, across)
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
         return {a: num_devices // across // fixed if s == -1 else s for a, s in self.sizes.items()}
 
     def requested(self) -> int | None:
         """The number of devices that the sizes multiply to; None if one of them is -1."""
-        product = math.prod(self.sizes.values()) * math.prod(self.dcn.sizes.values())
+        product = math.prod(self.sizes.values()) * math.prod(self._across.values())
         return product if product > 0 else None
 
     def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
         """The mesh over `devices` (default: all), neighbours on fast axes near to each other in hardware."""
         devices = jax.devices() if devices is None else devices
-        inside, across = self.resolved(len(devices)), self.dcn.sizes
+        inside, across = self.resolved(len(devices)), self._across
         return Mesh(_arrange(devices, tuple(inside.values()), tuple(across.values())), AXES, _AXIS_TYPES)
 
     def abstract(self, num_devices: int | None = None) -> AbstractMesh:
         """The mesh without devices: enough to resolve, explain, and trace."""
         inside = self.resolved(num_devices or self.requested() or 1)
-        sizes = tuple(inside[axis] * self.dcn.sizes[axis] for axis in AXES)
+        sizes = tuple(inside[axis] * self._across[axis] for axis in AXES)
         return AbstractMesh(sizes, AXES, axis_types=_AXIS_TYPES)
 
     def _check(self, num_devices: int, across: int) -> None:
         problems, sizes = Problems(), self.sizes
-        for axis, size in {**sizes, **{f"dcn.{a}": s for a, s in self.dcn.sizes.items()}}.items():
+        for axis, size in {**sizes, **{f"dcn.{a}": s for a, s in self._across.items()}}.items():
             if size == 0 or (size == -1 and axis not in sizes):
                 problems.add(f"mesh.{axis}", f"{size} is not a size", "a size of 1 or more")
         free = [axis for axis, size in sizes.items() if size == -1]
@@ -113,7 +118,7 @@ class MeshLayout(AxisSizes):
         return f"the sizes multiply to {fixed}, which leaves {num_devices - fixed} of {num_devices} devices idle"
 
     def __str__(self) -> str:
-        return describe_sizes({**self.sizes, **{f"dcn.{a}": s for a, s in self.dcn.sizes.items()}})
+        return describe_sizes({**self.sizes, **{f"dcn.{a}": s for a, s in self._across.items()}})
 
 
 def describe_sizes(sizes: dict[str, int]) -> str:

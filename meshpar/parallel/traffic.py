@@ -1,22 +1,61 @@
-"""The closed forms: bytes that a device sends in one step of the manual lowering.
+"""The closed forms: bytes that a device sends in one step of the manual lowering, by the axes that it sends over.
 
-They count what `parallel.data` and `parallel.tensor` say; the tests hold compiled programs to them, exactly.
-A collective over n devices with a whole buffer of S bytes sends (n-1)/n S a device if it is an all-gather or a
-reduce-scatter, and twice that if it is an all-reduce.
+They count what `parallel.data` and `parallel.tensor` say; compiled programs are held to them, exactly. A collective
+over n devices with a whole buffer of S bytes sends (n-1)/n S a device if it is an all-gather or a reduce-scatter, and
+twice that if it is an all-reduce.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from meshpar.mesh.layout import AXES
 from meshpar.parallel.data import summed_axes
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.tree import flatten_with_paths
 
-SCALAR_BYTES = 4
+Axes = tuple[str, ...]
+Traffic = dict[Axes, Fraction]
+"""Axes, in the order of the mesh -> bytes that a device sends over them."""
+Sums = defaultdict[Axes, Fraction]
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of an element in each of the precisions of a step.
+
+    Args:
+      params: of a stored parameter.
+      compute: of an activation, and of a parameter as it is gathered.
+      sums: of a gradient as it is reduced, of the loss: at least 4.
+    """
+
+    params: int
+    compute: int
+    sums: int
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a decoder's layers pass on, on one device in a whole step.
+
+    Args:
+      num_layers: blocks.
+      tokens: rows of the batch on one device, times the sequence.
+      width: the model's.
+      recomputed: whether the backward computes a block's residual stream again (any remat policy but `none`).
+    """
+
+    num_layers: int
+    tokens: int
+    width: int
+    recomputed: bool
 
 
 def share(n: int, whole_bytes: int | Fraction) -> Fraction:
@@ -28,48 +67,83 @@ def share(n: int, whole_bytes: int | Fraction) -> Fraction:
     return Fraction(n - 1, n) * whole_bytes
 
 
-def parameter_bytes(sharded: Any, how: Lowering, num_microbatches: int = 1) -> Fraction:
-    """Gathers of parameters and reductions of gradients: 2(n-1)/n P, or 3(n-1)/n P under ZeRO-3.
-
-    ZeRO-3 sends 2(n-1)/n of what lies outside the scanned layers: the backward of a table of embeddings does not
-    need it, and that of the output projection begins where its forward ends. (XLA moves their gather out of the
-    loop over microbatches, too.)
+def step_traffic(
+    sharded: Any, how: Lowering, widths: Widths, activations: Activations, num_microbatches: int = 1
+) -> Traffic:
+    """All that a step of a decoder sends, if its optimizer works element by element.
 
     Args:
-      sharded: tree of `Placement`, as sharded as the rules can make them.
+      sharded: tree of `Placement`, of the parameters, as sharded as the rules can make them.
     """
-    arrays = flatten_with_paths(sharded)
-    return sum((_one(placement, how, num_microbatches) for placement in arrays.values()), Fraction(0))
+    sent: Sums = defaultdict(Fraction)
+    for path, placement in flatten_with_paths(sharded).items():
+        again = _is_gathered_again(path, placement, activations.recomputed)
+        _add_parameter(sent, placement, how, widths, num_microbatches, again)
+    _add_activations(sent, how, widths, activations)
+    _add_scalars(sent, flatten_with_paths(sharded).values(), how, widths)
+    return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
-def _one(placement: Placement, how: Lowering, num_microbatches: int) -> Fraction:
-    n = _size(how, (axis for dim in placement.spec.dims for axis in how.storage(dim)))
-    copies = placement.copies(summed_axes(how))
-    passes = 2
-    if how.rules.zero_stage == 3:
-        passes = 3 * num_microbatches if "layers" in placement.spec.dims else 1 + num_microbatches
-    return passes * share(n, placement.local_bytes * n) + 2 * share(copies, placement.local_bytes)
+def _add_parameter(
+    sent: Sums, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, again: bool
+) -> None:
+    """Gathers of a parameter and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P under ZeRO-3."""
+    size, dims = math.prod(placement.local_shape), placement.spec.dims
+    stored = _ordered(axis for dim in dims for axis in how.storage(dim))
+    n, m = _size(how, stored), num_microbatches
+    gather, scatter = {
+        0: (0, 0),
+        1: (widths.params, widths.sums),
+        2: (widths.compute, widths.sums),
+        # XLA moves the gather of what lies outside the layers out of the loop over microbatches.
+        3: ((1 + again) * (m if "layers" in dims else 1) * widths.compute, m * widths.sums),
+    }[how.rules.zero_stage]
+    sent[stored] += share(n, size * n * (gather + scatter))
+    copies = tuple(a for a in _ordered(summed_axes(how)) if a not in sharding_axes([placement]))
+    sent[copies] += 2 * share(_size(how, copies), size * widths.sums)
+    if "kv_heads" in dims and how.axes("kv_heads") != how.axes("heads"):
+        # Each device of the query heads uses the whole key heads: their gradients are summed in each layer.
+        users = _ordered(set(how.axes("heads")) - set(summed_axes(how)))
+        sent[users] += 2 * m * share(_size(how, users), size * n * widths.compute)
 
 
-def tensor_bytes(how: Lowering, num_layers: int, rows: int, seq: int, width: int, itemsize: int) -> Fraction:
-    """Activations of a decoder: 8(t-1)/t X for each layer, X = b s d, with sequence parallelism or without.
+def _is_gathered_again(path: str, placement: Placement, recomputed: bool) -> bool:
+    """Whether the backward needs a parameter again under ZeRO-3, which forgets what it gathered.
+
+    Not outside the layers: the backward of a lookup does not need its table, and that of the output projection begins
+    where its forward ends. Not what is only added, unless the layer is computed again; and not its last bias even then.
+    """
+    if "layers" not in placement.spec.dims:
+        return False
+    return not path.endswith(".bias") or (recomputed and not path.endswith("down.bias"))
+
+
+def _add_activations(sent: Sums, how: Lowering, widths: Widths, of: Activations) -> None:
+    """8(t-1)/t X a layer, X = b s d, with sequence parallelism or without; two more for recomputing, or three.
 
     Embedding and output projection send 2(t-1)/t X each, the cross entropy three numbers for each token, twice.
-
-    Args:
-      rows: b, rows of the batch on one device.
-      itemsize: bytes of an activation's element.
     """
-    t = _size(how, how.axes("vocab"))
-    tokens = rows * seq
-    return (8 * num_layers + 4) * share(t, tokens * width * itemsize) + 2 * share(t, 3 * tokens * max(itemsize, 4))
+    stream = of.tokens * of.width * widths.compute
+    scattered = bool(how.axes("norm_seq"))
+    for dim in ("heads", "mlp"):
+        axes = _ordered(how.axes(dim))
+        again = of.recomputed * ((2 if dim == "heads" else 1) if scattered else (2 if dim == "heads" else 0))
+        sent[axes] += of.num_layers * (4 + again) * share(_size(how, axes), stream)
+    axes = _ordered(how.axes("vocab"))
+    sent[axes] += share(_size(how, axes), 4 * stream + 2 * 3 * of.tokens * widths.sums)
 
 
-def scalar_bytes(sharded: Any, how: Lowering) -> Fraction:
-    """The loss, the number of tokens, and the squares of the gradient's norm."""
-    norm = 2 * share(_size(how, sharding_axes(flatten_with_paths(sharded).values())), SCALAR_BYTES)
-    return 2 * share(_size(how, how.axes("batch")), 2 * SCALAR_BYTES) + norm
+def _add_scalars(sent: Sums, placements: Iterable[Placement], how: Lowering, widths: Widths) -> None:
+    """The loss and the number of tokens; the squares of the gradient's norm."""
+    batch, sharding = _ordered(how.axes("batch")), sharding_axes(placements)
+    sent[batch] += 2 * share(_size(how, batch), widths.sums + 4)
+    sent[sharding] += 2 * share(_size(how, sharding), widths.sums)
 
 
-def _size(how: Lowering, axes: Any) -> int:
+def _ordered(axes: Iterable[str]) -> Axes:
+    given = set(axes)
+    return tuple(axis for axis in AXES if axis in given)
+
+
+def _size(how: Lowering, axes: Iterable[str]) -> int:
     return math.prod(how.mesh.shape[axis] for axis in axes)

@@ -13,7 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,8 @@ class Matrix:
 
 
 class _Descent(Config):
+    elementwise: ClassVar[bool] = True
+    """Whether it updates each element by itself, so that on sharded state it communicates nothing."""
     lr: Positive
     """The peak learning rate."""
     schedule: Schedule = Constant()
@@ -159,6 +161,7 @@ class Muon(_Descent):
     Communication: XLA's choice, for the products of a sharded matrix with itself.
     """
 
+    elementwise: ClassVar = False
     kind: Literal["muon"] = "muon"
     momentum: Beta = 0.95
     nesterov: bool = True
@@ -225,6 +228,7 @@ class Adafactor(_Descent):
     Source: Shazeer and Stern 2018, arXiv:1804.04235. Memory: m + n for an m x n matrix, n for a vector.
     """
 
+    elementwise: ClassVar = False
     kind: Literal["adafactor"] = "adafactor"
     weight_decay: NonNegative = 0.0
     decay_exponent: Positive = 0.8

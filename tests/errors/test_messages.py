@@ -226,6 +226,14 @@ def test_a_path_that_no_parameter_has(meshpar):
     )
 
 
+def test_a_step_that_breaks_its_contract(meshpar):
+    code, _, said = meshpar("inspect", EXTRA, "expects={all_reduce: {axes: [data]}, reduce_scatter: {times: 0}}")
+    assert code == 2
+    assert said.startswith("meshpar: the compiled step breaks its contract:\n  expects.reduce_scatter.times\n    runs ")
+    assert "  expects.all_reduce.axes\n    runs over other axes than data:\n      all_reduce over tensor  2x  " in said
+    assert "Traceback" not in said
+
+
 def test_an_unknown_option_ends_with_2(meshpar):
     assert meshpar("train", "--devcies", "8")[0] == 2
 

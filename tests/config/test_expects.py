@@ -1,0 +1,21 @@
+"""`expects` in a config: both forms of a limit, and back to YAML."""
+
+from __future__ import annotations
+
+from meshpar.config import to_yaml
+from meshpar.inspection.contract import Allowed
+from meshpar.run import load
+from tests.config.test_configs import CONFIGS
+
+EXPECTS = (
+    "expects={all_to_all: 0, all_gather: {axes: [fsdp], per_layer: 2}, bytes_per_axis: {tensor: closed_form * 1.01}}"
+)
+
+
+def test_what_a_run_expects_comes_back_from_its_own_yaml(tmp_path):
+    run = load(CONFIGS[0], [EXPECTS])
+    assert run.expects is not None
+    assert run.expects.all_to_all == Allowed(times=0)
+    assert (run.expects.all_gather, run.expects.all_reduce) == (Allowed(axes=("fsdp",), per_layer=2), None)
+    (tmp_path / "again.yaml").write_text(to_yaml(run))
+    assert load(tmp_path / "again.yaml") == run

@@ -1,0 +1,155 @@
+"""Contracts: each limit, what a program that goes beyond it is told, and that the presets hold theirs unasked."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import pydantic
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshpar.errors import ContractError, ContractWarning
+from meshpar.inspection.contract import Allowed, Contract
+from meshpar.inspection.inspect import Inspection, inspect
+from meshpar.parallel import tensor
+from tests.program.test_bytes import prepared
+from tests.program.test_hlo import make_mesh
+
+
+def local(w: jax.Array, x: jax.Array) -> jax.Array:
+    x, _ = lax.scan(lambda x, layer: (x @ lax.all_gather(layer, "fsdp", tiled=True), None), x, w)
+    return lax.psum(lax.pcast(x, "tensor", to="varying"), "tensor")
+
+
+GATHER, SUM = (f"tests/program/test_contract.py:{local.__code__.co_firstlineno + line}" for line in (1, 2))
+
+
+@lru_cache
+def told() -> Inspection:
+    """Three layers of 256 bytes gathered over fsdp, 128 bytes sent for each; then a sum of 32 bytes over tensor."""
+    mesh, rows = make_mesh(), P(("data", "fsdp"))
+    step = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "fsdp"), rows), out_specs=rows)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 8, 8), (4, 8))]
+    return inspect(jax.jit(step).lower(*shapes).compile(), mesh)
+
+
+FORM = {("fsdp",): Fraction(384), ("tensor",): Fraction(32)}
+
+
+def broken(**contract) -> str:
+    return "\n".join(map(str, Contract(**contract).check(told(), FORM, layer_passes=3).found))
+
+
+@pytest.mark.parametrize(
+    "contract",
+    [
+        {},
+        {"all_gather": {"times": 3, "per_layer": 1, "axes": ["fsdp"]}, "all_to_all": {"times": 0}},
+        {"all_gather": {"axes": ["fsdp", "tensor"]}, "all_reduce": {"times": 1, "axes": ["tensor"]}},
+        {"bytes_per_axis": {"fsdp": 384, "tensor": "closed_form", "data": 0}},
+        {"bytes_per_axis": {"fsdp": "0.375KiB"}, "peak_bytes": "1MiB"},
+    ],
+)
+def test_a_program_that_keeps_its_contract_is_not_told_anything(contract):
+    assert broken(**contract) == ""
+
+
+REFUSED = {
+    "times": (
+        {"all_gather": {"times": 2}},
+        f"""\
+  expects.all_gather.times
+    runs 3 times, more than 2:
+      all_gather over fsdp  3x  384 B  w  {GATHER}""",
+    ),
+    "per_layer": (
+        {"all_gather": {"per_layer": 0}},
+        """\
+  expects.all_gather.per_layer
+    more than 0 in each of 3 passes of a layer:
+      w  3x""",
+    ),
+    "axes": (
+        {"all_reduce": {"axes": ["data"]}},
+        f"""\
+  expects.all_reduce.axes
+    runs over other axes than data:
+      all_reduce over tensor  1x  32 B  f32[1,8]  {SUM}""",
+    ),
+    "bytes": (
+        {"bytes_per_axis": {"tensor": "closed_form * 0.5", "fsdp": 383}},
+        f"""\
+  expects.bytes_per_axis.tensor
+    sends 32 bytes, more than 16 (closed_form * 0.5):
+      all_reduce over tensor  1x  32 B  f32[1,8]  {SUM}
+  expects.bytes_per_axis.fsdp
+    sends 384 bytes, more than 383:
+      all_gather over fsdp  3x  384 B  w  {GATHER}""",
+    ),
+}
+
+
+@pytest.mark.parametrize(("contract", "text"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_violation_names_collective_axis_bytes_tensor_and_line(contract, text):
+    assert broken(**contract) == text
+
+
+def test_a_step_that_holds_too_much_lists_its_largest_arrays():
+    lines = broken(peak_bytes="0.5KiB").splitlines()
+    assert lines[0] == "  expects.peak_bytes"
+    assert lines[1].endswith("more than 0.5KiB:")
+    assert lines[2] == "      384 B  f32[3,4,8]  w"
+    assert lines[3].startswith("      256 B  f32[8,8]  jit(local)/shard_map/while/body/")
+
+
+def test_without_a_closed_form_there_is_none_to_ask_for():
+    problems = Contract(bytes_per_axis={"fsdp": "closed_form"}).check(told(), None, 3)
+    assert "this step has no closed form: its optimizer mixes elements" in str(problems.found[0])
+
+
+@pytest.mark.parametrize(
+    ("contract", "said"),
+    [
+        ({"bytes_per_axis": {"tensr": 0}}, "the mesh has no axis 'tensr'"),
+        ({"all_gather": {"axes": ["tensr"]}}, "the mesh has no axis 'tensr'"),
+        ({"bytes_per_axis": {"tensor": "closed_form + 1"}}, "'closed_form \\+ 1' is no number of bytes"),
+        ({"peak_bytes": "40MB"}, "'40MB' is no number of bytes: 1000, 40MiB"),
+        ({"peak_bytes": "closed_form"}, "'closed_form' is no number of bytes"),
+    ],
+)
+def test_a_limit_that_cannot_be_read(contract, said):
+    with pytest.raises(pydantic.ValidationError, match=said):
+        Contract(**contract)
+
+
+# Of a run --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_refuses_a_step_that_breaks_what_it_expects():
+    run = prepared("zero3", expects=Contract(all_gather=Allowed(per_layer=1)))
+    with pytest.raises(ContractError, match=r"breaks its contract:\n  expects\.all_gather\.per_layer"):
+        run.inspect(run.compile_step())
+
+
+def test_every_run_is_held_to_its_closed_form(monkeypatch):
+    """A second reduction, which no type rules out and no number shows: three times the bytes, and the same loss."""
+    leave = tensor.leave
+    monkeypatch.setattr(
+        tensor, "leave", lambda y, dim: leave(y + 0 * leave(y, dim), dim) if dim == "mlp" else leave(y, dim)
+    )
+    run = prepared("tensor4")
+    with pytest.warns(ContractWarning, match=r"sends more than the closed form of its presets:\n  over tensor"):
+        run.inspect(run.compile_step())
+
+
+def test_gspmd_is_not_held_to_it_unless_it_is_asked():
+    run = prepared("zero3", "auto")
+    step = run.compile_step()
+    run.inspect(step)
+    asked = prepared("zero3", "auto", expects=Contract(bytes_per_axis={"fsdp": "closed_form * 1.1"}))
+    with pytest.raises(ContractError, match=r"more than [\d,]+ \(closed_form \* 1.1\)"):
+        asked.inspect(step)
