@@ -153,8 +153,11 @@ class Flow:
             yield from self._from_caller(one, value)
         elif one.opcode == "get-tuple-element":
             yield Value(here, one.operands[0], int(one.word("index")))
+        elif one.opcode.startswith(_COLLECTIVES) and one.opcode.endswith("-done"):
+            yield Value(here, one.operands[0], value.index)
         elif one.opcode == "tuple" or one.opcode.startswith(_COLLECTIVES):
-            yield Value(here, one.operands[value.index or 0])
+            number = value.index or 0
+            yield from (Value(here, name) for name in one.operands[number : number + 1])
         elif one.opcode in ("fusion", "call"):
             yield self._result(one.names(*_CALLS)[0], value.index)
         elif one.opcode == "while":

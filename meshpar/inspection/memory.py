@@ -71,8 +71,10 @@ def memory(program: Program, compiled: Compiled | None) -> Memory:
         arguments[".".join(argument_path(one).split(".")[:2])] += _bytes(one)
     stats = compiled.memory_analysis() if compiled is not None else None
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes if stats else 0
-    temporaries = stats.temp_size_in_bytes if stats else 0
-    return Memory(dict(arguments.most_common()), outputs, temporaries, _peak(compiled))
+    temporaries, peak = stats.temp_size_in_bytes if stats else 0, _peak(compiled)
+    if peak and not temporaries:  # as for TPUs
+        temporaries = max(0, peak - sum(arguments.values()) - outputs)
+    return Memory(dict(arguments.most_common()), outputs, temporaries, peak)
 
 
 def largest(program: Program, visits: Iterable[Visit], number: int) -> list[Held]:

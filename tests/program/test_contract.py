@@ -12,10 +12,12 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshpar.errors import ContractError, ContractWarning
+from meshpar.errors import ContractError, ContractWarning, ProgramError
 from meshpar.inspection.contract import Allowed, Contract
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.parallel import tensor
+from meshpar.run import _hold_to_contract
+from meshpar.train.step import Step
 from tests.program.test_bytes import prepared
 from tests.program.test_hlo import make_mesh
 
@@ -153,3 +155,15 @@ def test_gspmd_is_not_held_to_it_unless_it_is_asked():
     asked = prepared("zero3", "auto", expects=Contract(bytes_per_axis={"fsdp": "closed_form * 1.1"}))
     with pytest.raises(ContractError, match=r"more than [\d,]+ \(closed_form \* 1.1\)"):
         asked.inspect(step)
+
+
+@pytest.mark.parametrize("expects", [None, Contract()])
+def test_a_program_that_cannot_be_read_stops_only_a_run_that_expects_something(expects):
+    run, step = prepared("zero3", expects=expects), Step(Unreadable(), {})  # pyright: ignore
+    with pytest.raises(ProgramError) if expects else pytest.warns(ContractWarning, match="could not be held"):
+        _hold_to_contract(run, step)
+
+
+class Unreadable:
+    def as_text(self) -> str:
+        return "HloModule m"

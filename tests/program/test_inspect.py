@@ -53,7 +53,7 @@ def batched(x):
     [
         (matmul, 2 * 16**3),
         (nested, 15 * 2 * 16**3),
-        (convolved, 2 * 16 * 16 * 4 * 9),
+        (convolved, 2 * 4 * (14 * 3 + 2 * 2) ** 2),  # an edge has two of three rows
         (batched, 4 * 2 * 8**3),
         (lambda x: x + 1, 0),
     ],
@@ -90,7 +90,14 @@ ENTRY %main (p: bf16[8,16], w: bf16[16,32]) -> bf16[8,32] {
 
 
 def test_products_as_gpus_and_tpus_spell_them():
-    for text, flops, opaque in [(GPU, 2 * 4 * 8 * 16 * 32, ("my_kernel",)), (TPU, 2 * 8 * 16 * 32, ())]:
+    batched = (
+        TPU.replace("bf16[8,16]", "bf16[4,8,16]")
+        .replace("bf16[16,32]", "bf16[4,16,32]")
+        .replace("bf16[8,32]", "bf16[4,8,32]")
+    )
+    batched = batched.replace("dim_labels=bf_io->bf", "window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf")
+    one = 2 * 8 * 16 * 32
+    for text, flops, opaque in [(GPU, 4 * one, ("my_kernel",)), (TPU, one, ()), (batched, 4 * one, ())]:
         program = Program(text)
         visits = list(walk(program))
         assert (product_flops(program, visits), opaque_calls(visits)) == (flops, opaque)
