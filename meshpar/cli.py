@@ -73,13 +73,17 @@ def inspect(
     overrides: Overrides = None,
     devices: Devices = None,
     json: AsJson = False,
+    target: Annotated[
+        str | None, typer.Option(metavar="MACHINE", help="Compile for v5e:4x4, v5p:4x4x4, h100:4x8, ...")
+    ] = None,
 ) -> None:
     """Compiles the step of CONFIG and says what a device sends, computes and holds in it. Trains nothing."""
     from meshpar import run
 
     loaded = run.load(config, overrides or [])
-    run.simulate(loaded, devices)
-    told = run.inspect(loaded)
+    if target is None:
+        run.simulate(loaded, devices)
+    told = run.inspect(loaded, target)
     typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))
 
 

@@ -29,6 +29,8 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Model
 from meshpar.nn.describe import describe, functional
 from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic
+from meshpar.plan import targets
+from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
@@ -147,15 +149,17 @@ class Prepared:
         rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
         model, recomputed = run.model, run.model.remat != "none"
         activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, recomputed)
-        return step_traffic(self.placement.sharded, self.how, self._widths, activations, run.num_microbatches)
+        params, compute = (np.dtype(name).itemsize for name in (run.precision.params, run.precision.compute))
+        # XLA's CPU compiler widens what travels in 16 bits.
+        widths = Widths(params, max(compute, 4) if self._on_cpu else compute, max(compute, 4))
+        return step_traffic(
+            self.placement.sharded, self.how, widths, activations, run.num_microbatches, hoists=self._on_cpu
+        )
 
     @property
-    def _widths(self) -> Widths:
-        params, compute = (np.dtype(name).itemsize for name in (self.run.precision.params, self.run.precision.compute))
-        # XLA's CPU compiler widens what travels in 16 bits.
+    def _on_cpu(self) -> bool:
         devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else jax.devices()
-        on_cpu = devices[0].platform == "cpu"
-        return Widths(params, max(compute, 4) if on_cpu else compute, max(compute, 4))
+        return devices[0].platform == "cpu"
 
     def inspect(self, step: Step) -> Inspection:
         """Reads a compiled step, and holds it to the run's contract.
@@ -227,14 +231,23 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
     return told if path is None else told.only(path)
 
 
-def inspect(run: Run) -> Inspection:
+def inspect(run: Run, target: str | None = None) -> Inspection | Judgement:
     """What the run's step communicates, computes and holds, from its compiled program; nothing is allocated.
+
+    Args:
+      target: a machine that is not here, such as `v5e:16x16`; the step is compiled for it, and judged.
 
     Raises:
       ContractError: the step goes beyond what the run expects.
+      MeshError: there is no such machine, its compiler is not installed, or the step is too big to compile.
     """
-    prepared = prepare(run)
-    return prepared.inspect(prepared.compile_step())
+    if target is None:
+        prepared = prepare(run)
+        return prepared.inspect(prepared.compile_step())
+    process.compile_only()
+    machine = targets.parse(target)
+    prepared = prepare(run, run.mesh.build(machine.devices()))
+    return judge(prepared.inspect(compile_for(machine, prepared.compile_step)), machine, prepared.mesh)
 
 
 def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: Path | None = None) -> TrainState:

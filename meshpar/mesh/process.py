@@ -30,3 +30,12 @@ def simulate(num_devices: int) -> None:
             raise MeshError(
                 f"{num_devices} simulated devices were asked for after JAX had started with {jax.device_count()}"
             ) from None
+
+
+def compile_only() -> None:
+    """Lets JAX compile for machines that are not here: it must not look for them, and runs nothing."""
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # such programs cannot be read back

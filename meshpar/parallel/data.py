@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from meshpar.parallel.local import Axes, varying
@@ -29,6 +30,8 @@ from meshpar.parallel.precision import wide
 from meshpar.sharding.constrain import Lowering, manual
 
 Dims = tuple[str, ...]
+Stored = tuple[tuple[int, Axes], ...]
+"""(position of a dim, the axes over which it is stored), of those that are."""
 Policy = Callable[..., bool]
 _FREE = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "iota", "eq", "ge", "and"}
 
@@ -36,17 +39,19 @@ _FREE = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "iota", "eq", "g
 def gather_in_layer(params: Any, dims: Any) -> Any:
     """Gathers the parameters of one layer, where the layer uses them: ZeRO-3, else the identity.
 
-    `w[embed_f, mlp] -> w[embed, mlp]` for every dim that is stored over axes f.
+    `w[embed_f, mlp] -> w[embed, mlp]` for every dim that is stored over axes f, in the dtype of the computation.
 
     Args:
       params: any tree of local shards.
       dims: the same tree, of tuples of dim names.
 
-    Communication: all-gather forward, (n-1)/n of the bytes; the transpose is a reduce-scatter of the same
-      size, done in float32 at least.
+    Communication: all-gather forward, (n-1)/n of the bytes; the transpose is a reduce-scatter, in float32 at least.
+    Numerics: the gradient of a stored parameter is never rounded to the dtype of the computation.
     """
     how = manual()
-    return _gather(params, dims, how) if how and how.rules.zero_stage == 3 else params
+    if how is None or how.rules.zero_stage != 3:
+        return params
+    return jax.tree.map(lambda x, names: _whole(x, names, how), params, dims)
 
 
 def gathering_again(policy: Policy) -> Policy:
@@ -65,13 +70,18 @@ def gathering_again(policy: Policy) -> Policy:
 
 
 def enter(params: Any, dims: Any) -> Any:
-    """What the microbatches of a step compute with: once a step, before their loop.
+    """What the microbatches of a step compute with, in the dtype of the computation: once a step, before their loop.
 
     Communication: ZeRO-2's all-gather; else none.
     """
     how = _manual()
-    whole = _gather(params, dims, how) if how.rules.zero_stage == 2 else params
-    return jax.tree.map(lambda x: varying(x, summed_axes(how)), whole)
+
+    def one(x: jax.Array, names: Dims) -> jax.Array:
+        if how.rules.zero_stage == 3 and _stored(names, how):
+            return x  # cast where it is gathered
+        return _whole(x, names, how) if how.rules.zero_stage == 2 else x.astype(how.dtype or x.dtype)
+
+    return jax.tree.map(lambda x, names: varying(one(x, names), summed_axes(how)), params, dims)
 
 
 def reduce(grads: Any, dims: Any) -> Any:
@@ -95,46 +105,48 @@ def _manual() -> Lowering:
     return how
 
 
-def _gather(params: Any, dims: Any, how: Lowering) -> Any:
-    def gather(x: jax.Array, names: Dims) -> jax.Array:
-        stored = tuple((i, how.storage(name)) for i, name in enumerate(names) if how.storage(name))
-        return _all_gather(x, stored) if stored else x
+def _stored(names: Dims, how: Lowering) -> Stored:
+    return tuple((i, how.storage(name)) for i, name in enumerate(names) if how.storage(name))
 
-    return jax.tree.map(gather, params, dims)
+
+def _whole(x: jax.Array, names: Dims, how: Lowering) -> jax.Array:
+    to, stored = np.dtype(how.dtype or x.dtype), _stored(names, how)
+    return _all_gather(x, stored, to, np.dtype(x.dtype)) if stored else x.astype(to)
 
 
 def _reduce_one(grad: jax.Array, names: Dims, how: Lowering) -> jax.Array:
-    stored = tuple((i, how.storage(name)) for i, name in enumerate(names) if how.storage(name))
     if how.rules.zero_stage in (1, 2):
-        grad = _reduce_scatter(grad, stored)
+        grad = _reduce_scatter(grad, _stored(names, how))
     sharded = {axis for name in names for axis in how.storage(name) + how.axes(name)}
     copies = tuple(axis for axis in summed_axes(how) if axis not in sharded)
     return lax.psum(grad, copies) if copies else grad
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _all_gather(x: jax.Array, stored: tuple[tuple[int, Axes], ...]) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _all_gather(x: jax.Array, stored: Stored, to: np.dtype, back: np.dtype) -> jax.Array:
+    """Gathers in dtype `to`; the gradient comes in `back`, that of x."""
+    x = x.astype(to)
     for dim, axes in stored:
         x = lax.all_gather(x, axes, axis=dim, tiled=True)
     return x
 
 
 def _is_all_gather(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether a policy is asked about `_all_gather`: the only custom_vjp that begins with a collective."""
+    """Whether a policy is asked about `_all_gather`: the only custom_vjp that ends with a collective."""
     if primitive.name != "custom_vjp_call":
         return False
-    return params["call_jaxpr"].eqns[0].primitive.name == "all_gather"
+    return params["call_jaxpr"].eqns[-1].primitive.name == "all_gather"
 
 
-def _all_gather_backward(stored: tuple[tuple[int, Axes], ...], _: None, grad: jax.Array) -> tuple[jax.Array]:
+def _all_gather_backward(stored: Stored, to: np.dtype, back: np.dtype, _: None, grad: jax.Array) -> tuple[jax.Array]:
     # bf16 has 8 bits: a sum over hundreds of devices wants more, whatever the forward travels in.
-    return (_reduce_scatter(wide(grad), stored).astype(grad.dtype),)
+    return (_reduce_scatter(wide(grad), stored).astype(back),)
 
 
-_all_gather.defvjp(lambda x, stored: (_all_gather(x, stored), None), _all_gather_backward)
+_all_gather.defvjp(lambda x, *how: (_all_gather(x, *how), None), _all_gather_backward)
 
 
-def _reduce_scatter(x: jax.Array, stored: tuple[tuple[int, Axes], ...]) -> jax.Array:
+def _reduce_scatter(x: jax.Array, stored: Stored) -> jax.Array:
     for dim, axes in reversed(stored):
         x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
     return x

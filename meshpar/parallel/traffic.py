@@ -68,26 +68,35 @@ def share(n: int, whole_bytes: int | Fraction) -> Fraction:
 
 
 def step_traffic(
-    sharded: Any, how: Lowering, widths: Widths, activations: Activations, num_microbatches: int = 1
+    sharded: Any,
+    how: Lowering,
+    widths: Widths,
+    activations: Activations,
+    num_microbatches: int = 1,
+    hoists: bool = True,
 ) -> Traffic:
     """All that a step of a decoder sends, if its optimizer works element by element.
 
     Args:
       sharded: tree of `Placement`, of the parameters, as sharded as the rules can make them.
+      hoists: whether the compiler moves ZeRO-3's gather of what lies outside the layers out of the loop over
+        microbatches, as XLA does for CPUs.
     """
     sent: Sums = defaultdict(Fraction)
     for path, placement in flatten_with_paths(sharded).items():
         again = _is_gathered_again(path, placement, activations.recomputed)
-        _add_parameter(sent, placement, how, widths, num_microbatches, again)
+        in_loop = "layers" in placement.spec.dims or not hoists
+        gathers = (1 + again) * (num_microbatches if in_loop else 1)
+        _add_parameter(sent, placement, how, widths, num_microbatches, gathers)
     _add_activations(sent, how, widths, activations)
     _add_scalars(sent, flatten_with_paths(sharded).values(), how, widths)
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
 def _add_parameter(
-    sent: Sums, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, again: bool
+    sent: Sums, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, gathers: int
 ) -> None:
-    """Gathers of a parameter and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P under ZeRO-3."""
+    """Gathers of a parameter (so many under ZeRO-3) and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P."""
     size, dims = math.prod(placement.local_shape), placement.spec.dims
     stored = _ordered(axis for dim in dims for axis in how.storage(dim))
     n, m = _size(how, stored), num_microbatches
@@ -95,8 +104,7 @@ def _add_parameter(
         0: (0, 0),
         1: (widths.params, widths.sums),
         2: (widths.compute, widths.sums),
-        # XLA moves the gather of what lies outside the layers out of the loop over microbatches.
-        3: ((1 + again) * (m if "layers" in dims else 1) * widths.compute, m * widths.sums),
+        3: (gathers * widths.compute, m * widths.sums),
     }[how.rules.zero_stage]
     sent[stored] += share(n, size * n * (gather + scatter))
     copies = tuple(a for a in _ordered(summed_axes(how)) if a not in sharding_axes([placement]))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -23,11 +24,16 @@ from meshpar.sharding.rules import AxisRules
 
 @dataclass(frozen=True)
 class Lowering:
-    """A mesh, the rules on it, and which of the two ways is being traced."""
+    """A mesh, the rules on it, and which of the two ways is being traced.
+
+    Args:
+      dtype: in which the model computes; None for that of the parameters.
+    """
 
     mesh: AnyMesh
     rules: AxisRules
     manual: bool
+    dtype: Any = None
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The live axes of an activation's dim."""

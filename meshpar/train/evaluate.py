@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,10 +28,10 @@ def compile_evaluation(
     dims = jax.tree.map(lambda p: p.spec.dims, placement.sharded)
 
     def local(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        with lowering(how):
+        with lowering(replace(how, dtype=objective.dtype)):
             if not how.manual:
                 return objective.loss(objective.cast(params), batch, None)
-            sums = objective.loss(data.enter(objective.cast(params), dims), batch, None)
+            sums = objective.loss(data.enter(params, dims), batch, None)
             return lax.psum(sums, how.axes("batch")) if how.axes("batch") else sums
 
     if how.manual:

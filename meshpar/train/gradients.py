@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -85,8 +85,8 @@ def manual(objective: Objective, how: Lowering, placement: StatePlacement) -> Ca
     pspecs = jax.tree.map(lambda p: p.pspec, placement.sharded)
 
     def local(params: Any, batch: Batch, step: jax.Array) -> Gradients:
-        with lowering(how):
-            entered = data.enter(objective.cast(params), dims)
+        with lowering(replace(how, dtype=objective.dtype)):
+            entered = data.enter(params, dims)
             total, tokens, grads = _accumulate(objective, entered, batch, step)
             total, tokens = _psum((total, tokens), how.axes("batch"))
             loss_mean, grads = _mean(total, tokens, data.reduce(grads, dims))

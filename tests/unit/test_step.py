@@ -14,6 +14,7 @@ from meshpar.run import Precision, Prepared, Run, prepare
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import SGD, Adafactor, AdamW, Lion, Muon
+from meshpar.train.step import with_rows
 from meshpar.tree import flatten_with_paths
 
 MODEL = Llama(num_layers=2, width=16, num_heads=4, mlp_width=32, vocab_size=32)
@@ -99,6 +100,16 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole():
     length, norm = moved(None)
     assert length == pytest.approx(norm, rel=1e-4)
     assert moved(norm / 4)[0] == pytest.approx(norm / 4, rel=1e-4)
+
+
+def test_a_sharded_parameters_gradient_is_not_rounded_to_the_dtype_of_the_computation():
+    """Else each microbatch would add one rounding. (And XLA's TPU compiler aborts on the cast back and forth.)"""
+    fsdp = {"mesh": MeshLayout(fsdp=8), "rules": AxisRules(preset=("fsdp",))}
+    run = prepared(precision=Precision(compute="bfloat16"), **fsdp)
+    got = jax.jit(lambda p, b: run.gradients(p, with_rows(b), 0))(run.compile_init()().params, batch_of(run))
+    sums = jax.tree.map(lambda g: np.asarray(g * got.tokens.astype(g.dtype)), got.grads)
+    fine = {path: (g.astype(jnp.bfloat16) != g).mean() for path, g in flatten_with_paths(sums).items()}
+    assert min(fine.values()) > 0.5, fine
 
 
 def test_bfloat16_computes_near_float32_and_stores_float32():

@@ -1,0 +1,98 @@
+"""Machines that are not here: their devices as the compilers know them, enough to compile a real program for.
+
+    v5e:16x16    a slice of TPU chips, by the dims of its torus
+    h100:64x8    64 hosts of 8 GPUs
+
+Nothing runs on such devices: programs are compiled, and judged by their text. TPUs need libtpu, GPUs the CUDA plugin;
+neither needs the hardware.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from jax.experimental import topologies
+
+from meshpar.errors import MeshError, nearest
+from meshpar.mesh.hardware import CHIPS, H100_FOR_XLA, Chip
+
+TPUS = {"v4": "TPU v4", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e", "tpu7x": "TPU7x"}
+GPUS = {"h100": "H100 SXM"}
+_CUDA = {"jax_cuda12_plugin", "jax_cuda13_plugin"}
+_FORM = re.compile(r"(?P<chip>\w+):(?P<shape>\d+(?:x\d+)*)$")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine to compile for.
+
+    Args:
+      text: as the user wrote it.
+      chip: what it is made of.
+      shape: chips along each dim of a TPU's torus; hosts and GPUs on each.
+
+    Raises:
+      MeshError: there is no such machine.
+
+    >>> parse("v5p:4x4x8").num_chips
+    128
+    """
+
+    text: str
+    chip: Chip
+    shape: tuple[int, ...]
+    is_tpu: bool
+
+    @property
+    def num_chips(self) -> int:
+        return math.prod(self.shape)
+
+    def devices(self) -> list[Any]:
+        """The JAX devices of the machine.
+
+        Raises:
+          MeshError: what compiles for it is not installed; or the compiler knows no such machine.
+        """
+        self._require_compiler()
+        try:
+            return list(self._topology().devices)
+        except Exception as error:
+            raise MeshError(f"--target {self.text}: the compiler knows no such machine: {_first_line(error)}") from None
+
+    def _require_compiler(self) -> None:
+        modules, extra = ({"libtpu"}, "tpu-target") if self.is_tpu else (_CUDA, "gpu-target")
+        if not any(map(find_spec, modules)):
+            fix = f"install it with: pip install 'meshpar[{extra}]'"
+            raise MeshError(f"--target {self.text} needs a compiler that is not here; {fix}")
+
+    def _topology(self) -> Any:
+        if not self.is_tpu:
+            hosts, gpus = [1, *self.shape][-2:]
+            topology = f"1x{hosts}x{gpus}"
+            return topologies.get_topology_desc("", platform="cuda", topology=topology, target_config=H100_FOR_XLA)
+        return topologies.get_topology_desc(self.text, "tpu")
+
+
+def parse(text: str) -> Target:
+    """Reads `v5e:16x16`."""
+    match = _FORM.match(text)
+    if not match:
+        raise MeshError(f"--target {text}: not a machine; write chip:shape, as in v5e:4x4, v5p:4x4x4 or h100:4x8")
+    known = TPUS | GPUS
+    if match["chip"] not in known:
+        near = nearest(match["chip"], known)
+        meant = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
+        raise MeshError(f"--target {text}: no chip is called {match['chip']!r}; {meant}")
+    chip = next(chip for chip in CHIPS if chip.name == known[match["chip"]])
+    shape = tuple(int(size) for size in match["shape"].split("x"))
+    if match["chip"] in GPUS and len(shape) > 2:
+        raise MeshError(f"--target {text}: write hosts x GPUs on each, as in {match['chip']}:4x8")
+    return Target(text, chip, shape, match["chip"] in TPUS)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
