@@ -140,7 +140,7 @@ class Prepared:
     def compile_step(self) -> Step:
         return compile_step(self.step, self.placement, self.batch)
 
-    @property
+    @cached_property
     def closed_form(self) -> Traffic | None:
         """Bytes that a device sends in a step, by axes; None if the optimizer mixes elements."""
         run, shape = self.run, self.mesh.shape

@@ -170,10 +170,8 @@ class Flow:
 
     def _from_caller(self, one: Instruction, value: Value) -> Iterator[Value]:
         for caller in self._callers[value.computation]:
-            if caller.opcode == "while":
-                yield Value(caller.computation, caller.operands[0], value.index)
-            else:
-                yield Value(caller.computation, caller.operands[_number(one)], value.index)
+            number = 0 if caller.opcode == "while" else _number(one)
+            yield from (Value(caller.computation, name, value.index) for name in caller.operands[number : number + 1])
 
     def _same_size(self, one: Instruction, name: str) -> bool:
         operand = self.program.computation(one.computation).get(name)
