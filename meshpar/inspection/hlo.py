@@ -89,24 +89,25 @@ class Collective:
         return (2 if self.kind == "all_reduce" else 1) * Fraction(n - 1, n) * self.full_bytes
 
 
-def collectives(compiled: Compiled | str | Program, mesh: AnyMesh | None = None) -> list[Collective]:
+def collectives(compiled: Compiled | str, mesh: AnyMesh | None = None) -> list[Collective]:
     """All collectives of an optimized program, in the order of its text from the entry on.
 
     Args:
-      compiled: the program, or its `as_text()`, or that already read.
+      compiled: the program, or its `as_text()`.
       mesh: the mesh it was compiled for, which names the axes of the groups.
 
     Raises:
       ProgramError: lists every collective in the text that was not counted: of an unknown kind or form, out of
         reach of the entry, or in a loop of unknown length.
     """
-    if isinstance(compiled, Program):
-        program = compiled
-    else:
-        program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
+    program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
+    return collectives_of(program, list(walk(program)), mesh)
+
+
+def collectives_of(program: Program, visits: list[Visit], mesh: AnyMesh | None) -> list[Collective]:
+    """The same, of a program that was read and walked already."""
     if mesh is not None and mesh.size != program.num_devices:
         raise ProgramError(f"the program is for {program.num_devices} devices, the mesh has {mesh.size}")
-    visits = list(walk(program))
     found = [(visit, kind) for visit in visits if (kind := _kind(visit.instruction))]
     _require_all_counted(program, visits, [visit for visit, _ in found])
     flow = Flow(program)

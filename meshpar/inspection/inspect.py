@@ -13,7 +13,7 @@ from typing import Any
 from jax.stages import Compiled
 
 from meshpar.inspection.flops import opaque_calls, product_flops
-from meshpar.inspection.hlo import Collective, collectives, total_sent_bytes
+from meshpar.inspection.hlo import Collective, collectives_of, total_sent_bytes
 from meshpar.inspection.memory import Held, Memory, largest, memory
 from meshpar.inspection.program import Program
 from meshpar.inspection.walk import walk
@@ -103,7 +103,7 @@ def inspect(compiled: Compiled | str, mesh: AnyMesh | None = None) -> Inspection
     visits = list(walk(program))
     return Inspection(
         axes={} if mesh is None else dict(mesh.shape),
-        collectives=tuple(collectives(program, mesh)),
+        collectives=tuple(collectives_of(program, visits, mesh)),
         flops=product_flops(program, visits),
         memory=memory(program, None if isinstance(compiled, str) else compiled),
         largest=tuple(largest(program, visits, NUM_LARGEST)),

@@ -98,6 +98,8 @@ class Instruction:
 
     def names(self, *attributes: str) -> list[str]:
         """The computations that these attributes name: `body=%b`, `branch_computations={%b0, %b1}`."""
+        if not any(f"{attribute}=" in self.rest for attribute in attributes):
+            return []  # most lines call nothing
         found = re.findall(rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|[%\w.\-]+)", self.attributes)
         return re.findall(r"[\w.\-]+", " ".join(found))
 
