@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
@@ -34,16 +34,17 @@ from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
+from meshpar.sharding.spec import ArraySpec
 from meshpar.train.checkpoint import checkpoints
 from meshpar.train.data import Data
-from meshpar.train.evaluate import Evaluation, compile_evaluation
-from meshpar.train.gradients import Gradients, Objective, auto, manual
 from meshpar.train.loop import Loop
-from meshpar.train.loss import Batch, next_token_loss
+from meshpar.train.loss import next_token_loss
 from meshpar.train.metrics import flops_per_token, recorder
 from meshpar.train.optim import Optimizer
-from meshpar.train.state import StatePlacement, TrainState, compile_init, place
-from meshpar.train.step import Metrics, Step, Update, batch_structs, compile_step, step_function
+from meshpar.train.packing import ARRAYS
+from meshpar.train.state import TrainState
+from meshpar.train.step import Step, Update
+from meshpar.train.training import Training
 from meshpar.tree import flatten_with_paths
 
 Positive = Annotated[int, pydantic.Field(gt=0)]
@@ -83,62 +84,11 @@ class Run(Config):
     """Steps between checkpoints; default: only at the end."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A run, worked out as far as it goes without a device: each property is one stage of the flow."""
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Training):
+    """A run's training, and what the run's presets say of its step."""
 
     run: Run
-    mesh: AnyMesh
-
-    @cached_property
-    def model(self) -> nnx.Module:
-        """The model, abstract."""
-        return nnx.eval_shape(lambda: self.run.model.build(nnx.Rngs(0)))
-
-    @cached_property
-    def specs(self) -> Any:
-        """The parameters, as they are stored."""
-        dtype = np.dtype(self.run.precision.params)
-        return jax.tree.map(lambda spec: replace(spec, dtype=dtype), describe(self.model))
-
-    @cached_property
-    def update(self) -> Update:
-        optim, num_steps = self.run.optim, self.run.num_steps
-        tx = optim.build(num_steps, jax.tree.map(lambda spec: spec.dims, self.specs))
-        return Update(tx, optim.clip_norm, optim.learning_rate(num_steps))
-
-    @cached_property
-    def placement(self) -> StatePlacement:
-        return place(self.specs, self.run.rules, self.mesh, self.update.tx)
-
-    @cached_property
-    def how(self) -> Lowering:
-        return Lowering(self.mesh, self.run.rules, manual=self.run.lowering == "manual")
-
-    @cached_property
-    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return batch_structs(self.how, self.run.data.batch_size, self.run.data.seq_len)
-
-    @cached_property
-    def objective(self) -> Objective:
-        run = self.run
-        loss = next_token_loss(functional(self.model), run.model.vocab_size)
-        key = partial(_step_key, run.seed) if run.model.dropout else lambda step: None
-        return Objective(loss, key, run.num_microbatches, np.dtype(run.precision.compute))
-
-    @property
-    def gradients(self) -> Callable[..., Gradients]:
-        if self.how.manual:
-            return manual(self.objective, self.how, self.placement)
-        return auto(self.objective, self.how)
-
-    @property
-    def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-        """The step, not yet compiled."""
-        return step_function(self.gradients, self.update, self.placement)
-
-    def compile_step(self) -> Step:
-        return compile_step(self.step, self.placement, self.batch)
 
     @cached_property
     def closed_form(self) -> Traffic | None:
@@ -181,15 +131,6 @@ class Prepared:
         form = {axes_name(axes): round(bytes_) for axes, bytes_ in (self.closed_form or {}).items()}
         return replace(told, closed_form=form or None)
 
-    def compile_evaluation(self) -> Evaluation:
-        return compile_evaluation(self.objective, self.how, self.placement, self.batch)
-
-    def compile_init(self) -> Callable[[], TrainState]:
-        def params(key: jax.Array) -> Any:
-            return nnx.to_pure_dict(nnx.state(self.run.model.build(nnx.Rngs(key)), nnx.Param))
-
-        return compile_init(params, self.update.tx, self.placement, self.run.seed)
-
 
 def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
     """Checks what can be checked before anything is compiled.
@@ -200,10 +141,33 @@ def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
     Raises:
       ConfigError, MeshError, ShardingError: with all problems of their kind.
     """
-    prepared = Prepared(run, run.mesh.build() if mesh is None else mesh)
-    _check(prepared)
+    mesh = run.mesh.build() if mesh is None else mesh
+    _check(run, mesh)
+    prepared = _prepared(run, mesh)
     _ = prepared.placement
     return prepared
+
+
+def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
+    model = nnx.eval_shape(lambda: run.model.build(nnx.Rngs(0)))
+    dtype, shape = np.dtype(run.precision.params), (run.data.batch_size, run.data.seq_len)
+    specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), describe(model))
+    tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, specs))
+    return Prepared(
+        run=run,
+        specs=specs,
+        init=lambda key: nnx.to_pure_dict(nnx.state(run.model.build(nnx.Rngs(key)), nnx.Param)),
+        loss=next_token_loss(functional(model), run.model.vocab_size),
+        update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps)),
+        batch_specs={name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS},
+        mesh=mesh,
+        rules=run.rules,
+        manual=run.lowering == "manual",
+        key=partial(_step_key, run.seed) if run.model.dropout else None,
+        dtype=np.dtype(run.precision.compute),
+        seed=run.seed,
+        num_microbatches=run.num_microbatches,
+    )
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Run:
@@ -295,15 +259,15 @@ def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
     return lambda tokens_per_s: tokens_per_s * flops / (chip.flops * prepared.mesh.size)
 
 
-def _check(prepared: Prepared) -> None:
-    run, problems = prepared.run, Problems()
-    rows = int(np.prod([prepared.mesh.shape[a] for a in prepared.how.axes("batch")])) * run.num_microbatches
+def _check(run: Run, mesh: AnyMesh) -> None:
+    how, problems = Lowering(mesh, run.rules, run.lowering == "manual"), Problems()
+    rows = math.prod(mesh.shape[axis] for axis in how.axes("batch")) * run.num_microbatches
     if run.data.batch_size % rows:
         what = f"{run.data.batch_size} rows cannot be cut into {rows} equal parts"
         parts = f"({rows // run.num_microbatches} devices x {run.num_microbatches} microbatches)"
         problems.add("data.batch_size", f"{what} {parts}", f"a multiple of {rows}")
     for dim in ("seq", "norm_seq"):
-        shards = int(np.prod([prepared.mesh.shape[a] for a in prepared.how.axes(dim)]))
+        shards = math.prod(mesh.shape[axis] for axis in how.axes(dim))
         if run.data.seq_len % shards:
             problems.add(
                 "data.seq_len",

@@ -51,11 +51,11 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int = 2):
-        import orbax.checkpoint as ocp
-
         self.directory = directory.absolute()
         self.keep = keep
         _check_writable(self.directory)
+        import orbax.checkpoint as ocp  # slow, so not before the folder is known to be good
+
         self._orbax = ocp.StandardCheckpointer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None

@@ -37,7 +37,7 @@ def compile_evaluation(
     if how.manual:
         pspecs = jax.tree.map(lambda p: p.pspec, placement.params)
         local = jax.shard_map(
-            local, mesh=how.mesh, in_specs=(pspecs, batch_pspecs(how)), out_specs=PartitionSpec(), check_vma=True
+            local, mesh=how.mesh, in_specs=(pspecs, batch_pspecs(how, batch)), out_specs=PartitionSpec(), check_vma=True
         )
 
     def evaluate(params: Any, batch: Batch) -> dict[str, jax.Array]:

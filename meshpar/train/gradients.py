@@ -76,8 +76,13 @@ def auto(objective: Objective, how: Lowering | None) -> Callable[..., Gradients]
     return gradients
 
 
-def manual(objective: Objective, how: Lowering, placement: StatePlacement) -> Callable[..., Gradients]:
+def manual(
+    objective: Objective, how: Lowering, placement: StatePlacement, batch: dict[str, jax.ShapeDtypeStruct]
+) -> Callable[..., Gradients]:
     """(params, batch, step) -> `Gradients`, in one `shard_map` over all axes: communication is what it says.
+
+    Args:
+      batch: the arrays of a batch, with shardings; without `rows`.
 
     Communication: that of `parallel.data` and `parallel.tensor`, and all-reduces of the scalars.
     """
@@ -95,16 +100,15 @@ def manual(objective: Objective, how: Lowering, placement: StatePlacement) -> Ca
     scalar = PartitionSpec()
     return jax.shard_map(
         local, mesh=how.mesh,
-        in_specs=(jax.tree.map(lambda p: p.pspec, placement.params), batch_pspecs(how), scalar),
+        in_specs=(jax.tree.map(lambda p: p.pspec, placement.params), batch_pspecs(how, batch), scalar),
         out_specs=Gradients(scalar, scalar, scalar, pspecs), check_vma=True,  # pyright: ignore
     )  # fmt: skip
 
 
-def batch_pspecs(how: Lowering) -> dict[str, PartitionSpec]:
-    """How the arrays of a batch are sharded."""
-    rows, seq = how.axes("batch") or None, how.axes("seq") or None
-    per_token = dict.fromkeys(("tokens", "targets", "positions", "segments"), PartitionSpec(rows, seq))
-    return per_token | {"rows": PartitionSpec(rows)}
+def batch_pspecs(how: Lowering, batch: dict[str, jax.ShapeDtypeStruct]) -> dict[str, PartitionSpec]:
+    """How the arrays of a batch are sharded, and the indices of its rows."""
+    given = {name: struct.sharding.spec for name, struct in batch.items()}  # pyright: ignore
+    return given | {"rows": PartitionSpec(how.axes("batch") or None)}
 
 
 Sums = tuple[jax.Array, jax.Array, Any]

@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
+ARRAYS = ("tokens", "targets", "segments", "positions")
+"""The arrays of a batch, int32[batch, seq] each; see `Rows.batch`."""
 Batch = dict[str, np.ndarray]
-"""int32[batch, seq] each: `tokens`, `targets`, `segments`, `positions`; see `Rows.batch`."""
 
 
 @dataclass(frozen=True)

@@ -134,12 +134,17 @@ def _subsequence(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int, ...]
 
 
 def compile_init(
-    init_params: Callable[[jax.Array], Any], tx: optax.GradientTransformation, placement: StatePlacement, seed: int
+    init_params: Callable[[jax.Array], Any],
+    tx: optax.GradientTransformation,
+    placement: StatePlacement,
+    seed: int,
+    options: Any = None,
 ) -> Callable[[], TrainState]:
     """A compiled function that makes the first state, each device its own shard and no more.
 
     Args:
       init_params: key -> params.
+      options: the compiler's.
 
     Communication: none: JAX's random numbers are a function of the element's position.
     """
@@ -151,4 +156,4 @@ def compile_init(
         params = jax.lax.with_sharding_constraint(params, shardings(structs(placement.sharded)))
         return TrainState(jnp.int32(0), params, tx.init(params), jnp.int32(0))
 
-    return jax.jit(init, out_shardings=shardings(target)).lower().compile()
+    return jax.jit(init, out_shardings=shardings(target)).lower().compile(compiler_options=options)

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.train.gradients import Gradients, batch_pspecs
+from meshpar.sharding.constrain import Lowering
+from meshpar.sharding.spec import ArraySpec
+from meshpar.train.gradients import Gradients
 from meshpar.train.loss import Batch
 from meshpar.train.state import StatePlacement, TrainState, shardings, structs
 
@@ -116,13 +118,15 @@ def compile_step(step: Callable[..., Any], placement: StatePlacement, batch: dic
 
 def with_rows(batch: Batch) -> Batch:
     """The batch, and the index of each row: what dropout derives its masks from."""
-    return batch | {"rows": jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32)}
+    num_rows = next(iter(batch.values())).shape[0]
+    return batch | {"rows": jnp.arange(num_rows, dtype=jnp.int32)}
 
 
-def batch_structs(how: Any, batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a batch, int32 [batch, seq], as structs with shardings."""
-    pspecs = {name: spec for name, spec in batch_pspecs(how).items() if name != "rows"}
-    return {
-        name: jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32, sharding=NamedSharding(how.mesh, spec))
-        for name, spec in pspecs.items()
-    }
+def batch_structs(how: Lowering, specs: dict[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a batch as structs, each sharded as the rules say of its dims."""
+
+    def one(spec: ArraySpec) -> jax.ShapeDtypeStruct:
+        pspec = PartitionSpec(*(how.axes(dim) or None for dim in spec.dims))
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(how.mesh, pspec))  # pyright: ignore
+
+    return {name: one(spec) for name, spec in specs.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def as_nobody(tmp_path: Path) -> Iterator[None]:
         return
     for path in [tmp_path, *tmp_path.rglob("*")]:
         os.chown(path, NOBODY, NOBODY)
-    for folder in [tmp_path.parent, tmp_path.parent.parent]:
+    for folder in [parent for parent in tmp_path.parents if not parent.stat().st_mode & stat.S_IXOTH]:
         folder.chmod(0o711)
     os.seteuid(NOBODY)
     yield

@@ -1,0 +1,91 @@
+"""A training: a loss, an optimizer and a mesh, worked out as far as it goes without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.sharding.constrain import Lowering
+from meshpar.sharding.resolve import AnyMesh
+from meshpar.sharding.rules import AxisRules
+from meshpar.sharding.spec import ArraySpec
+from meshpar.train.evaluate import Evaluation, compile_evaluation
+from meshpar.train.gradients import Gradients, Objective, auto, manual
+from meshpar.train.loss import Batch, Loss
+from meshpar.train.state import StatePlacement, TrainState, compile_init, place
+from meshpar.train.step import Metrics, Step, Update, batch_structs, compile_step, step_function
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a step computes, and where: the same declaration on another mesh is `replace(training, mesh=...)`.
+
+    Args:
+      specs: tree of `ArraySpec`, of the parameters as they are stored.
+      init: key -> the first parameters, of any dtype.
+      loss: (params, batch, key) -> (sum, count) over the rows at hand.
+      update: the optimizer.
+      batch_specs: name -> `ArraySpec` of an array of a batch; its first dim is `batch`.
+      mesh: real or abstract.
+      rules: dim -> axes.
+      manual: whether the step is one `shard_map`, for a loss that is written for local shards; else GSPMD's.
+      key: step -> the step's random key; None where the loss draws nothing.
+      dtype: in which the loss is computed.
+      seed: of the first parameters.
+      num_microbatches: how many parts a batch is computed in, one after the other.
+    """
+
+    specs: Any
+    init: Callable[[jax.Array], Any]
+    loss: Loss
+    update: Update
+    batch_specs: dict[str, ArraySpec]
+    mesh: AnyMesh
+    rules: AxisRules
+    manual: bool = False
+    key: Callable[[jax.Array], jax.Array] | None = None
+    dtype: Any = jnp.float32
+    seed: int = 0
+    num_microbatches: int = 1
+
+    @cached_property
+    def placement(self) -> StatePlacement:
+        return place(self.specs, self.rules, self.mesh, self.update.tx)
+
+    @cached_property
+    def how(self) -> Lowering:
+        return Lowering(self.mesh, self.rules, self.manual)
+
+    @cached_property
+    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a batch, as structs with shardings."""
+        return batch_structs(self.how, self.batch_specs)
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.loss, self.key or (lambda step: None), self.num_microbatches, self.dtype)
+
+    @property
+    def gradients(self) -> Callable[..., Gradients]:
+        if self.manual:
+            return manual(self.objective, self.how, self.placement, self.batch)
+        return auto(self.objective, self.how)
+
+    @property
+    def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+        """The step, not yet compiled."""
+        return step_function(self.gradients, self.update, self.placement)
+
+    def compile_step(self) -> Step:
+        return compile_step(self.step, self.placement, self.batch)
+
+    def compile_evaluation(self) -> Evaluation:
+        return compile_evaluation(self.objective, self.how, self.placement, self.batch)
+
+    def compile_init(self, options: Any = None) -> Callable[[], TrainState]:
+        return compile_init(self.init, self.update.tx, self.placement, self.seed, options)
