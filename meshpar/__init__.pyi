@@ -7,6 +7,7 @@ from .errors import (
     MeshError,
     MeshparError,
     ProgramError,
+    ProofError,
     ShardingError,
 )
 from .inspection.contract import Contract
@@ -15,6 +16,8 @@ from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
+from .proof.prove import prove
+from .proof.verdict import Proof
 from .run import Prepared, Run, explain, fit, load, prepare
 from .sharding.constrain import constrain
 from .sharding.resolve import Placement, resolve
@@ -22,6 +25,7 @@ from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
 from .train.data import StandardLibrary, Synthetic, Text
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
+from .train.training import Training, training
 
 __all__ = [
     "GPT",
@@ -47,11 +51,14 @@ __all__ = [
     "Placement",
     "Prepared",
     "ProgramError",
+    "Proof",
+    "ProofError",
     "Run",
     "ShardingError",
     "StandardLibrary",
     "Synthetic",
     "Text",
+    "Training",
     "collectives",
     "constrain",
     "explain",
@@ -59,7 +66,9 @@ __all__ = [
     "inspect",
     "load",
     "prepare",
+    "prove",
     "resolve",
     "simulate",
     "total_sent_bytes",
+    "training",
 ]

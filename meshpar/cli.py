@@ -88,6 +88,21 @@ def inspect(
 
 
 @app.command()
+def prove(config: ConfigFile, overrides: Overrides = None, json: AsJson = False) -> None:
+    """Proves that CONFIG, made small, computes on its mesh what it does on one device; or says which axis is guilty."""
+    from meshpar import run
+    from meshpar.mesh import process
+    from meshpar.proof import prove as proof
+    from meshpar.proof.shrink import shrink
+
+    loaded = run.load(config, overrides or [])
+    process.simulate(shrink(loaded).mesh.requested() or 1)
+    told = proof.prove(loaded)
+    typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))
+    raise typer.Exit(0 if told.is_equal else 1)
+
+
+@app.command()
 def schema() -> None:
     """Prints the JSON schema of a config file, for editors."""
     from meshpar import config, run

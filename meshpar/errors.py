@@ -39,6 +39,10 @@ class ProgramError(MeshparError, ValueError):
     """The text of a compiled program could not be read completely."""
 
 
+class ProofError(MeshparError, ValueError):
+    """A training cannot be compared as closely as a proof needs."""
+
+
 class ContractError(MeshparError, ValueError):
     """A compiled program does what its contract rules out."""
 

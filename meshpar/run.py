@@ -44,7 +44,7 @@ from meshpar.train.optim import Optimizer
 from meshpar.train.packing import ARRAYS
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step, Update
-from meshpar.train.training import Training
+from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths
 
 Positive = Annotated[int, pydantic.Field(gt=0)]
@@ -163,7 +163,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         mesh=mesh,
         rules=run.rules,
         manual=run.lowering == "manual",
-        key=partial(_step_key, run.seed) if run.model.dropout else None,
+        key=partial(step_key, run.seed) if run.model.dropout else None,
         dtype=np.dtype(run.precision.compute),
         seed=run.seed,
         num_microbatches=run.num_microbatches,
@@ -281,7 +281,3 @@ def _check(run: Run, mesh: AnyMesh) -> None:
         problems.add("model.vocab_size", what, f"model.vocab_size={run.data.vocab_size}")
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
-
-
-def _step_key(seed: int, step: jax.Array) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(seed), step)

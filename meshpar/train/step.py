@@ -30,12 +30,12 @@ class Update:
     Args:
       tx: any Optax chain, without clipping.
       clip_norm: the largest norm of the whole gradient; None for no limit.
-      learning_rate: number of updates -> learning rate, to report it.
+      learning_rate: number of updates -> learning rate, to report it; None if it is not known.
     """
 
     tx: optax.GradientTransformation
-    clip_norm: float | None
-    learning_rate: Callable[[jax.Array], Any]
+    clip_norm: float | None = None
+    learning_rate: Callable[[jax.Array], Any] | None = None
 
     def __call__(self, state: TrainState, got: Gradients, sharded: Any) -> tuple[TrainState, Metrics]:
         """The next state; the present one, if loss or gradients are not finite."""
@@ -46,7 +46,6 @@ class Update:
         params = jax.lax.with_sharding_constraint(state.params, sharded)
         with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
             updates, opt_state = self.tx.update(grads, state.opt_state, params)
-            rate = jnp.asarray(self.learning_rate(state.step - state.skipped), jnp.float32)
         params = jax.lax.with_sharding_constraint(optax.apply_updates(params, updates), sharded)
         finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
         keep = lambda new, old: jnp.where(finite, new, old)
@@ -56,8 +55,14 @@ class Update:
             opt_state=jax.tree.map(keep, opt_state, state.opt_state),
             skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
         )
-        metrics = {"loss": got.loss, "grad_norm": got.norm, "tokens": got.tokens, "skipped": new.skipped, "lr": rate}
-        return new, metrics
+        metrics = {"loss": got.loss, "grad_norm": got.norm, "tokens": got.tokens, "skipped": new.skipped}
+        return new, metrics | self._rate(state)
+
+    def _rate(self, state: TrainState) -> Metrics:
+        if self.learning_rate is None:
+            return {}
+        with jax.numpy_dtype_promotion("standard"):
+            return {"lr": jnp.asarray(self.learning_rate(state.step - state.skipped), jnp.float32)}
 
     def _scale(self, norm: jax.Array) -> jax.Array:
         if self.clip_norm is None:
@@ -123,10 +128,10 @@ def with_rows(batch: Batch) -> Batch:
 
 
 def batch_structs(how: Lowering, specs: dict[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a batch as structs, each sharded as the rules say of its dims."""
+    """The arrays of a batch as structs, each sharded as the rules say of its dims; one without a name is whole."""
 
     def one(spec: ArraySpec) -> jax.ShapeDtypeStruct:
-        pspec = PartitionSpec(*(how.axes(dim) or None for dim in spec.dims))
+        pspec = PartitionSpec(*((dim and how.axes(dim)) or None for dim in spec.dims))
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(how.mesh, pspec))  # pyright: ignore
 
     return {name: one(spec) for name, spec in specs.items()}

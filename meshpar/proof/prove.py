@@ -1,0 +1,172 @@
+"""Is a training on its mesh the training on one device? If not: which axis is guilty, and of what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar.config import flatten
+from meshpar.errors import MeshError, ProofError
+from meshpar.mesh.layout import MeshLayout, describe_sizes
+from meshpar.proof.batches import token_batch
+from meshpar.proof.compare import Comparison, compare, without_gradient
+from meshpar.proof.shrink import shrink
+from meshpar.proof.trial import Batches, Taken, Trial, on
+from meshpar.proof.verdict import CHECKPOINT, Proof, Row, Sizes
+from meshpar.run import Run, prepare
+from meshpar.train.training import Training
+
+NUM_STEPS = 4
+
+
+def prove(subject: Run | Training, batches: Batches | None = None) -> Proof:
+    """Runs a training in float64 on simulated devices, on its mesh, on one device, and on one axis at a time.
+
+    Compared are loss, every gradient, the gradient's norm and the parameters after each step, and the same of runs
+    that were interrupted, saved and resumed, on the mesh and on one device.
+
+    Args:
+      subject: a run, which is shrunk first; or a training, which is taken as it is but for the precision.
+      batches: what each step is given: name -> array; a run has its own four.
+
+    Raises:
+      MeshError: there are not enough CPU devices here, real or simulated.
+      ProofError: the loss is not computed in float64, or there are not two batches.
+      ConfigError, ShardingError: as of `prepare`.
+
+    Example:
+      >>> from meshpar import AdamW, AxisRules, Llama, MeshLayout, Run, Synthetic, simulate
+      >>> simulate(8)
+      >>> run = Run(
+      ...     model=Llama(num_layers=2, width=32, num_heads=4, mlp_width=64), data=Synthetic(batch_size=8),
+      ...     optim=AdamW(lr=1e-3), mesh=MeshLayout(data=2), rules=AxisRules(preset="replicated"),
+      ...     num_steps=10, run_dir="unused",
+      ... )
+      >>> prove(run).is_equal
+      True
+    """
+    with jax.enable_x64(True):
+        if isinstance(subject, Run):
+            small = shrink(subject)
+            training = prepare(small, small.mesh.build(_devices(small.mesh.requested() or 1)))
+            return _prove(training, _token_batches(small), _changes(subject, small))
+        if batches is None or len(batches) < 2:
+            raise ProofError("give a batch for each of two steps or more: between them the run is interrupted")
+        return _prove(_widened(subject), [_wide(batch) for batch in batches], {})
+
+
+def _prove(training: Training, batches: Batches, shrunk: dict[str, tuple[Any, Any]]) -> Proof:
+    court = _Court(training, batches)
+    rows = list(court.rows())
+    if not rows[0].is_equal and all(row.is_equal for row in rows[1:] if row.axes != CHECKPOINT):
+        rows += court.pairs()
+    undecided = tuple(path for path, which in court.undecided.items() if which.any())
+    draws = training.key is not None
+    proof = Proof(court.sizes, shrunk, tuple(rows), undecided, draws)
+    return replace(proof, draws_guilty=draws and not proof.is_equal and court.is_equal_without_draws(proof.guilty[0]))
+
+
+class _Court:
+    """Runs what is compared; the reference runs once."""
+
+    def __init__(self, training: Training, batches: Batches):
+        self.training, self.batches, self.half = training, batches, len(batches) // 2
+        self.sizes = {axis: size for axis, size in dict(training.mesh.shape).items() if size > 1}
+        plain = {"manual": False, "num_microbatches": 1}
+        self.plain = on(training, _mesh({}), **plain)
+        self.reference = self.plain.run(self.plain.start(), batches)[1]
+        self.undecided = without_gradient(self.reference)
+
+    def rows(self) -> Iterator[Row]:
+        whole = on(self.training, _mesh(self.sizes))
+        here = on(self.training, _mesh({}))
+        axes = tuple(self.sizes)
+        if len(axes) > 1:
+            yield self._row(describe_sizes(self.sizes), axes, lambda: self._all(whole))
+        for axis in axes:
+            yield self._alone((axis,))
+        yield self._row(self._name_here(), (), lambda: self._all(here))
+        resumed = f"resumed after step {self.half}"
+        yield self._row(resumed, CHECKPOINT, lambda: self._resumed(whole, whole))
+        yield self._row(f"{resumed}, on one device", CHECKPOINT, lambda: self._resumed(whole, here))
+
+    def pairs(self) -> Iterator[Row]:
+        """Two axes at a time."""
+        return (self._alone(pair) for pair in combinations(self.sizes, 2) if len(self.sizes) > 2)
+
+    def is_equal_without_draws(self, row: Row) -> bool:
+        if row.axes == CHECKPOINT:
+            return False
+        try:
+            return _Court(replace(self.training, key=None), self.batches)._alone(row.axes).is_equal
+        except Exception:  # a loss that cannot do without a key says nothing
+            return False
+
+    def _alone(self, axes: tuple[str, ...]) -> Row:
+        sizes = {axis: self.sizes[axis] for axis in axes}
+        return self._row(describe_sizes(sizes), axes, lambda: self._all(on(self.training, _mesh(sizes))))
+
+    def _row(self, name: str, axes: tuple[str, ...], run: Callable[[], Comparison]) -> Row:
+        try:
+            return Row(name, axes, run())
+        except Exception as error:  # whatever fails here and not on one device is a verdict on the layout
+            return Row(name, axes, None, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+    def _all(self, trial: Trial) -> Comparison:
+        return self._compare(trial.run(trial.start(), self.batches)[1], 0)
+
+    def _resumed(self, first: Trial, then: Trial) -> Comparison:
+        state, _ = first.run(first.start(), self.batches[: self.half])
+        restored = first.saved_and_restored(state, then)
+        return self._compare(then.run(restored, self.batches[self.half :])[1], self.half)
+
+    def _compare(self, got: Sequence[Taken], skipped: int) -> Comparison:
+        return compare(got, self.reference[skipped:], self.undecided, 1 + skipped)
+
+    def _name_here(self) -> str:
+        microbatches = f", {self.training.num_microbatches} microbatches" * (self.training.num_microbatches > 1)
+        return f"one device, {'manual' if self.training.manual else 'auto'}{microbatches}"
+
+
+def _widened(training: Training) -> Training:
+    specs = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype("float64")), training.specs)
+    batch_specs = {name: replace(spec, dtype=_wide_dtype(spec)) for name, spec in training.batch_specs.items()}
+    return replace(training, specs=specs, batch_specs=batch_specs, dtype=np.dtype("float64"))
+
+
+def _wide(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x, _wide_dtype(x)) for name, x in batch.items()}
+
+
+def _wide_dtype(x: Any) -> np.dtype:
+    return np.dtype("float64") if jnp.issubdtype(x.dtype, jnp.floating) else np.dtype(x.dtype)
+
+
+def _token_batches(run: Run) -> Batches:
+    rng, data = np.random.default_rng(0), run.data
+    return [token_batch(rng, data.batch_size, data.seq_len, data.vocab_size) for _ in range(NUM_STEPS)]
+
+
+def _mesh(sizes: Sizes) -> Any:
+    return MeshLayout.model_validate(sizes).build(_devices(math.prod(sizes.values())))
+
+
+def _devices(count: int) -> list[Any]:
+    there = jax.devices("cpu")
+    if len(there) < count:
+        raise MeshError(f"{count} CPU devices are needed, {len(there)} are here; say meshpar.simulate({count}) first")
+    return there[:count]
+
+
+def _changes(run: Run, small: Run) -> dict[str, tuple[Any, Any]]:
+    before, after = flatten(run), flatten(small)
+    sections = ("model.", "mesh.", "num_microbatches", "data.batch_size", "data.seq_len")
+    keys = [key for key in after if key.startswith(sections) and key in before]
+    return {key: (before[key], after[key]) for key in keys if before[key] != after[key]}

@@ -1,0 +1,298 @@
+"""Each kind of fault that composed parallelism is prone to is planted, found, and blamed on the right axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from meshpar import AxisRules, MeshLayout, Proof, prove, training
+from meshpar.parallel import data, tensor
+from meshpar.parallel.local import varying
+from meshpar.sharding.constrain import Lowering, manual, manual_axes
+from meshpar.train import gradients
+from meshpar.train.checkpoint import Checkpoints
+from meshpar.train.step import Update
+from tests.proof import toy as toys
+from tests.proof.toy import BATCHES, toy
+
+CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
+FSDP = ("fsdp", "megatron")
+
+
+def proof_of(training_) -> Proof:
+    return prove(training_, BATCHES)
+
+
+def guilty(proof: Proof) -> dict[str, str]:
+    """Layout -> what differs there first."""
+    return {row.name: str(row.difference or row.error) for row in proof.guilty}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "presets", "more"),
+    [
+        (CUBE, FSDP, {"draws": True, "num_microbatches": 2}),
+        (CUBE, ("zero1", "megatron_sp"), {}),
+        ({"data": 2, "tensor": 4}, ("megatron_sp",), {"draws": True}),
+    ],
+)
+def test_what_is_right_is_proved(sizes, presets, more):
+    proof = proof_of(toy(sizes, *presets, **more))
+    assert proof.is_equal, str(proof)
+    assert len(proof.rows) == 1 + len(sizes) + 3
+
+
+# In the sums over devices ------------------------------------------------------------------------------------------
+
+
+def test_a_missing_reduction(monkeypatch):
+    """One device's gradient, taken for the sum of all."""
+
+    def only_the_first(grad, names, how):
+        if "data" not in data.summed_axes(how):
+            return reduce_one(grad, names, how)
+        mine = jnp.where(lax.axis_index("data") == 0, grad, jnp.zeros_like(grad))
+        return reduce_one(mine, names, how)
+
+    reduce_one = data._reduce_one
+    monkeypatch.setattr(data, "_reduce_one", only_the_first)
+    proof = proof_of(toy(CUBE, *FSDP))
+    assert list(guilty(proof)) == ["data=2"]
+    assert guilty(proof)["data=2"].startswith("step 1, gradient of down: differs by up to")
+
+
+def test_a_doubled_reduction(monkeypatch):
+    def twice(grad, names, how):
+        once = reduce_one(grad, names, how)
+        axes = tuple(axis for axis in ("data",) if axis in data.summed_axes(how))
+        return lax.psum(varying(once, axes), axes) if axes else once
+
+    reduce_one = data._reduce_one
+    monkeypatch.setattr(data, "_reduce_one", twice)
+    proof = proof_of(toy(CUBE, *FSDP))
+    assert guilty(proof) == {"data=2": "step 1, gradient of down: exactly 2x (and 3 of 4 gradients beside it)"}
+
+
+def test_a_mean_of_means(monkeypatch):
+    """Each device's own mean, where devices have different numbers of tokens that count: both batch axes do it."""
+
+    def by_device(*args):
+        total, tokens, grads = accumulate(*args)
+        mean = lambda x: x / tokens.astype(x.dtype)
+        return mean(total), tokens // tokens, jax.tree.map(mean, grads)
+
+    accumulate = gradients._accumulate
+    monkeypatch.setattr(gradients, "_accumulate", by_device)
+    proof = proof_of(toy(CUBE, *FSDP))
+    assert list(guilty(proof)) == ["data=2", "fsdp=2"]
+    assert all(text.startswith("step 1, the loss: ") for text in guilty(proof).values())
+
+
+def test_an_unsynchronized_norm(monkeypatch):
+    """The mean over the sequence, taken over the shard of it that is here."""
+    monkeypatch.setattr(toys, "centred", lambda x: x - x.mean(1, keepdims=True))
+    proof = proof_of(toy({"data": 2, "tensor": 2}, "megatron_sp"))
+    assert list(guilty(proof)) == ["tensor=2"]
+
+
+def test_clipping_by_a_local_norm(monkeypatch):
+    """Each device's part of the sum of squares, taken for the whole: gradients are right, the norm is not."""
+
+    def local_norm(grads, placements):
+        squares = sum(gradients._square(grad) for grad in jax.tree.leaves(grads))
+        axes = tuple(a for a in ("fsdp",) if a in data.summed_axes(manual()))
+        return lax.pmean(jnp.sqrt(squares), axes) if axes else norm(grads, placements)
+
+    norm = gradients._global_norm
+    monkeypatch.setattr(gradients, "_global_norm", local_norm)
+    clipped = toy({"data": 2, "fsdp": 2}, "fsdp")
+    proof = proof_of(replace(clipped, update=replace(clipped.update, clip_norm=1e-3)))
+    assert list(guilty(proof)) == ["fsdp=2"]
+    assert guilty(proof)["fsdp=2"].startswith("step 1, the norm of the gradient: ")
+
+
+# In rules and shards -----------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_rule(monkeypatch):
+    """The parameters are cut by vocab, and the model is not told so."""
+    axes = Lowering.axes
+    monkeypatch.setattr(Lowering, "axes", lambda how, dim: () if dim == "vocab" else axes(how, dim))
+    proof = proof_of(toy(CUBE, *FSDP))
+    assert list(guilty(proof)) == ["tensor=2"]
+    assert "Error: " in guilty(proof)["tensor=2"]
+
+
+def test_padding_counted(monkeypatch):
+    """Rows that pad the vocabulary get probability, where they are not the last of all devices' but of one's."""
+
+    def by_local_ids(logits, targets, vocab_size):
+        return cross_entropy(logits, targets, toys.PADDED if manual_axes("vocab") else vocab_size)
+
+    cross_entropy = tensor.cross_entropy
+    monkeypatch.setattr(tensor, "cross_entropy", local_ids)
+    proof = proof_of(toy(CUBE, *FSDP))
+    assert list(guilty(proof)) == ["tensor=2"]
+    assert guilty(proof)["tensor=2"].startswith("step 1, the loss: ")
+
+
+def next_of(tokens, border: Callable):
+    """The token after each; the last of a shard comes from its neighbour."""
+    return jnp.concatenate([tokens[:, 1:], border(tokens[:, :1])], axis=1)
+
+
+def from_the_neighbour(first):
+    axes = manual_axes("norm_seq")
+    if not axes:
+        return first
+    size = lax.axis_size(axes)
+    return lax.ppermute(first, axes, [(i, (i - 1) % size) for i in range(size)])
+
+
+@pytest.mark.parametrize("border", [from_the_neighbour, lambda first: first], ids=["right", "wrong"])
+def test_labels_shifted_within_a_shard(border):
+    """The sequence is cut over context; the label of a shard's last token is the first of the next shard."""
+
+    def bigrams(params, batch, key):
+        axes = manual_axes("norm_seq")
+        logits = params["table"][batch["tokens"]] @ params["head"]
+        nll = tensor.cross_entropy(logits, next_of(batch["tokens"], border), toys.PADDED)
+        sums = nll.sum(), jnp.ones_like(batch["tokens"]).sum(dtype=jnp.int32)
+        return lax.psum(sums, axes) if axes else sums
+
+    bigram = training(
+        lambda key: {name: toys.init(key)[name] for name in ("table", "head")},
+        bigrams,
+        optax.sgd(0.1),
+        BATCHES[0],
+        mesh=MeshLayout(data=2, context=2).build(jax.devices()[:4]),
+        rules=AxisRules(preset="replicated", norm_seq=("context",)),
+        dims=toys.DIMS,
+        batch_dims={"tokens": ("batch", "norm_seq")},
+        manual=True,
+    )
+    proof = prove(bigram, BATCHES)
+    assert list(guilty(proof)) == ([] if border is from_the_neighbour else ["context=2"])
+    if not proof.is_equal:
+        assert guilty(proof)["context=2"].startswith("step 1, the loss: ")
+
+
+# In the backward ---------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_transpose(monkeypatch):
+    """The backward of the gather scatters the shards in another order."""
+
+    def backward(stored, to, back, residual, grad):
+        (mine,) = right(stored, to, back, residual, grad)
+        return (lax.ppermute(mine, "fsdp", [(0, 1), (1, 0)]),)
+
+    right = data._all_gather_backward
+    crossed = jax.custom_vjp(data._all_gather.__wrapped__, nondiff_argnums=(1, 2, 3))
+    crossed.defvjp(lambda x, *how: (crossed(x, *how), None), backward)
+    monkeypatch.setattr(data, "_all_gather", crossed)
+    proof = proof_of(toy(CUBE, *FSDP))
+    said = "step 1, gradient of down: the same numbers in other places (and 3 of 4 gradients beside it)"
+    assert guilty(proof) == {"fsdp=2": said}
+
+
+def test_a_region_entered_without_its_backward_sum(monkeypatch):
+    monkeypatch.setattr(tensor, "varying", lambda x, axes: lax.stop_gradient(x) + lax.pcast(0 * x, axes, to="varying"))
+    proof = proof_of(toy({"data": 2, "tensor": 2}, "megatron"))
+    assert list(guilty(proof)) == ["tensor=2"]
+    assert "gradient of" in guilty(proof)["tensor=2"]
+
+
+# In random draws ---------------------------------------------------------------------------------------------------
+
+
+def test_a_key_that_is_not_folded(monkeypatch):
+    """Masks by the row's place on the device, so that each device draws the same."""
+    monkeypatch.setattr(toys, "rows", lambda batch: jnp.arange(batch["row"].shape[0], dtype=jnp.int32))
+    proof = proof_of(toy({"data": 2, "tensor": 2}, "megatron", draws=True))
+    assert list(guilty(proof)) == ["data=2"]
+    assert proof.draws_guilty
+    assert str(proof).endswith("it is equal once nothing is drawn: the random draws differ")
+
+
+# In what is kept ---------------------------------------------------------------------------------------------------
+
+
+def test_a_stale_buffer(monkeypatch):
+    """What is stored over fsdp misses the update."""
+
+    def stale(self, state, got, sharded):
+        new, metrics = update(self, state, got, sharded)
+        if sharded["table"].mesh.shape["fsdp"] > 1:
+            new = replace(new, params=new.params | {"table": state.params["table"]})
+        return new, metrics
+
+    update = Update.__call__
+    monkeypatch.setattr(Update, "__call__", stale)
+    proof = proof_of(toy(CUBE, *FSDP))
+    assert list(guilty(proof)) == ["fsdp=2"]
+    assert guilty(proof)["fsdp=2"].startswith("step 1, parameter of table: ")
+
+
+def test_optimizer_state_lost_in_a_checkpoint(monkeypatch):
+    def forgetful(self, abstract):
+        state = restore(self, abstract)
+        return replace(state, opt_state=jax.tree.map(jnp.zeros_like, state.opt_state))
+
+    restore = Checkpoints.restore
+    monkeypatch.setattr(Checkpoints, "restore", forgetful)
+    proof = proof_of(toy({"data": 2}, "replicated"))
+    assert list(guilty(proof)) == ["resumed after step 2", "resumed after step 2, on one device"]
+    assert all(text.startswith("step 3, parameter of ") for text in guilty(proof).values())
+
+
+# Where no axis is guilty alone -------------------------------------------------------------------------------------
+
+
+def test_accumulation_is_guilty_before_any_axis(monkeypatch):
+    def divided(objective, params, batch, step):
+        total, tokens, grads = accumulate(objective, params, batch, step)
+        return total, tokens, jax.tree.map(lambda g: g / objective.num_microbatches, grads)
+
+    accumulate = gradients._accumulate
+    monkeypatch.setattr(gradients, "_accumulate", divided)
+    proof = proof_of(toy({"data": 2}, "replicated", num_microbatches=4))
+    assert list(guilty(proof)) == ["one device, manual, 4 microbatches"]
+    assert "on one device already\n    step 1, gradient of down: exactly 1/4x" in str(proof)
+
+
+def test_two_axes_that_are_wrong_only_together(monkeypatch):
+    def confused(grad, names, how):
+        both = {"data", "tensor"} <= {axis for axis, size in how.mesh.shape.items() if size > 1}
+        return reduce_one(grad, names, how) * (3 if both else 1)
+
+    reduce_one = data._reduce_one
+    monkeypatch.setattr(data, "_reduce_one", confused)
+    proof = proof_of(toy(CUBE, *FSDP))
+    assert guilty(proof) == {
+        "data=2, tensor=2": "step 1, gradient of down: exactly 3x (and 3 of 4 gradients beside it)"
+    }
+    assert "guilty: data=2, tensor=2, together" in str(proof)
+
+
+def test_numbers_that_are_not_finite(monkeypatch):
+    spoil = lambda x, dim: leave(x, dim) * (jnp.nan if manual_axes(dim) else 1.0)
+    leave = tensor.leave
+    monkeypatch.setattr(tensor, "leave", spoil)
+    proof = proof_of(toy({"data": 2, "tensor": 2}, "megatron"))
+    assert guilty(proof) == {"tensor=2": "step 1, the loss: is not finite"}
+
+
+def test_the_numbers_are_those_of_the_toy():
+    """Else a toy without a gradient would pass for proved."""
+    proof = proof_of(toy({"data": 2}, "replicated"))
+    assert proof.rows[0].compared is not None
+    assert 0 < max(proof.rows[0].compared.largest.values()) < 1e-13
+    assert np.isfinite(list(proof.rows[0].compared.largest.values())).all()

@@ -1,0 +1,124 @@
+"""Models that nobody here wrote go through `inspect` and `prove` as they are."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from meshpar import AxisRules, MeshLayout, ProofError, inspect, prove, training
+
+ROWS = 8
+
+
+class CNN(nn.Module):
+    """The model of Flax's MNIST example."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(features=32, kernel_size=(3, 3))(x)
+        x = nn.relu(x)
+        x = nn.avg_pool(x, window_shape=(2, 2), strides=(2, 2))
+        x = nn.Conv(features=64, kernel_size=(3, 3))(x)
+        x = nn.relu(x)
+        x = nn.avg_pool(x, window_shape=(2, 2), strides=(2, 2))
+        x = x.reshape((x.shape[0], -1))
+        x = nn.Dense(features=256)(x)
+        x = nn.relu(x)
+        return nn.Dense(features=10)(x)
+
+
+class MLP(nnx.Module):
+    """The model of Flax's first NNX guide, dropout and all."""
+
+    def __init__(self, din, dmid, dout, *, rngs):
+        self.linear1 = nnx.Linear(din, dmid, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1)
+        self.linear2 = nnx.Linear(dmid, dout, rngs=rngs)
+
+    def __call__(self, x, rngs=None):
+        return self.linear2(self.dropout(nnx.gelu(self.linear1(x)), rngs=rngs))
+
+
+def digits(seed, size):
+    rng = np.random.default_rng(seed)
+    image, label = rng.random((ROWS, size, size, 1), np.float32), rng.integers(0, 10, ROWS, np.int32)
+    return {"image": image, "label": label}
+
+
+def cnn_training(mesh, rules, **more):
+    def loss(params, batch, key):
+        logits = CNN().apply({"params": params}, batch["image"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+    init = lambda key: CNN().init(key, np.zeros((1, 12, 12, 1), np.float32))["params"]
+    devices = jax.devices()[: mesh.requested()]
+    return training(init, loss, optax.sgd(0.1, 0.9), digits(0, 12), mesh=mesh.build(devices), rules=rules, **more)
+
+
+TENSOR = {
+    "Dense_0.kernel": ("pixels", "mlp"),
+    "Dense_0.bias": ("mlp",),
+    "Dense_1.kernel": ("mlp", "classes"),
+    "Dense_1.bias": ("classes",),
+}
+RULES = AxisRules(preset="megatron", unnamed=(), pixels=(), classes=())
+
+
+@pytest.fixture(scope="module")
+def cnn():
+    return cnn_training(MeshLayout(data=2, tensor=2), RULES, dims=TENSOR)
+
+
+def test_a_linen_model_is_proved(cnn):
+    proof = prove(cnn, [digits(seed, 12) for seed in range(2)])
+    assert proof.is_equal, str(proof)
+    assert [row.name for row in proof.rows][:3] == ["data=2, tensor=2", "data=2", "tensor=2"]
+
+
+def test_a_linen_model_is_inspected(cnn):
+    told = inspect(cnn.compile_step().compiled, cnn.mesh)
+    assert told.bytes_per_axis["data"] > 0
+    tensors = {tensor for one in told.collectives for tensor in one.tensors}
+    assert "state.params.Conv_0.kernel" in tensors
+
+
+def test_an_nnx_model_is_proved():
+    graph, _ = nnx.split(nnx.eval_shape(lambda: MLP(16, 32, 10, rngs=nnx.Rngs(0))), nnx.Param)
+
+    def init(key):
+        return nnx.state(MLP(16, 32, 10, rngs=nnx.Rngs(key)), nnx.Param)
+
+    def loss(params, batch, key):
+        model = nnx.merge(graph, params)
+        logits = model(batch["image"].reshape(-1, 16), rngs=nnx.Rngs(dropout=key))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+    mesh = MeshLayout(data=4).build(jax.devices()[:4])
+    rules = AxisRules(preset="replicated", unnamed=())
+    mlp = training(init, loss, optax.adamw(1e-2), digits(0, 4), mesh=mesh, rules=rules, draws=True)
+    proof = prove(mlp, [digits(seed, 4) for seed in range(2)])
+    assert proof.is_equal, str(proof)
+    assert proof.draws
+
+
+def test_a_model_that_computes_in_float32_is_refused():
+    half = training(
+        lambda key: {"w": jax.random.normal(key, (16,))},
+        lambda params, batch, key: (batch["image"].reshape(-1, 16) @ params["w"]).mean().astype(np.float32),
+        optax.sgd(0.1), digits(0, 4), mesh=MeshLayout(data=8), rules=AxisRules(preset="replicated", unnamed=()),
+    )  # fmt: skip
+    with pytest.raises(ProofError) as error:
+        prove(half, [digits(seed, 4) for seed in range(2)])
+    assert str(error.value) == (
+        "the loss comes out in float32, though the parameters are float64: rounding would hide what differs; "
+        "build the model without a dtype of its own"
+    )
+
+
+def test_one_batch_is_not_enough(cnn):
+    with pytest.raises(ProofError, match="between them the run is interrupted"):
+        prove(cnn, [digits(0, 12)])

@@ -1,0 +1,66 @@
+"""A config is proved from the command line; what is found there is said in words, and in the exit code."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+from jax import lax
+from typer.testing import CliRunner
+
+from meshpar import GPT, AxisRules, Lion, MeshLayout, Run, Synthetic, prove
+from meshpar.cli import app
+from meshpar.parallel import data
+from meshpar.parallel.local import varying
+
+
+def test_the_quickstart():
+    result = CliRunner().invoke(app, ["prove", "configs/quickstart.yaml"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0] == "data=2, fsdp=2, tensor=2, in float64, against one device"
+    assert lines[2].startswith("made small: model.vocab_size 257 -> 61, ")
+    assert lines[-1] == "equal to one device: no difference is above 1e-10"
+
+
+def test_a_fault_ends_with_1(monkeypatch):
+    def twice(grad, names, how):
+        once = reduce_one(grad, names, how)
+        return lax.psum(varying(once, ("data",)), "data") if "data" in data.summed_axes(how) else once
+
+    reduce_one = data._reduce_one
+    monkeypatch.setattr(data, "_reduce_one", twice)
+    small = ["model.num_layers=1", "mesh.fsdp=1", "mesh.tensor=1", "rules=[replicated]", "mesh.data=8"]
+    result = CliRunner().invoke(app, ["prove", "configs/quickstart.yaml", *small, "--json"])
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
+    told = json.loads(result.output)
+    assert (told["equal"], told["guilty"]) == (False, ["data=8"])
+    assert told["rows"][0]["compared"]["first"]["how"] == "exactly 8x"
+
+
+def test_an_optimizer_that_divides_by_a_gradient_of_zero():
+    """The bias of keys moves no score: Lion takes the sign of what rounding makes of its gradient."""
+    run = Run(
+        model=GPT(num_layers=1, width=16, num_heads=2, mlp_width=32, dropout=0.1),
+        data=Synthetic(batch_size=8, seq_len=16),
+        optim=Lion(lr=1e-3),
+        mesh=MeshLayout(data=2),
+        rules=AxisRules(preset="replicated"),
+        lowering="auto",
+        num_steps=5,
+        run_dir="unused",
+    )
+    proof = prove(run)
+    assert proof.is_equal, str(proof)
+    assert proof.undecided == ("blocks.attn.k.bias",)
+    assert str(proof).splitlines()[-3:] == [
+        "not compared, where the gradient is zero but for rounding: parameters of blocks.attn.k.bias",
+        "",
+        "equal to one device, random draws included: no difference is above 1e-10",
+    ]
+
+
+def test_too_few_devices(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda platform=None: jax.local_devices()[:1])
+    result = CliRunner().invoke(app, ["prove", "configs/quickstart.yaml"])
+    assert str(result.exception) == "8 CPU devices are needed, 1 are here; say meshpar.simulate(8) first"

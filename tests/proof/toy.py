@@ -1,0 +1,80 @@
+"""A small language model of a user's own, written for local shards: every region of a decoder in thirty lines."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from meshpar import AxisRules, MeshLayout, Training, training
+from meshpar.nn.layers import dropout
+from meshpar.parallel import tensor
+from meshpar.parallel.data import gather_in_layer
+from meshpar.sharding.constrain import manual_axes
+
+VOCAB, PADDED, WIDTH, MLP, ROWS, SEQ = 13, 16, 8, 12, 8, 8
+DIMS = {
+    "table": ("vocab", "embed"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+    "head": ("embed", "vocab"),
+}
+SHAPES = {"table": (PADDED, WIDTH), "up": (WIDTH, MLP), "down": (MLP, WIDTH), "head": (WIDTH, PADDED)}
+
+
+def init(key):
+    keys = dict(zip(SHAPES, jax.random.split(key, len(SHAPES)), strict=True))
+    return {name: jax.random.normal(keys[name], shape, jnp.float32) / 2 for name, shape in SHAPES.items()}
+
+
+def centred(x_BRD):
+    """Each channel less its mean over the sequence, of which a device may hold a shard."""
+    mean = x_BRD.mean(1, keepdims=True)
+    axes = manual_axes("norm_seq")
+    return x_BRD - (lax.pmean(mean, axes) if axes else mean)
+
+
+def loss(params, batch, key):
+    p = {name: gather_in_layer(x, DIMS[name]) for name, x in params.items()}
+    x_BRD = tensor.embed(p["table"], batch["tokens"])
+    hidden = jnp.tanh(tensor.enter(centred(x_BRD), "mlp") @ p["up"])
+    update = tensor.leave(hidden @ p["down"], "mlp")
+    x_BRD += update if key is None else dropout(update, 0.3, key, rows(batch))
+    logits = tensor.enter(x_BRD, "vocab") @ p["head"]
+    counted = batch["targets"] >= 0
+    nll = tensor.cross_entropy(logits, jnp.where(counted, batch["targets"], 0), VOCAB)
+    return jnp.where(counted, nll, jnp.zeros_like(nll)).sum(), counted.sum(dtype=jnp.int32)
+
+
+def rows(batch):
+    """The indices of the rows that are here, in the batch of all devices."""
+    return batch["row"]
+
+
+def batch_of(seed):
+    rng = np.random.default_rng(seed)
+    targets = rng.integers(0, VOCAB, (ROWS, SEQ))
+    targets[rng.random((ROWS, SEQ)) < np.linspace(0, 0.9, ROWS)[:, None]] = -1
+    arrays = {"tokens": rng.integers(0, VOCAB, (ROWS, SEQ)), "targets": targets, "row": np.arange(ROWS)}
+    return {name: array.astype(np.int32) for name, array in arrays.items()}
+
+
+BATCHES = [batch_of(seed) for seed in range(4)]
+
+
+def toy(sizes: dict[str, int], *presets: str, **more) -> Training:
+    """The model's training on a mesh of these sizes."""
+    count = int(np.prod(list(sizes.values())))
+    return training(
+        init,
+        more.pop("loss", loss),
+        optax.adam(1e-2),
+        BATCHES[0],
+        mesh=MeshLayout(**sizes).build(jax.devices()[:count]),
+        rules=more.pop("rules", AxisRules(preset=presets)),
+        dims=DIMS,
+        manual=True,
+        **more,
+    )
