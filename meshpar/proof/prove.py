@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -87,15 +88,16 @@ class _Court:
     def rows(self) -> Iterator[Row]:
         whole = on(self.training, _mesh(self.sizes))
         here = on(self.training, _mesh({}))
-        axes = tuple(self.sizes)
-        if len(axes) > 1:
-            yield self._row(describe_sizes(self.sizes), axes, lambda: self._all(whole))
-        for axis in axes:
+        first = self._row(describe_sizes(self.sizes), tuple(self.sizes), lambda: self._all(whole))
+        yield first
+        for axis in self.sizes if len(self.sizes) > 1 else ():
             yield self._alone((axis,))
-        yield self._row(self._name_here(), (), lambda: self._all(here))
-        resumed = f"resumed after step {self.half}"
-        yield self._row(resumed, CHECKPOINT, lambda: self._resumed(whole, whole))
-        yield self._row(f"{resumed}, on one device", CHECKPOINT, lambda: self._resumed(whole, here))
+        if self.sizes:
+            yield self._row(self._name_here(), (), lambda: self._all(here))
+        if first.is_equal:
+            resumed = f"resumed after step {self.half}"
+            yield self._row(resumed, CHECKPOINT, lambda: self._resumed(whole, whole))
+            yield self._row(f"{resumed}, on one device", CHECKPOINT, lambda: self._resumed(whole, here))
 
     def pairs(self) -> Iterator[Row]:
         """Two axes at a time."""
@@ -117,7 +119,7 @@ class _Court:
         try:
             return Row(name, axes, run())
         except Exception as error:  # whatever fails here and not on one device is a verdict on the layout
-            return Row(name, axes, None, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            return Row(name, axes, None, _said(error))
 
     def _all(self, trial: Trial) -> Comparison:
         return self._compare(trial.run(trial.start(), self.batches)[1], 0)
@@ -133,6 +135,14 @@ class _Court:
     def _name_here(self) -> str:
         microbatches = f", {self.training.num_microbatches} microbatches" * (self.training.num_microbatches > 1)
         return f"one device, {'manual' if self.training.manual else 'auto'}{microbatches}"
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error; of JAX's on varying types, what it means."""
+    lines = str(error).strip().splitlines() or [""]
+    if unsummed := re.search(r"^\* out_specs\.(\S+) is .* varying over \{([^}]*)\}", str(error), re.MULTILINE):
+        return f"it cannot be traced: over {unsummed[2]} a sum is missing, before the step gives its {unsummed[1]}"
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _widened(training: Training) -> Training:

@@ -47,7 +47,8 @@ class Proof:
     Args:
       sizes: of the mesh on which it was proved.
       shrunk: key -> (value in the run, value here), of what was made smaller.
-      rows: whole mesh, each axis alone, one device, resumed; pairs of axes, where only these differ.
+      rows: whole mesh, each axis alone, one device; if the first is equal, resumed runs; pairs of axes, where only
+        these differ.
       undecided: parameters of which some elements are not compared, as their gradient is zero.
       draws: whether the training draws random numbers, as for dropout.
       draws_guilty: whether it is right as soon as nothing is drawn.
@@ -117,7 +118,7 @@ def _table(rows: Sequence[Row]) -> str:
     head = "  " + " " * width + "".join(f"  {kind:<10}" for kind in KINDS)
     lines = ["largest difference, as a part of the largest number of its kind", head.rstrip()]
     for row in rows:
-        cells = "".join(f"  {row.compared.largest[k]:<10.1e}" for k in KINDS) if row.compared else f"  {row.error}"
+        cells = "".join(f"  {row.compared.largest[k]:<10.1e}" for k in KINDS) if row.compared else "  fails"
         lines.append(f"  {row.name:<{width}}{cells}".rstrip() + "  differs" * (row.difference is not None))
     return "\n".join(lines)
 

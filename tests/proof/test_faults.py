@@ -137,7 +137,7 @@ def test_padding_counted(monkeypatch):
         return cross_entropy(logits, targets, toys.PADDED if manual_axes("vocab") else vocab_size)
 
     cross_entropy = tensor.cross_entropy
-    monkeypatch.setattr(tensor, "cross_entropy", local_ids)
+    monkeypatch.setattr(tensor, "cross_entropy", by_local_ids)
     proof = proof_of(toy(CUBE, *FSDP))
     assert list(guilty(proof)) == ["tensor=2"]
     assert guilty(proof)["tensor=2"].startswith("step 1, the loss: ")
