@@ -39,6 +39,7 @@ from meshpar.train.checkpoint import checkpoints
 from meshpar.train.data import Data
 from meshpar.train.loop import Loop
 from meshpar.train.loss import next_token_loss
+from meshpar.train.master import with_master
 from meshpar.train.metrics import flops_per_token, recorder
 from meshpar.train.optim import Optimizer
 from meshpar.train.packing import ARRAYS
@@ -52,10 +53,16 @@ Float = Literal["bfloat16", "float32", "float64"]
 
 
 class Precision(Config):
-    """In what parameters are stored and updated, and in what the model computes."""
+    """In what numbers are stored, computed, summed and updated."""
 
     params: Float = "float32"
+    """Of the parameters, as they are stored."""
     compute: Float = "float32"
+    """In which the model computes, and parameters are gathered."""
+    gradients: Float | None = None
+    """In which gradients are summed over microbatches and devices. Default: float32 at least."""
+    master: Float | None = None
+    """In which the optimizer keeps parameters of its own, if these are wider than the stored ones."""
 
 
 class Run(Config):
@@ -100,8 +107,11 @@ class Prepared(Training):
         model, recomputed = run.model, run.model.remat != "none"
         activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, recomputed)
         params, compute = (np.dtype(name).itemsize for name in (run.precision.params, run.precision.compute))
+        sums = max(compute, 4)
+        gradients = np.dtype(run.precision.gradients).itemsize if run.precision.gradients else sums
         # XLA's CPU compiler widens what travels in 16 bits.
-        widths = Widths(params, max(compute, 4) if self._on_cpu else compute, max(compute, 4))
+        least = 4 if self._on_cpu else 2
+        widths = Widths(*(max(width, least) for width in (params, compute, gradients, sums)))
         return step_traffic(
             self.placement.sharded, self.how, widths, activations, run.num_microbatches, hoists=self._on_cpu
         )
@@ -153,18 +163,21 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     dtype, shape = np.dtype(run.precision.params), (run.data.batch_size, run.data.seq_len)
     specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), describe(model))
     tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, specs))
+    master, sums = run.precision.master, run.precision.gradients
+    tx = with_master(tx, np.dtype(master)) if master else tx
     return Prepared(
         run=run,
         specs=specs,
         init=lambda key: nnx.to_pure_dict(nnx.state(run.model.build(nnx.Rngs(key)), nnx.Param)),
         loss=next_token_loss(functional(model), run.model.vocab_size),
-        update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps)),
+        update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master and np.dtype(master)),
         batch_specs={name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS},
         mesh=mesh,
         rules=run.rules,
         manual=run.lowering == "manual",
         key=partial(step_key, run.seed) if run.model.dropout else None,
         dtype=np.dtype(run.precision.compute),
+        sums=sums and np.dtype(sums),
         seed=run.seed,
         num_microbatches=run.num_microbatches,
     )

@@ -7,12 +7,13 @@ parameters, sent per device and step:
 |---|---|---|---|---|
 | 0 | whole | never | all-reduce | 2(n-1)/n P |
 | 1 | whole, optimizer sharded | after the update | reduce-scatter | 2(n-1)/n P |
-| 2 | sharded | once, before the microbatches | reduce-scatter, once | 2(n-1)/n P |
+| 2 | sharded | once a step, and kept | reduce-scatter, once | 2(n-1)/n P |
 | 3 | sharded | in each layer, again in its backward | reduce-scatter in each layer | 3(n-1)/n P |
 
 Outside the microbatch loop every parameter is cast to varying, so that autodiff leaves the gradients of one
-device alone; `reduce` sums them once a step, whatever the number of microbatches. Only stage 3's
-reduce-scatter must stay in the layer, for never holding a whole gradient is what stage 3 is for.
+device alone; `reduce` sums them once a step, whatever the number of microbatches. Stage 3's reduce-scatter must
+stay in the layer, for never holding a whole gradient is what it is for. So does stage 2's where there is but one
+microbatch: it gathers in the layer then, and keeps what it gathered. With several it gathers before their loop.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from meshpar.parallel.local import Axes, varying
-from meshpar.parallel.precision import wide
+from meshpar.parallel.precision import summed_in
 from meshpar.sharding.constrain import Lowering, manual
 
 Dims = tuple[str, ...]
@@ -37,7 +38,7 @@ _FREE = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "iota", "eq", "g
 
 
 def gather_in_layer(params: Any, dims: Any) -> Any:
-    """Gathers the parameters of one layer, where the layer uses them: ZeRO-3, else the identity.
+    """Gathers the parameters of one layer, where the layer uses them: ZeRO-3, and 2 without accumulation.
 
     `w[embed_f, mlp] -> w[embed, mlp]` for every dim that is stored over axes f, in the dtype of the computation.
 
@@ -49,22 +50,24 @@ def gather_in_layer(params: Any, dims: Any) -> Any:
     Numerics: the gradient of a stored parameter is never rounded to the dtype of the computation.
     """
     how = manual()
-    if how is None or how.rules.zero_stage != 3:
+    if how is None or not how.gathers_in_layers:
         return params
     return jax.tree.map(lambda x, names: _whole(x, names, how), params, dims)
 
 
 def gathering_again(policy: Policy) -> Policy:
-    """A `jax.checkpoint` policy that keeps what `policy` keeps, but never a gathered parameter.
+    """A `jax.checkpoint` policy that keeps what `policy` keeps, but under ZeRO-3 never a gathered parameter.
 
-    Without it the scan over layers would stack the whole parameters of all layers for the backward. Views and
-    masks are never kept either: they cost nothing to make, and a view of a gathered parameter would keep it alive.
+    Without it the scan over layers would stack the whole parameters of all layers for the backward, as ZeRO-2 does.
+    Views and masks are never kept either: they cost nothing to make, and a view of a gathered parameter would keep
+    it alive.
     """
+    how = manual()
 
     def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
-        if primitive.name in _FREE or _is_all_gather(primitive, params):
-            return False
-        return policy(primitive, *avals, **params)
+        if _is_all_gather(primitive, params):
+            return how is not None and how.rules.zero_stage == 2
+        return primitive.name not in _FREE and policy(primitive, *avals, **params)
 
     return keeps
 
@@ -72,13 +75,13 @@ def gathering_again(policy: Policy) -> Policy:
 def enter(params: Any, dims: Any) -> Any:
     """What the microbatches of a step compute with, in the dtype of the computation: once a step, before their loop.
 
-    Communication: ZeRO-2's all-gather; else none.
+    Communication: ZeRO-2's all-gather, if there are several microbatches; else none.
     """
     how = _manual()
 
     def one(x: jax.Array, names: Dims) -> jax.Array:
-        if how.rules.zero_stage == 3 and _stored(names, how):
-            return x  # cast where it is gathered
+        if how.gathers_in_layers and _stored(names, how):
+            return summed_in(x, how.sums)  # its gradient comes in this dtype; it is cast where it is gathered
         return _whole(x, names, how) if how.rules.zero_stage == 2 else x.astype(how.dtype or x.dtype)
 
     return jax.tree.map(lambda x, names: varying(one(x, names), summed_axes(how)), params, dims)
@@ -111,12 +114,19 @@ def _stored(names: Dims, how: Lowering) -> Stored:
 
 def _whole(x: jax.Array, names: Dims, how: Lowering) -> jax.Array:
     to, stored = np.dtype(how.dtype or x.dtype), _stored(names, how)
-    return _all_gather(x, stored, to, np.dtype(x.dtype)) if stored else x.astype(to)
+    if not stored:
+        return x.astype(to)
+    # Collectives run along the slowest dim. With the gathered dims in front no compiler has to lay what is kept for
+    # the backward out anew: XLA:GPU did, and held a second copy of all layers' output projections.
+    order = [i for i, _ in stored] + [i for i in range(x.ndim) if i not in dict(stored)]
+    front = tuple((place, axes) for place, (_, axes) in enumerate(stored))
+    whole = _all_gather(x.transpose(order), front, to, np.dtype(x.dtype))
+    return whole.transpose(np.argsort(order))
 
 
 def _reduce_one(grad: jax.Array, names: Dims, how: Lowering) -> jax.Array:
-    if how.rules.zero_stage in (1, 2):
-        grad = _reduce_scatter(grad, _stored(names, how))
+    if how.rules.zero_stage and not how.gathers_in_layers:
+        grad = _reduce_scatter_layers(grad, names, how)
     sharded = {axis for name in names for axis in how.storage(name) + how.axes(name)}
     copies = tuple(axis for axis in summed_axes(how) if axis not in sharded)
     return lax.psum(grad, copies) if copies else grad
@@ -124,7 +134,7 @@ def _reduce_one(grad: jax.Array, names: Dims, how: Lowering) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _all_gather(x: jax.Array, stored: Stored, to: np.dtype, back: np.dtype) -> jax.Array:
-    """Gathers in dtype `to`; the gradient comes in `back`, that of x."""
+    """Gathers in dtype `to`; the gradient is summed and comes in `back`, that of x."""
     x = x.astype(to)
     for dim, axes in stored:
         x = lax.all_gather(x, axes, axis=dim, tiled=True)
@@ -140,10 +150,17 @@ def _is_all_gather(primitive: Any, params: dict[str, Any]) -> bool:
 
 def _all_gather_backward(stored: Stored, to: np.dtype, back: np.dtype, _: None, grad: jax.Array) -> tuple[jax.Array]:
     # bf16 has 8 bits: a sum over hundreds of devices wants more, whatever the forward travels in.
-    return (_reduce_scatter(wide(grad), stored).astype(back),)
+    return (_reduce_scatter(grad.astype(back), stored),)
 
 
 _all_gather.defvjp(lambda x, *how: (_all_gather(x, *how), None), _all_gather_backward)
+
+
+def _reduce_scatter_layers(grad: jax.Array, names: Dims, how: Lowering) -> jax.Array:
+    """One layer after the other: a stack would be laid out anew as a whole, which takes its size once more."""
+    if names[0] != "layers" or not _stored(names, how):
+        return _reduce_scatter(grad, _stored(names, how))
+    return lax.map(lambda layer: _reduce_scatter(layer, _stored(names[1:], how)), grad)
 
 
 def _reduce_scatter(x: jax.Array, stored: Stored) -> jax.Array:

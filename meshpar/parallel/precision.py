@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -13,3 +15,8 @@ def wide(x: jax.Array) -> jax.Array:
     dtype('float32')
     """
     return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
+def summed_in(x: jax.Array, dtype: Any) -> jax.Array:
+    """A gradient in the dtype in which it is summed over microbatches and devices; without one, `wide`."""
+    return wide(x) if dtype is None else x.astype(dtype)

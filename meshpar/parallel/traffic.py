@@ -33,11 +33,13 @@ class Widths:
     Args:
       params: of a stored parameter.
       compute: of an activation, and of a parameter as it is gathered.
-      sums: of a gradient as it is reduced, of the loss: at least 4.
+      gradients: of a gradient as it is reduced.
+      sums: of the loss, and of the sums in it: at least 4.
     """
 
     params: int
     compute: int
+    gradients: int
     sums: int
 
 
@@ -102,13 +104,13 @@ def _add_parameter(
     n, m = _size(how, stored), num_microbatches
     gather, scatter = {
         0: (0, 0),
-        1: (widths.params, widths.sums),
-        2: (widths.compute, widths.sums),
-        3: (gathers * widths.compute, m * widths.sums),
+        1: (widths.params, widths.gradients),
+        2: (widths.compute, widths.gradients),
+        3: (gathers * widths.compute, m * widths.gradients),
     }[how.rules.zero_stage]
     sent[stored] += share(n, size * n * (gather + scatter))
     copies = tuple(a for a in _ordered(summed_axes(how)) if a not in sharding_axes([placement]))
-    sent[copies] += 2 * share(_size(how, copies), size * widths.sums)
+    sent[copies] += 2 * share(_size(how, copies), size * widths.gradients)
     if "kv_heads" in dims and how.axes("kv_heads") != how.axes("heads"):
         # Each device of the query heads uses the whole key heads: their gradients are summed in each layer.
         users = _ordered(set(how.axes("heads")) - set(summed_axes(how)))

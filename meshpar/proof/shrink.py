@@ -13,7 +13,6 @@ from meshpar.train.data import Synthetic
 
 MOST_DEVICES = 8
 HEAD_DIM, SEQ_LEN, VOCAB_MULTIPLE = 4, 16, 8
-FLOAT64 = Precision(params="float64", compute="float64")
 
 
 def shrink(run: Run) -> Run:
@@ -34,7 +33,7 @@ def shrink(run: Run) -> Run:
         "data": Synthetic(batch_size=batch_size, seq_len=seq_len, vocab_size=model["vocab_size"]),
         "mesh": mesh,
         "num_microbatches": num_microbatches,
-        "precision": FLOAT64,
+        "precision": Precision(params="float64", compute="float64", master=run.precision.master and "float64"),
         "expects": None,
     }
     return run.model_copy(update=changes)

@@ -28,12 +28,21 @@ class Lowering:
 
     Args:
       dtype: in which the model computes; None for that of the parameters.
+      sums: in which gradients are summed; None for float32 at least.
+      num_microbatches: how many parts a batch is computed in.
     """
 
     mesh: AnyMesh
     rules: AxisRules
     manual: bool
     dtype: Any = None
+    sums: Any = None
+    num_microbatches: int = 1
+
+    @property
+    def gathers_in_layers(self) -> bool:
+        """Whether what is stored in shards is gathered where a layer uses it, and its gradient scattered there."""
+        return self.rules.zero_stage == 3 or (self.rules.zero_stage == 2 and self.num_microbatches == 1)
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The live axes of an activation's dim."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ def compile_evaluation(
     dims = jax.tree.map(lambda p: p.spec.dims, placement.sharded)
 
     def local(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        with lowering(replace(how, dtype=objective.dtype)):
+        with lowering(how):
             if not how.manual:
                 return objective.loss(objective.cast(params), batch, None)
             sums = objective.loss(data.enter(params, dims), batch, None)

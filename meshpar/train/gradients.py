@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.parallel import data
 from meshpar.parallel.local import varying, varying_like
-from meshpar.parallel.precision import wide
+from meshpar.parallel.precision import summed_in, wide
 from meshpar.sharding.constrain import Lowering, lowering
 from meshpar.sharding.resolve import sharding_axes
 from meshpar.train.loss import Batch, Loss
@@ -29,12 +29,14 @@ class Objective:
       key: step -> the step's random key, or None where the model draws nothing.
       num_microbatches: how many parts the batch is computed in, one after the other.
       dtype: of the parameters in the computation; that of the state is its own.
+      sums: in which gradients are summed over microbatches and devices; None for float32 at least.
     """
 
     loss: Loss
     key: Callable[[jax.Array], jax.Array | None] = lambda step: None
     num_microbatches: int = 1
     dtype: Any = jnp.float32
+    sums: Any = None
 
     def cast(self, params: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(self.dtype), params)
@@ -90,7 +92,7 @@ def manual(
     pspecs = jax.tree.map(lambda p: p.pspec, placement.sharded)
 
     def local(params: Any, batch: Batch, step: jax.Array) -> Gradients:
-        with lowering(replace(how, dtype=objective.dtype)):
+        with lowering(how):
             entered = data.enter(params, dims)
             total, tokens, grads = _accumulate(objective, entered, batch, step)
             total, tokens = _psum((total, tokens), how.axes("batch"))
@@ -115,22 +117,22 @@ Sums = tuple[jax.Array, jax.Array, Any]
 
 
 def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array) -> Sums:
-    """Sums of losses, tokens and gradients over the microbatches; gradients in float32 at least."""
+    """Sums of losses, tokens and gradients over the microbatches."""
 
     def one(batch: Batch) -> Sums:
         gradients = jax.value_and_grad(objective.loss, has_aux=True)
         (total, tokens), grads = gradients(params, batch, objective.key(step))
-        return total, tokens, jax.tree.map(wide, grads)
+        return total, tokens, jax.tree.map(lambda g: summed_in(g, objective.sums), grads)
 
     def add(sums: Sums, micro: Batch) -> tuple[Sums, None]:
         return jax.tree.map(jnp.add, sums, one(micro)), None
 
     num = objective.num_microbatches
-    return one(batch) if num == 1 else lax.scan(add, _zeros(params, batch), _microbatches(batch, num))[0]
+    return one(batch) if num == 1 else lax.scan(add, _zeros(objective, params, batch), _microbatches(batch, num))[0]
 
 
-def _zeros(params: Any, batch: Batch) -> Sums:
-    grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(wide(p)), p), params)
+def _zeros(objective: Objective, params: Any, batch: Batch) -> Sums:
+    grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, objective.sums)), p), params)
     total = wide(jnp.zeros((), jax.tree.leaves(params)[0].dtype))
     return varying_like(total, batch["rows"]), varying_like(jnp.int32(0), batch["rows"]), grads
 

@@ -30,23 +30,28 @@ class Update:
     Args:
       tx: any Optax chain, without clipping.
       clip_norm: the largest norm of the whole gradient; None for no limit.
+      dtype: in which `tx` computes; None for that of the parameters.
       learning_rate: number of updates -> learning rate, to report it; None if it is not known.
     """
 
     tx: optax.GradientTransformation
     clip_norm: float | None = None
     learning_rate: Callable[[jax.Array], Any] | None = None
+    dtype: Any = None
 
     def __call__(self, state: TrainState, got: Gradients, sharded: Any) -> tuple[TrainState, Metrics]:
         """The next state; the present one, if loss or gradients are not finite."""
         grads = jax.tree.map(
-            lambda g, p: (g * self._scale(got.norm).astype(g.dtype)).astype(p.dtype), got.grads, state.params
+            lambda g, p: (g * self._scale(got.norm).astype(g.dtype)).astype(self.dtype or p.dtype),
+            got.grads,
+            state.params,
         )
         # ZeRO-1 stores parameters whole, but each device updates only its shard.
         params = jax.lax.with_sharding_constraint(state.params, sharded)
         with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
             updates, opt_state = self.tx.update(grads, state.opt_state, params)
-        params = jax.lax.with_sharding_constraint(optax.apply_updates(params, updates), sharded)
+            params = optax.apply_updates(params, updates)
+        params = jax.lax.with_sharding_constraint(params, sharded)
         finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
         keep = lambda new, old: jnp.where(finite, new, old)
         new = TrainState(

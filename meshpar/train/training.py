@@ -40,6 +40,7 @@ class Training:
       manual: whether the step is one `shard_map`, for a loss that is written for local shards; else GSPMD's.
       key: step -> the step's random key; None where the loss draws nothing.
       dtype: in which the loss is computed.
+      sums: in which gradients are summed over microbatches and devices; None for float32 at least.
       seed: of the first parameters.
       num_microbatches: how many parts a batch is computed in, one after the other.
     """
@@ -54,6 +55,7 @@ class Training:
     manual: bool = False
     key: Callable[[jax.Array], jax.Array] | None = None
     dtype: Any = jnp.float32
+    sums: Any = None
     seed: int = 0
     num_microbatches: int = 1
 
@@ -63,7 +65,7 @@ class Training:
 
     @cached_property
     def how(self) -> Lowering:
-        return Lowering(self.mesh, self.rules, self.manual)
+        return Lowering(self.mesh, self.rules, self.manual, self.dtype, self.sums, self.num_microbatches)
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -72,7 +74,7 @@ class Training:
 
     @property
     def objective(self) -> Objective:
-        return Objective(self.loss, self.key or (lambda step: None), self.num_microbatches, self.dtype)
+        return Objective(self.loss, self.key or (lambda step: None), self.num_microbatches, self.dtype, self.sums)
 
     @property
     def gradients(self) -> Callable[..., Gradients]:
