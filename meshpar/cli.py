@@ -68,7 +68,7 @@ def explain(
         raise ConfigError(f"explain takes one PATH, got {' and '.join(paths)}")
     told = run.explain(loaded, paths[0] if paths else None, devices)
     if svg:
-        svg.write_text(told.svg())
+        _write("--svg", svg, told.svg())
     typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))
 
 
@@ -150,12 +150,15 @@ def _check_html(html: Path | None, diff: bool) -> None:
 def _draw(told: Inspection | Judgement, html: Path | None) -> None:
     from meshpar.inspection.page import page
 
-    if html is None:
-        return
+    if html:
+        _write("--html", html, page(told.as_json()))
+
+
+def _write(option: str, path: Path, text: str) -> None:
     try:
-        html.write_text(page(told.as_json()), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--html {html}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
 
 
 @app.command()

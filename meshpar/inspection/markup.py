@@ -43,7 +43,8 @@ def number(text: str) -> str:
 
 def code(text: str, kind: str, title: str = "") -> str:
     """A cell that holds a name or a place in the code."""
-    shown = f'<code title="{escape(title)}">{escape(text)}</code>' if text else ""
+    more = f' title="{escape(title)}"' if title else ""
+    shown = f"<code{more}>{escape(text)}</code>" if text else ""
     return f'<td class="{kind}">{shown}</td>'
 
 

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 import pydantic
 
-from meshpar.errors import Problems, ProgramError
+from meshpar.errors import Problem, ProgramError
 
 Count = Annotated[int, pydantic.Field(ge=0)]
 Bytes = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
-MOST_PROBLEMS = 8
+_MOST = 8
 
 
 class _Plain(pydantic.BaseModel):
@@ -106,9 +106,12 @@ def read(path: Path) -> PlainInspection:
     except OSError as error:
         raise ProgramError(f"{path} cannot be read: {error.strerror}") from None
     except pydantic.ValidationError as invalid:
-        problems = Problems()
-        for one in invalid.errors(include_url=False)[:MOST_PROBLEMS]:
-            problems.add(".".join(map(str, one["loc"])) or "the file", one["msg"])
-        raise ProgramError(
-            "\n".join([f"{path} was not written by `meshpar inspect --json`:", *map(str, problems.found)])
-        ) from None
+        raise ProgramError(_said(path, invalid)) from None
+
+
+def _said(path: Path, invalid: pydantic.ValidationError) -> str:
+    """What is wrong in a file, as far as one wants to read it."""
+    found = [Problem(".".join(map(str, e["loc"])) or "the file", e["msg"]) for e in invalid.errors(include_url=False)]
+    rest = [f"  ... and {len(found) - _MOST} more"] * (len(found) > _MOST)
+    heading = f"{path} was not written by `meshpar inspect --json`:"
+    return "\n".join([heading, *map(str, found[:_MOST]), *rest])

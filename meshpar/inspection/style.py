@@ -54,9 +54,9 @@ svg { display: block; width: 100%; overflow: visible; }
 .mark { fill: var(--ink); }
 .hatch { fill: url(#hatch); }
 #hatch path { stroke: var(--ground); stroke-width: 3; }
-.block .bar { fill-opacity: 0.75; }
+.block .bar { fill-opacity: 0.85; }
 .block:hover .bar { fill-opacity: 1; }
-.block text { font-size: 11px; fill: var(--ground); font-weight: 600; pointer-events: none; }
+.block text { font-size: 11px; fill: #10151c; font-weight: 600; pointer-events: none; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 12px 0 0; padding: 0; list-style: none; }
 .swatch { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 7px; }
 .swatch.branch { background: repeating-linear-gradient(45deg, var(--soft) 0 3px, var(--track) 3px 6px); }
