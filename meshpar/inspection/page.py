@@ -96,7 +96,8 @@ def _tile(name: str, value: str, more: str) -> str:
 
 def _finding(one: PlainFinding) -> str:
     cost = "" if one.bytes is None else f' <span class="soft">{human_bytes(one.bytes)}</span>'
-    more = "".join(f'<br><span class="soft small">{escape(line)}</span>' for line in (one.where, one.fix) if line)
+    lines = [f"where: {short_source(one.where)}"] * bool(one.where) + [f"fix: {one.fix}"] * bool(one.fix)
+    more = "".join(f'<br><span class="soft small">{escape(line)}</span>' for line in lines)
     return f'<p class="finding"><strong>{escape(one.kind)}</strong>{cost}<br>{escape(one.what)}{more}</p>'
 
 

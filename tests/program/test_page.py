@@ -159,7 +159,7 @@ def test_findings_are_told_where_there_are_any():
         "fix": "remat",
     }
     said = words(page(step().as_json() | {"findings": [found]}))
-    assert "Findings gathered twice 2.00 KiB blocks.mlp.up.kernel model.py:3 remat" in said
+    assert "Findings gathered twice 2.00 KiB blocks.mlp.up.kernel where: model.py:3 fix: remat" in said
 
 
 def test_a_program_of_one_device_sends_nothing():
