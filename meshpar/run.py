@@ -208,18 +208,19 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
     return told if path is None else told.only(path)
 
 
-def inspect(run: Run, target: str | None = None) -> Inspection | Judgement:
+def inspect(run: Run, target: str | None = None, num_devices: int | None = None) -> Inspection | Judgement:
     """What the run's step communicates, computes and holds, from its compiled program; nothing is allocated.
 
     Args:
       target: a machine that is not here, such as `v5e:16x16`; the step is compiled for it, and judged.
+      num_devices: compile for the first so many of the devices that are here; default: all.
 
     Raises:
       ContractError: the step goes beyond what the run expects.
       MeshError: there is no such machine, its compiler is not installed, or the step is too big to compile.
     """
     if target is None:
-        prepared = prepare(run)
+        prepared = prepare(run, run.mesh.build(jax.devices()[:num_devices]))
         return prepared.inspect(prepared.compile_step())
     process.compile_only()
     machine = targets.parse(target)

@@ -18,7 +18,8 @@ import pydantic
 from meshpar.config import Config
 from meshpar.errors import Problems
 from meshpar.inspection.hlo import Collective, total_sent_bytes
-from meshpar.inspection.inspect import Inspection, axes_name, short_source
+from meshpar.inspection.inspect import Inspection
+from meshpar.inspection.places import axes_name, short_source
 from meshpar.mesh.layout import AXES
 from meshpar.tree import human_bytes
 

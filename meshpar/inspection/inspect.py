@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from itertools import groupby
 from typing import Any
 
 from jax.stages import Compiled
@@ -15,7 +13,9 @@ from jax.stages import Compiled
 from meshpar.inspection.flops import opaque_calls, product_flops
 from meshpar.inspection.hlo import Collective, collectives_of, total_sent_bytes
 from meshpar.inspection.memory import Held, Memory, largest, memory
+from meshpar.inspection.places import axes_name, places, short_source
 from meshpar.inspection.program import Program
+from meshpar.inspection.table import table
 from meshpar.inspection.walk import walk
 from meshpar.mesh.layout import describe_sizes
 from meshpar.sharding.resolve import AnyMesh
@@ -131,28 +131,26 @@ def _entry(one: Collective) -> dict[str, Any]:
 
 def _communication(found: Iterable[Collective]) -> str:
     """A line for each place in the code that communicates, most bytes first."""
-    place = lambda one: (one.kind, axes_name(one.axes), one.source, " in a branch" * bool(one.branches))
-    groups = [(key, list(group)) for key, group in groupby(sorted(found, key=place), place)]
-    groups.sort(key=lambda group: total_sent_bytes(group[1]), reverse=True)
+    made = places(found)
     rows = [
         [
-            kind + branch,
-            axes,
-            f"{sum(one.times for one in group)}x",
-            human_bytes(float(total_sent_bytes(group))),
-            _what(group),
-            short_source(source),
+            place.kind + " in a branch" * place.in_branch,
+            place.axes,
+            f"{place.times}x",
+            human_bytes(place.sent_bytes),
+            place.what,
+            short_source(place.source),
         ]
-        for (kind, axes, source, branch), group in groups
+        for place in made
     ]
-    total = human_bytes(float(sum(total_sent_bytes(group) for _, group in groups)))
-    return f"sends {total}\n" + _table(["", "axes", "times", "bytes", "what", "where"], rows)
+    total = human_bytes(sum(place.sent_bytes for place in made))
+    return f"sends {total}\n" + table(["", "axes", "times", "bytes", "what", "where"], rows)
 
 
 def _per_axis(sent: dict[str, int], closed_form: dict[str, int] | None) -> str:
     form = closed_form or {}
     rows = [[axes, f"{sent.get(axes, 0):,}", f"{form.get(axes, 0):,}"] for axes in dict.fromkeys([*sent, *form])]
-    return _table(
+    return table(
         ["over", "bytes", "closed form"] if closed_form else ["over", "bytes"], [r[: 2 + bool(form)] for r in rows]
     )
 
@@ -161,36 +159,10 @@ def _memory(held: Memory) -> str:
     small = {name: size for name, size in held.arguments.items() if size < held.total / 1000}
     rows = [item for item in held.arguments.items() if item[0] not in small]
     rows += [("other arguments", sum(small.values())), ("outputs", held.outputs), ("temporaries", held.temporaries)]
-    lines = _table(None, [[name, human_bytes(size)] for name, size in rows if size])
+    lines = table(None, [[name, human_bytes(size)] for name, size in rows if size])
     return f"holds {human_bytes(held.total)}{' at its peak' if held.peak else ' at most'}\n{lines}"
 
 
 def _largest(arrays: list[Held], title: str) -> str:
     rows = [[human_bytes(one.num_bytes), one.array, one.name, short_source(one.source)] for one in arrays]
-    return f"{title}\n{_table(None, rows)}"
-
-
-def _what(group: list[Collective]) -> str:
-    """The tensors of a group of collectives, the one that sends most first; of activations, the shape."""
-    group = sorted(group, key=lambda one: one.times * one.sent_bytes, reverse=True)
-    tensors = list(dict.fromkeys(tensor for one in group for tensor in one.tensors))
-    names = tensors or list(dict.fromkeys(str(array) for one in group for array in one.arrays))
-    return ", ".join(names[:1]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def axes_name(axes: tuple[str, ...] | None) -> str:
-    """`fsdp, tensor`; axes are unknown where no mesh names them."""
-    return "unknown axes" if axes is None else ", ".join(axes) or "none"
-
-
-def short_source(source: str) -> str:
-    """The file as seen from here, or by its last two names."""
-    here = os.getcwd() + os.sep
-    return source.removeprefix(here) if source.startswith(here) else "/".join(source.split("/")[-2:])
-
-
-def _table(head: list[str] | None, rows: list[list[str]]) -> str:
-    table = [head, *rows] if head else rows
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ("  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)) for row in table)
-    return "\n".join(line.rstrip() for line in lines)
+    return f"{title}\n{table(None, rows)}"

@@ -234,6 +234,78 @@ def test_a_step_that_breaks_its_contract(meshpar):
     assert "Traceback" not in said
 
 
+KEPT = "kept.json"
+NOT_DRAWN = {
+    "no folder": (["--html", "nowhere/step.html"], "--html nowhere/step.html: there is no folder nowhere"),
+    "a folder": (["--html", "."], "--html .: cannot be written: Is a directory"),
+    "two programs": (
+        ["--diff", KEPT, "--html", "step.html"],
+        "--html draws one program, --diff compares two: use one of them",
+    ),
+}
+NOT_COMPARED = {
+    "one": (["--diff"], "--diff compares two programs, got config.yaml"),
+    "three": (["--diff", "a", "b"], "--diff compares two programs, got config.yaml and a and b"),
+    "no config": (["--diff", "b.yaml"], "b.yaml cannot be read: No such file or directory"),
+    "no file": (["--diff", "b.json"], "b.json cannot be read: No such file or directory"),
+    "a change of what was compiled": (
+        ["--diff", KEPT, "num_steps=3"],
+        "kept.json holds a program that was compiled: num_steps=3 cannot change it",
+    ),
+    "another file": (
+        ["--diff", KEPT],
+        """\
+kept.json was not written by `meshpar inspect --json`:
+  mesh
+    Field required
+  sent_bytes
+    Field required
+  sent_bytes_per_axis
+    Field required
+  closed_form_per_axis
+    Field required
+  collectives
+    Field required
+  flops
+    Input should be a valid integer
+  memory
+    Field required
+  largest
+    Field required
+  ... and 1 more""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_DRAWN)
+def test_a_page_that_cannot_be_drawn(meshpar, case):
+    options, said = NOT_DRAWN[case]
+    assert meshpar("inspect", EXTRA, *options) == (2, "", f"meshpar: {said}\n")
+
+
+@pytest.mark.parametrize("case", NOT_COMPARED)
+def test_programs_that_cannot_be_compared(meshpar, case):
+    options, said = NOT_COMPARED[case]
+    Path(KEPT).write_text('{"flops": "many"}')
+    assert meshpar("inspect", EXTRA, *options) == (2, "", f"meshpar: {said}\n")
+
+
+def test_diff_is_understood_before_the_programs_too(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["meshpar", "inspect", "--diff", "a.json", "b.yaml"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert (exit_.value.code, capsys.readouterr().err) == (
+        2,
+        "meshpar: a.json cannot be read: No such file or directory\n",
+    )
+
+
+def test_a_picture_in_a_folder_that_is_not_there(meshpar):
+    said = "meshpar: --svg nowhere/a.svg: cannot be written: No such file or directory\n"
+    assert meshpar("explain", EXTRA, "--svg", "nowhere/a.svg") == (2, "", said)
+
+
 def test_an_unknown_option_ends_with_2(meshpar):
     assert meshpar("train", "--devcies", "8")[0] == 2
 

@@ -11,6 +11,7 @@ import pytest
 
 from meshpar import cli
 from meshpar.inspection.hlo import collectives
+from meshpar.inspection.page import page
 from meshpar.inspection.picture import Picture
 from meshpar.mesh.layout import MeshLayout
 from meshpar.sharding.resolve import Placement, resolve
@@ -66,6 +67,31 @@ def test_inspect_trains_nothing_and_says_the_same_as_json(meshpar, tmp_path):
     assert total in meshpar("inspect").splitlines()
     assert plain["mesh"]["tensor"] == 2
     assert not (tmp_path / "run").exists()
+
+
+def test_inspect_draws_a_page_beside_what_it_says(meshpar, tmp_path):
+    plain = json.loads(meshpar("inspect", "--json", "--html", "step.html"))
+    assert (tmp_path / "step.html").read_text(encoding="utf-8") == page(plain)
+
+
+def test_diff_of_a_config_and_what_was_kept_of_it(meshpar, tmp_path):
+    (tmp_path / "kept.json").write_text(meshpar("inspect", "--json"))
+    assert meshpar("inspect", "--diff", "kept.json") == "no difference\n"
+    told = json.loads(meshpar("inspect", "model.num_layers=4", "--json", "--diff", "kept.json"))
+    gather = next(one for one in told["collectives"] if one["what"] == ["state.params.blocks.mlp.up.kernel"])
+    assert (gather["change"], gather["times"]) == ("less often", {"before": 8, "after": 4})
+    fsdp = told["sent_bytes_per_axis"]["fsdp"]
+    assert fsdp["before"] > fsdp["after"]
+    assert told["flops"]["before"] > told["flops"]["after"]
+
+
+def test_diff_of_two_configs_on_meshes_of_different_sizes(meshpar):
+    lines = meshpar("inspect", "mesh.data=1", "--diff", "config.yaml").splitlines()
+    assert "mesh: fsdp=2, tensor=2 -> data=2, fsdp=2, tensor=2" in lines
+    news = [line for line in lines if line.startswith("  new")]
+    assert any("all_reduce  data " in line and "0x -> 1x" in line and "state.params." in line for line in news)
+    back = meshpar("inspect", "--diff", "config.yaml", "mesh.data=1").splitlines()
+    assert "mesh: data=2, fsdp=2, tensor=2 -> fsdp=2, tensor=2" in back
 
 
 def test_explain_draws_each_array_that_matches(meshpar, tmp_path):

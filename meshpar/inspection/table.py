@@ -1,0 +1,17 @@
+"""Columns of text, each as wide as its widest cell."""
+
+from __future__ import annotations
+
+
+def table(head: list[str] | None, rows: list[list[str]]) -> str:
+    """Rows below each other, cells to the left, two blanks between.
+
+    >>> print(table(["over", "bytes"], [["fsdp", "8"], ["tensor", "16"]]))
+      over    bytes
+      fsdp    8
+      tensor  16
+    """
+    lines = [head, *rows] if head else rows
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ("  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)) for row in lines)
+    return "\n".join(line.rstrip() for line in padded)

@@ -1,0 +1,192 @@
+"""The page of a real compiled step, read by a real browser; each thing that is looked for is found in a broken page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshpar.inspection.inspect import inspect
+from meshpar.inspection.page import page
+from meshpar.plan.fit import judge
+from meshpar.plan.targets import parse
+from tests.program.chromium import chromium, require
+from tests.program.look import faults
+from tests.program.test_bytes import prepared
+
+SCREENS = [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")]
+EVIL = """<script>window.hit = 1</script>"'><img src="nowhere" onerror="window.hit = 1">"""
+POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("chromium") / "profile") as opened:
+        yield opened
+
+
+@lru_cache
+def step() -> Any:
+    """The inspection of a step that communicates over each of three axes, with its closed form."""
+    run = prepared("data2_fsdp2_tensor2")
+    return run.inspect(run.compile_step())
+
+
+def hostile() -> dict[str, Any]:
+    """The same, with names that would be code if anything took them for such."""
+    told = step().as_json()
+    for one in told["collectives"]:
+        one |= {"tensors": [EVIL], "source": EVIL, "branches": [EVIL]}
+    told["collectives"][0]["kind"] = EVIL
+    told["largest"] = [held | {"name": EVIL, "array": EVIL, "source": EVIL} for held in told["largest"]]
+    told["sent_bytes_per_axis"] = {
+        EVIL if axes == "fsdp" else axes: b for axes, b in told["sent_bytes_per_axis"].items()
+    }
+    told["memory"]["arguments"][EVIL] = told["memory"]["arguments"].pop("state.params")
+    told["findings"] = [{"kind": EVIL, "what": EVIL, "where": EVIL, "bytes": 3, "fix": EVIL}]
+    return told | {"opaque": [EVIL], "target": EVIL, "chip_bytes": 10**6, "fits": False}
+
+
+# The page --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "scheme"), SCREENS)
+def test_a_real_step_is_drawn_to_scale_and_fits_the_screen(browser, tmp_path, width, scheme):
+    told = step().as_json()
+    assert faults(browser, page(told), told, tmp_path, width, scheme) == set()
+
+
+@pytest.mark.parametrize(("width", "scheme"), SCREENS)
+@pytest.mark.parametrize("policy", [True, False], ids=["with policy", "by escaping alone"])
+def test_hostile_names_are_only_text(browser, tmp_path, width, scheme, policy):
+    told = hostile()
+    html = page(told) if policy else POLICY.sub("", page(told))
+    assert faults(browser, html, told, tmp_path, width, scheme) == set()
+    assert EVIL in browser.ask("document.body.innerText")
+
+
+def unguarded(more: str) -> Callable[[str], str]:
+    """Adds to a page that has no policy."""
+    return lambda html: POLICY.sub("", html).replace("</main>", f"{more}</main>")
+
+
+def put(old: str, new: str) -> Callable[[str], str]:
+    return lambda html: re.sub(old, new, html)
+
+
+BROKEN = {
+    "a bar": (put(r'(class="sent" x="0%" y="0") width="100%"', r'\1 width="90%"'), "is out of scale"),
+    "a part of the memory": (put(r'(class="part"[^>]*) width="9[^"]*"', r'\1 width="5%"'), "is out of scale"),
+    "a block's place": (put(r'(class="bar" x=)"9[^"]*"', r'\1"50%"'), "is out of place"),
+    "a block": (put('<g class="block">', "<g>"), "lacks a block"),
+    "a wide table": (put("<table", '<table style="min-width: 1400px"'), "is wider than the screen"),
+    "grey on grey": (put('<p class="soft', '<p style="color: #8884" class="soft'), "has text that cannot be read"),
+    "hidden text": (put("<h2", '<h2 style="visibility: hidden"'), "has text that cannot be read"),
+    "a long label": (put(">3x</text>", f">{400 * 'x'}</text>"), "has labels that overlap"),
+    "a moved number": (
+        put('<td class="number', '<td style="position: relative; left: -40px" class="number'),
+        "has labels that overlap",
+    ),
+    "a script": (unguarded(EVIL), "ran code"),
+    "an image from elsewhere": (unguarded('<img src="http://127.0.0.1:59999/">'), "asked for something"),
+    "what the policy stops": (put("</main>", "<script>1</script></main>"), "complained"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_control_a_broken_page_is_seen(browser, tmp_path, broken):
+    change, fault = BROKEN[broken]
+    told = step().as_json()
+    changed = change(page(told))
+    assert changed != page(told)
+    assert fault in faults(browser, changed, told, tmp_path, 1280)
+
+
+def test_a_block_tells_its_collective(browser, tmp_path):
+    told = step().as_json()
+    faults(browser, page(told), told, tmp_path, 1280)
+    titles = browser.ask("[...document.querySelectorAll('.block title')].map(t => t.textContent)")
+    gather = next(title for title in titles if "blocks.mlp.gate.kernel" in title)
+    assert gather.splitlines()[:3] == [
+        "all_gather over fsdp",
+        "3x 512 B = 1.50 KiB",
+        "state.params.blocks.mlp.gate.kernel",
+    ]
+    assert re.fullmatch(r"meshpar/nn/transformer.py:\d+", gather.splitlines()[3])
+
+
+# Without a browser ------------------------------------------------------------------------------------------------
+
+
+def words(html: str) -> str:
+    return " ".join(re.sub(r"<style>.*?</style>|<[^>]*>", " ", html, flags=re.DOTALL).split())
+
+
+def test_the_words_of_the_page():
+    said = words(page(step().as_json()))
+    assert "A device, in one step mesh: data=2, fsdp=2, tensor=2 sends" in said
+    assert "this is an order, and no clock" in said
+    assert f"{step().flops:,} FLOPs" in said
+    assert re.search(r"tensor ([\d,]+) bytes / closed form \1, equal", said)
+    assert "Findings" not in said
+
+
+@pytest.mark.parametrize(("machine_bytes", "verdict"), [(None, "fits"), (1, "does not fit")])
+def test_the_verdict_stands_on_top(machine_bytes, verdict):
+    machine = parse("h100:1x8")
+    machine = (
+        machine if machine_bytes is None else replace(machine, chip=replace(machine.chip, memory_bytes=machine_bytes))
+    )
+    mesh = prepared("data2_fsdp2_tensor2").mesh
+    said = words(page(judge(step(), machine, mesh).as_json()))
+    assert said.startswith(
+        f"A device, in one step A device, in one step mesh: data=2, fsdp=2, tensor=2 h100:1x8: {verdict}."
+    )
+
+
+def test_findings_are_told_where_there_are_any():
+    found = {
+        "kind": "gathered twice",
+        "what": "blocks.mlp.up.kernel",
+        "where": "model.py:3",
+        "bytes": 2048,
+        "fix": "remat",
+    }
+    said = words(page(step().as_json() | {"findings": [found]}))
+    assert "Findings gathered twice 2.00 KiB blocks.mlp.up.kernel where: model.py:3 fix: remat" in said
+
+
+def test_a_program_of_one_device_sends_nothing():
+    told = inspect(jax.jit(lambda x: x @ x).lower(jnp.ones((16, 16))).compile())
+    said = words(page(told.as_json()))
+    assert "no mesh was given sends 0 B" in said
+    assert "It sends nothing." in said
+    assert "in order" not in said
+
+
+def test_a_branch_is_marked():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    sum_, keep = lambda x: jax.lax.psum(x, "data"), lambda x: jax.lax.pcast(x, "data", to="varying")
+    branch = lambda flag, x: jax.lax.cond(flag, lambda x: keep(sum_(x)), lambda x: x, x)
+    mapped = jax.shard_map(branch, mesh=mesh, in_specs=(jax.sharding.PartitionSpec(), spec), out_specs=spec)
+    told = inspect(jax.jit(mapped).lower(True, jnp.ones((8, 4))).compile(), mesh).as_json()
+    html = page(told)
+    assert 'class="hatch"' in html
+    assert "all_reduce in a branch data 1x 28 B" in words(html)
+    assert 'class="hatch"' not in page(step().as_json())
+
+
+def test_without_chromium_a_test_is_skipped_unless_it_is_required(monkeypatch, tmp_path):
+    monkeypatch.delenv("MESHPAR_REQUIRE_CHROMIUM", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="chromium-driver"):
+        require(tmp_path / "chromedriver")
+    monkeypatch.setenv("MESHPAR_REQUIRE_CHROMIUM", "1")
+    with pytest.raises(pytest.fail.Exception, match="chromium-driver"):
+        require(tmp_path / "chromedriver")
