@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -31,6 +31,7 @@ from meshpar.nn.describe import describe, functional
 from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
+from meshpar.plan.memory import ModelStates, model_states
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
@@ -63,6 +64,13 @@ class Precision(Config):
     """In which gradients are summed over microbatches and devices. Default: float32 at least."""
     master: Float | None = None
     """In which the optimizer keeps parameters of its own, if these are wider than the stored ones."""
+
+    def widths(self, least: int = 1) -> Widths:
+        """Bytes of an element in each of them, `least` at least."""
+        params, compute = np.dtype(self.params).itemsize, np.dtype(self.compute).itemsize
+        sums = max(compute, 4)
+        gradients = np.dtype(self.gradients).itemsize if self.gradients else sums
+        return Widths(*(max(width, least) for width in (params, compute, gradients, sums)))
 
 
 class Run(Config):
@@ -106,15 +114,18 @@ class Prepared(Training):
         rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
         model, recomputed = run.model, run.model.remat != "none"
         activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, recomputed)
-        params, compute = (np.dtype(name).itemsize for name in (run.precision.params, run.precision.compute))
-        sums = max(compute, 4)
-        gradients = np.dtype(run.precision.gradients).itemsize if run.precision.gradients else sums
         # XLA's CPU compiler widens what travels in 16 bits.
-        least = 4 if self._on_cpu else 2
-        widths = Widths(*(max(width, least) for width in (params, compute, gradients, sums)))
+        widths = run.precision.widths(least=4 if self._on_cpu else 2)
         return step_traffic(
             self.placement.sharded, self.how, widths, activations, run.num_microbatches, hoists=self._on_cpu
         )
+
+    @cached_property
+    def states(self) -> ModelStates:
+        """Bytes that a device holds of parameters, gradients and optimizer state, in the manual lowering."""
+        placed = self.placement
+        sharded, stored, optimizer = map(jax.tree.leaves, (placed.sharded, placed.params, placed.opt_state))
+        return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths())
 
     @property
     def _on_cpu(self) -> bool:
@@ -139,7 +150,7 @@ class Prepared(Training):
             text = "\n".join(["the step sends more than the closed form of its presets:", *map(str, more.found)])
             warnings.warn(text, ContractWarning, stacklevel=2)
         form = {axes_name(axes): round(bytes_) for axes, bytes_ in (self.closed_form or {}).items()}
-        return replace(told, closed_form=form or None)
+        return replace(told, closed_form=form or None, model_states=asdict(self.states) if self.how.manual else None)
 
 
 def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
@@ -203,8 +214,8 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
     Raises:
       ConfigError: no parameter matches.
     """
-    placement = prepare(run, run.mesh.abstract(num_devices)).placement
-    told = report(placement.params, placement.sharded, placement.opt_state)
+    prepared = prepare(run, run.mesh.abstract(num_devices))
+    told = report(prepared.placement.params, asdict(prepared.states))
     return told if path is None else told.only(path)
 
 

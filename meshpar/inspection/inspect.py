@@ -36,6 +36,7 @@ class Inspection:
       largest: the largest arguments and temporaries.
       opaque: targets of custom calls, into which nobody sees.
       closed_form: bytes over each combination of axes, as the presets of a run say; None if they do not.
+      model_states: bytes of parameters, gradients and optimizer state, as a run's placements say.
     """
 
     axes: dict[str, int]
@@ -45,6 +46,7 @@ class Inspection:
     largest: tuple[Held, ...]
     opaque: tuple[str, ...]
     closed_form: dict[str, int] | None = None
+    model_states: dict[str, int] | None = None
 
     @property
     def bytes_per_axis(self) -> dict[str, int]:
@@ -64,6 +66,7 @@ class Inspection:
             "collectives": [_entry(one) for one in self.collectives],
             "flops": self.flops,
             "memory": asdict(self.memory) | {"total": self.memory.total},
+            "model_states": self.model_states,
             "largest": [asdict(held) for held in self.largest],
             "opaque": list(self.opaque),
         }
@@ -75,6 +78,7 @@ class Inspection:
             _per_axis(self.bytes_per_axis, self.closed_form),
             f"matrix products: {self.flops:,} FLOPs",
             _memory(self.memory),
+            *([_states(self.model_states)] if self.model_states else []),
         ]
         parts += [_largest([held for held in self.largest if held.is_argument], "largest arguments")]
         parts += [_largest([held for held in self.largest if not held.is_argument], "largest temporaries")]
@@ -161,6 +165,11 @@ def _memory(held: Memory) -> str:
     rows += [("other arguments", sum(small.values())), ("outputs", held.outputs), ("temporaries", held.temporaries)]
     lines = table(None, [[name, human_bytes(size)] for name, size in rows if size])
     return f"holds {human_bytes(held.total)}{' at its peak' if held.peak else ' at most'}\n{lines}"
+
+
+def _states(held: dict[str, int]) -> str:
+    rows = [[name, human_bytes(size)] for name, size in held.items() if size]
+    return f"of that, by its closed form, {human_bytes(sum(held.values()))}\n{table(None, rows)}"
 
 
 def _largest(arrays: list[Held], title: str) -> str:

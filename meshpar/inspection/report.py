@@ -19,7 +19,7 @@ class Report:
 
     Args:
       arrays: path -> placement, of the parameters as they are stored.
-      held: name (parameters, gradients, optimizer) -> bytes a device holds of it.
+      held: name (parameters, gathered, gradients, optimizer) -> bytes a device holds of it at most.
       drawn: whether the arrays are drawn.
     """
 
@@ -63,11 +63,9 @@ class Report:
         return next(iter(self.arrays.values())).mesh
 
 
-def report(params: Any, gradients: Any, opt_state: Any) -> Report:
-    """Reports on three trees of placements."""
-    trees = {"parameters": params, "gradients": gradients, "optimizer": opt_state}
-    held = {name: sum(p.local_bytes for p in flatten_with_paths(tree).values()) for name, tree in trees.items()}
-    return Report(flatten_with_paths(params), held)
+def report(params: Any, held: Mapping[str, int]) -> Report:
+    """Reports on a tree of placements, and on what a device holds: name -> bytes."""
+    return Report(flatten_with_paths(params), {name: size for name, size in held.items() if size})
 
 
 def _details(placement: Placement) -> list[str]:

@@ -120,7 +120,7 @@ def _whole(x: jax.Array, names: Dims, how: Lowering) -> jax.Array:
     # the backward out anew: XLA:GPU did, and held a second copy of all layers' output projections.
     order = [i for i, _ in stored] + [i for i in range(x.ndim) if i not in dict(stored)]
     front = tuple((place, axes) for place, (_, axes) in enumerate(stored))
-    whole = _all_gather(x.transpose(order), front, to, np.dtype(x.dtype))
+    whole: jax.Array = _all_gather(x.transpose(order), front, to, np.dtype(x.dtype))
     return whole.transpose(np.argsort(order))
 
 

@@ -78,10 +78,12 @@ def _gradients(placement: Placement, how: Lowering, widths: Widths) -> int:
         shard = math.prod(placement.local_shape) * widths.gradients * (2 if how.num_microbatches > 1 else 1)
         widened = widths.gradients if widths.gradients != widths.compute else 0
         return shard + _layer(placement, whole * (widths.compute + widened))
+    # Shards are made, as wide as the optimizer wants them, while others are still whole.
+    shard = math.prod(placement.local_shape) * widths.sums if _storage(placement, how) else 0
     if how.num_microbatches > 1:
-        return whole * (widths.gradients + widths.compute)
+        return shard + whole * (widths.gradients + widths.compute)
     # What was gathered for the backward is gone when its gradients are widened.
-    return max(whole * widths.compute, whole * widths.gradients - _gathered(placement, how, widths))
+    return shard + max(whole * widths.compute, whole * widths.gradients - _gathered(placement, how, widths))
 
 
 def _layer(placement: Placement, size: int) -> int:

@@ -47,16 +47,15 @@ class Update:
             state.params,
         )
         # ZeRO-1 stores parameters whole, but each device updates only its shard.
-        params = jax.lax.with_sharding_constraint(state.params, sharded)
+        old = jax.lax.with_sharding_constraint(state.params, sharded)
         with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
-            updates, opt_state = self.tx.update(grads, state.opt_state, params)
-            params = optax.apply_updates(params, updates)
-        params = jax.lax.with_sharding_constraint(params, sharded)
+            updates, opt_state = self.tx.update(grads, state.opt_state, old)
+            params = jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded)
         finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
         keep = lambda new, old: jnp.where(finite, new, old)
         new = TrainState(
             step=state.step + 1,
-            params=jax.tree.map(keep, params, state.params),
+            params=jax.lax.with_sharding_constraint(jax.tree.map(keep, params, old), sharded),
             opt_state=jax.tree.map(keep, opt_state, state.opt_state),
             skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
         )
