@@ -24,6 +24,7 @@ _LINEAR = {
 _PRECISE = {"get-tuple-element", "tuple", "while", "fusion", "call"}
 _COLLECTIVES = ("all-", "reduce-scatter")
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
+_UNKNOWN = Value("", "")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Accumulations:
     def __init__(self, flow: Flow):
         self.flow, self.program = flow, flow.program
         self._known: dict[Sum, bool] = {}
+        self._needed: dict[Value, list[Value]] = {}
 
     @cached_property
     def turns(self) -> dict[int, int]:
@@ -121,31 +123,35 @@ class Accumulations:
 
     def _reaches(self, start: Iterable[Value], sum_: Sum) -> bool:
         """Whether any of these values depends on the sum as the turn found it."""
+        parameter = next(one.name for one in self.program.computation(sum_.body).values() if one.opcode == "parameter")
+        ends = {Value(sum_.body, parameter, sum_.index), Value(sum_.body, parameter, None), _UNKNOWN}
         todo, seen = list(start), set()
         while todo:
             value = todo.pop()
-            one = self._instruction(value)
-            if one is None or value in seen:
-                continue
-            seen.add(value)
-            if one.opcode == "parameter" and value.computation == sum_.body and value.index in (sum_.index, None):
+            if value in ends:
                 return True
-            needed = list(self._needs(one, value))
-            if one.opcode == "parameter" and not needed and value.computation != self.program.entry:
-                return True  # of a branch: nobody follows it
-            todo += needed
+            if value not in seen:
+                seen.add(value)
+                todo += self._needs(value)
         return False
 
-    def _needs(self, one: Instruction, value: Value) -> Iterator[Value]:
+    def _needs(self, value: Value) -> list[Value]:
         """All the values of which a value is made, in whatever way."""
+        if value not in self._needed:
+            one = self._instruction(value)
+            self._needed[value] = [] if one is None else list(self._needs_of(one, value))
+        return self._needed[value]
+
+    def _needs_of(self, one: Instruction, value: Value) -> Iterator[Value]:
         here = value.computation
-        if one.opcode == "parameter":
-            yield from self.flow.from_caller(one, value)
+        if one.opcode == "parameter" and here != self.program.entry:
+            # A branch's parameter comes from nowhere that is followed.
+            yield from list(self.flow.from_caller(one, value)) or [_UNKNOWN]
             if self.flow.is_body(here):  # as the turn before left it
                 yield self.flow.result(here, value.index)
         elif one.opcode in _PRECISE and not (one.opcode == "tuple" and value.index is None):
             yield from self.flow.sources(one, value)
-        else:
+        elif one.opcode != "parameter":
             yield from (Value(here, name) for name in one.operands)
 
     def _instruction(self, value: Value) -> Instruction | None:

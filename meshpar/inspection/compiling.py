@@ -36,7 +36,8 @@ def compiling() -> Iterator[list[str]]:
         except OSError:  # closed: nothing to hear
             yield warnings
             return
-        # A pipe that a thread empties, and no file that is read in the end: should XLA abort, its last words get out.
+        # A pipe that a thread empties while XLA compiles (without Python's lock), and no file that is read in the end:
+        # should XLA abort, its last words get out.
         receive, send = os.pipe()
         heard = threading.Event()
         threading.Thread(target=_listen, args=(receive, stderr, warnings, heard), daemon=True).start()

@@ -122,7 +122,9 @@ def _gathers(read: Reading, one: Collective) -> tuple[str, ...]:
 
 def _reduced_in_loop(read: Reading, planned: Planned) -> Iterator[Finding]:
     """Gradients that are reduced once in each turn of the loop that adds them up."""
-    reductions = [one for one in read.collectives if one.kind in ("all_reduce", "reduce_scatter") and one.times > 1]
+    kinds = ("all_reduce", "reduce_scatter")
+    found = [one for one in read.collectives if one.kind in kinds and one.times > 1]
+    reductions = [one for one in found if any(array.size > 1 for array in one.arrays)]  # a loss costs nothing
     turns = Accumulations(read.flow).turns if reductions else {}
     anywhere = {axis for axes in planned.reduced_in_loop.values() for axis in axes}
     for one in reductions:

@@ -60,7 +60,7 @@ def find_rematerializations(
         ]
         yield Finding(
             kind="rematerialization",
-            what=f"every device gathers the whole {one.array} to go from {told[0]} to {told[1]}",
+            what=f"to go from {told[0]} to {told[1]}, every device gathers the whole {one.array}",
             where=program.source(one.operation) or program.source(gather) or one.operation.op_name,
             num_bytes=one.array.num_bytes,
             fix=_fix(before, after),
@@ -86,9 +86,9 @@ def _gathered_sizes(visits: Iterable[Visit]) -> dict[int, Instruction]:
 def _fix(before: Spec | None, after: Spec | None) -> str:
     """Goes by way of the axes that both shardings have: one gather over the others, then an all-to-all."""
     if before is None or after is None:
-        return "before it, pin the array to a sharding between the two with jax.lax.with_sharding_constraint"
+        return "after it, pin the array to a sharding between the two with jax.lax.with_sharding_constraint"
     kept = {axis for axes in after for axis in axes}
     between = tuple(tuple(axis for axis in axes if axis in kept) for axes in before)
     if between == before or not any(between):
         return f"make the array as {spec_text(after)} where it comes from"
-    return f"before it, x = jax.lax.with_sharding_constraint(x, {spec_text(between)})"
+    return f"after it, x = jax.lax.with_sharding_constraint(x, {spec_text(between)})"
