@@ -9,7 +9,9 @@ from .errors import (
     ProgramError,
     ShardingError,
 )
+from .inspection.compiling import compiling
 from .inspection.contract import Contract
+from .inspection.finding import Finding, Planned
 from .inspection.hlo import Collective, collectives, total_sent_bytes
 from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
@@ -37,6 +39,7 @@ __all__ = [
     "ContractError",
     "ContractWarning",
     "DataError",
+    "Finding",
     "Inspection",
     "Lion",
     "Llama",
@@ -45,6 +48,7 @@ __all__ = [
     "MeshparError",
     "Muon",
     "Placement",
+    "Planned",
     "Prepared",
     "ProgramError",
     "Run",
@@ -53,6 +57,7 @@ __all__ = [
     "Synthetic",
     "Text",
     "collectives",
+    "compiling",
     "constrain",
     "explain",
     "fit",

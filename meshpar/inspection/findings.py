@@ -57,11 +57,15 @@ def find(read: Reading, planned: Planned | None, threshold_bytes: int) -> tuple[
     given = arguments(read.compiled, read.flow) if read.compiled else []
     made = _new(read.program, outputs(read.compiled)) if read.compiled else []
     found = [
-        *find_rematerializations(read.program, read.visits, read.warnings, read.mesh),
+        *find_rematerializations(read.program, read.collectives, read.warnings, read.mesh),
         *find_replicated([*given, *made], planned or Planned(), threshold_bytes),
         *find_copied(read.program, read.flow, given),
         *_reduced_in_loop(read, planned or Planned()),
-        *(_gathered_whole(read, given, threshold_bytes) if planned is None else _gathered_unplanned(read, planned)),
+        *(
+            _gathered_whole(read, given, threshold_bytes)
+            if planned is None
+            else _gathered_unplanned(read, planned, given)
+        ),
     ]
     return tuple(sorted(_merged(found), key=lambda one: one.num_bytes, reverse=True))
 
@@ -83,16 +87,20 @@ def _merged(found: Iterable[Finding]) -> list[Finding]:
 # Gathers ---------------------------------------------------------------------------------------------------------
 
 
-def _gathered_unplanned(read: Reading, planned: Planned) -> Iterator[Finding]:
+def _gathered_unplanned(read: Reading, planned: Planned, given: Iterable[Passed]) -> Iterator[Finding]:
     """Parameters that are gathered over axes over which they were to stay sharded."""
+    sharded = {one.path: one.axes for one in given}
     for one in read.collectives:
         astray = _astray(one, planned.gathered)
+        # A parameter that lies whole is not gathered: what is written over it may well be.
+        kept = {path: tuple(axis for axis in axes if axis in sharded.get(path, axes)) for path, axes in astray.items()}
+        astray = {path: axes for path, axes in kept.items() if axes}
         if one.kind == "all_gather" and astray:
             becomes = "" if _gathers(read, one) else "what becomes "
             axes = ", ".join(dict.fromkeys(axis for axes in astray.values() for axis in axes))
             what = f"{becomes}{_names(list(astray))} is gathered over {axes}, over which it was to stay sharded"
             fix = "pin the arrays that meet it there to their shardings, with meshpar.constrain(x, ...)"
-            yield Finding("unplanned_gather", what, one.source or one.op_name, _sent(one), fix)
+            yield Finding("unplanned_gather", what, one.place, _sent(one), fix)
 
 
 def _gathered_whole(read: Reading, given: Iterable[Passed], threshold_bytes: int) -> Iterator[Finding]:
@@ -108,7 +116,7 @@ def _gathered_whole(read: Reading, given: Iterable[Passed], threshold_bytes: int
                     "use it as it lies, or gather it layer by layer inside a scan; if it is meant, say so: "
                     f"planned=Planned(gathered={{{path!r}: {axes!r}}})"
                 )
-                yield Finding("unplanned_gather", what, one.source or one.op_name, _sent(one), fix)
+                yield Finding("unplanned_gather", what, one.place, _sent(one), fix)
 
 
 def _gathers(read: Reading, one: Collective) -> tuple[str, ...]:
@@ -138,7 +146,7 @@ def _reduced_in_loop(read: Reading, planned: Planned) -> Iterator[Finding]:
         yield Finding(
             kind="reduction_in_loop",
             what=f"{what}, once in each turn of the loop that adds it up",
-            where=one.source or one.op_name,
+            where=one.place,
             num_bytes=_sent(one) * (num - 1) // num,
             fix=_AFTER_LOOP,
         )

@@ -78,6 +78,11 @@ class Collective:
         return max(map(len, self.groups), default=1)
 
     @property
+    def place(self) -> str:
+        """`source`; what XLA made up or combined has none, but perhaps a tensor or a name."""
+        return self.source or next(iter(self.tensors), self.op_name)
+
+    @property
     def sent_bytes(self) -> Fraction:
         """Bytes that a device sends each time; of devices that differ, the one that sends most.
 

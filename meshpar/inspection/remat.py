@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from meshpar.inspection.finding import Finding
+from meshpar.inspection.hlo import Collective
 from meshpar.inspection.program import Array, Instruction, Program
 from meshpar.inspection.shardings import Spec, spec, spec_text, tiles
-from meshpar.inspection.walk import Visit
 from meshpar.sharding.resolve import AnyMesh
 
 _WARNING = re.compile(
@@ -46,22 +48,20 @@ def rematerializations(warnings: Iterable[str]) -> list[Rematerialization]:
 
 
 def find_rematerializations(
-    program: Program, visits: Iterable[Visit], warnings: Iterable[str], mesh: AnyMesh | None
+    program: Program, found: Iterable[Collective], warnings: Iterable[str], mesh: AnyMesh | None
 ) -> Iterator[Finding]:
     """The warnings that came true, as findings."""
-    made = _gathered_sizes(visits)
+    gathers = [one for one in found if one.kind == "all_gather"]
     for one in rematerializations(warnings):
-        gather = made.get(one.array.size)
+        gather = next((gather for gather in gathers if _completes(gather, one)), None)
         if gather is None:
             continue
         before, after = spec(one.before, mesh), spec(one.after, mesh)
-        told = [
-            spec_text(axes) if axes is not None else text for axes, text in ((before, one.before), (after, one.after))
-        ]
+        told = [text if axes is None else spec_text(axes) for axes, text in ((before, one.before), (after, one.after))]
         yield Finding(
             kind="rematerialization",
             what=f"to go from {told[0]} to {told[1]}, every device gathers the whole {one.array}",
-            where=program.source(one.operation) or program.source(gather) or one.operation.op_name,
+            where=program.source(one.operation) or gather.place,
             num_bytes=one.array.num_bytes,
             fix=_fix(before, after),
         )
@@ -77,10 +77,14 @@ def _read(match: re.Match[str]) -> Iterator[Rematerialization]:
         yield Rematerialization(operation, match["before"], match["after"], Array(local.dtype, shape))
 
 
-def _gathered_sizes(visits: Iterable[Visit]) -> dict[int, Instruction]:
-    """Number of elements -> an all-gather that makes an array of so many; CPUs change the dtype."""
-    found = (visit.instruction for visit in visits if visit.instruction.opcode.startswith("all-gather"))
-    return {array.size: one for one in found for array in one.arrays}
+def _completes(gather: Collective, one: Rematerialization) -> bool:
+    """Whether a gather makes the whole array, and of tiles that differ; CPUs change the dtype."""
+    if one.array.size not in {array.size for array in gather.arrays}:
+        return False
+    held = np.stack(tiles(one.before) or [np.zeros(0)], axis=1)
+    if len(held) != sum(map(len, gather.groups)):
+        return True  # a sharding of part of the devices: their numbers are not those of the groups
+    return all(len({tuple(held[device]) for device in group}) == len(group) for group in gather.groups)
 
 
 def _fix(before: Spec | None, after: Spec | None) -> str:

@@ -33,7 +33,7 @@ def tiles(sharding: str) -> list[np.ndarray] | None:
     Returns:
       None if the sharding has another form, as one with parts of axes.
 
-    >>> [list(tile) for tile in tiles("devices=[2,1,2]<=[2,2]T(1,0) last_tile_dim_replicate")]
+    >>> [tile.tolist() for tile in tiles("devices=[2,1,2]<=[2,2]T(1,0) last_tile_dim_replicate")]
     [[0, 1, 0, 1], [0, 0, 0, 0]]
     """
     if sharding == "replicated":

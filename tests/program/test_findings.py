@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from meshpar.errors import ContractWarning
 from meshpar.inspection.compiling import compiling
 from meshpar.inspection.finding import Finding, Planned
 from meshpar.inspection.inspect import Inspection, inspect
@@ -23,6 +24,7 @@ from meshpar.run import Prepared, Run, load, prepare
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import AdamW
+from meshpar.train.step import compile_step
 from tests.program.test_bytes import MODEL, ROWS, SEQ, prepared
 
 KIB = 2**10
@@ -118,6 +120,29 @@ def test_a_warning_of_an_attempt_that_xla_dropped_is_none():
     assert inspect(unrelated, mesh(**GRID), warnings=crossed()[0]).findings == ()
 
 
+def crossing_step(run: Prepared) -> Any:
+    def step(state: Any, batch: Any) -> Any:
+        x = jnp.sin(state.params["table"])
+        x = lax.with_sharding_constraint(x, jax.NamedSharding(run.mesh, P(("data", "fsdp", "tensor"))))  # of a step
+        x = lax.with_sharding_constraint(x, jax.NamedSharding(run.mesh, P(None, "data")))
+        return state, {"loss": jnp.cos(x).sum()}
+
+    return compile_step(step, run.placement, run.batch)
+
+
+def test_the_warnings_of_a_runs_step_reach_its_inspection():
+    run = prepared("data2_fsdp2_tensor2")
+    step = crossing_step(run)
+    with pytest.warns(ContractWarning):
+        found = run.inspect(step).findings
+    assert len(step.warnings) == 2
+    # On the way there, the table is gathered too, over an axis over which the rules shard it for good.
+    assert sorted(one.kind for one in found) == ["rematerialization", "rematerialization", "unplanned_gather"]
+    assert here("of a step") in {one.where for one in found}
+    astray = "state.params.table is gathered over tensor, over which it was to stay sharded"
+    assert [one.what for one in found if one.kind == "unplanned_gather"] == [astray]
+
+
 # Gathers ---------------------------------------------------------------------------------------------------------
 
 FSDP = {"fsdp": 8}
@@ -172,6 +197,15 @@ def test_a_plan_is_held_to_for_every_layer():
             3 * 16 * 16 * 4 * 7 // 8,
         )
     ]
+
+
+def test_a_parameter_that_lies_whole_is_not_gathered_though_what_is_written_over_it_is():
+    rows = named(P("fsdp"), **FSDP)
+    update = lambda w, x: lax.with_sharding_constraint(w + x, rows) * 2
+    w, x = array((16, 4), P(), **FSDP), array((16, 4), P("fsdp"), **FSDP)
+    seen = told(update, w, x, on=FSDP, donate=0, out=P(), planned=Planned())
+    assert [(one.kind, one.tensors) for one in seen.collectives] == [("all_gather", ("w",))]
+    assert seen.findings == ()
 
 
 # Replication -----------------------------------------------------------------------------------------------------
