@@ -10,6 +10,7 @@ from meshpar.inspection.flow import Flow
 from meshpar.inspection.program import Instruction, Program
 
 _STRUCTURE = {"tuple", "get-tuple-element", "bitcast"}
+_VIEWS = {"copy", "bitcast", "convert", "reshape"}
 # What makes an array of the same size, but not element by element, or is not seen into.
 _MIXES = {
     "reverse", "transpose", "gather", "scatter", "sort", "dot", "concatenate", "pad", "custom-call", "while", "call",
@@ -27,10 +28,8 @@ def find_copied(program: Program, flow: Flow, given: Iterable[Passed]) -> Iterat
         if not one.donated or flow.arguments[one.number].arrays[0].size <= 1:
             continue
         if one.number not in program.aliases.values():
-            what, fix = (
-                "no output is written over it",
-                "give an output its shape, dtype and sharding, or do not donate it",
-            )
+            what = "no output is written over it"
+            fix = "give an output its shape, dtype and sharding, or do not donate it"
         elif (reader := _reader(program, flow.arguments[one.number])) is not None:
             at = program.source(reader)
             what = f"it is copied first, for its old value is still read{f' at {at}' if at else ''}"
@@ -71,5 +70,6 @@ def _mixes_inside(program: Program, fusion: Instruction, names: set[str]) -> boo
         if reached.intersection(one.operands):
             if _mixes(program, one, reached):
                 return True
-            reached.add(one.name)
+            if one.opcode in _VIEWS:  # what arithmetic makes is the new value, computed a second time
+                reached.add(one.name)
     return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from jax.stages import Compiled
 
@@ -16,7 +17,7 @@ from meshpar.inspection.donation import find_copied
 from meshpar.inspection.finding import Axes, Finding, Planned
 from meshpar.inspection.flow import Flow
 from meshpar.inspection.hlo import Collective
-from meshpar.inspection.program import Program
+from meshpar.inspection.program import Instruction, Program
 from meshpar.inspection.remat import find_rematerializations
 from meshpar.inspection.replication import find_replicated
 from meshpar.inspection.walk import Visit
@@ -45,6 +46,10 @@ class Reading:
     compiled: Compiled | None
     mesh: AnyMesh | None
     warnings: Iterable[str] = ()
+
+    @cached_property
+    def lines(self) -> dict[int, Instruction]:
+        return {visit.instruction.line: visit.instruction for visit in self.visits}
 
 
 def find(read: Reading, planned: Planned | None, threshold_bytes: int) -> tuple[Finding, ...]:
@@ -121,8 +126,7 @@ def _gathered_whole(read: Reading, given: Iterable[Passed], threshold_bytes: int
 
 def _gathers(read: Reading, one: Collective) -> tuple[str, ...]:
     """The parameters of which it gathers, without those over which is written what it makes."""
-    instruction = next(visit.instruction for visit in read.visits if visit.instruction.line == one.line)
-    return read.flow.gathers(instruction)
+    return read.flow.gathers(read.lines[one.line])
 
 
 # Reductions in a loop --------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.run import Prepared, Run, load, prepare
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
-from meshpar.train.optim import AdamW
+from meshpar.train.optim import Adafactor, AdamW
 from meshpar.train.step import compile_step
 from tests.program.test_bytes import MODEL, ROWS, SEQ, prepared
 
@@ -247,10 +247,10 @@ def of_run(run: Prepared, threshold_bytes: int) -> tuple[Finding, ...]:
     ).findings
 
 
-def on_data8(rules: AxisRules) -> Prepared:
+def on_data8(rules: AxisRules, optim: Any = AdamW) -> Prepared:
     return prepare(
         Run(
-            model=MODEL, data=Synthetic(batch_size=ROWS, seq_len=SEQ, vocab_size=32), optim=AdamW(lr=1e-3),
+            model=MODEL, data=Synthetic(batch_size=ROWS, seq_len=SEQ, vocab_size=32), optim=optim(lr=1e-3),
             mesh=MeshLayout(data=8), rules=rules, num_steps=10, run_dir="unused",
         )
     )  # fmt: skip
@@ -315,6 +315,14 @@ def test_a_donated_buffer_that_no_output_takes():
 
 def test_a_donated_buffer_that_is_overwritten_in_place_is_no_finding():
     assert donating(overwritten) == ()
+
+
+def test_copies_of_the_cpus_compiler_alone_are_none():
+    """It copies what two loops read: here, means that are updated, and once more on the way to the parameter."""
+    run = on_data8(AxisRules(preset=("replicated",)), Adafactor)
+    text = run.compile_step().text
+    assert re.search(r"ENTRY(?s:.*) copy\(%param\.\d+\)", text)
+    assert of_run(run, KIB) == ()
 
 
 def test_arguments_that_nothing_reads_shift_no_name():
