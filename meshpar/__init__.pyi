@@ -10,7 +10,9 @@ from .errors import (
     ProofError,
     ShardingError,
 )
+from .inspection.compiling import compiling
 from .inspection.contract import Contract
+from .inspection.finding import Finding, Planned
 from .inspection.hlo import Collective, collectives, total_sent_bytes
 from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
@@ -41,6 +43,7 @@ __all__ = [
     "ContractError",
     "ContractWarning",
     "DataError",
+    "Finding",
     "Inspection",
     "Lion",
     "Llama",
@@ -49,6 +52,7 @@ __all__ = [
     "MeshparError",
     "Muon",
     "Placement",
+    "Planned",
     "Prepared",
     "ProgramError",
     "Proof",
@@ -60,6 +64,7 @@ __all__ = [
     "Text",
     "Training",
     "collectives",
+    "compiling",
     "constrain",
     "explain",
     "fit",

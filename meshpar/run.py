@@ -22,6 +22,7 @@ from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import Contract, beyond
 from meshpar.inspection.inspect import Inspection, axes_name
+from meshpar.inspection.planned import planned_by
 from meshpar.inspection.report import Report, report
 from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of
@@ -141,7 +142,8 @@ class Prepared(Training):
         Warns:
           ContractWarning: the manual lowering sends more than its closed form.
         """
-        told = inspection.inspect(step.compiled, self.mesh)  # pyright: ignore
+        meant = planned_by(self.how, self.placement.sharded, self.placement.opt_state)
+        told = inspection.inspect(step.compiled, self.mesh, warnings=step.warnings, planned=meant)
         passes = self.run.model.num_layers * self.run.num_microbatches
         if self.run.expects:
             broken = self.run.expects.check(told, self.closed_form, passes)

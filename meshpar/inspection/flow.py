@@ -58,6 +58,10 @@ class Flow:
         """The paths of the arguments over which is written what an instruction makes."""
         return tuple(self._updates.get(one.line, ()))
 
+    def is_body(self, computation: str) -> bool:
+        """Whether it is the body of a loop."""
+        return any(caller.word("body") == computation for caller in self._callers[computation])
+
     @cached_property
     def _callers(self) -> dict[str, list[Instruction]]:
         callers = defaultdict(list)
@@ -102,7 +106,7 @@ class Flow:
             elif one.opcode == "while" and index is not None and self._invariant(one.word("body"), index):
                 name = one.operands[0]
             elif one.opcode in ("fusion", "call"):
-                inner = self._parameter(self._result(one.names(*_CALLS)[0], index))
+                inner = self._parameter(self.result(one.names(*_CALLS)[0], index))
                 if inner is None:
                     return None
                 name, index = one.operands[inner[0]], inner[1]
@@ -112,9 +116,10 @@ class Flow:
 
     def _invariant(self, body: str, index: int) -> bool:
         """Whether a loop hands on element `index` of what it carries as it got it."""
-        return self._parameter(self._result(body, index)) == (0, index)
+        return self._parameter(self.result(body, index)) == (0, index)
 
-    def _result(self, computation: str, index: int | None = None) -> Value:
+    def result(self, computation: str, index: int | None = None) -> Value:
+        """What a computation returns, or one element of it."""
         return Value(computation, self.program.root(computation).name, index)
 
     # From the outputs back, element by element -------------------------------------------------------------------
@@ -127,7 +132,7 @@ class Flow:
             if self.arguments[number].arrays[0].size == 1:
                 continue  # counters and sums: of no tensor
             path = argument_path(self.arguments[number])
-            for line in self._collectives_behind(self._result(self.program.entry, output)):
+            for line in self._collectives_behind(self.result(self.program.entry, output)):
                 found[line].append(path)
         return {line: _owners(paths) for line, paths in found.items()}
 
@@ -143,14 +148,14 @@ class Flow:
                 continue
             if one.opcode.startswith(_COLLECTIVES) and not one.opcode.endswith("-done"):
                 lines.add(one.line)
-            todo += self._sources(one, value)
+            todo += self.sources(one, value)
         return lines
 
-    def _sources(self, one: Instruction, value: Value) -> Iterator[Value]:
+    def sources(self, one: Instruction, value: Value) -> Iterator[Value]:
         """The values whose elements become those of `value`."""
         here = value.computation
         if one.opcode == "parameter":
-            yield from self._from_caller(one, value)
+            yield from self.from_caller(one, value)
         elif one.opcode == "get-tuple-element":
             yield Value(here, one.operands[0], int(one.word("index")))
         elif one.opcode.startswith(_COLLECTIVES) and one.opcode.endswith("-done"):
@@ -159,16 +164,17 @@ class Flow:
             number = value.index or 0
             yield from (Value(here, name) for name in one.operands[number : number + 1])
         elif one.opcode in ("fusion", "call"):
-            yield self._result(one.names(*_CALLS)[0], value.index)
+            yield self.result(one.names(*_CALLS)[0], value.index)
         elif one.opcode == "while":
-            yield self._result(one.word("body"), value.index)
+            yield self.result(one.word("body"), value.index)
             yield Value(here, one.operands[0], value.index)
         elif one.opcode in _VIEWS or one.opcode == "dynamic-update-slice" or one.opcode.endswith("-done"):
             yield from (Value(here, name) for name in one.operands[:2])
         elif one.opcode not in _MIXES:
             yield from (Value(here, name) for name in one.operands if self._same_size(one, name))
 
-    def _from_caller(self, one: Instruction, value: Value) -> Iterator[Value]:
+    def from_caller(self, one: Instruction, value: Value) -> Iterator[Value]:
+        """What the callers of a computation pass as the parameter `one`."""
         for caller in self._callers[value.computation]:
             number = 0 if caller.opcode == "while" else _number(one)
             yield from (Value(caller.computation, name, value.index) for name in caller.operands[number : number + 1])

@@ -60,13 +60,13 @@ def parse_groups(text: str, num_devices: int) -> Groups:
     if text == "{}":
         return (tuple(range(num_devices)),)
     if match := _LISTED.match(text):
-        return tuple(_numbers(group) for group in re.findall(r"\{([\d, ]*)\}", match[1]))
+        return tuple(numbers(group) for group in re.findall(r"\{([\d, ]*)\}", match[1]))
     if match := _IOTA.match(text):
-        return _rows(_iota(match[2], match[3]).reshape(_numbers(match[1])))
+        return _rows(iota(match[2], match[3]).reshape(numbers(match[1])))
     if match := _MESH.match(text):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match["sizes"])}
         shape = match["shape"] or str(math.prod(sizes.values()))
-        return _mesh_groups(sizes, _iota(shape, match["order"]), re.findall(r"'([^']+)'", match["axes"]))
+        return _mesh_groups(sizes, iota(shape, match["order"]), re.findall(r"'([^']+)'", match["axes"]))
     raise ProgramError(f"replica groups of an unknown form: {text}")
 
 
@@ -86,21 +86,27 @@ def differing_axes(groups: Groups, mesh: AnyMesh) -> tuple[str, ...]:
     return tuple(axis for axis, does in zip(mesh.axis_names, differ, strict=True) if does)
 
 
-def _iota(shape: str, order: str | None) -> np.ndarray:
-    numbers = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
-    return numbers.transpose(_numbers(order)) if order else numbers
+def iota(shape: str, order: str | None) -> np.ndarray:
+    """Device numbers as `[4,2]T(1,0)` lays them out: counted up in `shape`, then transposed."""
+    counted = np.arange(math.prod(numbers(shape))).reshape(numbers(shape))
+    return counted.transpose(numbers(order)) if order else counted
 
 
-def _mesh_groups(sizes: dict[str, int], numbers: np.ndarray, axes: list[str]) -> Groups:
+def _mesh_groups(sizes: dict[str, int], devices: np.ndarray, axes: list[str]) -> Groups:
     """A group for each index of the axes that are not named; within it, the first named varies slowest."""
     order = [*(name for name in sizes if name not in axes), *axes]
-    grid = numbers.reshape(list(sizes.values())).transpose([list(sizes).index(name) for name in order])
+    grid = devices.reshape(list(sizes.values())).transpose([list(sizes).index(name) for name in order])
     return _rows(grid.reshape(-1, math.prod(sizes[name] for name in axes)))
 
 
-def _rows(numbers: np.ndarray) -> Groups:
-    return tuple(tuple(int(number) for number in row) for row in numbers)
+def _rows(devices: np.ndarray) -> Groups:
+    return tuple(tuple(int(number) for number in row) for row in devices)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers in a text.
+
+    >>> numbers("[4,2]")
+    (4, 2)
+    """
     return tuple(int(number) for number in re.findall(r"\d+", text))

@@ -34,7 +34,6 @@ KINDS = {
 }
 _ELEMENT = re.compile(r"\([^()]*\)|[a-z]\w*\[[^\]]*\]")
 _LAYOUT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
-_PASSED_THROUGH = re.compile(r"/(jax|flax|optax|jaxtyping|beartype|meshpar/parallel|meshpar/collectives)/|^<")
 # Deliberately not made from KINDS: it must also see what KINDS does not name.
 _COMMUNICATES = re.compile(
     r"\breplica_groups=|\bsource_target_pairs="
@@ -58,6 +57,7 @@ class Collective:
       source: `file:line` of the layer or model that it comes from; empty if the text does not say.
       tensors: dotted paths of the arguments of which it gathers, or whose gradients it reduces; none if it moves
         activations, or if what it moves was mixed on the way.
+      line: its number in the program's text.
     """
 
     kind: str
@@ -70,11 +70,17 @@ class Collective:
     op_name: str
     source: str
     tensors: tuple[str, ...]
+    line: int = 0
 
     @property
     def group_size(self) -> int:
         """n, devices of a group, the largest if they differ; of a permute, 2."""
         return max(map(len, self.groups), default=1)
+
+    @property
+    def place(self) -> str:
+        """`source`; what XLA made up or combined has none, but perhaps a tensor or a name."""
+        return self.source or next(iter(self.tensors), self.op_name)
 
     @property
     def sent_bytes(self) -> Fraction:
@@ -104,13 +110,15 @@ def collectives(compiled: Compiled | str, mesh: AnyMesh | None = None) -> list[C
     return collectives_of(program, list(walk(program)), mesh)
 
 
-def collectives_of(program: Program, visits: list[Visit], mesh: AnyMesh | None) -> list[Collective]:
-    """The same, of a program that was read and walked already."""
+def collectives_of(
+    program: Program, visits: list[Visit], mesh: AnyMesh | None, flow: Flow | None = None
+) -> list[Collective]:
+    """The same, of a program that was read and walked already, and its data flow."""
     if mesh is not None and mesh.size != program.num_devices:
         raise ProgramError(f"the program is for {program.num_devices} devices, the mesh has {mesh.size}")
     found = [(visit, kind) for visit in visits if (kind := _kind(visit.instruction))]
     _require_all_counted(program, visits, [visit for visit, _ in found])
-    flow = Flow(program)
+    flow = flow or Flow(program)
     return [_collective(program, flow, visit, kind, mesh) for visit, kind in found]
 
 
@@ -148,15 +156,10 @@ def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: Any
         times=visit.times or 0,
         branches=visit.branches,
         op_name=one.op_name,
-        source=_source(program, one),
+        source=program.source(one),
         tensors=flow.gathers(one) or flow.updates(one),
+        line=one.line,
     )
-
-
-def _source(program: Program, one: Instruction) -> str:
-    """The innermost frame that is not one of those through which all communication passes."""
-    frames = list(program.sources(one))
-    return next((frame for frame in frames if not _PASSED_THROUGH.search(frame)), next(iter(frames), ""))
 
 
 def _results(one: Instruction) -> tuple[Array, ...]:

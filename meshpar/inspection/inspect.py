@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
 from jax.stages import Compiled
 
+from meshpar.inspection.finding import Finding, Planned
+from meshpar.inspection.findings import THRESHOLD_BYTES, Reading, find
 from meshpar.inspection.flops import opaque_calls, product_flops
+from meshpar.inspection.flow import Flow
 from meshpar.inspection.hlo import Collective, collectives_of, total_sent_bytes
 from meshpar.inspection.memory import Held, Memory, largest, memory
 from meshpar.inspection.places import axes_name, places, short_source
@@ -37,6 +40,7 @@ class Inspection:
       opaque: targets of custom calls, into which nobody sees.
       closed_form: bytes over each combination of axes, as the presets of a run say; None if they do not.
       model_states: bytes of parameters, gradients and optimizer state, as a run's placements say.
+      findings: what its author hardly meant, the most expensive first.
     """
 
     axes: dict[str, int]
@@ -47,6 +51,7 @@ class Inspection:
     opaque: tuple[str, ...]
     closed_form: dict[str, int] | None = None
     model_states: dict[str, int] | None = None
+    findings: tuple[Finding, ...] = ()
 
     @property
     def bytes_per_axis(self) -> dict[str, int]:
@@ -69,6 +74,7 @@ class Inspection:
             "model_states": self.model_states,
             "largest": [asdict(held) for held in self.largest],
             "opaque": list(self.opaque),
+            "findings": [one.as_json() for one in self.findings],
         }
 
     def __str__(self) -> str:
@@ -83,16 +89,27 @@ class Inspection:
         parts += [_largest([held for held in self.largest if held.is_argument], "largest arguments")]
         parts += [_largest([held for held in self.largest if not held.is_argument], "largest temporaries")]
         parts += [f"custom calls, whose insides nobody sees: {', '.join(self.opaque)}"] if self.opaque else []
+        parts += [_findings(self.findings)] if self.findings else []
         return "\n\n".join(["a device, in one step", *parts])
 
 
-def inspect(compiled: Compiled | str, mesh: AnyMesh | None = None) -> Inspection:
+def inspect(
+    compiled: Compiled | str,
+    mesh: AnyMesh | None = None,
+    *,
+    warnings: Iterable[str] = (),
+    planned: Planned | None = None,
+    threshold_bytes: int = THRESHOLD_BYTES,
+) -> Inspection:
     """Reads a compiled program.
 
     Args:
       compiled: any program that JAX compiled for one or more devices, or its text; the text alone does not tell
-        the temporaries.
+        the temporaries, nor what is found of arguments and outputs.
       mesh: the mesh it was compiled for, which names the axes.
+      warnings: what XLA said while it compiled, see `compiling`.
+      planned: what its author means it to gather, reduce and hold whole, so that it is no finding.
+      threshold_bytes: of the smallest array on which findings remark though no plan speaks of it.
 
     Raises:
       ProgramError: lists every collective that could not be counted.
@@ -103,15 +120,18 @@ def inspect(compiled: Compiled | str, mesh: AnyMesh | None = None) -> Inspection
       >>> inspect(compiled).flops
       8192
     """
+    executable = None if isinstance(compiled, str) else compiled
     program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
-    visits = list(walk(program))
+    visits, flow = list(walk(program)), Flow(program)
+    found = tuple(collectives_of(program, visits, mesh, flow))
     return Inspection(
         axes={} if mesh is None else dict(mesh.shape),
-        collectives=tuple(collectives_of(program, visits, mesh)),
+        collectives=found,
         flops=product_flops(program, visits),
-        memory=memory(program, None if isinstance(compiled, str) else compiled),
+        memory=memory(program, executable),
         largest=tuple(largest(program, visits, NUM_LARGEST)),
         opaque=opaque_calls(visits),
+        findings=find(Reading(program, visits, flow, found, executable, mesh, warnings), planned, threshold_bytes),
     )
 
 
@@ -175,3 +195,12 @@ def _states(held: dict[str, int]) -> str:
 def _largest(arrays: list[Held], title: str) -> str:
     rows = [[human_bytes(one.num_bytes), one.array, one.name, short_source(one.source)] for one in arrays]
     return f"{title}\n{table(None, rows)}"
+
+
+def _findings(found: Sequence[Finding]) -> str:
+    lines = []
+    for one in found[:NUM_LARGEST]:
+        lines += [f"  {one.kind}  {human_bytes(one.num_bytes)}", f"    {one.what}"]
+        lines += [f"    where: {short_source(one.where)}", f"    fix: {one.fix}"]
+    more = len(found) - NUM_LARGEST
+    return "\n".join(["findings", *lines, *([f"  and {more} more"] if more > 0 else [])])

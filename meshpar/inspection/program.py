@@ -22,6 +22,9 @@ _INSTRUCTION = re.compile(
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _LAYOUT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
+_PASSED_THROUGH = re.compile(
+    r"/(jax|flax|optax|jaxtyping|beartype|meshpar/parallel|meshpar/collectives|meshpar/sharding)/|^<"
+)
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
 
@@ -168,6 +171,11 @@ class Program:
             # XLA prints the parent's number plus one: 1 for none.
             parent = re.search(r"parent_frame_id=(\d+)", frame)
             frame = self._tables["StackFrames"].get(str(int(parent[1]) - 1), "") if parent else ""
+
+    def source(self, one: Instruction) -> str:
+        """The innermost frame that is not one of those through which all programs pass; empty if there is none."""
+        frames = list(self.sources(one))
+        return next((frame for frame in frames if not _PASSED_THROUGH.search(frame)), next(iter(frames), ""))
 
     def _row(self, title: str, text: str, key: str) -> str:
         """The row of table `title` whose number `text` gives as `key=`."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.inspection.compiling import compiling
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.gradients import Gradients
@@ -81,10 +82,12 @@ class Step:
     Args:
       compiled: the executable.
       batch: tree of `ShapeDtypeStruct`: what it takes for a batch.
+      warnings: what XLA said while it compiled, see `inspection.compiling`.
     """
 
     compiled: jax.stages.Compiled
     batch: dict[str, jax.ShapeDtypeStruct]
+    warnings: tuple[str, ...] = ()
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return self.compiled(state, batch)
@@ -122,7 +125,10 @@ def compile_step(step: Callable[..., Any], placement: StatePlacement, batch: dic
     state = placement.structs
     whole = NamedSharding(placement.mesh, PartitionSpec())  # pyright: ignore
     jitted = jax.jit(step, out_shardings=(shardings(state), whole), donate_argnums=0)
-    return Step(jitted.lower(state, batch).compile(), batch)
+    lowered = jitted.lower(state, batch)
+    with compiling() as warnings:
+        compiled = lowered.compile()
+    return Step(compiled, batch, tuple(warnings))
 
 
 def with_rows(batch: Batch) -> Batch:
