@@ -1,7 +1,7 @@
 """The closed form of memory: what a device holds of parameters, gradients and optimizer state in a step.
 
-ZeRO's accounting, by stage, with what it leaves out: parameters that are gathered for a while, and the gradient of a
-layer before it is scattered. Activations are not in it.
+ZeRO's accounting, by stage, with what it leaves out: parameters that are gathered for a while, and gradients before
+they are scattered. Activations are not in it.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
 """
@@ -9,7 +9,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from meshpar.parallel.traffic import Widths
@@ -22,12 +22,12 @@ LAYERS_AT_ONCE = 2
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes on one device.
+    """Bytes on one device, when most is held.
 
     Args:
       parameters: as they are stored.
       gathered: beside these, as the step computes with them: whole, or in another dtype.
-      gradients: when most is held: of a microbatch, and beside them under accumulation the sums.
+      gradients: whole, in shards, or both on the way from one to the other; under accumulation the sums, too.
       optimizer: its state.
     """
 
@@ -48,59 +48,90 @@ def model_states(
     how: Lowering,
     widths: Widths,
 ) -> ModelStates:
-    """What the manual lowering holds at its most, on the devices for which it gathers and reduces.
+    """What the manual lowering holds, on devices for which the compiler gathers and reduces as it is told.
 
     Args:
       sharded: the parameters, as sharded as the rules can make them.
       stored: the same as they are stored.
       widths: bytes of an element, in storage and in computation.
     """
-    sharded = list(sharded)
+    parts = [_Part(placement, how, widths) for placement in sharded]
     return ModelStates(
         parameters=sum(placement.local_bytes for placement in stored),
-        gathered=sum(_gathered(placement, how, widths) for placement in sharded),
-        gradients=sum(_gradients(placement, how, widths) for placement in sharded),
+        gathered=sum(part.gathered for part in parts),
+        gradients=sum(part.gradients for part in parts) + _on_the_way(parts, how),
         optimizer=sum(placement.local_bytes for placement in optimizer),
     )
 
 
-def _gathered(placement: Placement, how: Lowering, widths: Widths) -> int:
-    stage = how.rules.zero_stage if _storage(placement, how) else 0
-    whole = _whole_size(placement, how) * widths.compute
-    if stage == 3:
-        return whole * min(LAYERS_AT_ONCE, num_layers(placement)) // num_layers(placement)
-    return whole if stage == 2 or widths.compute != widths.params else 0
+@dataclass(frozen=True)
+class _Part:
+    """One parameter."""
+
+    placement: Placement
+    how: Lowering
+    widths: Widths
+
+    @property
+    def storage(self) -> tuple[str, ...]:
+        """The axes on which it is only stored, and gathered for use."""
+        return tuple(axis for dim in self.placement.spec.dims for axis in self.how.storage(dim))
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers' parameters are stacked in it; 0 if it is of none."""
+        dims = self.placement.spec.dims
+        return self.placement.spec.shape[dims.index("layers")] if "layers" in dims else 0
+
+    @property
+    def shard(self) -> int:
+        return math.prod(self.placement.local_shape)
+
+    @property
+    def whole(self) -> int:
+        """Elements on a device, once it is gathered."""
+        return math.prod(self.placement.without(self.storage).local_shape)
+
+    @property
+    def scattered_in_layer(self) -> bool:
+        return self.how.gathers_in_layers and bool(self.storage)
+
+    @property
+    def gathered(self) -> int:
+        stage, computed = self.how.rules.zero_stage if self.storage else 0, self.whole * self.widths.compute
+        if stage == 3:
+            return computed * min(LAYERS_AT_ONCE, self.num_layers) // max(1, self.num_layers)
+        return computed if stage == 2 or self.widths.compute != self.widths.params else 0
+
+    @property
+    def gradients(self) -> int:
+        summed, several = self.widths.gradients, self.how.num_microbatches > 1
+        if self.scattered_in_layer:
+            return self.shard * summed * (2 if several else 1)
+        # Shards are made, as wide as the optimizer wants them, while others are still whole.
+        shards = self.shard * self.widths.sums if self.storage else 0
+        if several:
+            return shards + self.whole * (summed + self.widths.compute)
+        # What was gathered for the backward is gone when its gradients are widened.
+        return shards + max(self.whole * self.widths.compute, self.whole * summed - self.gathered)
 
 
-def _gradients(placement: Placement, how: Lowering, widths: Widths) -> int:
-    whole = _whole_size(placement, how)
-    if how.gathers_in_layers and _storage(placement, how):
-        shard = math.prod(placement.local_shape) * widths.gradients * (2 if how.num_microbatches > 1 else 1)
-        widened = widths.gradients if widths.gradients != widths.compute else 0
-        return shard + _layer(placement, whole * (widths.compute + widened))
-    # Shards are made, as wide as the optimizer wants them, while others are still whole.
-    shard = math.prod(placement.local_shape) * widths.sums if _storage(placement, how) else 0
-    if how.num_microbatches > 1:
-        return shard + whole * (widths.gradients + widths.compute)
-    # What was gathered for the backward is gone when its gradients are widened.
-    return shard + max(whole * widths.compute, whole * widths.gradients - _gathered(placement, how, widths))
+def _on_the_way(parts: Sequence[_Part], how: Lowering) -> int:
+    """What is whole for a moment, where gradients are scattered in the layer.
+
+    In a layer's backward its gradient; outside the layers a parameter and its gradient, or, if it is used at both
+    ends of the model, the parameter while the layers are computed.
+    """
+    scattered = [part for part in parts if part.scattered_in_layer]
+    inside, outside = [p for p in scattered if p.num_layers], [p for p in scattered if not p.num_layers]
+    layer = sum(part.whole * _widths_of_gradient(part.widths) // part.num_layers for part in inside)
+    gathered = sum(part.gathered for part in inside)
+    kept = sum(part.whole * part.widths.compute for part in outside if how.rules.zero_stage == 3)
+    gradient = max((part.whole * _widths_of_gradient(part.widths) for part in outside), default=0)
+    at_the_ends = kept + gradient - (gathered if how.rules.zero_stage == 3 else 0)
+    return max(layer, kept, at_the_ends)
 
 
-def _layer(placement: Placement, size: int) -> int:
-    return size // num_layers(placement) if num_layers(placement) > 1 else 0
-
-
-def _storage(placement: Placement, how: Lowering) -> tuple[str, ...]:
-    """The axes on which it is only stored, and gathered for use."""
-    return tuple(axis for dim in placement.spec.dims for axis in how.storage(dim))
-
-
-def _whole_size(placement: Placement, how: Lowering) -> int:
-    """Elements on a device, once it is gathered."""
-    return math.prod(placement.without(_storage(placement, how)).local_shape)
-
-
-def num_layers(placement: Placement) -> int:
-    """How many layers' parameters are stacked in it."""
-    dims = placement.spec.dims
-    return placement.spec.shape[dims.index("layers")] if "layers" in dims else 1
+def _widths_of_gradient(widths: Widths) -> int:
+    """As it is computed, and as it is summed, if that is another dtype."""
+    return widths.compute + (widths.gradients if widths.gradients != widths.compute else 0)

@@ -315,7 +315,7 @@ def test_explain_says_the_same_as_json(meshpar):
     told = json.loads(out)
     kernel = told["arrays"]["blocks.attn.q.kernel"]
     assert (code, kernel["local_shape"], kernel["bytes_per_device"], kernel["copies"]) == (0, [2, 8, 2, 4], 512, 2)
-    assert set(told["bytes_per_device"]) == {"parameters", "gradients", "optimizer"}
+    assert set(told["bytes_per_device"]) == {"parameters", "gathered", "gradients", "optimizer"}
 
 
 def test_explain_lists_what_the_user_left_whole(meshpar):

@@ -1,0 +1,123 @@
+"""What a device holds by closed form: ZeRO's own table, and what compilers say."""
+
+from __future__ import annotations
+
+import statistics
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from meshpar import GPT, AdamW, AxisRules, MeshLayout, Run, Synthetic, load, prepare
+from meshpar.mesh import process
+from meshpar.plan.memory import ModelStates
+from meshpar.plan.targets import parse
+from meshpar.run import Precision
+
+STAGES = ("replicated", "zero1", "zero2", "fsdp")
+MIXED = Precision(params="bfloat16", compute="bfloat16", gradients="bfloat16", master="float32")
+
+
+def states_of(stage: str, *overrides: str) -> ModelStates:
+    run = load(Path("configs/zero-7b.yaml"), [f"rules=[{stage}]", *overrides])
+    return prepare(run, run.mesh.abstract()).states
+
+
+def test_zeros_table():
+    """Figure 1 of the paper: 120, 31.4, 16.6 and 1.88 GB for 7.5 billion parameters on 64 devices."""
+    baseline, one, two, three = map(states_of, STAGES)
+    psi = 7.5e9
+    assert baseline.total == pytest.approx(120e9, rel=1e-3)
+    shard = (2 + 2 + 12) * psi / 64
+    # The paper counts a gradient whole or as a shard; both are held for the moment in which one becomes the other.
+    assert one.parameters + one.optimizer + 2 * psi == pytest.approx(31.4e9, rel=2e-3)
+    assert one.gradients - 2 * psi == pytest.approx(4 * psi / 64, rel=2e-3)
+    # It keeps no shard beside the whole parameters, which meshpar does: 2 psi / 64.
+    assert two.gathered + two.optimizer + 2 * psi / 64 == pytest.approx(16.6e9, rel=5e-3)
+    assert two.parameters == pytest.approx(2 * psi / 64, rel=1e-2)
+    # Biases, which fsdp leaves whole, and scalars are what is beyond the eighth of a sixteenth.
+    assert three.parameters + three.optimizer + 2 * psi / 64 == pytest.approx(shard, rel=1e-2)
+    assert shard == pytest.approx(1.88e9, rel=3e-3)
+
+
+def test_without_sharing_there_is_no_such_table():
+    """Negative control: float32 without a master copy holds as much in all, and shares it otherwise."""
+    plain = [f"precision.{name}" for name in ("params=float32", "compute=float32", "gradients=null", "master=null")]
+    assert states_of("replicated", *plain).total == pytest.approx(120e9, rel=1e-3)
+    assert states_of("zero1", *plain).total > 1.9 * states_of("zero1").total
+
+
+def test_accumulation_holds_the_sums_beside_a_microbatchs_gradients():
+    once, often = (states_of("replicated", f"num_microbatches={m}", "data.batch_size=128") for m in (1, 2))
+    assert often.gradients == 2 * once.gradients
+    assert often.parameters == once.parameters
+
+
+def run_of(sizes, presets, precision, num_microbatches, **model) -> Run:
+    shards = int(np.prod([size for axis, size in sizes.items() if axis != "tensor"]))
+    model = {"num_layers": 2, "width": 32, "num_heads": 8, "mlp_width": 128, "vocab_size": 64, "max_seq_len": 8} | model
+    return Run(
+        model=GPT(**model),
+        data=Synthetic(batch_size=shards * num_microbatches, seq_len=8, vocab_size=64),
+        optim=AdamW(lr=1e-3),
+        mesh=MeshLayout(**sizes),
+        rules=AxisRules(preset=presets),
+        precision=precision,
+        num_microbatches=num_microbatches,
+        num_steps=3,
+        run_dir="unused",
+    )
+
+
+def layouts(num_devices: int):
+    n = num_devices
+    plain = [({"data": n}, ("replicated",))] + [({"fsdp": n}, (stage,)) for stage in STAGES[1:]]
+    for precision in (Precision(), Precision(compute="bfloat16"), MIXED):
+        yield from ((*layout, precision, 1) for layout in plain)
+    for precision in (Precision(), MIXED):
+        yield from ((*layout, precision, 4) for layout in plain)
+    yield {"replica": 2, "fsdp": n // 2}, ("hsdp",), MIXED, 1
+    yield {"data": n // 8, "tensor": 8}, ("megatron",), Precision(), 1
+    yield {"fsdp": n // 2, "tensor": 2}, ("zero1", "megatron"), MIXED, 1
+    yield {"fsdp": n // 4, "tensor": 4}, ("fsdp", "megatron"), MIXED, 1
+    yield {"fsdp": n // 4, "tensor": 4}, ("fsdp", "megatron_sp"), Precision(), 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "presets", "precision", "num_microbatches"),
+    [layout for i, layout in enumerate(layouts(8)) if i % 5 == 1],
+    ids=str,
+)
+def test_arguments_are_exact(sizes, presets, precision, num_microbatches):
+    """Parameters and optimizer state are what the program takes, to a count of steps."""
+    prepared = prepare(run_of(sizes, presets, precision, num_microbatches))
+    held = prepared.compile_step().compiled.memory_analysis()
+    batch = sum(np.prod(s.sharding.shard_shape(s.shape)) * 4 for s in prepared.batch.values())
+    scalars = 2 * 4
+    assert prepared.states.parameters + prepared.states.optimizer + batch + scalars == held.argument_size_in_bytes
+
+
+@pytest.mark.slow
+def test_states_are_what_is_held_on_gpus():
+    """8 billion parameters on 16 H100s in 25 layouts, with next to no activations. Needs the extra gpu-target."""
+    assert find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"), "gpu-target is not installed"
+    process.compile_only()
+    devices, errors = parse("h100:2x8").devices(), {}
+    for layout in layouts(16):
+        run = run_of(*layout, num_layers=40, width=4096, num_heads=32, mlp_width=16384)
+        prepared = prepare(run, run.mesh.build(devices))
+        held = prepared.inspect(prepared.compile_step()).memory
+        errors[str(layout)] = held.total / prepared.states.total - 1
+        given = sum(held.arguments.values())
+        assert given == pytest.approx(prepared.states.parameters + prepared.states.optimizer, rel=5e-3)
+    print(*(f"{error:+.1%} {layout}" for layout, error in errors.items()), sep="\n")
+    assert len(errors) == 25
+    assert statistics.median(map(abs, errors.values())) < 0.05
+    assert max(map(abs, errors.values())) < 0.10
+
+
+def test_devices_are_not_needed():
+    """The table is known where there is but one CPU."""
+    assert states_of("zero1").total > 0 and jax.default_backend() == "cpu"
