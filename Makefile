@@ -1,4 +1,4 @@
-# make train: the main job. make test: everything that CI runs.
+# make train: the main job. make test: everything that CI runs, on two cores; a file stays on one, for it shares programs.
 PYTHON ?= python3
 VENV := .venv
 
@@ -8,7 +8,7 @@ train: $(VENV)/installed
 	$(VENV)/bin/meshpar train configs/quickstart.yaml
 
 test: check
-	$(VENV)/bin/pytest -q -m "not slow"
+	$(VENV)/bin/pytest -q -n 2 --dist loadfile -m "not slow"
 
 check: $(VENV)/installed-dev
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash scripts/check.sh
