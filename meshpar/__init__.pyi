@@ -1,3 +1,4 @@
+from .adopt import training
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -27,7 +28,7 @@ from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
 from .train.data import StandardLibrary, Synthetic, Text
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
-from .train.training import Training, training
+from .train.training import Training
 
 __all__ = [
     "GPT",
