@@ -30,7 +30,8 @@ def with_master(tx: optax.GradientTransformation, dtype: Any) -> optax.GradientT
     >>> state = tx.init(params)
     >>> for _ in range(4):
     ...     updates, state = tx.update({"w": jnp.full(1, 1e-3)}, state, params)
-    ...     params = optax.apply_updates(params, updates)
+    ...     with jax.numpy_dtype_promotion("standard"):
+    ...         params = optax.apply_updates(params, updates)
     >>> print(state.master["w"].round(4), params["w"])
     [0.996] [0.996094]
     """

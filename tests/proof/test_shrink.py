@@ -23,7 +23,7 @@ def run_of(model, mesh, rules, **more) -> Run:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_has_a_small_one_that_resolves(path):
+def test_every_config_has_a_small_one_that_resolves(path, float64):
     run = load(path)
     small = shrink(run)
     prepare(small, small.mesh.abstract())
