@@ -108,7 +108,7 @@ def check_command(line: str) -> None:
     if "config" in given:
         arguments = [a for value in given.values() if isinstance(value, (list, tuple)) for a in value]
         loaded = run.load(ROOT / given["config"], [a for a in arguments if "=" in a])
-        run.prepare(loaded, loaded.mesh.abstract(given["devices"]))
+        run.prepare(loaded, loaded.mesh.abstract(given.get("devices")))
 
 
 def check_config(text: str, folder: Path) -> None:
