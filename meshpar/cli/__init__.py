@@ -1,0 +1,28 @@
+"""The command line: verbs over a config file, a file each. Bad input ends with a message and exit code 2.
+
+A verb imports what it needs when it runs: a misspelt key is told before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from meshpar.cli import explain, inspect, prove, schema, train  # noqa: F401  in being imported, a verb joins the app
+from meshpar.cli.app import app
+from meshpar.errors import MeshparError
+
+
+@app.callback()
+def _meshpar() -> None:
+    """Declare a mesh and a name for each dim; train on any layout of devices, with the same numbers."""
+
+
+def main() -> None:
+    """The entry point: 0, 1 for a failed run, 2 for bad input."""
+    try:
+        app()
+    except MeshparError as error:
+        typer.echo(f"meshpar: {error}", err=True)
+        sys.exit(2)

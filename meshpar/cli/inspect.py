@@ -1,0 +1,99 @@
+"""`meshpar inspect`."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, write
+from meshpar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from meshpar.inspection.difference import Difference
+    from meshpar.inspection.inspect import Inspection
+    from meshpar.plan.fit import Judgement
+
+
+@app.command()
+def inspect(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    devices: Devices = None,
+    json: AsJson = False,
+    target: Annotated[
+        str | None, typer.Option(metavar="MACHINE", help="Compile for v5e:4x4, v5p:4x4x4, h100:4x8, ...")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the program there, as a web page.")] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Compare two: --diff A [KEY=VALUE]... B [KEY=VALUE]...")] = False,
+) -> None:
+    """Compiles the step of CONFIG and says what a device sends, computes and holds in it. Trains nothing.
+
+    With --diff, says what changes from A to B. Each is a config, with the KEY=VALUEs after it, or a file that --json
+    wrote.
+    """
+    _check_html(html, diff)
+    if diff:
+        told = _difference([str(config), *(overrides or [])], devices, target)
+    else:
+        told = _inspection(config, overrides or [], devices, target)
+        _draw(told, html)
+    typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))
+
+
+def _inspection(config: Path, overrides: list[str], devices: int | None, target: str | None) -> Inspection | Judgement:
+    from meshpar import run
+
+    loaded = run.load(config, overrides)
+    if target is None:
+        run.simulate(loaded, devices)
+    return run.inspect(loaded, target)
+
+
+def _difference(words: list[str], devices: int | None, target: str | None) -> Difference:
+    from meshpar import run
+    from meshpar.inspection.difference import difference
+    from meshpar.inspection.plain import read
+
+    sides = [read(path) if path.suffix == ".json" else run.load(path, changes) for path, changes in _two(words)]
+    configs = [side for side in sides if isinstance(side, run.Run)]
+    if configs and target is None:  # JAX can be told only once how many devices to simulate
+        run.simulate(configs[0], devices or max(config.mesh.requested() or 1 for config in configs))
+    before, after = (
+        run.inspect(side, target, devices or side.mesh.requested()).as_json() if isinstance(side, run.Run) else side
+        for side in sides
+    )
+    return difference(before, after)
+
+
+def _two(words: list[str]) -> list[tuple[Path, list[str]]]:
+    """The two files of a comparison, each with the changes that stand behind it."""
+    sides: list[tuple[Path, list[str]]] = []
+    for word in words:
+        if sides and "=" in word:
+            sides[-1][1].append(word)
+        else:
+            sides.append((Path(word), []))
+    if len(sides) != 2:
+        raise ConfigError(f"--diff compares two programs, got {' and '.join(str(path) for path, _ in sides)}")
+    for path, changes in sides:
+        if path.suffix == ".json" and changes:
+            raise ConfigError(f"{path} holds a program that was compiled: {changes[0]} cannot change it")
+    return sides
+
+
+def _check_html(html: Path | None, diff: bool) -> None:
+    """Before anything is compiled, which can take minutes."""
+    if html and diff:
+        raise ConfigError("--html draws one program, --diff compares two: use one of them")
+    if html and not html.parent.is_dir():
+        raise ConfigError(f"--html {html}: there is no folder {html.parent}")
+
+
+def _draw(told: Inspection | Judgement, html: Path | None) -> None:
+    from meshpar.inspection.page import page
+
+    if html:
+        write("--html", html, page(told.as_json()))

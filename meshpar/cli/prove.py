@@ -1,0 +1,24 @@
+"""`meshpar prove`."""
+
+from __future__ import annotations
+
+import json as json_format
+
+import typer
+
+from meshpar.cli.app import AsJson, ConfigFile, Overrides, app
+
+
+@app.command()
+def prove(config: ConfigFile, overrides: Overrides = None, json: AsJson = False) -> None:
+    """Proves that CONFIG, made small, computes on its mesh what it does on one device; or says which axis is guilty."""
+    from meshpar import run
+    from meshpar.mesh import process
+    from meshpar.proof import prove as proof
+    from meshpar.proof.shrink import shrink
+
+    loaded = run.load(config, overrides or [])
+    process.simulate(shrink(loaded).mesh.requested() or 1)
+    told = proof.prove(loaded)
+    typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))
+    raise typer.Exit(0 if told.is_equal else 1)
