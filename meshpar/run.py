@@ -17,6 +17,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshpar import config
+from meshpar.checkpoint.checkpoints import About, checkpoints
+from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.saved import FOLDER
 from meshpar.config import Config
 from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems, ProgramError
 from meshpar.inspection import inspect as inspection
@@ -37,7 +40,6 @@ from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.checkpoint import checkpoints
 from meshpar.train.data import Data
 from meshpar.train.loop import Loop
 from meshpar.train.loss import next_token_loss
@@ -96,8 +98,8 @@ class Run(Config):
     log_every: Positive = 10
     eval_every: Positive | None = None
     """Steps between evaluations on held-out data; default: only at the end."""
-    checkpoint_every: Positive | None = None
-    """Steps between checkpoints; default: only at the end."""
+    checkpoints: Kept = Kept()
+    """How often, and which stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,12 @@ class Prepared(Training):
         placed = self.placement
         sharded, stored, optimizer = map(jax.tree.leaves, (placed.sharded, placed.params, placed.opt_state))
         return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths())
+
+    @property
+    def about(self) -> About:
+        """What a checkpoint says of the run."""
+        run = self.run
+        return About(run.model_dump(mode="json"), self.placement.dims, run.seed, run.data.batch_size)
 
     @property
     def _on_cpu(self) -> bool:
@@ -250,7 +258,8 @@ def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: 
       dump_hlo: a file for the compiled step's text.
     """
     prepared = prepare(run)
-    with recorder(run.run_dir, run.num_steps, json) as records, checkpoints(run.run_dir / "checkpoints") as saved:
+    saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, prepared.about)
+    with recorder(run.run_dir, run.num_steps, json) as records, saving as saved:
         train_data, held_out = run.data.train(run.seed), run.data.held_out()
         step, evaluate, init = prepared.compile_step(), prepared.compile_evaluation(), prepared.compile_init()
         if dump_hlo:
@@ -259,7 +268,7 @@ def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: 
         state = init() if saved.latest() is None else saved.restore(prepared.placement.structs)
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
-            run.log_every, run.eval_every, run.checkpoint_every, _mfu(prepared), profile,
+            run.log_every, run.eval_every, _mfu(prepared), profile,
         )  # fmt: skip
         return loop.fit(state)
 

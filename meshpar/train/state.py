@@ -59,6 +59,12 @@ class StatePlacement:
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))  # pyright: ignore
         return TrainState(scalar, structs(self.params), structs(self.opt_state), scalar)
 
+    @property
+    def dims(self) -> dict[str, tuple[str, ...]]:
+        """Path -> names of the dims, of each array of the state that has some."""
+        placed = flatten_with_paths({"params": self.params, "opt_state": self.opt_state})
+        return {path: placement.spec.dims for path, placement in placed.items()}
+
 
 def structs(placements: Any) -> Any:
     """A tree of placements as `ShapeDtypeStruct`s."""
