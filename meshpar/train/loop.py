@@ -106,11 +106,12 @@ class Loop:
         self.recorder.record("train", index, **values, **speed)
 
     def _evaluate(self, state: TrainState, index: int) -> dict[str, float]:
-        sums = [jax.device_get(self.evaluate(state.params, self._put(batch))) for batch in self.held_out]
-        tokens = sum(s["tokens"].item() for s in sums)
-        metrics = {"loss": sum(s["loss_sum"].item() for s in sums) / tokens, "tokens": tokens}
-        self.recorder.record("evaluation", index, **metrics)
-        return metrics
+        told = [jax.device_get(self.evaluate(state.params, self._put(batch), state.carried)) for batch in self.held_out]
+        sums = {name: sum(one[name].item() for one in told) for name in told[0]}
+        tokens = sums.pop("tokens")
+        means = {name: total / tokens for name, total in sums.items()}
+        self.recorder.record("evaluation", index, **means, tokens=tokens)
+        return means
 
     def _save(self, state: TrainState, index: int, evaluated: dict[str, float]) -> None:
         self.checkpoints.save(index, state, evaluated)
