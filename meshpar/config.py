@@ -88,6 +88,17 @@ def flatten(config: Config) -> dict[str, Any]:
     return dict(_leaves(config.model_dump(mode="json"), ""))
 
 
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Dotted key -> the two values, where two configs as JSON data differ; None where one has no such key.
+
+    >>> changed({"mesh": {"data": 8}, "seed": 0}, {"mesh": {"data": 2, "fsdp": 4}, "seed": 0})
+    {'mesh.data': [8, 2], 'mesh.fsdp': [None, 4]}
+    """
+    old, new = dict(_leaves(before, "")), dict(_leaves(after, ""))
+    keys = [*old, *(key for key in new if key not in old)]
+    return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
+
+
 def _reachable(model: type[Config]) -> set[type[Config]]:
     """The model, and all that its fields may hold."""
     inner = (m for annotation in _fields(model).values() for m in _models(annotation))

@@ -109,17 +109,21 @@ class Checkpoints:
           metrics: of the evaluation at this step, if there was one.
 
         Raises:
-          CheckpointError: there is a checkpoint of this step; nothing is ever overwritten.
+          CheckpointError: there is a checkpoint of this step; nothing is ever overwritten. Or it is being written, but
+            the best cannot be told, since the metric is not among `metrics`.
         """
         self.wait()
         if step in steps(self.directory):
             raise CheckpointError(f"{self.directory / str(step)} exists, and a checkpoint is never overwritten")
-        metric = {"name": self.kept.metric, "best": self.kept.best, "value": (metrics or {}).get(self.kept.metric)}
+        name, metrics = self.kept.metric, metrics or {}
+        metric = {"name": name, "best": self.kept.best, "value": metrics.get(name)}
         meta = self.about.at(step, state) | {"metric": metric}
         if jax.process_index() == 0:
             _remove(self.directory.glob("*.partial"))  # of processes that were killed
         self._arrays.write(self._partial(step) / STATE, flatten_with_paths(state))
         self._pending = self._thread.submit(self._commit, step, meta)
+        if self.kept.keep_best and metrics and name not in metrics:
+            raise CheckpointError(f"checkpoints.metric: an evaluation has no {name}, but {', '.join(metrics)}")
 
     def wait(self) -> None:
         """Returns when the last save is on disk; raises what went wrong there."""
