@@ -20,6 +20,7 @@ from meshpar import config
 from meshpar.checkpoint.checkpoints import About, Checkpoints, checkpoints
 from meshpar.checkpoint.kept import Kept
 from meshpar.checkpoint.saved import FOLDER, Saved, find
+from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.config import Config
 from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems, ProgramError
 from meshpar.inspection import inspect as inspection
@@ -283,7 +284,7 @@ def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: 
         _hold_to_contract(prepared, step)
         state = beginning.state() if beginning else prepared.compile_init()()
         if beginning:
-            records.record("restored", int(state.step), **beginning.record(run.model_dump(mode="json")))
+            records.record("restored", int(state.step), **beginning.record())
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, _mfu(prepared), profile,
@@ -299,11 +300,12 @@ def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | None:
     """
     init, last = prepared.run.init, saved.latest()
     if last is not None:
-        beginning = Beginning(prepared, Saved(saved.directory / str(last)))
+        source, globs = Saved(saved.directory / str(last)), (EVERYTHING, ())
     elif init is not None:
-        beginning = Beginning(prepared, find(init.from_checkpoint), init.take, init.leave)
+        source, globs = find(init.from_checkpoint), (init.take, init.leave)
     else:
         return None
+    beginning = Beginning(prepared, source, *globs, saved.about.config)
     _ = beginning.selection
     return beginning
 

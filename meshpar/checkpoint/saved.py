@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from meshpar.checkpoint import arrays, checksums
-from meshpar.checkpoint.selection import EVERYTHING, Selection, select
+from meshpar.checkpoint.selection import EVERYTHING, Selection, Side, select
 from meshpar.errors import CheckpointError
 from meshpar.tree import flatten_with_paths, map_with_path
 
@@ -63,9 +63,20 @@ class Saved:
         """Of all files."""
         return sum((self.folder / name).stat().st_size for name in self._sums if (self.folder / name).is_file())
 
-    def select(self, abstract: Any, take: Sequence[str] = EVERYTHING, leave: Sequence[str] = ()) -> Selection:
-        """What `restore` would take; raises as it does. Reads no array."""
-        return select(self.described, describe(abstract), take, leave, str(self.folder))
+    def select(
+        self,
+        abstract: Any,
+        take: Sequence[str] = EVERYTHING,
+        leave: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> Selection:
+        """What `restore` would take; raises as it does. Reads no array.
+
+        Args:
+          config: of the run, as JSON data: an error lists the keys by which it differs.
+        """
+        mine = Side(self.described, self.meta["config"] if config else {})
+        return select(mine, Side(describe(abstract), config or {}), take, leave, str(self.folder))
 
     def restore(self, abstract: Any, take: Sequence[str] = EVERYTHING, leave: Sequence[str] = ()) -> Any:
         """The state, each device reading its own shard: all that `take` matches, less what `leave` does.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from meshpar.config import changed
 from meshpar.errors import CheckpointError, Problems, nearest
 from meshpar.tree import matching
 
 EVERYTHING = ("**",)
+SHAPING = ("model", "optim", "precision")
+"""The sections of a config on which it depends what arrays there are."""
 
 
 @dataclass(frozen=True)
@@ -26,25 +30,36 @@ class Selection:
     unused: list[str]
 
 
-def select(
-    saved: Mapping[str, str], wanted: Mapping[str, str], take: Sequence[str], leave: Sequence[str], where: str
-) -> Selection:
+@dataclass(frozen=True)
+class Side:
+    """A checkpoint, or a run.
+
+    Args:
+      arrays: path -> type and shape.
+      config: JSON data.
+    """
+
+    arrays: Mapping[str, str]
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def select(saved: Side, wanted: Side, take: Sequence[str], leave: Sequence[str], where: str) -> Selection:
     """Chooses what `take` matches and `leave` does not: of this, checkpoint and run must have the same.
 
     Args:
-      saved, wanted: path -> type and shape, in the checkpoint and in the run.
       where: the checkpoint, for the error.
 
     Raises:
       CheckpointError: lists the globs that match nothing, or each array that differs.
     """
-    paths = sorted(saved.keys() | wanted.keys())
+    paths = sorted(saved.arrays.keys() | wanted.arrays.keys())
     _check_globs({"take": take, "leave": leave}, paths)
     left = set(_matched(paths, leave))
     chosen = [path for path in _matched(paths, take) if path not in left]
     _check_same(saved, wanted, chosen, where, whole=tuple(take) == EVERYTHING and not leave)
-    taken = set(chosen)
-    return Selection(chosen, *([path for path in paths if path in of and path not in taken] for of in (wanted, saved)))
+    others = [path for path in paths if path not in set(chosen)]
+    made, unused = ([path for path in others if path in side.arrays] for side in (wanted, saved))
+    return Selection(chosen, made, unused)
 
 
 def _matched(paths: Sequence[str], globs: Iterable[str]) -> list[str]:
@@ -64,21 +79,22 @@ def _check_globs(globs: Mapping[str, Sequence[str]], paths: Sequence[str]) -> No
     problems.raise_any(CheckpointError, "what to restore cannot be told:")
 
 
-def _check_same(
-    saved: Mapping[str, str], wanted: Mapping[str, str], paths: Sequence[str], where: str, *, whole: bool
-) -> None:
-    differ = [path for path in paths if saved.get(path) != wanted.get(path)]
+def _check_same(saved: Side, wanted: Side, paths: Sequence[str], where: str, *, whole: bool) -> None:
+    differ = [path for path in paths if saved.arrays.get(path) != wanted.arrays.get(path)]
     # The optimizer's arrays are like the model's: where those differ, they say nothing new.
     of_model = [path for path in differ if not path.startswith("opt_state.")]
     problems = Problems()
+    for key, (before, now) in changed(saved.config, wanted.config).items() if differ else ():
+        if key.partition(".")[0] in SHAPING:
+            problems.add(key, f"{before} in the checkpoint, {now} in this run")
     for path in of_model or differ:
-        if path not in saved:
-            problems.add(path, f"{wanted[path]} in this run, missing in the checkpoint")
-        elif path not in wanted:
-            problems.add(path, f"{saved[path]} in the checkpoint, unknown to this run")
-        else:
-            problems.add(path, f"{saved[path]} in the checkpoint, {wanted[path]} in this run")
-    other = "model" if of_model else "optimizer"
-    arrays = f"{len(problems)} array{'s' * (len(problems) > 1)}"
+        problems.add(path, _misfit(saved.arrays.get(path), wanted.arrays.get(path)))
+    other, num = "model" if of_model else "optimizer", len(of_model or differ)
     fix = "set another run_dir, or the config in its meta.json" if whole else "leave those that this run makes itself"
-    problems.raise_any(CheckpointError, f"{where} is of another {other}, by {arrays}; {fix}:")
+    problems.raise_any(CheckpointError, f"{where} is of another {other}, by {num} array{'s' * (num > 1)}; {fix}:")
+
+
+def _misfit(saved: str | None, wanted: str | None) -> str:
+    if saved is None:
+        return f"{wanted} in this run, missing in the checkpoint"
+    return f"{saved} in the checkpoint, " + (f"{wanted} in this run" if wanted else "unknown to this run")

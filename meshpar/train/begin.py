@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from meshpar.checkpoint.saved import Saved
@@ -20,17 +21,19 @@ class Beginning:
 
     Args:
       take, leave: globs of paths of the state.
+      config: of the run, as JSON data.
     """
 
     training: Training
     source: Saved
     take: Sequence[str] = EVERYTHING
     leave: Sequence[str] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def selection(self) -> Selection:
         """What is taken. Reads no array, so that what does not fit is told before anything is compiled."""
-        return self.source.select(self.training.placement.structs, self.take, self.leave)
+        return self.source.select(self.training.placement.structs, self.take, self.leave, self.config)
 
     def state(self) -> TrainState:
         """Restores what is taken, and makes the rest.
@@ -46,7 +49,7 @@ class Beginning:
         made = self.training.compile_init(given=given)()
         return map_with_path(lambda path, x: taken.get(path, x), made)
 
-    def record(self, config: dict[str, Any]) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """For the run's records: what was taken from where, and which keys of the config have changed."""
         selection = self.selection
         return {
@@ -54,5 +57,5 @@ class Beginning:
             "taken": selection.taken,
             "made": selection.made,
             "unused": selection.unused,
-            "changed": changed(self.source.meta["config"], config),
+            "changed": changed(self.source.meta["config"], self.config),
         }
