@@ -1,4 +1,4 @@
-"""Two processes over gloo, on loopback: what they save one restores, what one saved they restore, and both stop alike."""
+"""Two processes over gloo, on loopback: what they save one restores, what one saved they restore; both stop alike."""
 
 from __future__ import annotations
 

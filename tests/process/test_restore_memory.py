@@ -1,8 +1,8 @@
 """What a restore holds on the host, in a process of its own: little more than the arrays that it restores.
 
-Measured by Linux: `VmHWM`, the peak of resident memory, set back through `clear_refs` when all is loaded and a first array
-has been restored; less what was resident then. Simulated devices are host memory, so that what a process needs is
-what its eight devices hold.
+Measured by Linux: `VmHWM`, the peak of resident memory, set back through `clear_refs` when all is loaded and a first
+array has been restored; less what was resident then. Simulated devices are host memory, so that what a process needs
+is what its eight devices hold.
 """
 
 from __future__ import annotations
