@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.errors import ProofError
-from meshpar.train.checkpoint import checkpoints
 from meshpar.train.gradients import Gradients
 from meshpar.train.state import TrainState, shardings
 from meshpar.train.step import step_function
@@ -68,7 +68,7 @@ class Trial:
     def saved_and_restored(self, state: TrainState, there: Trial) -> TrainState:
         """The state as it comes back from a checkpoint, on another layout or on the same."""
         with tempfile.TemporaryDirectory() as folder, checkpoints(Path(folder) / "checkpoints") as saved:
-            saved.save(int(state.step), state, {})
+            saved.save(int(state.step), state)
             saved.wait()
             return saved.restore(there.training.placement.structs)
 
