@@ -1,4 +1,7 @@
 from .adopt import training
+from .checkpoint.checkpoints import About, Checkpoints, checkpoints
+from .checkpoint.kept import Kept
+from .checkpoint.saved import Saved
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -21,7 +24,7 @@ from .mesh.process import simulate
 from .models import GPT, Llama
 from .proof.prove import prove
 from .proof.verdict import Proof
-from .run import Prepared, Run, explain, fit, load, prepare
+from .run import Init, Prepared, Run, explain, fit, load, prepare
 from .sharding.constrain import constrain
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
@@ -34,11 +37,13 @@ from .train.training import Training
 __all__ = [
     "GPT",
     "SGD",
+    "About",
     "Adafactor",
     "AdamW",
     "ArraySpec",
     "AxisRules",
     "CheckpointError",
+    "Checkpoints",
     "Collective",
     "ConfigError",
     "Contract",
@@ -46,7 +51,9 @@ __all__ = [
     "ContractWarning",
     "DataError",
     "Finding",
+    "Init",
     "Inspection",
+    "Kept",
     "Lion",
     "Llama",
     "MeshError",
@@ -60,12 +67,14 @@ __all__ = [
     "Proof",
     "ProofError",
     "Run",
+    "Saved",
     "ShardingError",
     "StandardLibrary",
     "Synthetic",
     "Tally",
     "Text",
     "Training",
+    "checkpoints",
     "collectives",
     "compiling",
     "constrain",
