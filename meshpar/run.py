@@ -39,12 +39,12 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.checkpoint import checkpoints
 from meshpar.train.data import Data
+from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loop import Loop
 from meshpar.train.loss import next_token_loss
 from meshpar.train.master import with_master
 from meshpar.train.metrics import flops_per_token, recorder
 from meshpar.train.optim import Optimizer
-from meshpar.train.packing import ARRAYS
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step, Update
 from meshpar.train.training import Training, step_key

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from meshpar.train.data import Data, Dataset, StandardLibrary, Synthetic, Text
-from meshpar.train.documents import Document, split
-from meshpar.train.packing import Batch, Rows, pack
+from meshpar.train.data.documents import Document, split
+from meshpar.train.data.packing import Batch, Rows, pack
 
 BOS = 256
 CORPORA = st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=8)

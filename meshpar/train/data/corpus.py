@@ -8,14 +8,15 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from meshpar.config import Config
-from meshpar.train.documents import Document, find, split
-from meshpar.train.packing import Batch, Rows, pack
+from meshpar.train.data.documents import Document, find, split
+from meshpar.train.data.packing import Batch, Rows, pack
+from meshpar.train.data.tokenizer import Bytes, Ids, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,13 @@ class Corpus(Config):
 
     @property
     @abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """What made the tokens, and reads them."""
+
+    @property
     def bos(self) -> int:
-        """The token that opens each document: the last of the vocabulary."""
+        """The token that opens each document."""
+        return self.tokenizer.bos
 
     def train(self, seed: int) -> Dataset:
         """The documents to train on, shuffled by rows, without end.
@@ -148,8 +154,8 @@ class _Files(Corpus):
     """The bytes, and the token that opens a document."""
 
     @property
-    def bos(self) -> int:
-        return 256
+    def tokenizer(self) -> Tokenizer:
+        return Bytes()
 
 
 class Text(_Files):
@@ -200,8 +206,8 @@ class Synthetic(Corpus):
     """How often a symbol is drawn from all alike, whatever precedes it."""
 
     @property
-    def bos(self) -> int:
-        return self.vocab_size - 1
+    def tokenizer(self) -> Tokenizer:
+        return Ids(vocab_size=self.vocab_size, bos=self.vocab_size - 1)
 
     def documents(self) -> list[Document]:
         return [Document(str(i), self.document_len, partial(self._document, i)) for i in range(self.num_documents)]
@@ -213,6 +219,3 @@ class Synthetic(Corpus):
         for t in range(1, self.document_len):
             symbols[t] = symbols[t] if noisy[t] else (symbols[t - 1] + 1) % self.bos
         return np.array(symbols)
-
-
-Data = Annotated[Text | StandardLibrary | Synthetic, Field(discriminator="kind")]
