@@ -251,7 +251,7 @@ def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: 
     """
     prepared = prepare(run)
     with recorder(run.run_dir, run.num_steps, json) as records, checkpoints(run.run_dir / "checkpoints") as saved:
-        train_data, held_out = run.data.train(run.seed), run.data.held_out()
+        train_data, held_out = run.data.datasets(run.seed)
         step, evaluate, init = prepared.compile_step(), prepared.compile_evaluation(), prepared.compile_init()
         if dump_hlo:
             dump_hlo.write_text(step.text)

@@ -116,7 +116,7 @@ def test_all_files_are_empty(folder: Path):
         == """\
 there is no data to train on:
   data
-    all 2 documents are empty
+    no document has a token in it
     give documents with text in them"""
     )
 
@@ -127,9 +127,9 @@ def test_one_document_cannot_be_split(folder: Path):
         message()
         == """\
 there is no data to train on:
-  a.txt
-    is the only document that is not empty: nothing is left for the other side of the split
-    give at least two documents: cut this one into two files"""
+  data
+    only one document is not empty: nothing is left for the other side of the split
+    give at least two documents: cut this one into two"""
     )
 
 

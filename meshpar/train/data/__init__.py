@@ -1,11 +1,20 @@
-"""What a run trains on."""
+"""What a run trains on, chosen by `kind`."""
 
 from typing import Annotated
 
 from pydantic import Field
 
-from meshpar.train.data.corpus import Dataset, StandardLibrary, Synthetic, Text
+from meshpar.train.data.arrow import Arrow, Parquet
+from meshpar.train.data.corpus import StandardLibrary, Synthetic, Text
+from meshpar.train.data.dataset import Dataset
+from meshpar.train.data.jsonl import Jsonl
+from meshpar.train.data.mixture import Mixture, Part
+from meshpar.train.data.numpy_files import Numpy
 
-__all__ = ["Data", "Dataset", "StandardLibrary", "Synthetic", "Text"]
+__all__ = [
+    "Arrow", "Data", "Dataset", "Jsonl", "Mixture", "Numpy", "Parquet", "Part", "StandardLibrary", "Synthetic", "Text",
+]  # fmt: skip
 
-Data = Annotated[Text | StandardLibrary | Synthetic, Field(discriminator="kind")]
+Data = Annotated[
+    Text | StandardLibrary | Synthetic | Jsonl | Parquet | Arrow | Numpy | Mixture, Field(discriminator="kind")
+]

@@ -1,114 +1,69 @@
-"""Corpora, and how a run reads them: batch i is a function of config, seed and i, and of nothing else."""
+"""Corpora: documents, and how they become batches."""
 
 from __future__ import annotations
 
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Generator
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
 from meshpar.config import Config
-from meshpar.train.data.documents import Document, find, split
-from meshpar.train.data.packing import Batch, Rows, pack
-from meshpar.train.data.tokenizer import Bytes, Ids, Tokenizer
+from meshpar.train.data.cache import cached
+from meshpar.train.data.dataset import Dataset
+from meshpar.train.data.documents import Documents, share
+from meshpar.train.data.encode import Content, encode
+from meshpar.train.data.files import find
+from meshpar.train.data.packing import Rows
+from meshpar.train.data.tokenizer import AnyTokenizer, Bytes, Ids, Tokenizer
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """Batches by index: to resume at step k, on whatever devices, is to start at k.
-
-    Args:
-      rows: what the batches are made of.
-      batch_size: rows a batch, over all devices.
-      seed: orders the rows anew for each epoch, without end; None reads them once, in order, and fills
-        the last batch with rows of padding.
-      num_empty: documents of the corpus without a token, which are in no row.
-    """
-
-    rows: Rows
-    batch_size: int
-    seed: int | None
-    num_empty: int
-
-    @property
-    def num_documents(self) -> int:
-        return self.rows.num_documents
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens an epoch, with those that open a document, and without padding."""
-        return len(self.rows.tokens)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows an epoch. An epoch may end within a batch; the next begins there."""
-        return len(self.rows)
-
-    def __len__(self) -> int:
-        """The number of batches; with a seed, more than a run can read."""
-        return len(self._pipeline)
-
-    def __getitem__(self, index: int) -> Batch:
-        """Batch `index`, see `Rows.batch`.
-
-        Raises:
-          IndexError: it is negative, or at or beyond the length.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"batch {index} of {len(self)}")
-        return self._pipeline[index]
-
-    def __iter__(self) -> Generator[Batch, None, None]:
-        return self.batches()
-
-    def batches(self, start: int = 0) -> Generator[Batch, None, None]:
-        """Batches from `start` on, read ahead by two threads.
-
-        They end with the generator: when it is exhausted, closed or dropped.
-        """
-        import grain
-
-        reads = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-        iterator = iter(self._pipeline.slice(slice(start, None)).to_iter_dataset(reads))
-        try:
-            yield from iterator
-        finally:
-            iterator.close()
-
-    @cached_property
-    def _pipeline(self) -> Any:
-        """Grain orders the indices of rows; each batch is then cut at once."""
-        import grain
-
-        if self.seed is None:
-            num_batches = -(-self.num_rows // self.batch_size)
-            indices = grain.MapDataset.range(num_batches * self.batch_size)
-        else:
-            # Grain adds the epoch to the seed: as it stands, seeds 0 and 1 would share all orders but one.
-            seed = int(np.random.SeedSequence(self.seed).generate_state(1)[0])
-            indices = grain.MapDataset.range(self.num_rows).shuffle(seed=seed).repeat()
-        # There is no remainder; but unless told so, Grain's length overflows for a batch_size of 1.
-        return indices.batch(self.batch_size, drop_remainder=True).map(self.rows.batch)
-
-
-class Corpus(Config):
-    """Documents, and how they become batches. The run's seed orders them, and changes nothing in them."""
+class Batching(Config):
+    """How documents become batches. The run's seed orders them, and changes nothing in them."""
 
     batch_size: int = Field(default=16, gt=0)
     """Rows a batch, over all devices."""
     seq_len: int = Field(default=256, gt=0)
     """Tokens a row."""
     held_out_fraction: float = Field(default=0.05, gt=0, lt=1)
-    """About this part of the documents is for evaluation: those whose name has a small checksum."""
+    """About this part of the documents is for evaluation: those whose name or content has a small checksum."""
+
+    @property
+    @abstractmethod
+    def sources(self) -> list[tuple[int, Corpus]]:
+        """(weight, corpus), in whole numbers."""
+
+    def datasets(self, seed: int) -> tuple[Dataset, Dataset]:
+        """The documents to train on, shuffled by rows, without end; and those held out, once and in order.
+
+        Args:
+          seed: not negative.
+
+        Raises:
+          DataError: the documents are not there, or cannot be read; or one side of the split would be empty.
+        """
+        weights = tuple(weight for weight, _ in self.sources)
+        splits = [corpus.documents().split(self.held_out_fraction) for _, corpus in self.sources]
+        train, held_out = (tuple(Rows(side, self.seq_len) for side in sides) for sides in zip(*splits, strict=True))
+        return Dataset(train, self.batch_size, seed, weights), Dataset(held_out, self.batch_size, None)
+
+    def train(self, seed: int) -> Dataset:
+        """The first of `datasets`."""
+        return self.datasets(seed)[0]
+
+    def held_out(self) -> Dataset:
+        """The second of `datasets`."""
+        return self.datasets(0)[1]
+
+
+class Corpus(Batching):
+    """Documents."""
 
     @abstractmethod
-    def documents(self) -> list[Document]:
+    def documents(self) -> Documents:
         """All documents, in their order.
 
         Raises:
@@ -116,50 +71,45 @@ class Corpus(Config):
         """
 
     @property
-    @abstractmethod
-    def tokenizer(self) -> Tokenizer:
-        """What made the tokens, and reads them."""
+    def sources(self) -> list[tuple[int, Corpus]]:
+        return [(1, self)]
+
+
+class Texts(Corpus):
+    """Files, and what a tokenizer makes of them."""
+
+    tokenizer: AnyTokenizer = Bytes()
+    """`path/to/tokenizer.json` of the tokenizers library. Default: bytes."""
+    cache: str | None = None
+    """A folder that keeps the tokens, for the next start to map into memory; default: they are made anew."""
 
     @property
-    def bos(self) -> int:
-        """The token that opens each document."""
-        return self.tokenizer.bos
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
 
-    def train(self, seed: int) -> Dataset:
-        """The documents to train on, shuffled by rows, without end.
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """What is read, in its order."""
 
-        Args:
-          seed: not negative.
+    @abstractmethod
+    def read(self, files: list[Path]) -> Iterator[Content]:
+        """The documents of the files, one after the other.
 
         Raises:
-          DataError: see `documents`; or one side of the split would be empty.
+          DataError: lists what cannot be read.
         """
-        return self._dataset(0, seed)
 
-    def held_out(self) -> Dataset:
-        """The documents held out, once and in order. Raises as `train` does."""
-        return self._dataset(1, None)
-
-    def _dataset(self, side: int, seed: int | None) -> Dataset:
-        documents = self.documents()
-        chosen = split(documents, self.held_out_fraction)[side]
-        rows = pack((document.read() for document in chosen), self.bos, self.seq_len)
-        return Dataset(rows, self.batch_size, seed, num_empty=sum(not document.size for document in documents))
+    def documents(self) -> Documents:
+        files, dtype = self.files(), np.min_scalar_type(self.vocab_size - 1)
+        make = lambda: encode(self.read(files), self.tokenizer)
+        if self.cache is None:
+            return Documents.joined(make(), self.tokenizer.bos, dtype)
+        what = self.model_dump(mode="json", exclude={"cache", *Corpus.model_fields})
+        return cached(Path(self.cache), what, files, self.tokenizer, make, dtype)
 
 
-class _Files(Corpus):
-    """Files, byte by byte."""
-
-    vocab_size: ClassVar[int] = 257
-    """The bytes, and the token that opens a document."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return Bytes()
-
-
-class Text(_Files):
-    """Files of a folder.
+class Text(Texts):
+    """Files of a folder, each a document.
 
     >>> Text(path="corpus", glob="**/*.md", seq_len=1024).vocab_size
     257
@@ -171,11 +121,14 @@ class Text(_Files):
     glob: str = "**/*.txt"
     """Which files below `path`; `**` stands for any number of folders."""
 
-    def documents(self) -> list[Document]:
+    def files(self) -> list[Path]:
         return find(Path(self.path), self.glob)
 
+    def read(self, files: list[Path]) -> Iterator[Content]:
+        return _whole(files, Path(self.path))
 
-class StandardLibrary(_Files):
+
+class StandardLibrary(Texts):
     """The Python source of the interpreter's standard library, without its tests.
 
     Every machine has it; it differs from one version of Python to the next.
@@ -183,16 +136,23 @@ class StandardLibrary(_Files):
 
     kind: Literal["stdlib"] = "stdlib"
 
-    def documents(self) -> list[Document]:
+    def files(self) -> list[Path]:
         without = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-        return find(Path(sysconfig.get_paths()["stdlib"]), "**/*.py", without)
+        return find(self._folder, "**/*.py", without)
+
+    def read(self, files: list[Path]) -> Iterator[Content]:
+        return _whole(files, self._folder)
+
+    @property
+    def _folder(self) -> Path:
+        return Path(sysconfig.get_paths()["stdlib"])
 
 
 class Synthetic(Corpus):
     """Documents out of nothing, with a rule to learn: they count upwards in a circle, but for noise.
 
-    >>> document = Synthetic(vocab_size=8, document_len=10, noise=0.0).documents()[0].read()
-    >>> (np.diff(document) % 7).tolist()
+    >>> first = Synthetic(vocab_size=8, document_len=10, noise=0.0).documents().take(np.arange(1, 11))[0]
+    >>> (np.diff(first) % 7).tolist()
     [1, 1, 1, 1, 1, 1, 1, 1, 1]
     """
 
@@ -207,15 +167,27 @@ class Synthetic(Corpus):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return Ids(vocab_size=self.vocab_size, bos=self.vocab_size - 1)
+        return Ids(vocab_size=self.vocab_size, bos=self._num_symbols)
 
-    def documents(self) -> list[Document]:
-        return [Document(str(i), self.document_len, partial(self._document, i)) for i in range(self.num_documents)]
+    def documents(self) -> Documents:
+        made = ((share(str(i).encode()), self._document(i)) for i in range(self.num_documents))
+        return Documents.joined(made, self._num_symbols, np.min_scalar_type(self._num_symbols))
+
+    @property
+    def _num_symbols(self) -> int:
+        return self.vocab_size - 1
 
     def _document(self, index: int) -> np.ndarray:
         draw = np.random.Generator(np.random.Philox(key=index))
-        symbols = draw.integers(self.bos, size=self.document_len).tolist()
+        symbols = draw.integers(self._num_symbols, size=self.document_len).tolist()
         noisy = (draw.random(self.document_len) < self.noise).tolist()
         for t in range(1, self.document_len):
-            symbols[t] = symbols[t] if noisy[t] else (symbols[t - 1] + 1) % self.bos
+            symbols[t] = symbols[t] if noisy[t] else (symbols[t - 1] + 1) % self._num_symbols
         return np.array(symbols)
+
+
+def _whole(files: list[Path], folder: Path) -> Iterator[Content]:
+    """Each file is a document; what is no UTF-8 in it is still bytes."""
+    for path in files:
+        name = path.relative_to(folder).as_posix()
+        yield Content(str(path), path.read_bytes().decode("utf-8", "surrogateescape"), name)

@@ -1,104 +1,130 @@
-"""Finding documents, and dividing them into those to train on and those held out."""
+"""Documents, wherever their tokens lie, and how they are divided into those to train on and those held out."""
 
 from __future__ import annotations
 
-import io
-import os
 import zlib
-from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path, PurePath
+from functools import cached_property
 
 import numpy as np
 
-from meshpar.errors import DataError, Problem, Problems
+from meshpar.errors import DataError, Problem
 
 HEADING = "there is no data to train on:"
 
 
 @dataclass(frozen=True)
-class Document:
-    """One document that has not been read.
+class Documents:
+    """Documents in their order: of each, in which array its tokens lie and where. None is empty.
+
+    The token that opens a document lies nowhere: it is put before each when tokens are taken.
 
     Args:
-      name: identifies it; decides on its order and on the side of the split.
-      size: tokens without the one that opens it; 0 is not a document.
-      read: () -> integers[size].
+      arrays: integers[length] each, in memory or mapped into it from files.
+      array, start, size: int64[num]. Of each document: which array, where in it, and how many tokens.
+      share: float64[num], in [0, 1). A document whose share is below the held-out fraction is held out.
+      bos: the token that opens each document.
+
+    Memory: 48 bytes a document, beside the arrays.
+
+    >>> documents = Documents.joined([(0.3, np.array([1, 2])), (0.7, np.array([3]))], bos=9, dtype=np.uint8)
+    >>> documents.take(np.arange(6))[0].tolist()
+    [9, 1, 2, 9, 3, 9]
+    >>> [side.take(np.arange(side.num_tokens))[0].tolist() for side in documents.split(0.5)]
+    [[9, 3], [9, 1, 2]]
     """
 
-    name: str
-    size: int
-    read: Callable[[], np.ndarray]
+    arrays: tuple[np.ndarray, ...]
+    array: np.ndarray
+    start: np.ndarray
+    size: np.ndarray
+    share: np.ndarray
+    bos: int
+
+    @classmethod
+    def joined(cls, documents: Iterable[tuple[float, np.ndarray]], bos: int, dtype: np.typing.DTypeLike) -> Documents:
+        """(share, tokens) of each document, copied into one array of `dtype` in memory."""
+        shares, bodies = [], []
+        for share, tokens in documents:
+            shares.append(share)
+            bodies.append(tokens.astype(dtype))
+        tokens = np.concatenate([np.zeros(0, dtype), *bodies])
+        return cls.in_a_line(tokens, np.array([len(body) for body in bodies], np.int64), np.array(shares), bos)
+
+    @classmethod
+    def in_a_line(cls, tokens: np.ndarray, size: np.ndarray, share: np.ndarray, bos: int) -> Documents:
+        """Documents that follow each other in one array."""
+        whole = cls((tokens,), np.zeros_like(size), np.cumsum(size) - size, size, share, bos)
+        return whole.where(size > 0)
+
+    def __len__(self) -> int:
+        return len(self.size)
 
     @property
-    def share(self) -> float:
-        """A number in [0, 1) that depends on nothing but the name: held out if it is below the fraction."""
-        return zlib.crc32(os.fsencode(self.name)) / 2**32
+    def num_tokens(self) -> int:
+        """With those that open a document."""
+        return int(self._ends[-1]) if len(self) else 0
+
+    def where(self, chosen: np.ndarray) -> Documents:
+        """Those that a mask bool[num] chooses, in their order."""
+        columns = (column[chosen] for column in (self.array, self.start, self.size, self.share))
+        return Documents(self.arrays, *columns, bos=self.bos)
+
+    def split(self, fraction: float) -> tuple[Documents, Documents]:
+        """Documents to train on, and about `fraction` of them held out; a new one moves no other.
+
+        Raises:
+          DataError: one of the sides would be empty.
+        """
+        held_out = self.share < fraction
+        if held_out.all() or not held_out.any():
+            raise DataError(f"{HEADING}\n{_one_sided(np.sort(self.share).tolist(), fraction)}")
+        return self.where(~held_out), self.where(held_out)
+
+    def take(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens at these places in the line of all documents, each opened by `bos`.
+
+        Args:
+          at: int64[...], not negative; at or beyond `num_tokens` there is nothing but `bos`.
+
+        Returns:
+          (int32[...], bool[...]): tokens, and whether they open a document.
+        """
+        document = np.searchsorted(self._ends, at, side="right").clip(max=len(self) - 1)
+        size = self.size[document]
+        offset = at - (self._ends[document] - size)  # in the document, -1 for the token that opens it
+        opens = (offset < 0) | (offset >= size)
+        tokens = self._read(self.array[document], self.start[document] + offset.clip(0, size - 1))
+        return np.where(opens, np.int32(self.bos), tokens), opens
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.size + 1)
+
+    def _read(self, array: np.ndarray, at: np.ndarray) -> np.ndarray:
+        if len(self.arrays) == 1:
+            return self.arrays[0][at].astype(np.int32)
+        tokens = np.empty(at.shape, np.int32)
+        for which in np.unique(array):
+            here = array == which
+            tokens[here] = self.arrays[which][at[here]]
+        return tokens
 
 
-def find(folder: Path, glob: str, without: Set[str] = frozenset()) -> list[Document]:
-    """The files below `folder` that match, sorted by relative path; they are read as bytes, never executed.
-
-    Args:
-      without: names of folders below `folder` that are left out.
-
-    Raises:
-      DataError: there is no such folder; the glob leads out of it or matches no file; files cannot be opened.
-    """
-    _check(folder, glob)
-    problems, documents = Problems(), []
-    for path in folder.glob(glob):
-        name = path.relative_to(folder)
-        # A link to nowhere is kept, to be reported: it was meant to be read.
-        if without.isdisjoint(name.parts) and (path.is_file() or not path.exists()):
-            documents.append(Document(name.as_posix(), _size(path, problems), partial(_bytes, path)))
-    if not documents:
-        problems.add(f"data.glob = {glob!r}", f"matches no file below {str(folder)!r}", _other_glob(folder))
-    problems.raise_any(DataError, HEADING)
-    return sorted(documents, key=lambda document: document.name)
+def share(content: bytes) -> float:
+    """A number in [0, 1) that depends on nothing but the content."""
+    return zlib.crc32(content) / 2**32
 
 
-def _check(folder: Path, glob: str) -> None:
-    problems = Problems()
-    if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "there is no such folder"
-        fix = f"it is relative to the working directory, {Path.cwd()}"
-        problems.add(f"data.path = {str(folder)!r}", what, fix)
-    if fault := _fault(folder, glob):
-        problems.add(f"data.glob = {glob!r}", fault, "give a pattern below data.path, like '**/*.txt'")
-    problems.raise_any(DataError, HEADING)
-
-
-def split(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """Documents to train on, and about `fraction` of them held out, by name: a new one moves no other.
-
-    >>> corpus = [Document(name, 1, lambda: np.array([7])) for name in "abc"]
-    >>> [[document.name for document in side] for side in split(corpus, fraction=0.5)]
-    [['a'], ['b', 'c']]
-
-    Args:
-      documents: those of size 0 are on no side.
-
-    Raises:
-      DataError: one of the sides would be empty.
-    """
-    present = [document for document in documents if document.size]
-    sides = [d for d in present if d.share >= fraction], [d for d in present if d.share < fraction]
-    if not all(sides):
-        raise DataError(f"{HEADING}\n{_one_sided(documents, present, fraction)}")
-    return sides
-
-
-def _one_sided(documents: Sequence[Document], present: Sequence[Document], fraction: float) -> Problem:
+def _one_sided(shares: list[float], fraction: float) -> Problem:
     """Why this fraction splits nothing, and one that puts a single document on the empty side."""
-    num, shares = len(present), sorted(document.share for document in present)
+    num = len(shares)
     if num == 0:
-        return Problem("data", f"all {len(documents)} documents are empty", "give documents with text in them")
+        return Problem("data", "no document has a token in it", "give documents with text in them")
     if num == 1:
-        what = "is the only document that is not empty: nothing is left for the other side of the split"
-        return Problem(present[0].name, what, "give at least two documents: cut this one into two files")
+        what = "only one document is not empty: nothing is left for the other side of the split"
+        return Problem("data", what, "give at least two documents: cut this one into two")
     none = shares[0] >= fraction
     low, high = shares[:2] if none else shares[-2:]
     effect = "holds out 1" if none else "leaves 1 to train on"
@@ -107,37 +133,3 @@ def _one_sided(documents: Sequence[Document], present: Sequence[Document], fract
         f"{'none' if none else 'all'} of {num} documents would be held out",
         f"data.held_out_fraction={(low + high) / 2:.4g} {effect}",
     )
-
-
-def _fault(folder: Path, glob: str) -> str | None:
-    """What is wrong with a pattern; None if nothing is."""
-    if not glob or PurePath(glob).anchor or ".." in PurePath(glob).parts:
-        return "is empty or leads out of data.path"
-    try:
-        next(folder.glob(glob), None)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _other_glob(folder: Path) -> str:
-    """The pattern for the most frequent suffix that there is."""
-    suffixes = Counter(path.suffix for path in folder.rglob("*") if path.is_file())
-    if not suffixes:
-        return "the folder holds no file at all"
-    suffix, num = suffixes.most_common(1)[0]
-    return f"data.glob='**/*{suffix}' matches {num}"
-
-
-def _size(path: Path, problems: Problems) -> int:
-    """Bytes in a file; opening it shows now, and for all files at once, what cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.seek(0, io.SEEK_END)
-    except OSError as error:
-        problems.add(str(path), f"cannot be read: {error.strerror}", "make it readable, or narrow data.glob")
-        return 0
-
-
-def _bytes(path: Path) -> np.ndarray:
-    return np.fromfile(path, np.uint8)
