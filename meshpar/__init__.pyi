@@ -26,7 +26,20 @@ from .sharding.constrain import constrain
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
-from .train.data import StandardLibrary, Synthetic, Text
+from .train.data import (
+    Arrow,
+    Bytes,
+    Ids,
+    Jsonl,
+    Mixture,
+    Numpy,
+    Parquet,
+    Part,
+    StandardLibrary,
+    Synthetic,
+    Text,
+    TokenizerFile,
+)
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
 from .train.training import Training
 
@@ -36,7 +49,9 @@ __all__ = [
     "Adafactor",
     "AdamW",
     "ArraySpec",
+    "Arrow",
     "AxisRules",
+    "Bytes",
     "CheckpointError",
     "Collective",
     "ConfigError",
@@ -45,13 +60,19 @@ __all__ = [
     "ContractWarning",
     "DataError",
     "Finding",
+    "Ids",
     "Inspection",
+    "Jsonl",
     "Lion",
     "Llama",
     "MeshError",
     "MeshLayout",
     "MeshparError",
+    "Mixture",
     "Muon",
+    "Numpy",
+    "Parquet",
+    "Part",
     "Placement",
     "Planned",
     "Prepared",
@@ -63,6 +84,7 @@ __all__ = [
     "StandardLibrary",
     "Synthetic",
     "Text",
+    "TokenizerFile",
     "Training",
     "collectives",
     "compiling",

@@ -11,25 +11,7 @@ from hypothesis import strategies as st
 
 from meshpar.errors import DataError
 from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
-
-SPECIAL = ("<s>", "</s>")
-LINES = ["a mesh and a name for each dim", "the dims of a mesh", "1 2 3 and so on"]
-
-
-def write_tokenizer(path: Path, special: tuple[str, ...] = SPECIAL, vocab_size: int = 300) -> TokenizerFile:
-    """Trains a byte-level BPE on a few words."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    library = Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(special), initial_alphabet=alphabet)
-    library.train_from_iterator(LINES, trainer)
-    library.enable_truncation(2)
-    library.enable_padding()
-    library.save(str(path))
-    return TokenizerFile(path=str(path))
+from tests.sources import write_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,11 @@ from meshpar.train.data.dataset import Dataset
 from meshpar.train.data.jsonl import Jsonl
 from meshpar.train.data.mixture import Mixture, Part
 from meshpar.train.data.numpy_files import Numpy
+from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
 
 __all__ = [
-    "Arrow", "Data", "Dataset", "Jsonl", "Mixture", "Numpy", "Parquet", "Part", "StandardLibrary", "Synthetic", "Text",
+    "Arrow", "Bytes", "Data", "Dataset", "Ids", "Jsonl", "Mixture", "Numpy", "Parquet", "Part", "StandardLibrary",
+    "Synthetic", "Text", "TokenizerFile",
 ]  # fmt: skip
 
 Data = Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,10 +36,10 @@ class _Column(Texts):
     def files(self) -> list[Path]:
         files, problems = find_or_take(Path(self.path), self.glob), Problems()
         for path in files:
-            try:
-                _type(self.open(path)[0], self.column)
-            except ValueError as error:
-                problems.add(str(path), *error.args)
+            with _reading(path, problems):
+                schema, _ = self.open(path)
+                if fault := _fault(schema, self.column):
+                    problems.add(str(path), *fault)
         problems.raise_any(DataError, HEADING)
         return files
 
@@ -54,13 +55,14 @@ class _Column(Texts):
 
     def _values(self, path: Path, problems: Problems) -> Iterator[Any]:
         """The column, as far as nothing is missing in it."""
-        for values in self.open(path)[1]:
-            nulls = values.null_count or (_is_list(values.type) and values.flatten().null_count)
-            if nulls:
-                what = f"its column {self.column!r} holds nothing (null) in {nulls} places"
-                problems.add(str(path), what, "leave those rows out, or write an empty text")
-                return
-            yield values
+        with _reading(path, problems):
+            for values in self.open(path)[1]:
+                nulls = values.null_count or (_is_list(values.type) and values.flatten().null_count)
+                if nulls:
+                    what = f"its column {self.column!r} holds nothing (null) in {nulls} places"
+                    problems.add(str(path), what, "leave those rows out, or write an empty text")
+                    return
+                yield values
 
 
 class Parquet(_Column):
@@ -100,7 +102,7 @@ class Arrow(_Column):
 
     def documents(self) -> Documents:
         files, problems = self.files(), Problems()
-        if not all(_is_list(_type(self.open(path)[0], self.column)) for path in files):
+        if not all(_is_list(self.open(path)[0].field(self.column).type) for path in files):
             return super().documents()
         found: list[Placed] = []
         for path in files:
@@ -122,16 +124,27 @@ def _pyarrow(module: str = "") -> Any:
         raise missing_extra("a Parquet or Arrow file", "pyarrow") from None
 
 
-def _type(schema: Any, column: str) -> Any:
-    """The type of a column; raises ValueError of what and, if it can be told, fix."""
+@contextmanager
+def _reading(path: Path, problems: Problems) -> Iterator[None]:
+    """What Arrow cannot read is a problem of the file."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (ValueError, OSError) as error:
+        problems.add(str(path), f"cannot be read: {str(error).splitlines()[0]}")
+
+
+def _fault(schema: Any, column: str) -> tuple[str, str] | None:
+    """What is wrong with a column, and the fix; None if nothing is."""
     if column not in schema.names:
         near = nearest(column, schema.names)
         fix = f"data.column={near}? " if near else ""
-        raise ValueError(f"has no column {column!r}", f"{fix}It has {', '.join(schema.names)}")
+        return f"has no column {column!r}", f"{fix}It has {', '.join(schema.names)}"
     found = schema.field(column).type
     if not (_is_list(found) or _is_text(found)):
-        raise ValueError(f"its column {column!r} is {found}, neither text nor lists of token ids")
-    return found
+        return f"its column {column!r} is {found}, neither text nor lists of token ids", ""
+    return None
 
 
 def _is_text(found: Any) -> bool:

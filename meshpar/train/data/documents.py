@@ -14,7 +14,7 @@ from meshpar.errors import DataError, Problem
 HEADING = "there is no data to train on:"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Documents:
     """Documents in their order: of each, in which array its tokens lie and where. None is empty.
 
@@ -60,6 +60,9 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.size)
+
+    def __repr__(self) -> str:
+        return f"Documents({len(self)} with {self.num_tokens} tokens)"
 
     @property
     def num_tokens(self) -> int:
@@ -115,6 +118,11 @@ class Documents:
 def share(content: bytes) -> float:
     """A number in [0, 1) that depends on nothing but the content."""
     return zlib.crc32(content) / 2**32
+
+
+def share_of_ids(ids: np.ndarray) -> float:
+    """The same, whatever the dtype of the ids."""
+    return share(ids.astype("<u4").tobytes())
 
 
 def _one_sided(shares: list[float], fraction: float) -> Problem:

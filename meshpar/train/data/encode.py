@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 
 from meshpar.errors import DataError, Problems
-from meshpar.train.data.documents import HEADING, share
+from meshpar.train.data.documents import HEADING, share, share_of_ids
 from meshpar.train.data.tokenizer import Tokenizer, TokenizerFile
 
 _TOGETHER = 256  # documents that a tokenizer gets at once, to encode them in parallel
@@ -31,14 +31,6 @@ class Content:
     content: str | np.ndarray
     name: str | None = None
 
-    @property
-    def share(self) -> float:
-        if self.name is not None:
-            return share(os.fsencode(self.name))
-        if isinstance(self.content, str):
-            return share(self.content.encode("utf-8", "surrogatepass"))
-        return share(self.content.astype("<u4").tobytes())
-
 
 def encode(documents: Iterable[Content], tokenizer: Tokenizer) -> Iterator[tuple[float, np.ndarray]]:
     """(share, tokens) of each document that has a token; `eos` closes those that were text, if there is one.
@@ -50,7 +42,7 @@ def encode(documents: Iterable[Content], tokenizer: Tokenizer) -> Iterator[tuple
     while group := list(islice(documents, _TOGETHER)):
         for document, ids in zip(group, _tokens(group, tokenizer, problems), strict=True):
             if ids.size:
-                yield document.share, ids
+                yield _share(document, ids), ids
     problems.raise_any(DataError, HEADING)
 
 
@@ -67,10 +59,18 @@ def _alone(document: Content, tokenizer: Tokenizer, problems: Problems) -> np.nd
         if isinstance(document.content, str):
             return _closed(tokenizer.encode(document.content), tokenizer)
         check_ids(document.content, tokenizer.vocab_size)
-        return document.content
+        return document.content[document.content[:1].tolist() == [tokenizer.bos] :]  # each is opened anyway
     except DataError as error:
         problems.add(document.where, str(error))
         return np.zeros(0, np.int32)
+
+
+def _share(document: Content, ids: np.ndarray) -> float:
+    if document.name is not None:
+        return share(os.fsencode(document.name))
+    if isinstance(document.content, str):
+        return share(document.content.encode("utf-8", "surrogatepass"))
+    return share_of_ids(ids)
 
 
 def _closed(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:

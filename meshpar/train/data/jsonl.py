@@ -76,9 +76,9 @@ def _content(line: bytes, field: str) -> str | np.ndarray:
 
 def _parse(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(line.strip())
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from None
+        raise ValueError(f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:

@@ -37,7 +37,7 @@ class Mixture(Batching):
     """
 
     kind: Literal["mixture"] = "mixture"
-    parts: tuple[Part, ...] = Field(min_length=1)
+    parts: tuple[Part, ...]
 
     @property
     def sources(self) -> list[tuple[int, Corpus]]:
@@ -63,6 +63,8 @@ class Mixture(Batching):
 
     @model_validator(mode="after")
     def _check(self) -> Mixture:
+        if not self.parts:
+            raise ValueError("a mixture has at least one part")
         wrong = [line for i, part in enumerate(self.parts) for line in self._differences(f"parts.{i}.data", part.data)]
         weights = whole_weights([part.weight for part in self.parts])
         if sum(weights) > LONGEST:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
@@ -44,11 +45,11 @@ class Numpy(Corpus):
     def documents(self) -> Documents:
         problems, found = Problems(), []
         for path in find_or_take(Path(self.path), self.glob):
-            try:
-                for array in _arrays(path):
-                    found.append(self._documents(array))
-            except (DataError, ValueError) as error:
-                problems.add(str(path), str(error))
+            with closing(_arrays(path)) as arrays:
+                try:
+                    found += [self._documents(array) for array in arrays]
+                except DataError as error:
+                    problems.add(str(path), str(error))
         problems.raise_any(DataError, HEADING)
         return placed(found, self.tokenizer.bos)
 
@@ -65,17 +66,20 @@ class Numpy(Corpus):
         return Placed(tokens, opens[:-1] + 1, np.diff(opens) - 1)
 
 
-def _arrays(path: Path) -> Iterator[np.ndarray]:
+def _arrays(path: Path) -> Generator[np.ndarray, None, None]:
     """Raises DataError where it is not a file of arrays."""
     try:
-        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+        with path.open("rb") as file:
+            if file.read(6) == b"\x93NUMPY":
+                yield np.load(path, mmap_mode="r", allow_pickle=False)
+                return
+            file.seek(0)
+            with zipfile.ZipFile(file):  # else NumPy might take it for a pickle, or leave it open
+                archive = np.load(path, allow_pickle=False)
+            with archive:
+                yield from (archive[name] for name in sorted(archive.files))
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"is not an array that can be read: {error}") from None
-    if isinstance(loaded, np.ndarray):
-        yield loaded
-        return
-    with loaded:
-        yield from (loaded[name] for name in sorted(loaded.files))
 
 
 def _places(tokens: np.ndarray, token: int) -> Iterator[np.ndarray]:

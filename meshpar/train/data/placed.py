@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshpar.train.data.documents import Documents, share
+from meshpar.train.data.documents import Documents, share_of_ids
 
 
 class Placed(NamedTuple):
@@ -31,11 +31,12 @@ def placed(arrays: Sequence[Placed], bos: int) -> Documents:
 
 
 def _without_opening(one: Placed, bos: int) -> Placed:
-    first = one.tokens[np.minimum(one.start, max(0, one.tokens.size - 1))] if one.tokens.size else np.zeros(0)
-    opened = (first == bos) & (one.size > 0) if one.tokens.size else np.zeros(len(one.size), bool)
+    opened = np.zeros(len(one.size), np.int64)
+    some = np.flatnonzero(one.size)
+    opened[some] = one.tokens[one.start[some]] == bos
     return Placed(one.tokens, one.start + opened, one.size - opened)
 
 
 def _shares(one: Placed) -> np.ndarray:
     bounds = zip(one.start.tolist(), one.size.tolist(), strict=True)
-    return np.array([share(one.tokens[start : start + size].astype("<u4").tobytes()) for start, size in bounds])
+    return np.array([share_of_ids(one.tokens[start : start + size]) for start, size in bounds])
