@@ -345,6 +345,16 @@ def test_a_cache_that_cannot_be_written(folder: Path):
     )
 
 
+def test_a_cache_on_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numpy.save", full)
+    data = {"kind": "text", "path": "corpus", "held_out_fraction": 0.64, "cache": "cache"}
+    assert "data.cache = 'cache'\n    cannot be written: No space left on device" in said(data)
+    assert list(Path("cache").iterdir()) == []
+
+
 # From the command line ------------------------------------------------------------------------------------------
 
 CONFIG = """\

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshpar.errors import DataError
-from meshpar.train.data import Jsonl, Numpy
+from meshpar.train.data import Arrow, Jsonl, Numpy
 from meshpar.train.data.corpus import Batching, Corpus
 from meshpar.train.data.dataset import Dataset
 from meshpar.train.data.documents import Documents
-from meshpar.train.data.tokenizer import TokenizerFile
+from meshpar.train.data.tokenizer import Ids, TokenizerFile
 from tests.sources import BATCHES, mixture, texts, write_sources, write_tokenizer
 
 SAME = ["text", "jsonl", "parquet", "parquet of ids", "arrow", "arrow of ids", "arrow stream of ids", "npy", "npz"]
@@ -92,6 +92,38 @@ def test_arrays_stay_in_their_files(sources: dict[str, Batching]):
     assert isinstance(mapped.base, np.memmap) or isinstance(mapped, np.memmap)
     chunks = sources["arrow of ids"].documents().arrays  # pyright: ignore
     assert len(chunks) == 6 and not any(chunk.flags.owndata or chunk.flags.writeable for chunk in chunks)
+
+
+@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary", "large_list", "list", "fixed", "stream"])
+def test_a_column_may_have_any_type_that_holds_text_or_ids(kind: str, tmp_path: Path):
+    import pyarrow as pa
+
+    types = {
+        "large_string": pa.large_string(), "string_view": pa.string_view(),
+        "dictionary": pa.dictionary(pa.int8(), pa.string()), "large_list": pa.large_list(pa.uint16()),
+        "list": pa.list_(pa.int64()), "fixed": pa.list_(pa.int8(), 2), "stream": pa.string(),
+    }  # fmt: skip
+    of_text = kind not in ("large_list", "list", "fixed")
+    values = pa.array(["ab", "cd", "ef"] if of_text else [[97, 98], [99, 100], [101, 102]], types[kind])
+    table = pa.table({"x": values}).slice(1)  # not where its buffers begin
+    new = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+    with new(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    documents = Arrow(path=str(tmp_path), column="x").documents()
+    assert bodies(documents) == Counter([(99, 100), (101, 102)])
+
+
+def test_files_without_a_document_in_them_are_no_data(tmp_path: Path):
+    import pyarrow as pa
+
+    pa.ipc.new_stream(tmp_path / "a.arrow", pa.schema({"x": pa.list_(pa.int8())})).close()
+    np.savez(tmp_path / "a.npz")
+    (tmp_path / "a.jsonl").write_text("\n")
+    ids = Ids(vocab_size=9, bos=8)
+    path = str(tmp_path)
+    for data in (Arrow(path=path, column="x"), Numpy(path=path, tokenizer=ids), Jsonl(path=path)):
+        with pytest.raises(DataError, match="no document has a token in it"):
+            data.train(seed=0)
 
 
 # The cache ------------------------------------------------------------------------------------------------------
@@ -201,7 +233,7 @@ def test_a_vector_without_marks_is_one_document_and_an_opening_mark_is_not_doubl
     for name, tokens in {"a": [5, 6], "b": [9, 5, 9, 9, 6], "c": [], "d": [9]}.items():
         np.save(tmp_path / f"{name}.npy", np.array(tokens, np.int64))
     np.save(tmp_path / "e.npy", np.array([[9, 5, 9], [5, 6, 9]], np.int64))
-    data = Numpy(path=str(tmp_path), tokenizer={"kind": "ids", "vocab_size": 10, "bos": 9})  # pyright: ignore
+    data = Numpy(path=str(tmp_path), tokenizer=Ids(vocab_size=10, bos=9))
     assert bodies(data.documents()) == Counter([(5, 6), (5,), (6,), (5, 9), (5, 6, 9)])
     (tmp_path / "e.jsonl").write_text('{"text": [9, 5, 9]}\n{"text": [5, 6, 9]}\n{"text": [9]}\n{"text": []}\n')
     lines = Jsonl(path=str(tmp_path), tokenizer=data.tokenizer).documents()

@@ -6,11 +6,12 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -33,7 +34,8 @@ def cached(
     """The documents that `make` makes, from the folder if they are there, and else by way of it.
 
     What is in the folder has been made of the very bytes that the files hold now: each start reads them for their
-    checksums. An entry appears whole or not at all, by a rename; two processes that make the same one do no harm.
+    checksums. An entry appears whole or not at all, by a rename; two processes that make the same one do no harm, and
+    one that is killed leaves a folder `partial-...` that nobody reads.
 
     Args:
       what: the config, as far as the tokens depend on it.
@@ -74,12 +76,9 @@ def _version(library: str) -> str | None:
 
 
 def _make(entry: Path, make: Callable[[], Iterable[tuple[float, np.ndarray]]], dtype: np.dtype) -> None:
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=entry.parent))
-    except OSError as error:
-        problem = Problem(f"data.cache = {str(entry.parent)!r}", f"cannot be written: {error.strerror}")
-        raise DataError(f"{HEADING}\n{problem}") from None
+    partial = entry.with_name(f"partial-{uuid4().hex}")
+    with _writing(entry.parent):
+        partial.mkdir(parents=True)
     try:
         _write(partial, make(), dtype)
         _publish(partial, entry)
@@ -91,13 +90,25 @@ def _write(folder: Path, documents: Iterable[tuple[float, np.ndarray]], dtype: n
     shares, sizes = [], []
     with (folder / TOKENS).open("wb") as file:
         for share, tokens in documents:
-            file.write(tokens.astype(dtype).tobytes())
+            with _writing(folder.parent):
+                file.write(tokens.astype(dtype).data)
             shares.append(share)
             sizes.append(len(tokens))
-        file.flush()
-        os.fsync(file.fileno())  # before the rename says that it is whole
-    np.save(folder / SIZES, np.array(sizes, np.int64))
-    np.save(folder / SHARES, np.array(shares, np.float64))
+        with _writing(folder.parent):
+            file.flush()
+            os.fsync(file.fileno())  # before the rename says that it is whole
+    with _writing(folder.parent):
+        np.save(folder / SIZES, np.array(sizes, np.int64))
+        np.save(folder / SHARES, np.array(shares, np.float64))
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = Problem(f"data.cache = {str(folder)!r}", f"cannot be written: {error.strerror}")
+        raise DataError(f"{HEADING}\n{problem}") from None
 
 
 def _publish(partial: Path, entry: Path) -> None:

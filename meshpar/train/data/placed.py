@@ -23,6 +23,8 @@ def placed(arrays: Sequence[Placed], bos: int) -> Documents:
 
     Each is read once, for the checksum that decides on its side of the split.
     """
+    if not arrays:
+        return Documents.joined([], bos, np.min_scalar_type(bos))
     opened = [_without_opening(one, bos) for one in arrays]
     columns = zip(*((np.full(len(o.size), i), o.start, o.size, _shares(o)) for i, o in enumerate(opened)), strict=True)
     array, start, size, shares = (np.concatenate(column) for column in columns)
