@@ -40,6 +40,7 @@ from .train.data import (
     Text,
     TokenizerFile,
 )
+from .train.loss import Tally
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
 from .train.training import Training
 
@@ -83,6 +84,7 @@ __all__ = [
     "ShardingError",
     "StandardLibrary",
     "Synthetic",
+    "Tally",
     "Text",
     "TokenizerFile",
     "Training",
