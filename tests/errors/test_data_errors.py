@@ -409,6 +409,11 @@ meshpar: 1 problem in config.yaml:
     weights have too many digits: a turn of all would take 22469 rows, not 10000
     round them, to 890, 110 for example
 """,
+    "{kind: numpy, path: corpus, tokenizer: {kind: ids, vocab_size: 64, bos: 64}}": """\
+meshpar: 1 problem in config.yaml:
+  data.tokenizer (config.yaml:2)
+    the id 64 lies outside of the vocabulary of 64
+""",
     "{kind: mixture, parts: []}": """\
 meshpar: 1 problem in config.yaml:
   data (config.yaml:2)

@@ -59,7 +59,8 @@ def _alone(document: Content, tokenizer: Tokenizer, problems: Problems) -> np.nd
         if isinstance(document.content, str):
             return _closed(tokenizer.encode(document.content), tokenizer)
         check_ids(document.content, tokenizer.vocab_size)
-        return document.content[document.content[:1].tolist() == [tokenizer.bos] :]  # each is opened anyway
+        is_opened = document.content[:1].tolist() == [tokenizer.bos]
+        return document.content[int(is_opened) :]  # each gets its opening when it is packed
     except DataError as error:
         problems.add(document.where, str(error))
         return np.zeros(0, np.int32)

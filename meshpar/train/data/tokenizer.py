@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshpar.config import Config
 from meshpar.errors import DataError, Problem, nearest
@@ -98,6 +98,12 @@ class Ids(Config):
     """The id that opens a document."""
     eos: int | None = Field(default=None, ge=0)
     """The id that closes a document, if there is one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Ids:
+        if beyond := [i for i in (self.bos, self.eos) if i is not None and i >= self.vocab_size]:
+            raise ValueError(f"the id {beyond[0]} lies outside of the vocabulary of {self.vocab_size}")
+        return self
 
     def encode(self, text: str) -> np.ndarray:
         try:
