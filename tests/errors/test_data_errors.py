@@ -195,6 +195,19 @@ there is no data to train on:
     )
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow", "numpy"])
+def test_neither_file_nor_folder(folder: Path, kind: str):
+    tokenizer = {"tokenizer": IDS} if kind == "numpy" else {}
+    assert (
+        said({"kind": kind, "path": "corpsu", **tokenizer})
+        == f"""\
+there is no data to train on:
+  data.path = 'corpsu'
+    there is no such file or folder
+    it is relative to the working directory, {folder.parent}"""
+    )
+
+
 def test_after_ten_lines_the_others_are_hardly_news(folder: Path):
     (folder / "a.jsonl").write_text("{\n" * 1000)
     assert said({"kind": "jsonl", "path": "corpus/a.jsonl"}).count("is not JSON") == 10

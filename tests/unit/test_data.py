@@ -30,15 +30,10 @@ def packed(documents: list[bytes], seq_len: int) -> Rows:
 
 
 def scattered(documents: list[bytes], seq_len: int) -> Rows:
-    """The same rows, of documents that lie in two arrays, from behind and with holes between them."""
-    halves = [b"??".join(documents[side::2][::-1]) for side in (0, 1)]
-    size = np.array([len(document) for document in documents])
-    start = [
-        len(half) - sum(len(d) + 2 for d in documents[i % 2 : i + 1 : 2]) + 2
-        for i, half in enumerate(halves * len(documents))
-    ][: len(documents)]
-    arrays = tuple(np.frombuffer(half, np.uint8) for half in halves)
-    return Rows(Documents(arrays, np.arange(len(size)) % 2, np.array(start), size, np.zeros(len(size)), BOS), seq_len)
+    """The same rows, of documents that lie each in an array of its own amid other bytes, the last one first."""
+    arrays = tuple(np.frombuffer(b"?" + document + b"??", np.uint8) for document in reversed(documents))
+    num, size = len(documents), np.array([len(document) for document in documents])
+    return Rows(Documents(arrays, np.arange(num)[::-1], np.ones(num, int), size, np.zeros(num), BOS), seq_len)
 
 
 def expected_rows(documents: list[bytes], seq_len: int) -> list[dict[str, list[int]]]:
@@ -168,6 +163,7 @@ def test_held_out_comes_once_in_order_and_is_padded():
     assert batches[-1]["segments"].tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
     assert batches[-1]["targets"].tolist() == [[8, -1], [9, -1], [-1, -1], [-1, -1]]
     assert all(batch["tokens"].shape == (4, 2) for batch in batches)
+    assert list(dataset.batches(3)) == list(dataset.batches(7)) == []
     for outside in (-1, 3):
         with pytest.raises(IndexError):
             dataset[outside]

@@ -50,6 +50,18 @@ def test_a_source_gives_every_document_once(name: str, sources: dict[str, Batchi
     assert not bodies(train) & bodies(held_out)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_each_token_of_a_source_is_once_a_token_and_once_a_target(name: str, sources: dict[str, Batching]):
+    for part in (part for side in sources[name].datasets(seed=0) for part in side.parts):
+        of = part.documents
+        lie = zip(of.array, of.start, of.size, strict=True)
+        written = np.concatenate([of.arrays[which][start : start + size] for which, start, size in lie])
+        batch = part.batch(range(len(part)))
+        assert np.array_equal(batch["targets"][batch["targets"] >= 0], written)
+        assert np.array_equal(batch["tokens"][batch["segments"] > 0], of.take(np.arange(of.num_tokens))[0])
+        assert (batch["segments"] > 0).sum() == len(written) + len(of)
+
+
 def test_what_lies_in_the_order_of_its_content_is_split_alike(sources: dict[str, Batching]):
     of_ids = [sources[name].held_out() for name in ("npy", "npz", "arrow of ids", "parquet of ids")]
     of_text = [sources[name].held_out() for name in ("jsonl", "parquet", "arrow")]

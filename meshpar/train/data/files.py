@@ -10,16 +10,17 @@ from meshpar.errors import DataError, Problems
 from meshpar.train.data.documents import HEADING
 
 
-def find(folder: Path, glob: str, without: Set[str] = frozenset()) -> list[Path]:
+def find(folder: Path, glob: str, without: Set[str] = frozenset(), what: str = "folder") -> list[Path]:
     """The files below `folder` that match, sorted by relative path; they are read, never executed.
 
     Args:
       without: names of folders below `folder` that are left out.
+      what: could be there in place of the folder, for the error.
 
     Raises:
       DataError: there is no such folder; the glob leads out of it or matches no file; files cannot be opened.
     """
-    _check(folder, glob)
+    _check(folder, glob, what)
     problems = Problems()
     # A link to nowhere is kept, to be reported: it was meant to be read.
     matches = [path for path in folder.glob(glob) if path.is_file() or not path.exists()]
@@ -34,13 +35,13 @@ def find(folder: Path, glob: str, without: Set[str] = frozenset()) -> list[Path]
 
 def find_or_take(path: Path, glob: str) -> list[Path]:
     """As `find`; or the one file that `path` is itself."""
-    return [path] if path.is_file() else find(path, glob)
+    return [path] if path.is_file() else find(path, glob, what="file or folder")
 
 
-def _check(folder: Path, glob: str) -> None:
+def _check(folder: Path, glob: str, wanted: str) -> None:
     problems = Problems()
     if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "there is no such folder"
+        what = "is a file, not a folder" if folder.exists() else f"there is no such {wanted}"
         fix = f"it is relative to the working directory, {Path.cwd()}"
         problems.add(f"data.path = {str(folder)!r}", what, fix)
     if fault := _fault(folder, glob):
