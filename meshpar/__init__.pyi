@@ -29,7 +29,20 @@ from .sharding.constrain import constrain
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
-from .train.data import StandardLibrary, Synthetic, Text
+from .train.data import (
+    Arrow,
+    Bytes,
+    Ids,
+    Jsonl,
+    Mixture,
+    Numpy,
+    Parquet,
+    Part,
+    StandardLibrary,
+    Synthetic,
+    Text,
+    TokenizerFile,
+)
 from .train.loss import Tally
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
 from .train.training import Training
@@ -41,7 +54,9 @@ __all__ = [
     "Adafactor",
     "AdamW",
     "ArraySpec",
+    "Arrow",
     "AxisRules",
+    "Bytes",
     "CheckpointError",
     "Checkpoints",
     "Collective",
@@ -51,15 +66,21 @@ __all__ = [
     "ContractWarning",
     "DataError",
     "Finding",
+    "Ids",
     "Init",
     "Inspection",
+    "Jsonl",
     "Kept",
     "Lion",
     "Llama",
     "MeshError",
     "MeshLayout",
     "MeshparError",
+    "Mixture",
     "Muon",
+    "Numpy",
+    "Parquet",
+    "Part",
     "Placement",
     "Planned",
     "Prepared",
@@ -73,6 +94,7 @@ __all__ = [
     "Synthetic",
     "Tally",
     "Text",
+    "TokenizerFile",
     "Training",
     "checkpoints",
     "collectives",
