@@ -1,4 +1,7 @@
 from .adopt import training
+from .checkpoint.checkpoints import About, Checkpoints, checkpoints
+from .checkpoint.kept import Kept
+from .checkpoint.saved import Saved
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -21,7 +24,7 @@ from .mesh.process import simulate
 from .models import GPT, Llama
 from .proof.prove import prove
 from .proof.verdict import Proof
-from .run import Prepared, Run, explain, fit, load, prepare
+from .run import Init, Prepared, Run, explain, fit, load, prepare
 from .sharding.constrain import constrain
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
@@ -47,6 +50,7 @@ from .train.training import Training
 __all__ = [
     "GPT",
     "SGD",
+    "About",
     "Adafactor",
     "AdamW",
     "ArraySpec",
@@ -54,6 +58,7 @@ __all__ = [
     "AxisRules",
     "Bytes",
     "CheckpointError",
+    "Checkpoints",
     "Collective",
     "ConfigError",
     "Contract",
@@ -62,8 +67,10 @@ __all__ = [
     "DataError",
     "Finding",
     "Ids",
+    "Init",
     "Inspection",
     "Jsonl",
+    "Kept",
     "Lion",
     "Llama",
     "MeshError",
@@ -81,6 +88,7 @@ __all__ = [
     "Proof",
     "ProofError",
     "Run",
+    "Saved",
     "ShardingError",
     "StandardLibrary",
     "Synthetic",
@@ -88,6 +96,7 @@ __all__ = [
     "Text",
     "TokenizerFile",
     "Training",
+    "checkpoints",
     "collectives",
     "compiling",
     "constrain",
