@@ -6,9 +6,10 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 
 from meshpar import config
 from meshpar.config import Config
-from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems, ProgramError
+from meshpar.errors import ConfigError, ContractError, ContractWarning, MeshparError, Problems, ProgramError
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import Contract, beyond
 from meshpar.inspection.inspect import Inspection, axes_name
@@ -29,7 +30,7 @@ from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Model
 from meshpar.nn.describe import describe, functional
-from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic
+from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic, teacher_traffic
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.plan.memory import ModelStates, model_states
@@ -37,16 +38,19 @@ from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.checkpoint import checkpoints
+from meshpar.train.checkpoint import checkpoints, last_config
 from meshpar.train.data import Data
+from meshpar.train.ema import averaged, with_ema
+from meshpar.train.freeze import Freeze, frozen_until
 from meshpar.train.loop import Loop
-from meshpar.train.loss import next_token_loss
+from meshpar.train.loss import TEACHER, Distill, NextToken, next_token_loss
 from meshpar.train.master import with_master
 from meshpar.train.metrics import flops_per_token, recorder
 from meshpar.train.optim import Optimizer
 from meshpar.train.packing import ARRAYS
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step, Update
+from meshpar.train.teacher import Teacher
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths
 
@@ -80,6 +84,11 @@ class Run(Config):
     model: Model
     data: Data
     optim: Optimizer
+    loss: NextToken = NextToken()
+    distill: Distill | None = None
+    """A teacher to learn from."""
+    freeze: tuple[Freeze, ...] = ()
+    """Parameters that keep their values: globs, or `{paths: [...], until: 100}`."""
     mesh: MeshLayout = MeshLayout()
     rules: AxisRules = AxisRules(preset=("replicated",))
     lowering: Literal["manual", "auto"] = "manual"
@@ -105,10 +114,13 @@ class Prepared(Training):
     """A run's training, and what the run's presets say of its step."""
 
     run: Run
+    taught_by: Prepared | None = None
+    """The training of the teacher, on this mesh."""
 
     @cached_property
     def closed_form(self) -> Traffic | None:
-        """Bytes that a device sends in a step, by axes; None if the optimizer mixes elements."""
+        """Bytes that a device sends in a step, by axes; None if the optimizer mixes elements, or a teacher's logits
+        are sharded in another way."""
         run, shape = self.run, self.mesh.shape
         if not run.optim.elementwise:
             return None
@@ -117,9 +129,18 @@ class Prepared(Training):
         activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, recomputed)
         # XLA's CPU compiler widens what travels in 16 bits.
         widths = run.precision.widths(least=4 if self._on_cpu else 2)
-        return step_traffic(
+        sent = step_traffic(
             self.placement.sharded, self.how, widths, activations, run.num_microbatches, hoists=self._on_cpu
         )
+        if not self.taught_by:
+            return sent
+        assert self.teacher
+        if not self.teacher.is_aligned:
+            return None
+        model = self.taught_by.run.model
+        activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, False)
+        more = teacher_traffic(self.taught_by.placement.sharded, self.teacher.how, widths, activations)
+        return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent.keys() | more.keys()}
 
     @cached_property
     def states(self) -> ModelStates:
@@ -175,16 +196,23 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     model = nnx.eval_shape(lambda: run.model.build(nnx.Rngs(0)))
     dtype, shape = np.dtype(run.precision.params), (run.data.batch_size, run.data.seq_len)
     specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), describe(model))
-    tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, specs))
+    frozen = frozen_until(run.freeze, specs, run.num_steps) if run.freeze else None
+    tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, specs), frozen)
     master, sums = run.precision.master, run.precision.gradients
     tx = with_master(tx, np.dtype(master)) if master else tx
-    return Prepared(
+    tx = with_ema(tx, run.optim.ema) if run.optim.ema else tx
+    taught_by = _teacher(run, run.distill, mesh) if run.distill else None
+    loss = run.loss.build(functional(model), run.model.vocab_size, run.distill)
+    batch_specs = {name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS}
+    prepared = Prepared(
         run=run,
         specs=specs,
         init=lambda key: nnx.to_pure_dict(nnx.state(run.model.build(nnx.Rngs(key)), nnx.Param)),
-        loss=next_token_loss(functional(model), run.model.vocab_size),
+        loss=loss,
+        evaluation=next_token_loss(functional(model), run.model.vocab_size),
+        frozen=frozen,
         update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master and np.dtype(master)),
-        batch_specs={name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS},
+        batch_specs=batch_specs,
         mesh=mesh,
         rules=run.rules,
         manual=run.lowering == "manual",
@@ -193,7 +221,35 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         sums=sums and np.dtype(sums),
         seed=run.seed,
         num_microbatches=run.num_microbatches,
+        taught_by=taught_by,
     )
+    return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
+
+
+def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
+    """The run that is kept in the teacher's directory, as prepared on this mesh under the rules of a teacher.
+
+    Raises:
+      CheckpointError: there is none.
+      ConfigError, ShardingError: it does not fit this run, or this mesh.
+    """
+    kept, ours = last_config(distill.teacher / "checkpoints"), {"data": run.data, "lowering": run.lowering}
+    try:
+        teacher = Run.model_validate(kept | {"distill": None, "num_microbatches": 1})
+        prepared = prepare(teacher.model_copy(update=ours | {"rules": distill.rules or run.rules}), mesh)
+    except (pydantic.ValidationError, MeshparError) as error:
+        raise ConfigError(f"distill: the teacher in {distill.teacher} does not fit:\n{error}") from None
+    its, mine = ((model.vocab_size, model.padded_vocab) for model in (teacher.model, run.model))
+    if its != mine:
+        what = "distill: the teacher in {} has {} token ids in {} rows of its vocabulary, this model {} in {}"
+        raise ConfigError(what.format(distill.teacher, *its, *mine))
+    return prepared
+
+
+def _teaching(taught_by: Prepared, student: Prepared) -> Teacher:
+    model = nnx.eval_shape(lambda: taught_by.run.model.build(nnx.Rngs(0)))
+    specs, rules, vocab = taught_by.specs, taught_by.rules, taught_by.run.model.padded_vocab
+    return Teacher(functional(model), specs, rules, student.how, student.batch_specs, vocab)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Run:
@@ -256,12 +312,23 @@ def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: 
         if dump_hlo:
             dump_hlo.write_text(step.text)
         _hold_to_contract(prepared, step)
+        if run.distill and prepared.taught_by:
+            step = replace(
+                step, given={TEACHER: _restored(prepared.taught_by, run.distill.teacher, step.given[TEACHER])}
+            )
         state = init() if saved.latest() is None else saved.restore(prepared.placement.structs)
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, run.checkpoint_every, _mfu(prepared), profile,
         )  # fmt: skip
         return loop.fit(state)
+
+
+def _restored(teacher: Prepared, run_dir: Path, structs: Any) -> Any:
+    """The parameters that a teacher would be evaluated with. Memory: for a moment its optimizer's state too."""
+    with checkpoints(run_dir / "checkpoints") as saved:
+        params = averaged(saved.restore(teacher.placement.structs))
+    return jax.tree.map(lambda x, struct: jax.device_put(x.astype(struct.dtype), struct.sharding), params, structs)
 
 
 def _hold_to_contract(prepared: Prepared, step: Step) -> None:

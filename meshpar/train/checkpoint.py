@@ -148,6 +148,22 @@ def checkpoints(directory: Path, keep: int = 2) -> Iterator[Checkpoints]:
         opened.close()
 
 
+def last_config(directory: Path) -> dict[str, Any]:
+    """The config that the last checkpoint in a folder keeps; nothing is written there.
+
+    Raises:
+      CheckpointError: there is none, or it cannot be read.
+    """
+    steps = [int(path.name) for path in directory.glob("*") if path.name.isdecimal()]
+    if not steps:
+        raise CheckpointError(f"there is no checkpoint in {directory}")
+    file = directory / str(max(steps)) / META
+    try:
+        return dict(json.loads(file.read_text())["config"])
+    except (OSError, ValueError, TypeError, KeyError):
+        raise CheckpointError(f"{file} cannot be read, so the model of this checkpoint is not known") from None
+
+
 def _check_writable(directory: Path) -> None:
     """By writing: permission bits do not tell the whole truth, and root ignores them."""
     try:

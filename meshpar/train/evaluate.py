@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.parallel import data
 from meshpar.sharding.constrain import Lowering, lowering
+from meshpar.train.ema import averaged
 from meshpar.train.gradients import Objective, batch_pspecs
 from meshpar.train.loss import Batch
 from meshpar.train.state import StatePlacement, structs
@@ -25,7 +26,10 @@ Nothing is donated."""
 def compile_evaluation(
     objective: Objective, how: Lowering, placement: StatePlacement, batch: dict[str, jax.ShapeDtypeStruct]
 ) -> Evaluation:
-    """Compiles an evaluation with the same layers, lowering and placements as the step; dropout is off."""
+    """Compiles an evaluation with the same layers, lowering and placements as the step; dropout is off.
+
+    It takes the parameters that `ema.averaged` gives.
+    """
     dims = jax.tree.map(lambda p: p.spec.dims, placement.sharded)
 
     def local(params: Any, batch: Batch, carried: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -45,5 +49,5 @@ def compile_evaluation(
         return metrics | {"loss": loss, "tokens": tokens}
 
     whole = NamedSharding(how.mesh, PartitionSpec())  # pyright: ignore
-    arguments = structs(placement.params), batch, structs(placement.carried)
+    arguments = structs(averaged(placement)), batch, structs(placement.carried)
     return jax.jit(evaluate, out_shardings=whole).lower(*arguments).compile()

@@ -14,6 +14,7 @@ import jax
 
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import Dataset
+from meshpar.train.ema import averaged
 from meshpar.train.evaluate import Evaluation
 from meshpar.train.metrics import Recorder
 from meshpar.train.state import TrainState
@@ -106,7 +107,9 @@ class Loop:
         self.recorder.record("train", index, **values, **speed)
 
     def _evaluate(self, state: TrainState, index: int) -> None:
-        told = [jax.device_get(self.evaluate(state.params, self._put(batch), state.carried)) for batch in self.held_out]
+        told = [
+            jax.device_get(self.evaluate(averaged(state), self._put(batch), state.carried)) for batch in self.held_out
+        ]
         sums = {name: sum(one[name].item() for one in told) for name in told[0]}
         tokens = sums.pop("tokens")
         means = {name: total / tokens for name, total in sums.items()}
