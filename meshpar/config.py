@@ -195,6 +195,8 @@ def _merge(under: Any, over: Any) -> Any:
 
 def _expand(annotation: Any, data: Any) -> Any:
     """The data with every shorthand written out, so that it can be merged."""
+    if isinstance(data, list) and _is_sequence(annotation):
+        return [_expand(get_args(annotation)[0], item) for item in data]
     model = _chosen(annotation, data)
     if model is None:
         return data
@@ -281,6 +283,10 @@ def _locate(root: type[Config], data: Any, loc: tuple[Any, ...]) -> tuple[list[s
     for part in loc:
         if isinstance(data, dict) and part not in data and data.get("kind") == part:
             continue
+        if isinstance(data, list) and isinstance(part, int):
+            keys.append(str(part))
+            annotation, data = get_args(annotation)[0] if _is_sequence(annotation) else Any, data[part]
+            continue
         holder = _chosen(annotation, data)
         keys.append(str(part))
         annotation = _fields(holder).get(str(part), Any)
@@ -308,10 +314,14 @@ def _kind(model: type[Config]) -> str | None:
 
 
 def _models(annotation: Any) -> list[type[Config]]:
-    """The config models in an annotation: itself, or those of its union."""
-    if get_origin(annotation) in (Annotated, Union, types.UnionType):
+    """The config models in an annotation: itself, or those of its union or sequence."""
+    if get_origin(annotation) in (Annotated, Union, types.UnionType) or _is_sequence(annotation):
         return [model for part in get_args(annotation) for model in _models(part)]
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, Config) else []
+
+
+def _is_sequence(annotation: Any) -> bool:
+    return get_origin(annotation) in (tuple, list)
 
 
 def _source(where: str, sources: Mapping[str, str]) -> str:

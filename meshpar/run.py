@@ -41,7 +41,9 @@ from meshpar.sharding.spec import ArraySpec
 from meshpar.train.checkpoint import checkpoints, last_config
 from meshpar.train.data import Data
 from meshpar.train.ema import averaged, with_ema
+from meshpar.train.evaluate import Callback
 from meshpar.train.freeze import Freeze, frozen_until
+from meshpar.train.loggers import Logger, TensorBoard
 from meshpar.train.loop import Loop
 from meshpar.train.loss import TEACHER, Distill, NextToken, next_token_loss
 from meshpar.train.master import with_master
@@ -50,6 +52,7 @@ from meshpar.train.optim import Optimizer
 from meshpar.train.packing import ARRAYS
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step, Update
+from meshpar.train.stopping import EarlyStopping
 from meshpar.train.teacher import Teacher
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths
@@ -107,6 +110,16 @@ class Run(Config):
     """Steps between evaluations on held-out data; default: only at the end."""
     checkpoint_every: Positive | None = None
     """Steps between checkpoints; default: only at the end."""
+    early_stopping: EarlyStopping | None = None
+    """When to end before `num_steps`."""
+    loggers: tuple[Logger, ...] = (TensorBoard(),)
+    """Who gets the records beside `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow."""
+
+    @pydantic.model_validator(mode="after")
+    def _evaluates_before_it_stops(self) -> Run:
+        if self.early_stopping and not self.eval_every:
+            raise ValueError("early_stopping looks at evaluations: set eval_every, the steps between them")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,16 +310,27 @@ def inspect(run: Run, target: str | None = None, num_devices: int | None = None)
     return judge(prepared.inspect(compile_for(machine, prepared.compile_step)), machine, prepared.mesh)
 
 
-def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: Path | None = None) -> TrainState:
+def fit(
+    run: Run,
+    *,
+    json: bool = False,
+    profile: Path | None = None,
+    dump_hlo: Path | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> TrainState:
     """Trains, or goes on from the last checkpoint in the run directory.
 
     Args:
       json: print records as JSON instead of a progress bar.
       profile: a folder for a trace of a few steps.
       dump_hlo: a file for the compiled step's text.
+      callbacks: (state, step) -> name -> number: what else each evaluation records.
     """
     prepared = prepare(run)
-    with recorder(run.run_dir, run.num_steps, json) as records, checkpoints(run.run_dir / "checkpoints") as saved:
+    with (
+        recorder(run.run_dir, run.num_steps, json, run.loggers) as records,
+        checkpoints(run.run_dir / "checkpoints") as saved,
+    ):
         train_data, held_out = run.data.train(run.seed), run.data.held_out()
         step, evaluate, init = prepared.compile_step(), prepared.compile_evaluation(), prepared.compile_init()
         if dump_hlo:
@@ -320,6 +344,7 @@ def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: 
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, run.checkpoint_every, _mfu(prepared), profile,
+            run.early_stopping, callbacks,
         )  # fmt: skip
         return loop.fit(state)
 

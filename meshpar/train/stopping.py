@@ -1,0 +1,55 @@
+"""Early stopping, as a function of what was recorded: so a run that goes on remembers how long it has waited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from meshpar.config import Config
+from meshpar.errors import ConfigError
+
+
+class EarlyStopping(Config):
+    """Ends a run whose evaluations have stopped getting better. The last state is saved, as at any end."""
+
+    metric: str = "loss"
+    """Of the evaluations: `loss`, or what a callback gives."""
+    goal: Literal["min", "max"] = "min"
+    """Whether less is better, or more."""
+    patience: Annotated[int, pydantic.Field(gt=0)]
+    """How many evaluations in a row may be no better than the best before them."""
+    min_delta: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
+    """By how much an evaluation must be better to count as such."""
+
+    def verdict(self, evaluations: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """What to record if the run should end after these evaluations; None if it should go on.
+
+        Raises:
+          ConfigError: the last of them has no such metric.
+
+        >>> told = [{"step": 10 * i, "loss": loss} for i, loss in enumerate([3.0, 2.0, 2.5, float("nan")])]
+        >>> EarlyStopping(patience=3).verdict(told)
+        >>> EarlyStopping(patience=2).verdict(told)["why"]
+        'loss was best at step 10, 2.0000, and no better in 2 evaluations since'
+        """
+        if not evaluations:
+            return None
+        if self.metric not in evaluations[-1]:
+            there = ", ".join(name for name in evaluations[-1] if name not in ("kind", "step"))
+            raise ConfigError(f"early_stopping.metric: no evaluation has {self.metric!r}; there are {there}")
+        best, waited = None, 0
+        for record in evaluations:
+            value = record.get(self.metric)
+            better = value is not None and (best is None or self._gain(value, best[self.metric]) > self.min_delta)
+            best, waited = (record, 0) if better else (best, waited + 1)
+        if waited < self.patience or best is None:
+            return None
+        said = f"{self.metric} was best at step {best['step']}, {best[self.metric]:.4f}"
+        by = f" by more than {self.min_delta}" if self.min_delta else ""
+        why = f"{said}, and no better{by} in {waited} evaluations since"
+        return {"why": why, "best": best[self.metric], "best_step": best["step"]}
+
+    def _gain(self, value: float, best: float) -> float:
+        return best - value if self.goal == "min" else value - best
