@@ -17,9 +17,10 @@ import pydantic
 from flax import nnx
 from jax.sharding import Mesh
 
-from meshpar import config
+from meshpar import config, imports
 from meshpar.config import Config
 from meshpar.errors import ConfigError, ContractError, ContractWarning, MeshparError, Problems, ProgramError
+from meshpar.imported import imported
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import Contract, beyond
 from meshpar.inspection.inspect import Inspection, axes_name
@@ -28,8 +29,9 @@ from meshpar.inspection.report import Report, report
 from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout
-from meshpar.models import Model
+from meshpar.models import Import, Model
 from meshpar.nn.describe import describe, functional
+from meshpar.nn.transformer import Decoder
 from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic, teacher_traffic
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
@@ -45,7 +47,7 @@ from meshpar.train.evaluate import Callback
 from meshpar.train.freeze import Freeze, frozen_until
 from meshpar.train.loggers import Logger, TensorBoard
 from meshpar.train.loop import Loop
-from meshpar.train.loss import TEACHER, Distill, NextToken, next_token_loss
+from meshpar.train.loss import TEACHER, Criterion, Distill, next_token_loss
 from meshpar.train.master import with_master
 from meshpar.train.metrics import flops_per_token, recorder
 from meshpar.train.optim import Optimizer
@@ -85,9 +87,10 @@ class Run(Config):
     """Everything that a training run is: what a config file holds."""
 
     model: Model
+    loss: Criterion = Criterion()
+    """What is minimized."""
     data: Data
     optim: Optimizer
-    loss: NextToken = NextToken()
     distill: Distill | None = None
     """A teacher to learn from."""
     freeze: tuple[Freeze, ...] = ()
@@ -132,10 +135,10 @@ class Prepared(Training):
 
     @cached_property
     def closed_form(self) -> Traffic | None:
-        """Bytes that a device sends in a step, by axes; None if the optimizer mixes elements, or a teacher's logits
-        are sharded in another way."""
+        """Bytes that a device sends in a step, by axes; None of an imported model, of an optimizer that mixes elements,
+        and of a teacher whose logits are sharded in another way."""
         run, shape = self.run, self.mesh.shape
-        if not run.optim.elementwise:
+        if not run.optim.elementwise or isinstance(run.model, Import):
             return None
         rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
         model, recomputed = run.model, run.model.remat != "none"
@@ -150,7 +153,7 @@ class Prepared(Training):
         assert self.teacher
         if not self.teacher.is_aligned:
             return None
-        model = self.taught_by.run.model
+        model = _decoder(self.taught_by.run)
         activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, False)
         more = teacher_traffic(self.taught_by.placement.sharded, self.teacher.how, widths, activations)
         return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent.keys() | more.keys()}
@@ -178,7 +181,7 @@ class Prepared(Training):
         """
         meant = planned_by(self.how, self.placement.sharded, self.placement.opt_state)
         told = inspection.inspect(step.compiled, self.mesh, warnings=step.warnings, planned=meant)
-        passes = self.run.model.num_layers * self.run.num_microbatches
+        passes = getattr(self.run.model, "num_layers", 1) * self.run.num_microbatches
         if self.run.expects:
             broken = self.run.expects.check(told, self.closed_form, passes)
             broken.raise_any(ContractError, "the compiled step breaks its contract:")
@@ -206,30 +209,26 @@ def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
 
 
 def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
-    model = nnx.eval_shape(lambda: run.model.build(nnx.Rngs(0)))
+    model = _imported(run) if isinstance(run.model, Import) else _built(run, run.model)
     dtype, shape = np.dtype(run.precision.params), (run.data.batch_size, run.data.seq_len)
-    specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), describe(model))
+    specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.pop("specs"))
     frozen = frozen_until(run.freeze, specs, run.num_steps) if run.freeze else None
     tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, specs), frozen)
     master, sums = run.precision.master, run.precision.gradients
     tx = with_master(tx, np.dtype(master)) if master else tx
     tx = with_ema(tx, run.optim.ema) if run.optim.ema else tx
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
-    loss = run.loss.build(functional(model), run.model.vocab_size, run.distill)
     batch_specs = {name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS}
     prepared = Prepared(
+        **model,
         run=run,
         specs=specs,
-        init=lambda key: nnx.to_pure_dict(nnx.state(run.model.build(nnx.Rngs(key)), nnx.Param)),
-        loss=loss,
-        evaluation=next_token_loss(functional(model), run.model.vocab_size),
         frozen=frozen,
         update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master and np.dtype(master)),
         batch_specs=batch_specs,
         mesh=mesh,
         rules=run.rules,
         manual=run.lowering == "manual",
-        key=partial(step_key, run.seed) if run.model.dropout else None,
         dtype=np.dtype(run.precision.compute),
         sums=sums and np.dtype(sums),
         seed=run.seed,
@@ -244,30 +243,77 @@ def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
 
     Raises:
       CheckpointError: there is none.
-      ConfigError, ShardingError: it does not fit this run, or this mesh.
+      ConfigError: it does not fit this run, or this mesh.
     """
     kept, ours = last_config(distill.teacher / "checkpoints"), {"data": run.data, "lowering": run.lowering}
+    where = f"distill: the teacher in {distill.teacher}"
     try:
-        teacher = Run.model_validate(kept | {"distill": None, "num_microbatches": 1})
+        teacher = Run.model_validate(kept | {"distill": None, "num_microbatches": 1, "freeze": ()})
+        its, mine = _decoder(teacher), _decoder(run)
         prepared = prepare(teacher.model_copy(update=ours | {"rules": distill.rules or run.rules}), mesh)
     except (pydantic.ValidationError, MeshparError) as error:
-        raise ConfigError(f"distill: the teacher in {distill.teacher} does not fit:\n{error}") from None
-    its, mine = ((model.vocab_size, model.padded_vocab) for model in (teacher.model, run.model))
-    if its != mine:
-        what = "distill: the teacher in {} has {} token ids in {} rows of its vocabulary, this model {} in {}"
-        raise ConfigError(what.format(distill.teacher, *its, *mine))
+        raise ConfigError(f"{where} does not fit:\n{error}") from None
+    if (its.vocab_size, its.padded_vocab) != (mine.vocab_size, mine.padded_vocab):
+        what = f"has {its.vocab_size} token ids in {its.padded_vocab} rows of its vocabulary"
+        raise ConfigError(f"{where} {what}, this model {mine.vocab_size} in {mine.padded_vocab}")
     return prepared
 
 
+def _decoder(run: Run) -> Decoder:
+    if isinstance(run.model, Import):
+        raise ConfigError(f"{run.model.target} is imported; teachers and their students are llama and gpt")
+    return run.model
+
+
 def _teaching(taught_by: Prepared, student: Prepared) -> Teacher:
-    model = nnx.eval_shape(lambda: taught_by.run.model.build(nnx.Rngs(0)))
-    specs, rules, vocab = taught_by.specs, taught_by.rules, taught_by.run.model.padded_vocab
-    return Teacher(functional(model), specs, rules, student.how, student.batch_specs, vocab)
+    model, rules = _decoder(taught_by.run), taught_by.rules
+    apply = functional(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
+    return Teacher(apply, taught_by.specs, rules, student.how, student.batch_specs, model.padded_vocab)
+
+
+def _built(run: Run, model: Decoder) -> dict[str, Any]:
+    """What a model of meshpar's own is to the training."""
+    abstract = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
+    return {
+        "specs": describe(abstract),
+        "init": lambda key: nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(key)), nnx.Param)),
+        "loss": run.loss.build(functional(abstract), model.vocab_size, run.distill),
+        "evaluation": next_token_loss(functional(abstract), model.vocab_size),
+        "key": partial(step_key, run.seed) if model.dropout else None,
+    }
+
+
+def _imported(run: Run) -> dict[str, Any]:
+    """What the user's model is to the training; it is read anew, for nothing of it stands in the config."""
+    assert isinstance(run.model, Import)
+    found = imported(run.model, run.loss, run.data.seq_len, run.seed)
+    if found.vocab_size and run.data.vocab_size > found.vocab_size:
+        what = f"the data has {run.data.vocab_size} token ids, the logits of {run.model.target} are of"
+        raise ConfigError(f"{what} {found.vocab_size}")
+    return {
+        "specs": found.specs,
+        "init": found.init,
+        "loss": found.loss,
+        "evaluation": found.evaluation,
+        "carried": found.carried,
+        "init_carried": found.init_carried,
+        "key": partial(step_key, run.seed) if found.draws else None,
+    }
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Run:
-    """Reads a config file, with `key=value` overrides."""
-    return config.load(Run, path, overrides)
+    """Reads a config file, with `key=value` overrides.
+
+    Raises:
+      ConfigError: with all problems of the config; or it names code that it may not import, see `meshpar.imports`.
+    """
+    loaded = config.load(Run, path, overrides)
+    targets = {("model.target",): getattr(loaded.model, "target", None), ("loss", "loss.target"): loaded.loss.target}
+    for keys, target in targets.items():
+        if target:
+            is_on_command_line = any(f"{key}={target}" in overrides for key in keys)
+            imports.permit(target, None if is_on_command_line else path)
+    return loaded
 
 
 def simulate(run: Run, num_devices: int | None) -> None:
@@ -369,7 +415,7 @@ def _hold_to_contract(prepared: Prepared, step: Step) -> None:
 def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
     """tokens/s -> model FLOPs utilization, where the chip's speed is known."""
     chip, model = chip_of(jax.devices()[0]), prepared.run.model
-    if chip is None:
+    if chip is None or isinstance(model, Import):
         return None
     unused = {"positions"} if model.tied else {"positions", "table"}
     params = sum(spec.size for path, spec in flatten_with_paths(prepared.specs).items() if path not in unused)
@@ -393,10 +439,20 @@ def _check(run: Run, mesh: AnyMesh) -> None:
                 f"{run.data.seq_len} is not divisible by the {shards} shards of {dim}",
                 f"a multiple of {shards}",
             )
-    if run.model.learned_positions and run.data.seq_len > run.model.max_seq_len:
-        problems.add("data.seq_len", f"{run.data.seq_len} is more than model.max_seq_len = {run.model.max_seq_len}")
-    if run.data.vocab_size > run.model.vocab_size:
-        what = f"the data has {run.data.vocab_size} token ids, the model {run.model.vocab_size}"
-        problems.add("model.vocab_size", what, f"model.vocab_size={run.data.vocab_size}")
+    if isinstance(run.model, Import):
+        if how.manual:
+            problems.add("lowering", "a model that is imported is lowered by GSPMD", "lowering=auto")
+    else:
+        _check_decoder(run, run.model, problems)
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
+
+
+def _check_decoder(run: Run, model: Decoder, problems: Problems) -> None:
+    if run.loss.target:
+        problems.add("loss", "is of a model that is imported", "model.kind=import, or no loss")
+    if model.learned_positions and run.data.seq_len > model.max_seq_len:
+        problems.add("data.seq_len", f"{run.data.seq_len} is more than model.max_seq_len = {model.max_seq_len}")
+    if run.data.vocab_size > model.vocab_size:
+        what = f"the data has {run.data.vocab_size} token ids, the model {model.vocab_size}"
+        problems.add("model.vocab_size", what, f"model.vocab_size={run.data.vocab_size}")

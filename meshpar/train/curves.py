@@ -84,8 +84,8 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 def _unit(runs: Sequence[list[Record]]) -> str:
     """That of a cross entropy, if the loss of every run is one."""
     configs = [record["config"] for record in chain(*runs) if record["kind"] == "run"]
-    kinds = {(config.get("loss") or {}).get("kind") for config in configs}
-    return " (nats per token)" if kinds == {"next_token"} else ""
+    are_own = any((config.get("loss") or {}).get("target") for config in configs)
+    return "" if are_own else " (nats per token)"
 
 
 def _figure_class() -> Any:

@@ -100,7 +100,7 @@ class MLflow(_Logger):
     name: str | None = None
     """Of the run; default: the run directory's."""
     tracking_uri: str | None = None
-    """A server or a database. Default: that of the environment, or else `run_dir/mlruns`, where nothing is sent."""
+    """A server or a database. Default: that of the environment, or else `run_dir/mlflow.db`, where nothing is sent."""
 
     @contextmanager
     def open(self, run_dir: Path) -> Iterator[Sink]:
@@ -110,8 +110,8 @@ class MLflow(_Logger):
 
         def begin(config: dict[str, Any]) -> None:
             nonlocal client, run_id
-            folder = (run_dir / "mlruns").absolute().as_uri()
-            client = mlflow.MlflowClient(self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or folder)
+            database = f"sqlite:///{run_dir.absolute() / 'mlflow.db'}"
+            client = mlflow.MlflowClient(self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or database)
             run_id = _kept(run_dir / "mlflow.id", lambda: self._create(mlflow, client, run_dir, config))
             client.update_run(run_id, status="RUNNING")
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import pydantic
 
 from meshpar.config import Config
+from meshpar.imports import Target
 from meshpar.parallel import tensor
 from meshpar.sharding.rules import AxisRules
 
@@ -71,14 +72,30 @@ class Distill(Config):
         return (1 - self.weight) * nll + self.weight * self.temperature**2 * kl
 
 
-class NextToken(Config):
-    """Cross entropy of the next token. Evaluations leave out what is added to it, so that runs can be compared."""
+class Criterion(Config):
+    """What is minimized: the next token's cross entropy, and what is added to it; or a loss of the user's own.
 
-    kind: Literal["next_token"] = "next_token"
+    Evaluations leave out what is added, so that runs can be compared.
+    """
+
+    shorthand: ClassVar = "target"
+    target: Target | None = None
+    """Of a model that is imported: `package.module:name` of its own loss; see `meshpar.imported`."""
     label_smoothing: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
     """The part of the target's probability that is spread evenly over the vocabulary."""
     z_loss: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the squared logarithm of the softmax's denominator; 1e-4 keeps logits from drifting."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _from_target(cls, value: Any) -> Any:
+        return {"target": value} if isinstance(value, str) else value
+
+    @pydantic.model_validator(mode="after")
+    def _one_loss(self) -> Criterion:
+        if self.target and (self.label_smoothing or self.z_loss):
+            raise ValueError("label_smoothing and z_loss are of the next token's cross entropy, not of a target")
+        return self
 
     def build(self, apply: Callable[..., jax.Array], vocab_size: int, distill: Distill | None = None) -> Loss:
         """The loss of a step; without any of these settings it is `next_token_loss(apply, vocab_size)`."""

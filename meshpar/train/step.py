@@ -51,7 +51,8 @@ class Update:
         old = jax.lax.with_sharding_constraint(state.params, sharded)
         with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
             tx = optax.with_extra_args_support(self.tx)
-            updates, opt_state = tx.update(grads, state.opt_state, old, step=state.step)
+            given = {"value": got.loss, "grad": grads, "step": state.step}
+            updates, opt_state = tx.update(grads, state.opt_state, old, **given)
             params = jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded)
         finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
         keep = lambda new, old: jnp.where(finite, new, old)

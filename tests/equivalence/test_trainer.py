@@ -17,7 +17,7 @@ from meshpar.run import Prepared, prepare
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.ema import averaged
 from meshpar.train.freeze import Freeze
-from meshpar.train.loss import TEACHER, Distill, NextToken
+from meshpar.train.loss import TEACHER, Criterion, Distill
 from meshpar.train.optim import AdamW
 from meshpar.train.step import Step
 from meshpar.train.teacher import Teacher
@@ -27,7 +27,7 @@ MODEL, LR = "llama", 1e-2
 GREATER = Llama(**SIZES | {"num_layers": 3, "mlp_width": 64})
 SETTINGS: dict[str, dict[str, Any]] = {
     "ema": {"optim": AdamW(lr=LR, ema=0.7)},
-    "loss": {"loss": NextToken(label_smoothing=0.1, z_loss=1e-2)},
+    "loss": {"loss": Criterion(label_smoothing=0.1, z_loss=1e-2)},
     "freeze": {"freeze": (Freeze(paths=("blocks.attn.**", "table"), until=2), Freeze(paths=("blocks.mlp.up.*",)))},
     "distill": {"distill": Distill(teacher="unused", temperature=2.0, weight=0.4)},
 }
