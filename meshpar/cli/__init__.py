@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from meshpar import imports
-from meshpar.cli import explain, inspect, plot, prove, schema, train  # noqa: F401  in being imported, a verb joins the app
+from meshpar.cli import explain, inspect, new, plot, prove, schema, train  # noqa: F401  in being imported, a verb joins the app
 from meshpar.cli.app import app
 from meshpar.errors import MeshparError
 

@@ -33,7 +33,7 @@ class Freeze(Config):
     @pydantic.field_validator("paths", mode="before")
     @classmethod
     def _from_one(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 def frozen_until(freeze: Sequence[Freeze], params: Any, num_steps: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -41,9 +42,7 @@ class EarlyStopping(Config):
             raise ConfigError(f"early_stopping.metric: no evaluation has {self.metric!r}; there are {there}")
         best, waited = None, 0
         for record in evaluations:
-            value = record.get(self.metric)
-            better = value is not None and (best is None or self._gain(value, best[self.metric]) > self.min_delta)
-            best, waited = (record, 0) if better else (best, waited + 1)
+            best, waited = (record, 0) if self._is_better(record, best) else (best, waited + 1)
         if waited < self.patience or best is None:
             return None
         said = f"{self.metric} was best at step {best['step']}, {best[self.metric]:.4f}"
@@ -51,5 +50,9 @@ class EarlyStopping(Config):
         why = f"{said}, and no better{by} in {waited} evaluations since"
         return {"why": why, "best": best[self.metric], "best_step": best["step"]}
 
-    def _gain(self, value: float, best: float) -> float:
-        return best - value if self.goal == "min" else value - best
+    def _is_better(self, record: dict[str, Any], best: dict[str, Any] | None) -> bool:
+        value = record.get(self.metric)
+        if value is None or not math.isfinite(value):  # what is not finite reads as null from a file
+            return False
+        gain = lambda best: best - value if self.goal == "min" else value - best
+        return best is None or gain(best[self.metric]) > self.min_delta
