@@ -27,8 +27,12 @@ from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
 from .train.data import StandardLibrary, Synthetic, Text
-from .train.loss import Tally
+from .train.ema import averaged
+from .train.freeze import Freeze
+from .train.loggers import MLflow, TensorBoard, WandB
+from .train.loss import Criterion, Distill, Tally
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
+from .train.stopping import EarlyStopping
 from .train.training import Training
 
 __all__ = [
@@ -44,11 +48,16 @@ __all__ = [
     "Contract",
     "ContractError",
     "ContractWarning",
+    "Criterion",
     "DataError",
+    "Distill",
+    "EarlyStopping",
     "Finding",
+    "Freeze",
     "Inspection",
     "Lion",
     "Llama",
+    "MLflow",
     "MeshError",
     "MeshLayout",
     "MeshparError",
@@ -64,8 +73,11 @@ __all__ = [
     "StandardLibrary",
     "Synthetic",
     "Tally",
+    "TensorBoard",
     "Text",
     "Training",
+    "WandB",
+    "averaged",
     "collectives",
     "compiling",
     "constrain",

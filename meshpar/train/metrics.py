@@ -203,6 +203,9 @@ def _numbers(record: Record) -> str:
     if record["kind"] == "stop":
         return record["why"]
     shown = [form.format(record[name]) for name, form in _FORMATS.items() if name in record]
+    if record["kind"] == "evaluation":  # what the loss and callbacks say besides
+        others = record.keys() - _FORMATS.keys() - {"kind", "step", "tokens"}
+        shown += [f"{name.replace('_', ' ')} {record[name]:.4g}" for name in record if name in others]
     if record.get("skipped"):
         shown.append(f"skipped so far, as not finite: {record['skipped']}")
     return "  ".join(shown)
