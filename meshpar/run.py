@@ -18,6 +18,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshpar import config, imports
+from meshpar.checkpoint.checkpoints import About, Checkpoints, checkpoints
+from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.saved import FOLDER, Saved, find
+from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.config import Config
 from meshpar.errors import ConfigError, ContractError, ContractWarning, MeshparError, Problems, ProgramError
 from meshpar.imported import imported
@@ -40,7 +44,7 @@ from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.checkpoint import checkpoints, last_config
+from meshpar.train.begin import Beginning
 from meshpar.train.data import Data
 from meshpar.train.ema import averaged, with_ema
 from meshpar.train.evaluate import Callback
@@ -59,6 +63,7 @@ from meshpar.train.teacher import Teacher
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths
 
+Paths = tuple[str, ...]
 Positive = Annotated[int, pydantic.Field(gt=0)]
 Float = Literal["bfloat16", "float32", "float64"]
 
@@ -81,6 +86,17 @@ class Precision(Config):
         sums = max(compute, 4)
         gradients = np.dtype(self.gradients).itemsize if self.gradients else sums
         return Widths(*(max(width, least) for width in (params, compute, gradients, sums)))
+
+
+class Init(Config):
+    """From where the first parameters are taken; what is not taken is drawn."""
+
+    from_checkpoint: Path
+    """A checkpoint, or the folder of a run, of which the last is meant."""
+    take: Paths = ("params.**",)
+    """Globs of paths of the train state."""
+    leave: Paths = ()
+    """Globs of what is not taken, though `take` matches it: a new head, `params.head.**`."""
 
 
 class Run(Config):
@@ -111,8 +127,10 @@ class Run(Config):
     log_every: Positive = 10
     eval_every: Positive | None = None
     """Steps between evaluations on held-out data; default: only at the end."""
-    checkpoint_every: Positive | None = None
-    """Steps between checkpoints; default: only at the end."""
+    init: Init | None = None
+    """From where the first parameters are taken; default: they are drawn."""
+    checkpoints: Kept = Kept()
+    """How often, and which stay."""
     early_stopping: EarlyStopping | None = None
     """When to end before `num_steps`."""
     loggers: tuple[Logger, ...] = (TensorBoard(),)
@@ -164,6 +182,12 @@ class Prepared(Training):
         placed = self.placement
         sharded, stored, optimizer = map(jax.tree.leaves, (placed.sharded, placed.params, placed.opt_state))
         return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths())
+
+    @property
+    def about(self) -> About:
+        """What a checkpoint says of the run."""
+        run = self.run
+        return About(run.model_dump(mode="json"), self.placement.dims, run.seed, run.data.batch_size)
 
     @property
     def _on_cpu(self) -> bool:
@@ -245,10 +269,10 @@ def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
       CheckpointError: there is none.
       ConfigError: it does not fit this run, or this mesh.
     """
-    kept, ours = last_config(distill.teacher / "checkpoints"), {"data": run.data, "lowering": run.lowering}
+    kept, ours = find(distill.teacher).meta["config"], {"data": run.data, "lowering": run.lowering}
     where = f"distill: the teacher in {distill.teacher}"
     try:
-        teacher = Run.model_validate(kept | {"distill": None, "num_microbatches": 1, "freeze": ()})
+        teacher = Run.model_validate(kept | {"distill": None, "num_microbatches": 1, "freeze": (), "init": None})
         its, mine = _decoder(teacher), _decoder(run)
         prepared = prepare(teacher.model_copy(update=ours | {"rules": distill.rules or run.rules}), mesh)
     except (pydantic.ValidationError, MeshparError) as error:
@@ -373,33 +397,50 @@ def fit(
       callbacks: (state, step) -> name -> number: what else each evaluation records.
     """
     prepared = prepare(run)
-    with (
-        recorder(run.run_dir, run.num_steps, json, run.loggers) as records,
-        checkpoints(run.run_dir / "checkpoints") as saved,
-    ):
+    saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, prepared.about)
+    with recorder(run.run_dir, run.num_steps, json, run.loggers) as records, saving as saved:
+        beginning = _beginning(prepared, saved)
         train_data, held_out = run.data.train(run.seed), run.data.held_out()
-        step, evaluate, init = prepared.compile_step(), prepared.compile_evaluation(), prepared.compile_init()
+        step, evaluate = prepared.compile_step(), prepared.compile_evaluation()
         if dump_hlo:
             dump_hlo.write_text(step.text)
         _hold_to_contract(prepared, step)
-        if run.distill and prepared.taught_by:
-            step = replace(
-                step, given={TEACHER: _restored(prepared.taught_by, run.distill.teacher, step.given[TEACHER])}
-            )
-        state = init() if saved.latest() is None else saved.restore(prepared.placement.structs)
+        if prepared.taught_by and run.distill:
+            step = replace(step, given={TEACHER: _taught(prepared.taught_by, run.distill, step.given[TEACHER])})
+        state = beginning.state() if beginning else prepared.compile_init()()
+        if beginning:
+            records.record("restored", int(state.step), **beginning.record())
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
-            run.log_every, run.eval_every, run.checkpoint_every, _mfu(prepared), profile,
+            run.log_every, run.eval_every, _mfu(prepared), profile,
             run.early_stopping, callbacks,
         )  # fmt: skip
         return loop.fit(state)
 
 
-def _restored(teacher: Prepared, run_dir: Path, structs: Any) -> Any:
-    """The parameters that a teacher would be evaluated with. Memory: for a moment its optimizer's state too."""
-    with checkpoints(run_dir / "checkpoints") as saved:
-        params = averaged(saved.restore(teacher.placement.structs))
+def _taught(teacher: Prepared, distill: Distill, structs: Any) -> Any:
+    """The parameters that a teacher is evaluated with, and nothing else of its checkpoint."""
+    take = ["opt_state.ema.**"] if teacher.run.optim.ema else ["params.**"]
+    params = averaged(find(distill.teacher).restore(teacher.placement.structs, take))
     return jax.tree.map(lambda x, struct: jax.device_put(x.astype(struct.dtype), struct.sharding), params, structs)
+
+
+def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | None:
+    """A run goes on from its own last checkpoint, if there is one.
+
+    Raises:
+      CheckpointError: it does not fit, or what is to be taken of another does not.
+    """
+    init, last = prepared.run.init, saved.latest()
+    if last is not None:
+        source, globs = Saved(saved.directory / str(last)), (EVERYTHING, ())
+    elif init is not None:
+        source, globs = find(init.from_checkpoint), (init.take, init.leave)
+    else:
+        return None
+    beginning = Beginning(prepared, source, *globs, saved.about.config)
+    _ = beginning.selection
+    return beginning
 
 
 def _hold_to_contract(prepared: Prepared, step: Step) -> None:
@@ -444,8 +485,17 @@ def _check(run: Run, mesh: AnyMesh) -> None:
             problems.add("lowering", "a model that is imported is lowered by GSPMD", "lowering=auto")
     else:
         _check_decoder(run, run.model, problems)
+    _check_kept(run, problems)
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
+
+
+def _check_kept(run: Run, problems: Problems) -> None:
+    kept = run.checkpoints
+    if kept.keep_best and kept.every and kept.every % (run.eval_every or run.num_steps):
+        when = f"every {run.eval_every} steps" if run.eval_every else "at the end"
+        what = f"a checkpoint every {kept.every} steps needs an evaluation to be judged by, and there is one {when}"
+        problems.add("checkpoints.keep_best", what, f"eval_every={kept.every}")
 
 
 def _check_decoder(run: Run, model: Decoder, problems: Problems) -> None:

@@ -162,7 +162,7 @@ def _guarded(name: str, begin: Callable[[dict[str, Any]], None], log: Sink) -> S
             except Exception as error:
                 raise ConfigError(f"loggers: {name} cannot begin: {error}") from error
         try:
-            return None if failed else log(record)
+            return log(record) if numbers(record) and not failed else None
         except Exception as error:
             failed = True
             warnings.warn(f"{name} fails, and gets no more records: {error}", stacklevel=2)

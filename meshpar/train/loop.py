@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from meshpar.train.checkpoint import Checkpoints
+from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.train.data import Dataset
 from meshpar.train.ema import averaged
 from meshpar.train.evaluate import Callback, Evaluation, called
@@ -31,8 +31,9 @@ class Loop:
     """How often what is done, and with what.
 
     Args:
-      config: what a checkpoint keeps of the run.
-      log_every, eval_every, checkpoint_every: in steps; None for only at the end. The first step is logged too.
+      config: what the records keep of the run.
+      log_every, eval_every: in steps, as is `checkpoints.kept.every`; None for only at the end. The first step is
+        logged too.
       mfu_of: from tokens/s to model FLOPs utilization; None where the chip is not known.
       profile: a folder for a trace of three steps, once the first three have warmed up.
       early_stopping: when to end before `num_steps`.
@@ -50,7 +51,6 @@ class Loop:
     num_steps: int
     log_every: int
     eval_every: int | None = None
-    checkpoint_every: int | None = None
     mfu_of: Callable[[float], float] | None = None
     profile: Path | None = None
     early_stopping: EarlyStopping | None = None
@@ -68,15 +68,13 @@ class Loop:
         self.recorder.begin(start, self.config)
         if start < self.num_steps and not self._stops(start):
             with jax.transfer_guard("disallow"), closing(self.train.batches(start)) as batches:
-                state, end = self._steps(state, start, batches)
-                if end == self.num_steps:
-                    self._evaluate(state, end)
-                self._save(state, end)
+                state, end, told = self._steps(state, start, batches)
+                self._save(state, end, told or self._evaluate(state, end))
         self.recorder.summarize(end)
         return state
 
-    def _steps(self, state: TrainState, start: int, batches: Iterator[Any]) -> tuple[TrainState, int]:
-        """The state, and the step at which it ended."""
+    def _steps(self, state: TrainState, start: int, batches: Iterator[Any]) -> tuple[TrainState, int, dict[str, float]]:
+        """The state, the step at which it ended, and what was evaluated there, if it ended early."""
         in_flight: deque[Metrics] = deque()
         stopwatch = Stopwatch()
         with ExitStack() as trace:
@@ -94,15 +92,16 @@ class Loop:
                         trace.close()
                 if index == start + 1 or index == self.num_steps or index % self.log_every == 0:
                     self._log(index, metrics, stopwatch)
+                evaluated: dict[str, float] = {}
                 if self._due(index, self.eval_every):
                     with stopwatch.paused():
-                        self._evaluate(state, index)
-                        if self._stops(index):
-                            return state, index
-                if self._due(index, self.checkpoint_every):
+                        evaluated = self._evaluate(state, index)
+                    if self._stops(index):
+                        return state, index, evaluated
+                if self._due(index, self.checkpoints.kept.every):
                     with stopwatch.paused():
-                        self._save(state, index)
-        return state, self.num_steps
+                        self._save(state, index, evaluated)
+        return state, self.num_steps, {}
 
     def _nth(self, start: int, n: int) -> int:
         """The n-th step since the start, or the last, if there are fewer."""
@@ -119,16 +118,16 @@ class Loop:
             speed["mfu"] = self.mfu_of(speed["tokens_per_s"])
         self.recorder.record("train", index, **values, **speed)
 
-    def _evaluate(self, state: TrainState, index: int) -> None:
-        told = [
-            jax.device_get(self.evaluate(averaged(state), self._put(batch), state.carried)) for batch in self.held_out
-        ]
+    def _evaluate(self, state: TrainState, index: int) -> dict[str, float]:
+        params = averaged(state)
+        told = [jax.device_get(self.evaluate(params, self._put(batch), state.carried)) for batch in self.held_out]
         sums = {name: sum(one[name].item() for one in told) for name in told[0]}
         tokens = sums.pop("tokens")
         means = {name: total / tokens for name, total in sums.items()}
-        found = means | {"tokens": tokens} | called(self.callbacks, state, index, {*means, "tokens"})
-        self.recorder.record("evaluation", index, **found)
-        self.evaluated.append({"step": index, **found})
+        means |= called(self.callbacks, state, index, {*means, "tokens"})
+        self.recorder.record("evaluation", index, **means, tokens=tokens)
+        self.evaluated.append({"step": index, **means, "tokens": tokens})
+        return means
 
     def _stops(self, index: int) -> bool:
         """Whether to end here; says why."""
@@ -137,8 +136,8 @@ class Loop:
             self.recorder.record("stop", index, **verdict)
         return verdict is not None
 
-    def _save(self, state: TrainState, index: int) -> None:
-        self.checkpoints.save(index, state, self.config)
+    def _save(self, state: TrainState, index: int, evaluated: dict[str, float]) -> None:
+        self.checkpoints.save(index, state, evaluated)
 
     def _put(self, batch: Any) -> dict[str, jax.Array]:
         return {name: jax.device_put(x, self.step.batch[name].sharding) for name, x in batch.items()}

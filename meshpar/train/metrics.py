@@ -22,6 +22,7 @@ import jax
 
 from meshpar.errors import CheckpointError
 from meshpar.train.loggers import Logger, Record, Sink, TensorBoard
+from meshpar.tree import shortened
 
 FILE = "metrics.jsonl"
 
@@ -198,6 +199,8 @@ _BESIDE_THE_BAR = ("kind", "loss", "tokens_per_s", "step_s", "mfu", "skipped")  
 
 
 def _numbers(record: Record) -> str:
+    if record["kind"] == "restored":
+        return _restored(record)
     if record["kind"] == "run":
         return "goes on from a checkpoint" if record["step"] else "begins"
     if record["kind"] == "stop":
@@ -209,3 +212,18 @@ def _numbers(record: Record) -> str:
     if record.get("skipped"):
         shown.append(f"skipped so far, as not finite: {record['skipped']}")
     return "  ".join(shown)
+
+
+def _restored(record: Record) -> str:
+    taken, made, unused = record["taken"], record["made"], record["unused"]
+    parts = [f"takes {_arrays(taken, [*made, *unused])} of {record['source']}"]
+    parts += [f"makes {_arrays(made, taken)}"] * bool(made) + [f"does not use {_arrays(unused, taken)}"] * bool(unused)
+    parts += [f"{key} was {old}, is {new}" for key, (old, new) in record["changed"].items()]
+    return "; ".join(parts)
+
+
+def _arrays(paths: Sequence[str], others: Sequence[str]) -> str:
+    """How many and which, as globs."""
+    if not others:
+        return f"all {len(paths)} arrays"
+    return f"{len(paths)} array{'s' * (len(paths) != 1)} ({', '.join(shortened(paths, [*paths, *others]))})"

@@ -17,8 +17,8 @@ class EarlyStopping(Config):
 
     metric: str = "loss"
     """Of the evaluations: `loss`, or what a callback gives."""
-    goal: Literal["min", "max"] = "min"
-    """Whether less is better, or more."""
+    best: Literal["lowest", "highest"] = "lowest"
+    """Which value of the metric is the best."""
     patience: Annotated[int, pydantic.Field(gt=0)]
     """How many evaluations in a row may be no better than the best before them."""
     min_delta: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -54,5 +54,5 @@ class EarlyStopping(Config):
         value = record.get(self.metric)
         if value is None or not math.isfinite(value):  # what is not finite reads as null from a file
             return False
-        gain = lambda best: best - value if self.goal == "min" else value - best
+        gain = lambda best: best - value if self.best == "lowest" else value - best
         return best is None or gain(best[self.metric]) > self.min_delta

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
+from meshpar.checkpoint.checkpoints import About, checkpoints
 from tests.errors.test_messages import EXTRA, meshpar  # noqa: F401  a fixture
 
 TEACHER = "distill={teacher: teacher}"
@@ -77,7 +79,7 @@ meshpar: 1 problem in config.yaml:
     ),
     "a teacher that is not there": (
         [EXTRA, "distill={teacher: nowhere}"],
-        "meshpar: there is no checkpoint in nowhere/checkpoints\n",
+        "meshpar: FOLDER/nowhere does not exist\n",
     ),
 }
 
@@ -85,7 +87,7 @@ meshpar: 1 problem in config.yaml:
 @pytest.mark.parametrize("mistake", REFUSED)
 def test_a_mistake_is_told_and_ends_with_2(meshpar, mistake):  # noqa: F811
     overrides, text = REFUSED[mistake]
-    assert meshpar("explain", *overrides) == (2, "", text)
+    assert meshpar("explain", *overrides) == (2, "", text.replace("FOLDER", str(Path.cwd())))
     assert not Path("nowhere").exists()
 
 
@@ -100,9 +102,8 @@ def teacher(**changes) -> None:
         "num_steps": 1,
         "run_dir": "teacher",
     }
-    folder = Path("teacher/checkpoints/1")
-    folder.mkdir(parents=True)
-    (folder / "meta.json").write_text(json.dumps({"config": config}))
+    with checkpoints(Path("teacher/checkpoints"), about=About(config=config)) as saved:
+        saved.save(1, {"step": jnp.int32(1)})
 
 
 def test_a_teacher_of_another_vocabulary(meshpar):  # noqa: F811
@@ -121,15 +122,16 @@ def test_a_teacher_that_does_not_fit_the_mesh(meshpar):  # noqa: F811
     assert said.startswith(heading)
 
 
-def test_a_checkpoint_that_says_nothing_of_its_model(meshpar):  # noqa: F811
+def test_a_teachers_config_that_was_changed(meshpar):  # noqa: F811
     teacher()
-    Path("teacher/checkpoints/1/meta.json").write_text("{}")
-    said = "teacher/checkpoints/1/meta.json cannot be read, so the model of this checkpoint is not known"
-    assert meshpar("explain", EXTRA, TEACHER) == (2, "", f"meshpar: {said}\n")
+    meta = Path("teacher/checkpoints/1/meta.json")
+    meta.write_text(meta.read_text().replace("llama", "gpt"))
+    code, _, said = meshpar("explain", EXTRA, TEACHER)
+    assert (code, "is not what was written" in said) == (2, True)
 
 
 def test_a_package_that_is_missing_is_told_before_anything_is_compiled(meshpar, monkeypatch):  # noqa: F811
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     code, _, said = meshpar("train", EXTRA, "loggers=[wandb]")
     assert (code, said.partition(":")[0]) == (2, "meshpar")
     assert "pip install 'meshpar[wandb]', or leave it out\n" in said
