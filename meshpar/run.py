@@ -174,7 +174,7 @@ class Prepared(Training):
         model = _decoder(self.taught_by.run)
         activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, False)
         more = teacher_traffic(self.taught_by.placement.sharded, self.teacher.how, widths, activations)
-        return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent.keys() | more.keys()}
+        return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
 
     @cached_property
     def states(self) -> ModelStates:
