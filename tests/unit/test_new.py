@@ -37,6 +37,13 @@ def project(monkeypatch, capsys, tmp_path) -> Path:
     return tmp_path / "first"
 
 
+def test_its_model_and_config_fit(project):
+    told = in_project(project, "-c", "from meshpar.cli import main; main()", "explain", "config.yaml")
+    assert told.returncode == 0, told.stderr
+    assert "Block_1" in told.stdout
+
+
+@pytest.mark.slow
 def test_its_own_test_passes(project):
     passed = in_project(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert passed.returncode == 0, passed.stdout
