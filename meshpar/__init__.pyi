@@ -43,8 +43,12 @@ from .train.data import (
     Text,
     TokenizerFile,
 )
-from .train.loss import Tally
+from .train.ema import averaged
+from .train.freeze import Freeze
+from .train.loggers import MLflow, TensorBoard, WandB
+from .train.loss import Criterion, Distill, Tally
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
+from .train.stopping import EarlyStopping
 from .train.training import Training
 
 __all__ = [
@@ -64,8 +68,12 @@ __all__ = [
     "Contract",
     "ContractError",
     "ContractWarning",
+    "Criterion",
     "DataError",
+    "Distill",
+    "EarlyStopping",
     "Finding",
+    "Freeze",
     "Ids",
     "Init",
     "Inspection",
@@ -73,6 +81,7 @@ __all__ = [
     "Kept",
     "Lion",
     "Llama",
+    "MLflow",
     "MeshError",
     "MeshLayout",
     "MeshparError",
@@ -93,9 +102,12 @@ __all__ = [
     "StandardLibrary",
     "Synthetic",
     "Tally",
+    "TensorBoard",
     "Text",
     "TokenizerFile",
     "Training",
+    "WandB",
+    "averaged",
     "checkpoints",
     "collectives",
     "compiling",

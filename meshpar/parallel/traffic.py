@@ -95,6 +95,28 @@ def step_traffic(
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
+def teacher_traffic(sharded: Any, how: Lowering, widths: Widths, activations: Activations) -> Traffic:
+    """What distillation adds to a step: the forward of a decoder, and five numbers of each token for its divergence.
+
+    Args:
+      sharded: tree of `Placement`, of the teacher's parameters as its rules can shard them.
+      how: the teacher's; its rules shard the vocabulary as the student's do.
+      activations: the teacher's.
+    """
+    sent: Sums = defaultdict(Fraction)
+    for placement in flatten_with_paths(sharded).values() if how.rules.zero_stage > 1 else ():
+        stored = _ordered(axis for dim in placement.spec.dims for axis in how.storage(dim))
+        n = _size(how, stored)
+        sent[stored] += share(n, math.prod(placement.local_shape) * n * widths.compute)
+    stream = activations.tokens * activations.width * widths.compute
+    for dim, times in (("heads", activations.num_layers), ("mlp", activations.num_layers), ("vocab", 1)):
+        axes = _ordered(how.axes(dim))
+        sent[axes] += 2 * times * share(_size(how, axes), stream)
+    axes = _ordered(how.axes("vocab"))
+    sent[axes] += 2 * 5 * share(_size(how, axes), activations.tokens * widths.sums)
+    return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
+
+
 def _add_parameter(
     sent: Sums, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, gathers: int
 ) -> None:

@@ -16,6 +16,7 @@ from meshpar.parallel.local import varying, varying_like
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.sharding.constrain import Lowering, lowering
 from meshpar.sharding.resolve import sharding_axes
+from meshpar.train.freeze import thawed
 from meshpar.train.loss import Batch, Loss, Tally
 from meshpar.train.state import StatePlacement
 
@@ -30,6 +31,7 @@ class Objective:
       num_microbatches: how many parts the batch is computed in, one after the other.
       dtype: of the parameters in the computation; that of the state is its own.
       sums: in which gradients are summed over microbatches and devices; None for float32 at least.
+      frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
     """
 
     loss: Loss
@@ -37,6 +39,7 @@ class Objective:
     num_microbatches: int = 1
     dtype: Any = jnp.float32
     sums: Any = None
+    frozen: Any = None
 
     def cast(self, params: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(self.dtype), params)
@@ -123,7 +126,7 @@ def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array
 
     def one(batch: Batch, carried: Any) -> tuple[Tally, Any]:
         def loss(params: Any) -> tuple[jax.Array, Tally]:
-            tally = objective.loss(params, batch, objective.key(step), carried)
+            tally = objective.loss(thawed(params, objective.frozen, step), batch, objective.key(step), carried)
             return tally.loss, tally
 
         grads, tally = jax.grad(loss, has_aux=True)(params)

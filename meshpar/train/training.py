@@ -16,9 +16,10 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.evaluate import Evaluation, compile_evaluation
 from meshpar.train.gradients import Gradients, Objective, auto, manual
-from meshpar.train.loss import Batch, Loss
+from meshpar.train.loss import TEACHER, Batch, Loss
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place
 from meshpar.train.step import Metrics, Step, Update, batch_structs, compile_step, step_function
+from meshpar.train.teacher import Teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class Training:
       num_microbatches: how many parts a batch is computed in, one after the other.
       carried: tree of `ArraySpec`, of what the loss hands from step to step beside the parameters.
       init_carried: key -> the first of it.
+      frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
+      teacher: a model whose logits the loss finds in the batch; each step is given its parameters.
       evaluation: the loss where nothing is learned; default: `loss` without a key.
     """
 
@@ -59,6 +62,8 @@ class Training:
     num_microbatches: int = 1
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
+    frozen: Any = None
+    teacher: Teacher | None = None
     evaluation: Loss | None = None
 
     @cached_property
@@ -76,13 +81,18 @@ class Training:
 
     @property
     def objective(self) -> Objective:
-        return Objective(self.loss, self.key or (lambda step: None), self.num_microbatches, self.dtype, self.sums)
+        key = self.key or (lambda step: None)
+        return Objective(self.loss, key, self.num_microbatches, self.dtype, self.sums, self.frozen)
 
     @property
     def gradients(self) -> Callable[..., Gradients]:
+        """(params, batch, step, carried) -> `Gradients`; with a teacher, the batch holds its parameters."""
+        specs = self.batch_specs | ({TEACHER: self.teacher.logits} if self.teacher else {})
         if self.manual:
-            return manual(self.objective, self.how, self.placement, self.batch)
-        return auto(self.objective, self.how)
+            found = manual(self.objective, self.how, self.placement, batch_structs(self.how, specs))
+        else:
+            found = auto(self.objective, self.how)
+        return self.teacher.teaching(found) if self.teacher else found
 
     @property
     def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -94,7 +104,8 @@ class Training:
         return {name: jax.device_put(x, self.batch[name].sharding) for name, x in batch.items()}
 
     def compile_step(self) -> Step:
-        return compile_step(self.step, self.placement, self.batch)
+        given = {TEACHER: self.teacher.structs} if self.teacher else {}
+        return compile_step(self.step, self.placement, self.batch, given)
 
     def compile_evaluation(self) -> Evaluation:
         objective = replace(self.objective, loss=self.evaluation or self.loss)
