@@ -1,3 +1,4 @@
+from . import collectives
 from .adopt import training
 from .errors import (
     CheckpointError,
@@ -7,6 +8,7 @@ from .errors import (
     DataError,
     MeshError,
     MeshparError,
+    PlanError,
     ProgramError,
     ProofError,
     ShardingError,
@@ -14,7 +16,7 @@ from .errors import (
 from .inspection.compiling import compiling
 from .inspection.contract import Contract
 from .inspection.finding import Finding, Planned
-from .inspection.hlo import Collective, collectives, total_sent_bytes
+from .inspection.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
@@ -53,6 +55,7 @@ __all__ = [
     "MeshparError",
     "Muon",
     "Placement",
+    "PlanError",
     "Planned",
     "Prepared",
     "ProgramError",
@@ -65,6 +68,7 @@ __all__ = [
     "Text",
     "Training",
     "collectives",
+    "collectives_of",
     "compiling",
     "constrain",
     "explain",
