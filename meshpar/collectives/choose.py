@@ -31,7 +31,7 @@ def choose(operation: Operation, num_ranks: int, num_bytes: int, link: Link | No
     >>> choose("all_reduce", 16, 1 << 10, link), choose("all_reduce", 16, 1 << 30, link)
     ('recursive_doubling', 'bidirectional_ring')
     """
-    link = link or _here()
+    link = link or here()
     plans: dict[Algorithm, Plan] = {name: plan(operation, name, num_ranks) for name in algorithms(operation)}
     if link is None:
         return min(plans, key=lambda name: (plans[name].sent_bytes(num_bytes), plans[name].num_rounds))
@@ -40,12 +40,12 @@ def choose(operation: Operation, num_ranks: int, num_bytes: int, link: Link | No
 
 def seconds(of: Plan, num_bytes: int, link: Link) -> float:
     """The time of a plan for a buffer of S = `num_bytes`, in the model above."""
-    hops, chunks = _work(of, link.torus)
+    hops, chunks = work(of, link.torus)
     return hops * link.latency_s + chunks * num_bytes / of.num_chunks / link.bytes_per_s
 
 
 @lru_cache(maxsize=1024)
-def _work(of: Plan, torus: bool) -> tuple[int, int]:
+def work(of: Plan, torus: bool) -> tuple[int, int]:
     """Hops one after the other, and chunks through the busiest links, of all rounds."""
     one = _on_torus if torus else _on_switch
     rounds = [one(round_, of.num_ranks) for round_ in of.rounds]
@@ -73,6 +73,7 @@ def _on_torus(round_: Round, num_ranks: int) -> tuple[int, int]:
     return hops, int((on_links[:, :num_ranks] + on_links[:, num_ranks:]).max())
 
 
-def _here() -> Link | None:
+def here() -> Link | None:
+    """The link between the chips that are here, inside a slice; None where no maker states it."""
     chip = chip_of(jax.devices()[0])
     return LINKS[chip.name].inside if chip and chip.name in LINKS else None

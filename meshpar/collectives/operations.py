@@ -7,6 +7,7 @@ larger of input and output. What a device sends stands with each algorithm in `a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -38,20 +39,20 @@ def all_reduce(x: jax.Array, axes: str | Axes, *, algorithm: Choice = "auto") ->
     """
     axes = manual_axes(axes)
     chosen = _plan("all_reduce", algorithm, axes, x.nbytes)
-    return _join(_all_reduce(chosen, axes, varying(_cut(x, chosen.given.shape[1]), axes)), x.shape)
+    return same_sum(lambda x: join(execute(chosen, cut(x, chosen.given.shape[1]), axes), x.shape), axes, x)
 
 
 def broadcast(x: jax.Array, axes: str | Axes, *, root: int = 0, algorithm: Choice = "auto") -> jax.Array:
     """The array of rank `root`, on every device."""
     axes = manual_axes(axes)
     chosen = _plan("broadcast", algorithm, axes, x.nbytes, root)
-    return invariant(_join(execute(chosen, _cut(x, chosen.given.shape[1]), axes), x.shape), axes)
+    return invariant(join(execute(chosen, cut(x, chosen.given.shape[1]), axes), x.shape), axes)
 
 
 def reduce(x: jax.Array, axes: str | Axes, *, root: int = 0, algorithm: Choice = "auto") -> jax.Array:
     """The sum over the axes on rank `root`, zeros elsewhere."""
     chosen = _plan("reduce", algorithm, axes, x.nbytes, root)
-    return _join(execute(chosen, _cut(x, chosen.given.shape[1]), axes), x.shape)
+    return join(execute(chosen, cut(x, chosen.given.shape[1]), axes), x.shape)
 
 
 def all_gather(x: jax.Array, axes: str | Axes, *, dim: int = 0, algorithm: Choice = "auto") -> jax.Array:
@@ -99,15 +100,22 @@ def all_to_all(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _all_reduce(chosen: Plan, axes: Axes, blocks: jax.Array) -> jax.Array:
-    return invariant(execute(chosen, blocks, axes), axes)
+def _same_sum(summed: Callable[[jax.Array], jax.Array], axes: Axes, x: jax.Array) -> jax.Array:
+    return invariant(summed(x), axes)
 
 
-# The sum is the same everywhere, and so is its gradient: each device has that of its own part already.
-_all_reduce.defvjp(
-    lambda chosen, axes, blocks: (_all_reduce(chosen, axes, blocks), None),
-    lambda chosen, axes, _, grad: (varying(grad, axes),),
+_same_sum.defvjp(
+    lambda summed, axes, x: (_same_sum(summed, axes, x), None),
+    lambda summed, axes, _, grad: (varying(grad, axes),),
 )
+
+
+def same_sum(summed: Callable[[jax.Array], jax.Array], axes: Axes, x: jax.Array) -> jax.Array:
+    """The sum of x over `axes` as `summed` makes it on every device, typed as the same on all.
+
+    Its gradient is the same everywhere too, so that each device has that of its own x already.
+    """
+    return _same_sum(summed, axes, varying(x, axes))
 
 
 def _plan(operation: Operation, algorithm: Choice, axes: str | Axes, num_bytes: int, root: int = 0) -> Plan:
@@ -119,13 +127,13 @@ def _size(axes: str | Axes) -> int:
     return lax.axis_size(manual_axes(axes))
 
 
-def _cut(x: jax.Array, num: int) -> jax.Array:
-    """[num, ...]: the elements in so many equal chunks, the last filled up with zeros."""
-    size = -(-x.size // num)
+def cut(x: jax.Array, num: int, multiple: int = 1) -> jax.Array:
+    """[num, m]: the elements in so many equal chunks of a multiple of elements, filled up with zeros."""
+    size = -(-x.size // (num * multiple)) * multiple
     return jnp.pad(x.reshape(-1), (0, size * num - x.size)).reshape(num, size)
 
 
-def _join(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def join(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return chunks.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
