@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshpar import config, imports
+from meshpar.collectives.reduce import Reduce
 from meshpar.config import Config
 from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems, ProgramError
 from meshpar.imported import imported
@@ -73,7 +74,7 @@ class Precision(Config):
         params, compute = np.dtype(self.params).itemsize, np.dtype(self.compute).itemsize
         sums = max(compute, 4)
         gradients = np.dtype(self.gradients).itemsize if self.gradients else sums
-        return Widths(*(max(width, least) for width in (params, compute, gradients, sums)))
+        return Widths(*(max(width, least) for width in (params, compute, gradients, sums)), declared=gradients)
 
 
 class Run(Config):
@@ -89,6 +90,8 @@ class Run(Config):
     lowering: Literal["manual", "auto"] = "manual"
     """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses it."""
     precision: Precision = Precision()
+    reduce: Reduce | None = None
+    """How the manual lowering sums gradients over devices. Default: XLA's own collectives."""
     num_steps: Positive
     num_microbatches: Positive = 1
     """A batch is computed in so many parts, one after the other; gradients are reduced once."""
@@ -195,6 +198,8 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         sums=sums and np.dtype(sums),
         seed=run.seed,
         num_microbatches=run.num_microbatches,
+        reduce=run.reduce,
+        slow=tuple(axis for axis, size in run.mesh.dcn.sizes.items() if size > 1) if run.mesh.dcn else (),
     )
 
 
@@ -345,6 +350,8 @@ def _check(run: Run, mesh: AnyMesh) -> None:
             problems.add("lowering", "a model that is imported is lowered by GSPMD", "lowering=auto")
     else:
         _check_decoder(run, run.model, problems)
+    if run.reduce and run.lowering == "auto":
+        problems.add("reduce", "under lowering: auto, XLA reduces gradients as it chooses", "lowering: manual")
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
 

@@ -10,8 +10,7 @@ Source: Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et a
 from __future__ import annotations
 
 import math
-from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +19,28 @@ from jax import lax
 
 from meshpar.collectives.execute import Axes, manual_axes
 from meshpar.collectives.operations import Choice, all_gather, all_to_all, cut, join
+from meshpar.collectives.plan import Operation
 from meshpar.config import Config
 from meshpar.errors import ShardingError
 from meshpar.mesh.varying import invariant, varying
 
 State = dict[str, jax.Array]
 """What a rank carries to its next call, by name."""
+
+
+class Message(NamedTuple):
+    """A collective that a compressed sum is made of.
+
+    Args:
+      size: elements of the whole buffer.
+      width: bytes of each.
+    """
+
+    operation: Operation
+    size: int
+    width: int
+
+
 SCALE_BYTES = 4
 """Of the float32 that goes with each block."""
 
@@ -38,12 +53,12 @@ class Compression(Config):
     error_feedback: bool = False
     """Add what one step lost in rounding to the gradient of the next."""
 
-    def state(self, size: int, num_ranks: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each array that a rank carries, all float32, for `size` elements over so many ranks."""
-        raise NotImplementedError
+    def state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The shape of each array that a rank carries, all float32, for arrays of a shape."""
+        return {"lost": shape} if self.error_feedback else {}
 
-    def sent_bytes(self, size: int, num_ranks: int) -> Fraction:
-        """Bytes that a device sends in an all-reduce of `size` elements: the closed form."""
+    def messages(self, shape: tuple[int, ...], num_ranks: int) -> list[Message]:
+        """What an all-reduce of an array of a shape is made of."""
         raise NotImplementedError
 
     def all_reduce(
@@ -90,25 +105,22 @@ class Blocks(Compression):
     def decode(self, code: jax.Array, scale: jax.Array) -> jax.Array:
         raise NotImplementedError
 
-    def state(self, size: int, num_ranks: int) -> dict[str, tuple[int, ...]]:
-        part = self._part(size, num_ranks)
-        return {"lost": (num_ranks, part), "lost_of_sum": (part,)} if self.error_feedback else {}
-
-    def sent_bytes(self, size: int, num_ranks: int) -> Fraction:
-        part = self._part(size, num_ranks) // self.block * (self.code_bytes + SCALE_BYTES)
-        return Fraction(2 * (num_ranks - 1) * part)
+    def messages(self, shape: tuple[int, ...], num_ranks: int) -> list[Message]:
+        coded = num_ranks * self.part_bytes(math.prod(shape), num_ranks)
+        return [Message("all_to_all", coded, 1), Message("all_gather", coded, 1)]
 
     def all_reduce(self, x, axes, state=None, *, key=None, algorithm="auto"):
-        axes, given = manual_axes(axes), floats(x)
-        num_ranks = lax.axis_size(axes)
-        lost = state or {name: jnp.zeros(shape) for name, shape in self.state(x.size, num_ranks).items()}
-        parts = varying(cut(given, num_ranks, multiple=self.block), axes)
+        axes = manual_axes(axes)
         keys = _keys(key, axes)
-        total, lost_parts = self._sum_of_parts(parts + lost.get("lost", 0.0), axes, keys[0], algorithm)
-        message, lost_sum = self._coded(total + lost.get("lost_of_sum", 0.0), keys[1])
+        num_ranks, rank = lax.axis_size(axes), lax.axis_index(axes)
+        given = floats(x) + (state or {}).get("lost", 0.0)
+        parts = varying(cut(given, num_ranks, multiple=self.block), axes)
+        total, lost = self._sum_of_parts(parts, axes, keys[0], algorithm)
+        message, lost_of_sum = self._coded(total, keys[1])
         whole = join(self._decoded(all_gather(message[None], axes, algorithm=algorithm)), x.shape)
-        state = {"lost": lost_parts, "lost_of_sum": lost_sum} if self.error_feedback else {}
-        return invariant(whole.astype(x.dtype), axes), state
+        # What the sum loses, its owner owes: it goes into the next with the rest.
+        lost = join(lost.at[rank].add(lost_of_sum), x.shape)
+        return invariant(whole.astype(x.dtype), axes), {"lost": lost} if self.error_feedback else {}
 
     def reduce_scatter(
         self, x: jax.Array, axes: str | Axes, *, key: jax.Array | None = None, algorithm: Choice = "auto"
@@ -153,9 +165,9 @@ class Blocks(Compression):
         scale = lax.bitcast_convert_type(blocks[..., self.code_bytes :], jnp.float32)
         return self.decode(blocks[..., : self.code_bytes], scale[..., None]).reshape(*message.shape[:-1], -1)
 
-    def _part(self, size: int, num_ranks: int) -> int:
-        """Elements of each rank's part, filled up to blocks."""
-        return math.ceil(math.ceil(size / num_ranks) / self.block) * self.block
+    def part_bytes(self, size: int, num_ranks: int) -> int:
+        """Of each rank's part of so many elements, filled up to blocks, as it is sent."""
+        return math.ceil(math.ceil(size / num_ranks) / self.block) * (self.code_bytes + SCALE_BYTES)
 
     def _fill(self, x: jax.Array) -> jax.Array:
         """f32[n, m] -> f32[n, m']: the last dim filled up to blocks."""

@@ -124,7 +124,12 @@ class _Lane:
         self.sent, self.got = map(_Slots, slots)
 
     def send(self, slots: jax.Array, at: jax.Array) -> jax.Array:
-        return lax.ppermute(self.sent.read(slots, at), self.axes, self.pairs)
+        message = self.sent.read(slots, at)
+        if message.dtype != jnp.bfloat16:
+            return lax.ppermute(message, self.axes, self.pairs)
+        # As integers: XLA's CPU compiler would widen what travels in 16 bits.
+        bits = lax.bitcast_convert_type(message, jnp.uint16)
+        return lax.bitcast_convert_type(lax.ppermute(bits, self.axes, self.pairs), message.dtype)
 
     def receive(self, slots: jax.Array, message: jax.Array, at: jax.Array, rank: jax.Array) -> jax.Array:
         if self.adds:  # a rank that gets nothing gets zeros
