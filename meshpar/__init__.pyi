@@ -1,5 +1,6 @@
 from . import collectives
 from .adopt import training
+from .collectives.reduce import Reduce
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -62,6 +63,7 @@ __all__ = [
     "ProgramError",
     "Proof",
     "ProofError",
+    "Reduce",
     "Run",
     "ShardingError",
     "StandardLibrary",
