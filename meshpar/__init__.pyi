@@ -1,7 +1,9 @@
+from . import collectives
 from .adopt import training
 from .checkpoint.checkpoints import About, Checkpoints, checkpoints
 from .checkpoint.kept import Kept
 from .checkpoint.saved import Saved
+from .collectives.reduce import Reduce
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -10,6 +12,7 @@ from .errors import (
     DataError,
     MeshError,
     MeshparError,
+    PlanError,
     ProgramError,
     ProofError,
     ShardingError,
@@ -17,7 +20,7 @@ from .errors import (
 from .inspection.compiling import compiling
 from .inspection.contract import Contract
 from .inspection.finding import Finding, Planned
-from .inspection.hlo import Collective, collectives, total_sent_bytes
+from .inspection.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
@@ -91,11 +94,13 @@ __all__ = [
     "Parquet",
     "Part",
     "Placement",
+    "PlanError",
     "Planned",
     "Prepared",
     "ProgramError",
     "Proof",
     "ProofError",
+    "Reduce",
     "Run",
     "Saved",
     "ShardingError",
@@ -110,6 +115,7 @@ __all__ = [
     "averaged",
     "checkpoints",
     "collectives",
+    "collectives_of",
     "compiling",
     "constrain",
     "explain",

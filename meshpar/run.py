@@ -22,6 +22,7 @@ from meshpar.checkpoint.checkpoints import About, Checkpoints, checkpoints
 from meshpar.checkpoint.kept import Kept
 from meshpar.checkpoint.saved import FOLDER, Saved, find
 from meshpar.checkpoint.selection import EVERYTHING
+from meshpar.collectives.reduce import Reduce
 from meshpar.config import Config
 from meshpar.errors import ConfigError, ContractError, ContractWarning, MeshparError, Problems, ProgramError
 from meshpar.imported import imported
@@ -85,7 +86,7 @@ class Precision(Config):
         params, compute = np.dtype(self.params).itemsize, np.dtype(self.compute).itemsize
         sums = max(compute, 4)
         gradients = np.dtype(self.gradients).itemsize if self.gradients else sums
-        return Widths(*(max(width, least) for width in (params, compute, gradients, sums)))
+        return Widths(*(max(width, least) for width in (params, compute, gradients, sums)), declared=gradients)
 
 
 class Init(Config):
@@ -116,6 +117,8 @@ class Run(Config):
     lowering: Literal["manual", "auto"] = "manual"
     """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses it."""
     precision: Precision = Precision()
+    reduce: Reduce | None = None
+    """How the manual lowering sums gradients over devices. Default: XLA's own collectives."""
     num_steps: Positive
     num_microbatches: Positive = 1
     """A batch is computed in so many parts, one after the other; gradients are reduced once."""
@@ -258,6 +261,8 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         seed=run.seed,
         num_microbatches=run.num_microbatches,
         taught_by=taught_by,
+        reduce=run.reduce,
+        slow=tuple(axis for axis, size in run.mesh.dcn.sizes.items() if size > 1) if run.mesh.dcn else (),
     )
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 
@@ -486,6 +491,8 @@ def _check(run: Run, mesh: AnyMesh) -> None:
     else:
         _check_decoder(run, run.model, problems)
     _check_kept(run, problems)
+    if run.reduce and run.lowering == "auto":
+        problems.add("reduce", "under lowering: auto, XLA reduces gradients as it chooses", "lowering: manual")
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
 

@@ -15,7 +15,8 @@ from fractions import Fraction
 from typing import Any
 
 from meshpar.mesh.layout import AXES
-from meshpar.parallel.data import summed_axes
+from meshpar.parallel.buckets import bucket_shapes
+from meshpar.parallel.data import copies, summed_axes
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.tree import flatten_with_paths
@@ -35,12 +36,14 @@ class Widths:
       compute: of an activation, and of a parameter as it is gathered.
       gradients: of a gradient as it is reduced.
       sums: of the loss, and of the sums in it: at least 4.
+      declared: of a gradient as a declared `Reduce` sends it, which no compiler widens.
     """
 
     params: int
     compute: int
     gradients: int
     sums: int
+    declared: int = 4
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ def step_traffic(
         in_loop = "layers" in placement.spec.dims or not hoists
         gathers = (1 + again) * (num_microbatches if in_loop else 1)
         _add_parameter(sent, placement, how, widths, num_microbatches, gathers)
+    if how.reduce:
+        _add_buckets(sent, flatten_with_paths(sharded).values(), how, widths.declared)
     _add_activations(sent, how, widths, activations)
     _add_scalars(sent, flatten_with_paths(sharded).values(), how, widths)
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
@@ -124,19 +129,42 @@ def _add_parameter(
     size, dims = math.prod(placement.local_shape), placement.spec.dims
     stored = _ordered(axis for dim in dims for axis in how.storage(dim))
     n, m = _size(how, stored), num_microbatches
-    gather, scatter = {
-        0: (0, 0),
-        1: (widths.params, widths.gradients),
-        2: (widths.compute, widths.gradients),
-        3: (gathers * widths.compute, m * widths.gradients),
-    }[how.rules.zero_stage]
-    sent[stored] += share(n, size * n * (gather + scatter))
-    copies = tuple(a for a in _ordered(summed_axes(how)) if a not in sharding_axes([placement]))
-    sent[copies] += 2 * share(_size(how, copies), size * widths.gradients)
+    gathered = {0: 0, 1: widths.params, 2: widths.compute, 3: gathers * widths.compute}[how.rules.zero_stage]
+    times = m if how.rules.zero_stage == 3 else bool(how.rules.zero_stage)
+    sent[stored] += share(n, size * n * gathered)
+    if how.reduce:
+        _add_scatter(sent, placement, how, widths.declared, times)
+    else:
+        sent[stored] += times * share(n, size * n * widths.gradients)
+        copied = _ordered(sum(copies(dims, how), ()))
+        sent[copied] += 2 * share(_size(how, copied), size * widths.gradients)
     if "kv_heads" in dims and how.axes("kv_heads") != how.axes("heads"):
         # Each device of the query heads uses the whole key heads: their gradients are summed in each layer.
         users = _ordered(set(how.axes("heads")) - set(summed_axes(how)))
         sent[users] += 2 * m * share(_size(how, users), size * n * widths.compute)
+
+
+def _add_scatter(sent: Sums, placement: Placement, how: Lowering, width: int, times: int) -> None:
+    """A declared reduce-scatter: dim after dim, and layer after layer."""
+    dims, sizes = placement.spec.dims, how.mesh.shape
+    layers = placement.local_shape[dims.index("layers")] if "layers" in dims else 1
+    stored = [axes for dim in dims if (axes := how.storage(dim))]
+    size = math.prod(placement.local_shape) // layers * math.prod(_size(how, axes) for axes in stored)
+    for axes in reversed(stored):
+        for spanned, num_bytes in how.reduce.scatter_sent(size, width, axes, sizes).items():
+            sent[spanned] += times * layers * num_bytes
+        size //= _size(how, axes)
+
+
+def _add_buckets(sent: Sums, placements: Iterable[Placement], how: Lowering, width: int) -> None:
+    """Declared sums over copies, of those that lie alike together."""
+    streams: dict[Any, list[tuple[int, ...]]] = defaultdict(list)
+    for one in placements:
+        streams[copies(one.spec.dims, how), sharding_axes([one])].append(one.local_shape)
+    for (axes, _), shapes in streams.items():
+        for shape in bucket_shapes(shapes, how.reduce, width) if any(axes) else ():
+            for spanned, num_bytes in how.reduce.sum_sent(shape, width, *axes, how.mesh.shape).items():
+                sent[spanned] += num_bytes
 
 
 def _is_gathered_again(path: str, placement: Placement, recomputed: bool) -> bool:

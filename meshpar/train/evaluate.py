@@ -15,6 +15,7 @@ from meshpar.parallel import data
 from meshpar.sharding.constrain import Lowering, lowering
 from meshpar.train.ema import averaged
 from meshpar.train.gradients import Objective, batch_pspecs
+from meshpar.train.kept import of_loss
 from meshpar.train.loss import Batch
 from meshpar.train.state import StatePlacement, TrainState, structs
 from meshpar.train.step import with_rows
@@ -65,7 +66,7 @@ def compile_evaluation(
         with lowering(how):
             if not how.manual:
                 return objective.loss(objective.cast(params), batch, None, carried).sums
-            sums = objective.loss(data.enter(params, dims), batch, None, carried).sums
+            sums = objective.loss(data.enter(params, dims), batch, None, of_loss(carried)).sums
             return lax.psum(sums, how.axes("batch")) if how.axes("batch") else sums
 
     if how.manual:

@@ -12,11 +12,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.parallel import data
+from meshpar.parallel.buckets import order_of
 from meshpar.parallel.local import varying, varying_like
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.sharding.constrain import Lowering, lowering
 from meshpar.sharding.resolve import sharding_axes
 from meshpar.train.freeze import thawed
+from meshpar.train.kept import REDUCE, of_loss
 from meshpar.train.loss import Batch, Loss, Tally
 from meshpar.train.state import StatePlacement
 
@@ -100,11 +102,19 @@ def manual(
     pspecs = jax.tree.map(lambda p: p.pspec, placement.sharded)
 
     def local(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
+        def gradients(params: Any) -> tuple[Tally, Any]:
+            return _accumulate(objective, params, batch, step, of_loss(carried))
+
         with lowering(how):
-            got, grads = _accumulate(objective, data.enter(params, dims), batch, step, carried)
+            entered = data.enter(params, dims)
+            got, grads = gradients(entered)
+            order = order_of(lambda params: gradients(params)[1], entered) if how.reduce else None
+            kept = jax.tree.map(lambda x: x[0], carried.get(REDUCE, {}))
+            grads, kept = data.reduce(grads, dims, kept, key=jax.random.fold_in(jax.random.key(0), step), order=order)
             got = _summed(got, how)
-            loss, metrics, grads = _means(got, data.reduce(grads, dims))
-            return Gradients(loss, got.count, _global_norm(grads, placement.sharded), grads, metrics, got.carried)
+            loss, metrics, grads = _means(got, grads)
+            norm = _global_norm(grads, placement.sharded)
+            return Gradients(loss, got.count, norm, grads, metrics, got.carried | _kept(kept))
 
     scalar, carried = PartitionSpec(), jax.tree.map(lambda p: p.pspec, placement.carried)
     stored = jax.tree.map(lambda p: p.pspec, placement.params)
@@ -113,6 +123,11 @@ def manual(
         in_specs=(stored, batch_pspecs(how, batch), scalar, carried),
         out_specs=Gradients(scalar, scalar, scalar, pspecs, scalar, carried), check_vma=True,  # pyright: ignore
     )  # fmt: skip
+
+
+def _kept(kept: Any) -> dict[str, Any]:
+    """What the reduction left, as it is carried: with a dim for the copies."""
+    return {REDUCE: jax.tree.map(lambda x: x[None], kept)} if kept else {}
 
 
 def batch_pspecs(how: Lowering, batch: dict[str, jax.ShapeDtypeStruct]) -> dict[str, PartitionSpec]:

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshpar.collectives.reduce import Reduce
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.evaluate import Evaluation, compile_evaluation
 from meshpar.train.gradients import Gradients, Objective, auto, manual
+from meshpar.train.kept import place_kept, zeros
 from meshpar.train.loss import TEACHER, Batch, Loss
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place
 from meshpar.train.step import Metrics, Step, Update, batch_structs, compile_step, step_function
@@ -45,6 +47,8 @@ class Training:
       frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
       teacher: a model whose logits the loss finds in the batch; each step is given its parameters.
       evaluation: the loss where nothing is learned; default: `loss` without a key.
+      reduce: how the manual lowering sums gradients; None leaves it to XLA.
+      slow: axes that go across slices.
     """
 
     specs: Any
@@ -65,14 +69,20 @@ class Training:
     frozen: Any = None
     teacher: Teacher | None = None
     evaluation: Loss | None = None
+    reduce: Reduce | None = None
+    slow: tuple[str, ...] = ()
 
     @cached_property
     def placement(self) -> StatePlacement:
-        return place(self.specs, self.rules, self.mesh, self.update.tx, self.carried)
+        placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried)
+        kept = place_kept(placed.sharded, self.how)
+        return replace(placed, carried=placed.carried | kept) if kept else placed
 
     @cached_property
     def how(self) -> Lowering:
-        return Lowering(self.mesh, self.rules, self.manual, self.dtype, self.sums, self.num_microbatches)
+        return Lowering(
+            self.mesh, self.rules, self.manual, self.dtype, self.sums, self.num_microbatches, self.reduce, self.slow
+        )
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -112,7 +122,9 @@ class Training:
         return compile_evaluation(objective, self.how, self.placement, self.batch)
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:
-        return compile_init(self.init, self.init_carried, self.update.tx, self.placement, self.seed, options, given)
+        kept = place_kept(self.placement.sharded, self.how)
+        first = (lambda key: self.init_carried(key) | zeros(kept)) if kept else self.init_carried
+        return compile_init(self.init, first, self.update.tx, self.placement, self.seed, options, given)
 
 
 def step_key(seed: int, step: jax.Array) -> jax.Array:

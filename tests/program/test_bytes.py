@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from meshpar.inspection.hlo import Collective, collectives, total_sent_bytes
+from meshpar.inspection.hlo import Collective, collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.nn.transformer import Decoder
@@ -49,7 +49,7 @@ def prepared(
 @lru_cache
 def found_in(layout: str, lowering: str = "manual", num_microbatches: int = 1) -> list[Collective]:
     run = prepared(layout, lowering, num_microbatches)
-    return collectives(run.compile_step().compiled.as_text(), run.mesh)
+    return collectives_of(run.compile_step().compiled.as_text(), run.mesh)
 
 
 def sent_over(found: list[Collective]) -> dict[Any, Fraction]:
@@ -92,7 +92,7 @@ CASES = [("remat", layout) for layout in LAYOUTS] + [
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_so_does_each_other_model(model, layout):
     run = OTHERS[model](layout)
-    assert sent_over(collectives(run.compile_step().compiled, run.mesh)) == run.closed_form
+    assert sent_over(collectives_of(run.compile_step().compiled, run.mesh)) == run.closed_form
 
 
 def total(run: Prepared) -> Fraction:
