@@ -29,11 +29,12 @@ from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Model
 from meshpar.nn.describe import describe, functional
+from meshpar.parallel.linear import check_overlap
 from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.plan.memory import ModelStates, model_states
-from meshpar.sharding.constrain import Lowering
+from meshpar.sharding.constrain import Lowering, Overlap, Way
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -74,6 +75,20 @@ class Precision(Config):
         return Widths(*(max(width, least) for width in (params, compute, gradients, sums)))
 
 
+class TensorParallel(Config):
+    """How layers with sequence parallelism communicate their activations."""
+
+    overlap: Way = "none"
+    """`ring`, `bidirectional`: in chunks that travel one way or both, each multiplied while others are on their way."""
+
+
+class FullySharded(Config):
+    """How layers communicate the weights that ZeRO-3 gathers."""
+
+    overlap: Way = "none"
+    """`ring`, `bidirectional`: in chunks that travel one way or both, each multiplied while others are on their way."""
+
+
 class Run(Config):
     """Everything that a training run is: what a config file holds."""
 
@@ -84,6 +99,8 @@ class Run(Config):
     rules: AxisRules = AxisRules(preset=("replicated",))
     lowering: Literal["manual", "auto"] = "manual"
     """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses it."""
+    tensor: TensorParallel = TensorParallel()
+    fsdp: FullySharded = FullySharded()
     precision: Precision = Precision()
     num_steps: Positive
     num_microbatches: Positive = 1
@@ -113,12 +130,12 @@ class Prepared(Training):
         if not run.optim.elementwise:
             return None
         rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
-        model, recomputed = run.model, run.model.remat != "none"
-        activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, recomputed)
+        model, tokens = run.model, rows * run.data.seq_len
+        activations = Activations(model.num_layers, tokens, model.width, model.remat != "none", model.remat == "full")
         # XLA's CPU compiler widens what travels in 16 bits.
         widths = run.precision.widths(least=4 if self._on_cpu else 2)
         return step_traffic(
-            self.placement.sharded, self.how, widths, activations, run.num_microbatches, hoists=self._on_cpu
+            self.placement.sharded, self.how, widths, activations, run.num_microbatches, on_cpu=self._on_cpu
         )
 
     @cached_property
@@ -193,6 +210,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         sums=sums and np.dtype(sums),
         seed=run.seed,
         num_microbatches=run.num_microbatches,
+        overlap=Overlap(run.tensor.overlap, run.fsdp.overlap),
     )
 
 
@@ -306,5 +324,6 @@ def _check(run: Run, mesh: AnyMesh) -> None:
     if run.data.vocab_size > run.model.vocab_size:
         what = f"the data has {run.data.vocab_size} token ids, the model {run.model.vocab_size}"
         problems.add("model.vocab_size", what, f"model.vocab_size={run.data.vocab_size}")
+    check_overlap(Overlap(run.tensor.overlap, run.fsdp.overlap), run.rules, how.manual, problems)
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -20,6 +20,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.errors import ShardingError
 from meshpar.sharding.resolve import AnyMesh, live
 from meshpar.sharding.rules import AxisRules
+
+Way = Literal["none", "ring", "bidirectional"]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Which communication is hidden behind the products that it is for, and whether chunks go one way or both.
+
+    Args:
+      tensor: that of activations, in layers with sequence parallelism.
+      fsdp: the gathers of weights, under ZeRO-3.
+    """
+
+    tensor: Way = "none"
+    fsdp: Way = "none"
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,7 @@ class Lowering:
       dtype: in which the model computes; None for that of the parameters.
       sums: in which gradients are summed; None for float32 at least.
       num_microbatches: how many parts a batch is computed in.
+      overlap: what is communicated in chunks while others are multiplied.
     """
 
     mesh: AnyMesh
@@ -38,11 +54,17 @@ class Lowering:
     dtype: Any = None
     sums: Any = None
     num_microbatches: int = 1
+    overlap: Overlap = Overlap()
 
     @property
     def gathers_in_layers(self) -> bool:
         """Whether what is stored in shards is gathered where a layer uses it, and its gradient scattered there."""
         return self.rules.zero_stage == 3 or (self.rules.zero_stage == 2 and self.num_microbatches == 1)
+
+    def overlaps(self, dim: str) -> bool:
+        """Whether activations travel in chunks where layers are entered and left whose weights' `dim` is sharded."""
+        sequence = self.axes("norm_seq")
+        return self.overlap.tensor != "none" and bool(sequence) and sequence == self.axes(dim)
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The live axes of an activation's dim."""

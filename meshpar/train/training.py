@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshpar.sharding.constrain import Lowering
+from meshpar.sharding.constrain import Lowering, Overlap
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -39,6 +39,7 @@ class Training:
       sums: in which gradients are summed over microbatches and devices; None for float32 at least.
       seed: of the first parameters.
       num_microbatches: how many parts a batch is computed in, one after the other.
+      overlap: what the manual lowering communicates in chunks while others are multiplied.
     """
 
     specs: Any
@@ -54,6 +55,7 @@ class Training:
     sums: Any = None
     seed: int = 0
     num_microbatches: int = 1
+    overlap: Overlap = field(default_factory=Overlap)
 
     @cached_property
     def placement(self) -> StatePlacement:
@@ -61,7 +63,7 @@ class Training:
 
     @cached_property
     def how(self) -> Lowering:
-        return Lowering(self.mesh, self.rules, self.manual, self.dtype, self.sums, self.num_microbatches)
+        return Lowering(self.mesh, self.rules, self.manual, self.dtype, self.sums, self.num_microbatches, self.overlap)
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
