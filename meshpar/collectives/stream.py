@@ -13,7 +13,7 @@ Source: Wang et al. 2023, "Overlap communication with dependent computation via 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from meshpar.collectives.varying import Axes
 from meshpar.errors import ShardingError
 
 UNROLLED = 8
-"""Devices of the largest ring whose rounds are written out; those of a larger one are scanned."""
+"""Devices of the largest ring whose rounds are written out, if it does not say otherwise."""
 Rank = jax.Array
 Visit = Callable[[Any, jax.Array, Rank], Any]
 
@@ -44,6 +44,7 @@ class Ring:
     Args:
       axes: manual ones.
       both_ways: whether chunks travel in both directions at once.
+      unrolled: up to so many devices its rounds are written out; beyond, they are scanned.
 
     Raises:
       ShardingError: an axis is not manual where the ring is used.
@@ -51,6 +52,7 @@ class Ring:
 
     axes: Axes
     both_ways: bool = False
+    unrolled: int = field(default_factory=lambda: UNROLLED)
 
     @property
     def size(self) -> int:
@@ -70,7 +72,7 @@ class Ring:
 
     @property
     def is_scanned(self) -> bool:
-        return self.size > max(UNROLLED, 1)
+        return self.size > max(self.unrolled, 1)
 
     def rank(self, distance: int | jax.Array = 0) -> Rank:
         """The index of this device, or of the one so many hops further."""

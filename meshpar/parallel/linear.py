@@ -91,21 +91,21 @@ def leave(x: jax.Array, weights: Weights, dim: str) -> jax.Array:
 
 
 def check_overlap(overlap: Overlap, rules: AxisRules, is_manual: bool, problems: Problems) -> None:
-    """Adds what hinders an overlap that is asked for: it would otherwise do nothing, and say nothing."""
-    gathered = any(rules.storage_axes(dim) for dim in rules.table)
-    sequence = rules.activation_axes("norm_seq")
-    if overlap.tensor != "none" and not (is_manual and sequence):
-        what = (
-            "GSPMD itself chooses how it communicates" if sequence else "the rules shard no norm_seq: nothing to hide"
-        )
-        problems.add("tensor.overlap", what, "lowering=manual" if sequence else "the preset megatron_sp")
-    if overlap.fsdp != "none" and not (is_manual and gathered and rules.zero_stage == 3):
-        stage_3 = gathered and rules.zero_stage == 3
-        what = "GSPMD itself chooses how it communicates" if stage_3 else "the rules gather no weights in the layers"
-        problems.add("fsdp.overlap", what, "lowering=manual" if stage_3 else "the preset fsdp, or rules.zero=3")
-    if "none" not in (overlap.tensor, overlap.fsdp) and gathered and sequence:
-        what = "tensor.overlap is on, too, and a product can be computed in the chunks of one operand"
+    """Adds why an overlap that is asked for cannot be: it would otherwise do nothing, and say nothing."""
+    sequence = bool(rules.activation_axes("norm_seq"))
+    weights = rules.zero_stage == 3 and any(map(rules.storage_axes, rules.table))
+    of_sequence, of_weights = overlap.tensor != "none", overlap.fsdp != "none"
+    if of_sequence and not sequence:
+        what = "the rules shard no norm_seq: each layer has the whole sequence"
+        problems.add("tensor.overlap", what, "the preset megatron_sp")
+    if of_weights and not weights:
+        what = "the rules gather no weights in the layers, again for the backward"
+        problems.add("fsdp.overlap", what, "the preset fsdp, or rules.zero=3")
+    if of_sequence and of_weights and sequence and weights:
+        what = "tensor.overlap is on, too: a product goes by the chunks of one operand"
         problems.add("fsdp.overlap", what, "one of the two")
+    if (of_sequence or of_weights) and not is_manual:
+        problems.add("lowering", "auto: GSPMD chooses how it communicates, and overlaps nothing", "lowering=manual")
 
 
 def _product(x: jax.Array, weights: Weights) -> jax.Array:
