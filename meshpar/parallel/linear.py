@@ -19,11 +19,9 @@ import jax.numpy as jnp
 
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
 from meshpar.collectives.stream import Ring
-from meshpar.errors import Problems
 from meshpar.parallel import tensor
 from meshpar.parallel.data import Stored
-from meshpar.sharding.constrain import Overlap, manual
-from meshpar.sharding.rules import AxisRules
+from meshpar.sharding.constrain import manual
 
 _BATCH, _INPUTS, _OUTPUTS = "bs", "ijk", "xyz"
 
@@ -88,24 +86,6 @@ def leave(x: jax.Array, weights: Weights, dim: str) -> jax.Array:
     if ring is None:
         return tensor.leave(_product(x, weights), dim)
     return matmul_reduce_scatter(weights.equation, x, weights.kernel, ring, dim=_BATCH[tensor.SEQ])
-
-
-def check_overlap(overlap: Overlap, rules: AxisRules, is_manual: bool, problems: Problems) -> None:
-    """Adds why an overlap that is asked for cannot be: it would otherwise do nothing, and say nothing."""
-    sequence = bool(rules.activation_axes("norm_seq"))
-    weights = rules.zero_stage == 3 and any(map(rules.storage_axes, rules.table))
-    of_sequence, of_weights = overlap.tensor != "none", overlap.fsdp != "none"
-    if of_sequence and not sequence:
-        what = "the rules shard no norm_seq: each layer has the whole sequence"
-        problems.add("tensor.overlap", what, "the preset megatron_sp")
-    if of_weights and not weights:
-        what = "the rules gather no weights in the layers, again for the backward"
-        problems.add("fsdp.overlap", what, "the preset fsdp, or rules.zero=3")
-    if of_sequence and of_weights and sequence and weights:
-        what = "tensor.overlap is on, too: a product goes by the chunks of one operand"
-        problems.add("fsdp.overlap", what, "one of the two")
-    if (of_sequence or of_weights) and not is_manual:
-        problems.add("lowering", "auto: GSPMD chooses how it communicates, and overlaps nothing", "lowering=manual")
 
 
 def _product(x: jax.Array, weights: Weights) -> jax.Array:

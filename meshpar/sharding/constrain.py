@@ -11,30 +11,16 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.errors import ShardingError
+from meshpar.errors import Problems, ShardingError, nearest
+from meshpar.sharding.overlap import Overlap
 from meshpar.sharding.resolve import AnyMesh, live
 from meshpar.sharding.rules import AxisRules
-
-Way = Literal["none", "ring", "bidirectional"]
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Which communication is hidden behind the products that it is for, and whether chunks go one way or both.
-
-    Args:
-      tensor: that of activations, in layers with sequence parallelism.
-      fsdp: the gathers of weights, under ZeRO-3.
-    """
-
-    tensor: Way = "none"
-    fsdp: Way = "none"
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,7 @@ class Lowering:
     dtype: Any = None
     sums: Any = None
     num_microbatches: int = 1
-    overlap: Overlap = Overlap()
+    overlap: Overlap = field(default_factory=Overlap)
 
     @property
     def gathers_in_layers(self) -> bool:
@@ -112,7 +98,7 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
       dims: a name for each dim.
 
     Raises:
-      ShardingError: a dim is not divisible, where JAX would replicate without a word.
+      ShardingError: a dim is not divisible, where JAX would replicate without a word; or has no rule, or no name.
 
     >>> constrain(jax.numpy.ones((4, 8)), "batch", "embed").shape
     (4, 8)
@@ -120,9 +106,20 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
     how = _current.get()
     if how is None or how.manual:
         return x
-    axes = [how.axes(dim) for dim in dims]
-    for size, dim, names in zip(x.shape, dims, axes, strict=True):
-        if size % math.prod(how.mesh.shape[a] for a in names):
-            raise ShardingError(f"constrain{dims}: {dim} = {size} is not divisible by {' x '.join(names)}")
-    spec = PartitionSpec(*(names or None for names in axes))
+    _check(x.shape, dims, how)
+    spec = PartitionSpec(*(how.axes(dim) or None for dim in dims))
     return jax.lax.with_sharding_constraint(x, NamedSharding(how.mesh, spec))  # pyright: ignore
+
+
+def _check(shape: tuple[int, ...], dims: tuple[str, ...], how: Lowering) -> None:
+    problems = Problems()
+    if len(shape) != len(dims):
+        problems.add(f"{len(shape)} dims {shape}", f"{len(dims)} names", "give a name for each dim")
+    for size, dim in zip(shape, dims, strict=False):
+        if dim not in how.rules.table:
+            near = nearest(dim, set(how.rules.table))
+            problems.add(dim, "no rule covers it", f"rules.{dim}=[]" + (f", or did you mean {near}?" if near else ""))
+        elif size % math.prod(how.mesh.shape[a] for a in how.axes(dim)):
+            shards = " x ".join(f"{a} = {how.mesh.shape[a]}" for a in how.axes(dim))
+            problems.add(f"{dim} = {size}", f"is not divisible by {shards}", f"rules.{dim}=[] to leave it whole")
+    problems.raise_any(ShardingError, f"constrain{dims}:")
