@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from meshpar import imports
-from meshpar.cli import explain, inspect, prove, schema, train  # noqa: F401  in being imported, a verb joins the app
+from meshpar.cli import checkpoint, explain, inspect, prove, schema, train  # noqa: F401  in being imported, a verb joins the app
 from meshpar.cli.app import app
 from meshpar.errors import MeshparError
 
