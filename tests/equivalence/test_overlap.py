@@ -18,9 +18,7 @@ EVERY = [
 ]
 SAMPLE = [
     ("llama", "tensor", "tensor4_sp", "ring", 1, 8),
-    ("gpt_gqa_tied", "tensor", "tensor4_sp", "bidirectional", 4, 1),
     ("gpt_dropout_remat", "fsdp", "data2_fsdp2_tensor2", "ring", 4, 1),
-    ("llama_gqa_tied_dropout", "fsdp", "hsdp2x4", "bidirectional", 1, 8),
 ]
 CASES = [
     pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow, id="-".join(map(str, case))) for case in EVERY
