@@ -42,6 +42,7 @@ from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.plan.memory import ModelStates, model_states
 from meshpar.sharding.constrain import Lowering
+from meshpar.sharding.overlap import FullySharded, Overlap, TensorParallel
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -116,6 +117,8 @@ class Run(Config):
     rules: AxisRules = AxisRules(preset=("replicated",))
     lowering: Literal["manual", "auto"] = "manual"
     """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses it."""
+    tensor: TensorParallel = TensorParallel()
+    fsdp: FullySharded = FullySharded()
     precision: Precision = Precision()
     reduce: Reduce | None = None
     """How the manual lowering sums gradients over devices. Default: XLA's own collectives."""
@@ -162,12 +165,12 @@ class Prepared(Training):
         if not run.optim.elementwise or isinstance(run.model, Import):
             return None
         rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
-        model, recomputed = run.model, run.model.remat != "none"
-        activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, recomputed)
+        model, tokens = run.model, rows * run.data.seq_len
+        activations = Activations(model.num_layers, tokens, model.width, model.remat != "none", model.remat == "full")
         # XLA's CPU compiler widens what travels in 16 bits.
         widths = run.precision.widths(least=4 if self._on_cpu else 2)
         sent = step_traffic(
-            self.placement.sharded, self.how, widths, activations, run.num_microbatches, hoists=self._on_cpu
+            self.placement.sharded, self.how, widths, activations, run.num_microbatches, on_cpu=self._on_cpu
         )
         if not self.taught_by:
             return sent
@@ -175,7 +178,7 @@ class Prepared(Training):
         if not self.teacher.is_aligned:
             return None
         model = _decoder(self.taught_by.run)
-        activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, False)
+        activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, False, False)
         more = teacher_traffic(self.taught_by.placement.sharded, self.teacher.how, widths, activations)
         return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
 
@@ -263,6 +266,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         taught_by=taught_by,
         reduce=run.reduce,
         slow=tuple(axis for axis, size in run.mesh.dcn.sizes.items() if size > 1) if run.mesh.dcn else (),
+        overlap=Overlap(run.tensor.overlap, run.fsdp.overlap),
     )
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 
@@ -490,9 +494,13 @@ def _check(run: Run, mesh: AnyMesh) -> None:
             problems.add("lowering", "a model that is imported is lowered by GSPMD", "lowering=auto")
     else:
         _check_decoder(run, run.model, problems)
+    Overlap(run.tensor.overlap, run.fsdp.overlap).check(run.rules, how.manual, problems)
     _check_kept(run, problems)
     if run.reduce and run.lowering == "auto":
         problems.add("reduce", "under lowering: auto, XLA reduces gradients as it chooses", "lowering: manual")
+    if run.reduce and run.fsdp.overlap != "none":
+        what = "a kernel that is gathered in chunks has its gradient scattered in chunks, by no declared reduction"
+        problems.add("reduce", what, "fsdp.overlap=none, or no reduce")
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
 

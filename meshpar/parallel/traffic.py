@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from meshpar.collectives import stream
 from meshpar.mesh.layout import AXES
 from meshpar.parallel.buckets import bucket_shapes
-from meshpar.parallel.data import copies, summed_axes
+from meshpar.parallel.data import copies, streamed, summed_axes
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.tree import flatten_with_paths
@@ -55,12 +56,14 @@ class Activations:
       tokens: rows of the batch on one device, times the sequence.
       width: the model's.
       recomputed: whether the backward computes a block's residual stream again (any remat policy but `none`).
+      with_products: whether it computes the products of activations and weights again, too (`full`).
     """
 
     num_layers: int
     tokens: int
     width: int
     recomputed: bool
+    with_products: bool
 
 
 def share(n: int, whole_bytes: int | Fraction) -> Fraction:
@@ -78,24 +81,27 @@ def step_traffic(
     widths: Widths,
     activations: Activations,
     num_microbatches: int = 1,
-    hoists: bool = True,
+    on_cpu: bool = True,
 ) -> Traffic:
     """All that a step of a decoder sends, if its optimizer works element by element.
 
     Args:
       sharded: tree of `Placement`, of the parameters, as sharded as the rules can make them.
-      hoists: whether the compiler moves ZeRO-3's gather of what lies outside the layers out of the loop over
-        microbatches, as XLA does for CPUs.
+      on_cpu: whether XLA compiles for CPUs. There it moves ZeRO-3's gather of what lies outside the layers out of the
+        loop over microbatches, and gathers once what a collective matmul and its backward gather in one computation.
     """
     sent: Sums = defaultdict(Fraction)
     for path, placement in flatten_with_paths(sharded).items():
+        by_itself = _is_streamed(path, placement, how)
         again = _is_gathered_again(path, placement, activations.recomputed)
-        in_loop = "layers" in placement.spec.dims or not hoists
+        if by_itself and activations.with_products and not path.endswith("down.kernel"):
+            again += not _merges(_stored(placement, how), how, on_cpu)
+        in_loop = "layers" in placement.spec.dims or not on_cpu
         gathers = (1 + again) * (num_microbatches if in_loop else 1)
-        _add_parameter(sent, placement, how, widths, num_microbatches, gathers)
+        _add_parameter(sent, placement, how, widths, num_microbatches, gathers, by_itself)
     if how.reduce:
         _add_buckets(sent, flatten_with_paths(sharded).values(), how, widths.declared)
-    _add_activations(sent, how, widths, activations)
+    _add_activations(sent, how, widths, activations, on_cpu)
     _add_scalars(sent, flatten_with_paths(sharded).values(), how, widths)
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
@@ -123,11 +129,17 @@ def teacher_traffic(sharded: Any, how: Lowering, widths: Widths, activations: Ac
 
 
 def _add_parameter(
-    sent: Sums, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, gathers: int
+    sent: Sums,
+    placement: Placement,
+    how: Lowering,
+    widths: Widths,
+    num_microbatches: int,
+    gathers: int,
+    by_itself: bool,
 ) -> None:
     """Gathers of a parameter (so many under ZeRO-3) and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P."""
     size, dims = math.prod(placement.local_shape), placement.spec.dims
-    stored = _ordered(axis for dim in dims for axis in how.storage(dim))
+    stored = _stored(placement, how)
     n, m = _size(how, stored), num_microbatches
     gathered = {0: 0, 1: widths.params, 2: widths.compute, 3: gathers * widths.compute}[how.rules.zero_stage]
     times = m if how.rules.zero_stage == 3 else bool(how.rules.zero_stage)
@@ -141,7 +153,18 @@ def _add_parameter(
     if "kv_heads" in dims and how.axes("kv_heads") != how.axes("heads"):
         # Each device of the query heads uses the whole key heads: their gradients are summed in each layer.
         users = _ordered(set(how.axes("heads")) - set(summed_axes(how)))
-        sent[users] += 2 * m * share(_size(how, users), size * n * widths.compute)
+        summed = size * widths.gradients if by_itself else size * n * widths.compute
+        sent[users] += 2 * m * share(_size(how, users), summed)
+
+
+def _is_streamed(path: str, placement: Placement, how: Lowering) -> bool:
+    """Whether a parameter is the kernel of a projection that is gathered while it is multiplied.
+
+    It is never whole: if the product is computed again, too, it is gathered a third time.
+    """
+    dims = tuple(dim for dim in placement.spec.dims if dim != "layers")
+    in_layer = "layers" in placement.spec.dims and path.endswith(".kernel")
+    return in_layer and bool(streamed(dims, how))
 
 
 def _add_scatter(sent: Sums, placement: Placement, how: Lowering, width: int, times: int) -> None:
@@ -178,19 +201,29 @@ def _is_gathered_again(path: str, placement: Placement, recomputed: bool) -> boo
     return not path.endswith(".bias") or (recomputed and not path.endswith("down.bias"))
 
 
-def _add_activations(sent: Sums, how: Lowering, widths: Widths, of: Activations) -> None:
+def _add_activations(sent: Sums, how: Lowering, widths: Widths, of: Activations, on_cpu: bool) -> None:
     """8(t-1)/t X a layer, X = b s d, with sequence parallelism or without; two more for recomputing, or three.
 
-    Embedding and output projection send 2(t-1)/t X each, the cross entropy three numbers for each token, twice.
+    Embedding and output projection send 2(t-1)/t X each, the cross entropy three numbers for each token, twice. What is
+    overlapped sends X once more for each of a layer's two regions and the output projection: nothing whole is kept for
+    the backward. But it is computed again only if the products are.
     """
-    stream = of.tokens * of.width * widths.compute
-    scattered = bool(how.axes("norm_seq"))
+    stream_bytes = of.tokens * of.width * widths.compute
     for dim in ("heads", "mlp"):
         axes = _ordered(how.axes(dim))
-        again = of.recomputed * ((2 if dim == "heads" else 1) if scattered else (2 if dim == "heads" else 0))
-        sent[axes] += of.num_layers * (4 + again) * share(_size(how, axes), stream)
+        again = _recomputed(dim, how, of, on_cpu)
+        sent[axes] += of.num_layers * (4 + again) * share(_size(how, axes), stream_bytes)
     axes = _ordered(how.axes("vocab"))
-    sent[axes] += share(_size(how, axes), 4 * stream + 2 * 3 * of.tokens * widths.sums)
+    stream_bytes *= 4 + (how.overlaps("vocab") and not _merges(axes, how, on_cpu))
+    sent[axes] += share(_size(how, axes), stream_bytes + 2 * 3 * of.tokens * widths.sums)
+
+
+def _recomputed(dim: str, how: Lowering, of: Activations, on_cpu: bool) -> int:
+    """How often the backward of a region sends the residual stream beside its transposes."""
+    if how.overlaps(dim):
+        merged = _merges(how.axes(dim), how, on_cpu)
+        return 1 + of.with_products * ((2 if dim == "heads" else 1) - merged)
+    return of.recomputed * (2 if dim == "heads" else 1 if how.axes("norm_seq") else 0)
 
 
 def _add_scalars(sent: Sums, placements: Iterable[Placement], how: Lowering, widths: Widths) -> None:
@@ -198,6 +231,15 @@ def _add_scalars(sent: Sums, placements: Iterable[Placement], how: Lowering, wid
     batch, sharding = _ordered(how.axes("batch")), sharding_axes(placements)
     sent[batch] += 2 * share(_size(how, batch), widths.sums + 4)
     sent[sharding] += 2 * share(_size(how, sharding), widths.sums)
+
+
+def _merges(axes: Axes, how: Lowering, on_cpu: bool) -> bool:
+    """Whether the compiler makes one of two equal gathers: barriers are nothing to XLA's CPU compiler, loops are."""
+    return on_cpu and _size(how, axes) <= stream.UNROLLED
+
+
+def _stored(placement: Placement, how: Lowering) -> Axes:
+    return _ordered(axis for dim in placement.spec.dims for axis in how.storage(dim))
 
 
 def _ordered(axes: Iterable[str]) -> Axes:

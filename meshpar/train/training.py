@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from meshpar.collectives.reduce import Reduce
 from meshpar.sharding.constrain import Lowering
+from meshpar.sharding.overlap import Overlap
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -42,6 +43,7 @@ class Training:
       sums: in which gradients are summed over microbatches and devices; None for float32 at least.
       seed: of the first parameters.
       num_microbatches: how many parts a batch is computed in, one after the other.
+      overlap: what the manual lowering communicates in chunks while others are multiplied.
       carried: tree of `ArraySpec`, of what the loss hands from step to step beside the parameters.
       init_carried: key -> the first of it.
       frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
@@ -64,6 +66,7 @@ class Training:
     sums: Any = None
     seed: int = 0
     num_microbatches: int = 1
+    overlap: Overlap = field(default_factory=Overlap)
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     frozen: Any = None
@@ -81,8 +84,9 @@ class Training:
     @cached_property
     def how(self) -> Lowering:
         return Lowering(
-            self.mesh, self.rules, self.manual, self.dtype, self.sums, self.num_microbatches, self.reduce, self.slow
-        )
+            self.mesh, self.rules, self.manual, self.dtype, self.sums, self.num_microbatches,
+            self.reduce, self.slow, self.overlap,
+        )  # fmt: skip
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
