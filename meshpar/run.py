@@ -29,6 +29,10 @@ from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Model
 from meshpar.nn.describe import describe, functional
+from meshpar.nn.staged import parts
+from meshpar.nn.transformer import Transformer
+from meshpar.parallel.pipeline.execute import Pipeline
+from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
 from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
@@ -40,7 +44,7 @@ from meshpar.sharding.spec import ArraySpec
 from meshpar.train.checkpoint import checkpoints
 from meshpar.train.data import Data
 from meshpar.train.loop import Loop
-from meshpar.train.loss import next_token_loss
+from meshpar.train.loss import next_token_loss, summed_cross_entropy
 from meshpar.train.master import with_master
 from meshpar.train.metrics import flops_per_token, recorder
 from meshpar.train.optim import Optimizer
@@ -88,6 +92,8 @@ class Run(Config):
     num_steps: Positive
     num_microbatches: Positive = 1
     """A batch is computed in so many parts, one after the other; gradients are reduced once."""
+    pipeline: Schedule | None = None
+    """How each of these parts goes through the stages of axis pipe: `{kind: 1f1b, num_microbatches: 16}`."""
     expects: Contract | None = None
     """What the compiled step may send and hold; it is refused if it goes beyond."""
     seed: Annotated[int, pydantic.Field(ge=0)] = 0
@@ -193,7 +199,13 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         sums=sums and np.dtype(sums),
         seed=run.seed,
         num_microbatches=run.num_microbatches,
+        pipeline=run.pipeline and _pipeline(run, model),
     )
+
+
+def _pipeline(run: Run, model: Transformer) -> Pipeline:
+    loss = partial(summed_cross_entropy, vocab_size=run.model.vocab_size)
+    return Pipeline(parts(model, loss), run.pipeline)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Run:

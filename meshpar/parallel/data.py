@@ -98,8 +98,8 @@ def reduce(grads: Any, dims: Any) -> Any:
 
 
 def summed_axes(how: Lowering) -> Axes:
-    """The axes over which devices see different tokens, so that gradients are summed over them."""
-    return how.axes("batch") + how.axes("norm_seq")
+    """The axes over which devices see different tokens or layers, so that gradients are summed over them."""
+    return how.axes("batch") + how.axes("norm_seq") + how.axes("stage")
 
 
 def _manual() -> Lowering:

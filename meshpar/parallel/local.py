@@ -6,7 +6,10 @@ This file is the only one that touches that type.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 Axes = tuple[str, ...]
@@ -31,6 +34,12 @@ def varying(x: jax.Array, axes: Axes) -> jax.Array:
 def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
     """`x`, typed as varying wherever `like` is: what a loop's carry needs at its start."""
     return varying(x, tuple(sorted(varies_over(like))))
+
+
+def zeros_of(like: Any, *leading: int) -> jax.Array:
+    """Zeros [*leading, *shape] of the type of `like`, an array or an abstract value: room for so many of it."""
+    aval = jax.typeof(like) if isinstance(like, jax.Array) else like
+    return varying(jnp.zeros((*leading, *like.shape), like.dtype), tuple(sorted(aval.manual_axis_type.varying)))
 
 
 def shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:

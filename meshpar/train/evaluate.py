@@ -30,8 +30,13 @@ def compile_evaluation(
         with lowering(how):
             if not how.manual:
                 return objective.loss(objective.cast(params), batch, None)
-            sums = objective.loss(data.enter(params, dims), batch, None)
-            return lax.psum(sums, how.axes("batch")) if how.axes("batch") else sums
+            entered = data.enter(params, dims)
+            if objective.pipeline:
+                sums = objective.pipeline.evaluation(entered, batch)
+            else:
+                sums = objective.loss(entered, batch, None)
+            axes = how.axes("batch") + how.axes("stage")
+            return lax.psum(sums, axes) if axes else sums
 
     if how.manual:
         pspecs = jax.tree.map(lambda p: p.pspec, placement.params)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.parallel import data
 from meshpar.parallel.local import varying, varying_like
+from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.sharding.constrain import Lowering, lowering
 from meshpar.sharding.resolve import sharding_axes
@@ -30,6 +31,7 @@ class Objective:
       num_microbatches: how many parts the batch is computed in, one after the other.
       dtype: of the parameters in the computation; that of the state is its own.
       sums: in which gradients are summed over microbatches and devices; None for float32 at least.
+      pipeline: how the manual lowering computes `loss` in stages; None where there are none.
     """
 
     loss: Loss
@@ -37,6 +39,7 @@ class Objective:
     num_microbatches: int = 1
     dtype: Any = jnp.float32
     sums: Any = None
+    pipeline: Pipeline | None = None
 
     def cast(self, params: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(self.dtype), params)
@@ -95,7 +98,7 @@ def manual(
         with lowering(how):
             entered = data.enter(params, dims)
             total, tokens, grads = _accumulate(objective, entered, batch, step)
-            total, tokens = _psum((total, tokens), how.axes("batch"))
+            total, tokens = _psum((total, tokens), how.axes("batch") + how.axes("stage"))
             loss_mean, grads = _mean(total, tokens, data.reduce(grads, dims))
             return Gradients(loss_mean, tokens, _global_norm(grads, placement.sharded), grads)
 
@@ -120,6 +123,8 @@ def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array
     """Sums of losses, tokens and gradients over the microbatches."""
 
     def one(batch: Batch) -> Sums:
+        if objective.pipeline:
+            return objective.pipeline.gradients(params, batch, objective.key(step), objective.sums)
         gradients = jax.value_and_grad(objective.loss, has_aux=True)
         (total, tokens), grads = gradients(params, batch, objective.key(step))
         return total, tokens, jax.tree.map(lambda g: summed_in(g, objective.sums), grads)

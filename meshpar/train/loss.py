@@ -24,9 +24,13 @@ def next_token_loss(apply: Callable[..., jax.Array], vocab_size: int) -> Loss:
     """
 
     def loss(params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        counted = batch["targets"] >= 0
-        logits = apply(params, batch, key)
-        nll = tensor.cross_entropy(logits, jnp.where(counted, batch["targets"], 0), vocab_size)
-        return jnp.where(counted, nll, jnp.zeros_like(nll)).sum(), counted.sum(dtype=jnp.int32)
+        return summed_cross_entropy(apply(params, batch, key), batch, vocab_size)
 
     return loss
+
+
+def summed_cross_entropy(logits: jax.Array, batch: Batch, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+    """(sum, count) over the targets that are not -1."""
+    counted = batch["targets"] >= 0
+    nll = tensor.cross_entropy(logits, jnp.where(counted, batch["targets"], 0), vocab_size)
+    return jnp.where(counted, nll, jnp.zeros_like(nll)).sum(), counted.sum(dtype=jnp.int32)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
@@ -39,6 +40,7 @@ class Training:
       sums: in which gradients are summed over microbatches and devices; None for float32 at least.
       seed: of the first parameters.
       num_microbatches: how many parts a batch is computed in, one after the other.
+      pipeline: the model in stages, each of these parts in microbatches of its own; None without.
     """
 
     specs: Any
@@ -54,6 +56,7 @@ class Training:
     sums: Any = None
     seed: int = 0
     num_microbatches: int = 1
+    pipeline: Pipeline | None = None
 
     @cached_property
     def placement(self) -> StatePlacement:
@@ -61,7 +64,8 @@ class Training:
 
     @cached_property
     def how(self) -> Lowering:
-        return Lowering(self.mesh, self.rules, self.manual, self.dtype, self.sums, self.num_microbatches)
+        passes = self.num_microbatches * (self.pipeline.schedule.num_microbatches if self.pipeline else 1)
+        return Lowering(self.mesh, self.rules, self.manual, self.dtype, self.sums, passes)
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -70,7 +74,8 @@ class Training:
 
     @property
     def objective(self) -> Objective:
-        return Objective(self.loss, self.key or (lambda step: None), self.num_microbatches, self.dtype, self.sums)
+        key = self.key or (lambda step: None)
+        return Objective(self.loss, key, self.num_microbatches, self.dtype, self.sums, self.pipeline)
 
     @property
     def gradients(self) -> Callable[..., Gradients]:

@@ -121,7 +121,8 @@ def check_complete(orders: Sequence[Order], schedule: Schedule) -> None:
       ScheduleError: lists what is missing, and what stands twice or is of no microbatch.
     """
     problems = Problems()
-    kinds = "FBW" if splits(orders) else "FB"
+    has = {op.kind for order in orders for op in order}
+    kinds = [kind for kind in "FBW" if kind in has] or ["F"]
     wanted = {
         Op(kind, j, chunk)
         for kind in kinds for j in range(schedule.num_microbatches) for chunk in range(schedule.chunks_per_stage)
