@@ -1,9 +1,9 @@
-"""Orders as tables that one program reads: what each stage does in each tick, and in which slots it finds and puts what.
+"""Orders as tables that one program reads: what each stage does in each tick, and where it finds and puts what.
 
-In a tick every stage does at most one F, B or W, and then hands on what it made. A backward that is not split is a B and
-a W that follows at once: so ticks are of equal length, and a cotangent travels on before the weights' gradient is worked
-out. What waits is kept in slots, as few as the schedule lets be: messages from their arrival until they are used,
-residuals of a forward until the end of its W, and what B leaves for W.
+In a tick every stage does at most one F, B or W, and then hands on what it made. A backward that is not split is a B
+and a W that follows at once: so ticks are of equal length, and a cotangent travels on before the gradient of the
+weights is worked out. What waits is kept in slots, as few as the schedule lets be: messages from their arrival until
+they are used, residuals of a forward until the end of its W, and what B leaves for W.
 """
 
 from __future__ import annotations
