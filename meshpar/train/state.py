@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,15 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.tree import flatten_with_paths, map_with_path
 
+OWN = 64
+"""Elements up to which an array of the optimizer that is of no parameter lies whole on every device."""
 
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "skipped"], meta_fields=[])
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "opt_state", "skipped", "carried"],
+    meta_fields=[],
+)
 @dataclass(frozen=True)
 class TrainState:
     """All that a step reads and writes: what is donated, and what a checkpoint holds.
@@ -30,12 +37,14 @@ class TrainState:
       params: nested dicts of arrays.
       opt_state: the Optax state.
       skipped: int32[]. How many steps were skipped because loss or gradients were not finite.
+      carried: what the loss hands from step to step beside the parameters, such as batch statistics.
     """
 
     step: Any
     params: Any
     opt_state: Any
     skipped: Any
+    carried: Any = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,18 +55,20 @@ class StatePlacement:
       sharded: tree of `Placement`: the parameters, as sharded as the rules can make them. Gradients lie so.
       params: the same, as they are stored: whole over the storage axes under ZeRO-1.
       opt_state: tree of `Placement`, like the Optax state.
+      carried: tree of `Placement`, of what the loss hands on.
     """
 
     mesh: AnyMesh
     sharded: Any
     params: Any
     opt_state: Any
+    carried: Any = field(default_factory=dict)
 
     @property
     def structs(self) -> TrainState:
         """The state as `ShapeDtypeStruct`s with shardings, for compile, init and restore."""
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))  # pyright: ignore
-        return TrainState(scalar, structs(self.params), structs(self.opt_state), scalar)
+        return TrainState(scalar, structs(self.params), structs(self.opt_state), scalar, structs(self.carried))
 
 
 def structs(placements: Any) -> Any:
@@ -70,20 +81,25 @@ def shardings(tree: Any) -> Any:
     return jax.tree.map(lambda s: s.sharding, tree)
 
 
-def place(specs: Any, rules: AxisRules, mesh: AnyMesh, tx: optax.GradientTransformation) -> StatePlacement:
-    """Places parameters and optimizer state.
+def place(
+    specs: Any, rules: AxisRules, mesh: AnyMesh, tx: optax.GradientTransformation, carried: Any = None
+) -> StatePlacement:
+    """Places parameters, optimizer state, and what the loss carries.
 
     Args:
       specs: tree of `ArraySpec`, of the parameters as they are stored.
+      carried: the same, of what the loss carries.
 
     Raises:
       ShardingError: see `resolve`; or the optimizer keeps an array of which it cannot be said how to shard it.
     """
-    sharded = resolve(specs, rules, mesh)
+    carried = carried or {}
+    sharded = resolve(specs, rules, mesh, carried)
     stored = sharded
     if rules.zero_stage == 1:
         stored = jax.tree.map(lambda p: p.without(rules["batch"]), sharded)
-    return StatePlacement(mesh, sharded, stored, _place_opt_state(sharded, tx, mesh))
+    opt_state = _place_opt_state(sharded, tx, mesh)
+    return StatePlacement(mesh, sharded, stored, opt_state, resolve(carried, rules, mesh, specs))
 
 
 def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMesh) -> Any:
@@ -92,8 +108,7 @@ def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMe
     state = jax.eval_shape(tx.init, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype), sharded))
 
     def one(path: str, leaf: Any) -> Placement:
-        names = [name for name in params if f".{path}".endswith(f".{name}")]
-        placement = _inherit(leaf, params[max(names, key=len)] if names else None, mesh)
+        placement = _inherit(leaf, _owner(path, params), mesh)
         if placement is None:
             problems.add(path, f"{leaf.dtype}{list(leaf.shape)} is like no parameter", "use another optimizer")
         return placement  # pyright: ignore
@@ -103,18 +118,38 @@ def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMe
     return placed
 
 
+def _owner(path: str, params: dict[str, Placement]) -> Placement | None:
+    """The parameter whose path the leaf's path ends in, or else has within it."""
+    ends = [name for name in params if f".{path}".endswith(f".{name}")]
+    names = ends or [name for name in params if f".{name}." in f".{path}."]
+    return params[max(names, key=len)] if names else None
+
+
 def _inherit(leaf: Any, owner: Placement | None, mesh: AnyMesh) -> Placement | None:
-    """A leaf lies as its parameter does, dim by dim; a factored leaf has some of the parameter's dims."""
-    dtype = np.dtype(leaf.dtype)
+    """Where an array of the optimizer lies: dim by dim as its parameter does.
+
+    A factored one has some of the parameter's dims; a memory of several steps has dims before them; what is of no
+    parameter, and tiny, is the optimizer's own.
+    """
+    whole = lambda why: Placement(spec(("own",) * leaf.ndim), mesh, ((),) * leaf.ndim, (why,) * leaf.ndim)
+    spec = lambda dims: ArraySpec(leaf.shape, _dtype(leaf), dims)
     if leaf.size == 1:
-        whole = ((),) * leaf.ndim
-        return Placement(ArraySpec(leaf.shape, dtype, ("one",) * leaf.ndim), mesh, whole, ("scalar",) * leaf.ndim)
-    kept = _subsequence(leaf.shape, owner.spec.shape) if owner else None
-    if owner is None or kept is None:
+        return whole("scalar")
+    if owner is None:
+        return whole("the optimizer's own") if leaf.size <= OWN else None
+    more = leaf.ndim - len(owner.axes)
+    if more > 0 and leaf.shape[more:] == owner.spec.shape:
+        dims, why = ("memory",) * more + owner.spec.dims, ("memory",) * more + owner.reason
+        return Placement(spec(dims), mesh, ((),) * more + owner.axes, why)
+    kept = _subsequence(leaf.shape, owner.spec.shape)
+    if kept is None:
         return None
     pick = lambda values: tuple(values[i] for i in kept)
-    spec = ArraySpec(leaf.shape, dtype, pick(owner.spec.dims))
-    return Placement(spec, mesh, pick(owner.axes), pick(owner.reason))
+    return Placement(spec(pick(owner.spec.dims)), mesh, pick(owner.axes), pick(owner.reason))
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.dtype(leaf.dtype)
 
 
 def _subsequence(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -135,6 +170,7 @@ def _subsequence(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int, ...]
 
 def compile_init(
     init_params: Callable[[jax.Array], Any],
+    init_carried: Callable[[jax.Array], Any],
     tx: optax.GradientTransformation,
     placement: StatePlacement,
     seed: int,
@@ -144,6 +180,7 @@ def compile_init(
 
     Args:
       init_params: key -> params.
+      init_carried: key -> what the loss carries.
       options: the compiler's.
 
     Communication: none: JAX's random numbers are a function of the element's position.
@@ -151,9 +188,14 @@ def compile_init(
     target = placement.structs
 
     def init() -> TrainState:
-        drawn = init_params(jax.random.key(seed))
-        params = jax.tree.map(lambda x, s: x.astype(s.dtype), drawn, target.params)
+        key = jax.random.key(seed)
+        params = _cast(init_params(key), target.params)
         params = jax.lax.with_sharding_constraint(params, shardings(structs(placement.sharded)))
-        return TrainState(jnp.int32(0), params, tx.init(params), jnp.int32(0))
+        carried = _cast(init_carried(key), target.carried)
+        return TrainState(jnp.int32(0), params, tx.init(params), jnp.int32(0), carried)
 
     return jax.jit(init, out_shardings=shardings(target)).lower().compile(compiler_options=options)
+
+
+def _cast(arrays: Any, structs: Any) -> Any:
+    return jax.tree.map(lambda x, struct: x.astype(struct.dtype), arrays, structs)
