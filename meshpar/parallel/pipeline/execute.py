@@ -21,6 +21,7 @@ from jax import lax
 from meshpar.parallel.data import summed_axes
 from meshpar.parallel.local import varying, varying_like, zeros_of
 from meshpar.parallel.pipeline.cut import Cut, cut_layers
+from meshpar.parallel.pipeline.exchange import exchange
 from meshpar.parallel.pipeline.parts import Batch, Parts
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.split import Split, split
@@ -91,10 +92,15 @@ class _Stage:
         self.how = how = _manual()
         self.parts, self.key = pipeline.parts, key
         self.ticks, self.cut = pipeline.plan(how, forward_only)
-        self.batch = _microbatches(batch, pipeline.schedule.num_microbatches)
+        self.num_microbatches = pipeline.schedule.num_microbatches
+        self.batch = _microbatches(batch, self.num_microbatches)
+        self.at_ends = (self.num_microbatches, self.num_microbatches * pipeline.schedule.chunks_per_stage)
         self.axes, self.everywhere = how.axes("stage"), summed_axes(how)
         self.stage = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
-        self.layers = params[self.parts.layers]
+        self.exchange = None
+        if how.axes("layers") and not self.cut.is_contiguous:
+            self.exchange = exchange(self.cut, self.parts.num_layers)
+        self.layers = self._enter(params[self.parts.layers])
         self.outer = {name: value for name, value in params.items() if name != self.parts.layers}
         self.indices = jnp.asarray(self.cut.layers.reshape(_num_stages(how), -1))[self.stage]
         self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if how.axes("layers") else self.indices
@@ -105,7 +111,8 @@ class _Stage:
     def gradients(self, dtype: Any) -> Sums:
         slots = lax.scan(self._tick, self._empty(dtype), self._table())[0]
         total, count, outer = slots.sums
-        return total, count, outer | {self.parts.layers: slots.layers}
+        layers = slots.layers if self.exchange is None else self.exchange.leave(slots.layers, self.axes, self.stage)
+        return total, count, outer | {self.parts.layers: layers}
 
     def evaluation(self) -> tuple[jax.Array, jax.Array]:
         inbox = zeros_of(self.x, self.ticks.num_inbox + 1)
@@ -115,17 +122,18 @@ class _Stage:
 
     def _tick(self, slots: _Slots, rows: Row) -> tuple[_Slots, None]:
         row = self._mine(rows)
-        out, residuals = _if(row.kind == KINDS["F"], self._forward, (self.x, slots.residuals), slots.inbox, row)
+        out, residuals = self._if("F", row, self._forward, (self.x, slots.residuals), slots.inbox)
         slots = slots._replace(residuals=residuals)
-        out, stash, sums = _if(row.kind == KINDS["B"], self._backward, (out, slots.stash, slots.sums), slots, row)
+        out, stash, sums = self._if("B", row, self._backward, (out, slots.stash, slots.sums), slots)
         slots = slots._replace(stash=stash, sums=sums)
-        layers = _if(row.kind == KINDS["W"], self._weights, slots.layers, slots, row)
+        layers = self._if("W", row, self._weights, slots.layers, slots)
         return slots._replace(layers=layers, inbox=self._hand_on(slots.inbox, out, row)), None
 
     def _forward_tick(self, carry: Any, rows: Row) -> tuple[Any, None]:
         row, (inbox, sums) = self._mine(rows), carry
-        out, _ = _if(row.kind == KINDS["F"], self._forward, (self.x, []), inbox, row)
-        sums = _if((row.kind == KINDS["F"]) & (row.last == 1), self._loss, sums, out, row)
+        out, _ = self._if("F", row, self._forward, (self.x, []), inbox)
+        ended = (row.kind == KINDS["F"]) & (row.last == 1)
+        sums = _if(ended, self._loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
         return (self._hand_on(inbox, out, row), sums), None
 
     def _hand_on(self, inbox: jax.Array, out: jax.Array, row: Row) -> jax.Array:
@@ -135,6 +143,11 @@ class _Stage:
         for message, slot in ((shift(1), row.from_left), (shift(-1), row.from_right), (out, row.own)):
             inbox = inbox.at[slot].set(message)
         return inbox
+
+    def _if(self, kind: str, row: Row, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
+        """If the row is of this kind; each stage has as many of each."""
+        taken = (self.at_ends[1], self.ticks.num_ticks)
+        return _if(row.kind == KINDS[kind], change, changed, *args, row, taken=taken)
 
     # The three operations: (what they change, ...) -> that --------------------------------------------------------
 
@@ -146,12 +159,13 @@ class _Stage:
             y, residuals = self.split.forward(params, x, rest)
             return y, [a.at[row.residual, i].set(r) for a, r in zip(kept, residuals, strict=bool(kept))]
 
-        x = lax.cond(row.first == 1, embed, lambda: inbox[row.inbox])
+        with _taken(*self.at_ends):
+            x = lax.cond(row.first == 1, embed, lambda: inbox[row.inbox])
         return self._each_layer(layer, (x, changed[1]), row)
 
     def _backward(self, changed: Any, slots: _Slots, row: Row) -> Any:
         _, stash, sums = changed
-        dy, sums = _if(row.last == 1, self._loss_gradient, (slots.inbox[row.inbox], sums), row)
+        dy, sums = _if(row.last == 1, self._loss_gradient, (slots.inbox[row.inbox], sums), row, taken=self.at_ends)
 
         def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
             dy, kept = carry
@@ -159,7 +173,7 @@ class _Stage:
             return dx, [a.at[row.stash, i].set(s) for a, s in zip(kept, stash, strict=True)]
 
         dx, stash = self._each_layer(layer, (dy, stash), row, reverse=True)
-        return dx, stash, _if(row.first == 1, self._embedding_gradient, sums, dx, row)
+        return dx, stash, _if(row.first == 1, self._embedding_gradient, sums, dx, row, taken=self.at_ends)
 
     def _weights(self, sums: Any, slots: _Slots, row: Row) -> Any:
         def layer(sums: Any, i: jax.Array, params: Any, rest: Any) -> Any:
@@ -179,7 +193,7 @@ class _Stage:
         def step(carry: Any, i: jax.Array) -> tuple[Any, None]:
             at = row.chunk * self.cut.longest + i
             run = lambda carry: body(carry, i, self._params(at), (batch, shared, self.key, self.indices[at]))
-            return run(carry) if self.cut.is_even else _if(self.indices[at] >= 0, run, carry), None
+            return run(carry) if self.cut.is_even else _if(self.indices[at] >= 0, run, carry, taken=(1, 1)), None
 
         return lax.scan(step, carry, jnp.arange(self.cut.longest, dtype=jnp.int32), reverse=reverse)[0]
 
@@ -202,6 +216,9 @@ class _Stage:
     def _loss(self, sums: Any, y: jax.Array, row: Row) -> Any:
         more = self.parts.loss(self._whole(self.outer), y, self._micro(row.microbatch))
         return jax.tree.map(jnp.add, sums, more)
+
+    def _enter(self, layers: Any) -> Any:
+        return layers if self.exchange is None else self.exchange.enter(layers, self.axes, self.stage)
 
     # What they read ------------------------------------------------------------------------------------------------
 
@@ -247,9 +264,19 @@ class _Stage:
         return varying(x, self.everywhere)
 
 
-def _if(condition: jax.Array, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
-    """`change(changed, *args)` if so, else `changed` as it is, in place."""
-    return lax.cond(condition, change, lambda changed, *_: changed, changed, *args)
+def _if(condition: jax.Array, change: Callable[..., Any], changed: Any, *args: Any, taken: tuple[int, int]) -> Any:
+    """`change(changed, *args)` if so, else `changed` as it is, in place.
+
+    Args:
+      taken: (so often, of so many times), on a stage that does it at all.
+    """
+    with _taken(*taken):
+        return lax.cond(condition, change, lambda changed, *_: changed, changed, *args)
+
+
+def _taken(times: int, of: int) -> Any:
+    """Says in the program's text how often a conditional is taken, for whoever counts what it does."""
+    return jax.named_scope(f"taken_{times}_of_{of}")
 
 
 def _added(sums: Any, grads: Any) -> Any:
