@@ -93,7 +93,8 @@ class _Stage:
         self.parts, self.key = pipeline.parts, key
         self.ticks, self.cut = pipeline.plan(how, forward_only)
         self.num_microbatches = pipeline.schedule.num_microbatches
-        self.batch = _microbatches(batch, self.num_microbatches)
+        # [rows / m, m, ...]: a microbatch is read where it lies, and never laid out anew.
+        self.batch = jax.tree.map(lambda a: a.reshape(-1, self.num_microbatches, *a.shape[1:]), batch)
         self.at_ends = (self.num_microbatches, self.num_microbatches * pipeline.schedule.chunks_per_stage)
         self.axes, self.everywhere = how.axes("stage"), summed_axes(how)
         self.stage = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
@@ -251,7 +252,7 @@ class _Stage:
 
     def _micro(self, microbatch: jax.Array) -> Batch:
         index = varying(microbatch, self.axes)
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), self.batch)
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, axis=1, keepdims=False), self.batch)
 
     def _params(self, at: jax.Array) -> Any:
         row = varying(self.rows[at], self.axes)
@@ -281,11 +282,6 @@ def _taken(times: int, of: int) -> Any:
 
 def _added(sums: Any, grads: Any) -> Any:
     return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads)
-
-
-def _microbatches(batch: Batch, num: int) -> Batch:
-    """[rows, ...] -> [num, rows / num, ...]."""
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] // num, num, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
 def _num_stages(how: Lowering) -> int:

@@ -161,9 +161,7 @@ class _Cut:
         return found
 
     def _part(self, numbers: set[int], invars: Sequence[Any], outvars: Sequence[Any]) -> core.ClosedJaxpr:
-        eqns = [self.flat.jaxpr.eqns[number] for number in sorted(numbers)]
-        effects = set().union(*(eqn.effects for eqn in eqns))
-        return core.ClosedJaxpr(core.Jaxpr((), list(invars), list(outvars), eqns, effects), ())
+        return _part(self.flat.jaxpr, [self.flat.jaxpr.eqns[number] for number in sorted(numbers)], invars, outvars)
 
 
 def _flattened(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
@@ -178,12 +176,21 @@ def _flattened(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
                 inner = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
                 made = run(inner.jaxpr, inner.consts, [read(v) for v in eqn.invars])
             else:
-                one = core.Jaxpr((), [v for v in eqn.invars if not _is_literal(v)], eqn.outvars, [eqn], eqn.effects)
-                made = _call(core.ClosedJaxpr(one, ()), *(read(v) for v in eqn.invars if not _is_literal(v)))
+                invars: list[Any] = [v for v in eqn.invars if not _is_literal(v)]
+                made = _call(_part(jaxpr, [eqn], invars, eqn.outvars), *map(read, invars))
             values.update(zip(eqn.outvars, made, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     return lambda *args: run(closed.jaxpr, closed.consts, args)
+
+
+def _part(
+    of: core.Jaxpr, eqns: Sequence[core.JaxprEqn], invars: Sequence[Any], outvars: Sequence[Any]
+) -> core.ClosedJaxpr:
+    """Some of the equations of a trace, as a function of some of its values."""
+    effects = set().union(*(eqn.effects for eqn in eqns))
+    jaxpr = core.Jaxpr((), list(invars), list(outvars), list(eqns), effects, debug_info=of.debug_info)
+    return core.ClosedJaxpr(jaxpr, ())
 
 
 def _call(closed: core.ClosedJaxpr, *args: Any) -> list[Any]:
