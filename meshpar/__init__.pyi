@@ -9,6 +9,7 @@ from .errors import (
     MeshparError,
     ProgramError,
     ProofError,
+    ScheduleError,
     ShardingError,
 )
 from .inspection.compiling import compiling
@@ -19,6 +20,16 @@ from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
+from .parallel.pipeline.schedule import (
+    ZBV,
+    GPipe,
+    Interleaved,
+    OneFOneB,
+    PipeDream2BW,
+    Written,
+    ZeroBubbleH1,
+    ZeroBubbleH2,
+)
 from .proof.prove import prove
 from .proof.verdict import Proof
 from .run import Prepared, Run, explain, fit, load, prepare
@@ -34,6 +45,7 @@ from .train.training import Training
 __all__ = [
     "GPT",
     "SGD",
+    "ZBV",
     "Adafactor",
     "AdamW",
     "ArraySpec",
@@ -46,13 +58,17 @@ __all__ = [
     "ContractWarning",
     "DataError",
     "Finding",
+    "GPipe",
     "Inspection",
+    "Interleaved",
     "Lion",
     "Llama",
     "MeshError",
     "MeshLayout",
     "MeshparError",
     "Muon",
+    "OneFOneB",
+    "PipeDream2BW",
     "Placement",
     "Planned",
     "Prepared",
@@ -60,12 +76,16 @@ __all__ = [
     "Proof",
     "ProofError",
     "Run",
+    "ScheduleError",
     "ShardingError",
     "StandardLibrary",
     "Synthetic",
     "Tally",
     "Text",
     "Training",
+    "Written",
+    "ZeroBubbleH1",
+    "ZeroBubbleH2",
     "collectives",
     "compiling",
     "constrain",

@@ -33,9 +33,9 @@ from meshpar.nn.describe import describe, functional
 from meshpar.nn.staged import parts
 from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.parallel.pipeline.cut import cut_layers
-from meshpar.parallel.pipeline.execute import Pipeline
+from meshpar.parallel.pipeline.execute import Pipeline, num_permutes
 from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
-from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic
+from meshpar.parallel.traffic import Activations, Stages, Traffic, Widths, step_traffic
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.plan.memory import ModelStates, model_states
@@ -45,6 +45,7 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.checkpoint import checkpoints
 from meshpar.train.data import Data
+from meshpar.train.gradients import STALE
 from meshpar.train.loop import Loop
 from meshpar.train.loss import next_token_loss, summed_cross_entropy
 from meshpar.train.master import with_master
@@ -120,16 +121,30 @@ class Prepared(Training):
     def closed_form(self) -> Traffic | None:
         """Bytes that a device sends in a step, by axes; None of an imported model, or of an optimizer that mixes."""
         run, shape = self.run, self.mesh.shape
+        if self.pipeline and self.pipeline.schedule.is_stale and self.how.rules.zero_stage == 1:
+            return None  # the weights before the last update lie in shards, and are gathered too
         if not run.optim.elementwise or isinstance(run.model, Import):
             return None
         rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
         model, recomputed = run.model, run.model.remat != "none"
-        activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, recomputed)
+        tokens = rows * run.data.seq_len
+        layers, stages = self._in_stages(tokens) if self.pipeline else (model.num_layers, None)
+        activations = Activations(layers, tokens, model.width, recomputed)
         # XLA's CPU compiler widens what travels in 16 bits.
         widths = run.precision.widths(least=4 if self._on_cpu else 2)
         return step_traffic(
-            self.placement.sharded, self.how, widths, activations, run.num_microbatches, hoists=self._on_cpu
+            self.placement.sharded, self.how, widths, activations, self.how.num_microbatches, self._on_cpu, stages
         )
+
+    def _in_stages(self, tokens: int) -> tuple[int, Stages]:
+        """Layers that a stage computes, and what the pipeline sends."""
+        assert self.pipeline is not None
+        (ticks, cut), passes = self.pipeline.plan(self.how), self.run.num_microbatches
+        num_stages, moves = len(cut.layers), self.pipeline.moves(self.how)
+        permutes, moved = num_permutes(num_stages), moves.num_permutes * moves.unit if moves else 0
+        per_microbatch = tokens // self.how.num_microbatches
+        shared = "table" if not isinstance(self.run.model, Import) and self.run.model.tied else None
+        return cut.layers[0].size, Stages(ticks.num_ticks * passes, permutes, passes, moved, per_microbatch, shared)
 
     @cached_property
     def states(self) -> ModelStates:
@@ -185,6 +200,9 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     model = _imported(run) if isinstance(run.model, Import) else _built(run, run.model)
     dtype, shape = np.dtype(run.precision.params), (run.data.batch_size, run.data.seq_len)
     specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.pop("specs"))
+    if run.pipeline and run.pipeline.is_stale:
+        init = model["init"]
+        model |= {"carried": {STALE: specs}, "init_carried": lambda key: {STALE: init(key)}}
     tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, specs))
     master, sums = run.precision.master, run.precision.gradients
     tx = with_master(tx, np.dtype(master)) if master else tx

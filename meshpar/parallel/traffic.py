@@ -48,7 +48,7 @@ class Activations:
     """What a decoder's layers pass on, on one device in a whole step.
 
     Args:
-      num_layers: blocks.
+      num_layers: blocks that a device computes.
       tokens: rows of the batch on one device, times the sequence.
       width: the model's.
       recomputed: whether the backward computes a block's residual stream again (any remat policy but `none`).
@@ -58,6 +58,27 @@ class Activations:
     tokens: int
     width: int
     recomputed: bool
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a pipeline adds to a step.
+
+    Args:
+      ticks: of all its passes.
+      permutes: of an activation, in a tick.
+      num_passes: how often layers are moved to where the schedule wants them, and their gradients back.
+      moved: layers that a stage sends on each way.
+      tokens: of a microbatch on one device.
+      at_both_ends: the parameter that the first and the last stage use; under ZeRO-3 each gathers it for itself.
+    """
+
+    ticks: int
+    permutes: int
+    num_passes: int
+    moved: int
+    tokens: int
+    at_both_ends: str | None = None
 
 
 def share(n: int, whole_bytes: int | Fraction) -> Fraction:
@@ -76,6 +97,7 @@ def step_traffic(
     activations: Activations,
     num_microbatches: int = 1,
     hoists: bool = True,
+    stages: Stages | None = None,
 ) -> Traffic:
     """All that a step of a decoder sends, if its optimizer works element by element.
 
@@ -83,22 +105,34 @@ def step_traffic(
       sharded: tree of `Placement`, of the parameters, as sharded as the rules can make them.
       hoists: whether the compiler moves ZeRO-3's gather of what lies outside the layers out of the loop over
         microbatches, as XLA does for CPUs.
+      stages: of a pipeline. What only the first or the last stage sends counts as if one device sent both.
     """
     sent: Sums = defaultdict(Fraction)
     for path, placement in flatten_with_paths(sharded).items():
         again = _is_gathered_again(path, placement, activations.recomputed)
-        in_loop = "layers" in placement.spec.dims or not hoists
+        in_loop = "layers" in placement.spec.dims or not hoists or stages is not None
         gathers = (1 + again) * (num_microbatches if in_loop else 1)
-        _add_parameter(sent, placement, how, widths, num_microbatches, gathers)
+        users = 1 + (stages is not None and path == stages.at_both_ends)
+        _add_parameter(sent, placement, how, widths, num_microbatches, gathers, users)
+        if stages:
+            _add_moves(sent, placement, how, widths, stages)
     _add_activations(sent, how, widths, activations)
     _add_scalars(sent, flatten_with_paths(sharded).values(), how, widths)
+    if stages:
+        part = math.prod(how.mesh.shape[axis] for axis in how.axes("norm_seq"))
+        message = Fraction(stages.tokens * activations.width * widths.compute, part)
+        sent[how.axes("stage")] += stages.ticks * stages.permutes * message
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
 def _add_parameter(
-    sent: Sums, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, gathers: int
+    sent: Sums, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, gathers: int, users: int
 ) -> None:
-    """Gathers of a parameter (so many under ZeRO-3) and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P."""
+    """Gathers of a parameter and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P.
+
+    Args:
+      gathers: under ZeRO-3, of each stage that uses it, of which there are `users`.
+    """
     size, dims = math.prod(placement.local_shape), placement.spec.dims
     stored = _ordered(axis for dim in dims for axis in how.storage(dim))
     n, m = _size(how, stored), num_microbatches
@@ -106,7 +140,7 @@ def _add_parameter(
         0: (0, 0),
         1: (widths.params, widths.gradients),
         2: (widths.compute, widths.gradients),
-        3: (gathers * widths.compute, m * widths.gradients),
+        3: (users * gathers * widths.compute, users * m * widths.gradients),
     }[how.rules.zero_stage]
     sent[stored] += share(n, size * n * (gather + scatter))
     copies = tuple(a for a in _ordered(summed_axes(how)) if a not in sharding_axes([placement]))
@@ -115,6 +149,19 @@ def _add_parameter(
         # Each device of the query heads uses the whole key heads: their gradients are summed in each layer.
         users = _ordered(set(how.axes("heads")) - set(summed_axes(how)))
         sent[users] += 2 * m * share(_size(how, users), size * n * widths.compute)
+
+
+def _add_moves(sent: Sums, placement: Placement, how: Lowering, widths: Widths, stages: Stages) -> None:
+    """A layer as the step computes with it, and its gradient as it is summed."""
+    dims = placement.spec.dims
+    if "layers" not in dims or not stages.moved:
+        return
+    stored = [axis for dim in dims for axis in how.storage(dim)]
+    in_shards = bool(stored) and how.gathers_in_layers
+    layer = math.prod(placement.local_shape) // placement.local_shape[dims.index("layers")]
+    size = layer * (1 if in_shards else _size(how, stored))
+    width = (widths.gradients if in_shards else widths.compute) + widths.gradients
+    sent[how.axes("stage")] += stages.num_passes * stages.moved * size * width
 
 
 def _is_gathered_again(path: str, placement: Placement, recomputed: bool) -> bool:
@@ -145,7 +192,7 @@ def _add_activations(sent: Sums, how: Lowering, widths: Widths, of: Activations)
 
 def _add_scalars(sent: Sums, placements: Iterable[Placement], how: Lowering, widths: Widths) -> None:
     """The loss and the number of tokens; the squares of the gradient's norm."""
-    batch, sharding = _ordered(how.axes("batch")), sharding_axes(placements)
+    batch, sharding = _ordered(how.axes("batch") + how.axes("stage")), sharding_axes(placements)
     sent[batch] += 2 * share(_size(how, batch), widths.sums + 4)
     sent[sharding] += 2 * share(_size(how, sharding), widths.sums)
 

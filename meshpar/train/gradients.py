@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -113,6 +113,23 @@ def manual(
         in_specs=(stored, batch_pspecs(how, batch), scalar, carried),
         out_specs=Gradients(scalar, scalar, scalar, pspecs, scalar, carried), check_vma=True,  # pyright: ignore
     )  # fmt: skip
+
+
+STALE = "stale"
+"""The key of the parameters before the last update, among what is carried from step to step."""
+
+
+def stale(gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """The same, at the parameters before the last update; those of this step are carried to the next.
+
+    Memory: the parameters once more, sharded as their gradients.
+    Source: Narayanan et al. 2021, arXiv:2006.09503.
+    """
+
+    def at_stale(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
+        return replace(gradients(carried[STALE], batch, step, carried), carried={STALE: params})
+
+    return at_stale
 
 
 def batch_pspecs(how: Lowering, batch: dict[str, jax.ShapeDtypeStruct]) -> dict[str, PartitionSpec]:

@@ -16,7 +16,7 @@ from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.evaluate import Evaluation, compile_evaluation
-from meshpar.train.gradients import Gradients, Objective, auto, manual
+from meshpar.train.gradients import Gradients, Objective, auto, manual, stale
 from meshpar.train.loss import Batch, Loss
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place
 from meshpar.train.step import Metrics, Step, Update, batch_structs, compile_step, step_function
@@ -85,9 +85,10 @@ class Training:
 
     @property
     def gradients(self) -> Callable[..., Gradients]:
-        if self.manual:
-            return manual(self.objective, self.how, self.placement, self.batch)
-        return auto(self.objective, self.how)
+        if not self.manual:
+            return auto(self.objective, self.how)
+        fresh = manual(self.objective, self.how, self.placement, self.batch)
+        return stale(fresh) if self.pipeline and self.pipeline.schedule.is_stale else fresh
 
     @property
     def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:

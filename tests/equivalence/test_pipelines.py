@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 
 from meshpar.errors import ConfigError
 from meshpar.parallel.pipeline import execute
-from meshpar.parallel.pipeline.schedule import Written
+from meshpar.parallel.pipeline.schedule import Interleaved, Written
 from meshpar.parallel.pipeline.ticks import Ticks
-from tests.pipelines import MODELS, difference, on_one_device, prepared, scheduled
+from meshpar.proof.trial import Trial
+from meshpar.train.state import shardings, structs
+from meshpar.train.step import with_rows
+from meshpar.tree import flatten_with_paths
+from tests.pipelines import MODELS, batches, difference, on_one_device, prepared, scheduled
 from tests.unit.test_pipeline_schedule import random_orders
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv"]
@@ -160,9 +164,7 @@ def test_an_embedding_without_its_own_gradient_is_seen(monkeypatch):
 
 def test_what_does_not_fit_is_told_at_once():
     with pytest.raises(ConfigError) as error:
-        prepared(
-            MODELS["tied"](3), "pipe4", scheduled("interleaved", "pipe4", 8, num_microbatches=6), rules={"layers": ()}
-        )
+        prepared(MODELS["tied"](3), "pipe4", Interleaved(num_microbatches=6), rules={"layers": ()})
     assert "6 microbatches go through 4 stages in groups of 4" in str(error.value)
     assert "num_microbatches=4 or 8, or kind: 1f1b" in str(error.value)
     assert "3 layers cannot be cut into 8 parts (4 stages x 2 chunks)" in str(error.value)
@@ -175,7 +177,7 @@ def test_what_does_not_fit_is_told_at_once():
 def test_evaluation_is_one_devices():
     run = prepared(MODELS["tied"](8), "pipe2", scheduled("zbv", "pipe2", 4))
     one = prepared(MODELS["tied"](8), None)
-    batch = run.run.data.held_out()[0]
+    batch = next(iter(run.run.data.held_out()))
 
     def loss(of):
         put = {name: jax.device_put(x, of.batch[name].sharding) for name, x in batch.items()}
@@ -184,3 +186,37 @@ def test_evaluation_is_one_devices():
     mine, theirs = loss(run), loss(one)
     assert mine["tokens"] == theirs["tokens"]
     assert abs(mine["loss"] - theirs["loss"]) < 1e-10
+
+
+def test_2bw_takes_gradients_at_the_weights_before_the_last_update():
+    """On one device, by hand: w[t+1] = w[t] - update(gradient at w[t-1])."""
+    run = prepared(MODELS["tied"](8), "pipe2", scheduled("pipedream_2bw", "pipe2", 3))
+    one = prepared(MODELS["tied"](8), None)
+    trial, drawn = Trial(run), [batches()[0], batches()[1], batches()[0]]
+    state, mine = trial.start(), []
+    state, mine = trial.run(state, drawn)
+    sharded = shardings(structs(one.placement.sharded))
+    state = one.compile_init()()
+    before = state.params
+    for batch, got in zip(drawn, mine, strict=True):
+        told = jax.jit(one.gradients)(before, with_rows(batch), state.step, {})
+        before = state.params
+        state, _ = jax.jit(lambda state, told: one.update(state, told, sharded))(state, told)
+        assert abs(told.loss - got.loss["loss"]) < 1e-10
+    params = flatten_with_paths(jax.device_get(state.params))
+    assert max(abs(params[path] - value).max() for path, value in mine[-1].parameters.items()) < 1e-10
+
+
+def test_a_checkpoint_knows_no_pipeline(tmp_path):
+    """Saved in stages that are dealt out, restored in others, or in none."""
+    there = [
+        Trial(prepared(MODELS["tied"](8), mesh, mesh and scheduled(kind, mesh, 4)))
+        for mesh, kind in [("pipe4", "interleaved"), ("pipe2", "1f1b"), (None, "")]
+    ]
+    first, second = batches()
+    state, _ = there[0].run(there[0].start(), [first])
+    _, (went_on,) = there[0].run(state, [second])
+    for other in there[1:]:
+        _, (resumed,) = other.run(there[0].saved_and_restored(state, other), [second])
+        assert abs(resumed.loss["loss"] - went_on.loss["loss"]) < 1e-10
+        assert max(abs(resumed.parameters[p] - v).max() for p, v in went_on.parameters.items()) < 1e-10

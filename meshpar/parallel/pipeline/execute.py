@@ -21,7 +21,7 @@ from jax import lax
 from meshpar.parallel.data import summed_axes
 from meshpar.parallel.local import varying, varying_like, zeros_of
 from meshpar.parallel.pipeline.cut import Cut, cut_layers
-from meshpar.parallel.pipeline.exchange import exchange
+from meshpar.parallel.pipeline.exchange import Exchange, exchange
 from meshpar.parallel.pipeline.parts import Batch, Parts
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.split import Split, split
@@ -65,6 +65,11 @@ class Pipeline:
         cut = cut_layers(self.schedule, num_stages, self.parts.num_layers, self.parts.head)
         return tick_table(orders, self.schedule), cut
 
+    def moves(self, how: Lowering) -> Exchange | None:
+        """How layers come to where the schedule wants them; None if they lie there, or all on every stage."""
+        cut = self.plan(how)[1]
+        return exchange(cut, self.parts.num_layers) if how.axes("layers") and not cut.is_contiguous else None
+
 
 class _Slots(NamedTuple):
     """What lasts longer than a tick.
@@ -98,9 +103,7 @@ class _Stage:
         self.at_ends = (self.num_microbatches, self.num_microbatches * pipeline.schedule.chunks_per_stage)
         self.axes, self.everywhere = how.axes("stage"), summed_axes(how)
         self.stage = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
-        self.exchange = None
-        if how.axes("layers") and not self.cut.is_contiguous:
-            self.exchange = exchange(self.cut, self.parts.num_layers)
+        self.exchange = pipeline.moves(how)
         self.layers = self._enter(params[self.parts.layers])
         self.outer = {name: value for name, value in params.items() if name != self.parts.layers}
         self.indices = jnp.asarray(self.cut.layers.reshape(_num_stages(how), -1))[self.stage]
@@ -140,10 +143,11 @@ class _Stage:
     def _hand_on(self, inbox: jax.Array, out: jax.Array, row: Row) -> jax.Array:
         """One permute to the right and one to the left; each stage keeps what its table says."""
         n = _num_stages(self.how)
-        shift = lambda by: lax.ppermute(out, self.axes, [(i, (i + by) % n) for i in range(n)]) if self.axes else out
-        for message, slot in ((shift(1), row.from_left), (shift(-1), row.from_right), (out, row.own)):
+        shifts = [(1, row.from_left), (-1, row.from_right)][: num_permutes(n)]
+        for by, slot in shifts:
+            message = lax.ppermute(out, self.axes, [(i, (i + by) % n) for i in range(n)])
             inbox = inbox.at[slot].set(message)
-        return inbox
+        return inbox.at[row.own].set(out)
 
     def _if(self, kind: str, row: Row, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
         """If the row is of this kind; each stage has as many of each."""
@@ -263,6 +267,11 @@ class _Stage:
 
     def _typed(self, x: jax.Array) -> jax.Array:
         return varying(x, self.everywhere)
+
+
+def num_permutes(num_stages: int) -> int:
+    """In a tick: to the left and to the right; of two stages each is the other's only neighbour."""
+    return min(2, num_stages - 1)
 
 
 def _if(condition: jax.Array, change: Callable[..., Any], changed: Any, *args: Any, taken: tuple[int, int]) -> Any:

@@ -66,6 +66,8 @@ class Schedule(Config):
     num_microbatches: Positive
     """A batch is computed in so many parts, which follow each other through the stages."""
     chunks: ClassVar[int] = 1
+    is_stale: ClassVar[bool] = False
+    """Whether gradients are taken at the weights before the last update."""
     cut: tuple[Positive, ...] | None = None
     """Layers of each virtual stage, first to last. Default: as even as it goes, the last ones the shorter."""
 
@@ -194,12 +196,14 @@ class ZBV(Schedule):
 
 
 class PipeDream2BW(OneFOneB):
-    """1F1B on weights that are one step old, so that a step need not wait for the end of the one before.
+    """1F1B on weights that are one step old, of which two versions are kept. Source: arXiv:2006.09503.
 
-    Two versions of the weights are kept. It is another optimizer, not another schedule: w' = w - update(gradient at
-    the weights before w). Source: Narayanan et al. 2021, arXiv:2006.09503.
+    It is another optimizer, not another order: w[t+1] = w[t] - update(gradient at w[t-1]). PipeDream needs that to
+    begin a step before the last one has ended. A step of meshpar is one program, which ends when all stages have: so
+    here it computes what PipeDream-2BW does, in the time of 1F1B.
     """
 
+    is_stale: ClassVar[bool] = True
     kind: Literal["pipedream_2bw"] = "pipedream_2bw"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 

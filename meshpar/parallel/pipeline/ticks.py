@@ -122,6 +122,7 @@ class _Table:
     def _way(self, rows: Row, stage: int, to: int) -> np.ndarray:
         if to == stage:
             return rows.own
+        # Of two stages each is the other's neighbour on both sides: what passes between them comes from the left.
         return rows.from_left if to == (stage + 1) % self.num_stages else rows.from_right
 
     def _receiver(self, stage: int, op: Op) -> tuple[int, Op] | None:
