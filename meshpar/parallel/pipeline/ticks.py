@@ -75,10 +75,10 @@ def tick_table(orders: list[Order], schedule: Schedule) -> Ticks:
     return _Table(orders, schedule).ticks()
 
 
-def in_ticks(orders: list[Order], schedule: Schedule) -> Timeline:
-    """When each operation runs, in ticks: each lasts one, W apart from B."""
+def in_ticks(orders: list[Order], schedule: Schedule, times: Times | None = None) -> Timeline:
+    """When each operation runs, W apart from B; if no times are given, in ticks, of which each lasts one."""
     v = float(schedule.chunks_per_stage)
-    return simulate_orders([split_backwards(order) for order in orders], schedule, Times(v, v, v))
+    return simulate_orders([split_backwards(order) for order in orders], schedule, times or Times(v, v, v))
 
 
 def split_backwards(order: Order) -> Order:
