@@ -1,4 +1,7 @@
 from .adopt import training
+from .checkpoint.checkpoints import About, Checkpoints, checkpoints
+from .checkpoint.kept import Kept
+from .checkpoint.saved import Saved
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -32,12 +35,25 @@ from .parallel.pipeline.schedule import (
 )
 from .proof.prove import prove
 from .proof.verdict import Proof
-from .run import Prepared, Run, explain, fit, load, prepare
+from .run import Init, Prepared, Run, explain, fit, load, prepare
 from .sharding.constrain import constrain
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
-from .train.data import StandardLibrary, Synthetic, Text
+from .train.data import (
+    Arrow,
+    Bytes,
+    Ids,
+    Jsonl,
+    Mixture,
+    Numpy,
+    Parquet,
+    Part,
+    StandardLibrary,
+    Synthetic,
+    Text,
+    TokenizerFile,
+)
 from .train.loss import Tally
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
 from .train.training import Training
@@ -46,11 +62,15 @@ __all__ = [
     "GPT",
     "SGD",
     "ZBV",
+    "About",
     "Adafactor",
     "AdamW",
     "ArraySpec",
+    "Arrow",
     "AxisRules",
+    "Bytes",
     "CheckpointError",
+    "Checkpoints",
     "Collective",
     "ConfigError",
     "Contract",
@@ -59,15 +79,23 @@ __all__ = [
     "DataError",
     "Finding",
     "GPipe",
+    "Ids",
+    "Init",
     "Inspection",
     "Interleaved",
+    "Jsonl",
+    "Kept",
     "Lion",
     "Llama",
     "MeshError",
     "MeshLayout",
     "MeshparError",
+    "Mixture",
     "Muon",
+    "Numpy",
     "OneFOneB",
+    "Parquet",
+    "Part",
     "PipeDream2BW",
     "Placement",
     "Planned",
@@ -76,16 +104,19 @@ __all__ = [
     "Proof",
     "ProofError",
     "Run",
+    "Saved",
     "ScheduleError",
     "ShardingError",
     "StandardLibrary",
     "Synthetic",
     "Tally",
     "Text",
+    "TokenizerFile",
     "Training",
     "Written",
     "ZeroBubbleH1",
     "ZeroBubbleH2",
+    "checkpoints",
     "collectives",
     "compiling",
     "constrain",

@@ -12,7 +12,15 @@ from typing import Annotated
 import typer
 
 from meshpar import imports
-from meshpar.cli import explain, inspect, prove, schedule, schema, train  # noqa: F401  imported, a verb joins the app
+from meshpar.cli import (  # noqa: F401  in being imported, a verb joins the app
+    checkpoint,
+    explain,
+    inspect,
+    prove,
+    schedule,
+    schema,
+    train,
+)
 from meshpar.cli.app import app
 from meshpar.errors import MeshparError
 
