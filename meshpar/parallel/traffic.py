@@ -112,8 +112,8 @@ def step_traffic(
         again = _is_gathered_again(path, placement, activations.recomputed)
         in_loop = "layers" in placement.spec.dims or not hoists or stages is not None
         gathers = (1 + again) * (num_microbatches if in_loop else 1)
-        users = 1 + (stages is not None and path == stages.at_both_ends)
-        _add_parameter(sent, placement, how, widths, num_microbatches, gathers, users)
+        num_users = 1 + (stages is not None and path == stages.at_both_ends)
+        _add_parameter(sent, placement, how, widths, num_microbatches, gathers, num_users)
         if stages:
             _add_moves(sent, placement, how, widths, stages)
     _add_activations(sent, how, widths, activations)
@@ -126,12 +126,12 @@ def step_traffic(
 
 
 def _add_parameter(
-    sent: Sums, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, gathers: int, users: int
+    sent: Sums, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, gathers: int, num_users: int
 ) -> None:
     """Gathers of a parameter and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P.
 
     Args:
-      gathers: under ZeRO-3, of each stage that uses it, of which there are `users`.
+      gathers: under ZeRO-3, of each stage that uses it, of which there are `num_users`.
     """
     size, dims = math.prod(placement.local_shape), placement.spec.dims
     stored = _ordered(axis for dim in dims for axis in how.storage(dim))
@@ -140,7 +140,7 @@ def _add_parameter(
         0: (0, 0),
         1: (widths.params, widths.gradients),
         2: (widths.compute, widths.gradients),
-        3: (users * gathers * widths.compute, users * m * widths.gradients),
+        3: (num_users * gathers * widths.compute, num_users * m * widths.gradients),
     }[how.rules.zero_stage]
     sent[stored] += share(n, size * n * (gather + scatter))
     copies = tuple(a for a in _ordered(summed_axes(how)) if a not in sharding_axes([placement]))

@@ -81,7 +81,8 @@ class Training:
     @property
     def objective(self) -> Objective:
         key = self.key or (lambda step: None)
-        return Objective(self.loss, key, self.num_microbatches, self.dtype, self.sums, self.pipeline)
+        pipeline = self.pipeline if self.manual else None
+        return Objective(self.loss, key, self.num_microbatches, self.dtype, self.sums, pipeline)
 
     @property
     def gradients(self) -> Callable[..., Gradients]:

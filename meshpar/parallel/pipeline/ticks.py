@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,17 +32,17 @@ class Row(NamedTuple):
         where nothing is ever read: of the stage before, of the one after, and of itself.
     """
 
-    kind: np.ndarray
-    microbatch: np.ndarray
-    chunk: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
-    inbox: np.ndarray
-    residual: np.ndarray
-    stash: np.ndarray
-    from_left: np.ndarray
-    from_right: np.ndarray
-    own: np.ndarray
+    kind: Any
+    microbatch: Any
+    chunk: Any
+    first: Any
+    last: Any
+    inbox: Any
+    residual: Any
+    stash: Any
+    from_left: Any
+    from_right: Any
+    own: Any
 
 
 @dataclass(frozen=True)
