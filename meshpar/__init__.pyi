@@ -15,6 +15,7 @@ from .errors import (
     PlanError,
     ProgramError,
     ProofError,
+    ScheduleError,
     ShardingError,
 )
 from .inspection.compiling import compiling
@@ -25,6 +26,16 @@ from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
+from .parallel.pipeline.schedule import (
+    ZBV,
+    GPipe,
+    Interleaved,
+    OneFOneB,
+    PipeDream2BW,
+    Written,
+    ZeroBubbleH1,
+    ZeroBubbleH2,
+)
 from .proof.prove import prove
 from .proof.verdict import Proof
 from .run import Init, Prepared, Run, explain, fit, load, prepare
@@ -57,6 +68,7 @@ from .train.training import Training
 __all__ = [
     "GPT",
     "SGD",
+    "ZBV",
     "About",
     "Adafactor",
     "AdamW",
@@ -77,9 +89,11 @@ __all__ = [
     "EarlyStopping",
     "Finding",
     "Freeze",
+    "GPipe",
     "Ids",
     "Init",
     "Inspection",
+    "Interleaved",
     "Jsonl",
     "Kept",
     "Lion",
@@ -91,8 +105,10 @@ __all__ = [
     "Mixture",
     "Muon",
     "Numpy",
+    "OneFOneB",
     "Parquet",
     "Part",
+    "PipeDream2BW",
     "Placement",
     "PlanError",
     "Planned",
@@ -103,6 +119,7 @@ __all__ = [
     "Reduce",
     "Run",
     "Saved",
+    "ScheduleError",
     "ShardingError",
     "StandardLibrary",
     "Synthetic",
@@ -112,6 +129,9 @@ __all__ = [
     "TokenizerFile",
     "Training",
     "WandB",
+    "Written",
+    "ZeroBubbleH1",
+    "ZeroBubbleH2",
     "averaged",
     "checkpoints",
     "collectives",

@@ -24,7 +24,15 @@ from meshpar.checkpoint.saved import FOLDER, Saved, find
 from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.collectives.reduce import Reduce
 from meshpar.config import Config
-from meshpar.errors import ConfigError, ContractError, ContractWarning, MeshparError, Problems, ProgramError
+from meshpar.errors import (
+    ConfigError,
+    ContractError,
+    ContractWarning,
+    MeshparError,
+    Problems,
+    ProgramError,
+    ScheduleError,
+)
 from meshpar.imported import imported
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import Contract, beyond
@@ -36,8 +44,12 @@ from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Import, Model
 from meshpar.nn.describe import describe, functional
-from meshpar.nn.transformer import Decoder
-from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic, teacher_traffic
+from meshpar.nn.staged import parts
+from meshpar.nn.transformer import Decoder, Transformer
+from meshpar.parallel.pipeline.cut import cut_layers
+from meshpar.parallel.pipeline.execute import Pipeline, num_permutes
+from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
+from meshpar.parallel.traffic import Activations, Stages, Traffic, Widths, step_traffic, teacher_traffic
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.plan.memory import ModelStates, model_states
@@ -52,9 +64,10 @@ from meshpar.train.data.packing import ARRAYS
 from meshpar.train.ema import averaged, with_ema
 from meshpar.train.evaluate import Callback
 from meshpar.train.freeze import Freeze, frozen_until
+from meshpar.train.gradients import STALE
 from meshpar.train.loggers import Logger, TensorBoard
 from meshpar.train.loop import Loop
-from meshpar.train.loss import TEACHER, Criterion, Distill, next_token_loss
+from meshpar.train.loss import TEACHER, Criterion, Distill, next_token_loss, summed_cross_entropy
 from meshpar.train.master import with_master
 from meshpar.train.metrics import flops_per_token, recorder
 from meshpar.train.optim import Optimizer
@@ -125,6 +138,8 @@ class Run(Config):
     num_steps: Positive
     num_microbatches: Positive = 1
     """A batch is computed in so many parts, one after the other; gradients are reduced once."""
+    pipeline: Schedule | None = None
+    """How each of these parts goes through the stages of axis pipe: `{kind: 1f1b, num_microbatches: 16}`."""
     expects: Contract | None = None
     """What the compiled step may send and hold; it is refused if it goes beyond."""
     seed: Annotated[int, pydantic.Field(ge=0)] = 0
@@ -162,15 +177,18 @@ class Prepared(Training):
         """Bytes that a device sends in a step, by axes; None of an imported model, of an optimizer that mixes elements,
         and of a teacher whose logits are sharded in another way."""
         run, shape = self.run, self.mesh.shape
+        if self.pipeline and self.pipeline.schedule.is_stale and self.how.rules.zero_stage == 1:
+            return None  # the weights before the last update lie in shards, and are gathered too
         if not run.optim.elementwise or isinstance(run.model, Import):
             return None
         rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
         model, tokens = run.model, rows * run.data.seq_len
-        activations = Activations(model.num_layers, tokens, model.width, model.remat != "none", model.remat == "full")
+        layers, stages = self._in_stages(tokens) if self.pipeline else (model.num_layers, None)
+        activations = Activations(layers, tokens, model.width, model.remat != "none", model.remat == "full")
         # XLA's CPU compiler widens what travels in 16 bits.
         widths = run.precision.widths(least=4 if self._on_cpu else 2)
         sent = step_traffic(
-            self.placement.sharded, self.how, widths, activations, run.num_microbatches, on_cpu=self._on_cpu
+            self.placement.sharded, self.how, widths, activations, self.how.num_microbatches, self._on_cpu, stages
         )
         if not self.taught_by:
             return sent
@@ -181,6 +199,16 @@ class Prepared(Training):
         activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, False, False)
         more = teacher_traffic(self.taught_by.placement.sharded, self.teacher.how, widths, activations)
         return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
+
+    def _in_stages(self, tokens: int) -> tuple[int, Stages]:
+        """Layers that a stage computes, and what the pipeline sends."""
+        assert self.pipeline is not None
+        (ticks, cut), passes = self.pipeline.plan(self.how), self.run.num_microbatches
+        num_stages, moves = len(cut.layers), self.pipeline.moves(self.how)
+        permutes, moved = num_permutes(num_stages), moves.num_permutes * moves.unit if moves else 0
+        per_microbatch = tokens // self.how.num_microbatches
+        shared = "table" if not isinstance(self.run.model, Import) and self.run.model.tied else None
+        return cut.layers[0].size, Stages(ticks.num_ticks * passes, permutes, passes, moved, per_microbatch, shared)
 
     @cached_property
     def states(self) -> ModelStates:
@@ -244,6 +272,9 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.pop("specs"))
     frozen = frozen_until(run.freeze, specs, run.num_steps) if run.freeze else None
     tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, specs), frozen)
+    if run.pipeline and run.pipeline.is_stale:
+        init = model["init"]
+        model |= {"carried": {STALE: specs}, "init_carried": lambda key: {STALE: init(key)}}
     master, sums = run.precision.master, run.precision.gradients
     tx = with_master(tx, np.dtype(master)) if master else tx
     tx = with_ema(tx, run.optim.ema) if run.optim.ema else tx
@@ -313,7 +344,12 @@ def _built(run: Run, model: Decoder) -> dict[str, Any]:
         "loss": run.loss.build(functional(abstract), model.vocab_size, run.distill),
         "evaluation": next_token_loss(functional(abstract), model.vocab_size),
         "key": partial(step_key, run.seed) if model.dropout else None,
+        "pipeline": run.pipeline and _pipeline(run.pipeline, abstract),
     }
+
+
+def _pipeline(schedule: Schedule, model: Transformer) -> Pipeline:
+    return Pipeline(parts(model, partial(summed_cross_entropy, vocab_size=model.model.vocab_size)), schedule)
 
 
 def _imported(run: Run) -> dict[str, Any]:
@@ -476,10 +512,11 @@ def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
 
 def _check(run: Run, mesh: AnyMesh) -> None:
     how, problems = Lowering(mesh, run.rules, run.lowering == "manual"), Problems()
-    rows = math.prod(mesh.shape[axis] for axis in how.axes("batch")) * run.num_microbatches
+    num_microbatches = run.num_microbatches * (run.pipeline.num_microbatches if run.pipeline else 1)
+    rows = math.prod(mesh.shape[axis] for axis in how.axes("batch")) * num_microbatches
     if run.data.batch_size % rows:
         what = f"{run.data.batch_size} rows cannot be cut into {rows} equal parts"
-        parts = f"({rows // run.num_microbatches} devices x {run.num_microbatches} microbatches)"
+        parts = f"({rows // num_microbatches} devices x {num_microbatches} microbatches)"
         problems.add("data.batch_size", f"{what} {parts}", f"a multiple of {rows}")
     for dim in ("seq", "norm_seq"):
         shards = math.prod(mesh.shape[axis] for axis in how.axes(dim))
@@ -495,6 +532,7 @@ def _check(run: Run, mesh: AnyMesh) -> None:
     else:
         _check_decoder(run, run.model, problems)
     Overlap(run.tensor.overlap, run.fsdp.overlap).check(run.rules, how.manual, problems)
+    _check_pipeline(run, how, problems)
     _check_kept(run, problems)
     if run.reduce and run.lowering == "auto":
         problems.add("reduce", "under lowering: auto, XLA reduces gradients as it chooses", "lowering: manual")
@@ -503,6 +541,33 @@ def _check(run: Run, mesh: AnyMesh) -> None:
         problems.add("reduce", what, "fsdp.overlap=none, or no reduce")
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
+
+
+def _check_pipeline(run: Run, how: Lowering, problems: Problems) -> None:
+    num_stages = math.prod(how.mesh.shape[axis] for axis in how.axes("stage"))
+    if run.pipeline is None:
+        if how.manual and num_stages > 1:
+            what = f"the rules cut the model into {num_stages} stages, and nothing says in which order they work"
+            problems.add("pipeline", what, "pipeline={kind: 1f1b, num_microbatches: 8}, or no preset pipeline")
+        return
+    if not how.manual:
+        problems.add("pipeline", "GSPMD knows no pipeline", "lowering=manual, or no pipeline")
+    elif not isinstance(run.model, Import):
+        run.pipeline.check(num_stages, problems)
+        try:
+            cut_layers(run.pipeline, num_stages, run.model.num_layers)
+        except ScheduleError as error:
+            problems.add("pipeline", str(error))
+    beside = {
+        "loss": run.loss != Criterion(),
+        "distill": run.distill is not None,
+        "freeze": bool(run.freeze),
+        "reduce": run.reduce is not None,
+        "tensor.overlap": run.tensor.overlap != "none",
+        "fsdp.overlap": run.fsdp.overlap != "none",
+    }
+    for key in (key for key, is_set in beside.items() if is_set):
+        problems.add(key, "is not proven beside a pipeline, and so not allowed", f"no {key}, or no pipeline")
 
 
 def _check_kept(run: Run, problems: Problems) -> None:

@@ -14,7 +14,7 @@ import typer
 from meshpar import imports
 
 # In being imported, a verb joins the app.
-from meshpar.cli import bench, checkpoint, explain, inspect, new, plot, prove, schema, train  # noqa: F401
+from meshpar.cli import bench, checkpoint, explain, inspect, new, plot, prove, schedule, schema, train  # noqa: F401
 from meshpar.cli.app import app
 from meshpar.errors import MeshparError
 

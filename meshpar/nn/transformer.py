@@ -136,6 +136,32 @@ class Transformer(nnx.Module):
         if not model.tied:
             self.head = normal(rngs, (model.width, model.padded_vocab), model.width**-0.5, ("embed", "vocab"))
 
+    def embed(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B R D"]:
+        """What the first block takes."""
+        return self._embed(_gathered(self.table), batch, key)
+
+    def shared(self, batch: Batch, x_BRD: Float[Array, "B R D"]) -> Rotation | None:
+        """What all blocks take besides."""
+        return None if self.model.learned_positions else self._rotation(batch["positions"], x_BRD)
+
+    def layer(
+        self,
+        params: Any,
+        x_BRD: Float[Array, "B R D"],
+        batch: Batch,
+        by: Rotation | None,
+        key: PRNGKeyArray | None,
+        index: Int[Array, ""],
+    ) -> Float[Array, "B R D"]:
+        """The block of that index, whose parameters are `params`, nested as `blocks` are."""
+        graph, blocks = nnx.split(self.blocks)
+        own = jax.tree.unflatten(jax.tree.structure(blocks), jax.tree.leaves(params))
+        return nnx.merge(graph, _gathered_layer(own))(x_BRD, batch, by, _fold(key, index))
+
+    def logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B S V"]:
+        """From what the last block gives."""
+        return self._logits(x_BRD, _gathered(self.table) if self.model.tied else None)
+
     def __call__(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B S V"]:
         table_VD = _gathered(self.table)
         x_BRD = self._embed(table_VD, batch, key)
@@ -151,7 +177,7 @@ class Transformer(nnx.Module):
 
     def _scan(self, x_BRD: Float[Array, "B R D"], batch: Batch, key: PRNGKeyArray | None) -> Float[Array, "B R D"]:
         graph, blocks = nnx.split(self.blocks)
-        by = None if self.model.learned_positions else self._rotation(batch["positions"], x_BRD)
+        by = self.shared(batch, x_BRD)
 
         def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
             params, index = layer

@@ -147,8 +147,8 @@ def copies(names: Dims, how: Lowering) -> tuple[Axes, Axes]:
 
 
 def summed_axes(how: Lowering) -> Axes:
-    """The axes over which devices see different tokens, so that gradients are summed over them."""
-    return how.axes("batch") + how.axes("norm_seq")
+    """The axes over which devices see different tokens or layers, so that gradients are summed over them."""
+    return how.axes("batch") + how.axes("norm_seq") + how.axes("stage")
 
 
 def _manual() -> Lowering:

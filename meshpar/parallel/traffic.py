@@ -52,7 +52,7 @@ class Activations:
     """What a decoder's layers pass on, on one device in a whole step.
 
     Args:
-      num_layers: blocks.
+      num_layers: blocks that a device computes.
       tokens: rows of the batch on one device, times the sequence.
       width: the model's.
       recomputed: whether the backward computes a block's residual stream again (any remat policy but `none`).
@@ -64,6 +64,27 @@ class Activations:
     width: int
     recomputed: bool
     with_products: bool
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a pipeline adds to a step.
+
+    Args:
+      ticks: of all its passes.
+      permutes: of an activation, in a tick.
+      num_passes: how often layers are moved to where the schedule wants them, and their gradients back.
+      moved: layers that a stage sends on each way.
+      tokens: of a microbatch on one device.
+      at_both_ends: the parameter that the first and the last stage use; under ZeRO-3 each gathers it for itself.
+    """
+
+    ticks: int
+    permutes: int
+    num_passes: int
+    moved: int
+    tokens: int
+    at_both_ends: str | None = None
 
 
 def share(n: int, whole_bytes: int | Fraction) -> Fraction:
@@ -82,6 +103,7 @@ def step_traffic(
     activations: Activations,
     num_microbatches: int = 1,
     on_cpu: bool = True,
+    stages: Stages | None = None,
 ) -> Traffic:
     """All that a step of a decoder sends, if its optimizer works element by element.
 
@@ -89,6 +111,7 @@ def step_traffic(
       sharded: tree of `Placement`, of the parameters, as sharded as the rules can make them.
       on_cpu: whether XLA compiles for CPUs. There it moves ZeRO-3's gather of what lies outside the layers out of the
         loop over microbatches, and gathers once what a collective matmul and its backward gather in one computation.
+      stages: of a pipeline. What only the first or the last stage sends counts as if one device sent both.
     """
     sent: Sums = defaultdict(Fraction)
     for path, placement in flatten_with_paths(sharded).items():
@@ -96,13 +119,20 @@ def step_traffic(
         again = _is_gathered_again(path, placement, activations.recomputed)
         if by_itself and activations.with_products and not path.endswith("down.kernel"):
             again += not _merges(_stored(placement, how), how, on_cpu)
-        in_loop = "layers" in placement.spec.dims or not on_cpu
+        in_loop = "layers" in placement.spec.dims or not on_cpu or stages is not None
         gathers = (1 + again) * (num_microbatches if in_loop else 1)
-        _add_parameter(sent, placement, how, widths, num_microbatches, gathers, by_itself)
+        num_users = 1 + (stages is not None and path == stages.at_both_ends)
+        _add_parameter(sent, placement, how, widths, num_microbatches, gathers, num_users, by_itself)
+        if stages:
+            _add_moves(sent, placement, how, widths, stages)
     if how.reduce:
         _add_buckets(sent, flatten_with_paths(sharded).values(), how, widths.declared)
     _add_activations(sent, how, widths, activations, on_cpu)
     _add_scalars(sent, flatten_with_paths(sharded).values(), how, widths)
+    if stages:
+        part = math.prod(how.mesh.shape[axis] for axis in how.axes("norm_seq"))
+        message = Fraction(stages.tokens * activations.width * widths.compute, part)
+        sent[how.axes("stage")] += stages.ticks * stages.permutes * message
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
@@ -135,15 +165,20 @@ def _add_parameter(
     widths: Widths,
     num_microbatches: int,
     gathers: int,
+    num_users: int,
     by_itself: bool,
 ) -> None:
-    """Gathers of a parameter (so many under ZeRO-3) and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P."""
+    """Gathers of a parameter and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P.
+
+    Args:
+      gathers: under ZeRO-3, of each stage that uses it, of which there are `num_users`.
+    """
     size, dims = math.prod(placement.local_shape), placement.spec.dims
     stored = _stored(placement, how)
     n, m = _size(how, stored), num_microbatches
-    gathered = {0: 0, 1: widths.params, 2: widths.compute, 3: gathers * widths.compute}[how.rules.zero_stage]
-    times = m if how.rules.zero_stage == 3 else bool(how.rules.zero_stage)
-    sent[stored] += share(n, size * n * gathered)
+    gathered = {0: 0, 1: widths.params, 2: widths.compute, 3: num_users * gathers * widths.compute}
+    times = {0: 0, 1: 1, 2: 1, 3: num_users * m}[how.rules.zero_stage]
+    sent[stored] += share(n, size * n * gathered[how.rules.zero_stage])
     if how.reduce:
         _add_scatter(sent, placement, how, widths.declared, times)
     else:
@@ -190,6 +225,19 @@ def _add_buckets(sent: Sums, placements: Iterable[Placement], how: Lowering, wid
                 sent[spanned] += num_bytes
 
 
+def _add_moves(sent: Sums, placement: Placement, how: Lowering, widths: Widths, stages: Stages) -> None:
+    """A layer as the step computes with it, and its gradient as it is summed."""
+    dims = placement.spec.dims
+    if "layers" not in dims or not stages.moved:
+        return
+    stored = [axis for dim in dims for axis in how.storage(dim)]
+    in_shards = bool(stored) and how.gathers_in_layers
+    layer = math.prod(placement.local_shape) // placement.local_shape[dims.index("layers")]
+    size = layer * (1 if in_shards else _size(how, stored))
+    width = (widths.gradients if in_shards else widths.compute) + widths.gradients
+    sent[how.axes("stage")] += stages.num_passes * stages.moved * size * width
+
+
 def _is_gathered_again(path: str, placement: Placement, recomputed: bool) -> bool:
     """Whether the backward needs a parameter again under ZeRO-3, which forgets what it gathered.
 
@@ -228,7 +276,7 @@ def _recomputed(dim: str, how: Lowering, of: Activations, on_cpu: bool) -> int:
 
 def _add_scalars(sent: Sums, placements: Iterable[Placement], how: Lowering, widths: Widths) -> None:
     """The loss and the number of tokens; the squares of the gradient's norm."""
-    batch, sharding = _ordered(how.axes("batch")), sharding_axes(placements)
+    batch, sharding = _ordered(how.axes("batch") + how.axes("stage")), sharding_axes(placements)
     sent[batch] += 2 * share(_size(how, batch), widths.sums + 4)
     sent[sharding] += 2 * share(_size(how, sharding), widths.sums)
 

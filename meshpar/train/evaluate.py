@@ -16,7 +16,7 @@ from meshpar.sharding.constrain import Lowering, lowering
 from meshpar.train.ema import averaged
 from meshpar.train.gradients import Objective, batch_pspecs
 from meshpar.train.kept import of_loss
-from meshpar.train.loss import Batch
+from meshpar.train.loss import Batch, Tally
 from meshpar.train.state import StatePlacement, TrainState, structs
 from meshpar.train.step import with_rows
 
@@ -66,8 +66,13 @@ def compile_evaluation(
         with lowering(how):
             if not how.manual:
                 return objective.loss(objective.cast(params), batch, None, carried).sums
-            sums = objective.loss(data.enter(params, dims), batch, None, of_loss(carried)).sums
-            return lax.psum(sums, how.axes("batch")) if how.axes("batch") else sums
+            entered = data.enter(params, dims)
+            if objective.pipeline:
+                sums = Tally(*objective.pipeline.evaluation(entered, batch)).sums
+            else:
+                sums = objective.loss(entered, batch, None, of_loss(carried)).sums
+            axes = how.axes("batch") + how.axes("stage")
+            return lax.psum(sums, axes) if axes else sums
 
     if how.manual:
         params, carried = (jax.tree.map(lambda p: p.pspec, tree) for tree in (placement.params, placement.carried))

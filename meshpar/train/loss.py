@@ -128,3 +128,10 @@ def _summed(apply: Callable[..., jax.Array], each: Callable[..., jax.Array]) -> 
         return Tally(total, counted.sum(dtype=jnp.int32), carried=carried)
 
     return loss
+
+
+def summed_cross_entropy(logits: jax.Array, batch: Batch, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+    """(sum, count) over the targets that are not -1."""
+    counted = batch["targets"] >= 0
+    nll = tensor.cross_entropy(logits, jnp.where(counted, batch["targets"], 0), vocab_size)
+    return jnp.where(counted, nll, jnp.zeros_like(nll)).sum(), counted.sum(dtype=jnp.int32)

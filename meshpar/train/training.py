@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.collectives.reduce import Reduce
+from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.overlap import Overlap
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.evaluate import Evaluation, compile_evaluation
-from meshpar.train.gradients import Gradients, Objective, auto, manual
+from meshpar.train.gradients import Gradients, Objective, auto, manual, stale
 from meshpar.train.kept import place_kept, zeros
 from meshpar.train.loss import TEACHER, Batch, Loss
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place
@@ -44,6 +45,7 @@ class Training:
       seed: of the first parameters.
       num_microbatches: how many parts a batch is computed in, one after the other.
       overlap: what the manual lowering communicates in chunks while others are multiplied.
+      pipeline: the model in stages, each of these parts in microbatches of its own; None without.
       carried: tree of `ArraySpec`, of what the loss hands from step to step beside the parameters.
       init_carried: key -> the first of it.
       frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
@@ -67,6 +69,7 @@ class Training:
     seed: int = 0
     num_microbatches: int = 1
     overlap: Overlap = field(default_factory=Overlap)
+    pipeline: Pipeline | None = None
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     frozen: Any = None
@@ -83,10 +86,10 @@ class Training:
 
     @cached_property
     def how(self) -> Lowering:
+        passes = self.num_microbatches * (self.pipeline.schedule.num_microbatches if self.pipeline else 1)
         return Lowering(
-            self.mesh, self.rules, self.manual, self.dtype, self.sums, self.num_microbatches,
-            self.reduce, self.slow, self.overlap,
-        )  # fmt: skip
+            self.mesh, self.rules, self.manual, self.dtype, self.sums, passes, self.reduce, self.slow, self.overlap
+        )
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -96,7 +99,8 @@ class Training:
     @property
     def objective(self) -> Objective:
         key = self.key or (lambda step: None)
-        return Objective(self.loss, key, self.num_microbatches, self.dtype, self.sums, self.frozen)
+        pipeline = self.pipeline if self.manual else None
+        return Objective(self.loss, key, self.num_microbatches, self.dtype, self.sums, self.frozen, pipeline)
 
     @property
     def gradients(self) -> Callable[..., Gradients]:
@@ -106,6 +110,8 @@ class Training:
             found = manual(self.objective, self.how, self.placement, batch_structs(self.how, specs))
         else:
             found = auto(self.objective, self.how)
+        if self.manual and self.pipeline and self.pipeline.schedule.is_stale:
+            found = stale(found)
         return self.teacher.teaching(found) if self.teacher else found
 
     @property
