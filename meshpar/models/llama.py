@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 import pydantic
 
+from meshpar.models.foreign import Names, linear, rows, vector
 from meshpar.nn.attention import Bias
 from meshpar.nn.layers import RMSNorm, SwiGLU
 from meshpar.nn.rotary import Scaling
@@ -42,3 +43,28 @@ class Llama(Decoder):
         if beyond := [layer for layer in self.full_layers if layer >= self.num_layers]:
             raise ValueError(f"full_layers: there is no layer {beyond[0]}, only 0 to {self.num_layers - 1}")
         return self
+
+
+ATTENTION, MLP = "model.layers.*.self_attn", "model.layers.*.mlp"
+
+HUGGING_FACE: Names = {
+    "model.embed_tokens.weight": rows("table"),
+    "model.norm.weight": vector("norm.scale"),
+    "lm_head.weight": linear("head"),
+    "model.layers.*.input_layernorm.weight": vector("blocks.attn_norm.scale"),
+    "model.layers.*.post_attention_layernorm.weight": vector("blocks.mlp_norm.scale"),
+    **{f"{ATTENTION}.{x}_proj.weight": linear(f"blocks.attn.{x}.kernel") for x in "qkv"},
+    f"{ATTENTION}.o_proj.weight": linear("blocks.attn.o.kernel", inputs=2),
+    **{f"{ATTENTION}.{x}_proj.bias": vector(f"blocks.attn.{x}.bias") for x in "qkvo"},
+    **{f"{ATTENTION}.{x}_norm.weight": vector(f"blocks.attn.{x}_norm.scale") for x in "qk"},
+    **{f"{MLP}.{x}_proj.weight": linear(f"blocks.mlp.{x}.kernel") for x in ("gate", "up", "down")},
+    **{f"{MLP}.{x}_proj.bias": vector(f"blocks.mlp.{x}.bias") for x in ("gate", "up", "down")},
+}
+
+_FUSED: Names = {
+    f"{ATTENTION}.qkv_proj.weight": linear(*(f"blocks.attn.{x}.kernel" for x in "qkv")),
+    f"{MLP}.gate_up_proj.weight": linear("blocks.mlp.gate.kernel", "blocks.mlp.up.kernel"),
+}
+_APART = {part for foreign in _FUSED.values() for part in foreign.parts}
+PHI3: Names = {name: f for name, f in HUGGING_FACE.items() if not _APART & {*f.parts}} | _FUSED
+"""As Llama's, with some projections fused."""
