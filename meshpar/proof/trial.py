@@ -36,9 +36,10 @@ class Taken:
     gradients: Arrays
     norm: Arrays
     parameters: Arrays
+    carried: Arrays
 
 
-KINDS = ("loss", "gradients", "norm", "parameters")
+KINDS = ("loss", "gradients", "norm", "parameters", "carried")
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,14 @@ def on(training: Training, mesh: Any, **changes: Any) -> Trial:
 
 
 def _taken(metrics: Any, grads: Any, state: TrainState) -> Taken:
-    metrics, grads, params = jax.device_get((metrics, grads, state.params))
+    metrics, grads, params, carried = jax.device_get((metrics, grads, state.params, state.carried))
     if metrics["loss"].dtype != np.float64:
         what = f"the loss comes out in {metrics['loss'].dtype}, though the parameters are float64"
         raise ProofError(f"{what}: rounding would hide what differs; build the model without a dtype of its own")
     return Taken(
-        {"loss": metrics["loss"]}, flatten_with_paths(grads), {"norm": metrics["grad_norm"]}, flatten_with_paths(params)
+        {"loss": metrics["loss"]},
+        flatten_with_paths(grads),
+        {"norm": metrics["grad_norm"]},
+        flatten_with_paths(params),
+        flatten_with_paths(carried),
     )

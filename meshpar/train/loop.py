@@ -106,9 +106,11 @@ class Loop:
         self.recorder.record("train", index, **values, **speed)
 
     def _evaluate(self, state: TrainState, index: int) -> None:
-        sums = [jax.device_get(self.evaluate(state.params, self._put(batch))) for batch in self.held_out]
-        tokens = sum(s["tokens"].item() for s in sums)
-        self.recorder.record("evaluation", index, loss=sum(s["loss_sum"].item() for s in sums) / tokens, tokens=tokens)
+        told = [jax.device_get(self.evaluate(state.params, self._put(batch), state.carried)) for batch in self.held_out]
+        sums = {name: sum(one[name].item() for one in told) for name in told[0]}
+        tokens = sums.pop("tokens")
+        means = {name: total / tokens for name, total in sums.items()}
+        self.recorder.record("evaluation", index, **means, tokens=tokens)
 
     def _save(self, state: TrainState, index: int) -> None:
         self.checkpoints.save(index, state, self.config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,11 @@ from meshpar.sharding.spec import ArraySpec
 from meshpar.tree import flatten_with_paths, map_with_path
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "skipped"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "opt_state", "skipped", "carried"],
+    meta_fields=[],
+)
 @dataclass(frozen=True)
 class TrainState:
     """All that a step reads and writes: what is donated, and what a checkpoint holds.
@@ -30,12 +34,14 @@ class TrainState:
       params: nested dicts of arrays.
       opt_state: the Optax state.
       skipped: int32[]. How many steps were skipped because loss or gradients were not finite.
+      carried: what the loss hands from step to step beside the parameters, such as batch statistics.
     """
 
     step: Any
     params: Any
     opt_state: Any
     skipped: Any
+    carried: Any = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,18 +52,20 @@ class StatePlacement:
       sharded: tree of `Placement`: the parameters, as sharded as the rules can make them. Gradients lie so.
       params: the same, as they are stored: whole over the storage axes under ZeRO-1.
       opt_state: tree of `Placement`, like the Optax state.
+      carried: tree of `Placement`, of what the loss hands on.
     """
 
     mesh: AnyMesh
     sharded: Any
     params: Any
     opt_state: Any
+    carried: Any = field(default_factory=dict)
 
     @property
     def structs(self) -> TrainState:
         """The state as `ShapeDtypeStruct`s with shardings, for compile, init and restore."""
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))  # pyright: ignore
-        return TrainState(scalar, structs(self.params), structs(self.opt_state), scalar)
+        return TrainState(scalar, structs(self.params), structs(self.opt_state), scalar, structs(self.carried))
 
 
 def structs(placements: Any) -> Any:
@@ -70,20 +78,25 @@ def shardings(tree: Any) -> Any:
     return jax.tree.map(lambda s: s.sharding, tree)
 
 
-def place(specs: Any, rules: AxisRules, mesh: AnyMesh, tx: optax.GradientTransformation) -> StatePlacement:
-    """Places parameters and optimizer state.
+def place(
+    specs: Any, rules: AxisRules, mesh: AnyMesh, tx: optax.GradientTransformation, carried: Any = None
+) -> StatePlacement:
+    """Places parameters, optimizer state, and what the loss carries.
 
     Args:
       specs: tree of `ArraySpec`, of the parameters as they are stored.
+      carried: the same, of what the loss carries.
 
     Raises:
       ShardingError: see `resolve`; or the optimizer keeps an array of which it cannot be said how to shard it.
     """
-    sharded = resolve(specs, rules, mesh)
+    carried = carried or {}
+    sharded = resolve(specs, rules, mesh, carried)
     stored = sharded
     if rules.zero_stage == 1:
         stored = jax.tree.map(lambda p: p.without(rules["batch"]), sharded)
-    return StatePlacement(mesh, sharded, stored, _place_opt_state(sharded, tx, mesh))
+    opt_state = _place_opt_state(sharded, tx, mesh)
+    return StatePlacement(mesh, sharded, stored, opt_state, resolve(carried, rules, mesh, specs))
 
 
 def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMesh) -> Any:
@@ -135,6 +148,7 @@ def _subsequence(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int, ...]
 
 def compile_init(
     init_params: Callable[[jax.Array], Any],
+    init_carried: Callable[[jax.Array], Any],
     tx: optax.GradientTransformation,
     placement: StatePlacement,
     seed: int,
@@ -144,6 +158,7 @@ def compile_init(
 
     Args:
       init_params: key -> params.
+      init_carried: key -> what the loss carries.
       options: the compiler's.
 
     Communication: none: JAX's random numbers are a function of the element's position.
@@ -151,9 +166,14 @@ def compile_init(
     target = placement.structs
 
     def init() -> TrainState:
-        drawn = init_params(jax.random.key(seed))
-        params = jax.tree.map(lambda x, s: x.astype(s.dtype), drawn, target.params)
+        key = jax.random.key(seed)
+        params = _cast(init_params(key), target.params)
         params = jax.lax.with_sharding_constraint(params, shardings(structs(placement.sharded)))
-        return TrainState(jnp.int32(0), params, tx.init(params), jnp.int32(0))
+        carried = _cast(init_carried(key), target.carried)
+        return TrainState(jnp.int32(0), params, tx.init(params), jnp.int32(0), carried)
 
     return jax.jit(init, out_shardings=shardings(target)).lower().compile(compiler_options=options)
+
+
+def _cast(arrays: Any, structs: Any) -> Any:
+    return jax.tree.map(lambda x, struct: x.astype(struct.dtype), arrays, structs)

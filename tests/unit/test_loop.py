@@ -90,10 +90,10 @@ def toy() -> Toy:
     batch = {name: jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32, sharding=rows) for name in ("tokens", "targets")}
     step = jax.jit(take_step, out_shardings=whole, donate_argnums=0).lower(structs, batch).compile()
 
-    def evaluate(params: Any, batch: Any) -> Any:
-        return {"loss_sum": loss_of(params, batch), "tokens": jnp.int32(ROWS * SEQ)}
+    def evaluate(params: Any, batch: Any, carried: Any) -> Any:
+        return {"loss": loss_of(params, batch), "tokens": jnp.int32(ROWS * SEQ)}
 
-    compiled = jax.jit(evaluate, out_shardings=whole).lower(structs.params, batch).compile()
+    compiled = jax.jit(evaluate, out_shardings=whole).lower(structs.params, batch, {}).compile()
     return Toy(Step(step, batch), compiled, structs)
 
 
