@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,13 +18,15 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshpar import config
-from meshpar.config import Config
+from meshpar.config import Config, flatten
 from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems, ProgramError
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import Contract, beyond
 from meshpar.inspection.inspect import Inspection, axes_name
 from meshpar.inspection.planned import planned_by
 from meshpar.inspection.report import Report, report
+from meshpar.io.architectures import canonical
+from meshpar.io.huggingface import Pretrained, open_pretrained
 from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout
@@ -74,6 +77,13 @@ class Precision(Config):
         return Widths(*(max(width, least) for width in (params, compute, gradients, sums)))
 
 
+class Init(Config):
+    """From where the first parameters are taken."""
+
+    from_hf: Path
+    """A folder with `config.json` and safetensors, as Hugging Face's libraries write them. It is read in place."""
+
+
 class Run(Config):
     """Everything that a training run is: what a config file holds."""
 
@@ -90,6 +100,8 @@ class Run(Config):
     """A batch is computed in so many parts, one after the other; gradients are reduced once."""
     expects: Contract | None = None
     """What the compiled step may send and hold; it is refused if it goes beyond."""
+    init: Init | None = None
+    """From where the first parameters are taken; default: they are drawn."""
     seed: Annotated[int, pydantic.Field(ge=0)] = 0
     run_dir: Path
     """Where metrics and checkpoints go. A run that finds a checkpoint there goes on from it."""
@@ -127,6 +139,14 @@ class Prepared(Training):
         placed = self.placement
         sharded, stored, optimizer = map(jax.tree.leaves, (placed.sharded, placed.params, placed.opt_state))
         return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths())
+
+    def first_state(self, pretrained: Pretrained | None = None) -> TrainState:
+        """The state before the first step: drawn, but for the parameters that are read."""
+        given = {}
+        if pretrained is not None:
+            placed = flatten_with_paths(self.placement.structs.params)
+            given = pretrained.params({path: placed[path] for path in pretrained.paths})
+        return self.compile_init(given={f"params.{path}": array for path, array in given.items()})()
 
     @property
     def _on_cpu(self) -> bool:
@@ -252,16 +272,36 @@ def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: 
     prepared = prepare(run)
     with recorder(run.run_dir, run.num_steps, json) as records, checkpoints(run.run_dir / "checkpoints") as saved:
         train_data, held_out = run.data.train(run.seed), run.data.held_out()
-        step, evaluate, init = prepared.compile_step(), prepared.compile_evaluation(), prepared.compile_init()
+        pretrained = _pretrained(run) if saved.latest() is None else None
+        step, evaluate = prepared.compile_step(), prepared.compile_evaluation()
         if dump_hlo:
             dump_hlo.write_text(step.text)
         _hold_to_contract(prepared, step)
-        state = init() if saved.latest() is None else saved.restore(prepared.placement.structs)
+        begins = saved.latest() is None
+        state = prepared.first_state(pretrained) if begins else saved.restore(prepared.placement.structs)
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, run.checkpoint_every, _mfu(prepared), profile,
         )  # fmt: skip
         return loop.fit(state)
+
+
+def _pretrained(run: Run) -> Pretrained | None:
+    """What a run begins with, if it draws nothing.
+
+    Raises:
+      CheckpointError: see `open_pretrained`.
+      ConfigError: lists each size that the run's model has otherwise.
+    """
+    if run.init is None:
+        return None
+    pretrained, problems = open_pretrained(run.init.from_hf), Problems()
+    here, there = (flatten(canonical(model)) for model in (run.model, pretrained.model))
+    for key in sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key)):
+        what = f"{dumps(here.get(key))} in this run, {dumps(there.get(key))} in {run.init.from_hf / 'config.json'}"
+        problems.add(f"model.{key}", what, f"model.{key}={dumps(there.get(key))}")
+    problems.raise_any(ConfigError, "the model of init.from_hf is another one than the run's:")
+    return pretrained
 
 
 def _hold_to_contract(prepared: Prepared, step: Step) -> None:

@@ -69,12 +69,16 @@ class Tensor:
         return part if len(self.shape) > 1 else part[:, 0]
 
     def _fill(self, file: int, array: np.ndarray, offset: int) -> None:
-        buffer = memoryview(array.reshape(-1).view(np.uint8))
+        buffer = _bytes(array)
         while buffer:
             num_read = os.preadv(file, [buffer], offset)
             if not num_read:
                 raise CheckpointError(f"{self.file} ends while it is read: it was changed meanwhile")
             buffer, offset = buffer[num_read:], offset + num_read
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))  # pyright: ignore[reportArgumentType]
 
 
 def tensors_in(path: Path, problems: Problems) -> dict[str, Tensor]:
@@ -88,7 +92,9 @@ def tensors_in(path: Path, problems: Problems) -> dict[str, Tensor]:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, LONGEST_HEADER):
-                what = f"{size} bytes long, and says that its header alone has {length}" if size >= 8 else f"{size} bytes"
+                what = (
+                    f"{size} bytes long, and says that its header alone has {length}" if size >= 8 else f"{size} bytes"
+                )
                 problems.add(str(path), f"is cut short, or no safetensors file: it is {what}", "fetch it again")
                 return {}
             header = _parse(file.read(length))
@@ -110,8 +116,7 @@ def _parse(text: bytes) -> dict[str, dict[str, Any]]:
         raise ValueError("it is no mapping of names")
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        offsets, shape = (entry.get(key) for key in ("data_offsets", "shape")) if isinstance(entry, dict) else (0, 0)
-        if not (_are_counts(offsets) and _are_counts(shape) and len(offsets) == 2 and entry.get("dtype") in DTYPES):
+        if not _is_entry(entry):
             raise ValueError(f"{name} has {json.dumps(entry)[:200]}; dtypes are {', '.join(DTYPES)}")
     return header
 
@@ -121,6 +126,13 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(names) < len(pairs):
         raise ValueError("a name stands in it twice")
     return names
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or entry.get("dtype") not in CODES.values():
+        return False
+    offsets = entry.get("data_offsets")
+    return _are_counts(entry.get("shape")) and _are_counts(offsets) and len(offsets or []) == 2
 
 
 def _are_counts(values: Any) -> bool:
@@ -184,4 +196,4 @@ def write(path: Path, tensors: Iterable[Written]) -> None:
         for one in tensors:
             made = np.ascontiguousarray(one.make(), one.dtype)
             assert made.shape == one.shape, (one.name, made.shape, one.shape)
-            file.write(memoryview(made.reshape(-1).view(np.uint8)))
+            file.write(_bytes(made))

@@ -96,8 +96,8 @@ class Training:
         objective = replace(self.objective, loss=self.evaluation or self.loss)
         return compile_evaluation(objective, self.how, self.placement, self.batch)
 
-    def compile_init(self, options: Any = None) -> Callable[[], TrainState]:
-        return compile_init(self.init, self.init_carried, self.update.tx, self.placement, self.seed, options)
+    def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:
+        return compile_init(self.init, self.init_carried, self.update.tx, self.placement, self.seed, options, given)
 
 
 def step_key(seed: int, step: jax.Array) -> jax.Array:
