@@ -90,6 +90,7 @@ def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
     prepared = _on_one_device(run)
     with checkpoints(run_dir / CHECKPOINTS) as saved:
         params = flatten_with_paths(saved.restore(prepared.placement.structs).params)
+    params = run.adapt.merged(params) if run.adapt else params
     export(folder, run.model, params, _companions(run, run_dir), largest_file)
 
 

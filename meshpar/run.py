@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from meshpar import config
 from meshpar.config import Config, flatten
-from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems, ProgramError
+from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems, ProgramError, nearest
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import Contract, beyond
 from meshpar.inspection.inspect import Inspection, axes_name
@@ -32,6 +32,7 @@ from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Model
 from meshpar.nn.describe import describe, functional
+from meshpar.nn.lora import LoRA, is_lora
 from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
@@ -42,6 +43,7 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.checkpoint import checkpoints
 from meshpar.train.data import Data
+from meshpar.train.frozen import without
 from meshpar.train.loop import Loop
 from meshpar.train.loss import next_token_loss
 from meshpar.train.master import with_master
@@ -51,7 +53,7 @@ from meshpar.train.packing import ARRAYS
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step, Update
 from meshpar.train.training import Training, step_key
-from meshpar.tree import flatten_with_paths
+from meshpar.tree import flatten_with_paths, matching
 
 Positive = Annotated[int, pydantic.Field(gt=0)]
 Float = Literal["bfloat16", "float32", "float64"]
@@ -90,6 +92,10 @@ class Run(Config):
     model: Model
     data: Data
     optim: Optimizer
+    adapt: LoRA | None = None
+    """Trains a little beside the model, and freezes the model."""
+    freeze: tuple[str, ...] = ()
+    """Globs of parameters that are not trained: `blocks.**`, `table`."""
     mesh: MeshLayout = MeshLayout()
     rules: AxisRules = AxisRules(preset=("replicated",))
     lowering: Literal["manual", "auto"] = "manual"
@@ -120,9 +126,10 @@ class Prepared(Training):
 
     @cached_property
     def closed_form(self) -> Traffic | None:
-        """Bytes that a device sends in a step, by axes; None if the optimizer mixes elements."""
+        """Bytes that a device sends in a step, by axes; None if the optimizer mixes elements, or no layer learns."""
         run, shape = self.run, self.mesh.shape
-        if not run.optim.elementwise:
+        layers_learn = any("layers" in one.spec.dims for one in jax.tree.leaves(self.placement.trained))
+        if not run.optim.elementwise or not layers_learn:
             return None
         rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
         model, recomputed = run.model, run.model.remat != "none"
@@ -130,15 +137,17 @@ class Prepared(Training):
         # XLA's CPU compiler widens what travels in 16 bits.
         widths = run.precision.widths(least=4 if self._on_cpu else 2)
         return step_traffic(
-            self.placement.sharded, self.how, widths, activations, run.num_microbatches, hoists=self._on_cpu
-        )
+            self.placement.sharded, self.how, widths, activations, run.num_microbatches,
+            hoists=self._on_cpu, frozen=self.frozen,
+        )  # fmt: skip
 
     @cached_property
     def states(self) -> ModelStates:
         """Bytes that a device holds of parameters, gradients and optimizer state, in the manual lowering."""
         placed = self.placement
         sharded, stored, optimizer = map(jax.tree.leaves, (placed.sharded, placed.params, placed.opt_state))
-        return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths())
+        frozen = [path in self.frozen for path in flatten_with_paths(placed.sharded)]
+        return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths(), frozen)
 
     def first_state(self, pretrained: Pretrained | None = None) -> TrainState:
         """The state before the first step: drawn, but for the parameters that are read."""
@@ -192,16 +201,17 @@ def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
 
 
 def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
-    model = nnx.eval_shape(lambda: run.model.build(nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: _build(run, nnx.Rngs(0)))
     dtype, shape = np.dtype(run.precision.params), (run.data.batch_size, run.data.seq_len)
     specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), describe(model))
-    tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, specs))
+    frozen = _frozen(run, list(flatten_with_paths(specs)))
+    tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, without(specs, frozen)))
     master, sums = run.precision.master, run.precision.gradients
     tx = with_master(tx, np.dtype(master)) if master else tx
     return Prepared(
         run=run,
         specs=specs,
-        init=lambda key: nnx.to_pure_dict(nnx.state(run.model.build(nnx.Rngs(key)), nnx.Param)),
+        init=lambda key: nnx.to_pure_dict(nnx.state(_build(run, nnx.Rngs(key)), nnx.Param)),
         loss=next_token_loss(functional(model), run.model.vocab_size),
         update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master and np.dtype(master)),
         batch_specs={name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS},
@@ -213,7 +223,33 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         sums=sums and np.dtype(sums),
         seed=run.seed,
         num_microbatches=run.num_microbatches,
+        frozen=frozen,
     )
+
+
+def _build(run: Run, rngs: nnx.Rngs) -> nnx.Module:
+    model = run.model.build(rngs)
+    if run.adapt:
+        run.adapt.adapt(model, rngs)
+    return model
+
+
+def _frozen(run: Run, paths: Sequence[str]) -> frozenset[str]:
+    """The parameters that are not trained.
+
+    Raises:
+      ConfigError: lists the globs that match nothing; or everything would be frozen.
+    """
+    problems, frozen = Problems(), {path for path in paths if run.adapt and not is_lora(path)}
+    for glob in run.freeze:
+        if not matching(paths, glob):
+            near = nearest(glob, paths)
+            problems.add("freeze", f"{glob!r} matches no parameter", f"did you mean {near}?" if near else "")
+        frozen |= {*matching(paths, glob)}
+    if frozen == {*paths}:
+        problems.add("freeze", "every parameter is frozen: there is nothing to train")
+    problems.raise_any(ConfigError, "this config cannot freeze what it says:")
+    return frozenset(frozen)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Run:

@@ -49,7 +49,7 @@ def export(
     """
     config = _config(model, companions)
     dtype = np.dtype(next(iter(params.values())).dtype)
-    config = {key: value for key, value in config.items() if key != "dtype"} | {"torch_dtype": dtype.name}
+    config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype.name}
     tensors = list(_tensors(model, config["model_type"], params, dtype))
     with whole_or_not(folder) as made:
         (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

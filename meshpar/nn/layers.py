@@ -65,6 +65,21 @@ class LayerNorm(nnx.Module):
         return normed.astype(x_BSD.dtype) * self.scale[...] + self.bias[...]
 
 
+class LowRank(nnx.Module):
+    """`x[.., in] @ a[in.., rank] @ b[rank, out..] * scale`; b begins as zeros, so that nothing changes at first.
+
+    Communication: none. Where the kernel's inputs are sharded, it is as the kernel's own product a partial sum.
+    """
+
+    def __init__(self, a: nnx.Param, b: nnx.Param, num_inputs: int, scale: float):
+        self.a, self.b = a, b
+        self.num_inputs, self.scale = num_inputs, scale
+
+    def __call__(self, x: Float[Array, "B S *inputs"]) -> Float[Array, "B S *outputs"]:
+        thin = jnp.tensordot(x, self.a[...], axes=self.num_inputs)
+        return jnp.tensordot(thin, self.b[...], axes=1) * jnp.asarray(self.scale, x.dtype)
+
+
 class Projection(nnx.Module):
     """A linear map between groups of dims: `x[.., in] @ kernel[in.., out..] (+ bias[out..])`.
 
@@ -83,11 +98,12 @@ class Projection(nnx.Module):
         self.kernel = normal(rngs, shape, std or fan_in**-0.5, dims)
         out_dims, out_shape = zip(*outputs, strict=True)
         self.bias = filled(0.0, out_shape, out_dims) if bias else None
+        self.lora: LowRank | None = nnx.data(None)
         self.num_inputs = len(inputs)
 
     def __call__(self, x: Float[Array, "B S *inputs"]) -> Float[Array, "B S *outputs"]:
-        kernel = self.kernel[...]
-        return jnp.tensordot(x, kernel, axes=self.num_inputs)
+        product = jnp.tensordot(x, self.kernel[...], axes=self.num_inputs)
+        return product if self.lora is None else product + self.lora(x)
 
     def add_bias(self, y: Float[Array, "B S *outputs"]) -> Float[Array, "B S *outputs"]:
         """Apart from the product, because a row-parallel bias is added once, after the sum over shards."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -76,43 +76,56 @@ def step_traffic(
     activations: Activations,
     num_microbatches: int = 1,
     hoists: bool = True,
+    frozen: Collection[str] = (),
 ) -> Traffic:
-    """All that a step of a decoder sends, if its optimizer works element by element.
+    """All that a step of a decoder sends, if its optimizer works element by element and a layer learns.
 
     Args:
       sharded: tree of `Placement`, of the parameters, as sharded as the rules can make them.
       hoists: whether the compiler moves ZeRO-3's gather of what lies outside the layers out of the loop over
         microbatches, as XLA does for CPUs.
+      frozen: paths of parameters without gradients.
     """
     sent: Sums = defaultdict(Fraction)
     for path, placement in flatten_with_paths(sharded).items():
         again = _is_gathered_again(path, placement, activations.recomputed)
         in_loop = "layers" in placement.spec.dims or not hoists
         gathers = (1 + again) * (num_microbatches if in_loop else 1)
-        _add_parameter(sent, path, placement, how, widths, num_microbatches, gathers)
-    _add_activations(sent, how, widths, activations)
-    _add_scalars(sent, flatten_with_paths(sharded).values(), how, widths)
+        _add_gathers(sent, placement, how, widths, gathers, path in frozen)
+        if path not in frozen:
+            _add_reductions(sent, path, placement, how, widths, num_microbatches)
+    trained = {path: placement for path, placement in flatten_with_paths(sharded).items() if path not in frozen}
+    _add_activations(sent, how, widths, activations, embedding_learns=bool({"table", "positions"} & trained.keys()))
+    _add_scalars(sent, trained.values(), how, widths)
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
-def _add_parameter(
-    sent: Sums, path: str, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, gathers: int
+def _add_gathers(
+    sent: Sums, placement: Placement, how: Lowering, widths: Widths, gathers: int, is_frozen: bool
 ) -> None:
-    """Gathers of a parameter (so many under ZeRO-3) and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P."""
-    size, dims = math.prod(placement.local_shape), placement.spec.dims
-    stored = _ordered(axis for dim in dims for axis in how.storage(dim))
-    n, m = _size(how, stored), num_microbatches
-    gather, scatter = {
-        0: (0, 0),
-        1: (widths.params, widths.gradients),
-        2: (widths.compute, widths.gradients),
-        3: (gathers * widths.compute, m * widths.gradients),
-    }[how.rules.zero_stage]
-    sent[stored] += share(n, size * n * (gather + scatter))
+    """Of a parameter that is stored in shards; so many under ZeRO-3. Under ZeRO-1 what was updated is gathered."""
+    stored, whole = _stored(placement, how)
+    each = {0: 0, 1: 0 if is_frozen else widths.params, 2: widths.compute, 3: gathers * widths.compute}
+    sent[stored] += share(_size(how, stored), whole * each[how.rules.zero_stage])
+
+
+def _add_reductions(
+    sent: Sums, path: str, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int
+) -> None:
+    """Of a gradient: over the devices that store a shard, those that hold a copy, and those that share in the whole."""
+    (stored, whole), m = _stored(placement, how), num_microbatches
+    scatters = {0: 0, 1: 1, 2: 1, 3: m}[how.rules.zero_stage]
+    sent[stored] += share(_size(how, stored), whole * scatters * widths.gradients)
     copies = tuple(a for a in _ordered(summed_axes(how)) if a not in sharding_axes([placement]))
-    sent[copies] += 2 * share(_size(how, copies), size * widths.gradients)
+    sent[copies] += 2 * share(_size(how, copies), math.prod(placement.local_shape) * widths.gradients)
     users = _users(path, placement, how)
-    sent[users] += 2 * m * share(_size(how, users), size * n * widths.compute)
+    sent[users] += 2 * m * share(_size(how, users), whole * widths.compute)
+
+
+def _stored(placement: Placement, how: Lowering) -> tuple[Axes, int]:
+    """The axes over which a parameter is stored, and the elements of what is gathered over them."""
+    stored = _ordered(axis for dim in placement.spec.dims for axis in how.storage(dim))
+    return stored, math.prod(placement.local_shape) * _size(how, stored)
 
 
 def _users(path: str, placement: Placement, how: Lowering) -> Axes:
@@ -138,7 +151,7 @@ def _is_gathered_again(path: str, placement: Placement, recomputed: bool) -> boo
     return not path.endswith(".bias") or (recomputed and not path.endswith("down.bias"))
 
 
-def _add_activations(sent: Sums, how: Lowering, widths: Widths, of: Activations) -> None:
+def _add_activations(sent: Sums, how: Lowering, widths: Widths, of: Activations, embedding_learns: bool) -> None:
     """8(t-1)/t X a layer, X = b s d, with sequence parallelism or without; two more for recomputing, or three.
 
     Embedding and output projection send 2(t-1)/t X each, the cross entropy three numbers for each token, twice.
@@ -150,7 +163,9 @@ def _add_activations(sent: Sums, how: Lowering, widths: Widths, of: Activations)
         again = of.recomputed * ((2 if dim == "heads" else 1) if scattered else (2 if dim == "heads" else 0))
         sent[axes] += of.num_layers * (4 + again) * share(_size(how, axes), stream)
     axes = _ordered(how.axes("vocab"))
-    sent[axes] += share(_size(how, axes), 4 * stream + 2 * 3 * of.tokens * widths.sums)
+    # The gradient of what is looked up comes back only to who learns, and only a scattered one has to travel.
+    passes = 4 if embedding_learns or not scattered else 3
+    sent[axes] += share(_size(how, axes), passes * stream + 2 * 3 * of.tokens * widths.sums)
 
 
 def _add_scalars(sent: Sums, placements: Iterable[Placement], how: Lowering, widths: Widths) -> None:

@@ -16,8 +16,10 @@ from meshpar.parallel.local import varying, varying_like
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.sharding.constrain import Lowering, lowering
 from meshpar.sharding.resolve import sharding_axes
+from meshpar.train.frozen import filled, without
 from meshpar.train.loss import Batch, Loss, Tally
 from meshpar.train.state import StatePlacement
+from meshpar.tree import map_with_path
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Objective:
       num_microbatches: how many parts the batch is computed in, one after the other.
       dtype: of the parameters in the computation; that of the state is its own.
       sums: in which gradients are summed over microbatches and devices; None for float32 at least.
+      frozen: paths of parameters of which there are no gradients.
     """
 
     loss: Loss
@@ -37,6 +40,7 @@ class Objective:
     num_microbatches: int = 1
     dtype: Any = jnp.float32
     sums: Any = None
+    frozen: frozenset[str] = frozenset()
 
     def cast(self, params: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(self.dtype), params)
@@ -94,21 +98,24 @@ def manual(
     Communication: that of `parallel.data` and `parallel.tensor`, and all-reduces of the scalars.
     """
     dims = jax.tree.map(lambda p: p.spec.dims, placement.sharded)
-    pspecs = jax.tree.map(lambda p: p.pspec, placement.sharded)
+    trained = placement.trained
+    learns = map_with_path(lambda path, _: path not in placement.frozen, placement.sharded)
+    trained_dims = jax.tree.map(lambda p: p.spec.dims, trained)
 
     def local(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
         with lowering(how):
-            got, grads = _accumulate(objective, data.enter(params, dims), batch, step, carried)
+            got, grads = _accumulate(objective, data.enter(params, dims, learns), batch, step, carried)
             got = _summed(got, how)
-            loss, metrics, grads = _means(got, data.reduce(grads, dims))
-            return Gradients(loss, got.count, _global_norm(grads, placement.sharded), grads, metrics, got.carried)
+            loss, metrics, grads = _means(got, data.reduce(grads, trained_dims))
+            return Gradients(loss, got.count, _global_norm(grads, trained), grads, metrics, got.carried)
 
+    learned = jax.tree.map(lambda p: p.pspec, trained)
     scalar, carried = PartitionSpec(), jax.tree.map(lambda p: p.pspec, placement.carried)
     stored = jax.tree.map(lambda p: p.pspec, placement.params)
     return jax.shard_map(
         local, mesh=how.mesh,
         in_specs=(stored, batch_pspecs(how, batch), scalar, carried),
-        out_specs=Gradients(scalar, scalar, scalar, pspecs, scalar, carried), check_vma=True,  # pyright: ignore
+        out_specs=Gradients(scalar, scalar, scalar, learned, scalar, carried), check_vma=True,  # pyright: ignore
     )  # fmt: skip
 
 
@@ -121,12 +128,14 @@ def batch_pspecs(how: Lowering, batch: dict[str, jax.ShapeDtypeStruct]) -> dict[
 def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array, carried: Any) -> tuple[Tally, Any]:
     """Sums of losses and of gradients over the microbatches; each gets what the one before it carried."""
 
+    trained = without(params, objective.frozen)
+
     def one(batch: Batch, carried: Any) -> tuple[Tally, Any]:
-        def loss(params: Any) -> tuple[jax.Array, Tally]:
-            tally = objective.loss(params, batch, objective.key(step), carried)
+        def loss(trained: Any) -> tuple[jax.Array, Tally]:
+            tally = objective.loss(filled(trained, params), batch, objective.key(step), carried)
             return tally.loss, tally
 
-        grads, tally = jax.grad(loss, has_aux=True)(params)
+        grads, tally = jax.grad(loss, has_aux=True)(trained)
         return tally, jax.tree.map(lambda g: summed_in(g, objective.sums), grads)
 
     def add(sums: Any, micro: Batch) -> tuple[Any, dict[str, jax.Array]]:
@@ -138,7 +147,7 @@ def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array
     num = objective.num_microbatches
     if num == 1:
         return one(batch, carried)
-    zeros = (*_zeros(objective, params, batch), carried)
+    zeros = (*_zeros(objective, trained, batch), carried)
     (total, count, grads, carried), metrics = lax.scan(add, zeros, _microbatches(batch, num))
     return Tally(total, count, jax.tree.map(lambda x: x.sum(axis=0), metrics), carried), grads
 

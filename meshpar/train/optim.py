@@ -289,7 +289,7 @@ def _rms(x: jax.Array, matrix: Matrix) -> jax.Array:
 
 
 def _map(fn: Callable[[tuple[str, ...]], Any], dims: Any) -> Any:
-    return jax.tree.map(fn, dims, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(fn, dims, is_leaf=lambda x: isinstance(x, tuple) and not isinstance(x, optax.MaskedNode))
 
 
 Optimizer = Annotated[AdamW | Lion | SGD | Adafactor | Muon, pydantic.Field(discriminator="kind")]

@@ -42,6 +42,7 @@ class Training:
       carried: tree of `ArraySpec`, of what the loss hands from step to step beside the parameters.
       init_carried: key -> the first of it.
       evaluation: the loss where nothing is learned; default: `loss` without a key.
+      frozen: paths of parameters that are not trained: they have no gradients, and no optimizer state.
     """
 
     specs: Any
@@ -60,10 +61,11 @@ class Training:
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     evaluation: Loss | None = None
+    frozen: frozenset[str] = frozenset()
 
     @cached_property
     def placement(self) -> StatePlacement:
-        return place(self.specs, self.rules, self.mesh, self.update.tx, self.carried)
+        return place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, self.frozen)
 
     @cached_property
     def how(self) -> Lowering:
@@ -76,7 +78,8 @@ class Training:
 
     @property
     def objective(self) -> Objective:
-        return Objective(self.loss, self.key or (lambda step: None), self.num_microbatches, self.dtype, self.sums)
+        key = self.key or (lambda step: None)
+        return Objective(self.loss, key, self.num_microbatches, self.dtype, self.sums, self.frozen)
 
     @property
     def gradients(self) -> Callable[..., Gradients]:

@@ -12,6 +12,7 @@ import pytest
 
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
+from meshpar.nn.lora import LoRA
 from meshpar.nn.rotary import Llama3
 from meshpar.run import Precision, Prepared, Run, prepare
 from meshpar.sharding.rules import AxisRules
@@ -40,7 +41,11 @@ MODELS = {
         remat="dots",
         rope_scaling=Llama3(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8),
     ),
+    "llama_lora": Llama(**SIZES),
 }
+
+
+ADAPT = {"llama_lora": LoRA(rank=2, paths=("blocks.attn.*", "blocks.mlp.down"))}
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ def prepared(model: str, layout: str | None, lowering: str, num_microbatches: in
         precision=Precision(params="float64", compute="float64"),
         num_steps=NUM_STEPS,
         num_microbatches=num_microbatches,
+        adapt=ADAPT.get(model),
         run_dir="unused",
     )
     return prepare(run, mesh.build(jax.devices()[: mesh.requested()]))
