@@ -19,6 +19,7 @@ from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
+from .nn.lora import LoRA
 from .proof.prove import prove
 from .proof.verdict import Proof
 from .run import Prepared, Run, explain, fit, load, prepare
@@ -49,6 +50,7 @@ __all__ = [
     "Inspection",
     "Lion",
     "Llama",
+    "LoRA",
     "MeshError",
     "MeshLayout",
     "MeshparError",

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import CheckpointError, Problems
@@ -28,7 +28,7 @@ from meshpar.errors import CheckpointError, Problems
 LONGEST_HEADER = 100_000_000
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("float64"), "F32": np.dtype("float32"), "F16": np.dtype("float16"),
-    "BF16": np.dtype(ml_dtypes.bfloat16), "I64": np.dtype("int64"), "I32": np.dtype("int32"),
+    "BF16": np.dtype(jnp.bfloat16), "I64": np.dtype("int64"), "I32": np.dtype("int32"),
     "I16": np.dtype("int16"), "I8": np.dtype("int8"), "U8": np.dtype("uint8"), "BOOL": np.dtype("bool"),
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}

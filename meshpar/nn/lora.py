@@ -52,7 +52,8 @@ class LoRA(Config):
         for glob in self.paths:
             if not matching(found, glob):
                 near = nearest(glob, found)
-                fix = f"did you mean {near}?" if near else f"there are {', '.join(found)}"
+                parents = sorted({path.rpartition(".")[0] for path in found})
+                fix = f"did you mean {near}?" if near else f"there are {', '.join(f'{one}.*' for one in parents)}"
                 problems.add("adapt.paths", f"{glob!r} matches no projection", fix)
         problems.raise_any(ConfigError, "LoRA adapts the projections of a model:")
         for path, projection in found.items():

@@ -18,6 +18,7 @@ from meshpar.io.safetensors import Tensor
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Model
 from meshpar.nn.describe import describe, functional, nested
+from meshpar.nn.lora import LoRA
 from meshpar.sharding.resolve import resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.tree import flatten_with_paths
@@ -37,11 +38,18 @@ def params(pretrained: Pretrained, model: Model | None = None) -> dict[str, jax.
     return pretrained.params({path: jax.ShapeDtypeStruct(s.shape, dtype, sharding=here) for path, s in flat.items()})
 
 
-def our_logits(model: Model, arrays: dict[str, jax.Array]) -> np.ndarray:
+def our_logits(model: Model, arrays: dict[str, jax.Array], lora: LoRA | None = None) -> np.ndarray:
     whole = jnp.ones((2, SEQ), jnp.int32)
     batch = {"tokens": jnp.asarray(TOKENS, jnp.int32), "segments": whole, "rows": jnp.arange(2, dtype=jnp.int32)}
     batch["positions"] = whole * jnp.arange(SEQ, dtype=jnp.int32)
-    apply = functional(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
+
+    def build():
+        built = model.build(nnx.Rngs(0))
+        if lora:
+            lora.adapt(built, nnx.Rngs(0))
+        return built
+
+    apply = functional(nnx.eval_shape(build))
     tree = nested({tuple(path.split(".")): array for path, array in arrays.items()})
     with jax.default_matmul_precision("highest"):
         return np.asarray(jax.jit(apply)(tree, batch))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
@@ -45,7 +45,7 @@ def test_ranges_are_read(file):
 
 
 def test_what_is_written_the_library_reads(tmp_path):
-    brain = np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3)
+    brain = np.arange(6).astype(jnp.bfloat16).reshape(2, 3)
     arrays = ARRAYS | {"brain": brain, "turned": ARRAYS["a"].T}
     write(tmp_path / "y", [Written(name, x.dtype, x.shape, lambda x=x: x) for name, x in arrays.items()])
     assert (tmp_path / "y").stat().st_size == sum(x.nbytes for x in arrays.values()) + 8 + _header(tmp_path / "y")[0]
