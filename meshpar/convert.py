@@ -9,21 +9,23 @@ from typing import Any
 
 import jax
 import numpy as np
-import pydantic
 
 from meshpar import config
+from meshpar.checkpoint.checkpoints import checkpoints
+from meshpar.checkpoint.saved import FOLDER, Saved, find
 from meshpar.errors import CheckpointError
 from meshpar.io.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
 from meshpar.io.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.mesh.layout import MeshLayout
+from meshpar.nn.transformer import Decoder
+from meshpar.pretrained import PretrainedBeginning
 from meshpar.run import Precision, Prepared, Run, load, prepare, simulate
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.checkpoint import META, checkpoints
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import AdamW
 from meshpar.tree import flatten_with_paths
 
-COMPANIONS, RUN_CONFIG, CHECKPOINTS = "hugging_face", "config.yaml", "checkpoints"
+COMPANIONS, RUN_CONFIG = "hugging_face", "config.yaml"
 
 
 def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
@@ -47,13 +49,13 @@ def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
         run = load(made / RUN_CONFIG, overrides)
         simulate(run, None)
         prepared = prepare(run)
-        state = prepared.first_state(pretrained)
+        state = PretrainedBeginning(prepared, pretrained).state()
         (made / RUN_CONFIG).write_text(config.to_yaml(run))
         (made / COMPANIONS).mkdir()
         (made / COMPANIONS / CONFIG).write_text(json.dumps(pretrained.config, indent=2) + "\n")
         copy_companions(folder, made / COMPANIONS)
-        with checkpoints(made / CHECKPOINTS) as saved:
-            saved.save(0, state, run.model_dump(mode="json"))
+        with checkpoints(made / FOLDER, about=prepared.about) as saved:
+            saved.save(0, state)
     return run
 
 
@@ -62,7 +64,7 @@ def _run(pretrained: Pretrained, run_dir: Path) -> Run:
     model, narrow = pretrained.model, pretrained.dtype == np.dtype("bfloat16")
     precision = Precision(params="bfloat16", compute="bfloat16", master="float32") if narrow else Precision()
     return Run(
-        model=model,
+        model=model,  # pyright: ignore[reportArgumentType]  one of those in ARCHITECTURES
         data=Synthetic(vocab_size=model.vocab_size, seq_len=min(256, model.max_seq_len)),
         optim=AdamW(lr=1e-5),
         precision=precision,
@@ -83,14 +85,12 @@ def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
     """
     check_free(folder)
     run_dir = load(source).run_dir if source.is_file() else source
-    step = max((int(path.name) for path in (run_dir / CHECKPOINTS).glob("*") if path.name.isdecimal()), default=None)
-    if step is None:
-        raise CheckpointError(f"there is no checkpoint in {run_dir / CHECKPOINTS}")
-    run = _saved_run(run_dir / CHECKPOINTS / str(step) / META)
-    prepared = _on_one_device(run)
-    with checkpoints(run_dir / CHECKPOINTS) as saved:
-        params = flatten_with_paths(saved.restore(prepared.placement.structs).params)
+    saved = find(run_dir)
+    run = _saved_run(saved)
+    structs = _on_one_device(run).placement.structs
+    params = flatten_with_paths(saved.restore(structs, take=("params.**",)).params)
     params = run.adapt.merged(params) if run.adapt else params
+    assert isinstance(run.model, Decoder)
     export(folder, run.model, params, _companions(run, run_dir), largest_file)
 
 
@@ -100,11 +100,14 @@ def _companions(run: Run, run_dir: Path) -> Path | None:
     return run.init.from_hf if run.init else None
 
 
-def _saved_run(meta: Path) -> Run:
+def _saved_run(saved: Saved) -> Run:
     try:
-        return Run.model_validate_json(json.dumps(json.loads(meta.read_text())["config"]), strict=True)
-    except (OSError, ValueError, KeyError, TypeError, pydantic.ValidationError):
-        raise CheckpointError(f"{meta} holds no config of a run, so what was trained is not known") from None
+        run = Run.model_validate_json(json.dumps(saved.meta["config"]), strict=True)
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{saved.folder} holds no config of a run, so what was trained is not known") from None
+    if not isinstance(run.model, Decoder):
+        raise CheckpointError(f"{saved.folder} holds an imported model, and Hugging Face has no architecture for it")
+    return run
 
 
 def _on_one_device(run: Run) -> Prepared:

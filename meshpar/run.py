@@ -7,9 +7,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from json import dumps
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -17,31 +16,37 @@ import pydantic
 from flax import nnx
 from jax.sharding import Mesh
 
-from meshpar import config
-from meshpar.config import Config, flatten
+from meshpar import config, imports
+from meshpar.checkpoint.checkpoints import About, Checkpoints, checkpoints
+from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.saved import FOLDER, Saved, find
+from meshpar.checkpoint.selection import EVERYTHING
+from meshpar.config import Config
 from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems, ProgramError, nearest
+from meshpar.imported import imported
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import Contract, beyond
 from meshpar.inspection.inspect import Inspection, axes_name
 from meshpar.inspection.planned import planned_by
 from meshpar.inspection.report import Report, report
-from meshpar.io.architectures import canonical
-from meshpar.io.huggingface import Pretrained, open_pretrained
+from meshpar.io.huggingface import open_pretrained
 from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout
-from meshpar.models import Model
+from meshpar.models import Import, Model
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.lora import LoRA, is_lora
+from meshpar.nn.transformer import Decoder
 from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.plan.memory import ModelStates, model_states
+from meshpar.pretrained import PretrainedBeginning
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.checkpoint import checkpoints
+from meshpar.train.begin import Beginning
 from meshpar.train.data import Data
 from meshpar.train.frozen import without
 from meshpar.train.loop import Loop
@@ -55,6 +60,7 @@ from meshpar.train.step import Step, Update
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths, matching
 
+Paths = tuple[str, ...]
 Positive = Annotated[int, pydantic.Field(gt=0)]
 Float = Literal["bfloat16", "float32", "float64"]
 
@@ -80,16 +86,30 @@ class Precision(Config):
 
 
 class Init(Config):
-    """From where the first parameters are taken."""
+    """From where the first parameters are taken, a checkpoint or a folder; what is not taken is drawn."""
 
-    from_hf: Path
+    from_checkpoint: Path | None = None
+    """A checkpoint, or the folder of a run, of which the last is meant."""
+    take: Paths = ("params.**",)
+    """Globs of paths of the train state."""
+    leave: Paths = ()
+    """Globs of what is not taken, though `take` matches it: a new head, `params.head.**`."""
+    from_hf: Path | None = None
     """A folder with `config.json` and safetensors, as Hugging Face's libraries write them. It is read in place."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_source(self) -> Init:
+        if (self.from_checkpoint is None) == (self.from_hf is None):
+            raise ValueError("takes one of from_checkpoint and from_hf")
+        return self
 
 
 class Run(Config):
     """Everything that a training run is: what a config file holds."""
 
     model: Model
+    loss: imports.Target | None = None
+    """Of a model that is imported: `package.module:name` of its own; see `meshpar.imported`."""
     data: Data
     optim: Optimizer
     adapt: LoRA | None = None
@@ -106,16 +126,16 @@ class Run(Config):
     """A batch is computed in so many parts, one after the other; gradients are reduced once."""
     expects: Contract | None = None
     """What the compiled step may send and hold; it is refused if it goes beyond."""
-    init: Init | None = None
-    """From where the first parameters are taken; default: they are drawn."""
     seed: Annotated[int, pydantic.Field(ge=0)] = 0
     run_dir: Path
     """Where metrics and checkpoints go. A run that finds a checkpoint there goes on from it."""
     log_every: Positive = 10
     eval_every: Positive | None = None
     """Steps between evaluations on held-out data; default: only at the end."""
-    checkpoint_every: Positive | None = None
-    """Steps between checkpoints; default: only at the end."""
+    init: Init | None = None
+    """From where the first parameters are taken; default: they are drawn."""
+    checkpoints: Kept = Kept()
+    """How often, and which stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +146,11 @@ class Prepared(Training):
 
     @cached_property
     def closed_form(self) -> Traffic | None:
-        """Bytes that a device sends in a step, by axes; None if the optimizer mixes elements, or no layer learns."""
+        """Bytes that a device sends in a step, by axes; None of an imported model, an optimizer that mixes, or if no
+        layer learns."""
         run, shape = self.run, self.mesh.shape
         layers_learn = any("layers" in one.spec.dims for one in jax.tree.leaves(self.placement.trained))
-        if not run.optim.elementwise or not layers_learn:
+        if not run.optim.elementwise or isinstance(run.model, Import) or not layers_learn:
             return None
         rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
         model, recomputed = run.model, run.model.remat != "none"
@@ -149,13 +170,11 @@ class Prepared(Training):
         frozen = [path in self.frozen for path in flatten_with_paths(placed.sharded)]
         return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths(), frozen)
 
-    def first_state(self, pretrained: Pretrained | None = None) -> TrainState:
-        """The state before the first step: drawn, but for the parameters that are read."""
-        given = {}
-        if pretrained is not None:
-            placed = flatten_with_paths(self.placement.structs.params)
-            given = pretrained.params({path: placed[path] for path in pretrained.paths})
-        return self.compile_init(given={f"params.{path}": array for path, array in given.items()})()
+    @property
+    def about(self) -> About:
+        """What a checkpoint says of the run."""
+        run = self.run
+        return About(run.model_dump(mode="json"), self.placement.dims, run.seed, run.data.batch_size)
 
     @property
     def _on_cpu(self) -> bool:
@@ -173,7 +192,7 @@ class Prepared(Training):
         """
         meant = planned_by(self.how, self.placement.sharded, self.placement.opt_state)
         told = inspection.inspect(step.compiled, self.mesh, warnings=step.warnings, planned=meant)
-        passes = self.run.model.num_layers * self.run.num_microbatches
+        passes = getattr(self.run.model, "num_layers", 1) * self.run.num_microbatches
         if self.run.expects:
             broken = self.run.expects.check(told, self.closed_form, passes)
             broken.raise_any(ContractError, "the compiled step breaks its contract:")
@@ -201,37 +220,28 @@ def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
 
 
 def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
-    model = nnx.eval_shape(lambda: _build(run, nnx.Rngs(0)))
+    model = _imported(run) if isinstance(run.model, Import) else _built(run, run.model)
     dtype, shape = np.dtype(run.precision.params), (run.data.batch_size, run.data.seq_len)
-    specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), describe(model))
+    specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.pop("specs"))
     frozen = _frozen(run, list(flatten_with_paths(specs)))
     tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, without(specs, frozen)))
     master, sums = run.precision.master, run.precision.gradients
     tx = with_master(tx, np.dtype(master)) if master else tx
     return Prepared(
+        **model,
         run=run,
         specs=specs,
-        init=lambda key: nnx.to_pure_dict(nnx.state(_build(run, nnx.Rngs(key)), nnx.Param)),
-        loss=next_token_loss(functional(model), run.model.vocab_size),
         update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master and np.dtype(master)),
         batch_specs={name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS},
         mesh=mesh,
         rules=run.rules,
         manual=run.lowering == "manual",
-        key=partial(step_key, run.seed) if run.model.dropout else None,
         dtype=np.dtype(run.precision.compute),
         sums=sums and np.dtype(sums),
         seed=run.seed,
         num_microbatches=run.num_microbatches,
         frozen=frozen,
     )
-
-
-def _build(run: Run, rngs: nnx.Rngs) -> nnx.Module:
-    model = run.model.build(rngs)
-    if run.adapt:
-        run.adapt.adapt(model, rngs)
-    return model
 
 
 def _frozen(run: Run, paths: Sequence[str]) -> frozenset[str]:
@@ -252,9 +262,55 @@ def _frozen(run: Run, paths: Sequence[str]) -> frozenset[str]:
     return frozenset(frozen)
 
 
+def _built(run: Run, model: Decoder) -> dict[str, Any]:
+    """What a model of meshpar's own is to the training."""
+
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        built = model.build(rngs)
+        if run.adapt:
+            run.adapt.adapt(built, rngs)
+        return built
+
+    abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    return {
+        "specs": describe(abstract),
+        "init": lambda key: nnx.to_pure_dict(nnx.state(build(nnx.Rngs(key)), nnx.Param)),
+        "loss": next_token_loss(functional(abstract), model.vocab_size),
+        "key": partial(step_key, run.seed) if model.dropout else None,
+    }
+
+
+def _imported(run: Run) -> dict[str, Any]:
+    """What the user's model is to the training; it is read anew, for nothing of it stands in the config."""
+    assert isinstance(run.model, Import)
+    if run.adapt:
+        raise ConfigError("adapt: LoRA adapts the projections of meshpar's own models, not of an imported one")
+    found = imported(run.model, run.loss, run.data.seq_len, run.seed)
+    if found.vocab_size and run.data.vocab_size > found.vocab_size:
+        what = f"the data has {run.data.vocab_size} token ids, the logits of {run.model.target} are of"
+        raise ConfigError(f"{what} {found.vocab_size}")
+    return {
+        "specs": found.specs,
+        "init": found.init,
+        "loss": found.loss,
+        "carried": found.carried,
+        "init_carried": found.init_carried,
+        "key": partial(step_key, run.seed) if found.draws else None,
+    }
+
+
 def load(path: Path, overrides: Sequence[str] = ()) -> Run:
-    """Reads a config file, with `key=value` overrides."""
-    return config.load(Run, path, overrides)
+    """Reads a config file, with `key=value` overrides.
+
+    Raises:
+      ConfigError: with all problems of the config; or it names code that it may not import, see `meshpar.imports`.
+    """
+    loaded = config.load(Run, path, overrides)
+    targets = {"model.target": getattr(loaded.model, "target", None), "loss": loaded.loss}
+    for key, target in targets.items():
+        if target:
+            imports.permit(target, None if f"{key}={target}" in overrides else path)
+    return loaded
 
 
 def simulate(run: Run, num_devices: int | None) -> None:
@@ -306,38 +362,44 @@ def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: 
       dump_hlo: a file for the compiled step's text.
     """
     prepared = prepare(run)
-    with recorder(run.run_dir, run.num_steps, json) as records, checkpoints(run.run_dir / "checkpoints") as saved:
+    saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, prepared.about)
+    with recorder(run.run_dir, run.num_steps, json) as records, saving as saved:
+        beginning = _beginning(prepared, saved)
         train_data, held_out = run.data.train(run.seed), run.data.held_out()
-        pretrained = _pretrained(run) if saved.latest() is None else None
         step, evaluate = prepared.compile_step(), prepared.compile_evaluation()
         if dump_hlo:
             dump_hlo.write_text(step.text)
         _hold_to_contract(prepared, step)
-        begins = saved.latest() is None
-        state = prepared.first_state(pretrained) if begins else saved.restore(prepared.placement.structs)
+        state = beginning.state() if beginning else prepared.compile_init()()
+        if beginning:
+            records.record("restored", int(state.step), **beginning.record())
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
-            run.log_every, run.eval_every, run.checkpoint_every, _mfu(prepared), profile,
+            run.log_every, run.eval_every, _mfu(prepared), profile,
         )  # fmt: skip
         return loop.fit(state)
 
 
-def _pretrained(run: Run) -> Pretrained | None:
-    """What a run begins with, if it draws nothing.
+def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | PretrainedBeginning | None:
+    """A run goes on from its own last checkpoint, if there is one.
 
     Raises:
-      CheckpointError: see `open_pretrained`.
-      ConfigError: lists each size that the run's model has otherwise.
+      CheckpointError, ConfigError: it does not fit, or what is to be taken of another does not.
     """
-    if run.init is None:
+    init, last = prepared.run.init, saved.latest()
+    if last is not None:
+        source, globs = Saved(saved.directory / str(last)), (EVERYTHING, ())
+    elif init is not None and init.from_hf is not None:
+        pretrained = open_pretrained(init.from_hf)
+        pretrained.check(prepared.run.model)
+        return PretrainedBeginning(prepared, pretrained)
+    elif init is not None and init.from_checkpoint is not None:
+        source, globs = find(init.from_checkpoint), (init.take, init.leave)
+    else:
         return None
-    pretrained, problems = open_pretrained(run.init.from_hf), Problems()
-    here, there = (flatten(canonical(model)) for model in (run.model, pretrained.model))
-    for key in sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key)):
-        what = f"{dumps(here.get(key))} in this run, {dumps(there.get(key))} in {run.init.from_hf / 'config.json'}"
-        problems.add(f"model.{key}", what, f"model.{key}={dumps(there.get(key))}")
-    problems.raise_any(ConfigError, "the model of init.from_hf is another one than the run's:")
-    return pretrained
+    beginning = Beginning(prepared, source, *globs, saved.about.config)
+    _ = beginning.selection
+    return beginning
 
 
 def _hold_to_contract(prepared: Prepared, step: Step) -> None:
@@ -353,7 +415,7 @@ def _hold_to_contract(prepared: Prepared, step: Step) -> None:
 def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
     """tokens/s -> model FLOPs utilization, where the chip's speed is known."""
     chip, model = chip_of(jax.devices()[0]), prepared.run.model
-    if chip is None:
+    if chip is None or isinstance(model, Import):
         return None
     unused = {"positions"} if model.tied else {"positions", "table"}
     params = sum(spec.size for path, spec in flatten_with_paths(prepared.specs).items() if path not in unused)
@@ -377,10 +439,29 @@ def _check(run: Run, mesh: AnyMesh) -> None:
                 f"{run.data.seq_len} is not divisible by the {shards} shards of {dim}",
                 f"a multiple of {shards}",
             )
-    if run.model.learned_positions and run.data.seq_len > run.model.max_seq_len:
-        problems.add("data.seq_len", f"{run.data.seq_len} is more than model.max_seq_len = {run.model.max_seq_len}")
-    if run.data.vocab_size > run.model.vocab_size:
-        what = f"the data has {run.data.vocab_size} token ids, the model {run.model.vocab_size}"
-        problems.add("model.vocab_size", what, f"model.vocab_size={run.data.vocab_size}")
+    if isinstance(run.model, Import):
+        if how.manual:
+            problems.add("lowering", "a model that is imported is lowered by GSPMD", "lowering=auto")
+    else:
+        _check_decoder(run, run.model, problems)
+    _check_kept(run, problems)
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
+
+
+def _check_kept(run: Run, problems: Problems) -> None:
+    kept = run.checkpoints
+    if kept.keep_best and kept.every and kept.every % (run.eval_every or run.num_steps):
+        when = f"every {run.eval_every} steps" if run.eval_every else "at the end"
+        what = f"a checkpoint every {kept.every} steps needs an evaluation to be judged by, and there is one {when}"
+        problems.add("checkpoints.keep_best", what, f"eval_every={kept.every}")
+
+
+def _check_decoder(run: Run, model: Decoder, problems: Problems) -> None:
+    if run.loss:
+        problems.add("loss", "is of a model that is imported", "model.kind=import, or no loss")
+    if model.learned_positions and run.data.seq_len > model.max_seq_len:
+        problems.add("data.seq_len", f"{run.data.seq_len} is more than model.max_seq_len = {model.max_seq_len}")
+    if run.data.vocab_size > model.vocab_size:
+        what = f"the data has {run.data.vocab_size} token ids, the model {model.vocab_size}"
+        problems.add("model.vocab_size", what, f"model.vocab_size={run.data.vocab_size}")

@@ -10,8 +10,9 @@ from typing import Any
 import pydantic
 
 from meshpar.errors import Problems, nearest
-from meshpar.models import GPT, Llama, Model, gpt, llama
+from meshpar.models import GPT, Llama, gpt, llama
 from meshpar.models.foreign import Names
+from meshpar.nn.transformer import Decoder
 
 Json = dict[str, Any]
 LLAMA_KEYS = {
@@ -51,7 +52,7 @@ class Architecture:
     write: Callable[[Any], Json]
 
 
-def read(config: Json, where: str, problems: Problems) -> Model | None:
+def read(config: Json, where: str, problems: Problems) -> Decoder | None:
     """The model that a `config.json` describes; None, and why, if there is none.
 
     Args:
@@ -83,7 +84,7 @@ def read(config: Json, where: str, problems: Problems) -> Model | None:
     return None if found else model
 
 
-def write(model: Model, original: Json | None = None) -> Json | None:
+def write(model: Decoder, original: Json | None = None) -> Json | None:
     """A `config.json` for a model; None if no architecture computes what it does.
 
     Args:
@@ -93,7 +94,7 @@ def write(model: Model, original: Json | None = None) -> Json | None:
     return next((config for config in candidates if _same(read(config, "", Problems()), model)), None)
 
 
-def _written(model: Model, kind: str) -> Json:
+def _written(model: Decoder, kind: str) -> Json:
     architecture = ARCHITECTURES[kind]
     if not isinstance(model, architecture.model):
         return {}
@@ -102,13 +103,13 @@ def _written(model: Model, kind: str) -> Json:
     return {"model_type": kind, "architectures": [architecture.called]} | sizes | architecture.write(plain)
 
 
-def canonical(model: Model) -> Model:
+def canonical(model: Decoder) -> Decoder:
     """The model with its defaults written out, without what is of its training only."""
     sizes = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
     return model.model_copy(update=sizes | {"vocab_multiple": 1, "dropout": 0.0, "remat": "none"})
 
 
-def _same(a: Model | None, b: Model) -> bool:
+def _same(a: Decoder | None, b: Decoder) -> bool:
     return a is not None and canonical(a) == canonical(b)
 
 

@@ -18,8 +18,8 @@ from meshpar.errors import CheckpointError
 from meshpar.io import architectures
 from meshpar.io.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, names_of
 from meshpar.io.safetensors import Written, write
-from meshpar.models import Model
 from meshpar.models.foreign import Foreign, Shape
+from meshpar.nn.transformer import Decoder
 
 LARGEST_FILE = 5 * 10**9
 """Bytes of tensors in a file, if there are several."""
@@ -30,7 +30,7 @@ COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voc
 
 def export(
     folder: Path,
-    model: Model,
+    model: Decoder,
     params: Mapping[str, jax.Array],
     companions: Path | None = None,
     largest_file: int = LARGEST_FILE,
@@ -94,7 +94,7 @@ def copy_companions(source: Path | None, to: Path) -> None:
                 shutil.copyfile(path, to / path.name)
 
 
-def _config(model: Model, companions: Path | None) -> dict[str, Any]:
+def _config(model: Decoder, companions: Path | None) -> dict[str, Any]:
     original = companions and companions / CONFIG
     read = json.loads(original.read_text()) if original and original.is_file() else None
     config = architectures.write(model, read)
@@ -104,7 +104,7 @@ def _config(model: Model, companions: Path | None) -> dict[str, Any]:
     return config
 
 
-def _tensors(model: Model, kind: str, params: Mapping[str, jax.Array], dtype: np.dtype) -> Iterator[Written]:
+def _tensors(model: Decoder, kind: str, params: Mapping[str, jax.Array], dtype: np.dtype) -> Iterator[Written]:
     shapes = layer_shapes(model)
     for name, foreign in names_of(model, kind).items():
         for layer in range(model.num_layers) if "*" in name else (None,):

@@ -15,6 +15,7 @@ from meshpar.config import Config
 from meshpar.io import huggingface
 from meshpar.io.safetensors import Tensor
 from meshpar.models import Llama
+from meshpar.pretrained import PretrainedBeginning
 from meshpar.run import Precision, Run, prepare
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import SGD
@@ -49,7 +50,7 @@ def main(folder: Path, how: str) -> None:
         )
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS") - sum(array.nbytes for array in held.values())
-    state = jax.block_until_ready(prepared.first_state(pretrained))
+    state = jax.block_until_ready(PretrainedBeginning(prepared, pretrained).state())
     needed = sum(array.nbytes for array in jax.tree.leaves(state))
     print(needed, resident("VmHWM") - before)
 

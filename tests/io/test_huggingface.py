@@ -16,9 +16,9 @@ from meshpar.io.export import export
 from meshpar.io.huggingface import Pretrained, open_pretrained
 from meshpar.io.safetensors import Tensor
 from meshpar.mesh.layout import MeshLayout
-from meshpar.models import Model
 from meshpar.nn.describe import describe, functional, nested
 from meshpar.nn.lora import LoRA
+from meshpar.nn.transformer import Decoder
 from meshpar.sharding.resolve import resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.tree import flatten_with_paths
@@ -27,18 +27,18 @@ from tests.io.pretrained import KINDS, SEQ, VOCAB, logits, made, saved
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, SEQ))
 
 
-def specs(model: Model):
+def specs(model: Decoder):
     return describe(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
 
 
-def params(pretrained: Pretrained, model: Model | None = None) -> dict[str, jax.Array]:
+def params(pretrained: Pretrained, model: Decoder | None = None) -> dict[str, jax.Array]:
     here = SingleDeviceSharding(jax.devices()[0])
     flat = flatten_with_paths(specs(model or pretrained.model))
     dtype = pretrained.dtype
     return pretrained.params({path: jax.ShapeDtypeStruct(s.shape, dtype, sharding=here) for path, s in flat.items()})
 
 
-def our_logits(model: Model, arrays: dict[str, jax.Array], lora: LoRA | None = None) -> np.ndarray:
+def our_logits(model: Decoder, arrays: dict[str, jax.Array], lora: LoRA | None = None) -> np.ndarray:
     whole = jnp.ones((2, SEQ), jnp.int32)
     batch = {"tokens": jnp.asarray(TOKENS, jnp.int32), "segments": whole, "rows": jnp.arange(2, dtype=jnp.int32)}
     batch["positions"] = whole * jnp.arange(SEQ, dtype=jnp.int32)
