@@ -1,4 +1,9 @@
+from . import collectives
 from .adopt import training
+from .checkpoint.checkpoints import About, Checkpoints, checkpoints
+from .checkpoint.kept import Kept
+from .checkpoint.saved import Saved
+from .collectives.reduce import Reduce
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -7,6 +12,7 @@ from .errors import (
     DataError,
     MeshError,
     MeshparError,
+    PlanError,
     ProgramError,
     ProofError,
     ShardingError,
@@ -14,7 +20,7 @@ from .errors import (
 from .inspection.compiling import compiling
 from .inspection.contract import Contract
 from .inspection.finding import Finding, Planned
-from .inspection.hlo import Collective, collectives, total_sent_bytes
+from .inspection.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
@@ -22,53 +28,96 @@ from .models import GPT, Llama
 from .nn.lora import LoRA
 from .proof.prove import prove
 from .proof.verdict import Proof
-from .run import Prepared, Run, explain, fit, load, prepare
+from .run import Init, Prepared, Run, explain, fit, load, prepare
 from .sharding.constrain import constrain
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
-from .train.data import StandardLibrary, Synthetic, Text
-from .train.loss import Tally
+from .train.data import (
+    Arrow,
+    Bytes,
+    Ids,
+    Jsonl,
+    Mixture,
+    Numpy,
+    Parquet,
+    Part,
+    StandardLibrary,
+    Synthetic,
+    Text,
+    TokenizerFile,
+)
+from .train.ema import averaged
+from .train.freeze import Freeze
+from .train.loggers import MLflow, TensorBoard, WandB
+from .train.loss import Criterion, Distill, Tally
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
+from .train.stopping import EarlyStopping
 from .train.training import Training
 
 __all__ = [
     "GPT",
     "SGD",
+    "About",
     "Adafactor",
     "AdamW",
     "ArraySpec",
+    "Arrow",
     "AxisRules",
+    "Bytes",
     "CheckpointError",
+    "Checkpoints",
     "Collective",
     "ConfigError",
     "Contract",
     "ContractError",
     "ContractWarning",
+    "Criterion",
     "DataError",
+    "Distill",
+    "EarlyStopping",
     "Finding",
+    "Freeze",
+    "Ids",
+    "Init",
     "Inspection",
+    "Jsonl",
+    "Kept",
     "Lion",
     "Llama",
     "LoRA",
+    "MLflow",
     "MeshError",
     "MeshLayout",
     "MeshparError",
+    "Mixture",
     "Muon",
+    "Numpy",
+    "Parquet",
+    "Part",
     "Placement",
+    "PlanError",
     "Planned",
     "Prepared",
     "ProgramError",
     "Proof",
     "ProofError",
+    "Reduce",
     "Run",
+    "Saved",
     "ShardingError",
     "StandardLibrary",
     "Synthetic",
     "Tally",
+    "TensorBoard",
     "Text",
+    "TokenizerFile",
     "Training",
+    "WandB",
+    "averaged",
+    "checkpoints",
     "collectives",
+    "collectives_of",
     "compiling",
     "constrain",
     "explain",

@@ -215,11 +215,14 @@ def _merge(under: Any, over: Any) -> Any:
 
 def _expand(annotation: Any, data: Any) -> Any:
     """The data with every shorthand written out, so that it can be merged."""
+    if isinstance(data, list) and _is_sequence(annotation):
+        return [_expand(get_args(annotation)[0], item) for item in data]
     model = _chosen(annotation, data)
     if model is None:
         return data
     if model.shorthand and data is not None and not isinstance(data, dict):
-        data = {model.shorthand: data}
+        kind = {"kind": _kind(model)} if len(_models(annotation)) > 1 else {}
+        data = kind | {model.shorthand: data}
     if not isinstance(data, dict):
         return data
     return {key: _expand(_fields(model).get(key), value) for key, value in data.items()}
@@ -301,11 +304,21 @@ def _locate(root: type[Config], data: Any, loc: tuple[Any, ...]) -> tuple[list[s
     for part in loc:
         if isinstance(data, dict) and part not in data and data.get("kind") == part:
             continue
+        if isinstance(data, list) and isinstance(part, int):
+            keys.append(str(part))
+            annotation, data = get_args(annotation)[0] if _is_sequence(annotation) else Any, _item(data, part)
+            continue
         holder = _chosen(annotation, data)
         keys.append(str(part))
         annotation = _fields(holder).get(str(part), Any)
-        data = data.get(part) if isinstance(data, dict) else None
+        data = _item(data, part)
     return keys, holder if keys and not _kinds(annotation) else annotation
+
+
+def _item(data: Any, key: Any) -> Any:
+    if isinstance(data, list) and isinstance(key, int):
+        return data[key] if key < len(data) else None
+    return data.get(key) if isinstance(data, dict) else None
 
 
 def _chosen(annotation: Any, data: Any) -> Any:
@@ -328,10 +341,14 @@ def _kind(model: type[Config]) -> str | None:
 
 
 def _models(annotation: Any) -> list[type[Config]]:
-    """The config models in an annotation: itself, or those of its union."""
-    if get_origin(annotation) in (Annotated, Union, types.UnionType):
+    """The config models in an annotation: itself, or those of its union or sequence."""
+    if get_origin(annotation) in (Annotated, Union, types.UnionType) or _is_sequence(annotation):
         return [model for part in get_args(annotation) for model in _models(part)]
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, Config) else []
+
+
+def _is_sequence(annotation: Any) -> bool:
+    return get_origin(annotation) in (tuple, list)
 
 
 def _source(where: str, sources: Mapping[str, str]) -> str:

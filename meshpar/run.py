@@ -6,12 +6,14 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
+import optax
 import pydantic
 from flax import nnx
 from jax.sharding import Mesh
@@ -21,8 +23,9 @@ from meshpar.checkpoint.checkpoints import About, Checkpoints, checkpoints
 from meshpar.checkpoint.kept import Kept
 from meshpar.checkpoint.saved import FOLDER, Saved, find
 from meshpar.checkpoint.selection import EVERYTHING
+from meshpar.collectives.reduce import Reduce
 from meshpar.config import Config
-from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems, ProgramError, nearest
+from meshpar.errors import ConfigError, ContractError, ContractWarning, MeshparError, Problems, ProgramError
 from meshpar.imported import imported
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import Contract, beyond
@@ -37,7 +40,7 @@ from meshpar.models import Import, Model
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.lora import LoRA, is_lora
 from meshpar.nn.transformer import Decoder
-from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic
+from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic, teacher_traffic
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.plan.memory import ModelStates, model_states
@@ -48,17 +51,23 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.begin import Beginning
 from meshpar.train.data import Data
+from meshpar.train.data.packing import ARRAYS
+from meshpar.train.ema import averaged, with_ema
+from meshpar.train.evaluate import Callback
+from meshpar.train.freeze import Freeze, for_good, frozen_until
 from meshpar.train.frozen import without
+from meshpar.train.loggers import Logger, TensorBoard
 from meshpar.train.loop import Loop
-from meshpar.train.loss import next_token_loss
+from meshpar.train.loss import TEACHER, Criterion, Distill, next_token_loss
 from meshpar.train.master import with_master
 from meshpar.train.metrics import flops_per_token, recorder
 from meshpar.train.optim import Optimizer
-from meshpar.train.packing import ARRAYS
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step, Update
+from meshpar.train.stopping import EarlyStopping
+from meshpar.train.teacher import Teacher
 from meshpar.train.training import Training, step_key
-from meshpar.tree import flatten_with_paths, matching
+from meshpar.tree import flatten_with_paths
 
 Paths = tuple[str, ...]
 Positive = Annotated[int, pydantic.Field(gt=0)]
@@ -82,7 +91,7 @@ class Precision(Config):
         params, compute = np.dtype(self.params).itemsize, np.dtype(self.compute).itemsize
         sums = max(compute, 4)
         gradients = np.dtype(self.gradients).itemsize if self.gradients else sums
-        return Widths(*(max(width, least) for width in (params, compute, gradients, sums)))
+        return Widths(*(max(width, least) for width in (params, compute, gradients, sums)), declared=gradients)
 
 
 class Init(Config):
@@ -108,19 +117,23 @@ class Run(Config):
     """Everything that a training run is: what a config file holds."""
 
     model: Model
-    loss: imports.Target | None = None
-    """Of a model that is imported: `package.module:name` of its own; see `meshpar.imported`."""
+    loss: Criterion = Criterion()
+    """What is minimized."""
     data: Data
     optim: Optimizer
     adapt: LoRA | None = None
     """Trains a little beside the model, and freezes the model."""
-    freeze: tuple[str, ...] = ()
-    """Globs of parameters that are not trained: `blocks.**`, `table`."""
+    distill: Distill | None = None
+    """A teacher to learn from."""
+    freeze: tuple[Freeze, ...] = ()
+    """Parameters that keep their values: globs, or `{paths: [...], until: 100}`."""
     mesh: MeshLayout = MeshLayout()
     rules: AxisRules = AxisRules(preset=("replicated",))
     lowering: Literal["manual", "auto"] = "manual"
     """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses it."""
     precision: Precision = Precision()
+    reduce: Reduce | None = None
+    """How the manual lowering sums gradients over devices. Default: XLA's own collectives."""
     num_steps: Positive
     num_microbatches: Positive = 1
     """A batch is computed in so many parts, one after the other; gradients are reduced once."""
@@ -136,6 +149,16 @@ class Run(Config):
     """From where the first parameters are taken; default: they are drawn."""
     checkpoints: Kept = Kept()
     """How often, and which stay."""
+    early_stopping: EarlyStopping | None = None
+    """When to end before `num_steps`."""
+    loggers: tuple[Logger, ...] = (TensorBoard(),)
+    """Who gets the records beside `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow."""
+
+    @pydantic.model_validator(mode="after")
+    def _evaluates_before_it_stops(self) -> Run:
+        if self.early_stopping and not self.eval_every:
+            raise ValueError("early_stopping looks at evaluations: set eval_every, the steps between them")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +166,13 @@ class Prepared(Training):
     """A run's training, and what the run's presets say of its step."""
 
     run: Run
+    taught_by: Prepared | None = None
+    """The training of the teacher, on this mesh."""
 
     @cached_property
     def closed_form(self) -> Traffic | None:
-        """Bytes that a device sends in a step, by axes; None of an imported model, an optimizer that mixes, or if no
-        layer learns."""
+        """Bytes that a device sends in a step, by axes; None of an imported model, of an optimizer that mixes elements,
+        if no layer learns, and of a teacher whose logits are sharded in another way."""
         run, shape = self.run, self.mesh.shape
         layers_learn = any("layers" in one.spec.dims for one in jax.tree.leaves(self.placement.trained))
         if not run.optim.elementwise or isinstance(run.model, Import) or not layers_learn:
@@ -157,17 +182,26 @@ class Prepared(Training):
         activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, recomputed)
         # XLA's CPU compiler widens what travels in 16 bits.
         widths = run.precision.widths(least=4 if self._on_cpu else 2)
-        return step_traffic(
+        sent = step_traffic(
             self.placement.sharded, self.how, widths, activations, run.num_microbatches,
-            hoists=self._on_cpu, frozen=self.frozen,
+            hoists=self._on_cpu, frozen=self.placement.frozen,
         )  # fmt: skip
+        if not self.taught_by:
+            return sent
+        assert self.teacher
+        if not self.teacher.is_aligned:
+            return None
+        model = _decoder(self.taught_by.run)
+        activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, False)
+        more = teacher_traffic(self.taught_by.placement.sharded, self.teacher.how, widths, activations)
+        return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
 
     @cached_property
     def states(self) -> ModelStates:
         """Bytes that a device holds of parameters, gradients and optimizer state, in the manual lowering."""
         placed = self.placement
         sharded, stored, optimizer = map(jax.tree.leaves, (placed.sharded, placed.params, placed.opt_state))
-        frozen = [path in self.frozen for path in flatten_with_paths(placed.sharded)]
+        frozen = [path in placed.frozen for path in flatten_with_paths(placed.sharded)]
         return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths(), frozen)
 
     @property
@@ -223,16 +257,19 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     model = _imported(run) if isinstance(run.model, Import) else _built(run, run.model)
     dtype, shape = np.dtype(run.precision.params), (run.data.batch_size, run.data.seq_len)
     specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.pop("specs"))
-    frozen = _frozen(run, list(flatten_with_paths(specs)))
-    tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, without(specs, frozen)))
+    frozen = _frozen(run, specs)
+    never = for_good(frozen)
+    tx = _optimizer(run, jax.tree.map(lambda spec: spec.dims, without(specs, never)), frozen and without(frozen, never))
     master, sums = run.precision.master, run.precision.gradients
-    tx = with_master(tx, np.dtype(master)) if master else tx
-    return Prepared(
+    taught_by = _teacher(run, run.distill, mesh) if run.distill else None
+    batch_specs = {name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS}
+    prepared = Prepared(
         **model,
         run=run,
         specs=specs,
+        frozen=frozen,
         update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master and np.dtype(master)),
-        batch_specs={name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS},
+        batch_specs=batch_specs,
         mesh=mesh,
         rules=run.rules,
         manual=run.lowering == "manual",
@@ -240,26 +277,58 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         sums=sums and np.dtype(sums),
         seed=run.seed,
         num_microbatches=run.num_microbatches,
-        frozen=frozen,
+        taught_by=taught_by,
+        reduce=run.reduce,
+        slow=tuple(axis for axis, size in run.mesh.dcn.sizes.items() if size > 1) if run.mesh.dcn else (),
     )
+    return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 
 
-def _frozen(run: Run, paths: Sequence[str]) -> frozenset[str]:
-    """The parameters that are not trained.
+def _frozen(run: Run, specs: Any) -> Any:
+    """How many steps each parameter is frozen; None if none is."""
+    beside = tuple(path for path in flatten_with_paths(specs) if not is_lora(path))
+    freeze = (*run.freeze, *([Freeze(paths=beside)] if run.adapt else []))
+    return frozen_until(freeze, specs, run.num_steps) if freeze else None
+
+
+def _optimizer(run: Run, dims: Any, frozen: Any) -> optax.GradientTransformation:
+    """Of what is trained, at once or from a step on."""
+    tx = run.optim.build(run.num_steps, dims, frozen if any(jax.tree.leaves(frozen)) else None)
+    tx = with_master(tx, np.dtype(run.precision.master)) if run.precision.master else tx
+    return with_ema(tx, run.optim.ema) if run.optim.ema else tx
+
+
+def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
+    """The run that is kept in the teacher's directory, as prepared on this mesh under the rules of a teacher.
 
     Raises:
-      ConfigError: lists the globs that match nothing; or everything would be frozen.
+      CheckpointError: there is none.
+      ConfigError: it does not fit this run, or this mesh.
     """
-    problems, frozen = Problems(), {path for path in paths if run.adapt and not is_lora(path)}
-    for glob in run.freeze:
-        if not matching(paths, glob):
-            near = nearest(glob, paths)
-            problems.add("freeze", f"{glob!r} matches no parameter", f"did you mean {near}?" if near else "")
-        frozen |= {*matching(paths, glob)}
-    if frozen == {*paths}:
-        problems.add("freeze", "every parameter is frozen: there is nothing to train")
-    problems.raise_any(ConfigError, "this config cannot freeze what it says:")
-    return frozenset(frozen)
+    kept, ours = find(distill.teacher).meta["config"], {"data": run.data, "lowering": run.lowering}
+    where = f"distill: the teacher in {distill.teacher}"
+    try:
+        teacher = Run.model_validate(kept | {"distill": None, "num_microbatches": 1, "freeze": (), "init": None})
+        its, mine = _decoder(teacher), _decoder(run)
+        prepared = prepare(teacher.model_copy(update=ours | {"rules": distill.rules or run.rules}), mesh)
+    except (pydantic.ValidationError, MeshparError) as error:
+        raise ConfigError(f"{where} does not fit:\n{error}") from None
+    if (its.vocab_size, its.padded_vocab) != (mine.vocab_size, mine.padded_vocab):
+        what = f"has {its.vocab_size} token ids in {its.padded_vocab} rows of its vocabulary"
+        raise ConfigError(f"{where} {what}, this model {mine.vocab_size} in {mine.padded_vocab}")
+    return prepared
+
+
+def _decoder(run: Run) -> Decoder:
+    if isinstance(run.model, Import):
+        raise ConfigError(f"{run.model.target} is imported; teachers and their students are llama and gpt")
+    return run.model
+
+
+def _teaching(taught_by: Prepared, student: Prepared) -> Teacher:
+    model, rules = _decoder(taught_by.run), taught_by.rules
+    apply = functional(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
+    return Teacher(apply, taught_by.specs, rules, student.how, student.batch_specs, model.padded_vocab)
 
 
 def _built(run: Run, model: Decoder) -> dict[str, Any]:
@@ -275,7 +344,8 @@ def _built(run: Run, model: Decoder) -> dict[str, Any]:
     return {
         "specs": describe(abstract),
         "init": lambda key: nnx.to_pure_dict(nnx.state(build(nnx.Rngs(key)), nnx.Param)),
-        "loss": next_token_loss(functional(abstract), model.vocab_size),
+        "loss": run.loss.build(functional(abstract), model.vocab_size, run.distill),
+        "evaluation": next_token_loss(functional(abstract), model.vocab_size),
         "key": partial(step_key, run.seed) if model.dropout else None,
     }
 
@@ -293,6 +363,7 @@ def _imported(run: Run) -> dict[str, Any]:
         "specs": found.specs,
         "init": found.init,
         "loss": found.loss,
+        "evaluation": found.evaluation,
         "carried": found.carried,
         "init_carried": found.init_carried,
         "key": partial(step_key, run.seed) if found.draws else None,
@@ -306,10 +377,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
       ConfigError: with all problems of the config; or it names code that it may not import, see `meshpar.imports`.
     """
     loaded = config.load(Run, path, overrides)
-    targets = {"model.target": getattr(loaded.model, "target", None), "loss": loaded.loss}
-    for key, target in targets.items():
+    targets = {("model.target",): getattr(loaded.model, "target", None), ("loss", "loss.target"): loaded.loss.target}
+    for keys, target in targets.items():
         if target:
-            imports.permit(target, None if f"{key}={target}" in overrides else path)
+            is_on_command_line = any(f"{key}={target}" in overrides for key in keys)
+            imports.permit(target, None if is_on_command_line else path)
     return loaded
 
 
@@ -353,31 +425,49 @@ def inspect(run: Run, target: str | None = None, num_devices: int | None = None)
     return judge(prepared.inspect(compile_for(machine, prepared.compile_step)), machine, prepared.mesh)
 
 
-def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: Path | None = None) -> TrainState:
+def fit(
+    run: Run,
+    *,
+    json: bool = False,
+    profile: Path | None = None,
+    dump_hlo: Path | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> TrainState:
     """Trains, or goes on from the last checkpoint in the run directory.
 
     Args:
       json: print records as JSON instead of a progress bar.
       profile: a folder for a trace of a few steps.
       dump_hlo: a file for the compiled step's text.
+      callbacks: (state, step) -> name -> number: what else each evaluation records.
     """
     prepared = prepare(run)
     saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, prepared.about)
-    with recorder(run.run_dir, run.num_steps, json) as records, saving as saved:
+    with recorder(run.run_dir, run.num_steps, json, run.loggers) as records, saving as saved:
         beginning = _beginning(prepared, saved)
-        train_data, held_out = run.data.train(run.seed), run.data.held_out()
+        train_data, held_out = run.data.datasets(run.seed)
         step, evaluate = prepared.compile_step(), prepared.compile_evaluation()
         if dump_hlo:
             dump_hlo.write_text(step.text)
         _hold_to_contract(prepared, step)
+        if prepared.taught_by and run.distill:
+            step = replace(step, given={TEACHER: _taught(prepared.taught_by, run.distill, step.given[TEACHER])})
         state = beginning.state() if beginning else prepared.compile_init()()
         if beginning:
             records.record("restored", int(state.step), **beginning.record())
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, _mfu(prepared), profile,
+            run.early_stopping, callbacks,
         )  # fmt: skip
         return loop.fit(state)
+
+
+def _taught(teacher: Prepared, distill: Distill, structs: Any) -> Any:
+    """The parameters that a teacher is evaluated with, and nothing else of its checkpoint."""
+    take = ["opt_state.ema.**"] if teacher.run.optim.ema else ["params.**"]
+    params = averaged(find(distill.teacher).restore(teacher.placement.structs, take))
+    return jax.tree.map(lambda x, struct: jax.device_put(x.astype(struct.dtype), struct.sharding), params, structs)
 
 
 def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | PretrainedBeginning | None:
@@ -445,6 +535,8 @@ def _check(run: Run, mesh: AnyMesh) -> None:
     else:
         _check_decoder(run, run.model, problems)
     _check_kept(run, problems)
+    if run.reduce and run.lowering == "auto":
+        problems.add("reduce", "under lowering: auto, XLA reduces gradients as it chooses", "lowering: manual")
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
 
@@ -458,7 +550,7 @@ def _check_kept(run: Run, problems: Problems) -> None:
 
 
 def _check_decoder(run: Run, model: Decoder, problems: Problems) -> None:
-    if run.loss:
+    if run.loss.target:
         problems.add("loss", "is of a model that is imported", "model.kind=import, or no loss")
     if model.learned_positions and run.data.seq_len > model.max_seq_len:
         problems.add("data.seq_len", f"{run.data.seq_len} is more than model.max_seq_len = {model.max_seq_len}")

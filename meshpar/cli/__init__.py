@@ -12,7 +12,9 @@ from typing import Annotated
 import typer
 
 from meshpar import imports
-from meshpar.cli import checkpoint, convert, explain, inspect, prove, schema, train  # noqa: F401  in being imported, a verb joins the app
+
+# In being imported, a verb joins the app.
+from meshpar.cli import bench, checkpoint, convert, explain, inspect, new, plot, prove, schema, train  # noqa: F401
 from meshpar.cli.app import app
 from meshpar.errors import MeshparError
 

@@ -15,7 +15,8 @@ from fractions import Fraction
 from typing import Any
 
 from meshpar.mesh.layout import AXES
-from meshpar.parallel.data import summed_axes
+from meshpar.parallel.buckets import bucket_shapes
+from meshpar.parallel.data import copies, summed_axes
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.tree import flatten_with_paths
@@ -35,12 +36,14 @@ class Widths:
       compute: of an activation, and of a parameter as it is gathered.
       gradients: of a gradient as it is reduced.
       sums: of the loss, and of the sums in it: at least 4.
+      declared: of a gradient as a declared `Reduce` sends it, which no compiler widens.
     """
 
     params: int
     compute: int
     gradients: int
     sums: int
+    declared: int = 4
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,32 @@ def step_traffic(
         if path not in frozen:
             _add_reductions(sent, path, placement, how, widths, num_microbatches)
     trained = {path: placement for path, placement in flatten_with_paths(sharded).items() if path not in frozen}
+    if how.reduce:
+        _add_buckets(sent, trained.values(), how, widths.declared)
     _add_activations(sent, how, widths, activations, embedding_learns=bool({"table", "positions"} & trained.keys()))
     _add_scalars(sent, trained.values(), how, widths)
+    return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
+
+
+def teacher_traffic(sharded: Any, how: Lowering, widths: Widths, activations: Activations) -> Traffic:
+    """What distillation adds to a step: the forward of a decoder, and five numbers of each token for its divergence.
+
+    Args:
+      sharded: tree of `Placement`, of the teacher's parameters as its rules can shard them.
+      how: the teacher's; its rules shard the vocabulary as the student's do.
+      activations: the teacher's.
+    """
+    sent: Sums = defaultdict(Fraction)
+    for placement in flatten_with_paths(sharded).values() if how.rules.zero_stage > 1 else ():
+        stored = _ordered(axis for dim in placement.spec.dims for axis in how.storage(dim))
+        n = _size(how, stored)
+        sent[stored] += share(n, math.prod(placement.local_shape) * n * widths.compute)
+    stream = activations.tokens * activations.width * widths.compute
+    for dim, times in (("heads", activations.num_layers), ("mlp", activations.num_layers), ("vocab", 1)):
+        axes = _ordered(how.axes(dim))
+        sent[axes] += 2 * times * share(_size(how, axes), stream)
+    axes = _ordered(how.axes("vocab"))
+    sent[axes] += 2 * 5 * share(_size(how, axes), activations.tokens * widths.sums)
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
@@ -114,10 +141,13 @@ def _add_reductions(
 ) -> None:
     """Of a gradient: over the devices that store a shard, those that hold a copy, and those that share in the whole."""
     (stored, whole), m = _stored(placement, how), num_microbatches
-    scatters = {0: 0, 1: 1, 2: 1, 3: m}[how.rules.zero_stage]
-    sent[stored] += share(_size(how, stored), whole * scatters * widths.gradients)
-    copies = tuple(a for a in _ordered(summed_axes(how)) if a not in sharding_axes([placement]))
-    sent[copies] += 2 * share(_size(how, copies), math.prod(placement.local_shape) * widths.gradients)
+    times = m if how.rules.zero_stage == 3 else bool(how.rules.zero_stage)
+    if how.reduce:
+        _add_scatter(sent, placement, how, widths.declared, times)
+    else:
+        sent[stored] += times * share(_size(how, stored), whole * widths.gradients)
+        copied = _ordered(sum(copies(placement.spec.dims, how), ()))
+        sent[copied] += 2 * share(_size(how, copied), math.prod(placement.local_shape) * widths.gradients)
     users = _users(path, placement, how)
     sent[users] += 2 * m * share(_size(how, users), whole * widths.compute)
 
@@ -138,6 +168,29 @@ def _users(path: str, placement: Placement, how: Lowering) -> Axes:
     if region is None or path.endswith(("attn.o.bias", "mlp.down.bias")):
         return ()
     return _ordered(set(how.axes(region)) - set(summed_axes(how)) - set(sharding_axes([placement])))
+
+
+def _add_scatter(sent: Sums, placement: Placement, how: Lowering, width: int, times: int) -> None:
+    """A declared reduce-scatter: dim after dim, and layer after layer."""
+    dims, sizes = placement.spec.dims, how.mesh.shape
+    layers = placement.local_shape[dims.index("layers")] if "layers" in dims else 1
+    stored = [axes for dim in dims if (axes := how.storage(dim))]
+    size = math.prod(placement.local_shape) // layers * math.prod(_size(how, axes) for axes in stored)
+    for axes in reversed(stored):
+        for spanned, num_bytes in how.reduce.scatter_sent(size, width, axes, sizes).items():
+            sent[spanned] += times * layers * num_bytes
+        size //= _size(how, axes)
+
+
+def _add_buckets(sent: Sums, placements: Iterable[Placement], how: Lowering, width: int) -> None:
+    """Declared sums over copies, of those that lie alike together."""
+    streams: dict[Any, list[tuple[int, ...]]] = defaultdict(list)
+    for one in placements:
+        streams[copies(one.spec.dims, how), sharding_axes([one])].append(one.local_shape)
+    for (axes, _), shapes in streams.items():
+        for shape in bucket_shapes(shapes, how.reduce, width) if any(axes) else ():
+            for spanned, num_bytes in how.reduce.sum_sent(shape, width, *axes, how.mesh.shape).items():
+                sent[spanned] += num_bytes
 
 
 def _is_gathered_again(path: str, placement: Placement, recomputed: bool) -> bool:

@@ -30,6 +30,8 @@ class Lowering:
       dtype: in which the model computes; None for that of the parameters.
       sums: in which gradients are summed; None for float32 at least.
       num_microbatches: how many parts a batch is computed in.
+      reduce: how gradients are reduced, a `collectives.reduce.Reduce`; None leaves it to XLA.
+      slow: axes that go across slices.
     """
 
     mesh: AnyMesh
@@ -38,6 +40,8 @@ class Lowering:
     dtype: Any = None
     sums: Any = None
     num_microbatches: int = 1
+    reduce: Any = None
+    slow: tuple[str, ...] = ()
 
     @property
     def gathers_in_layers(self) -> bool:

@@ -12,11 +12,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.parallel import data
+from meshpar.parallel.buckets import order_of
 from meshpar.parallel.local import varying, varying_like
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.sharding.constrain import Lowering, lowering
 from meshpar.sharding.resolve import sharding_axes
+from meshpar.train.freeze import for_good, thawed
 from meshpar.train.frozen import filled, without
+from meshpar.train.kept import REDUCE, of_loss
 from meshpar.train.loss import Batch, Loss, Tally
 from meshpar.train.state import StatePlacement
 from meshpar.tree import map_with_path
@@ -32,7 +35,7 @@ class Objective:
       num_microbatches: how many parts the batch is computed in, one after the other.
       dtype: of the parameters in the computation; that of the state is its own.
       sums: in which gradients are summed over microbatches and devices; None for float32 at least.
-      frozen: paths of parameters of which there are no gradients.
+      frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
     """
 
     loss: Loss
@@ -40,7 +43,7 @@ class Objective:
     num_microbatches: int = 1
     dtype: Any = jnp.float32
     sums: Any = None
-    frozen: frozenset[str] = frozenset()
+    frozen: Any = None
 
     def cast(self, params: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(self.dtype), params)
@@ -103,11 +106,21 @@ def manual(
     trained_dims = jax.tree.map(lambda p: p.spec.dims, trained)
 
     def local(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
+        def gradients(params: Any) -> tuple[Tally, Any]:
+            return _accumulate(objective, params, batch, step, of_loss(carried))
+
         with lowering(how):
-            got, grads = _accumulate(objective, data.enter(params, dims, learns), batch, step, carried)
+            entered = data.enter(params, dims, learns)
+            got, grads = gradients(entered)
+            order = order_of(lambda params: gradients(params)[1], entered) if how.reduce else None
+            kept = jax.tree.map(lambda x: x[0], carried.get(REDUCE, {}))
+            grads, kept = data.reduce(
+                grads, trained_dims, kept, key=jax.random.fold_in(jax.random.key(0), step), order=order
+            )
             got = _summed(got, how)
-            loss, metrics, grads = _means(got, data.reduce(grads, trained_dims))
-            return Gradients(loss, got.count, _global_norm(grads, trained), grads, metrics, got.carried)
+            loss, metrics, grads = _means(got, grads)
+            norm = _global_norm(grads, trained)
+            return Gradients(loss, got.count, norm, grads, metrics, got.carried | _kept(kept))
 
     learned = jax.tree.map(lambda p: p.pspec, trained)
     scalar, carried = PartitionSpec(), jax.tree.map(lambda p: p.pspec, placement.carried)
@@ -119,6 +132,11 @@ def manual(
     )  # fmt: skip
 
 
+def _kept(kept: Any) -> dict[str, Any]:
+    """What the reduction left, as it is carried: with a dim for the copies."""
+    return {REDUCE: jax.tree.map(lambda x: x[None], kept)} if kept else {}
+
+
 def batch_pspecs(how: Lowering, batch: dict[str, jax.ShapeDtypeStruct]) -> dict[str, PartitionSpec]:
     """How the arrays of a batch are sharded, and the indices of its rows."""
     given = {name: struct.sharding.spec for name, struct in batch.items()}  # pyright: ignore
@@ -128,11 +146,12 @@ def batch_pspecs(how: Lowering, batch: dict[str, jax.ShapeDtypeStruct]) -> dict[
 def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array, carried: Any) -> tuple[Tally, Any]:
     """Sums of losses and of gradients over the microbatches; each gets what the one before it carried."""
 
-    trained = without(params, objective.frozen)
+    trained = without(params, for_good(objective.frozen))
 
     def one(batch: Batch, carried: Any) -> tuple[Tally, Any]:
         def loss(trained: Any) -> tuple[jax.Array, Tally]:
-            tally = objective.loss(filled(trained, params), batch, objective.key(step), carried)
+            params_now = thawed(filled(trained, params), objective.frozen, step)
+            tally = objective.loss(params_now, batch, objective.key(step), carried)
             return tally.loss, tally
 
         grads, tally = jax.grad(loss, has_aux=True)(trained)

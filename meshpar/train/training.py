@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,15 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshpar.collectives.reduce import Reduce
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.evaluate import Evaluation, compile_evaluation
+from meshpar.train.freeze import for_good
 from meshpar.train.gradients import Gradients, Objective, auto, manual
-from meshpar.train.loss import Batch, Loss
+from meshpar.train.kept import place_kept, zeros
+from meshpar.train.loss import TEACHER, Batch, Loss
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place
 from meshpar.train.step import Metrics, Step, Update, batch_structs, compile_step, step_function
+from meshpar.train.teacher import Teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +45,11 @@ class Training:
       num_microbatches: how many parts a batch is computed in, one after the other.
       carried: tree of `ArraySpec`, of what the loss hands from step to step beside the parameters.
       init_carried: key -> the first of it.
+      frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
+      teacher: a model whose logits the loss finds in the batch; each step is given its parameters.
       evaluation: the loss where nothing is learned; default: `loss` without a key.
-      frozen: paths of parameters that are not trained: they have no gradients, and no optimizer state.
+      reduce: how the manual lowering sums gradients; None leaves it to XLA.
+      slow: axes that go across slices.
     """
 
     specs: Any
@@ -60,16 +67,23 @@ class Training:
     num_microbatches: int = 1
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
+    frozen: Any = None
+    teacher: Teacher | None = None
     evaluation: Loss | None = None
-    frozen: frozenset[str] = frozenset()
+    reduce: Reduce | None = None
+    slow: tuple[str, ...] = ()
 
     @cached_property
     def placement(self) -> StatePlacement:
-        return place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, self.frozen)
+        placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, for_good(self.frozen))
+        kept = place_kept(placed.trained, self.how)
+        return replace(placed, carried=placed.carried | kept) if kept else placed
 
     @cached_property
     def how(self) -> Lowering:
-        return Lowering(self.mesh, self.rules, self.manual, self.dtype, self.sums, self.num_microbatches)
+        return Lowering(
+            self.mesh, self.rules, self.manual, self.dtype, self.sums, self.num_microbatches, self.reduce, self.slow
+        )
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -83,28 +97,35 @@ class Training:
 
     @property
     def gradients(self) -> Callable[..., Gradients]:
+        """(params, batch, step, carried) -> `Gradients`; with a teacher, the batch holds its parameters."""
+        specs = self.batch_specs | ({TEACHER: self.teacher.logits} if self.teacher else {})
         if self.manual:
-            return manual(self.objective, self.how, self.placement, self.batch)
-        return auto(self.objective, self.how)
+            found = manual(self.objective, self.how, self.placement, batch_structs(self.how, specs))
+        else:
+            found = auto(self.objective, self.how)
+        return self.teacher.teaching(found) if self.teacher else found
 
     @property
     def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The step, not yet compiled."""
         return step_function(self.gradients, self.update, self.placement)
 
-    def put(self, batch: Batch) -> dict[str, jax.Array]:
+    def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """The arrays of a batch on the devices, each device its own rows."""
         return {name: jax.device_put(x, self.batch[name].sharding) for name, x in batch.items()}
 
     def compile_step(self) -> Step:
-        return compile_step(self.step, self.placement, self.batch)
+        given = {TEACHER: self.teacher.structs} if self.teacher else {}
+        return compile_step(self.step, self.placement, self.batch, given)
 
     def compile_evaluation(self) -> Evaluation:
         objective = replace(self.objective, loss=self.evaluation or self.loss)
         return compile_evaluation(objective, self.how, self.placement, self.batch)
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:
-        return compile_init(self.init, self.init_carried, self.update.tx, self.placement, self.seed, options, given)
+        kept = place_kept(self.placement.trained, self.how)
+        first = (lambda key: self.init_carried(key) | zeros(kept)) if kept else self.init_carried
+        return compile_init(self.init, first, self.update.tx, self.placement, self.seed, options, given)
 
 
 def step_key(seed: int, step: jax.Array) -> jax.Array:

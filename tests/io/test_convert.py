@@ -243,7 +243,7 @@ def test_a_bad_folder_is_refused_and_nothing_is_left_behind(case, copied, meshpa
 def test_bad_arguments(there, meshpar, tmp_path):
     assert meshpar("convert", "run", "--from-hf", "nothing")[1].startswith("meshpar: nothing cannot be imported:")
     assert meshpar("convert", "run") == (2, "meshpar: convert takes one of --from-hf DIR and --to-hf DIR\n")
-    assert meshpar("convert", "run", "--to-hf", "x") == (2, "meshpar: XX\n")
+    assert meshpar("convert", "run", "--to-hf", "x") == (2, f"meshpar: {tmp_path / 'run'} does not exist\n")
     code, said = meshpar("convert", "run", "optim.l=1", "--from-hf", there)
     assert code == 2 and "did you mean optim.lr?" in said
     assert not [*tmp_path.iterdir()]
@@ -290,12 +290,13 @@ meshpar: LoRA adapts the projections of a model:
     there are blocks.attn.*, blocks.mlp.*
 """)  # fmt: skip
     assert meshpar("explain", "mine.yaml", "freeze=['**', tabel]") == (2, """\
-meshpar: this config cannot freeze what it says:
-  freeze
-    'tabel' matches no parameter
+meshpar: what is frozen does not fit the model:
+  freeze.1.paths
+    no parameter matches 'tabel'
     did you mean table?
   freeze
-    every parameter is frozen: there is nothing to train
+    every parameter is frozen for good
+    leave one to train
 """)  # fmt: skip
 
 

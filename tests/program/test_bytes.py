@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from meshpar.inspection.hlo import Collective, collectives, total_sent_bytes
+from meshpar.inspection.hlo import Collective, collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.nn.lora import LoRA
@@ -18,6 +18,7 @@ from meshpar.parallel.traffic import share
 from meshpar.run import Precision, Prepared, Run, prepare
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
+from meshpar.train.freeze import Freeze
 from meshpar.train.optim import AdamW
 from meshpar.tree import flatten_with_paths
 from tests.layouts import LAYOUTS
@@ -50,7 +51,7 @@ def prepared(
 @lru_cache
 def found_in(layout: str, lowering: str = "manual", num_microbatches: int = 1) -> list[Collective]:
     run = prepared(layout, lowering, num_microbatches)
-    return collectives(run.compile_step().compiled.as_text(), run.mesh)
+    return collectives_of(run.compile_step().compiled.as_text(), run.mesh)
 
 
 def sent_over(found: list[Collective]) -> dict[Any, Fraction]:
@@ -86,7 +87,7 @@ OPTIONS = {"attn_bias": "all", "mlp_bias": True, "head_norm": True, "rotary_frac
 OTHERS |= {
     "options": lambda layout: prepared(layout, model=Llama(**SIZES, **OPTIONS)),
     "lora": lambda layout: prepared(layout, model=Llama(**SIZES), adapt=LoRA(rank=2, paths=("blocks.**",))),
-    "frozen": lambda layout: prepared(layout, model=Llama(**SIZES), freeze=("table", "blocks.mlp.**")),
+    "frozen": lambda layout: prepared(layout, model=Llama(**SIZES), freeze=(Freeze(paths=("table", "blocks.mlp.**")),)),
 }
 CASES = [("remat", layout) for layout in LAYOUTS] + [
     *(("gpt", layout) for layout in ("zero1", "zero3", "tensor4_sp", "data2_fsdp2_tensor2")),
@@ -100,7 +101,7 @@ CASES = [("remat", layout) for layout in LAYOUTS] + [
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_so_does_each_other_model(model, layout):
     run = OTHERS[model](layout)
-    assert sent_over(collectives(run.compile_step().compiled, run.mesh)) == run.closed_form
+    assert sent_over(collectives_of(run.compile_step().compiled, run.mesh)) == run.closed_form
 
 
 @pytest.mark.slow
