@@ -26,6 +26,7 @@ from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
+from .nn.lora import LoRA
 from .parallel.pipeline.schedule import (
     ZBV,
     GPipe,
@@ -98,6 +99,7 @@ __all__ = [
     "Kept",
     "Lion",
     "Llama",
+    "LoRA",
     "MLflow",
     "MeshError",
     "MeshLayout",

@@ -6,37 +6,21 @@ R norm_seq.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from meshpar.errors import ShardingError
-from meshpar.nn.layers import Projection, enter, leave
+from meshpar.nn.layers import Projection, RMSNorm, enter, leave
+from meshpar.nn.rotary import Rotation, rotate
 from meshpar.parallel.local import varies_over, varying
 from meshpar.parallel.precision import wide
 from meshpar.sharding.constrain import constrain, current, manual_axes
 
-Rotation = tuple[Float[Array, "B S 1 p"], Float[Array, "B S 1 p"]]
-"""Cosines and sines [batch, seq, 1, p = h/2] of the angles by which the pairs of a head are turned."""
-
-
-def rotation(positions_BS: Int[Array, "B S"], head_dim: int, theta: float, dtype: jnp.dtype) -> Rotation:
-    """Rotary position embedding: the pair (i, i + h/2) is turned by position * theta^(-2i/h).
-
-    All layers share it. Numerics: in float32 at least. Source: Su et al. 2021, arXiv:2104.09864.
-    """
-    pair = wide(jnp.arange(head_dim // 2, dtype=dtype))
-    angle = positions_BS[..., None, None].astype(pair.dtype) * theta ** (-pair / (head_dim // 2))
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x_BSHh: Float[Array, "B S H h"], by: Rotation) -> Float[Array, "B S H h"]:
-    """Turns the pairs of each head."""
-    half, (cos, sin) = x_BSHh.shape[-1] // 2, by
-    first, second = wide(x_BSHh[..., :half]), wide(x_BSHh[..., half:])
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BSHh.dtype)
+Bias = Literal["none", "qkv", "all"]
 
 
 def attend(
@@ -44,8 +28,12 @@ def attend(
     k_BTKh: Float[Array, "B T K h"],
     v_BTKh: Float[Array, "B T K h"],
     segments_BS: Int[Array, "B S"],
+    window: Int[Array, ""] | None = None,
 ) -> Float[Array, "B S H h"]:
     """`softmax(q k^T / sqrt(h)) v`, causal and within segments. Returns [B, S, H, h].
+
+    Args:
+      window: how many positions a query sees, its own the last of them; None for all.
 
     Numerics: softmax in float32 at least. Memory: the scores, B H S T.
     """
@@ -54,34 +42,50 @@ def attend(
     scores = wide(jnp.einsum("bskgh,btkh->bkgst", q_BSKGh, k_BTKh))
     index = jnp.arange(seq, dtype=jnp.int32)
     visible = (index[:, None] >= index) & (segments_BS[:, :, None] == segments_BS[:, None, :])
+    if window is not None:
+        visible &= index[:, None] - index < window
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BTKh.dtype)
     return jnp.einsum("bkgst,btkh->bskgh", weights, v_BTKh).reshape(q_BSHh.shape)
 
 
 class Attention(nnx.Module):
-    """`o(attend(q(x), k(x), v(x)))`, heads sharded by their rules."""
+    """`o(attend(q(x), k(x), v(x)))`, heads sharded by their rules.
+
+    Args:
+      bias: of no projection, of q, k and v, or of all four.
+      head_norm: eps of an RMSNorm over each head of q and k, before they are turned; None for no norm.
+    """
 
     def __init__(
         self, width: int, heads: int, kv_heads: int, head_dim: int, *,
-        bias: bool, out_std: float, rngs: nnx.Rngs,
+        bias: Bias, out_std: float, rngs: nnx.Rngs, head_norm: float | None = None,
     ):  # fmt: skip
+        inner = bias != "none"
         embed, size = [("embed", width)], ("head_dim", head_dim)
-        self.q = Projection(embed, [("heads", heads), size], bias=bias, rngs=rngs)
-        self.k = Projection(embed, [("kv_heads", kv_heads), size], bias=bias, rngs=rngs)
-        self.v = Projection(embed, [("kv_heads", kv_heads), size], bias=bias, rngs=rngs)
-        self.o = Projection([("heads", heads), size], embed, bias=bias, rngs=rngs, std=out_std)
+        self.q = Projection(embed, [("heads", heads), size], bias=inner, rngs=rngs)
+        self.k = Projection(embed, [("kv_heads", kv_heads), size], bias=inner, rngs=rngs)
+        self.v = Projection(embed, [("kv_heads", kv_heads), size], bias=inner, rngs=rngs)
+        self.o = Projection([("heads", heads), size], embed, bias=bias == "all", rngs=rngs, std=out_std)
+        self.q_norm = None if head_norm is None else RMSNorm(head_dim, eps=head_norm, dim="head_dim")
+        self.k_norm = None if head_norm is None else RMSNorm(head_dim, eps=head_norm, dim="head_dim")
         self.group = heads // kv_heads
 
     def __call__(
-        self, x_BRD: Float[Array, "B R D"], segments_BS: Int[Array, "B S"], by: Rotation | None = None
+        self,
+        x_BRD: Float[Array, "B R D"],
+        segments_BS: Int[Array, "B S"],
+        by: Rotation | None = None,
+        window: Int[Array, ""] | None = None,
     ) -> Float[Array, "B R D"]:
         _check_whole_sequence()
         q, k, v = enter(x_BRD, [self.q, self.k, self.v], "heads")
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if by is not None:
             q, k = rotate(q, by), rotate(k, by)
         q = constrain(q, "batch", "seq", "heads", "head_dim")
-        out = attend(q, self._for_local_heads(k, q), self._for_local_heads(v, q), segments_BS)
+        out = attend(q, self._for_local_heads(k, q), self._for_local_heads(v, q), segments_BS, window)
         out = constrain(out, "batch", "seq", "heads", "head_dim")
         return leave(out, self.o, "heads")
 
