@@ -22,6 +22,7 @@ from .models import GPT, Llama
 from .proof.prove import prove
 from .proof.verdict import Proof
 from .run import Prepared, Run, explain, fit, load, prepare
+from .serve.generate import Completion, Generated, generate
 from .sharding.constrain import constrain
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
@@ -39,12 +40,14 @@ __all__ = [
     "AxisRules",
     "CheckpointError",
     "Collective",
+    "Completion",
     "ConfigError",
     "Contract",
     "ContractError",
     "ContractWarning",
     "DataError",
     "Finding",
+    "Generated",
     "Inspection",
     "Lion",
     "Llama",
@@ -69,6 +72,7 @@ __all__ = [
     "constrain",
     "explain",
     "fit",
+    "generate",
     "inspect",
     "load",
     "prepare",

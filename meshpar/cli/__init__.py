@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from meshpar.cli import explain, inspect, prove, schema, train  # noqa: F401  in being imported, a verb joins the app
+from meshpar.cli import explain, generate, inspect, prove, schema, train  # noqa: F401  in being imported, a verb joins the app
 from meshpar.cli.app import app
 from meshpar.errors import MeshparError
 

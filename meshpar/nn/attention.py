@@ -6,12 +6,15 @@ R norm_seq.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.errors import ShardingError
+from meshpar.nn.cache import CachedLayer
 from meshpar.nn.layers import Projection
 from meshpar.parallel import tensor
 from meshpar.parallel.local import varies_over, varying
@@ -40,22 +43,26 @@ def rotate(x_BSHh: Float[Array, "B S H h"], by: Rotation) -> Float[Array, "B S H
     return turned.astype(x_BSHh.dtype)
 
 
+def causal(segments_BS: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
+    """Which tokens each token sees: itself, and those before it in its document."""
+    index = jnp.arange(segments_BS.shape[1], dtype=jnp.int32)
+    return (index[:, None] >= index) & (segments_BS[:, :, None] == segments_BS[:, None, :])
+
+
 def attend(
     q_BSHh: Float[Array, "B S H h"],
     k_BTKh: Float[Array, "B T K h"],
     v_BTKh: Float[Array, "B T K h"],
-    segments_BS: Int[Array, "B S"],
+    visible_BST: Bool[Array, "B S T"],
 ) -> Float[Array, "B S H h"]:
-    """`softmax(q k^T / sqrt(h)) v`, causal and within segments. Returns [B, S, H, h].
+    """`softmax(q k^T / sqrt(h)) v` over the keys that a query sees. Returns [B, S, H, h].
 
     Numerics: softmax in float32 at least. Memory: the scores, B H S T.
     """
     batch, seq, _, size = q_BSHh.shape
     q_BSKGh = q_BSHh.reshape(batch, seq, k_BTKh.shape[2], -1, size) * jnp.asarray(size**-0.5, q_BSHh.dtype)
     scores = wide(jnp.einsum("bskgh,btkh->bkgst", q_BSKGh, k_BTKh))
-    index = jnp.arange(seq, dtype=jnp.int32)
-    visible = (index[:, None] >= index) & (segments_BS[:, :, None] == segments_BS[:, None, :])
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
+    scores = jnp.where(visible_BST[:, None, None], scores, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BTKh.dtype)
     return jnp.einsum("bkgst,btkh->bskgh", weights, v_BTKh).reshape(q_BSHh.shape)
 
@@ -75,17 +82,26 @@ class Attention(nnx.Module):
         self.group = heads // kv_heads
 
     def __call__(
-        self, x_BRD: Float[Array, "B R D"], segments_BS: Int[Array, "B S"], by: Rotation | None = None
-    ) -> Float[Array, "B R D"]:
+        self, x_BRD: Float[Array, "B R D"], among: Int[Array, "B S"] | CachedLayer, by: Rotation | None = None
+    ) -> tuple[Float[Array, "B R D"], CachedLayer | None]:
+        """What the tokens of x attend to, and the cache with their keys and values if there is one.
+
+        Args:
+          among: int32 [batch, seq], the segment of each token of x, of which it sees those before it; or the tokens
+            that went before x.
+        """
         _check_whole_sequence()
         x_BSD = tensor.enter(x_BRD, "heads")
-        q, k, v = (p.add_bias(p(x_BSD)) for p in (self.q, self.k, self.v))
+        # A cache that each device holds whole takes keys that are typed as the same on each.
+        kv_BSD = tensor.enter(x_BRD, "kv_heads") if isinstance(among, CachedLayer) else x_BSD
+        q, k, v = (p.add_bias(p(x)) for p, x in ((self.q, x_BSD), (self.k, kv_BSD), (self.v, kv_BSD)))
         if by is not None:
             q, k = rotate(q, by), rotate(k, by)
         q = constrain(q, "batch", "seq", "heads", "head_dim")
-        out = attend(q, self._for_local_heads(k, q), self._for_local_heads(v, q), segments_BS)
+        past, keys, values, visible = _seen(among, k, v)
+        out = attend(q, self._for_local_heads(keys, q), self._for_local_heads(values, q), visible)
         out = constrain(out, "batch", "seq", "heads", "head_dim")
-        return self.o.add_bias(tensor.leave(self.o(out), "heads"))
+        return self.o.add_bias(tensor.leave(self.o(out), "heads")), past
 
     def _for_local_heads(
         self, k_BTKh: Float[Array, "B T K h"], q_BSHh: Float[Array, "B S H h"]
@@ -97,6 +113,14 @@ class Attention(nnx.Module):
         first = jax.lax.axis_index(manual_axes("heads")) * heads
         which = (first + jnp.arange(heads, dtype=jnp.int32)) // self.group
         return jnp.take(varying(k_BTKh, tuple(sorted(varies_over(q_BSHh)))), which, axis=2)
+
+
+def _seen(among: Int[Array, "B S"] | CachedLayer, k: jax.Array, v: jax.Array) -> Any:
+    """The cache with these keys and values, if there is one; all keys and values; and which of them each token sees."""
+    if isinstance(among, CachedLayer):
+        past = among.extend(k, v)
+        return past, past.keys, past.values, past.visible
+    return None, k, v, causal(among)
 
 
 def _check_whole_sequence() -> None:

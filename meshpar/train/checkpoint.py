@@ -138,6 +138,41 @@ class Checkpoints:
             shutil.rmtree(folder)
 
 
+def read_params(directory: Path, structs: Any) -> Any:
+    """The parameters of the latest checkpoint, and nothing else of it; each device reads its own shard.
+
+    Args:
+      structs: tree of `ShapeDtypeStruct`s with shardings.
+
+    Raises:
+      CheckpointError: see `Checkpoints.restore`.
+    """
+    import orbax.checkpoint as ocp
+
+    folder, wanted = latest(directory), {"params": structs}
+    _verify(folder)
+    saved = json.loads((folder / META).read_text())["arrays"]
+    _compare(folder, {path: x for path, x in saved.items() if path.startswith("params.")}, _described(wanted))
+    how = ocp.args.PyTreeRestore(
+        wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+    )
+    with ocp.PyTreeCheckpointer() as reader:
+        return reader.restore(folder / STATE, args=how)["params"]
+
+
+def saved_config(directory: Path) -> dict[str, Any]:
+    """The config of the run that wrote the latest checkpoint."""
+    return json.loads((latest(directory) / META).read_text())["config"]
+
+
+def latest(directory: Path) -> Path:
+    """The folder of the latest checkpoint. Raises CheckpointError if there is none."""
+    steps = [int(path.name) for path in directory.iterdir() if path.name.isdecimal()] if directory.is_dir() else []
+    if not steps:
+        raise CheckpointError(f"there is no checkpoint in {directory}")
+    return directory / str(max(steps))
+
+
 @contextmanager
 def checkpoints(directory: Path, keep: int = 2) -> Iterator[Checkpoints]:
     """`Checkpoints`, closed at the end: what was saved is on disk then."""

@@ -80,10 +80,14 @@ def place(specs: Any, rules: AxisRules, mesh: AnyMesh, tx: optax.GradientTransfo
       ShardingError: see `resolve`; or the optimizer keeps an array of which it cannot be said how to shard it.
     """
     sharded = resolve(specs, rules, mesh)
-    stored = sharded
-    if rules.zero_stage == 1:
-        stored = jax.tree.map(lambda p: p.without(rules["batch"]), sharded)
-    return StatePlacement(mesh, sharded, stored, _place_opt_state(sharded, tx, mesh))
+    return StatePlacement(mesh, sharded, stored(sharded, rules), _place_opt_state(sharded, tx, mesh))
+
+
+def stored(sharded: Any, rules: AxisRules) -> Any:
+    """The placements of parameters between steps: whole over the storage axes under ZeRO-1."""
+    if rules.zero_stage != 1:
+        return sharded
+    return jax.tree.map(lambda p: p.without(rules["batch"]), sharded)
 
 
 def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMesh) -> Any:

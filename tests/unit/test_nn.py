@@ -10,7 +10,7 @@ from jaxtyping import TypeCheckError
 
 from meshpar.errors import ShardingError
 from meshpar.models import GPT, Llama
-from meshpar.nn.attention import attend, rotate, rotation
+from meshpar.nn.attention import attend, causal, rotate, rotation
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.layers import dropout
 from meshpar.parallel.tensor import cross_entropy
@@ -51,7 +51,7 @@ def test_a_token_sees_only_what_comes_before_it_in_its_document(model):
 
 def test_attention_is_softmax_of_scaled_products_over_grouped_heads():
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 5, heads, 4)) for i, heads in enumerate((4, 2, 2)))
-    got = attend(q, k, v, jnp.ones((2, 5), jnp.int32))
+    got = attend(q, k, v, causal(jnp.ones((2, 5), jnp.int32)))
     for head in range(4):
         scores = np.einsum("bsh,bth->bst", q[:, :, head], k[:, :, head // 2]) / 2
         weights = np.exp(np.where(np.tril(np.ones((5, 5))) > 0, scores, -np.inf))
@@ -152,8 +152,8 @@ def test_heads_must_divide():
 def test_shapes_in_signatures_are_checked():
     """conftest installs the check; a key of another batch, and logits in integers, do not pass it."""
     q, tokens = jnp.ones((2, 8, 4, 4)), jnp.zeros((2, 8), jnp.int32)
-    assert attend(q, q, q, tokens).shape == q.shape
+    assert attend(q, q, q, causal(tokens)).shape == q.shape
     with pytest.raises(TypeCheckError, match="k_BTKh"):
-        attend(q, q[:1], q, tokens)
+        attend(q, q[:1], q, causal(tokens))
     with pytest.raises(TypeCheckError, match="logits"):
         cross_entropy(tokens[..., None], tokens, 1)

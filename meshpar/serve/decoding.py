@@ -1,0 +1,152 @@
+"""The two programs of generation: `prefill` reads the prompts, `decode` one token a row; compiled from placements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.errors import Problems, ShardingError
+from meshpar.nn.cache import KVCache
+from meshpar.nn.describe import describe, functional
+from meshpar.nn.transformer import Batch, Decoder
+from meshpar.serve.cache import cache_placement
+from meshpar.serve.sampling import Sampling, sample
+from meshpar.sharding.constrain import Lowering, lowering
+from meshpar.sharding.resolve import resolve
+from meshpar.sharding.spec import ArraySpec
+from meshpar.train.state import shardings, stored, structs
+
+
+class Turn(NamedTuple):
+    """The tokens that were chosen last, and what they are chosen for.
+
+    Args:
+      tokens: int32[batch].
+      positions: int32[batch]. Their positions.
+    """
+
+    tokens: Any
+    positions: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """What is generated from, and where; enough to compile both programs before any array exists.
+
+    Args:
+      model: its sizes.
+      how: mesh, rules, lowering, and the dtype of the computation. Sequence parallelism is left out: one token
+        cannot be divided, and no parameter lies otherwise for it.
+      dtype: of the parameters as they are stored.
+      sampling: how tokens are chosen.
+      num_rows: a multiple of the batch's shards.
+      prompt_len: tokens of the longest prompt.
+      max_tokens: of the longest answer.
+
+    Raises:
+      ShardingError: the rules shard what generation cannot: the sequence, or the layers.
+    """
+
+    model: Decoder
+    how: Lowering
+    dtype: np.dtype
+    sampling: Sampling
+    num_rows: int
+    prompt_len: int
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        for dim in ("seq", "norm_seq", "layers"):
+            if axes := self.how.axes(dim):
+                fix = f"mesh.{axes[0]}=1, or rules.{dim}=[]: a checkpoint is restored to any mesh"
+                problems.add(f"rules.{dim}", f"one token cannot be divided over {', '.join(axes)}", fix)
+        problems.raise_any(ShardingError, "the rules do not fit generation:")
+
+    @cached_property
+    def params(self) -> Any:
+        """Tree of `Placement`: the parameters."""
+        abstract = nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0)))
+        specs = jax.tree.map(lambda s: ArraySpec(s.shape, self.dtype, s.dims), describe(abstract))
+        return stored(resolve(specs, self.how.rules, self.how.mesh), self.how.rules)
+
+    @cached_property
+    def cache(self) -> KVCache:
+        """`KVCache` of `Placement`s."""
+        return cache_placement(self.model, self.how, self.num_rows, self.prompt_len + self.max_tokens)
+
+    @property
+    def prompts(self) -> Turn:
+        """The prompts as structs: int32[batch, seq] tokens, padded behind; and the length of each row's."""
+        return Turn(self._per_row(self.prompt_len), self._per_row())
+
+    @property
+    def turn(self) -> Turn:
+        return Turn(self._per_row(), self._per_row())
+
+    def compile_prefill(self) -> Callable[..., Any]:
+        """(params, prompts) -> (the first turn, a cache that is born sharded)."""
+
+        def prefill(params: Any, prompts: Turn) -> tuple[Turn, KVCache]:
+            tokens, lengths = prompts
+            empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(self.cache))
+            positions = jnp.broadcast_to(jnp.arange(self.prompt_len, dtype=jnp.int32), tokens.shape)
+            return self._take(params, tokens, positions, lengths - 1, empty)
+
+        return jax.jit(prefill, out_shardings=self._out).lower(structs(self.params), self.prompts).compile()
+
+    def compile_decode(self) -> Callable[..., Any]:
+        """(params, turn, cache) -> (the next turn, cache). The cache is donated, and written in place."""
+
+        def decode(params: Any, turn: Turn, cache: KVCache) -> tuple[Turn, KVCache]:
+            last = jnp.zeros_like(turn.positions)
+            return self._take(params, turn.tokens[:, None], turn.positions[:, None], last, cache)
+
+        jitted = jax.jit(decode, out_shardings=self._out, donate_argnums=2)
+        return jitted.lower(structs(self.params), self.turn, structs(self.cache)).compile()
+
+    def _take(
+        self, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array, cache: KVCache
+    ) -> tuple[Turn, KVCache]:
+        rows = jnp.arange(self.num_rows, dtype=jnp.int32)
+        batch = {"tokens": tokens, "positions": positions, "last": last, "rows": rows}
+        extend = self._manually(self._extend, batch) if self.how.manual else self._extend
+        return extend(params, batch, cache)
+
+    def _extend(self, params: Any, batch: Batch, cache: KVCache) -> tuple[Turn, KVCache]:
+        """Chooses a token for each row, and gives it a position; on local shards or on global arrays."""
+        with lowering(self.how):
+            params = jax.tree.map(lambda x: x.astype(self.how.dtype), params)
+            logits, cache = self._apply(params, batch, cache)
+            ends = jnp.take_along_axis(batch["positions"], batch["last"][:, None], axis=1)[:, 0]
+            tokens = sample(logits, batch["rows"], ends + 1, self.sampling, self.model.vocab_size)
+            return Turn(tokens, ends + 1), cache
+
+    @cached_property
+    def _apply(self) -> Callable[..., Any]:
+        return functional(nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0))), "extend")
+
+    def _manually(self, extend: Callable[..., Any], batch: Batch) -> Callable[..., Any]:
+        pspecs = lambda placed: jax.tree.map(lambda p: p.pspec, placed)
+        rows = PartitionSpec(self.how.axes("batch") or None)
+        per_row, cache = jax.tree.map(lambda _: rows, batch), pspecs(self.cache)
+        return jax.shard_map(
+            extend, mesh=self.how.mesh, in_specs=(pspecs(self.params), per_row, cache),
+            out_specs=(Turn(rows, rows), cache), check_vma=True,
+        )  # fmt: skip
+
+    def _per_row(self, *shape: int) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self.how.mesh, PartitionSpec(self.how.axes("batch") or None))  # pyright: ignore
+        return jax.ShapeDtypeStruct((self.num_rows, *shape), jnp.int32, sharding=sharding)
+
+    @property
+    def _out(self) -> Any:
+        return shardings((self.turn, structs(self.cache)))
