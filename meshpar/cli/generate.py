@@ -55,25 +55,21 @@ def generate(
 
 
 class Terminal:
-    """Writes answers one below the other, as they come: one whose turn it is not yet waits."""
+    """Writes prompts and answers one below the other, as they come: one whose turn it is not yet waits."""
 
     def __init__(self, prompts: list[str]):
-        self.prompts, self.row = prompts, 0
-        self.waiting, self.finished = [""] * len(prompts), [False] * len(prompts)
-        typer.echo(prompts[0], nl=False)
+        self.row, self.waiting, self.finished = 0, list(prompts), [False] * len(prompts)
 
     def show(self, piece: Piece) -> None:
         self.waiting[piece.row] += piece.text
         self.finished[piece.row] = piece.finish is not None
-        while self.row < len(self.prompts):
+        while self.row < len(self.waiting):
             typer.echo(self.waiting[self.row], nl=False)
             self.waiting[self.row] = ""
             if not self.finished[self.row]:
                 return
             self.row += 1
-            typer.echo()
-            if self.row < len(self.prompts):
-                typer.echo(f"\n{self.prompts[self.row]}", nl=False)
+            typer.echo("\n" * (1 + (self.row < len(self.waiting))), nl=False)
 
 
 def _lines(path: Path | None) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from meshpar.serve.cache import cache_placement
 from meshpar.serve.sampling import Sampling, sample
 from meshpar.sharding.constrain import Lowering, lowering
 from meshpar.sharding.resolve import resolve
+from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.state import shardings, stored, structs
 
@@ -43,8 +44,7 @@ class Decoding:
 
     Args:
       model: its sizes.
-      how: mesh, rules, lowering, and the dtype of the computation. Sequence parallelism is left out: one token
-        cannot be divided, and no parameter lies otherwise for it.
+      how: mesh, rules, lowering, and the dtype of the computation; see `for_tokens`.
       dtype: of the parameters as they are stored.
       sampling: how tokens are chosen.
       num_rows: a multiple of the batch's shards.
@@ -113,40 +113,64 @@ class Decoding:
         jitted = jax.jit(decode, out_shardings=self._out, donate_argnums=2)
         return jitted.lower(structs(self.params), self.turn, structs(self.cache)).compile()
 
+    def logits(self, params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """`Transformer.extend` on global arrays, in either lowering."""
+        rows, placed = self._pspec("batch"), self._pspecs(self.cache)
+        out = self._pspec("batch", "vocab"), placed
+        return self._lowered(self._extend, (self._pspecs(self.params), rows, placed), out)(params, batch, cache)
+
+    def _extend(self, params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        return self._apply(jax.tree.map(lambda x: x.astype(self.how.dtype), params), batch, cache)
+
     def _take(
         self, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array, cache: KVCache
     ) -> tuple[Turn, KVCache]:
+        """Reads tokens, and chooses one for each row."""
         rows = jnp.arange(self.num_rows, dtype=jnp.int32)
         batch = {"tokens": tokens, "positions": positions, "last": last, "rows": rows}
-        extend = self._manually(self._extend, batch) if self.how.manual else self._extend
-        return extend(params, batch, cache)
+        logits, cache = self.logits(params, batch, cache)
+        following = jnp.take_along_axis(positions, last[:, None], axis=1)[:, 0] + 1
+        return Turn(self._choose(logits, rows, following), following), cache
 
-    def _extend(self, params: Any, batch: Batch, cache: KVCache) -> tuple[Turn, KVCache]:
-        """Chooses a token for each row, and gives it a position; on local shards or on global arrays."""
-        with lowering(self.how):
-            params = jax.tree.map(lambda x: x.astype(self.how.dtype), params)
-            logits, cache = self._apply(params, batch, cache)
-            ends = jnp.take_along_axis(batch["positions"], batch["last"][:, None], axis=1)[:, 0]
-            tokens = sample(logits, batch["rows"], ends + 1, self.sampling, self.model.vocab_size)
-            return Turn(tokens, ends + 1), cache
+    def _choose(self, logits: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
+        choose = partial(sample, how=self.sampling, vocab_size=self.model.vocab_size)
+        per_row = self._pspec("batch")
+        return self._lowered(choose, (self._pspec("batch", "vocab"), per_row, per_row), per_row)(
+            logits, rows, positions
+        )
+
+    def _lowered(self, traced: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """A function of global arrays, of one that sees local shards in the manual lowering."""
+
+        def local(*args: Any) -> Any:
+            with lowering(self.how):
+                return traced(*args)
+
+        if not self.how.manual:
+            return local
+        return jax.shard_map(local, mesh=self.how.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
     @cached_property
     def _apply(self) -> Callable[..., Any]:
         return functional(nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0))), "extend")
 
-    def _manually(self, extend: Callable[..., Any], batch: Batch) -> Callable[..., Any]:
-        pspecs = lambda placed: jax.tree.map(lambda p: p.pspec, placed)
-        rows = PartitionSpec(self.how.axes("batch") or None)
-        per_row, cache = jax.tree.map(lambda _: rows, batch), pspecs(self.cache)
-        return jax.shard_map(
-            extend, mesh=self.how.mesh, in_specs=(pspecs(self.params), per_row, cache),
-            out_specs=(Turn(rows, rows), cache), check_vma=True,
-        )  # fmt: skip
+    def _pspecs(self, placements: Any) -> Any:
+        return jax.tree.map(lambda placed: placed.pspec, placements)
+
+    def _pspec(self, *dims: str) -> PartitionSpec:
+        return PartitionSpec(*(self.how.axes(dim) or None for dim in dims))
 
     def _per_row(self, *shape: int) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(self.how.mesh, PartitionSpec(self.how.axes("batch") or None))  # pyright: ignore
+        sharding = NamedSharding(self.how.mesh, self._pspec("batch"))  # pyright: ignore
         return jax.ShapeDtypeStruct((self.num_rows, *shape), jnp.int32, sharding=sharding)
 
     @property
     def _out(self) -> Any:
         return shardings((self.turn, structs(self.cache)))
+
+
+def for_tokens(how: Lowering) -> Lowering:
+    """Without sequence parallelism: one token cannot be divided, and no parameter lies otherwise for it."""
+    rules = how.rules
+    whole = AxisRules(preset=rules.preset, zero=rules.zero, **rules.explicit | {"norm_seq": ()})  # pyright: ignore
+    return replace(how, rules=whole)

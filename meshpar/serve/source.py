@@ -15,6 +15,7 @@ from meshpar.mesh import process
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.transformer import Decoder
 from meshpar.run import Run
+from meshpar.serve.decoding import for_tokens
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
@@ -45,10 +46,8 @@ class Source:
     restore: Callable[[Any], Any]
 
     def how(self, mesh: AnyMesh) -> Lowering:
-        """The run's lowering, but for sequence parallelism: one token cannot be divided, and no parameter lies
-        otherwise for it."""
-        rules = AxisRules(preset=self.rules.preset, zero=self.rules.zero, **self.rules.explicit | {"norm_seq": ()})  # pyright: ignore
-        return Lowering(mesh, rules, self.manual, self.compute)
+        """The run's lowering, as far as it makes sense for single tokens."""
+        return for_tokens(Lowering(mesh, self.rules, self.manual, self.compute))
 
     def simulate(self, num_devices: int | None) -> None:
         """Where the devices are CPUs: presents as many as are asked for, or as the mesh has."""

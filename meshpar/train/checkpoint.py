@@ -149,7 +149,7 @@ def read_params(directory: Path, structs: Any) -> Any:
     """
     import orbax.checkpoint as ocp
 
-    folder, wanted = latest(directory), {"params": structs}
+    folder, wanted = latest(directory.absolute()), {"params": structs}
     _verify(folder)
     saved = json.loads((folder / META).read_text())["arrays"]
     _compare(folder, {path: x for path, x in saved.items() if path.startswith("params.")}, _described(wanted))
