@@ -66,7 +66,7 @@ class Decoding:
     def __post_init__(self) -> None:
         problems = Problems()
         for dim in ("seq", "norm_seq", "layers"):
-            if axes := self.how.axes(dim):
+            if axes := dim in self.how.rules.table and self.how.axes(dim):
                 fix = f"mesh.{axes[0]}=1, or rules.{dim}=[]: a checkpoint is restored to any mesh"
                 problems.add(f"rules.{dim}", f"one token cannot be divided over {', '.join(axes)}", fix)
         problems.raise_any(ShardingError, "the rules do not fit generation:")

@@ -167,7 +167,7 @@ def _check_prompt(where: str, source: Source, prompt: Prompt, max_tokens: int, p
         problems.add(where, "is empty", "give it at least one character")
         return
     ids, model = _encoded(source, prompt), source.model
-    if not all(0 <= token < model.vocab_size for token in ids):
+    if not isinstance(prompt, str) and not all(0 <= token < model.vocab_size for token in ids):
         problems.add(where, f"has token ids outside of the model's vocabulary of {model.vocab_size}")
     if model.learned_positions and len(ids) + max_tokens > model.max_seq_len:
         what = f"{len(ids)} tokens and {max_tokens} more do not fit model.max_seq_len = {model.max_seq_len}"
