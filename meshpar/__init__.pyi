@@ -28,6 +28,7 @@ from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
 from .train.data import StandardLibrary, Synthetic, Text
+from .train.loss import Tally
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
 from .train.training import Training
 
@@ -65,6 +66,7 @@ __all__ = [
     "ShardingError",
     "StandardLibrary",
     "Synthetic",
+    "Tally",
     "Text",
     "Training",
     "collectives",

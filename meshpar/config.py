@@ -95,7 +95,27 @@ def schema(root: type[Config]) -> dict[str, Any]:
 
 def flatten(config: Config) -> dict[str, Any]:
     """Dotted key -> value, of everything that can be set."""
-    return dict(_leaves(config.model_dump(mode="json"), ""))
+    return flatten_json(config.model_dump(mode="json"))
+
+
+def flatten_json(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, of a config as JSON data.
+
+    >>> flatten_json({"mesh": {"data": 8}, "seed": 0})
+    {'mesh.data': 8, 'seed': 0}
+    """
+    return dict(_leaves(data, "")) if data else {}
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Dotted key -> the two values, where two configs as JSON data differ; None where one has no such key.
+
+    >>> changed({"mesh": {"data": 8}, "seed": 0}, {"mesh": {"data": 2, "fsdp": 4}, "seed": 0})
+    {'mesh.data': [8, 2], 'mesh.fsdp': [None, 4]}
+    """
+    old, new = flatten_json(before), flatten_json(after)
+    keys = [*old, *(key for key in new if key not in old)]
+    return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
 
 
 def _reachable(model: type[Config]) -> set[type[Config]]:

@@ -17,6 +17,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshpar import config
+from meshpar.checkpoint.checkpoints import About, Checkpoints, checkpoints
+from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.saved import FOLDER, Saved, find
+from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.config import Config
 from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems, ProgramError
 from meshpar.inspection import inspect as inspection
@@ -37,7 +41,7 @@ from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.checkpoint import checkpoints
+from meshpar.train.begin import Beginning
 from meshpar.train.data import Data
 from meshpar.train.loop import Loop
 from meshpar.train.loss import next_token_loss
@@ -50,6 +54,7 @@ from meshpar.train.step import Step, Update
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths
 
+Paths = tuple[str, ...]
 Positive = Annotated[int, pydantic.Field(gt=0)]
 Float = Literal["bfloat16", "float32", "float64"]
 
@@ -74,6 +79,17 @@ class Precision(Config):
         return Widths(*(max(width, least) for width in (params, compute, gradients, sums)))
 
 
+class Init(Config):
+    """From where the first parameters are taken; what is not taken is drawn."""
+
+    from_checkpoint: Path
+    """A checkpoint, or the folder of a run, of which the last is meant."""
+    take: Paths = ("params.**",)
+    """Globs of paths of the train state."""
+    leave: Paths = ()
+    """Globs of what is not taken, though `take` matches it: a new head, `params.head.**`."""
+
+
 class Run(Config):
     """Everything that a training run is: what a config file holds."""
 
@@ -96,8 +112,10 @@ class Run(Config):
     log_every: Positive = 10
     eval_every: Positive | None = None
     """Steps between evaluations on held-out data; default: only at the end."""
-    checkpoint_every: Positive | None = None
-    """Steps between checkpoints; default: only at the end."""
+    init: Init | None = None
+    """From where the first parameters are taken; default: they are drawn."""
+    checkpoints: Kept = Kept()
+    """How often, and which stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +145,12 @@ class Prepared(Training):
         placed = self.placement
         sharded, stored, optimizer = map(jax.tree.leaves, (placed.sharded, placed.params, placed.opt_state))
         return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths())
+
+    @property
+    def about(self) -> About:
+        """What a checkpoint says of the run."""
+        run = self.run
+        return About(run.model_dump(mode="json"), self.placement.dims, run.seed, run.data.batch_size)
 
     @property
     def _on_cpu(self) -> bool:
@@ -250,18 +274,40 @@ def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: 
       dump_hlo: a file for the compiled step's text.
     """
     prepared = prepare(run)
-    with recorder(run.run_dir, run.num_steps, json) as records, checkpoints(run.run_dir / "checkpoints") as saved:
+    saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, prepared.about)
+    with recorder(run.run_dir, run.num_steps, json) as records, saving as saved:
+        beginning = _beginning(prepared, saved)
         train_data, held_out = run.data.train(run.seed), run.data.held_out()
-        step, evaluate, init = prepared.compile_step(), prepared.compile_evaluation(), prepared.compile_init()
+        step, evaluate = prepared.compile_step(), prepared.compile_evaluation()
         if dump_hlo:
             dump_hlo.write_text(step.text)
         _hold_to_contract(prepared, step)
-        state = init() if saved.latest() is None else saved.restore(prepared.placement.structs)
+        state = beginning.state() if beginning else prepared.compile_init()()
+        if beginning:
+            records.record("restored", int(state.step), **beginning.record())
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
-            run.log_every, run.eval_every, run.checkpoint_every, _mfu(prepared), profile,
+            run.log_every, run.eval_every, _mfu(prepared), profile,
         )  # fmt: skip
         return loop.fit(state)
+
+
+def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | None:
+    """A run goes on from its own last checkpoint, if there is one.
+
+    Raises:
+      CheckpointError: it does not fit, or what is to be taken of another does not.
+    """
+    init, last = prepared.run.init, saved.latest()
+    if last is not None:
+        source, globs = Saved(saved.directory / str(last)), (EVERYTHING, ())
+    elif init is not None:
+        source, globs = find(init.from_checkpoint), (init.take, init.leave)
+    else:
+        return None
+    beginning = Beginning(prepared, source, *globs, saved.about.config)
+    _ = beginning.selection
+    return beginning
 
 
 def _hold_to_contract(prepared: Prepared, step: Step) -> None:
@@ -306,5 +352,10 @@ def _check(run: Run, mesh: AnyMesh) -> None:
     if run.data.vocab_size > run.model.vocab_size:
         what = f"the data has {run.data.vocab_size} token ids, the model {run.model.vocab_size}"
         problems.add("model.vocab_size", what, f"model.vocab_size={run.data.vocab_size}")
+    kept = run.checkpoints
+    if kept.keep_best and kept.every and kept.every % (run.eval_every or run.num_steps):
+        when = f"every {run.eval_every} steps" if run.eval_every else "at the end"
+        what = f"a checkpoint every {kept.every} steps needs an evaluation to be judged by, and there is one {when}"
+        problems.add("checkpoints.keep_best", what, f"eval_every={kept.every}")
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")

@@ -9,7 +9,8 @@ import sys
 
 import typer
 
-from meshpar.cli import explain, generate, inspect, prove, schema, train  # noqa: F401  in being imported, a verb joins the app
+# In being imported, a verb joins the app.
+from meshpar.cli import checkpoint, explain, generate, inspect, prove, schema, train  # noqa: F401
 from meshpar.cli.app import app
 from meshpar.errors import MeshparError
 

@@ -21,7 +21,7 @@ class Difference:
 
     Args:
       step: from 1.
-      kind: loss, gradients, norm or parameters.
+      kind: loss, gradients, norm, parameters or carried.
       path: of the first array of this kind that differs; the others of `num_arrays` come after it in the tree.
       how: `exactly 2x`, `zero`, `the same numbers in other places`, or by how much.
     """
@@ -37,9 +37,9 @@ class Difference:
         if self.kind in ("loss", "norm"):
             what = "the loss" if self.kind == "loss" else "the norm of the gradient"
             return f"step {self.step}, {what}: {self.how}"
-        one = {"gradients": "gradient", "parameters": "parameter"}[self.kind]
+        one = {"gradients": "gradient of", "parameters": "parameter of", "carried": "carried"}[self.kind]
         more = f" (and {self.num_differing - 1} of {self.num_arrays} {self.kind} beside it)" * (self.num_differing > 1)
-        return f"step {self.step}, {one} of {self.path}: {self.how}{more}"
+        return f"step {self.step}, {one} {self.path}: {self.how}{more}"
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def compare(got: Sequence[Taken], reference: Sequence[Taken], undecided: Arrays,
       undecided: path -> bool array: elements whose parameters are not compared, see `without_gradient`.
       first_step: the number of the first of these steps.
     """
-    largest: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+    largest = {kind: 0.0 for kind in KINDS if getattr(reference[0], kind)}
     differences = []
     for step, (mine, its) in enumerate(zip(got, reference, strict=True), start=first_step):
-        for kind in KINDS:
+        for kind in (kind for kind in KINDS if getattr(its, kind)):
             errors = _errors(getattr(mine, kind), getattr(its, kind), undecided if kind == "parameters" else {})
             largest[kind] = max(largest[kind], *errors.values())
             if wrong := [path for path, error in errors.items() if not error <= TOLERANCE]:

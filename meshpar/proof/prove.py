@@ -80,8 +80,9 @@ class _Court:
     def __init__(self, training: Training, batches: Batches):
         self.training, self.batches, self.half = training, batches, len(batches) // 2
         self.sizes = {axis: size for axis, size in dict(training.mesh.shape).items() if size > 1}
-        plain = {"manual": False, "num_microbatches": 1}
-        self.plain = on(training, _mesh({}), **plain)
+        # What is carried from one microbatch to the next, as batch statistics are, depends on how many there are.
+        num_microbatches = training.num_microbatches if training.carried else 1
+        self.plain = on(training, _mesh({}), manual=False, num_microbatches=num_microbatches)
         self.reference = self.plain.run(self.plain.start(), batches)[1]
         self.undecided = without_gradient(self.reference)
 
@@ -146,9 +147,9 @@ def _said(error: Exception) -> str:
 
 
 def _widened(training: Training) -> Training:
-    specs = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype("float64")), training.specs)
-    batch_specs = {name: replace(spec, dtype=_wide_dtype(spec)) for name, spec in training.batch_specs.items()}
-    return replace(training, specs=specs, batch_specs=batch_specs, dtype=np.dtype("float64"))
+    widened = lambda tree: jax.tree.map(lambda spec: replace(spec, dtype=_wide_dtype(spec)), tree)
+    trees = {name: widened(getattr(training, name)) for name in ("specs", "carried", "batch_specs")}
+    return replace(training, dtype=np.dtype("float64"), **trees)
 
 
 def _wide(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

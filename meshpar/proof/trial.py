@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.errors import ProofError
-from meshpar.train.checkpoint import checkpoints
 from meshpar.train.gradients import Gradients
 from meshpar.train.state import TrainState, shardings
 from meshpar.train.step import step_function
@@ -36,9 +36,10 @@ class Taken:
     gradients: Arrays
     norm: Arrays
     parameters: Arrays
+    carried: Arrays
 
 
-KINDS = ("loss", "gradients", "norm", "parameters")
+KINDS = ("loss", "gradients", "norm", "parameters", "carried")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Trial:
     def saved_and_restored(self, state: TrainState, there: Trial) -> TrainState:
         """The state as it comes back from a checkpoint, on another layout or on the same."""
         with tempfile.TemporaryDirectory() as folder, checkpoints(Path(folder) / "checkpoints") as saved:
-            saved.save(int(state.step), state, {})
+            saved.save(int(state.step), state)
             saved.wait()
             return saved.restore(there.training.placement.structs)
 
@@ -99,10 +100,14 @@ def on(training: Training, mesh: Any, **changes: Any) -> Trial:
 
 
 def _taken(metrics: Any, grads: Any, state: TrainState) -> Taken:
-    metrics, grads, params = jax.device_get((metrics, grads, state.params))
+    metrics, grads, params, carried = jax.device_get((metrics, grads, state.params, state.carried))
     if metrics["loss"].dtype != np.float64:
         what = f"the loss comes out in {metrics['loss'].dtype}, though the parameters are float64"
         raise ProofError(f"{what}: rounding would hide what differs; build the model without a dtype of its own")
     return Taken(
-        {"loss": metrics["loss"]}, flatten_with_paths(grads), {"norm": metrics["grad_norm"]}, flatten_with_paths(params)
+        {"loss": metrics["loss"]},
+        flatten_with_paths(grads),
+        {"norm": metrics["grad_norm"]},
+        flatten_with_paths(params),
+        flatten_with_paths(carried),
     )

@@ -115,10 +115,11 @@ def _shrunk(changes: dict[str, tuple[Any, Any]]) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     width = max(len(row.name) for row in rows)
-    head = "  " + " " * width + "".join(f"  {kind:<10}" for kind in KINDS)
+    kinds = next((tuple(row.compared.largest) for row in rows if row.compared), KINDS)
+    head = "  " + " " * width + "".join(f"  {kind:<10}" for kind in kinds)
     lines = ["largest difference, as a part of the largest number of its kind", head.rstrip()]
     for row in rows:
-        cells = "".join(f"  {row.compared.largest[k]:<10.1e}" for k in KINDS) if row.compared else "  fails"
+        cells = "".join(f"  {row.compared.largest[k]:<10.1e}" for k in kinds) if row.compared else "  fails"
         lines.append(f"  {row.name:<{width}}{cells}".rstrip() + "  differs" * (row.difference is not None))
     return "\n".join(lines)
 

@@ -119,7 +119,7 @@ def generate(
 def _opened(source: Source | Run | Path | str, overrides: Sequence[str]) -> Source:
     if isinstance(source, Source):
         return source
-    return of_run(source, source.run_dir) if isinstance(source, Run) else open_source(Path(source), overrides)
+    return of_run(source) if isinstance(source, Run) else open_source(Path(source), overrides)
 
 
 def _decoding(source: Source, ids: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> Decoding:

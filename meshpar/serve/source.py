@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshpar import config
+from meshpar.checkpoint.saved import META, Saved, find
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.mesh import process
 from meshpar.mesh.layout import MeshLayout
@@ -19,12 +20,8 @@ from meshpar.serve.decoding import for_tokens
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.checkpoint import latest, read_params, saved_config
 from meshpar.train.data import Data, Synthetic
 from meshpar.train.tokenizer import Bytes, Ids, Tokenizer
-
-CHECKPOINTS = "checkpoints"
-
 
 @dataclass(frozen=True)
 class Source:
@@ -56,33 +53,32 @@ class Source:
 
 
 def open_source(path: Path, overrides: Sequence[str] = ()) -> Source:
-    """A run's model, by its config or by the folder that it wrote.
+    """A run's model, by its config, by the folder that it wrote, or by that of one of its checkpoints.
 
     Raises:
       ConfigError, CheckpointError: there is no model, or it was not trained.
     """
     if not path.is_dir():
-        run = config.load(Run, path, overrides)
-        return of_run(run, run.run_dir, f"meshpar train {path}")
+        return of_run(config.load(Run, path, overrides), f"meshpar train {path}")
     if (path / "config.json").is_file():
         raise ConfigError(f"{path} is a Hugging Face model: only runs of meshpar can be generated from")
-    if not (path / CHECKPOINTS).is_dir():
-        raise CheckpointError(f"{path} is no folder of a run: it has no folder {CHECKPOINTS}")
-    saved = config.build(Run, saved_config(path / CHECKPOINTS), str(latest(path / CHECKPOINTS)), overrides)
-    return of_run(saved, path)
+    saved = find(path)
+    return _of_checkpoint(saved, config.build(Run, saved.meta["config"], str(saved.folder / META), overrides))
 
 
-def of_run(run: Run, run_dir: Path, train: str = "train it first") -> Source:
-    """The model of the latest checkpoint in `run_dir`."""
-    directory = run_dir / CHECKPOINTS
+def of_run(run: Run, train: str = "train it first") -> Source:
+    """The model of the latest checkpoint that a run wrote."""
     try:
-        latest(directory)
+        return _of_checkpoint(find(run.run_dir), run)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}: untrained parameters say nothing; {train}") from None
+        raise CheckpointError(f"{error}; an untrained model says nothing: {train}") from None
+
+
+def _of_checkpoint(saved: Saved, run: Run) -> Source:
     return Source(
-        str(run_dir), run.model, _tokenizer(run.data), run.mesh, run.rules, run.lowering == "manual",
+        str(saved.folder), run.model, _tokenizer(run.data), run.mesh, run.rules, run.lowering == "manual",
         np.dtype(run.precision.params), np.dtype(run.precision.compute),
-        lambda structs: read_params(directory, structs),
+        lambda structs: saved.restore({"params": structs}, take=["params.**"])["params"],
     )  # fmt: skip
 
 

@@ -73,13 +73,14 @@ def sharding_axes(placements: Iterable[Placement]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in used)
 
 
-def resolve(specs: Any, rules: AxisRules, mesh: AnyMesh) -> Any:
+def resolve(specs: Any, rules: AxisRules, mesh: AnyMesh, beside: Any = None) -> Any:
     """Places every array of a model.
 
     Args:
       specs: a tree of `ArraySpec`.
       rules: dim -> axes.
       mesh: real or abstract.
+      beside: another such tree, which the rules are about too; it is checked with the first.
 
     Returns:
       The same tree of `Placement`s, fully sharded as the rules say; `Placement.without` derives the others.
@@ -89,7 +90,7 @@ def resolve(specs: Any, rules: AxisRules, mesh: AnyMesh) -> Any:
         every rule that matches nothing; and every axis of the mesh that no rule uses.
     """
     problems = Problems()
-    arrays = flatten_with_paths(specs)
+    arrays = flatten_with_paths(specs) | flatten_with_paths(beside)
     _check_rules(arrays, rules, mesh, problems)
     misfits = sum(_check_array(path, spec, rules, mesh, problems) for path, spec in arrays.items())
     subject = f"{misfits} array{'s do' if misfits > 1 else ' does'}" if misfits else "the rules do"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from meshpar.parallel.local import varying, varying_like
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.sharding.constrain import Lowering, lowering
 from meshpar.sharding.resolve import sharding_axes
-from meshpar.train.loss import Batch, Loss
+from meshpar.train.loss import Batch, Loss, Tally
 from meshpar.train.state import StatePlacement
 
 
@@ -25,7 +25,7 @@ class Objective:
     """What is minimized, and how a step goes about it; the same for every lowering.
 
     Args:
-      loss: (params, batch, key) -> (sum, count).
+      loss: (params, batch, key, carried) -> `Tally`.
       key: step -> the step's random key, or None where the model draws nothing.
       num_microbatches: how many parts the batch is computed in, one after the other.
       dtype: of the parameters in the computation; that of the state is its own.
@@ -51,29 +51,34 @@ class Gradients:
       tokens: int32[]. Their number.
       norm: f32[]. Of the whole gradient.
       grads: like the parameters, each sharded as `StatePlacement.sharded`.
+      metrics: name -> f32[]. The loss's own, means like it.
+      carried: what the next step gets.
     """
 
     loss: jax.Array
     tokens: jax.Array
     norm: jax.Array
     grads: Any
+    metrics: dict[str, jax.Array]
+    carried: Any
 
 
-jax.tree_util.register_dataclass(Gradients, ["loss", "tokens", "norm", "grads"], [])
+jax.tree_util.register_dataclass(Gradients, [field.name for field in fields(Gradients)], [])
 
 
 def auto(objective: Objective, how: Lowering | None) -> Callable[..., Gradients]:
-    """(params, batch, step) -> `Gradients`, on global arrays: XLA chooses the collectives.
+    """(params, batch, step, carried) -> `Gradients`, on global arrays: XLA chooses the collectives.
 
     Args:
       how: None on one device.
     """
 
-    def gradients(params: Any, batch: Batch, step: jax.Array) -> Gradients:
+    def gradients(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
         with lowering(how):
-            total, tokens, grads = _accumulate(objective, objective.cast(params), batch, step)
-        loss_mean, grads = _mean(total, tokens, grads)
-        return Gradients(loss_mean, tokens, jnp.sqrt(sum(map(_square, jax.tree.leaves(grads)))), grads)
+            got, grads = _accumulate(objective, objective.cast(params), batch, step, carried)
+        loss, metrics, grads = _means(got, grads)
+        norm = jnp.sqrt(sum(map(_square, jax.tree.leaves(grads))))
+        return Gradients(loss, got.count, norm, grads, metrics, got.carried)
 
     return gradients
 
@@ -81,7 +86,7 @@ def auto(objective: Objective, how: Lowering | None) -> Callable[..., Gradients]
 def manual(
     objective: Objective, how: Lowering, placement: StatePlacement, batch: dict[str, jax.ShapeDtypeStruct]
 ) -> Callable[..., Gradients]:
-    """(params, batch, step) -> `Gradients`, in one `shard_map` over all axes: communication is what it says.
+    """(params, batch, step, carried) -> `Gradients`, in one `shard_map` over all axes: communication is what it says.
 
     Args:
       batch: the arrays of a batch, with shardings; without `rows`.
@@ -91,19 +96,19 @@ def manual(
     dims = jax.tree.map(lambda p: p.spec.dims, placement.sharded)
     pspecs = jax.tree.map(lambda p: p.pspec, placement.sharded)
 
-    def local(params: Any, batch: Batch, step: jax.Array) -> Gradients:
+    def local(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
         with lowering(how):
-            entered = data.enter(params, dims)
-            total, tokens, grads = _accumulate(objective, entered, batch, step)
-            total, tokens = _psum((total, tokens), how.axes("batch"))
-            loss_mean, grads = _mean(total, tokens, data.reduce(grads, dims))
-            return Gradients(loss_mean, tokens, _global_norm(grads, placement.sharded), grads)
+            got, grads = _accumulate(objective, data.enter(params, dims), batch, step, carried)
+            got = _summed(got, how)
+            loss, metrics, grads = _means(got, data.reduce(grads, dims))
+            return Gradients(loss, got.count, _global_norm(grads, placement.sharded), grads, metrics, got.carried)
 
-    scalar = PartitionSpec()
+    scalar, carried = PartitionSpec(), jax.tree.map(lambda p: p.pspec, placement.carried)
+    stored = jax.tree.map(lambda p: p.pspec, placement.params)
     return jax.shard_map(
         local, mesh=how.mesh,
-        in_specs=(jax.tree.map(lambda p: p.pspec, placement.params), batch_pspecs(how, batch), scalar),
-        out_specs=Gradients(scalar, scalar, scalar, pspecs), check_vma=True,  # pyright: ignore
+        in_specs=(stored, batch_pspecs(how, batch), scalar, carried),
+        out_specs=Gradients(scalar, scalar, scalar, pspecs, scalar, carried), check_vma=True,  # pyright: ignore
     )  # fmt: skip
 
 
@@ -113,25 +118,32 @@ def batch_pspecs(how: Lowering, batch: dict[str, jax.ShapeDtypeStruct]) -> dict[
     return given | {"rows": PartitionSpec(how.axes("batch") or None)}
 
 
-Sums = tuple[jax.Array, jax.Array, Any]
+def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array, carried: Any) -> tuple[Tally, Any]:
+    """Sums of losses and of gradients over the microbatches; each gets what the one before it carried."""
 
+    def one(batch: Batch, carried: Any) -> tuple[Tally, Any]:
+        def loss(params: Any) -> tuple[jax.Array, Tally]:
+            tally = objective.loss(params, batch, objective.key(step), carried)
+            return tally.loss, tally
 
-def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array) -> Sums:
-    """Sums of losses, tokens and gradients over the microbatches."""
+        grads, tally = jax.grad(loss, has_aux=True)(params)
+        return tally, jax.tree.map(lambda g: summed_in(g, objective.sums), grads)
 
-    def one(batch: Batch) -> Sums:
-        gradients = jax.value_and_grad(objective.loss, has_aux=True)
-        (total, tokens), grads = gradients(params, batch, objective.key(step))
-        return total, tokens, jax.tree.map(lambda g: summed_in(g, objective.sums), grads)
-
-    def add(sums: Sums, micro: Batch) -> tuple[Sums, None]:
-        return jax.tree.map(jnp.add, sums, one(micro)), None
+    def add(sums: Any, micro: Batch) -> tuple[Any, dict[str, jax.Array]]:
+        total, count, grads, carried = sums
+        tally, more = one(micro, carried)
+        new = jax.tree.map(jnp.add, (total, count, grads), (tally.loss, tally.count, more))
+        return (*new, tally.carried), tally.metrics
 
     num = objective.num_microbatches
-    return one(batch) if num == 1 else lax.scan(add, _zeros(objective, params, batch), _microbatches(batch, num))[0]
+    if num == 1:
+        return one(batch, carried)
+    zeros = (*_zeros(objective, params, batch), carried)
+    (total, count, grads, carried), metrics = lax.scan(add, zeros, _microbatches(batch, num))
+    return Tally(total, count, jax.tree.map(lambda x: x.sum(axis=0), metrics), carried), grads
 
 
-def _zeros(objective: Objective, params: Any, batch: Batch) -> Sums:
+def _zeros(objective: Objective, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
     grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, objective.sums)), p), params)
     total = wide(jnp.zeros((), jax.tree.leaves(params)[0].dtype))
     return varying_like(total, batch["rows"]), varying_like(jnp.int32(0), batch["rows"]), grads
@@ -142,9 +154,15 @@ def _microbatches(batch: Batch, num: int) -> Batch:
     return jax.tree.map(lambda x: x.reshape(x.shape[0] // num, num, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
-def _mean(total: jax.Array, tokens: jax.Array, grads: Any) -> tuple[jax.Array, Any]:
-    count = jnp.maximum(tokens, 1).astype(total.dtype)
-    return total / count, jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
+def _summed(tally: Tally, how: Lowering) -> Tally:
+    """Over the devices that hold other rows."""
+    loss, count, metrics = _psum((tally.loss, tally.count, tally.metrics), how.axes("batch"))
+    return Tally(loss, count, metrics, tally.carried)
+
+
+def _means(sums: Tally, grads: Any) -> tuple[jax.Array, dict[str, jax.Array], Any]:
+    count = jnp.maximum(sums.count, 1)
+    return jax.tree.map(lambda x: x / count.astype(x.dtype), (sums.loss, sums.metrics, grads))
 
 
 def _global_norm(grads: Any, placements: Any) -> jax.Array:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from meshpar.train.checkpoint import Checkpoints
+from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.train.data import Dataset
 from meshpar.train.evaluate import Evaluation
 from meshpar.train.metrics import Recorder
@@ -28,8 +28,9 @@ class Loop:
     """How often what is done, and with what.
 
     Args:
-      config: what a checkpoint keeps of the run.
-      log_every, eval_every, checkpoint_every: in steps; None for only at the end. The first step is logged too.
+      config: what the records keep of the run.
+      log_every, eval_every: in steps, as is `checkpoints.kept.every`; None for only at the end. The first step is
+        logged too.
       mfu_of: from tokens/s to model FLOPs utilization; None where the chip is not known.
       profile: a folder for a trace of three steps, once the first three have warmed up.
     """
@@ -44,7 +45,6 @@ class Loop:
     num_steps: int
     log_every: int
     eval_every: int | None = None
-    checkpoint_every: int | None = None
     mfu_of: Callable[[float], float] | None = None
     profile: Path | None = None
 
@@ -59,8 +59,7 @@ class Loop:
         if start < self.num_steps:
             with jax.transfer_guard("disallow"), closing(self.train.batches(start)) as batches:
                 state = self._steps(state, start, batches)
-                self._evaluate(state, self.num_steps)
-                self._save(state, self.num_steps)
+                self._save(state, self.num_steps, self._evaluate(state, self.num_steps))
         self.recorder.summarize(max(start, self.num_steps))
         return state
 
@@ -82,12 +81,13 @@ class Loop:
                         trace.close()
                 if index == start + 1 or index == self.num_steps or index % self.log_every == 0:
                     self._log(index, metrics, stopwatch)
+                evaluated: dict[str, float] = {}
                 if self._due(index, self.eval_every):
                     with stopwatch.paused():
-                        self._evaluate(state, index)
-                if self._due(index, self.checkpoint_every):
+                        evaluated = self._evaluate(state, index)
+                if self._due(index, self.checkpoints.kept.every):
                     with stopwatch.paused():
-                        self._save(state, index)
+                        self._save(state, index, evaluated)
         return state
 
     def _nth(self, start: int, n: int) -> int:
@@ -105,13 +105,16 @@ class Loop:
             speed["mfu"] = self.mfu_of(speed["tokens_per_s"])
         self.recorder.record("train", index, **values, **speed)
 
-    def _evaluate(self, state: TrainState, index: int) -> None:
-        sums = [jax.device_get(self.evaluate(state.params, self._put(batch))) for batch in self.held_out]
-        tokens = sum(s["tokens"].item() for s in sums)
-        self.recorder.record("evaluation", index, loss=sum(s["loss_sum"].item() for s in sums) / tokens, tokens=tokens)
+    def _evaluate(self, state: TrainState, index: int) -> dict[str, float]:
+        told = [jax.device_get(self.evaluate(state.params, self._put(batch), state.carried)) for batch in self.held_out]
+        sums = {name: sum(one[name].item() for one in told) for name in told[0]}
+        tokens = sums.pop("tokens")
+        means = {name: total / tokens for name, total in sums.items()}
+        self.recorder.record("evaluation", index, **means, tokens=tokens)
+        return means
 
-    def _save(self, state: TrainState, index: int) -> None:
-        self.checkpoints.save(index, state, self.config)
+    def _save(self, state: TrainState, index: int, evaluated: dict[str, float]) -> None:
+        self.checkpoints.save(index, state, evaluated)
 
     def _put(self, batch: Any) -> dict[str, jax.Array]:
         return {name: jax.device_put(x, self.step.batch[name].sharding) for name, x in batch.items()}

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from meshpar.errors import CheckpointError
+from meshpar.tree import shortened
 
 Record = dict[str, Any]
 """`kind`, `step`, and what is recorded: numbers; of the kind `run`, the config."""
@@ -148,7 +149,7 @@ def _onto_board(folder: Path) -> Iterator[Sink]:
                 # Tells TensorBoard to hide the steps that are taken again.
                 board = stack.enter_context(SummaryWriter(str(folder), purge_step=record["step"] + 1))
             for name, value in record.items():
-                if name not in ("kind", "step", "config") and math.isfinite(value):
+                if isinstance(value, int | float) and name not in ("kind", "step") and math.isfinite(value):
                     board.add_scalar(f"{record['kind']}/{name}", value, record["step"])
 
         yield write
@@ -210,9 +211,26 @@ _BESIDE_THE_BAR = ("kind", "loss", "tokens_per_s", "step_s", "mfu", "skipped")  
 
 
 def _numbers(record: Record) -> str:
+    if record["kind"] == "restored":
+        return _restored(record)
     if record["kind"] == "run":
         return "goes on from a checkpoint" if record["step"] else "begins"
     shown = [form.format(record[name]) for name, form in _FORMATS.items() if name in record]
     if record.get("skipped"):
         shown.append(f"skipped so far, as not finite: {record['skipped']}")
     return "  ".join(shown)
+
+
+def _restored(record: Record) -> str:
+    taken, made, unused = record["taken"], record["made"], record["unused"]
+    parts = [f"takes {_arrays(taken, [*made, *unused])} of {record['source']}"]
+    parts += [f"makes {_arrays(made, taken)}"] * bool(made) + [f"does not use {_arrays(unused, taken)}"] * bool(unused)
+    parts += [f"{key} was {old}, is {new}" for key, (old, new) in record["changed"].items()]
+    return "; ".join(parts)
+
+
+def _arrays(paths: Sequence[str], others: Sequence[str]) -> str:
+    """How many and which, as globs."""
+    if not others:
+        return f"all {len(paths)} arrays"
+    return f"{len(paths)} array{'s' * (len(paths) != 1)} ({', '.join(shortened(paths, [*paths, *others]))})"

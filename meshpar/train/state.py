@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,11 @@ from meshpar.sharding.spec import ArraySpec
 from meshpar.tree import flatten_with_paths, map_with_path
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "skipped"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "opt_state", "skipped", "carried"],
+    meta_fields=[],
+)
 @dataclass(frozen=True)
 class TrainState:
     """All that a step reads and writes: what is donated, and what a checkpoint holds.
@@ -30,12 +34,14 @@ class TrainState:
       params: nested dicts of arrays.
       opt_state: the Optax state.
       skipped: int32[]. How many steps were skipped because loss or gradients were not finite.
+      carried: what the loss hands from step to step beside the parameters, such as batch statistics.
     """
 
     step: Any
     params: Any
     opt_state: Any
     skipped: Any
+    carried: Any = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,18 +52,26 @@ class StatePlacement:
       sharded: tree of `Placement`: the parameters, as sharded as the rules can make them. Gradients lie so.
       params: the same, as they are stored: whole over the storage axes under ZeRO-1.
       opt_state: tree of `Placement`, like the Optax state.
+      carried: tree of `Placement`, of what the loss hands on.
     """
 
     mesh: AnyMesh
     sharded: Any
     params: Any
     opt_state: Any
+    carried: Any = field(default_factory=dict)
 
     @property
     def structs(self) -> TrainState:
         """The state as `ShapeDtypeStruct`s with shardings, for compile, init and restore."""
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))  # pyright: ignore
-        return TrainState(scalar, structs(self.params), structs(self.opt_state), scalar)
+        return TrainState(scalar, structs(self.params), structs(self.opt_state), scalar, structs(self.carried))
+
+    @property
+    def dims(self) -> dict[str, tuple[str, ...]]:
+        """Path -> names of the dims, of each array of the state that has some."""
+        placed = flatten_with_paths({"params": self.params, "opt_state": self.opt_state, "carried": self.carried})
+        return {path: placement.spec.dims for path, placement in placed.items()}
 
 
 def structs(placements: Any) -> Any:
@@ -70,17 +84,22 @@ def shardings(tree: Any) -> Any:
     return jax.tree.map(lambda s: s.sharding, tree)
 
 
-def place(specs: Any, rules: AxisRules, mesh: AnyMesh, tx: optax.GradientTransformation) -> StatePlacement:
-    """Places parameters and optimizer state.
+def place(
+    specs: Any, rules: AxisRules, mesh: AnyMesh, tx: optax.GradientTransformation, carried: Any = None
+) -> StatePlacement:
+    """Places parameters, optimizer state, and what the loss carries.
 
     Args:
       specs: tree of `ArraySpec`, of the parameters as they are stored.
+      carried: the same, of what the loss carries.
 
     Raises:
       ShardingError: see `resolve`; or the optimizer keeps an array of which it cannot be said how to shard it.
     """
-    sharded = resolve(specs, rules, mesh)
-    return StatePlacement(mesh, sharded, stored(sharded, rules), _place_opt_state(sharded, tx, mesh))
+    carried = carried or {}
+    sharded = resolve(specs, rules, mesh, carried)
+    opt_state = _place_opt_state(sharded, tx, mesh)
+    return StatePlacement(mesh, sharded, stored(sharded, rules), opt_state, resolve(carried, rules, mesh, specs))
 
 
 def stored(sharded: Any, rules: AxisRules) -> Any:
@@ -139,25 +158,38 @@ def _subsequence(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int, ...]
 
 def compile_init(
     init_params: Callable[[jax.Array], Any],
+    init_carried: Callable[[jax.Array], Any],
     tx: optax.GradientTransformation,
     placement: StatePlacement,
     seed: int,
     options: Any = None,
+    given: dict[str, jax.Array] | None = None,
 ) -> Callable[[], TrainState]:
     """A compiled function that makes the first state, each device its own shard and no more.
 
     Args:
       init_params: key -> params.
+      init_carried: key -> what the loss carries.
       options: the compiler's.
+      given: arrays by path, `params.head.kernel`, that are there already, placed as `placement.structs`: they are not
+        drawn, and are donated.
 
     Communication: none: JAX's random numbers are a function of the element's position.
     """
-    target = placement.structs
+    target, given = placement.structs, given or {}
 
-    def init() -> TrainState:
-        drawn = init_params(jax.random.key(seed))
-        params = jax.tree.map(lambda x, s: x.astype(s.dtype), drawn, target.params)
+    def init(given: dict[str, jax.Array]) -> TrainState:
+        key = jax.random.key(seed)
+        drawn = _cast(init_params(key), target.params)
+        params = map_with_path(lambda path, x: given.get(f"params.{path}", x), drawn)
         params = jax.lax.with_sharding_constraint(params, shardings(structs(placement.sharded)))
-        return TrainState(jnp.int32(0), params, tx.init(params), jnp.int32(0))
+        carried = _cast(init_carried(key), target.carried)
+        return TrainState(jnp.int32(0), params, tx.init(params), jnp.int32(0), carried)
 
-    return jax.jit(init, out_shardings=shardings(target)).lower().compile(compiler_options=options)
+    placed = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in given.items()}
+    lowered = jax.jit(init, out_shardings=shardings(target), donate_argnums=0).lower(placed)
+    return partial(lowered.compile(compiler_options=options), given)
+
+
+def _cast(arrays: Any, structs: Any) -> Any:
+    return jax.tree.map(lambda x, struct: x.astype(struct.dtype), arrays, structs)

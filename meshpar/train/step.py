@@ -59,9 +59,10 @@ class Update:
             params=jax.lax.with_sharding_constraint(jax.tree.map(keep, params, old), sharded),
             opt_state=jax.tree.map(keep, opt_state, state.opt_state),
             skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
+            carried=jax.tree.map(keep, got.carried, state.carried),
         )
         metrics = {"loss": got.loss, "grad_norm": got.norm, "tokens": got.tokens, "skipped": new.skipped}
-        return new, metrics | self._rate(state)
+        return new, got.metrics | metrics | self._rate(state)
 
     def _rate(self, state: TrainState) -> Metrics:
         if self.learning_rate is None:
@@ -104,12 +105,12 @@ def step_function(
     """The step before it is compiled: enough to trace it for a machine that is not here.
 
     Args:
-      gradients: (params, batch, step) -> `Gradients`, of `train.gradients.manual` or `auto`.
+      gradients: (params, batch, step, carried) -> `Gradients`, of `train.gradients.manual` or `auto`.
     """
     sharded = shardings(structs(placement.sharded))
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        got = gradients(state.params, with_rows(batch), state.step)
+        got = gradients(state.params, with_rows(batch), state.step, state.carried)
         got = replace(got, grads=jax.lax.with_sharding_constraint(got.grads, sharded))
         return update(state, got, sharded)
 

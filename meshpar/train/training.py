@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +28,7 @@ class Training:
     Args:
       specs: tree of `ArraySpec`, of the parameters as they are stored.
       init: key -> the first parameters, of any dtype.
-      loss: (params, batch, key) -> (sum, count) over the rows at hand.
+      loss: (params, batch, key, carried) -> `Tally` of the rows at hand.
       update: the optimizer.
       batch_specs: name -> `ArraySpec` of an array of a batch; its first dim is `batch`.
       mesh: real or abstract.
@@ -39,6 +39,9 @@ class Training:
       sums: in which gradients are summed over microbatches and devices; None for float32 at least.
       seed: of the first parameters.
       num_microbatches: how many parts a batch is computed in, one after the other.
+      carried: tree of `ArraySpec`, of what the loss hands from step to step beside the parameters.
+      init_carried: key -> the first of it.
+      evaluation: the loss where nothing is learned; default: `loss` without a key.
     """
 
     specs: Any
@@ -54,10 +57,13 @@ class Training:
     sums: Any = None
     seed: int = 0
     num_microbatches: int = 1
+    carried: Any = field(default_factory=dict)
+    init_carried: Callable[[jax.Array], Any] = lambda key: {}
+    evaluation: Loss | None = None
 
     @cached_property
     def placement(self) -> StatePlacement:
-        return place(self.specs, self.rules, self.mesh, self.update.tx)
+        return place(self.specs, self.rules, self.mesh, self.update.tx, self.carried)
 
     @cached_property
     def how(self) -> Lowering:
@@ -87,10 +93,11 @@ class Training:
         return compile_step(self.step, self.placement, self.batch)
 
     def compile_evaluation(self) -> Evaluation:
-        return compile_evaluation(self.objective, self.how, self.placement, self.batch)
+        objective = replace(self.objective, loss=self.evaluation or self.loss)
+        return compile_evaluation(objective, self.how, self.placement, self.batch)
 
-    def compile_init(self, options: Any = None) -> Callable[[], TrainState]:
-        return compile_init(self.init, self.update.tx, self.placement, self.seed, options)
+    def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:
+        return compile_init(self.init, self.init_carried, self.update.tx, self.placement, self.seed, options, given)
 
 
 def step_key(seed: int, step: jax.Array) -> jax.Array:

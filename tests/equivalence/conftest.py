@@ -91,7 +91,7 @@ def outcome(run: Prepared) -> Outcome:
     """Runs it."""
     step, state = run.compile_step(), run.compile_init()()
     put = lambda batch: {name: jax.device_put(x, run.batch[name].sharding) for name, x in batch.items()}
-    grads = jax.jit(lambda p, b, s: run.gradients(p, with_rows(b), s).grads)(
+    grads = jax.jit(lambda p, b, s: run.gradients(p, with_rows(b), s, {}).grads)(
         state.params, put(batches()[0]), state.step
     )
     grads, metrics = jax.device_get(grads), []

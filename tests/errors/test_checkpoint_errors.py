@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from meshpar.checkpoint import checksums
+from meshpar.checkpoint.checkpoints import Checkpoints, checkpoints
 from meshpar.errors import CheckpointError
-from meshpar.train import checkpoint
-from meshpar.train.checkpoint import Checkpoints, checkpoints
 
 # Noise, which cannot be compressed: a flipped bit is a flipped bit of a number, as it is in real weights.
 NOISE = jax.random.normal(jax.random.key(0), (4, 256))
@@ -28,7 +28,7 @@ def structs(tree: Any) -> Any:
 @pytest.fixture
 def saved(tmp_path: Path) -> Iterator[Checkpoints]:
     with checkpoints(tmp_path / "checkpoints") as opened:
-        opened.save(1, STATE, {"seed": 0})
+        opened.save(1, STATE)
         opened.wait()
         yield opened
 
@@ -116,7 +116,7 @@ def test_no_checksums(saved: Checkpoints, text: str):
 
 def test_control_without_checksums_a_flipped_bit_is_restored(saved: Checkpoints, monkeypatch: pytest.MonkeyPatch):
     """Why they are there. When this fails, Orbax has learned to find the damage itself."""
-    monkeypatch.setattr(checkpoint, "_verify", lambda folder: None)
+    monkeypatch.setattr(checksums, "verify", lambda folder, sums, names: None)
     flip_one_bit(arrays_file(saved))
     restored = saved.restore(structs(STATE))["params"]["a"]
     assert (restored != NOISE).sum() > 0
@@ -129,7 +129,7 @@ def test_no_checkpoint(tmp_path: Path):
 
 def test_a_step_is_never_overwritten(saved: Checkpoints):
     with pytest.raises(CheckpointError) as error:
-        saved.save(1, STATE, {})
+        saved.save(1, STATE)
     assert str(error.value) == f"{saved.directory}/1 exists, and a checkpoint is never overwritten"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from meshpar import AxisRules, MeshLayout, Training, training
+from meshpar import AxisRules, MeshLayout, Tally, Training, training
 from meshpar.nn.layers import dropout
 from meshpar.parallel import tensor
 from meshpar.parallel.data import gather_in_layer
@@ -45,7 +45,7 @@ def loss(params, batch, key):
     logits = tensor.enter(x_BRD, "vocab") @ p["head"]
     counted = batch["targets"] >= 0
     nll = tensor.cross_entropy(logits, jnp.where(counted, batch["targets"], 0), VOCAB)
-    return jnp.where(counted, nll, jnp.zeros_like(nll)).sum(), counted.sum(dtype=jnp.int32)
+    return Tally(jnp.where(counted, nll, jnp.zeros_like(nll)).sum(), counted.sum(dtype=jnp.int32))
 
 
 def rows(batch):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshpar.train.checkpoint import Checkpoints, checkpoints
+from meshpar.checkpoint.checkpoints import About, Checkpoints, checkpoints
 from meshpar.train.state import TrainState
 
-CONFIG = {"seed": 0, "model": {"kind": "toy"}}
+ABOUT = About({"model": {"kind": "toy"}}, {"w": ("embed", "mlp")}, seed=5, batch_size=16)
 
 
 def new_state(params: Any) -> TrainState:
@@ -56,14 +57,14 @@ def assert_same(got: Any, expected: Any) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Iterator[Checkpoints]:
-    with checkpoints(tmp_path / "checkpoints") as opened:
+    with checkpoints(tmp_path / "checkpoints", about=ABOUT) as opened:
         yield opened
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (2, 2), (1, 8), (1, 1)])
 def test_a_state_comes_back_bitwise_on_whatever_mesh_is_asked_for(saved: Checkpoints, shape: tuple[int, int]):
     state = toy_state()
-    saved.save(7, put(state, on_mesh(state, (4, 2), PartitionSpec("data", "fsdp"))), CONFIG)
+    saved.save(7, put(state, on_mesh(state, (4, 2), PartitionSpec("data", "fsdp"))))
     saved.wait()
     wanted = on_mesh(state, shape, PartitionSpec("fsdp"))
     got = saved.restore(wanted)
@@ -73,7 +74,7 @@ def test_a_state_comes_back_bitwise_on_whatever_mesh_is_asked_for(saved: Checkpo
 
 def test_control_another_state_is_told_from_the_one_that_was_saved(saved: Checkpoints):
     state = toy_state()
-    saved.save(7, state, CONFIG)
+    saved.save(7, state)
     saved.wait()
     got = saved.restore(on_mesh(state, (1, 8), PartitionSpec()))
     got.params["blocks"]["w"] = got.params["blocks"]["w"].at[3, 2].add(1e-6)
@@ -86,7 +87,7 @@ def test_what_was_saved_is_the_state_at_that_time_though_it_is_donated_while_it_
     structs = on_mesh(big, (4, 2), PartitionSpec("data", "fsdp"))
     expected, state = np.asarray(big["w"]), put(big, structs)
     step = jax.jit(lambda s: {"w": s["w"] * -2.0}, donate_argnums=0).lower(structs).compile()
-    saved.save(1, state, CONFIG)
+    saved.save(1, state)
     for _ in range(3):
         state = step(state)
     saved.wait()
@@ -96,7 +97,7 @@ def test_what_was_saved_is_the_state_at_that_time_though_it_is_donated_while_it_
 def test_saving_moves_nothing_implicitly_between_host_and_devices(saved: Checkpoints):
     state = toy_state()
     with jax.transfer_guard("disallow"):
-        saved.save(1, state, CONFIG)
+        saved.save(1, state)
         saved.wait()
         saved.restore(on_mesh(state, (1, 8), PartitionSpec()))
 
@@ -104,7 +105,7 @@ def test_saving_moves_nothing_implicitly_between_host_and_devices(saved: Checkpo
 def test_the_latest_steps_are_kept(saved: Checkpoints):
     assert saved.latest() is None
     for step in (9, 10, 100):
-        saved.save(step, {"w": jnp.float32(step)}, CONFIG)
+        saved.save(step, {"w": jnp.float32(step)})
     saved.wait()
     assert saved.latest() == 100
     assert sorted(path.name for path in saved.directory.iterdir()) == ["10", "100"]
@@ -112,29 +113,41 @@ def test_the_latest_steps_are_kept(saved: Checkpoints):
 
 def test_closed_means_on_disk(tmp_path: Path):
     with checkpoints(tmp_path) as first:
-        first.save(3, {"w": jnp.float32(1)}, CONFIG)
+        first.save(3, {"w": jnp.float32(1)})
     with checkpoints(tmp_path) as second:
         assert second.latest() == 3
 
 
-def test_meta_says_what_the_arrays_are_and_of_which_run(saved: Checkpoints):
-    saved.save(7, {"step": jnp.int32(7), "w": jnp.zeros((2, 3), jnp.bfloat16)}, CONFIG)
+def test_meta_says_what_the_arrays_are_and_where_the_run_is(saved: Checkpoints):
+    before = datetime.now(UTC).replace(microsecond=0)
+    saved.save(7, {"step": jnp.int32(7), "w": jnp.zeros((2, 3), jnp.bfloat16)}, {"loss": 2.5})
     saved.wait()
     meta = json.loads((saved.directory / "7" / "meta.json").read_text())
-    assert meta == {"step": 7, "config": CONFIG, "arrays": {"step": "int32[]", "w": "bfloat16[2, 3]"}}
+    assert before <= datetime.fromisoformat(meta.pop("saved")) <= datetime.now(UTC)
+    assert meta == {
+        "step": 7,
+        "config": {"model": {"kind": "toy"}},
+        "arrays": {
+            "step": {"dtype": "int32", "shape": [], "dims": None},
+            "w": {"dtype": "bfloat16", "shape": [2, 3], "dims": ["embed", "mlp"]},
+        },
+        "data": {"next_batch": 7, "rows_read": 112, "seed": 5},
+        "random": {"seed": 5, "impl": "threefry2x32", "folded_in": 7},
+        "metric": {"name": "loss", "best": "lowest", "value": 2.5},
+    }
 
 
 KILLED = """
 import os, sys
 from pathlib import Path
 import jax.numpy as jnp
-from meshpar.train import checkpoint
+from meshpar.checkpoint import checkpoints, checksums
 
-saved = checkpoint.Checkpoints(Path(sys.argv[1]))
-saved.save(1, {"w": jnp.float32(1)}, {})
+saved = checkpoints.Checkpoints(Path(sys.argv[1]))
+saved.save(1, {"w": jnp.float32(1)})
 saved.wait()
-checkpoint._checksums = lambda folder: os._exit(9)  # the arrays of step 2 are on disk, their checksums are not
-saved.save(2, {"w": jnp.float32(2)}, {})
+checksums.write = lambda folder: os._exit(9)  # the arrays of step 2 are on disk, their checksums are not
+saved.save(2, {"w": jnp.float32(2)})
 saved.wait()
 """
 
@@ -147,7 +160,7 @@ def test_a_save_that_was_killed_is_as_if_it_had_not_been(tmp_path: Path):
     with checkpoints(tmp_path) as saved:
         assert saved.latest() == 1
         assert saved.restore(scalar)["w"] == 1
-        saved.save(2, {"w": jnp.float32(4)}, {})
+        saved.save(2, {"w": jnp.float32(4)})
         saved.wait()
         assert saved.latest() == 2
         assert saved.restore(scalar)["w"] == 4

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from meshpar.checkpoint.checkpoints import checkpoints
+from meshpar.checkpoint.kept import Kept
 from meshpar.train import loop as loop_module
-from meshpar.train.checkpoint import checkpoints
 from meshpar.train.loop import IN_FLIGHT, Loop, Stopwatch
 from meshpar.train.metrics import Record, read, recorder
 from meshpar.train.state import TrainState
@@ -90,16 +91,16 @@ def toy() -> Toy:
     batch = {name: jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32, sharding=rows) for name in ("tokens", "targets")}
     step = jax.jit(take_step, out_shardings=whole, donate_argnums=0).lower(structs, batch).compile()
 
-    def evaluate(params: Any, batch: Any) -> Any:
-        return {"loss_sum": loss_of(params, batch), "tokens": jnp.int32(ROWS * SEQ)}
+    def evaluate(params: Any, batch: Any, carried: Any) -> Any:
+        return {"loss": loss_of(params, batch), "tokens": jnp.int32(ROWS * SEQ)}
 
-    compiled = jax.jit(evaluate, out_shardings=whole).lower(structs.params, batch).compile()
+    compiled = jax.jit(evaluate, out_shardings=whole).lower(structs.params, batch, {}).compile()
     return Toy(Step(step, batch), compiled, structs)
 
 
-def run(run_dir: Path, **changed: Any) -> TrainState:
+def run(run_dir: Path, kept: Kept | None = None, **changed: Any) -> TrainState:
     """Runs the loop, or goes on from the checkpoint in `run_dir`."""
-    with recorder(run_dir, 10, as_json=True) as to, checkpoints(run_dir / "checkpoints") as saved:
+    with recorder(run_dir, 10, as_json=True) as to, checkpoints(run_dir / "checkpoints", kept) as saved:
         settings: dict[str, Any] = {"num_steps": 10, "log_every": 4, "config": {"seed": 0}}
         parts: dict[str, Any] = {
             "train": Numbers(),
@@ -125,7 +126,7 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 def test_what_is_due_when(tmp_path: Path):
-    state = run(tmp_path, eval_every=5, checkpoint_every=3)
+    state = run(tmp_path, eval_every=5, kept=Kept(every=3))
     assert state.step == 10
     assert steps_of(tmp_path, "train") == [1, 4, 8, 10]
     assert steps_of(tmp_path, "evaluation") == [5, 10]
@@ -160,7 +161,7 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers_bitwise(tmp_path: Path):
     unbroken = run(tmp_path / "unbroken", log_every=1)
     data = Numbers(interrupted=(7,))
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "broken", log_every=1, train=data, checkpoint_every=4)
+        run(tmp_path / "broken", log_every=1, train=data, kept=Kept(every=4))
     assert data.closed == [True]
     assert saved_steps(tmp_path / "broken") == [4]
     resumed = run(tmp_path / "broken", log_every=1)
@@ -178,7 +179,7 @@ def test_control_a_run_that_went_on_with_other_batches_has_other_numbers(tmp_pat
 
     unbroken = run(tmp_path / "unbroken")
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "broken", train=Numbers(interrupted=(7,)), checkpoint_every=4)
+        run(tmp_path / "broken", train=Numbers(interrupted=(7,)), kept=Kept(every=4))
     resumed = run(tmp_path / "broken", train=FromTheStart())
     assert not np.array_equal(np.asarray(resumed.params["w"]), np.asarray(unbroken.params["w"]))
 
@@ -337,7 +338,7 @@ def test_control_what_is_not_paused_counts(monkeypatch: pytest.MonkeyPatch):
 def test_the_loop_counts_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     step = Watched()
     monkeypatch.setattr("time.perf_counter", lambda: float(len(step.begun)))  # a step takes a second
-    run(tmp_path, step=step, eval_every=3, checkpoint_every=3)
+    run(tmp_path, step=step, eval_every=3, kept=Kept(every=3))
     _, *others = recorded(tmp_path, "train")
     assert [(record["step_s"], record["tokens_per_s"]) for record in others] == [(1.0, ROWS * SEQ)] * 3
 

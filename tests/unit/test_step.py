@@ -106,7 +106,7 @@ def test_a_sharded_parameters_gradient_is_not_rounded_to_the_dtype_of_the_comput
     """Else each microbatch would add one rounding. (And XLA's TPU compiler aborts on the cast back and forth.)"""
     fsdp = {"mesh": MeshLayout(fsdp=8), "rules": AxisRules(preset=("fsdp",))}
     run = prepared(precision=Precision(compute="bfloat16"), **fsdp)
-    got = jax.jit(lambda p, b: run.gradients(p, with_rows(b), 0))(run.compile_init()().params, batch_of(run))
+    got = jax.jit(lambda p, b: run.gradients(p, with_rows(b), 0, {}))(run.compile_init()().params, batch_of(run))
     sums = jax.tree.map(lambda g: np.asarray(g * got.tokens.astype(g.dtype)), got.grads)
     fine = {path: (g.astype(jnp.bfloat16) != g).mean() for path, g in flatten_with_paths(sums).items()}
     assert min(fine.values()) > 0.5, fine
@@ -123,9 +123,9 @@ def test_bfloat16_computes_near_float32_and_stores_float32():
 
 def test_the_evaluation_is_the_loss_of_the_step():
     run, step, init = compiled()
-    sums = run.compile_evaluation()(init().params, batch_of(run))
+    sums = run.compile_evaluation()(init().params, batch_of(run), {})
     _, metrics = step(init(), batch_of(run))
-    assert float(sums["loss_sum"]) / int(sums["tokens"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
+    assert float(sums["loss"]) / int(sums["tokens"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
 
 
 @pytest.mark.usefixtures("float64")
