@@ -159,7 +159,7 @@ def _check(source: Source, prompts: Sequence[Prompt], max_tokens: int, stop: Seq
         problems.add("prompts", "there is none", "give one")
     for number, prompt in enumerate(prompts, 1):
         _check_prompt(f"prompt {number}", source, prompt, max_tokens, problems)
-    problems.raise_any(ConfigError, f"{source.name} cannot be generated from so:")
+    problems.raise_any(ConfigError, "these prompts cannot be answered:")
 
 
 def _check_prompt(where: str, source: Source, prompt: Prompt, max_tokens: int, problems: Problems) -> None:

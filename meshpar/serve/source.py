@@ -23,6 +23,7 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Data, Synthetic
 from meshpar.train.tokenizer import Bytes, Ids, Tokenizer
 
+
 @dataclass(frozen=True)
 class Source:
     """A trained model.
@@ -32,7 +33,6 @@ class Source:
       dtype: of the parameters, as they are stored.
     """
 
-    name: str
     model: Decoder
     tokenizer: Tokenizer
     layout: MeshLayout
@@ -76,7 +76,7 @@ def of_run(run: Run, train: str = "train it first") -> Source:
 
 def _of_checkpoint(saved: Saved, run: Run) -> Source:
     return Source(
-        str(saved.folder), run.model, _tokenizer(run.data), run.mesh, run.rules, run.lowering == "manual",
+        run.model, _tokenizer(run.data), run.mesh, run.rules, run.lowering == "manual",
         np.dtype(run.precision.params), np.dtype(run.precision.compute),
         lambda structs: saved.restore({"params": structs}, take=["params.**"])["params"],
     )  # fmt: skip

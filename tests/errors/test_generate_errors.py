@@ -28,6 +28,7 @@ def meshpar(monkeypatch, capsys, tmp_path):
     """Runs the verb on CONFIG, in a folder with a checkpoint of which there is only the name."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('"a"\n{"text": "b"}\n')
@@ -38,7 +39,7 @@ def meshpar(monkeypatch, capsys, tmp_path):
         with pytest.raises(SystemExit) as exit_:
             cli.main()
         said = capsys.readouterr()
-        return exit_.value.code, said.out, said.err
+        return exit_.value.code, said.out, said.err.replace(f"{tmp_path}/", "")
 
     return call
 
@@ -56,7 +57,7 @@ REFUSED = {
     "prompts and settings": (
         ["config.yaml", "--prompt", "", "--prompt", "0123456789", "--prompt", LONG, "--max-tokens", "7", "--stop", ""],
         """\
-meshpar: run cannot be generated from so:
+meshpar: these prompts cannot be answered:
   stop
     an empty text is everywhere
     leave it out
@@ -86,7 +87,7 @@ meshpar: the next token cannot be drawn so:
     "a tokenizer that does not fit": (
         ["config.yaml", "model.vocab_size=256", "--prompt", "a", "--max-tokens", "0"],
         """\
-meshpar: run cannot be generated from so:
+meshpar: these prompts cannot be answered:
   model.vocab_size
     the tokenizer has 257 ids, the model 256
     the tokenizer that the model was trained with
@@ -97,10 +98,9 @@ meshpar: run cannot be generated from so:
     ),
     "no checkpoint": (
         ["config.yaml", "run_dir=other", "--prompt", "a"],
-        "meshpar: there is no checkpoint in other/checkpoints: untrained parameters say nothing; "
-        "meshpar train config.yaml\n",
+        "meshpar: other does not exist; an untrained model says nothing: meshpar train config.yaml\n",
     ),
-    "no run": (["hf/..", "--prompt", "a"], "meshpar: hf/.. is no folder of a run: it has no folder checkpoints\n"),
+    "no run": (["empty", "--prompt", "a"], "meshpar: empty is no checkpoint, and holds none\n"),
     "a misspelt key": (
         ["config.yaml", "mesh.tenser=2", "--prompt", "a"],
         """\
