@@ -14,6 +14,7 @@ from flax import nnx
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.nn.describe import functional
+from meshpar.nn.rotary import Llama3
 from meshpar.nn.transformer import Decoder
 from meshpar.serve.decoding import Decoding, for_tokens
 from meshpar.serve.generator import Generator
@@ -23,12 +24,17 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.train.state import structs
 
 SIZES = {"num_layers": 2, "width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": 29, "vocab_multiple": 8}
+SCALING = Llama3(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8)
+OPTIONS: dict[str, Any] = {
+    "num_kv_heads": 2, "attn_bias": "qkv", "mlp_bias": True, "head_norm": True, "head_dim": 8, "window": 5,
+    "full_layers": (1,), "rotary_fraction": 0.5, "rope_scaling": SCALING,
+}  # fmt: skip
 MODELS: dict[str, Decoder] = {
     "llama": Llama(**SIZES),
-    "llama_gqa": Llama(**SIZES, num_kv_heads=2),
+    "llama_gqa_options": Llama(**SIZES, **OPTIONS),
     "gpt_tied": GPT(**SIZES, max_seq_len=32, tied=True, dropout=0.1, remat="full"),
 }
-# The two key heads of llama_gqa do not divide over four devices: there they are whole on each.
+# Two key heads do not divide over four devices: there they are whole on each.
 LAYOUTS = {
     "one": ({}, ["replicated"]),
     "data2": ({"data": 2}, ["replicated"]),

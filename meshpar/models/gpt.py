@@ -14,5 +14,11 @@ class GPT(Decoder):
     kind: Literal["gpt"] = "gpt"
     norm: ClassVar = LayerNorm
     mlp: ClassVar = GELU
-    bias: ClassVar = True
     learned_positions: ClassVar = True
+    attn_bias: ClassVar = "all"
+    mlp_bias: ClassVar = True
+    head_norm: ClassVar = False
+    rotary_fraction: ClassVar = 0.0
+    rope_scaling: ClassVar = None
+    window: ClassVar = None
+    full_layers: ClassVar = ()

@@ -6,7 +6,7 @@ R norm_seq.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,38 +15,28 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.errors import ShardingError
 from meshpar.nn.cache import CachedLayer
-from meshpar.nn.layers import Projection
+from meshpar.nn.layers import Projection, RMSNorm
+from meshpar.nn.rotary import Rotation, rotate
 from meshpar.parallel import tensor
 from meshpar.parallel.local import varies_over, varying
 from meshpar.parallel.precision import wide
 from meshpar.sharding.constrain import constrain, current, manual_axes
 
-Rotation = tuple[Float[Array, "B S 1 p"], Float[Array, "B S 1 p"]]
-"""Cosines and sines [batch, seq, 1, p = h/2] of the angles by which the pairs of a head are turned."""
+Bias = Literal["none", "qkv", "all"]
 
 
-def rotation(positions_BS: Int[Array, "B S"], head_dim: int, theta: float, dtype: jnp.dtype) -> Rotation:
-    """Rotary position embedding: the pair (i, i + h/2) is turned by position * theta^(-2i/h).
-
-    All layers share it. Numerics: in float32 at least. Source: Su et al. 2021, arXiv:2104.09864.
-    """
-    pair = wide(jnp.arange(head_dim // 2, dtype=dtype))
-    angle = positions_BS[..., None, None].astype(pair.dtype) * theta ** (-pair / (head_dim // 2))
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x_BSHh: Float[Array, "B S H h"], by: Rotation) -> Float[Array, "B S H h"]:
-    """Turns the pairs of each head."""
-    half, (cos, sin) = x_BSHh.shape[-1] // 2, by
-    first, second = wide(x_BSHh[..., :half]), wide(x_BSHh[..., half:])
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BSHh.dtype)
-
-
-def causal(segments_BS: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
+def causal(segments_BS: Int[Array, "B S"], window: Int[Array, ""] | None = None) -> Bool[Array, "B S S"]:
     """Which tokens each token sees: itself, and those before it in its document."""
     index = jnp.arange(segments_BS.shape[1], dtype=jnp.int32)
-    return (index[:, None] >= index) & (segments_BS[:, :, None] == segments_BS[:, None, :])
+    return behind(index, index, window) & (segments_BS[:, :, None] == segments_BS[:, None, :])
+
+
+def behind(
+    queries: Int[Array, "*B S"], keys_T: Int[Array, "T"], window: Int[Array, ""] | None
+) -> Bool[Array, "*B S T"]:
+    """Whether the position of a key is that of the query, or one of the `window - 1` before it."""
+    distance = queries[..., None] - keys_T
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 def attend(
@@ -68,37 +58,49 @@ def attend(
 
 
 class Attention(nnx.Module):
-    """`o(attend(q(x), k(x), v(x)))`, heads sharded by their rules."""
+    """`o(attend(q(x), k(x), v(x)))`, heads sharded by their rules.
+
+    Args:
+      bias: of no projection, of q, k and v, or of all four.
+      head_norm: eps of an RMSNorm over each head of q and k, before they are turned; None for no norm.
+    """
 
     def __init__(
         self, width: int, heads: int, kv_heads: int, head_dim: int, *,
-        bias: bool, out_std: float, rngs: nnx.Rngs,
+        bias: Bias, out_std: float, rngs: nnx.Rngs, head_norm: float | None = None,
     ):  # fmt: skip
+        inner = bias != "none"
         embed, size = [("embed", width)], ("head_dim", head_dim)
-        self.q = Projection(embed, [("heads", heads), size], bias=bias, rngs=rngs)
-        self.k = Projection(embed, [("kv_heads", kv_heads), size], bias=bias, rngs=rngs)
-        self.v = Projection(embed, [("kv_heads", kv_heads), size], bias=bias, rngs=rngs)
-        self.o = Projection([("heads", heads), size], embed, bias=bias, rngs=rngs, std=out_std)
+        self.q = Projection(embed, [("heads", heads), size], bias=inner, rngs=rngs)
+        self.k = Projection(embed, [("kv_heads", kv_heads), size], bias=inner, rngs=rngs)
+        self.v = Projection(embed, [("kv_heads", kv_heads), size], bias=inner, rngs=rngs)
+        self.o = Projection([("heads", heads), size], embed, bias=bias == "all", rngs=rngs, std=out_std)
+        self.q_norm = None if head_norm is None else RMSNorm(head_dim, eps=head_norm, dim="head_dim")
+        self.k_norm = None if head_norm is None else RMSNorm(head_dim, eps=head_norm, dim="head_dim")
         self.group = heads // kv_heads
 
     def __call__(
-        self, x_BRD: Float[Array, "B R D"], among: Int[Array, "B S"] | CachedLayer, by: Rotation | None = None
-    ) -> tuple[Float[Array, "B R D"], CachedLayer | None]:
+        self, x_BRD: Float[Array, "B R D"], among: Int[Array, "B S"] | CachedLayer, by: Rotation | None = None,
+        window: Int[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "B R D"], CachedLayer | None]:  # fmt: skip
         """What the tokens of x attend to, and the cache with their keys and values if there is one.
 
         Args:
           among: int32 [batch, seq], the segment of each token of x, of which it sees those before it; or the tokens
             that went before x.
+          window: how many tokens each sees, itself the last of them; None for all.
         """
         _check_whole_sequence()
         x_BSD = tensor.enter(x_BRD, "heads")
         # A cache that each device holds whole takes keys that are typed as the same on each.
         kv_BSD = tensor.enter(x_BRD, "kv_heads") if isinstance(among, CachedLayer) else x_BSD
         q, k, v = (p.add_bias(p(x)) for p, x in ((self.q, x_BSD), (self.k, kv_BSD), (self.v, kv_BSD)))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if by is not None:
             q, k = rotate(q, by), rotate(k, by)
         q = constrain(q, "batch", "seq", "heads", "head_dim")
-        past, keys, values, visible = _seen(among, k, v)
+        past, keys, values, visible = _seen(among, k, v, window)
         out = attend(q, self._for_local_heads(keys, q), self._for_local_heads(values, q), visible)
         out = constrain(out, "batch", "seq", "heads", "head_dim")
         return self.o.add_bias(tensor.leave(self.o(out), "heads")), past
@@ -115,12 +117,13 @@ class Attention(nnx.Module):
         return jnp.take(varying(k_BTKh, tuple(sorted(varies_over(q_BSHh)))), which, axis=2)
 
 
-def _seen(among: Int[Array, "B S"] | CachedLayer, k: jax.Array, v: jax.Array) -> Any:
+def _seen(among: Int[Array, "B S"] | CachedLayer, k: jax.Array, v: jax.Array, window: Int[Array, ""] | None) -> Any:
     """The cache with these keys and values, if there is one; all keys and values; and which of them each token sees."""
-    if isinstance(among, CachedLayer):
-        past = among.extend(k, v)
-        return past, past.keys, past.values, past.visible
-    return None, k, v, causal(among)
+    if not isinstance(among, CachedLayer):
+        return None, k, v, causal(among, window)
+    past = among.extend(k, v)
+    slots = jnp.arange(past.keys.shape[1], dtype=jnp.int32)
+    return past, past.keys, past.values, behind(past.positions, slots, window)
 
 
 def _check_whole_sequence() -> None:

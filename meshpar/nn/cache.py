@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from meshpar.sharding.constrain import constrain
 
@@ -57,11 +57,6 @@ class CachedLayer(NamedTuple):
     @property
     def values(self) -> Float[Array, "B T K h"]:
         return jax.lax.dynamic_index_in_dim(self.cache.values, self.index, keepdims=False)
-
-    @property
-    def visible(self) -> Bool[Array, "B S T"]:
-        """Which slots each of the new tokens sees: its own, and those before."""
-        return jnp.arange(self.cache.keys.shape[2], dtype=jnp.int32) <= self.positions[..., None]
 
     def _put(
         self, all_NBTKh: Float[Array, "N B T K h"], new_BSKh: Float[Array, "B S K h"]

@@ -32,19 +32,19 @@ def filled(value: float, shape: Sequence[int], dims: Sequence[str]) -> nnx.Param
 
 
 class RMSNorm(nnx.Module):
-    """`x[B, S, D] -> x / rms(x) * scale[D]`. Numerics: in float32 at least.
+    """`x[.., D] -> x / rms(x) * scale[D]`, D the last dim, called `dim`. Numerics: in float32 at least.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
-    def __init__(self, width: int, *, eps: float):
-        self.scale = filled(1.0, (width,), ("embed",))
+    def __init__(self, width: int, *, eps: float, dim: str = "embed"):
+        self.scale = filled(1.0, (width,), (dim,))
         self.eps = eps
 
-    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        x = wide(x_BSD)
-        normed = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
-        return normed.astype(x_BSD.dtype) * self.scale[...]
+    def __call__(self, x: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
+        x_wide = wide(x)
+        normed = x_wide * jax.lax.rsqrt(jnp.square(x_wide).mean(-1, keepdims=True) + self.eps)
+        return normed.astype(x.dtype) * self.scale[...]
 
 
 class LayerNorm(nnx.Module):

@@ -10,14 +10,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pydantic
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.config import Config
-from meshpar.nn.attention import Attention, Rotation, rotation
+from meshpar.nn.attention import Attention, Bias
 from meshpar.nn.cache import CachedLayer, KVCache
 from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal
+from meshpar.nn.rotary import Rotation, Scaling, rotation
 from meshpar.parallel import tensor
 from meshpar.parallel.data import gather_in_layer, gathering_again
 from meshpar.sharding.constrain import constrain
@@ -36,12 +38,18 @@ REMAT: dict[str, Callable[..., Any]] = {
 
 
 class Decoder(Config):
-    """The sizes of a decoder. Subclasses choose its parts."""
+    """The sizes of a decoder. Subclasses choose its parts, or leave a choice to the config as a field."""
 
     norm: ClassVar[type[RMSNorm] | type[LayerNorm]]
     mlp: ClassVar[type[SwiGLU] | type[GELU]]
-    bias: ClassVar[bool]
     learned_positions: ClassVar[bool]
+    attn_bias: ClassVar[Bias]
+    mlp_bias: ClassVar[bool]
+    head_norm: ClassVar[bool]
+    rotary_fraction: ClassVar[float]
+    rope_scaling: ClassVar[Scaling | None]
+    window: ClassVar[int | None]
+    full_layers: ClassVar[tuple[int, ...]]
 
     vocab_size: Positive = 257
     """Number of token ids. 257 = the bytes, and the mark that opens a document."""
@@ -83,6 +91,19 @@ class Decoder(Config):
         return self.head_dim or self.width // self.num_heads
 
     @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that rotary positions turn, an even number."""
+        return int(self.head_size * self.rotary_fraction) // 2 * 2
+
+    def window_of(self, layer: Int[Array, ""]) -> Int[Array, ""] | None:
+        """How many positions a query of this layer sees; None if no layer has a window."""
+        if self.window is None:
+            return None
+        unlimited = np.iinfo(np.int32).max
+        each = [unlimited if i in self.full_layers else self.window for i in range(self.num_layers)]
+        return jnp.asarray(each, jnp.int32)[layer]
+
+    @property
     def padded_vocab(self) -> int:
         """Rows of the embedding table."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
@@ -99,20 +120,21 @@ class Block(nnx.Module):
         self.attn_norm = model.norm(model.width, eps=model.norm_eps)
         self.attn = Attention(
             model.width, model.num_heads, model.kv_heads, model.head_size,
-            bias=model.bias, out_std=out_std, rngs=rngs,
+            bias=model.attn_bias, out_std=out_std, rngs=rngs,
+            head_norm=model.norm_eps if model.head_norm else None,
         )  # fmt: skip
         self.mlp_norm = model.norm(model.width, eps=model.norm_eps)
-        self.mlp = model.mlp(model.width, model.mlp_width, bias=model.bias, out_std=out_std, rngs=rngs)
+        self.mlp = model.mlp(model.width, model.mlp_width, bias=model.mlp_bias, out_std=out_std, rngs=rngs)
         self.dropout = model.dropout
 
     def __call__(
         self, x_BRD: Float[Array, "B R D"], batch: Batch, by: Rotation | None, key: PRNGKeyArray | None,
-        past: CachedLayer | None = None,
+        window: Int[Array, ""] | None = None, past: CachedLayer | None = None,
     ) -> tuple[Float[Array, "B R D"], CachedLayer | None]:  # fmt: skip
         def drop(y: Float[Array, "B R D"], which: int) -> Float[Array, "B R D"]:
             return dropout(y, self.dropout, _fold(key, which), batch["rows"])
 
-        attended, past = self.attn(self.attn_norm(x_BRD), past or batch["segments"], by)
+        attended, past = self.attn(self.attn_norm(x_BRD), past or batch["segments"], by, window)
         x_BRD += drop(attended, 0)
         x_BRD += drop(self.mlp(self.mlp_norm(x_BRD)), 1)
         return constrain(x_BRD, "batch", "norm_seq", "embed"), past
@@ -174,8 +196,9 @@ class Transformer(nnx.Module):
 
         def body(carry: tuple[jax.Array, KVCache | None], layer: tuple[Any, jax.Array]) -> tuple[Any, None]:
             (x, cache), (params, index) = carry, layer
+            block, window = nnx.merge(graph, _gathered_layer(params)), self.model.window_of(index)
             past = None if cache is None else CachedLayer(cache, index, batch["positions"])
-            x, past = nnx.merge(graph, _gathered_layer(params))(x, batch, by, _fold(key, index), past)
+            x, past = block(x, batch, by, _fold(key, index), window, past)
             return (x, past and past.cache), None
 
         indices = jnp.arange(self.model.num_layers, dtype=jnp.int32)
@@ -184,7 +207,8 @@ class Transformer(nnx.Module):
         return jax.lax.scan(body, (x_BRD, cache), (blocks, indices))[0]
 
     def _rotation(self, positions_BS: Int[Array, "B S"], x_BRD: Float[Array, "B R D"]) -> Rotation:
-        return rotation(positions_BS, self.model.head_size, self.model.rope_theta, x_BRD.dtype)
+        model = self.model
+        return rotation(positions_BS, model.rotary_dim, model.rope_theta, x_BRD.dtype, model.rope_scaling)
 
     def _logits(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Float[Array, "B S V"]:
         graph, norm = nnx.split(self.norm)

@@ -89,14 +89,14 @@ def step_traffic(
         again = _is_gathered_again(path, placement, activations.recomputed)
         in_loop = "layers" in placement.spec.dims or not hoists
         gathers = (1 + again) * (num_microbatches if in_loop else 1)
-        _add_parameter(sent, placement, how, widths, num_microbatches, gathers)
+        _add_parameter(sent, path, placement, how, widths, num_microbatches, gathers)
     _add_activations(sent, how, widths, activations)
     _add_scalars(sent, flatten_with_paths(sharded).values(), how, widths)
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
 def _add_parameter(
-    sent: Sums, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, gathers: int
+    sent: Sums, path: str, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, gathers: int
 ) -> None:
     """Gathers of a parameter (so many under ZeRO-3) and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P."""
     size, dims = math.prod(placement.local_shape), placement.spec.dims
@@ -111,10 +111,20 @@ def _add_parameter(
     sent[stored] += share(n, size * n * (gather + scatter))
     copies = tuple(a for a in _ordered(summed_axes(how)) if a not in sharding_axes([placement]))
     sent[copies] += 2 * share(_size(how, copies), size * widths.gradients)
-    if "kv_heads" in dims and how.axes("kv_heads") != how.axes("heads"):
-        # Each device of the query heads uses the whole key heads: their gradients are summed in each layer.
-        users = _ordered(set(how.axes("heads")) - set(summed_axes(how)))
-        sent[users] += 2 * m * share(_size(how, users), size * n * widths.compute)
+    users = _users(path, placement, how)
+    sent[users] += 2 * m * share(_size(how, users), size * n * widths.compute)
+
+
+def _users(path: str, placement: Placement, how: Lowering) -> Axes:
+    """The axes whose devices each use the whole parameter, for heads or channels of their own.
+
+    Their gradients of it are summed in each layer: of key heads that the rules do not shard, and of head norms. What
+    is used once the region is left is no such parameter: the last bias.
+    """
+    region = {"attn": "heads", "mlp": "mlp"}.get(path.split(".")[1] if "." in path else "")
+    if region is None or path.endswith(("attn.o.bias", "mlp.down.bias")):
+        return ()
+    return _ordered(set(how.axes(region)) - set(summed_axes(how)) - set(sharding_axes([placement])))
 
 
 def _is_gathered_again(path: str, placement: Placement, recomputed: bool) -> bool:

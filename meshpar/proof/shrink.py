@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshpar.mesh.layout import AXES, MeshLayout
+from meshpar.models import Model
 from meshpar.run import Precision, Run
 from meshpar.train.data import Synthetic
 
@@ -95,7 +96,7 @@ def _model(run: Run, cut: _Cut) -> dict[str, Any]:
     vocab_multiple = VOCAB_MULTIPLE * cut.now("vocab")
     is_padded = model.padded_vocab > model.vocab_size
     is_longer = model.learned_positions and model.max_seq_len > run.data.seq_len
-    return {
+    return _window(model) | {
         "num_layers": min(model.num_layers, 2),
         "num_heads": heads,
         "num_kv_heads": model.num_kv_heads and kv_heads,
@@ -106,6 +107,13 @@ def _model(run: Run, cut: _Cut) -> dict[str, Any]:
         "vocab_multiple": vocab_multiple if is_padded else 1,
         "max_seq_len": math.lcm(_seq_len(cut), cut.now("positions")) * (1 + is_longer),
     }
+
+
+def _window(model: Model) -> dict[str, Any]:
+    if model.window is None:
+        return {}
+    full_layers = tuple(layer for layer in model.full_layers if layer < 2)
+    return {"window": min(model.window, SEQ_LEN // 2), "full_layers": full_layers}
 
 
 def _heads(run: Run, cut: _Cut) -> tuple[int, int]:

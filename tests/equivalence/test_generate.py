@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar.nn.attention import Attention
+from meshpar.nn.attention import Attention, behind
 from meshpar.nn.cache import CachedLayer
 from meshpar.serve.sampling import Sampling
 from tests.serving import LAYOUTS, MAX_TOKENS, MODELS, PROMPTS, cached_logits, full_logits, generator, tokens
@@ -17,7 +17,7 @@ from tests.serving import LAYOUTS, MAX_TOKENS, MODELS, PROMPTS, cached_logits, f
 DRAWN = Sampling(temperature=1.0, top_k=12, top_p=0.9, seed=7)
 CASES = list(product(MODELS, LAYOUTS, ("manual", "auto")))
 SAMPLE = [
-    ("llama_gqa", "tensor4", "manual"),
+    ("llama_gqa_options", "tensor4", "manual"),
     ("llama", "data2_fsdp2_tensor2", "manual"),
     ("gpt_tied", "data2_fsdp2_tensor2", "auto"),
 ]
@@ -91,22 +91,24 @@ def test_a_key_in_the_slot_beside_is_seen(monkeypatch):
 
 
 def test_attention_to_padding_is_seen(monkeypatch):
-    def as_in_the_longest_row(past):
-        return jnp.arange(past.cache.keys.shape[2], dtype=jnp.int32) <= past.positions.max(0)[:, None]
-
-    def visible(past):
-        return jnp.broadcast_to(
-            as_in_the_longest_row(past), (past.positions.shape[0], *as_in_the_longest_row(past).shape)
-        )
-
-    monkeypatch.setattr(CachedLayer, "visible", property(visible))
+    longest = lambda positions: jnp.broadcast_to(positions.max(0), positions.shape)
+    as_in_the_longest_row = lambda queries, keys, window: behind(longest(queries), keys, window)
+    monkeypatch.setattr("meshpar.nn.attention.behind", as_in_the_longest_row)
     assert difference("llama", "one", "auto") > 1e-2
+
+
+def test_a_window_that_is_too_wide_is_seen(monkeypatch):
+    wider = lambda queries, keys, window: behind(queries, keys, None if window is None else window + 1)
+    monkeypatch.setattr("meshpar.nn.attention.behind", wider)
+    got = cached_logits("llama_gqa_options", "one", "auto", ROWS)
+    monkeypatch.undo()
+    assert abs(got - cached_logits("llama_gqa_options", "one", "auto", ROWS)).max() > 1e-2
 
 
 def test_key_heads_of_another_shard_are_seen(monkeypatch):
     local = Attention._for_local_heads
     monkeypatch.setattr(Attention, "_for_local_heads", lambda self, k, q: local(self, jnp.roll(k, 1, axis=2), q))
-    assert difference("llama_gqa", "tensor4", "manual") > 1e-2
+    assert difference("llama_gqa_options", "tensor4", "manual") > 1e-2
 
 
 def test_noise_that_is_drawn_by_device_is_seen(monkeypatch):

@@ -81,10 +81,19 @@ OTHERS = {
     ),
     "key_heads_on_all": lambda layout: prepared(layout, model=Llama(**SIZES, num_kv_heads=1), rules={"kv_heads": ()}),
 }
+OPTIONS = {"attn_bias": "all", "mlp_bias": True, "head_norm": True, "rotary_fraction": 0.5, "window": 4}
+OTHERS |= {
+    "options": lambda layout: prepared(layout, model=Llama(**SIZES, **OPTIONS)),
+    "qkv_bias_remat": lambda layout: prepared(
+        layout, num_microbatches=2, model=Llama(**SIZES, attn_bias="qkv", head_norm=True, remat="full")
+    ),
+}
 CASES = [("remat", layout) for layout in LAYOUTS] + [
     *(("gpt", layout) for layout in ("zero1", "zero3", "tensor4_sp", "data2_fsdp2_tensor2")),
     *(("mixed", layout) for layout in ("data8", "zero1", "zero2", "zero3")),
     ("gpt_biases_kept", "hsdp2x4"), ("bfloat16", "zero2"), ("bfloat16", "zero3"), ("key_heads_on_all", "tensor4"),
+    ("options", "tensor4"), ("options", "tensor4_sp"), ("options", "data2_fsdp2_tensor2"),
+    ("qkv_bias_remat", "data2_fsdp2_tensor2"),
     ("key_heads_on_all", "tensor4_sp"), ("key_heads_on_all", "data2_fsdp2_tensor2"),
 ]  # fmt: skip
 
