@@ -79,14 +79,14 @@ def training(
     def of_batch(name: str, x: Any) -> ArraySpec:
         return ArraySpec(x.shape, np.dtype(x.dtype), batch_names.get(name, ("batch", *[""] * (x.ndim - 1))))
 
-    make, make_carried = _unboxing(init), _unboxing(carried or (lambda key: {}))
+    make, make_carried = unboxing(init), unboxing(carried or (lambda key: {}))
     return Training(
-        specs=_specs(init, seed, dims or {}),
+        specs=specs_of(init, seed, dims or {}),
         init=make,
-        carried=_specs(carried, seed, dims or {}) if carried else {},
+        carried=specs_of(carried, seed, dims or {}) if carried else {},
         init_carried=make_carried,
-        loss=_tallied(loss, set(batch), carried is not None),
-        evaluation=evaluation and _tallied(evaluation, set(batch), carried is not None),
+        loss=tallied(loss, set(batch), carried is not None),
+        evaluation=evaluation and tallied(evaluation, set(batch), carried is not None),
         update=Update(tx),
         batch_specs={name: of_batch(name, x) for name, x in batch.items()},
         mesh=mesh.build() if isinstance(mesh, MeshLayout) else mesh,
@@ -96,7 +96,8 @@ def training(
     )
 
 
-def _specs(init: Callable[[jax.Array], Any], seed: int, dims: Mapping[str, tuple[str, ...]]) -> Any:
+def specs_of(init: Callable[[jax.Array], Any], seed: int, dims: Mapping[str, tuple[str, ...]]) -> Any:
+    """Tree of `ArraySpec`, of what an init makes; see `training`."""
     boxed = jax.eval_shape(lazily(init), jax.random.key(seed))
     declared = declared_dims(boxed)
 
@@ -109,11 +110,12 @@ def _specs(init: Callable[[jax.Array], Any], seed: int, dims: Mapping[str, tuple
     return map_with_path(spec, unboxed(boxed))
 
 
-def _unboxing(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
+def unboxing(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
+    """`init`, without Linen's boxes."""
     return lambda key: unboxed(lazily(init)(key))
 
 
-def _tallied(loss: Callable[..., Any], arrays: set[str], carries: bool) -> Loss:
+def tallied(loss: Callable[..., Any], arrays: set[str], carries: bool) -> Loss:
     """A loss that may give means, as sums; it sees the arrays that the user gave."""
 
     def tallied(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> Tally:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -16,13 +16,14 @@ import pydantic
 from flax import nnx
 from jax.sharding import Mesh
 
-from meshpar import config
+from meshpar import config, imports
 from meshpar.checkpoint.checkpoints import About, Checkpoints, checkpoints
 from meshpar.checkpoint.kept import Kept
 from meshpar.checkpoint.saved import FOLDER, Saved, find
 from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.config import Config
 from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems, ProgramError
+from meshpar.imported import imported
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import Contract, beyond
 from meshpar.inspection.inspect import Inspection, axes_name
@@ -31,8 +32,9 @@ from meshpar.inspection.report import Report, report
 from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout
-from meshpar.models import Model
+from meshpar.models import Import, Model
 from meshpar.nn.describe import describe, functional
+from meshpar.nn.transformer import Decoder
 from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
@@ -94,6 +96,8 @@ class Run(Config):
     """Everything that a training run is: what a config file holds."""
 
     model: Model
+    loss: imports.Target | None = None
+    """Of a model that is imported: `package.module:name` of its own; see `meshpar.imported`."""
     data: Data
     optim: Optimizer
     mesh: MeshLayout = MeshLayout()
@@ -126,9 +130,9 @@ class Prepared(Training):
 
     @cached_property
     def closed_form(self) -> Traffic | None:
-        """Bytes that a device sends in a step, by axes; None if the optimizer mixes elements."""
+        """Bytes that a device sends in a step, by axes; None of an imported model, or of an optimizer that mixes."""
         run, shape = self.run, self.mesh.shape
-        if not run.optim.elementwise:
+        if not run.optim.elementwise or isinstance(run.model, Import):
             return None
         rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
         model, recomputed = run.model, run.model.remat != "none"
@@ -168,7 +172,7 @@ class Prepared(Training):
         """
         meant = planned_by(self.how, self.placement.sharded, self.placement.opt_state)
         told = inspection.inspect(step.compiled, self.mesh, warnings=step.warnings, planned=meant)
-        passes = self.run.model.num_layers * self.run.num_microbatches
+        passes = getattr(self.run.model, "num_layers", 1) * self.run.num_microbatches
         if self.run.expects:
             broken = self.run.expects.check(told, self.closed_form, passes)
             broken.raise_any(ContractError, "the compiled step breaks its contract:")
@@ -196,23 +200,21 @@ def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
 
 
 def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
-    model = nnx.eval_shape(lambda: run.model.build(nnx.Rngs(0)))
+    model = _imported(run) if isinstance(run.model, Import) else _built(run, run.model)
     dtype, shape = np.dtype(run.precision.params), (run.data.batch_size, run.data.seq_len)
-    specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), describe(model))
+    specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.pop("specs"))
     tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, specs))
     master, sums = run.precision.master, run.precision.gradients
     tx = with_master(tx, np.dtype(master)) if master else tx
     return Prepared(
+        **model,
         run=run,
         specs=specs,
-        init=lambda key: nnx.to_pure_dict(nnx.state(run.model.build(nnx.Rngs(key)), nnx.Param)),
-        loss=next_token_loss(functional(model), run.model.vocab_size),
         update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master and np.dtype(master)),
         batch_specs={name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS},
         mesh=mesh,
         rules=run.rules,
         manual=run.lowering == "manual",
-        key=partial(step_key, run.seed) if run.model.dropout else None,
         dtype=np.dtype(run.precision.compute),
         sums=sums and np.dtype(sums),
         seed=run.seed,
@@ -220,9 +222,46 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     )
 
 
+def _built(run: Run, model: Decoder) -> dict[str, Any]:
+    """What a model of meshpar's own is to the training."""
+    abstract = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
+    return {
+        "specs": describe(abstract),
+        "init": lambda key: nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(key)), nnx.Param)),
+        "loss": next_token_loss(functional(abstract), model.vocab_size),
+        "key": partial(step_key, run.seed) if model.dropout else None,
+    }
+
+
+def _imported(run: Run) -> dict[str, Any]:
+    """What the user's model is to the training; it is read anew, for nothing of it stands in the config."""
+    assert isinstance(run.model, Import)
+    found = imported(run.model, run.loss, run.data.seq_len, run.seed)
+    if found.vocab_size and run.data.vocab_size > found.vocab_size:
+        what = f"the data has {run.data.vocab_size} token ids, the logits of {run.model.target} are of"
+        raise ConfigError(f"{what} {found.vocab_size}")
+    return {
+        "specs": found.specs,
+        "init": found.init,
+        "loss": found.loss,
+        "carried": found.carried,
+        "init_carried": found.init_carried,
+        "key": partial(step_key, run.seed) if found.draws else None,
+    }
+
+
 def load(path: Path, overrides: Sequence[str] = ()) -> Run:
-    """Reads a config file, with `key=value` overrides."""
-    return config.load(Run, path, overrides)
+    """Reads a config file, with `key=value` overrides.
+
+    Raises:
+      ConfigError: with all problems of the config; or it names code that it may not import, see `meshpar.imports`.
+    """
+    loaded = config.load(Run, path, overrides)
+    targets = {"model.target": getattr(loaded.model, "target", None), "loss": loaded.loss}
+    for key, target in targets.items():
+        if target:
+            imports.permit(target, None if f"{key}={target}" in overrides else path)
+    return loaded
 
 
 def simulate(run: Run, num_devices: int | None) -> None:
@@ -323,7 +362,7 @@ def _hold_to_contract(prepared: Prepared, step: Step) -> None:
 def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
     """tokens/s -> model FLOPs utilization, where the chip's speed is known."""
     chip, model = chip_of(jax.devices()[0]), prepared.run.model
-    if chip is None:
+    if chip is None or isinstance(model, Import):
         return None
     unused = {"positions"} if model.tied else {"positions", "table"}
     params = sum(spec.size for path, spec in flatten_with_paths(prepared.specs).items() if path not in unused)
@@ -347,15 +386,29 @@ def _check(run: Run, mesh: AnyMesh) -> None:
                 f"{run.data.seq_len} is not divisible by the {shards} shards of {dim}",
                 f"a multiple of {shards}",
             )
-    if run.model.learned_positions and run.data.seq_len > run.model.max_seq_len:
-        problems.add("data.seq_len", f"{run.data.seq_len} is more than model.max_seq_len = {run.model.max_seq_len}")
-    if run.data.vocab_size > run.model.vocab_size:
-        what = f"the data has {run.data.vocab_size} token ids, the model {run.model.vocab_size}"
-        problems.add("model.vocab_size", what, f"model.vocab_size={run.data.vocab_size}")
+    if isinstance(run.model, Import):
+        if how.manual:
+            problems.add("lowering", "a model that is imported is lowered by GSPMD", "lowering=auto")
+    else:
+        _check_decoder(run, run.model, problems)
+    _check_kept(run, problems)
+    run.optim.schedule.check(run.num_steps, problems)
+    problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
+
+
+def _check_kept(run: Run, problems: Problems) -> None:
     kept = run.checkpoints
     if kept.keep_best and kept.every and kept.every % (run.eval_every or run.num_steps):
         when = f"every {run.eval_every} steps" if run.eval_every else "at the end"
         what = f"a checkpoint every {kept.every} steps needs an evaluation to be judged by, and there is one {when}"
         problems.add("checkpoints.keep_best", what, f"eval_every={kept.every}")
-    run.optim.schedule.check(run.num_steps, problems)
-    problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
+
+
+def _check_decoder(run: Run, model: Decoder, problems: Problems) -> None:
+    if run.loss:
+        problems.add("loss", "is of a model that is imported", "model.kind=import, or no loss")
+    if model.learned_positions and run.data.seq_len > model.max_seq_len:
+        problems.add("data.seq_len", f"{run.data.seq_len} is more than model.max_seq_len = {model.max_seq_len}")
+    if run.data.vocab_size > model.vocab_size:
+        what = f"the data has {run.data.vocab_size} token ids, the model {model.vocab_size}"
+        problems.add("model.vocab_size", what, f"model.vocab_size={run.data.vocab_size}")

@@ -19,8 +19,8 @@ import numpy as np
 
 CHUNK_BYTES = 8 * 2**20
 """A device that wants a part of a chunk reads the chunk."""
-AT_ONCE = 32 * 2**20
-"""Bytes that are read before they are handed to the devices: by about so much a restore needs more than its arrays."""
+AT_ONCE = 8 * 2**20
+"""Bytes that are read together. What is read passes through the host, which keeps some of it as free memory."""
 
 
 class Writer:
@@ -57,7 +57,7 @@ def read(folder: Path, structs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str,
     Args:
       structs: what to read, with shardings; the folder may hold other arrays beside.
 
-    Memory: the shards of this process; and while it reads, `AT_ONCE`, or those of the largest array.
+    Memory: the shards of this process; and while it reads, a few times `AT_ONCE`, or those of the largest array.
     """
     import orbax.checkpoint as ocp
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from meshpar.checkpoint import arrays, checksums
 from meshpar.checkpoint.selection import EVERYTHING, Selection, Side, select
@@ -98,7 +99,7 @@ class Saved:
         """
         wanted = flatten_with_paths(abstract)
         structs = {path: _placed(wanted[path]) for path in self.select(abstract, take, leave).taken}
-        self.verify(structs)
+        _on_all(lambda: self.verify(structs))
         got = arrays.read(self.folder / STATE, structs)
         return map_with_path(lambda path, struct: got.get(path, struct), abstract)
 
@@ -153,6 +154,21 @@ def find(folder: Path) -> Saved:
 def describe(state: Any) -> dict[str, str]:
     """Path -> type and shape of each array of a tree."""
     return {path: f"{np.dtype(x.dtype)}{list(x.shape)}" for path, x in flatten_with_paths(state).items()}
+
+
+def _on_all(check: Callable[[], None]) -> None:
+    """Raises on every process if one of them does: else the others would wait for it in the next collective."""
+    found: CheckpointError | None = None
+    try:
+        check()
+    except CheckpointError as error:
+        found = error
+    if jax.process_count() > 1:
+        raised = np.flatnonzero(multihost_utils.process_allgather(np.int32(found is not None)))
+        if len(raised) and found is None:
+            found = CheckpointError(f"process {raised[0]} cannot restore; it says why")
+    if found:
+        raise found
 
 
 def _placed(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

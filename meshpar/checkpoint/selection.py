@@ -83,15 +83,19 @@ def _check_same(saved: Side, wanted: Side, paths: Sequence[str], where: str, *, 
     differ = [path for path in paths if saved.arrays.get(path) != wanted.arrays.get(path)]
     # The optimizer's arrays are like the model's: where those differ, they say nothing new.
     of_model = [path for path in differ if not path.startswith("opt_state.")]
-    problems = Problems()
-    for key, (before, now) in changed(saved.config, wanted.config).items() if differ else ():
+    problems, news = Problems(), changed(saved.config, wanted.config)
+    # Two optimizers may keep arrays of the same names that mean something else.
+    if not differ and not (whole and news.keys() & {"optim.kind"}):
+        return
+    for key, (before, now) in news.items():
         if key.partition(".")[0] in SHAPING:
             problems.add(key, f"{before} in the checkpoint, {now} in this run")
     for path in of_model or differ:
         problems.add(path, _misfit(saved.arrays.get(path), wanted.arrays.get(path)))
     other, num = "model" if of_model else "optimizer", len(of_model or differ)
     fix = "set another run_dir, or the config in its meta.json" if whole else "leave those that this run makes itself"
-    problems.raise_any(CheckpointError, f"{where} is of another {other}, by {num} array{'s' * (num > 1)}; {fix}:")
+    by = f", by {num} array{'s' * (num > 1)}" if num else ""
+    problems.raise_any(CheckpointError, f"{where} is of another {other}{by}; {fix}:")
 
 
 def _misfit(saved: str | None, wanted: str | None) -> str:

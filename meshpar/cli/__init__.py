@@ -6,8 +6,12 @@ A verb imports what it needs when it runs: a misspelt key is told before anythin
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Annotated
 
 import typer
+
+from meshpar import imports
 
 # In being imported, a verb joins the app.
 from meshpar.cli import checkpoint, explain, generate, inspect, prove, schema, train  # noqa: F401
@@ -16,8 +20,15 @@ from meshpar.errors import MeshparError
 
 
 @app.callback()
-def _meshpar() -> None:
+def _meshpar(
+    named: Annotated[
+        list[Path] | None,
+        typer.Option("--import", metavar="FILE", help="A Python file that CONFIG may import, wherever they lie."),
+    ] = None,
+) -> None:
     """Declare a mesh and a name for each dim; train on any layout of devices, with the same numbers."""
+    for path in named or []:
+        imports.name(path)
 
 
 def main() -> None:

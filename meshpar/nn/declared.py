@@ -51,15 +51,24 @@ def lazily(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
 def flax_rules() -> Iterator[None]:
     """Within, Flax's `with_logical_constraint` follows the rules of the lowering that is being traced.
 
-    Without it they would do nothing, and say nothing.
+    Without it they would do nothing, and say nothing. A `jax.shard_map` of the model's own finds the mesh.
     """
     how = current()
-    if how is None or how.manual or how.mesh.size == 1:
+    if how is None or how.manual:
         yield
         return
-    rules = [(dim, how.axes(dim) or None) for dim in how.rules.table]
-    with nn.logical_axis_rules(rules), jax.sharding.use_abstract_mesh(_abstract(how.mesh)):
+    rules = [(dim, how.axes(dim) or None) for dim in how.rules.table if how.mesh.size > 1]
+    mesh = jax.sharding.use_abstract_mesh(_abstract(how.mesh))
+    with nn.logical_axis_rules(rules), mesh, nn.intercept_methods(_without_mesh):
         yield
+
+
+def _without_mesh(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    """Flax's `DenseGeneral` draws a kernel of two dims, and under a mesh would constrain it by the names of all."""
+    if not isinstance(context.module, nn.DenseGeneral):
+        return call(*args, **kwargs)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return call(*args, **kwargs)
 
 
 def _abstract(mesh: AnyMesh) -> AbstractMesh:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshpar.mesh.layout import AXES, MeshLayout
-from meshpar.models import Model
+from meshpar.models import Import
+from meshpar.nn.transformer import Decoder
 from meshpar.run import Precision, Run
 from meshpar.train.data import Synthetic
 
@@ -26,12 +27,14 @@ def shrink(run: Run) -> Run:
     sizes = {axis: size * (run.mesh.dcn.sizes[axis] if run.mesh.dcn else 1) for axis, size in layout.items()}
     mesh = MeshLayout.model_validate(small_sizes(sizes))
     cut = _Cut(run, sizes, mesh.sizes)
-    model = run.model.model_dump() | _model(run, cut)
+    imported = isinstance(run.model, Import)  # nothing is known of its sizes
+    model = run.model.model_dump() | ({} if imported else _model(run, cut))
     num_microbatches = least_factor(run.num_microbatches)
     batch_size, seq_len = 2 * num_microbatches * cut.now("batch"), _seq_len(cut)
+    vocab_size = run.data.vocab_size if imported else model["vocab_size"]
     changes = {
         "model": type(run.model).model_validate(model),
-        "data": Synthetic(batch_size=batch_size, seq_len=seq_len, vocab_size=model["vocab_size"]),
+        "data": Synthetic(batch_size=batch_size, seq_len=seq_len, vocab_size=vocab_size),
         "mesh": mesh,
         "num_microbatches": num_microbatches,
         "precision": Precision(params="float64", compute="float64", master=run.precision.master and "float64"),
@@ -90,6 +93,7 @@ class _Cut:
 
 def _model(run: Run, cut: _Cut) -> dict[str, Any]:
     model = run.model
+    assert not isinstance(model, Import)
     heads, kv_heads = _heads(run, cut)
     width = math.lcm(HEAD_DIM * heads, cut.now("embed"))
     mlp_width = cut.now("mlp") * (width // cut.now("mlp") + 1)
@@ -109,7 +113,7 @@ def _model(run: Run, cut: _Cut) -> dict[str, Any]:
     }
 
 
-def _window(model: Model) -> dict[str, Any]:
+def _window(model: Decoder) -> dict[str, Any]:
     if model.window is None:
         return {}
     full_layers = tuple(layer for layer in model.full_layers if layer < 2)
@@ -118,7 +122,9 @@ def _window(model: Model) -> dict[str, Any]:
 
 def _heads(run: Run, cut: _Cut) -> tuple[int, int]:
     """Heads of queries, and of keys: fewer than shards, if they were."""
-    heads, kv_heads = run.model.num_heads, run.model.kv_heads
+    model = run.model
+    assert not isinstance(model, Import)
+    heads, kv_heads = model.num_heads, model.kv_heads
     if cut.was("kv_heads") == cut.was("heads"):
         small = cut.small("kv_heads", kv_heads)
         return small * least_factor(heads // kv_heads), small

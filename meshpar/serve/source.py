@@ -76,10 +76,16 @@ def of_run(run: Run, train: str = "train it first") -> Source:
 
 def _of_checkpoint(saved: Saved, run: Run) -> Source:
     return Source(
-        run.model, _tokenizer(run.data), run.mesh, run.rules, run.lowering == "manual",
+        _decoder(run), _tokenizer(run.data), run.mesh, run.rules, run.lowering == "manual",
         np.dtype(run.precision.params), np.dtype(run.precision.compute),
         lambda structs: saved.restore({"params": structs}, take=["params.**"])["params"],
     )  # fmt: skip
+
+
+def _decoder(run: Run) -> Decoder:
+    if not isinstance(run.model, Decoder):
+        raise ConfigError(f"model.kind = {run.model.kind}: only meshpar's own decoders keep keys and values of tokens")
+    return run.model
 
 
 def _tokenizer(data: Data) -> Tokenizer:

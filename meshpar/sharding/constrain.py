@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.errors import ShardingError
+from meshpar.errors import Problems, ShardingError, nearest
 from meshpar.sharding.resolve import AnyMesh, live
 from meshpar.sharding.rules import AxisRules
 
@@ -90,7 +90,7 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
       dims: a name for each dim.
 
     Raises:
-      ShardingError: a dim is not divisible, where JAX would replicate without a word.
+      ShardingError: a dim is not divisible, where JAX would replicate without a word; or has no rule, or no name.
 
     >>> constrain(jax.numpy.ones((4, 8)), "batch", "embed").shape
     (4, 8)
@@ -98,9 +98,20 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
     how = _current.get()
     if how is None or how.manual:
         return x
-    axes = [how.axes(dim) for dim in dims]
-    for size, dim, names in zip(x.shape, dims, axes, strict=True):
-        if size % math.prod(how.mesh.shape[a] for a in names):
-            raise ShardingError(f"constrain{dims}: {dim} = {size} is not divisible by {' x '.join(names)}")
-    spec = PartitionSpec(*(names or None for names in axes))
+    _check(x.shape, dims, how)
+    spec = PartitionSpec(*(how.axes(dim) or None for dim in dims))
     return jax.lax.with_sharding_constraint(x, NamedSharding(how.mesh, spec))  # pyright: ignore
+
+
+def _check(shape: tuple[int, ...], dims: tuple[str, ...], how: Lowering) -> None:
+    problems = Problems()
+    if len(shape) != len(dims):
+        problems.add(f"{len(shape)} dims {shape}", f"{len(dims)} names", "give a name for each dim")
+    for size, dim in zip(shape, dims, strict=False):
+        if dim not in how.rules.table:
+            near = nearest(dim, set(how.rules.table))
+            problems.add(dim, "no rule covers it", f"rules.{dim}=[]" + (f", or did you mean {near}?" if near else ""))
+        elif size % math.prod(how.mesh.shape[a] for a in how.axes(dim)):
+            shards = " x ".join(f"{a} = {how.mesh.shape[a]}" for a in how.axes(dim))
+            problems.add(f"{dim} = {size}", f"is not divisible by {shards}", f"rules.{dim}=[] to leave it whole")
+    problems.raise_any(ShardingError, f"constrain{dims}:")

@@ -19,6 +19,9 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.tree import flatten_with_paths, map_with_path
 
+OWN = 64
+"""Elements up to which an array of the optimizer that is of no parameter lies whole on every device."""
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -115,8 +118,7 @@ def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMe
     state = jax.eval_shape(tx.init, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype), sharded))
 
     def one(path: str, leaf: Any) -> Placement:
-        names = [name for name in params if f".{path}".endswith(f".{name}")]
-        placement = _inherit(leaf, params[max(names, key=len)] if names else None, mesh)
+        placement = _inherit(leaf, _owner(path, params), mesh)
         if placement is None:
             problems.add(path, f"{leaf.dtype}{list(leaf.shape)} is like no parameter", "use another optimizer")
         return placement  # pyright: ignore
@@ -126,18 +128,38 @@ def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMe
     return placed
 
 
+def _owner(path: str, params: dict[str, Placement]) -> Placement | None:
+    """The parameter whose path the leaf's path ends in, or else has within it."""
+    ends = [name for name in params if f".{path}".endswith(f".{name}")]
+    names = ends or [name for name in params if f".{name}." in f".{path}."]
+    return params[max(names, key=len)] if names else None
+
+
 def _inherit(leaf: Any, owner: Placement | None, mesh: AnyMesh) -> Placement | None:
-    """A leaf lies as its parameter does, dim by dim; a factored leaf has some of the parameter's dims."""
-    dtype = np.dtype(leaf.dtype)
+    """Where an array of the optimizer lies: dim by dim as its parameter does.
+
+    A factored one has some of the parameter's dims; a memory of several steps has dims before them; what is of no
+    parameter, and tiny, is the optimizer's own.
+    """
+    whole = lambda why: Placement(spec(("own",) * leaf.ndim), mesh, ((),) * leaf.ndim, (why,) * leaf.ndim)
+    spec = lambda dims: ArraySpec(leaf.shape, _dtype(leaf), dims)
     if leaf.size == 1:
-        whole = ((),) * leaf.ndim
-        return Placement(ArraySpec(leaf.shape, dtype, ("one",) * leaf.ndim), mesh, whole, ("scalar",) * leaf.ndim)
-    kept = _subsequence(leaf.shape, owner.spec.shape) if owner else None
-    if owner is None or kept is None:
+        return whole("scalar")
+    if owner is None:
+        return whole("the optimizer's own") if leaf.size <= OWN else None
+    more = leaf.ndim - len(owner.axes)
+    if more > 0 and leaf.shape[more:] == owner.spec.shape:
+        dims, why = ("memory",) * more + owner.spec.dims, ("memory",) * more + owner.reason
+        return Placement(spec(dims), mesh, ((),) * more + owner.axes, why)
+    kept = _subsequence(leaf.shape, owner.spec.shape)
+    if kept is None:
         return None
     pick = lambda values: tuple(values[i] for i in kept)
-    spec = ArraySpec(leaf.shape, dtype, pick(owner.spec.dims))
-    return Placement(spec, mesh, pick(owner.axes), pick(owner.reason))
+    return Placement(spec(pick(owner.spec.dims)), mesh, pick(owner.axes), pick(owner.reason))
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.dtype(leaf.dtype)
 
 
 def _subsequence(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -50,7 +50,8 @@ class Update:
         # ZeRO-1 stores parameters whole, but each device updates only its shard.
         old = jax.lax.with_sharding_constraint(state.params, sharded)
         with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
-            updates, opt_state = self.tx.update(grads, state.opt_state, old)
+            tx = optax.with_extra_args_support(self.tx)
+            updates, opt_state = tx.update(grads, state.opt_state, old, value=got.loss, grad=grads)
             params = jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded)
         finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
         keep = lambda new, old: jnp.where(finite, new, old)

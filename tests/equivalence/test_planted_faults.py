@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import pytest
 from jax import lax
@@ -40,9 +42,9 @@ def test_a_loss_averaged_by_device_is_seen(monkeypatch):
     accumulate = gradients._accumulate
 
     def by_device(*args):
-        total, tokens, grads = accumulate(*args)
-        mean = lambda x: x / tokens.astype(x.dtype)
-        return mean(total), tokens // tokens, jax.tree.map(mean, grads)
+        got, grads = accumulate(*args)
+        mean = lambda x: x / got.count.astype(x.dtype)
+        return replace(got, loss=mean(got.loss), count=got.count // got.count), jax.tree.map(mean, grads)
 
     monkeypatch.setattr(gradients, "_accumulate", by_device)
     assert difference("data8") > 1e-4

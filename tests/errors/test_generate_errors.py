@@ -101,6 +101,10 @@ meshpar: these prompts cannot be answered:
         "meshpar: other does not exist; an untrained model says nothing: meshpar train config.yaml\n",
     ),
     "no run": (["empty", "--prompt", "a"], "meshpar: empty is no checkpoint, and holds none\n"),
+    "a model of the user's own": (
+        ["config.yaml", "model={kind: import, target: my.model:build}", "--prompt", "a"],
+        "meshpar: model.kind = import: only meshpar's own decoders keep keys and values of tokens\n",
+    ),
     "a misspelt key": (
         ["config.yaml", "mesh.tenser=2", "--prompt", "a"],
         """\

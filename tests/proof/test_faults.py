@@ -84,9 +84,9 @@ def test_a_mean_of_means(monkeypatch):
     """Each device's own mean, where devices have different numbers of tokens that count: both batch axes do it."""
 
     def by_device(*args):
-        total, tokens, grads = accumulate(*args)
-        mean = lambda x: x / tokens.astype(x.dtype)
-        return mean(total), tokens // tokens, jax.tree.map(mean, grads)
+        got, grads = accumulate(*args)
+        mean = lambda x: x / got.count.astype(x.dtype)
+        return replace(got, loss=mean(got.loss), count=got.count // got.count), jax.tree.map(mean, grads)
 
     accumulate = gradients._accumulate
     monkeypatch.setattr(gradients, "_accumulate", by_device)
@@ -257,9 +257,9 @@ def test_optimizer_state_lost_in_a_checkpoint(monkeypatch):
 
 
 def test_accumulation_is_guilty_before_any_axis(monkeypatch):
-    def divided(objective, params, batch, step):
-        total, tokens, grads = accumulate(objective, params, batch, step)
-        return total, tokens, jax.tree.map(lambda g: g / objective.num_microbatches, grads)
+    def divided(objective, *args):
+        got, grads = accumulate(objective, *args)
+        return got, jax.tree.map(lambda g: g / objective.num_microbatches, grads)
 
     accumulate = gradients._accumulate
     monkeypatch.setattr(gradients, "_accumulate", divided)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +19,13 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from meshpar.checkpoint.arrays import CHUNK_BYTES
 from meshpar.checkpoint.checkpoints import About, Checkpoints, checkpoints
+from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.saved import find, find_all
+from meshpar.errors import CheckpointError
 from meshpar.train.state import TrainState
+from meshpar.tree import flatten_with_paths
 
 ABOUT = About({"model": {"kind": "toy"}}, {"w": ("embed", "mlp")}, seed=5, batch_size=16)
 
@@ -138,30 +145,109 @@ def test_meta_says_what_the_arrays_are_and_where_the_run_is(saved: Checkpoints):
 
 
 KILLED = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 import jax.numpy as jnp
 from meshpar.checkpoint import checkpoints, checksums
 
+die = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 saved = checkpoints.Checkpoints(Path(sys.argv[1]))
-saved.save(1, {"w": jnp.float32(1)})
+saved.save(1, {"w": jnp.float32(1), "big": jnp.zeros(10)})
 saved.wait()
-checksums.write = lambda folder: os._exit(9)  # the arrays of step 2 are on disk, their checksums are not
-saved.save(2, {"w": jnp.float32(2)})
+if sys.argv[2] == "in the arrays":
+    saved.save(2, {"w": jnp.float32(2), "big": jnp.zeros(2**24)})
+    die()
+checksums.write = die  # the arrays of step 2 are on disk, their checksums are not
+saved.save(2, {"w": jnp.float32(2), "big": jnp.zeros(10)})
 saved.wait()
 """
 
 
-def test_a_save_that_was_killed_is_as_if_it_had_not_been(tmp_path: Path):
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, timeout=100)
-    assert killed.returncode == 9, killed.stderr.decode()
-    assert (tmp_path / "2.partial" / "state").is_dir()
-    scalar = {"w": jax.ShapeDtypeStruct((), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
+@pytest.mark.parametrize("when", ["in the arrays", "in the checksums"])
+def test_a_save_that_was_killed_is_as_if_it_had_not_been(when: str, tmp_path: Path):
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], capture_output=True, timeout=100)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert (tmp_path / "2.partial").is_dir()
+    assert (tmp_path / "2.partial" / "state").is_dir() == (when == "in the checksums")
+    wanted = {"w": jax.ShapeDtypeStruct((), jnp.float32)}
     with checkpoints(tmp_path) as saved:
         assert saved.latest() == 1
-        assert saved.restore(scalar)["w"] == 1
+        assert find(tmp_path).restore(wanted, take=["w"])["w"] == 1
         saved.save(2, {"w": jnp.float32(4)})
         saved.wait()
         assert saved.latest() == 2
-        assert saved.restore(scalar)["w"] == 4
+        assert saved.restore(wanted)["w"] == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_the_best_are_kept_beside_the_latest(tmp_path: Path):
+    with checkpoints(tmp_path, Kept(keep=1, keep_best=2)) as saved:
+        for step, loss in enumerate([3.0, 1.0, float("nan"), 2.0, 4.0, 5.0], start=1):
+            saved.save(step, {"w": jnp.float32(step)}, {"loss": loss})
+        saved.save(7, {"w": jnp.float32(7)})  # not evaluated
+    assert [found.step for found in find_all(tmp_path)] == [2, 4, 7]
+
+
+def test_the_highest_can_be_the_best(tmp_path: Path):
+    with checkpoints(tmp_path, Kept(keep=1, keep_best=1, metric="accuracy", best="highest")) as saved:
+        for step, accuracy in enumerate([0.1, 0.9, 0.5], start=1):
+            saved.save(step, {"w": jnp.float32(step)}, {"accuracy": accuracy, "loss": -accuracy})
+    assert [found.step for found in find_all(tmp_path)] == [2, 3]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_removed(tmp_path: Path):
+    with checkpoints(tmp_path, Kept(keep=1)) as saved:
+        saved.save(1, {"w": jnp.float32(1)})
+        saved.wait()
+        (tmp_path / "1" / "meta.json").write_text("{")
+        for step in (2, 3):
+            saved.save(step, {"w": jnp.float32(step)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+
+
+# A part of a checkpoint ----------------------------------------------------------------------------------------------
+
+
+def test_a_part_is_restored_and_the_rest_stays_what_it_was(saved: Checkpoints):
+    state = toy_state()
+    saved.save(7, state)
+    saved.wait()
+    wanted = on_mesh(state, (1, 8), PartitionSpec("fsdp"))
+    there = find(saved.directory)
+    selection = there.select(wanted, ["params.**", "step"], ["params.blocks.b"])
+    assert selection.taken == ["params.blocks.w", "step"]
+    assert set(selection.made) == set(selection.unused) == set(flatten_with_paths(state)) - set(selection.taken)
+    got = there.restore(wanted, ["params.**", "step"], ["params.blocks.b"])
+    np.testing.assert_array_equal(got.params["blocks"]["w"], state.params["blocks"]["w"])
+    assert got.step == 7
+    assert got.params["blocks"]["b"] == wanted.params["blocks"]["b"]
+    assert got.opt_state == wanted.opt_state
+
+
+def test_parameters_are_read_without_the_rest_of_the_state(saved: Checkpoints):
+    """And only their files are verified: what is damaged elsewhere is not read."""
+    state = toy_state()
+    saved.save(7, state)
+    saved.wait()
+    for folder in (saved.directory / "7" / "state").glob("opt_state.*.mu.*"):
+        for chunk in folder.glob("[0-9]*"):
+            chunk.write_bytes(b"damaged")
+    params = on_mesh(state.params, (1, 8), PartitionSpec("fsdp"))
+    assert_same(find(saved.directory).restore({"params": params}, take=["params.**"])["params"], state.params)
+    with pytest.raises(CheckpointError, match="damaged"):
+        saved.restore(on_mesh(state, (1, 8), PartitionSpec("fsdp")))
+
+
+def test_a_state_that_carries_nothing_takes_a_checkpoint_that_knows_of_no_such_thing(saved: Checkpoints):
+    state = toy_state()
+    saved.save(7, {name: value for name, value in vars(state).items() if name != "carried"})
+    saved.wait()
+    assert_same(saved.restore(on_mesh(state, (1, 8), PartitionSpec())), state)
+
+
+def test_what_is_stored_over_other_shapes_of_a_mesh_is_cut_into_chunks_of_bounded_size(tmp_path: Path):
+    whole = jax.device_put(jnp.zeros((2**12, 2**10)), jax.devices()[0])
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, {"w": whole})
+    chunk = json.loads((tmp_path / "1" / "state" / "w" / ".zarray").read_text())["chunks"]
+    assert 4 * math.prod(chunk) <= CHUNK_BYTES < whole.nbytes

@@ -57,5 +57,5 @@ def test_constrain_pins_under_gspmd_and_raises_where_jax_would_replicate():
 
     out = jax.jit(f)(np.ones((4, 6), np.float32))
     assert out.sharding.shard_shape(out.shape) == (1, 3)
-    with pytest.raises(ShardingError, match="mlp = 5 is not divisible by tensor"):
+    with pytest.raises(ShardingError, match="mlp = 5\n    is not divisible by tensor = 2"):
         jax.jit(f)(np.ones((4, 5), np.float32))

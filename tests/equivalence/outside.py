@@ -1,0 +1,279 @@
+"""Models that know nothing of meshpar, as their users write them: Linen and NNX, with names and without."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from meshpar import AxisRules, training
+
+ROWS, SEQ, WIDTH, MLP, HEADS, VOCAB, LAYERS, EXPERTS = 16, 6, 16, 32, 4, 24, 3, 4
+STANDARD = {"unnamed": ()}
+
+
+def named(*names):
+    return nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+
+
+def kernel(*names):
+    return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+
+
+def numbers(seed):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(ROWS, WIDTH)).astype("f"), "y": rng.integers(0, VOCAB, ROWS, np.int32)}
+
+
+def sentences(seed):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB, (ROWS, SEQ + 1), np.int32)
+    return {"source": tokens[::-1, :-1].copy(), "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def images(seed):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(ROWS, 6, 6, 1)).astype("f"), "y": rng.integers(0, 10, ROWS, np.int32)}
+
+
+def nll(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+# --- an MLP with dropout, in NNX
+
+
+class MLPModel(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, MLP, kernel_init=kernel("embed", "mlp"), rngs=rngs)
+        self.dropout = nnx.Dropout(0.2)
+        self.down = nnx.Linear(MLP, VOCAB, kernel_init=kernel("mlp", "classes"), rngs=rngs)
+
+    def __call__(self, x, rngs):
+        return self.down(self.dropout(nnx.gelu(self.up(x)), deterministic=rngs is None, rngs=rngs))
+
+
+def mlp(mesh, rules):
+    """Several optimizers by path, and metrics beside the loss."""
+    graph = abstract(MLPModel)
+
+    def loss(params, batch, key):
+        logits = nnx.merge(graph, params)(batch["x"], key if key is None else nnx.Rngs(dropout=key))
+        hits = (logits.argmax(-1) == batch["y"]).astype(logits.dtype)
+        return nll(logits, batch["y"]).mean(), {"accuracy": hits.mean()}
+
+    def which(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: "slow" if "down" in str(path) else "fast", params)
+
+    tx = optax.partition({"fast": optax.adamw(1e-2), "slow": optax.sgd(1e-3, 0.9)}, which)
+    init = lambda key: nnx.state(MLPModel(nnx.Rngs(key)), nnx.Param)
+    return training(init, loss, tx, numbers(0), mesh=mesh, rules=rules | AxisRules(classes=(), **STANDARD), draws=True)
+
+
+def abstract(make):
+    with nnx.use_eager_sharding(False):
+        return nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+
+
+# --- a convolutional net with batch norm, in Linen
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        for channels in (8, 16):
+            x = nn.Conv(channels, (3, 3), use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+def conv_net(mesh, rules):
+    """Batch statistics, which are of the rows of all devices."""
+    variables = lambda key: ConvNet().init(key, jnp.ones((1, 6, 6, 1)), train=False)
+
+    def loss(params, batch, key, carried):
+        logits, carried = ConvNet().apply(
+            {"params": params, **carried}, batch["x"], train=True, mutable=["batch_stats"]
+        )
+        return nll(logits, batch["y"]).mean(), {}, carried
+
+    dims = {"**Conv_*.kernel": ("height", "width", "embed", "mlp"), "**Dense_0.kernel": ("mlp", "classes")}
+    rules = AxisRules.model_validate(rules.model_dump() | {"embed": (), "mlp": filters(rules)})
+    rules |= AxisRules(height=(), width=(), classes=(), **STANDARD)
+    return training(
+        lambda key: variables(key)["params"], loss, optax.sgd(0.1, 0.9), images(0), mesh=mesh, rules=rules, dims=dims,
+        carried=lambda key: {"batch_stats": variables(key)["batch_stats"]},
+    )  # fmt: skip
+
+
+def filters(rules):
+    """Of a convolution it is the filters that are sharded, over whatever the rules shard the rest."""
+    return rules["embed"] + rules["mlp"]
+
+
+# --- a decoder of layers stacked by nn.scan, in Linen
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, mask):
+        dense = lambda *names: {"kernel_init": named(*names), "use_bias": False}
+        normed = nn.LayerNorm(use_bias=False)(x)
+        heads = [
+            nn.DenseGeneral((HEADS, WIDTH // HEADS), name=name, **dense("embed", "heads", "head_dim"))(normed)
+            for name in "qkv"
+        ]
+        attended = nn.dot_product_attention(*heads, mask=mask)
+        x += nn.DenseGeneral(WIDTH, axis=(-2, -1), name="o", **dense("heads", "head_dim", "embed"))(attended)
+        hidden = nn.gelu(nn.Dense(MLP, **dense("embed", "mlp"))(nn.LayerNorm(use_bias=False)(x)))
+        hidden = nn.with_logical_constraint(hidden, ("batch", "seq", "mlp"))
+        return x + nn.Dense(WIDTH, **dense("mlp", "embed"))(hidden), None
+
+
+class Decoder(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        table = nn.Embed(VOCAB, WIDTH, embedding_init=named("vocab", "embed"))
+        layers = nn.scan(
+            Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS, in_axes=nn.broadcast,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )  # fmt: skip
+        x, _ = layers(name="layers")(table(tokens), nn.make_causal_mask(tokens))
+        return table.attend(nn.LayerNorm()(x))
+
+
+def transformer(mesh, rules):
+    """Its embedding is frozen."""
+
+    def loss(params, batch, key):
+        return nll(Decoder().apply({"params": params}, batch["tokens"]), batch["targets"]).mean()
+
+    def which(params):
+        return {name: "frozen" if name == "Embed_0" else "trained" for name in params}
+
+    tx = optax.partition({"trained": optax.adamw(1e-2), "frozen": optax.set_to_zero()}, which)
+    init = lambda key: Decoder().init(key, jnp.ones((1, SEQ), jnp.int32))["params"]
+    return training(init, loss, tx, sentences(0), mesh=mesh, rules=rules | AxisRules(**STANDARD))
+
+
+# --- an encoder and a decoder, in NNX
+
+
+def attend(q, k, v, mask=None, **_):
+    """As `nnx.dot_product_attention`, which takes the softmax in float32 whatever it is given."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    weights = nnx.softmax(scores if mask is None else jnp.where(mask, scores, -1e30))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+class Side(nnx.Module):
+    """A layer that attends to itself, or to another sequence."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            HEADS, WIDTH, decode=False, kernel_init=kernel("embed", "heads", "head_dim"),
+            out_kernel_init=kernel("heads", "head_dim", "embed"), attention_fn=attend, rngs=rngs,
+        )  # fmt: skip
+        self.up = nnx.Linear(WIDTH, MLP, kernel_init=kernel("embed", "mlp"), rngs=rngs)
+        self.down = nnx.Linear(MLP, WIDTH, kernel_init=kernel("mlp", "embed"), rngs=rngs)
+
+    def __call__(self, x, other=None, mask=None):
+        normed = self.norm(x)
+        x += self.attention(normed, normed if other is None else other, mask=mask)
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class EncoderDecoder(nnx.Module):
+    def __init__(self, rngs):
+        wide = jnp.result_type(float)  # nnx.Embed computes in the dtype in which it was made
+        self.table = nnx.Embed(VOCAB, WIDTH, param_dtype=wide, embedding_init=kernel("vocab", "embed"), rngs=rngs)
+        self.encoder, self.decoder, self.across = Side(rngs), Side(rngs), Side(rngs)
+
+    def __call__(self, source, tokens):
+        memory = self.encoder(self.table(source))
+        x = self.decoder(self.table(tokens), mask=nnx.make_causal_mask(tokens))
+        return self.table.attend(self.across(x, memory))
+
+
+def encoder_decoder(mesh, rules):
+    graph = abstract(EncoderDecoder)
+
+    def loss(params, batch, key):
+        return nll(nnx.merge(graph, params)(batch["source"], batch["tokens"]), batch["targets"]).mean()
+
+    init = lambda key: nnx.state(EncoderDecoder(nnx.Rngs(key)), nnx.Param)
+    return training(init, loss, optax.lion(1e-3), sentences(0), mesh=mesh, rules=rules | AxisRules(**STANDARD))
+
+
+# --- a mixture of experts, whose two layers share their experts, in Linen
+
+
+class Expert(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        hidden = nn.relu(nn.Dense(MLP, use_bias=False, kernel_init=named("embed", "mlp"))(x))
+        return nn.Dense(WIDTH, use_bias=False, kernel_init=named("mlp", "embed"))(hidden)
+
+
+class Mixture(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        experts = nn.vmap(
+            Expert, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=EXPERTS,
+            metadata_params={nn.PARTITION_NAME: "experts"},
+        )(name="experts")  # fmt: skip
+        for i in range(2):
+            gates = nn.softmax(nn.Dense(EXPERTS, name=f"gate{i}", kernel_init=named("embed", "gates"))(x))
+            x += jnp.einsum("re,erd->rd", gates, experts(x))
+        return nn.Dense(VOCAB, kernel_init=named("embed", "vocab"))(x)
+
+
+def mixture(mesh, rules):
+    def loss(params, batch, key):
+        return nll(Mixture().apply({"params": params}, batch["x"]), batch["y"]).mean()
+
+    init = lambda key: Mixture().init(key, jnp.ones((1, WIDTH)))["params"]
+    rules |= AxisRules(gates=(), **STANDARD)
+    return training(init, loss, optax.adamw(1e-2), numbers(0), mesh=mesh, rules=rules)
+
+
+# --- a recurrent net without a name, in Linen
+
+
+class Recurrent(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCAB, WIDTH)(tokens)
+        wide = jnp.result_type(float)  # nn.RNN's first state has the dtype of the cell's parameters
+        return nn.Dense(VOCAB)(nn.RNN(nn.GRUCell(MLP, param_dtype=wide))(x))
+
+
+def unnamed(mesh, rules):
+    def loss(params, batch, key):
+        return nll(Recurrent().apply({"params": params}, batch["tokens"]), batch["targets"]).mean()
+
+    dims = {
+        "**.embedding": ("vocab", "embed"),
+        "GRUCell_0.i*.kernel": ("embed", "mlp"),
+        "GRUCell_0.h*.kernel": ("state", "mlp"),
+        "**.kernel": ("mlp", "vocab"),
+    }
+    init = lambda key: Recurrent().init(key, jnp.ones((1, SEQ), jnp.int32))["params"]
+    tokens = sentences(0)
+    vocab = {"vocab": ()}  # a dim of the last kernel, whose other is sharded
+    rules = AxisRules.model_validate(rules.model_dump() | vocab) | AxisRules(state=(), **STANDARD)
+    return training(init, loss, optax.rmsprop(1e-3), tokens, mesh=mesh, rules=rules, dims=dims)
+
+
+MODELS = {
+    "mlp": (mlp, numbers),
+    "conv_net": (conv_net, images),
+    "transformer": (transformer, sentences),
+    "encoder_decoder": (encoder_decoder, sentences),
+    "mixture": (mixture, numbers),
+    "unnamed": (unnamed, sentences),
+}
