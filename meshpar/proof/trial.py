@@ -61,7 +61,7 @@ class Trial:
         """
         taken = []
         for batch in batches:
-            state, metrics, grads = self._step(state, self._put(batch))
+            state, metrics, grads = self._step(state, self.training.put(batch))
             taken.append(_taken(metrics, grads, state))
         return state, taken
 
@@ -89,9 +89,6 @@ class Trial:
         whole = NamedSharding(training.mesh, PartitionSpec())  # pyright: ignore
         lowered = jax.jit(step, out_shardings=(shardings(structs), whole, whole)).lower(structs, training.batch)
         return lowered.compile(compiler_options=QUICK)
-
-    def _put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return {name: jax.device_put(x, self.training.batch[name].sharding) for name, x in batch.items()}
 
 
 def on(training: Training, mesh: Any, **changes: Any) -> Trial:

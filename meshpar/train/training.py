@@ -89,6 +89,10 @@ class Training:
         """The step, not yet compiled."""
         return step_function(self.gradients, self.update, self.placement)
 
+    def put(self, batch: Batch) -> dict[str, jax.Array]:
+        """The arrays of a batch on the devices, each device its own rows."""
+        return {name: jax.device_put(x, self.batch[name].sharding) for name, x in batch.items()}
+
     def compile_step(self) -> Step:
         return compile_step(self.step, self.placement, self.batch)
 
