@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshpar.errors import ConfigError, Problems
 from meshpar.mesh.layout import describe_sizes
 from meshpar.run import Run
@@ -75,7 +77,7 @@ class Generated:
 
 def generate(
     source: Source | Run | Path | str,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt] | str,
     *,
     overrides: Sequence[str] = (),
     max_tokens: int = 128,
@@ -83,14 +85,14 @@ def generate(
     top_k: int | None = None,
     top_p: float = 1.0,
     seed: int = 0,
-    stop: Sequence[str] = (),
+    stop: Sequence[str] | str = (),
     show: Callable[[Piece], None] = lambda piece: None,
 ) -> Generated:
     """Goes on from each prompt, all in one batch; the same tokens on any mesh.
 
     Args:
       source: a run, its config file, or the folder that it wrote; its latest checkpoint is restored to its mesh.
-      prompts: texts, or token ids, which are taken as they are. A text opens a document.
+      prompts: texts, or token ids, which are taken as they are; or one text. A text opens a document.
       overrides: `key=value`, as on the command line: `mesh.tensor=4`, of a file or folder.
       max_tokens: the most tokens of an answer.
       temperature, top_k, top_p, seed: see `Sampling`.
@@ -107,6 +109,8 @@ def generate(
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     opened = _opened(source, overrides)
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    stop = [stop] if isinstance(stop, str) else stop
     _check(opened, prompts, max_tokens, stop)
     ids = [_encoded(opened, prompt) for prompt in prompts]
     generator = Generator(_decoding(opened, ids, max_tokens, sampling), opened.restore)
@@ -117,16 +121,19 @@ def generate(
 
 
 def _opened(source: Source | Run | Path | str, overrides: Sequence[str]) -> Source:
-    if isinstance(source, Source):
-        return source
-    return of_run(source) if isinstance(source, Run) else open_source(Path(source), overrides)
+    if isinstance(source, (str, Path)):
+        return open_source(Path(source), overrides)
+    if overrides:
+        raise ConfigError("overrides change what a file says: of a Run, change the fields")
+    return of_run(source) if isinstance(source, Run) else source
 
 
 def _decoding(source: Source, ids: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> Decoding:
-    how = source.how(source.layout.build())
+    how = source.how(source.run.mesh.build())
     shards = math.prod(how.mesh.shape[axis] for axis in how.axes("batch"))
+    dtype, num_rows = np.dtype(source.run.precision.params), -(-len(ids) // shards) * shards
     return Decoding(
-        model=source.model, how=how, dtype=source.dtype, sampling=sampling, num_rows=-(-len(ids) // shards) * shards,
+        model=source.model, how=how, dtype=dtype, sampling=sampling, num_rows=num_rows,
         prompt_len=max(map(len, ids)), max_tokens=max_tokens,
     )  # fmt: skip
 

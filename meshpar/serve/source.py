@@ -12,44 +12,48 @@ import numpy as np
 from meshpar import config
 from meshpar.checkpoint.saved import META, Saved, find
 from meshpar.errors import CheckpointError, ConfigError
-from meshpar.mesh import process
-from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.transformer import Decoder
 from meshpar.run import Run
 from meshpar.serve.decoding import for_tokens
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
-from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Data, Synthetic
+from meshpar.train.data import Synthetic
 from meshpar.train.tokenizer import Bytes, Ids, Tokenizer
 
 
 @dataclass(frozen=True)
 class Source:
-    """A trained model.
+    """A trained model, and where it is to run.
 
     Args:
+      run: whose model, mesh, rules, lowering and precision are meant.
       restore: structs with shardings -> the parameters.
-      dtype: of the parameters, as they are stored.
+
+    Raises:
+      ConfigError: the model is of the user's own.
     """
 
-    model: Decoder
-    tokenizer: Tokenizer
-    layout: MeshLayout
-    rules: AxisRules
-    manual: bool
-    dtype: np.dtype
-    compute: np.dtype
+    run: Run
     restore: Callable[[Any], Any]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.run.model, Decoder):
+            what = "only meshpar's own decoders keep keys and values of tokens"
+            raise ConfigError(f"model.kind = {self.run.model.kind}: {what}")
+
+    @property
+    def model(self) -> Decoder:
+        return self.run.model  # pyright: ignore
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        data = self.run.data
+        return Ids(data.vocab_size, data.bos) if isinstance(data, Synthetic) else Bytes()  # pyright: ignore
 
     def how(self, mesh: AnyMesh) -> Lowering:
         """The run's lowering, as far as it makes sense for single tokens."""
-        return for_tokens(Lowering(mesh, self.rules, self.manual, self.compute))
-
-    def simulate(self, num_devices: int | None) -> None:
-        """Where the devices are CPUs: presents as many as are asked for, or as the mesh has."""
-        if count := num_devices or self.layout.requested():
-            process.simulate(count)
+        run = self.run
+        return for_tokens(Lowering(mesh, run.rules, run.lowering == "manual", np.dtype(run.precision.compute)))
 
 
 def open_source(path: Path, overrides: Sequence[str] = ()) -> Source:
@@ -75,18 +79,4 @@ def of_run(run: Run, train: str = "train it first") -> Source:
 
 
 def _of_checkpoint(saved: Saved, run: Run) -> Source:
-    return Source(
-        _decoder(run), _tokenizer(run.data), run.mesh, run.rules, run.lowering == "manual",
-        np.dtype(run.precision.params), np.dtype(run.precision.compute),
-        lambda structs: saved.restore({"params": structs}, take=["params.**"])["params"],
-    )  # fmt: skip
-
-
-def _decoder(run: Run) -> Decoder:
-    if not isinstance(run.model, Decoder):
-        raise ConfigError(f"model.kind = {run.model.kind}: only meshpar's own decoders keep keys and values of tokens")
-    return run.model
-
-
-def _tokenizer(data: Data) -> Tokenizer:
-    return Ids(data.vocab_size, data.bos) if isinstance(data, Synthetic) else Bytes()  # pyright: ignore
+    return Source(run, lambda structs: saved.restore({"params": structs}, take=["params.**"])["params"])
