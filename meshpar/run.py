@@ -45,12 +45,12 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.begin import Beginning
 from meshpar.train.data import Data
+from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loop import Loop
 from meshpar.train.loss import next_token_loss
 from meshpar.train.master import with_master
 from meshpar.train.metrics import flops_per_token, recorder
 from meshpar.train.optim import Optimizer
-from meshpar.train.packing import ARRAYS
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step, Update
 from meshpar.train.training import Training, step_key
@@ -316,7 +316,7 @@ def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: 
     saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, prepared.about)
     with recorder(run.run_dir, run.num_steps, json) as records, saving as saved:
         beginning = _beginning(prepared, saved)
-        train_data, held_out = run.data.train(run.seed), run.data.held_out()
+        train_data, held_out = run.data.datasets(run.seed)
         step, evaluate = prepared.compile_step(), prepared.compile_evaluation()
         if dump_hlo:
             dump_hlo.write_text(step.text)

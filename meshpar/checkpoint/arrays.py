@@ -97,10 +97,10 @@ def chunks_read(folder: Path, path: str, struct: jax.ShapeDtypeStruct) -> set[st
 
 
 def _parts(structs: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, Any]]:
-    """Cuts a dict into dicts of `AT_ONCE` bytes on this process, or of one array."""
+    """Cuts a dict into dicts of `AT_ONCE` bytes a process, or of one array; all processes cut alike."""
     part: dict[str, Any] = {}
     for path, struct in structs.items():
-        if part and sum(map(_local_bytes, [*part.values(), struct])) > AT_ONCE:
+        if part and sum(map(_process_bytes, [*part.values(), struct])) > AT_ONCE:
             yield part
             part = {}
         part[path] = struct
@@ -108,8 +108,8 @@ def _parts(structs: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, An
         yield part
 
 
-def _local_bytes(struct: jax.ShapeDtypeStruct) -> int:
-    """Of the shards on this process."""
+def _process_bytes(struct: jax.ShapeDtypeStruct) -> float:
+    """Of the shards of a process, in the mean."""
     sharding: Any = struct.sharding
     each = int(np.prod(sharding.shard_shape(struct.shape))) * struct.dtype.itemsize
-    return each * len(sharding.addressable_devices)
+    return each * len(sharding.device_set) / jax.process_count()

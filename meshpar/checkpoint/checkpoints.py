@@ -12,6 +12,7 @@ for. Orbax takes a flipped bit for data, hence the checksums, which are compared
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -116,7 +117,9 @@ class Checkpoints:
         if step in steps(self.directory):
             raise CheckpointError(f"{self.directory / str(step)} exists, and a checkpoint is never overwritten")
         name, metrics = self.kept.metric, metrics or {}
-        metric = {"name": name, "best": self.kept.best, "value": metrics.get(name)}
+        value = metrics.get(name)
+        finite = value if value is not None and math.isfinite(value) else None  # JSON has no NaN
+        metric = {"name": name, "best": self.kept.best, "value": finite}
         meta = self.about.at(step, state) | {"metric": metric}
         if jax.process_index() == 0:
             _remove(self.directory.glob("*.partial"))  # of processes that were killed

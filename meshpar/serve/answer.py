@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from meshpar.train.tokenizer import Tokenizer
+from meshpar.train.data.tokenizer import Tokenizer
 
 Finish = Literal["stop", "end", "length"]
 """Why an answer ended: at a stop string, at the end of the document, or because it may be no longer."""
@@ -22,7 +22,7 @@ class Answer:
       max_tokens: the most tokens that it may have.
 
     Example:
-      >>> from meshpar.train.tokenizer import Bytes
+      >>> from meshpar.train.data.tokenizer import Bytes
       >>> answer = Answer(Bytes(), stop=["END"], max_tokens=99)
       >>> [answer.add(token) for token in "né. EN END".encode()]
       ['n', '', 'é', '.', ' ', '', '', 'EN ', '', '', '']

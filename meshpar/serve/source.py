@@ -17,8 +17,7 @@ from meshpar.run import Run
 from meshpar.serve.decoding import for_tokens
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
-from meshpar.train.data import Synthetic
-from meshpar.train.tokenizer import Bytes, Ids, Tokenizer
+from meshpar.train.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class Source:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        data = self.run.data
-        return Ids(data.vocab_size, data.bos) if isinstance(data, Synthetic) else Bytes()  # pyright: ignore
+        return self.run.data.tokenizer
 
     def how(self, mesh: AnyMesh) -> Lowering:
         """The run's lowering, as far as it makes sense for single tokens."""

@@ -7,14 +7,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.train.data import Dataset
 from meshpar.train.evaluate import Evaluation
+from meshpar.train.feed import local_rows, put
 from meshpar.train.metrics import Recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import Metrics, Step
@@ -57,7 +60,7 @@ class Loop:
         start = int(jax.device_get(state.step))
         self.recorder.begin(start, self.config)
         if start < self.num_steps:
-            with jax.transfer_guard("disallow"), closing(self.train.batches(start)) as batches:
+            with jax.transfer_guard("disallow"), closing(self.train.batches(start, self._rows)) as batches:
                 state = self._steps(state, start, batches)
                 self._save(state, self.num_steps, self._evaluate(state, self.num_steps))
         self.recorder.summarize(max(start, self.num_steps))
@@ -71,7 +74,9 @@ class Loop:
                 if self.profile and index == self._nth(start, 4):
                     with stopwatch.paused():
                         trace.enter_context(jax.profiler.trace(str(self.profile)))
-                state, metrics = self.step(state, self._put(next(batches)))
+                with stopwatch.waiting():
+                    batch = self._put(next(batches))
+                state, metrics = self.step(state, batch)
                 stopwatch.count(metrics["tokens"])
                 in_flight.append(metrics)
                 if len(in_flight) > IN_FLIGHT:
@@ -106,7 +111,8 @@ class Loop:
         self.recorder.record("train", index, **values, **speed)
 
     def _evaluate(self, state: TrainState, index: int) -> dict[str, float]:
-        told = [jax.device_get(self.evaluate(state.params, self._put(batch), state.carried)) for batch in self.held_out]
+        held_out = self.held_out.batches(rows=self._rows)
+        told = [jax.device_get(self.evaluate(state.params, self._put(batch), state.carried)) for batch in held_out]
         sums = {name: sum(one[name].item() for one in told) for name in told[0]}
         tokens = sums.pop("tokens")
         means = {name: total / tokens for name, total in sums.items()}
@@ -117,7 +123,11 @@ class Loop:
         self.checkpoints.save(index, state, evaluated)
 
     def _put(self, batch: Any) -> dict[str, jax.Array]:
-        return {name: jax.device_put(x, self.step.batch[name].sharding) for name, x in batch.items()}
+        return put(batch, self.step.batch, self._rows)
+
+    @cached_property
+    def _rows(self) -> np.ndarray:
+        return local_rows(self.step.batch)
 
 
 @dataclass
@@ -129,22 +139,39 @@ class Stopwatch:
     Args:
       since: when the lap began, in seconds; None before the first.
       tokens: int32[] of each step of the lap.
+      waited_s: how long the lap's steps waited for their batches. Devices that run behind the host wait less.
     """
 
     since: float | None = None
     tokens: list[jax.Array] = field(default_factory=list)
+    waited_s: float = 0.0
 
     def count(self, tokens: jax.Array) -> None:
         self.tokens.append(tokens)
 
     def lap(self) -> dict[str, float]:
-        """`step_s` (the mean) and `tokens_per_s` of this lap; nothing of the first, whose beginning is not known."""
+        """`step_s` (the mean), `tokens_per_s` and `data_wait` (a fraction of the time) of this lap.
+
+        Nothing of the first lap, whose beginning is not known.
+        """
         tokens, num_steps = sum(t.item() for t in jax.device_get(self.tokens)), len(self.tokens)
         since, self.since, self.tokens = self.since, time.perf_counter(), []
+        waited_s, self.waited_s = self.waited_s, 0.0
         if since is None or not num_steps:
             return {}
         elapsed_s = self.since - since
-        return {"step_s": elapsed_s / num_steps, "tokens_per_s": tokens / elapsed_s}
+        return {
+            "step_s": elapsed_s / num_steps,
+            "tokens_per_s": tokens / elapsed_s,
+            "data_wait": waited_s / elapsed_s,
+        }
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within, a batch is awaited."""
+        began = time.perf_counter()
+        yield
+        self.waited_s += time.perf_counter() - began
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -116,7 +116,7 @@ def summary(records: Sequence[Record]) -> Record:
     told = {"first_loss": losses[:1], "last_loss": losses[-1:], "held_out_loss": held_out[-1:]}
     if losses and held_out:
         told["lower_by"] = [1 - held_out[-1] / losses[0]]
-    speeds = {name: _column(records, "train", name) for name in ("step_s", "tokens_per_s", "mfu")}
+    speeds = {name: _column(records, "train", name) for name in ("step_s", "tokens_per_s", "data_wait", "mfu")}
     return {name: median(values) for name, values in (told | speeds).items() if values}
 
 
@@ -204,6 +204,7 @@ _FORMATS = {
     "grad_norm": "norm {:.2f}",
     "tokens_per_s": "{:,.0f} tokens/s",
     "step_s": "{:.3f} s/step",
+    "data_wait": "waits for data {:.1%}",
     "mfu": "MFU {:.1%}",
     "lr": "lr {:.1e}",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -89,7 +89,7 @@ class Training:
         """The step, not yet compiled."""
         return step_function(self.gradients, self.update, self.placement)
 
-    def put(self, batch: Batch) -> dict[str, jax.Array]:
+    def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """The arrays of a batch on the devices, each device its own rows."""
         return {name: jax.device_put(x, self.batch[name].sharding) for name, x in batch.items()}
 

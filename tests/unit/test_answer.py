@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshpar.serve.answer import Answer
-from meshpar.train.tokenizer import Bytes, Ids
+from meshpar.train.data.tokenizer import Bytes, Ids
 
 TEXTS = st.one_of(st.binary(max_size=40), st.text("né€😀 \ufffd", max_size=15).map(str.encode))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,7 @@ class Numbers:
     bad: tuple[int, ...] = ()
     closed: list[bool] = field(default_factory=list)
 
-    def batches(self, start: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    def batches(self, start: int = 0, rows: Any = None) -> Iterator[dict[str, np.ndarray]]:
         try:
             for index in range(start, self.length):
                 if index in self.interrupted:
@@ -174,7 +175,7 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers_bitwise(tmp_path: Path):
 
 def test_control_a_run_that_went_on_with_other_batches_has_other_numbers(tmp_path: Path):
     class FromTheStart(Numbers):
-        def batches(self, start: int = 0) -> Iterator[dict[str, np.ndarray]]:
+        def batches(self, start: int = 0, rows: Any = None) -> Iterator[dict[str, np.ndarray]]:
             return super().batches(0)
 
     unbroken = run(tmp_path / "unbroken")
@@ -304,9 +305,13 @@ def test_speed_is_that_of_all_steps_of_a_lap_and_of_nothing_else(monkeypatch: py
     with stopwatch.paused():
         clock.now_s += 500
     clock.take(stopwatch, 1)
-    assert stopwatch.lap() == {"step_s": 2.0, "tokens_per_s": 5.0}
-    clock.take(stopwatch, 2)
-    assert stopwatch.lap() == {"step_s": 2.0, "tokens_per_s": 5.0}
+    assert stopwatch.lap() == {"step_s": 2.0, "tokens_per_s": 5.0, "data_wait": 0.0}
+    clock.take(stopwatch, 1)
+    with stopwatch.waiting():
+        clock.take(stopwatch, 1)
+    assert stopwatch.lap() == {"step_s": 2.0, "tokens_per_s": 5.0, "data_wait": 0.5}
+    clock.take(stopwatch, 1)
+    assert stopwatch.lap()["data_wait"] == 0.0
 
 
 @dataclass
@@ -332,7 +337,23 @@ def test_control_what_is_not_paused_counts(monkeypatch: pytest.MonkeyPatch):
     clock, stopwatch = Clock(monkeypatch), Stopwatch(since=0.0)
     clock.take(stopwatch, 4)
     clock.now_s += 8
-    assert stopwatch.lap() == {"step_s": 4.0, "tokens_per_s": 2.5}
+    assert stopwatch.lap() == {"step_s": 4.0, "tokens_per_s": 2.5, "data_wait": 0.0}
+
+
+class Slow(Numbers):
+    """Batches that take ten times as long as a step of the toy."""
+
+    def batch(self, index: int) -> dict[str, np.ndarray]:
+        time.sleep(0.05)
+        return super().batch(index)
+
+
+def test_a_slow_source_is_seen(tmp_path: Path):
+    run(tmp_path / "slow", train=Slow())
+    run(tmp_path / "fast")
+    waits = {name: [r["data_wait"] for r in recorded(tmp_path / name, "train")[1:]] for name in ("slow", "fast")}
+    assert min(waits["slow"]) > 0.5 > max(waits["fast"])
+    assert recorded(tmp_path / "slow", "summary")[0]["data_wait"] > 0.5
 
 
 def test_the_loop_counts_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
