@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshpar.serve.answer import Answer
-from meshpar.train.data.tokenizer import Bytes, Ids
+from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
 
 TEXTS = st.one_of(st.binary(max_size=40), st.text("né€😀 \ufffd", max_size=15).map(str.encode))
 
 
 def written(data: bytes, stop=(), max_tokens=99) -> tuple[list[str], Answer]:
     answer, pieces = Answer(Bytes(), stop, max_tokens), []
-    for token in [*data, Bytes.bos]:
+    for token in [*data, Bytes().bos]:
         if answer.finish is None:
             pieces.append(answer.add(token))
     return pieces, answer
@@ -58,3 +58,25 @@ def test_the_length_ends_an_answer_and_shows_what_was_held():
 def test_ids_as_text_keep_their_spaces():
     answer = Answer(Ids(vocab_size=20, bos=19), (), 9)
     assert [answer.add(token) for token in (3, 14, 1)] == ["3", " 14", " 1"]
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """A byte-level tokenizer file with merges, some of them of half characters."""
+    tokenizers = pytest.importorskip("tokenizers")
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator(["né €uro €uro naïve"] * 9, trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    library.save(str(path))
+    return TokenizerFile(path=str(path))
+
+
+@given(text=st.text("né€😀 ur", max_size=20))
+def test_pieces_of_a_learned_tokenizer_are_the_text(learned, text):
+    answer = Answer(learned, (), 99)
+    pieces = [answer.add(token) for token in [*learned.encode(text).tolist(), learned.bos]]
+    assert "".join(pieces) == answer.text == text
