@@ -61,7 +61,10 @@ def ours(model) -> dict:
     }
 
 
-@pytest.mark.parametrize(("layout", "lowering"), [("tensor4", "auto"), ("data2_fsdp2_tensor2", "manual")])
+@pytest.mark.parametrize(
+    ("layout", "lowering"),
+    [pytest.param("tensor4", "auto", marks=pytest.mark.slow), ("data2_fsdp2_tensor2", "manual")],
+)
 def test_greedy_tokens_are_those_of_transformers(theirs, layout, lowering, monkeypatch, float64):
     monkeypatch.setitem(serving.MODELS, "gqa of theirs", Llama(**SIZES))
     monkeypatch.setattr(serving, "params", lambda model: ours(theirs))

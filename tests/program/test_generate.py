@@ -32,8 +32,10 @@ def found(layout: str, lowering: str) -> list[Collective]:
     return collectives(compiled(layout, lowering).as_text(), decoding("llama", layout, lowering).how.mesh)
 
 
-@pytest.mark.parametrize(("layout", "shards"), [("one", 1), ("tensor4", 4), ("data2_fsdp2_tensor2", 8)])
-@pytest.mark.parametrize("lowering", ["manual", "auto"])
+@pytest.mark.parametrize(
+    ("layout", "shards", "lowering"),
+    [("one", 1, "auto"), ("tensor4", 4, "manual"), ("data2_fsdp2_tensor2", 8, "auto")],
+)
 def test_the_cache_is_donated_and_has_its_closed_form(layout, shards, lowering):
     closed_form = 2 * SIZES["num_layers"] * ROWS * SLOTS * KV_HEADS * HEAD_DIM * F64 // shards
     assert device_bytes(decoding("llama", layout, lowering).cache) == closed_form
