@@ -40,6 +40,7 @@ from .parallel.pipeline.schedule import (
 from .proof.prove import prove
 from .proof.verdict import Proof
 from .run import Init, Prepared, Run, explain, fit, load, prepare
+from .serve.generate import Completion, Generated, generate
 from .sharding.constrain import constrain
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
@@ -80,6 +81,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "Collective",
+    "Completion",
     "ConfigError",
     "Contract",
     "ContractError",
@@ -91,6 +93,7 @@ __all__ = [
     "Finding",
     "Freeze",
     "GPipe",
+    "Generated",
     "Ids",
     "Init",
     "Inspection",
@@ -142,6 +145,7 @@ __all__ = [
     "constrain",
     "explain",
     "fit",
+    "generate",
     "inspect",
     "load",
     "prepare",

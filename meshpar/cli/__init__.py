@@ -19,6 +19,7 @@ from meshpar.cli import (  # noqa: F401
     checkpoint,
     convert,
     explain,
+    generate,
     inspect,
     new,
     plot,

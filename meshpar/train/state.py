@@ -115,11 +115,16 @@ def place(
     """
     carried = carried or {}
     sharded = resolve(specs, rules, mesh, carried)
-    stored = sharded
-    if rules.zero_stage == 1:
-        stored = jax.tree.map(lambda p: p.without(rules["batch"]), sharded)
     opt_state = _place_opt_state(without(sharded, frozen), tx, mesh)
-    return StatePlacement(mesh, sharded, stored, opt_state, resolve(carried, rules, mesh, specs), frozen)
+    carried = resolve(carried, rules, mesh, specs)
+    return StatePlacement(mesh, sharded, stored(sharded, rules), opt_state, carried, frozen)
+
+
+def stored(sharded: Any, rules: AxisRules) -> Any:
+    """The placements of parameters between steps: whole over the storage axes under ZeRO-1."""
+    if rules.zero_stage != 1:
+        return sharded
+    return jax.tree.map(lambda p: p.without(rules["batch"]), sharded)
 
 
 def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMesh) -> Any:

@@ -10,7 +10,7 @@ from jaxtyping import TypeCheckError
 
 from meshpar.errors import ShardingError
 from meshpar.models import GPT, Llama
-from meshpar.nn.attention import attend
+from meshpar.nn.attention import attend, causal
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.layers import dropout
 from meshpar.nn.rotary import Interpolated, Llama3, rotate, rotation
@@ -52,7 +52,7 @@ def test_a_token_sees_only_what_comes_before_it_in_its_document(model):
 
 def test_attention_is_softmax_of_scaled_products_over_grouped_heads():
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 5, heads, 4)) for i, heads in enumerate((4, 2, 2)))
-    got = attend(q, k, v, jnp.ones((2, 5), jnp.int32))
+    got = attend(q, k, v, causal(jnp.ones((2, 5), jnp.int32)))
     for head in range(4):
         scores = np.einsum("bsh,bth->bst", q[:, :, head], k[:, :, head // 2]) / 2
         weights = np.exp(np.where(np.tril(np.ones((5, 5))) > 0, scores, -np.inf))
@@ -94,7 +94,7 @@ def test_scaled_frequencies_are_those_of_positions_that_are_closer():
 def test_a_window_hides_what_is_further_back_except_in_full_layers():
     model = Llama(**SIZES, window=3, full_layers=(1,))
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 8, 2, 4)) for i in range(3))
-    see = lambda v, layer: attend(q, k, v, jnp.ones((1, 8), jnp.int32), model.window_of(jnp.int32(layer)))
+    see = lambda v, layer: attend(q, k, v, causal(jnp.ones((1, 8), jnp.int32), model.window_of(jnp.int32(layer))))
     for layer, sees_the_first in ((0, [True] * 3 + [False] * 5), (1, [True] * 8)):
         differs = np.abs(see(v, layer) - see(v.at[:, 0].add(1.0), layer)).max((0, 2, 3)) > 1e-6
         np.testing.assert_array_equal(differs, sees_the_first)
@@ -199,8 +199,8 @@ def test_full_layers_exist():
 def test_shapes_in_signatures_are_checked():
     """conftest installs the check; a key of another batch, and logits in integers, do not pass it."""
     q, tokens = jnp.ones((2, 8, 4, 4)), jnp.zeros((2, 8), jnp.int32)
-    assert attend(q, q, q, tokens).shape == q.shape
+    assert attend(q, q, q, causal(tokens)).shape == q.shape
     with pytest.raises(TypeCheckError, match="k_BTKh"):
-        attend(q, q[:1], q, tokens)
+        attend(q, q[:1], q, causal(tokens))
     with pytest.raises(TypeCheckError, match="logits"):
         cross_entropy(tokens[..., None], tokens, 1)
