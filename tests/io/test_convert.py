@@ -53,7 +53,7 @@ def meshpar(monkeypatch, capsys, tmp_path):
 
 
 def test_a_run_is_made_and_written_back_bit_for_bit(there, meshpar, tmp_path):
-    assert meshpar("convert", "run", "--from-hf", there) == (0, "")
+    assert meshpar("convert", "run", "mesh.fsdp=8", "rules=[fsdp]", "--from-hf", there) == (0, "")
     run = load(tmp_path / "run/config.yaml")
     assert (run.model.vocab_size, run.model.tied, run.precision.params, run.init) == (VOCAB, True, "bfloat16", None)
     assert meshpar("convert", "run", "--to-hf", "back") == (0, "")
@@ -261,7 +261,7 @@ run_dir: run
 
 def test_a_run_whose_model_is_another_is_refused(copied, meshpar, tmp_path):
     (tmp_path / "mine.yaml").write_text(MINE)
-    assert meshpar("train", "mine.yaml") == (2, """\
+    assert meshpar("train", "mine.yaml", "mesh.data=8") == (2, """\
 meshpar: the model of init.from_hf is another one than the run's:
   model.max_seq_len
     2048 in this run, 64 in hf/config.json
