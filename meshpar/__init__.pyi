@@ -1,7 +1,9 @@
+from . import collectives
 from .adopt import training
 from .checkpoint.checkpoints import About, Checkpoints, checkpoints
 from .checkpoint.kept import Kept
 from .checkpoint.saved import Saved
+from .collectives.reduce import Reduce
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -10,6 +12,7 @@ from .errors import (
     DataError,
     MeshError,
     MeshparError,
+    PlanError,
     ProgramError,
     ProofError,
     ScheduleError,
@@ -18,7 +21,7 @@ from .errors import (
 from .inspection.compiling import compiling
 from .inspection.contract import Contract
 from .inspection.finding import Finding, Planned
-from .inspection.hlo import Collective, collectives, total_sent_bytes
+from .inspection.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
@@ -54,8 +57,12 @@ from .train.data import (
     Text,
     TokenizerFile,
 )
-from .train.loss import Tally
+from .train.ema import averaged
+from .train.freeze import Freeze
+from .train.loggers import MLflow, TensorBoard, WandB
+from .train.loss import Criterion, Distill, Tally
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
+from .train.stopping import EarlyStopping
 from .train.training import Training
 
 __all__ = [
@@ -76,8 +83,12 @@ __all__ = [
     "Contract",
     "ContractError",
     "ContractWarning",
+    "Criterion",
     "DataError",
+    "Distill",
+    "EarlyStopping",
     "Finding",
+    "Freeze",
     "GPipe",
     "Ids",
     "Init",
@@ -87,6 +98,7 @@ __all__ = [
     "Kept",
     "Lion",
     "Llama",
+    "MLflow",
     "MeshError",
     "MeshLayout",
     "MeshparError",
@@ -98,11 +110,13 @@ __all__ = [
     "Part",
     "PipeDream2BW",
     "Placement",
+    "PlanError",
     "Planned",
     "Prepared",
     "ProgramError",
     "Proof",
     "ProofError",
+    "Reduce",
     "Run",
     "Saved",
     "ScheduleError",
@@ -110,14 +124,18 @@ __all__ = [
     "StandardLibrary",
     "Synthetic",
     "Tally",
+    "TensorBoard",
     "Text",
     "TokenizerFile",
     "Training",
+    "WandB",
     "Written",
     "ZeroBubbleH1",
     "ZeroBubbleH2",
+    "averaged",
     "checkpoints",
     "collectives",
+    "collectives_of",
     "compiling",
     "constrain",
     "explain",

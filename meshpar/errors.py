@@ -47,6 +47,10 @@ class ProofError(MeshparError, ValueError):
     """A training cannot be compared as closely as a proof needs."""
 
 
+class PlanError(MeshparError, ValueError):
+    """The table of a collective deadlocks, or loses a chunk."""
+
+
 class ContractError(MeshparError, ValueError):
     """A compiled program does what its contract rules out."""
 

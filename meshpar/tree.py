@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -69,3 +70,21 @@ def human_bytes(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"
+
+
+_UNITS = {"": 1, "B": 1} | {f"{prefix}iB": 2 ** (10 * i) for i, prefix in enumerate("KMGT", 1)}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)$")
+
+
+def parse_bytes(text: str | int) -> Fraction:
+    """A number of bytes as people write it.
+
+    Raises:
+      ValueError: it is none.
+
+    >>> int(parse_bytes("1.5KiB"))
+    1536
+    """
+    if match := _BYTES.match(str(text)):
+        return Fraction(match[1]) * _UNITS[match[2]]
+    raise ValueError(f"{text!r} is no number of bytes: 1000, 40MiB")

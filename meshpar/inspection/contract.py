@@ -21,14 +21,12 @@ from meshpar.inspection.hlo import Collective, total_sent_bytes
 from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.places import axes_name, short_source
 from meshpar.mesh.layout import AXES
-from meshpar.tree import human_bytes
+from meshpar.tree import human_bytes, parse_bytes
 
 Axes = tuple[str, ...]
 Traffic = Mapping[Axes, Fraction]
 Count = Annotated[int, pydantic.Field(ge=0)]
 
-_UNITS = {"": 1, "B": 1} | {f"{p}iB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)}
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)$")
 _FORM = re.compile(r"closed_form(?:\s*\*\s*(\d+(?:\.\d+)?))?$")
 
 
@@ -153,11 +151,10 @@ def _check_bytes(
 def _limit(text: str | int, form: Fraction | None) -> Fraction:
     if (match := _FORM.match(str(text))) and form is not None:
         return form * Fraction(match[1] or 1)
-    if match := _BYTES.match(str(text)):
-        return Fraction(match[1]) * _UNITS[match[2]]
-    raise ValueError(
-        f"{text!r} is no number of bytes: 1000, 40MiB" + (", closed_form * 1.01" if form is not None else "")
-    )
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"{error}{', closed_form * 1.01' * (form is not None)}") from None
 
 
 def _check_axes(axes: Iterable[str]) -> None:

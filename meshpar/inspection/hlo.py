@@ -95,7 +95,7 @@ class Collective:
         return (2 if self.kind == "all_reduce" else 1) * Fraction(n - 1, n) * self.full_bytes
 
 
-def collectives(compiled: Compiled | str, mesh: AnyMesh | None = None) -> list[Collective]:
+def collectives_of(compiled: Compiled | str, mesh: AnyMesh | None = None) -> list[Collective]:
     """All collectives of an optimized program, in the order of its text from the entry on.
 
     Args:
@@ -107,12 +107,10 @@ def collectives(compiled: Compiled | str, mesh: AnyMesh | None = None) -> list[C
         reach of the entry, or in a loop of unknown length.
     """
     program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
-    return collectives_of(program, list(walk(program)), mesh)
+    return found_in(program, list(walk(program)), mesh)
 
 
-def collectives_of(
-    program: Program, visits: list[Visit], mesh: AnyMesh | None, flow: Flow | None = None
-) -> list[Collective]:
+def found_in(program: Program, visits: list[Visit], mesh: AnyMesh | None, flow: Flow | None = None) -> list[Collective]:
     """The same, of a program that was read and walked already, and its data flow."""
     if mesh is not None and mesh.size != program.num_devices:
         raise ProgramError(f"the program is for {program.num_devices} devices, the mesh has {mesh.size}")

@@ -14,7 +14,7 @@ from meshpar.inspection.finding import Finding, Planned
 from meshpar.inspection.findings import THRESHOLD_BYTES, Reading, find
 from meshpar.inspection.flops import opaque_calls, product_flops
 from meshpar.inspection.flow import Flow
-from meshpar.inspection.hlo import Collective, collectives_of, total_sent_bytes
+from meshpar.inspection.hlo import Collective, found_in, total_sent_bytes
 from meshpar.inspection.memory import Held, Memory, largest, memory
 from meshpar.inspection.places import axes_name, places, short_source
 from meshpar.inspection.program import Program
@@ -123,7 +123,7 @@ def inspect(
     executable = None if isinstance(compiled, str) else compiled
     program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
     visits, flow = list(walk(program)), Flow(program)
-    found = tuple(collectives_of(program, visits, mesh, flow))
+    found = tuple(found_in(program, visits, mesh, flow))
     return Inspection(
         axes={} if mesh is None else dict(mesh.shape),
         collectives=found,

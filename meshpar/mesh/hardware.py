@@ -50,6 +50,46 @@ CHIPS = (
 )
 
 
+@dataclass(frozen=True)
+class Link:
+    """What joins a chip to others.
+
+    Args:
+      bytes_per_s: one way; of each of a torus's two links along an axis, of all that a chip on a switch sends.
+      latency_s: before the first byte of a message arrives, for each hop.
+      torus: whether each chip is joined to its neighbours, and not all to a switch.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+    torus: bool = False
+
+
+@dataclass(frozen=True)
+class Links:
+    """Inside a slice (TPU) or a host's NVLink (GPU), and across."""
+
+    inside: Link
+    across: Link
+
+
+# TPU: jax-ml.github.io/scaling-book/tpus (bandwidths, one way) and /sharding (1 us a hop). GPU: half of NVLink's
+# bidirectional bandwidth as nvidia.com states it, 400 Gb/s InfiniBand a GPU in DGX systems. Latencies of GPUs, and of
+# networks: the hwLat table of NCCL's tuning model (github.com/NVIDIA/nccl), Ring/Simple.
+_NVLINK_S, _NETWORK_S = 3.4e-6, 14e-6
+LINKS = {
+    "TPU v4": Links(Link(45e9, 1e-6, torus=True), Link(6.25e9, _NETWORK_S)),
+    "TPU v5e": Links(Link(45e9, 1e-6, torus=True), Link(3.125e9, _NETWORK_S)),
+    "TPU v5p": Links(Link(90e9, 1e-6, torus=True), Link(6.25e9, _NETWORK_S)),
+    "TPU v6e": Links(Link(90e9, 1e-6, torus=True), Link(12.5e9, _NETWORK_S)),
+    "A100 40GB": Links(Link(300e9, _NVLINK_S), Link(25e9, _NETWORK_S)),
+    "A100 80GB SXM": Links(Link(300e9, _NVLINK_S), Link(25e9, _NETWORK_S)),
+    "H100 SXM": Links(Link(450e9, _NVLINK_S), Link(50e9, _NETWORK_S)),
+    "H200 SXM": Links(Link(450e9, _NVLINK_S), Link(50e9, _NETWORK_S)),
+    "B200": Links(Link(900e9, _NVLINK_S), Link(50e9, _NETWORK_S)),
+}
+
+
 # An H100 SXM as XLA's GPU compiler wants a device told: its own figures, as such a device reports them.
 H100_FOR_XLA = """
 gpu_device_info {

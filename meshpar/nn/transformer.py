@@ -16,10 +16,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.config import Config
 from meshpar.nn.attention import Attention, Rotation, rotation
-from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal
-from meshpar.parallel import tensor
-from meshpar.parallel.data import gather_in_layer, gathering_again
-from meshpar.sharding.constrain import constrain
+from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal, within_layer
+from meshpar.parallel import linear, tensor
+from meshpar.parallel.data import gather_in_layer, gathering_again, streamed
+from meshpar.parallel.linear import Weights
+from meshpar.sharding.constrain import constrain, current
 
 Batch = dict[str, Int[Array, "..."]]
 Positive = Annotated[int, pydantic.Field(gt=0)]
@@ -192,9 +193,10 @@ class Transformer(nnx.Module):
 
     def _logits(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Float[Array, "B S V"]:
         graph, norm = nnx.split(self.norm)
-        x_BSD = tensor.enter(nnx.merge(graph, _gathered_layer(norm))(x_BRD), "vocab")
         head_DV = _gathered(self.head) if tied_VD is None else tied_VD.T
-        return constrain(x_BSD @ head_DV, "batch", "seq", "vocab")
+        normed_BRD = nnx.merge(graph, _gathered_layer(norm))(x_BRD)
+        (logits,) = linear.enter(normed_BRD, [Weights(head_DV)], "vocab")
+        return constrain(logits, "batch", "seq", "vocab")
 
 
 def _stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:
@@ -216,10 +218,14 @@ def _stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.
 
 def _gathered_layer(params: Any) -> Any:
     """The whole parameters of one module; a scan has taken the dim `layers` away already."""
-    dims = jax.tree.map(
-        lambda p: tuple(d for d in p.get_metadata()["dims"] if d != "layers"), params, is_leaf=_is_param
-    )
-    return jax.tree.map(lambda p, d: p.replace(gather_in_layer(p[...], d)), params, dims, is_leaf=_is_param)
+    return jax.tree_util.tree_map_with_path(_gathered_part, params, is_leaf=_is_param)
+
+
+def _gathered_part(path: Any, param: Any) -> Any:
+    dims = within_layer(param)
+    # A projection gathers its kernel itself, if it does so in chunks.
+    by_itself = path[-1].key == "kernel" and streamed(dims, current())
+    return param if by_itself else param.replace(gather_in_layer(param[...], dims))
 
 
 def _gathered(param: nnx.Param) -> jax.Array:

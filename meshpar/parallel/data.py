@@ -18,7 +18,7 @@ microbatch: it gathers in the layer then, and keeps what it gathered. With sever
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,9 @@ import jax
 import numpy as np
 from jax import lax
 
+from meshpar.collectives.matmul import PRODUCT
+from meshpar.collectives.reduce import Reduce
+from meshpar.parallel.buckets import Copied, sum_copies
 from meshpar.parallel.local import Axes, varying
 from meshpar.parallel.precision import summed_in
 from meshpar.sharding.constrain import Lowering, manual
@@ -55,18 +58,32 @@ def gather_in_layer(params: Any, dims: Any) -> Any:
     return jax.tree.map(lambda x, names: _whole(x, names, how), params, dims)
 
 
+def streamed(dims: Dims, how: Lowering | None) -> Stored:
+    """Where the kernel of a layer's linear map is stored, if it is gathered while it is multiplied; else nothing.
+
+    Args:
+      dims: of the kernel, within its layer.
+    """
+    if how is None or not how.manual or how.overlap.fsdp == "none" or not how.gathers_in_layers:
+        return ()
+    stored = _stored(dims, how)
+    return stored if len(stored) == 1 else ()
+
+
 def gathering_again(policy: Policy) -> Policy:
     """A `jax.checkpoint` policy that keeps what `policy` keeps, but under ZeRO-3 never a gathered parameter.
 
     Without it the scan over layers would stack the whole parameters of all layers for the backward, as ZeRO-2 does.
     Views and masks are never kept either: they cost nothing to make, and a view of a gathered parameter would keep
-    it alive.
+    it alive. A collective matmul is kept where a plain one would be.
     """
     how = manual()
 
     def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
         if _is_all_gather(primitive, params):
             return how is not None and how.rules.zero_stage == 2
+        if primitive.name == "name" and params["name"] == PRODUCT:
+            return policy(lax.dot_general_p, *avals, dimension_numbers=(((), ()), ((), ())))
         return primitive.name not in _FREE and policy(primitive, *avals, **params)
 
     return keeps
@@ -87,14 +104,46 @@ def enter(params: Any, dims: Any) -> Any:
     return jax.tree.map(lambda x, names: varying(one(x, names), summed_axes(how)), params, dims)
 
 
-def reduce(grads: Any, dims: Any) -> Any:
+def reduce(
+    grads: Any, dims: Any, kept: Any = None, *, key: jax.Array | None = None, order: Sequence[int] | None = None
+) -> tuple[Any, Any]:
     """The sum over all devices of what `enter`'s results got for gradients; once a step, after the loop.
+
+    Args:
+      kept: what a declared `Reduce` left in the last step: name -> tree like the gradients.
+      key: for its stochastic rounding.
+      order: of the gradients' leaves, in which the backward makes them; default: that of the tree.
+
+    Returns:
+      The sums, and what the next step gets, like `kept`.
 
     Communication: reduce-scatter over the storage axes (ZeRO-1, 2), all-reduce over those over which the
       parameter is copied.
     """
     how = _manual()
-    return jax.tree.map(partial(_reduce_one, how=how), grads, dims)
+    if how.rules.zero_stage and not how.gathers_in_layers:
+        grads = jax.tree.map(lambda grad, names: _reduce_scatter_layers(grad, names, how), grads, dims)
+    if how.reduce is None:
+        return jax.tree.map(lambda grad, names: _sum(grad, sum(copies(names, how), ())), grads, dims), {}
+    leaves, tree = jax.tree.flatten(grads)
+    states = {name: tree.flatten_up_to(state) for name, state in (kept or {}).items()}
+    gradients = [
+        Copied(grad, *copies(names, how), {name: state[i] for name, state in states.items() if state[i] is not None})
+        for i, (grad, names) in enumerate(zip(leaves, tree.flatten_up_to(dims), strict=True))
+    ]
+    summed, left = zip(*sum_copies(gradients, order or range(len(leaves)), how.reduce, key), strict=True)
+    return tree.unflatten(summed), {name: tree.unflatten([state.get(name) for state in left]) for name in states}
+
+
+def copies(names: Dims, how: Lowering) -> tuple[Axes, Axes]:
+    """The axes over which a gradient is yet to be summed once it is scattered: inside a slice, and across slices.
+
+    Where no axis is declared to go across, all do.
+    """
+    sharded = {axis for name in names for axis in how.storage(name) + how.axes(name)}
+    axes = tuple(axis for axis in summed_axes(how) if axis not in sharded)
+    slow = tuple(axis for axis in axes if not how.slow or axis in how.slow)
+    return tuple(axis for axis in axes if axis not in slow), slow
 
 
 def summed_axes(how: Lowering) -> Axes:
@@ -120,21 +169,17 @@ def _whole(x: jax.Array, names: Dims, how: Lowering) -> jax.Array:
     # the backward out anew: XLA:GPU did, and held a second copy of all layers' output projections.
     order = [i for i, _ in stored] + [i for i in range(x.ndim) if i not in dict(stored)]
     front = tuple((place, axes) for place, (_, axes) in enumerate(stored))
-    whole: jax.Array = _all_gather(x.transpose(order), front, to, np.dtype(x.dtype))
+    whole: jax.Array = _all_gather(x.transpose(order), front, to, np.dtype(x.dtype), how.reduce)
     return whole.transpose(np.argsort(order))
 
 
-def _reduce_one(grad: jax.Array, names: Dims, how: Lowering) -> jax.Array:
-    if how.rules.zero_stage and not how.gathers_in_layers:
-        grad = _reduce_scatter_layers(grad, names, how)
-    sharded = {axis for name in names for axis in how.storage(name) + how.axes(name)}
-    copies = tuple(axis for axis in summed_axes(how) if axis not in sharded)
-    return lax.psum(grad, copies) if copies else grad
+def _sum(grad: jax.Array, axes: Axes) -> jax.Array:
+    return lax.psum(grad, axes) if axes else grad
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _all_gather(x: jax.Array, stored: Stored, to: np.dtype, back: np.dtype) -> jax.Array:
-    """Gathers in dtype `to`; the gradient is summed and comes in `back`, that of x."""
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _all_gather(x: jax.Array, stored: Stored, to: np.dtype, back: np.dtype, how: Reduce | None) -> jax.Array:
+    """Gathers in dtype `to`; the gradient is summed as declared, and comes in `back`, the dtype of x."""
     x = x.astype(to)
     for dim, axes in stored:
         x = lax.all_gather(x, axes, axis=dim, tiled=True)
@@ -148,9 +193,11 @@ def _is_all_gather(primitive: Any, params: dict[str, Any]) -> bool:
     return params["call_jaxpr"].eqns[-1].primitive.name == "all_gather"
 
 
-def _all_gather_backward(stored: Stored, to: np.dtype, back: np.dtype, _: None, grad: jax.Array) -> tuple[jax.Array]:
+def _all_gather_backward(
+    stored: Stored, to: np.dtype, back: np.dtype, how: Reduce | None, _: None, grad: jax.Array
+) -> tuple[jax.Array]:
     # bf16 has 8 bits: a sum over hundreds of devices wants more, whatever the forward travels in.
-    return (_reduce_scatter(grad.astype(back), stored),)
+    return (_reduce_scatter(grad.astype(back), stored, how),)
 
 
 _all_gather.defvjp(lambda x, *how: (_all_gather(x, *how), None), _all_gather_backward)
@@ -159,11 +206,11 @@ _all_gather.defvjp(lambda x, *how: (_all_gather(x, *how), None), _all_gather_bac
 def _reduce_scatter_layers(grad: jax.Array, names: Dims, how: Lowering) -> jax.Array:
     """One layer after the other: a stack would be laid out anew as a whole, which takes its size once more."""
     if names[0] != "layers" or not _stored(names, how):
-        return _reduce_scatter(grad, _stored(names, how))
-    return lax.map(lambda layer: _reduce_scatter(layer, _stored(names[1:], how)), grad)
+        return _reduce_scatter(grad, _stored(names, how), how.reduce)
+    return lax.map(lambda layer: _reduce_scatter(layer, _stored(names[1:], how), how.reduce), grad)
 
 
-def _reduce_scatter(x: jax.Array, stored: Stored) -> jax.Array:
+def _reduce_scatter(x: jax.Array, stored: Stored, how: Reduce | None) -> jax.Array:
     for dim, axes in reversed(stored):
-        x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        x = how.scatter(x, axes, dim) if how else lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
     return x

@@ -1,8 +1,4 @@
-"""What one device knows of itself inside the manual lowering.
-
-JAX types every value in a `shard_map` with the axes over which it *varies*: differs from device to device.
-This file is the only one that touches that type.
-"""
+"""What one device knows of itself inside the manual lowering."""
 
 from __future__ import annotations
 
@@ -12,28 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Axes = tuple[str, ...]
+from meshpar.mesh.varying import Axes, varies_over, varying, varying_like
 
-
-def varies_over(x: jax.Array) -> frozenset[str]:
-    """The mesh axes over which the value may differ from device to device."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def varying(x: jax.Array, axes: Axes) -> jax.Array:
-    """`x`, typed as varying over `axes` too. The values do not change.
-
-    The transpose is a sum over those axes: a value that several devices used gets the gradients of all.
-
-    Communication: none forward; backward an all-reduce of x over the axes that are new.
-    """
-    new = tuple(a for a in axes if a not in varies_over(x))
-    return lax.pcast(x, new, to="varying") if new else x
-
-
-def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """`x`, typed as varying wherever `like` is: what a loop's carry needs at its start."""
-    return varying(x, tuple(sorted(varies_over(like))))
+__all__ = ["Axes", "shard", "varies_over", "varying", "varying_like"]
 
 
 def zeros_of(like: Any, *leading: int) -> jax.Array:

@@ -39,7 +39,8 @@ def prove(subject: Run | Training, batches: Batches | None = None) -> Proof:
 
     Raises:
       MeshError: there are not enough CPU devices here, real or simulated.
-      ProofError: the loss is not computed in float64, or there are not two batches.
+      ProofError: the loss is not computed in float64, gradients are rounded where they are reduced, or there are not
+        two batches.
       ConfigError, ShardingError: as of `prepare`.
 
     Example:
@@ -53,6 +54,9 @@ def prove(subject: Run | Training, batches: Batches | None = None) -> Proof:
       >>> prove(run).is_equal
       True
     """
+    if subject.reduce and subject.reduce.rounds:
+        fix = "prove it with reduce.within=exact reduce.across=exact"
+        raise ProofError(f"reduce rounds what it sums: it is near one device's numbers, not equal to them; {fix}")
     with jax.enable_x64(True):
         if isinstance(subject, Run):
             small = shrink(subject)

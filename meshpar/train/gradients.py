@@ -12,11 +12,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.parallel import data
+from meshpar.parallel.buckets import order_of
 from meshpar.parallel.local import varying, varying_like
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.sharding.constrain import Lowering, lowering, manual_axes
 from meshpar.sharding.resolve import sharding_axes
+from meshpar.train.freeze import thawed
+from meshpar.train.kept import REDUCE, of_loss
 from meshpar.train.loss import Batch, Loss, Tally
 from meshpar.train.state import StatePlacement
 
@@ -31,6 +34,7 @@ class Objective:
       num_microbatches: how many parts the batch is computed in, one after the other.
       dtype: of the parameters in the computation; that of the state is its own.
       sums: in which gradients are summed over microbatches and devices; None for float32 at least.
+      frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
       pipeline: how the manual lowering computes `loss` in stages; None where there are none.
     """
 
@@ -39,6 +43,7 @@ class Objective:
     num_microbatches: int = 1
     dtype: Any = jnp.float32
     sums: Any = None
+    frozen: Any = None
     pipeline: Pipeline | None = None
 
     def cast(self, params: Any) -> Any:
@@ -100,11 +105,19 @@ def manual(
     pspecs = jax.tree.map(lambda p: p.pspec, placement.sharded)
 
     def local(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
+        def gradients(params: Any) -> tuple[Tally, Any]:
+            return _accumulate(objective, params, batch, step, of_loss(carried))
+
         with lowering(how):
-            got, grads = _accumulate(objective, data.enter(params, dims), batch, step, carried)
+            entered = data.enter(params, dims)
+            got, grads = gradients(entered)
+            order = order_of(lambda params: gradients(params)[1], entered) if how.reduce else None
+            kept = jax.tree.map(lambda x: x[0], carried.get(REDUCE, {}))
+            grads, kept = data.reduce(grads, dims, kept, key=jax.random.fold_in(jax.random.key(0), step), order=order)
             got = _summed(got, how)
-            loss, metrics, grads = _means(got, data.reduce(grads, dims))
-            return Gradients(loss, got.count, _global_norm(grads, placement.sharded), grads, metrics, got.carried)
+            loss, metrics, grads = _means(got, grads)
+            norm = _global_norm(grads, placement.sharded)
+            return Gradients(loss, got.count, norm, grads, metrics, got.carried | _kept(kept))
 
     scalar, carried = PartitionSpec(), jax.tree.map(lambda p: p.pspec, placement.carried)
     stored = jax.tree.map(lambda p: p.pspec, placement.params)
@@ -113,6 +126,11 @@ def manual(
         in_specs=(stored, batch_pspecs(how, batch), scalar, carried),
         out_specs=Gradients(scalar, scalar, scalar, pspecs, scalar, carried), check_vma=True,  # pyright: ignore
     )  # fmt: skip
+
+
+def _kept(kept: Any) -> dict[str, Any]:
+    """What the reduction left, as it is carried: with a dim for the copies."""
+    return {REDUCE: jax.tree.map(lambda x: x[None], kept)} if kept else {}
 
 
 STALE = "stale"
@@ -147,7 +165,7 @@ def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array
             return Tally(total, count, carried=carried), grads
 
         def loss(params: Any) -> tuple[jax.Array, Tally]:
-            tally = objective.loss(params, batch, objective.key(step), carried)
+            tally = objective.loss(thawed(params, objective.frozen, step), batch, objective.key(step), carried)
             return tally.loss, tally
 
         grads, tally = jax.grad(loss, has_aux=True)(params)

@@ -44,14 +44,14 @@ class Outcome:
         return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
 
 
-def prepared(model: str, layout: str | None, lowering: str, num_microbatches: int) -> Prepared:
+def prepared(model: str, layout: str | None, lowering: str, num_microbatches: int, **settings: Any) -> Prepared:
     """A run on eight devices; without a layout, on one."""
     sizes, presets = LAYOUTS[layout] if layout else ({}, ["replicated"])
     if "gqa" in model and sizes.get("tensor") == 4:  # two key heads on four devices: replicated, and said so
         rules = AxisRules(preset=tuple(presets), kv_heads=())
     else:
         rules = AxisRules(preset=tuple(presets))
-    mesh = MeshLayout(**sizes)
+    mesh = settings.pop("mesh", MeshLayout(**sizes))
     run = Run(
         model=MODELS[model],
         data=Synthetic(batch_size=ROWS, seq_len=SEQ, vocab_size=SIZES["vocab_size"]),
@@ -63,6 +63,7 @@ def prepared(model: str, layout: str | None, lowering: str, num_microbatches: in
         num_steps=NUM_STEPS,
         num_microbatches=num_microbatches,
         run_dir="unused",
+        **settings,
     )
     return prepare(run, mesh.build(jax.devices()[: mesh.requested()]))
 

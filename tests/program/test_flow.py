@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshpar.inspection.hlo import Collective, collectives
+from meshpar.inspection.hlo import Collective, collectives_of
 from meshpar.tree import flatten_with_paths
 from tests.program.test_bytes import found_in, prepared
 from tests.program.test_hlo import make_mesh
@@ -22,7 +22,7 @@ WEIGHTS = {"stack": P(None, "fsdp"), "head": P("fsdp")}
 
 @lru_cache
 def found(name: str) -> list[Collective]:
-    return collectives(jax.jit(PROGRAMS[name], donate_argnums=0).lower(params(), batch()).compile(), make_mesh())
+    return collectives_of(jax.jit(PROGRAMS[name], donate_argnums=0).lower(params(), batch()).compile(), make_mesh())
 
 
 def params() -> Any:
@@ -123,4 +123,4 @@ def test_an_optimizers_state_is_not_taken_for_its_parameter():
     with jax.numpy_dtype_promotion("standard"):
         jitted = jax.jit(step, donate_argnums=(0, 1), in_shardings=(whole, whole, x.sharding), out_shardings=whole)
         program = jitted.lower(weights, state, x).compile()
-    assert [one.tensors for one in collectives(program, make_mesh())] == [("params.w",)]
+    assert [one.tensors for one in collectives_of(program, make_mesh())] == [("params.w",)]

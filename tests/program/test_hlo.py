@@ -17,7 +17,7 @@ from jax.stages import Compiled
 
 from meshpar.errors import ProgramError
 from meshpar.inspection.groups import spanned_axes
-from meshpar.inspection.hlo import Array, collectives, total_sent_bytes
+from meshpar.inspection.hlo import Array, collectives_of, total_sent_bytes
 
 AXES = ("replica", "data", "fsdp", "pipe", "expert", "context", "tensor")
 SIZES = (1, 2, 2, 1, 1, 1, 2)
@@ -93,19 +93,19 @@ ONE = {
 @pytest.mark.parametrize("name", ONE)
 def test_one_collective(name):
     *program, expected = ONE[name]
-    [one] = collectives(compiled(*program), make_mesh())
+    [one] = collectives_of(compiled(*program), make_mesh())
     assert (one.kind, one.axes, one.full_bytes, one.group_size, one.sent_bytes) == expected
     assert one.times == 1
     assert one.branches == ()
 
 
 def test_an_axis_of_size_one_sends_nothing():
-    found = collectives(compiled(lambda x: lax.psum(x, "pipe"), P("pipe"), P(), (8, 4)), make_mesh())
+    found = collectives_of(compiled(lambda x: lax.psum(x, "pipe"), P("pipe"), P(), (8, 4)), make_mesh())
     assert total_sent_bytes(found) == 0
 
 
 def test_it_tells_where_a_collective_comes_from():
-    [one] = collectives(compiled(*ONE["all_gather"][:-1]))
+    [one] = collectives_of(compiled(*ONE["all_gather"][:-1]))
     assert one.op_name.endswith("/shard_map/all_gather")
     file, _, line = one.source.rpartition(":")
     assert file == __file__
@@ -114,14 +114,14 @@ def test_it_tells_where_a_collective_comes_from():
 
 
 def test_bytes_follow_the_dtype():
-    [one] = collectives(compiled(*ONE["all_gather"][:-1], dtype=jnp.int8))
+    [one] = collectives_of(compiled(*ONE["all_gather"][:-1], dtype=jnp.int8))
     assert one.arrays == (Array("s8", (8, 4)),)
     assert one.full_bytes == 32
 
 
 def test_collectives_that_xla_combined_count_together():
     both = compiled(lambda x: lax.psum((x, x[:1] * 2), "data"), P("data"), (P(), P()), (8, 4))
-    assert sum(c.full_bytes for c in collectives(both)) == (16 + 4) * F32
+    assert sum(c.full_bytes for c in collectives_of(both)) == (16 + 4) * F32
 
 
 # Loops, branches, gradients ------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def repeat(function, length):
 
 
 def test_a_scan_multiplies():
-    [one] = collectives(compiled(repeat(shift, 5), P("fsdp"), P("fsdp"), (8, 4)), make_mesh())
+    [one] = collectives_of(compiled(repeat(shift, 5), P("fsdp"), P("fsdp"), (8, 4)), make_mesh())
     assert (one.times, one.sent_bytes) == (5, 64)
     assert total_sent_bytes([one]) == 5 * 64
 
@@ -145,7 +145,7 @@ def test_nested_scans_multiply_by_both():
     def both(x):
         return jnp.sin(shift(repeat(lambda y: jnp.cos(shift(y)), 4)(x)))
 
-    found = collectives(compiled(repeat(both, 3), P("fsdp"), P("fsdp"), (8, 4)), make_mesh())
+    found = collectives_of(compiled(repeat(both, 3), P("fsdp"), P("fsdp"), (8, 4)), make_mesh())
     assert sorted(c.times for c in found) == [3, 12]
     assert total_sent_bytes(found) == 15 * 64
 
@@ -157,7 +157,7 @@ def test_branches_are_told_apart():
             even, lambda y: lax.psum(lax.psum(y, "fsdp") * 2, "tensor"), lambda y: lax.psum(y, ("fsdp", "tensor")), x
         )
 
-    found = collectives(compiled(choose, P(("fsdp", "tensor")), P("data"), (8, 4)), make_mesh())
+    found = collectives_of(compiled(choose, P(("fsdp", "tensor")), P("data"), (8, 4)), make_mesh())
     by_branch = {}
     for one in found:
         by_branch.setdefault(one.branches, []).append(one.axes)
@@ -172,7 +172,7 @@ def test_the_transpose_of_a_gather_is_a_scatter():
         far = lax.axis_index("fsdp").astype(jnp.float32)
         return jax.grad(lambda w: jnp.sum(jnp.tanh(lax.all_gather(w, "fsdp", tiled=True) * far)))(w)
 
-    found = collectives(compiled(gradient, P("fsdp"), P("fsdp"), (8, 4)), make_mesh())
+    found = collectives_of(compiled(gradient, P("fsdp"), P("fsdp"), (8, 4)), make_mesh())
     assert [(c.kind, c.axes, c.full_bytes) for c in found] == [
         ("all_gather", ("fsdp",), 128),
         ("reduce_scatter", ("fsdp",), 128),
@@ -184,7 +184,7 @@ def test_the_gradient_of_a_replicated_weight_is_summed_over_what_varies():
     def gradient(w):
         return jax.grad(lambda w: jnp.sum(jnp.tanh(w * lax.axis_index("data").astype(jnp.float32))))(w)
 
-    [one] = collectives(compiled(gradient, P(), P(), (8, 4)), make_mesh())
+    [one] = collectives_of(compiled(gradient, P(), P(), (8, 4)), make_mesh())
     assert (one.kind, one.axes, total_sent_bytes([one])) == ("all_reduce", ("data",), 128)
 
 
@@ -192,7 +192,7 @@ def test_totals_can_be_narrowed():
     def two(x):
         return lax.psum(lax.all_gather(x, "fsdp", tiled=True), "data")
 
-    found = collectives(compiled(two, P(("data", "fsdp")), P("fsdp"), (8, 4)), make_mesh())
+    found = collectives_of(compiled(two, P(("data", "fsdp")), P("fsdp"), (8, 4)), make_mesh())
     assert total_sent_bytes(found) == 32 + 64
     assert total_sent_bytes(found, kind="all_gather") == 32
     assert total_sent_bytes(found, axes=["data"]) == 64
@@ -205,7 +205,7 @@ def test_totals_can_be_narrowed():
 
 def test_axes_go_by_place_in_the_mesh_not_by_device_id():
     shuffled = Mesh(np.array(jax.devices())[[3, 6, 0, 5, 1, 7, 2, 4]].reshape(SIZES), AXES)
-    [one] = collectives(compiled(*ONE["psum"][:-1], mesh=shuffled), shuffled)
+    [one] = collectives_of(compiled(*ONE["psum"][:-1], mesh=shuffled), shuffled)
     assert one.axes == ("data",)
 
 
@@ -213,9 +213,9 @@ def test_another_mesh_gives_other_axes():
     """The control: were axes not read from the groups, the wrong mesh would do as well."""
     text = compiled_text(*ONE["psum"][:-1])
     swapped = Mesh(make_mesh().devices, ("replica", "tensor", "fsdp", "pipe", "expert", "context", "data"))
-    assert collectives(text, swapped)[0].axes == ("tensor",)
+    assert collectives_of(text, swapped)[0].axes == ("tensor",)
     with pytest.raises(ProgramError, match="for 8 devices, the mesh has 4"):
-        collectives(text, Mesh(np.array(jax.devices()[:4]), ("data",)))
+        collectives_of(text, Mesh(np.array(jax.devices()[:4]), ("data",)))
 
 
 def test_groups_that_are_part_of_an_axis_have_no_axes():

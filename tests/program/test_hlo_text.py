@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from meshpar.errors import ProgramError
 from meshpar.inspection import hlo
 from meshpar.inspection.groups import find_groups, parse_groups
-from meshpar.inspection.hlo import Array, collectives, total_sent_bytes
+from meshpar.inspection.hlo import Array, collectives_of, total_sent_bytes
 from tests.program.test_hlo import ONE, compiled, compiled_text, make_mesh, repeat, shift
 
 EVENS = ((0, 2, 4, 6), (1, 3, 5, 7))
@@ -101,7 +101,7 @@ ASYNC = {
 def test_a_start_and_its_done_count_once(name):
     start, result, expected = ASYNC[name]
     opcode = name.removesuffix(" of two")
-    [one] = collectives(module(f"{start}\n  ROOT %d = {result} {opcode}-done(%s)"))
+    [one] = collectives_of(module(f"{start}\n  ROOT %d = {result} {opcode}-done(%s)"))
     assert (one.full_bytes, one.sent_bytes) == expected
     assert one.kind == hlo.KINDS[opcode]
 
@@ -117,7 +117,7 @@ def test_a_wrapped_collective_counts_once(call):
 """
     done = call.replace("%p", "%s").replace("-start", "-done")
     body = f"%s = ((bf16[4,8]{{1,0}}), bf16[16,8]{{1,0}}) {call}\n  ROOT %d = bf16[16,8]{{1,0}} {done}"
-    [one] = collectives(module(body, wrapped))
+    [one] = collectives_of(module(body, wrapped))
     assert (one.full_bytes, one.times) == (256, 1)
 
 
@@ -131,22 +131,22 @@ def test_tpus_all_reduce_scatter_is_a_reduce_scatter():
 }}
 """
     text = module("ROOT %f = bf16[1,8]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1", fused)
-    [one] = collectives(text)
+    [one] = collectives_of(text)
     assert (one.kind, one.full_bytes, one.sent_bytes) == ("reduce_scatter", 64, 48)
-    [plain] = collectives(text.replace("%all-reduce-scatter.1", "%fused"))
+    [plain] = collectives_of(text.replace("%all-reduce-scatter.1", "%fused"))
     assert (plain.kind, plain.sent_bytes) == ("all_reduce", 96)
 
 
 def test_a_permute_that_moves_nothing_sends_nothing():
     text = module("ROOT %c = bf16[4,8]{1,0} collective-permute(%p), channel_id=1, source_target_pairs={{0,1},{2,2}}")
-    assert total_sent_bytes(collectives(text)) == 64
-    assert total_sent_bytes(collectives(text.replace("{{0,1},{2,2}}", "{{0,0},{2,2}}"))) == 0
-    assert total_sent_bytes(collectives(text.replace("{{0,1},{2,2}}", "{}"))) == 0
+    assert total_sent_bytes(collectives_of(text)) == 64
+    assert total_sent_bytes(collectives_of(text.replace("{{0,1},{2,2}}", "{{0,0},{2,2}}"))) == 0
+    assert total_sent_bytes(collectives_of(text.replace("{{0,1},{2,2}}", "{}"))) == 0
 
 
 def test_all_devices_form_the_empty_group_however_long_the_header():
     text = module("ROOT %r = bf16[4,8]{1,0} all-reduce(%p), channel_id=1, replica_groups={}, to_apply=%add", "", 3000)
-    assert collectives(text, make_mesh())[0].axes == ("data", "fsdp", "tensor")
+    assert collectives_of(text, make_mesh())[0].axes == ("data", "fsdp", "tensor")
 
 
 # Loops whose length follows from their counter, as on TPU ------------------------------------------------------
@@ -189,7 +189,7 @@ def counted_loop(start: str = "constant(0)", limit: str = "constant(4)", step: s
 )
 def test_a_loop_counts_from_its_start_by_its_step(loop, times):
     """XLA peels the first turn off some loops: then the limit alone would count one too many."""
-    [one] = collectives(counted_loop(**loop))
+    [one] = collectives_of(counted_loop(**loop))
     assert one.times == times
 
 
@@ -205,19 +205,19 @@ def test_a_loop_counts_from_its_start_by_its_step(loop, times):
 )
 def test_a_collective_in_a_loop_of_unknown_length_raises(loop):
     with pytest.raises(ProgramError, match="loop of unknown length"):
-        collectives(counted_loop(**loop))
+        collectives_of(counted_loop(**loop))
 
 
 def test_a_loop_of_unknown_length_without_collectives_does_not():
     text = counted_loop(direction="NE").replace(
         "all-reduce(%x), channel_id=1, " + HALVES + ", to_apply=%add", "copy(%x)"
     )
-    assert collectives(text) == []
+    assert collectives_of(text) == []
 
 
 def test_a_condition_is_asked_once_more_than_the_body_runs():
     asks = f"%n = bf16[] all-reduce(%z), channel_id=2, {HALVES}, to_apply=%add\n  %limit ="
-    [_, condition] = collectives(counted_loop().replace("%limit =", asks))
+    [_, condition] = collectives_of(counted_loop().replace("%limit =", asks))
     assert condition.times == 5
 
 
@@ -228,7 +228,7 @@ def test_a_wrong_trip_count_changes_the_number():
     text = compiled_text(repeat(shift, 5), P("fsdp"), P("fsdp"), (8, 4))
     assert '"known_trip_count":{"n":"5"}' in text
     wrong = text.replace('"known_trip_count":{"n":"5"}', '"known_trip_count":{"n":"7"}')
-    assert total_sent_bytes(collectives(wrong)) == 7 * 64
+    assert total_sent_bytes(collectives_of(wrong)) == 7 * 64
 
 
 def test_a_loop_that_is_not_followed_is_noticed():
@@ -236,7 +236,7 @@ def test_a_loop_that_is_not_followed_is_noticed():
     with pytest.raises(
         ProgramError, match=r"1 collective cannot be counted:\n.*collective-permute(?s:.*)is not reached"
     ):
-        collectives(text.replace(" while(", " until("))
+        collectives_of(text.replace(" while(", " until("))
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"])
@@ -247,7 +247,7 @@ def test_a_kind_that_the_walk_misses_is_noticed(kind, monkeypatch):
     assert programs
     monkeypatch.delitem(hlo.KINDS, kind)
     with pytest.raises(ProgramError, match="of a kind that is not known"):
-        collectives(compiled(*programs[0]))
+        collectives_of(compiled(*programs[0]))
 
 
 @pytest.mark.parametrize(
@@ -264,19 +264,19 @@ def test_a_kind_that_the_walk_misses_is_noticed(kind, monkeypatch):
 )
 def test_communication_of_an_unknown_kind_raises(line):
     with pytest.raises(ProgramError, match="of a kind that is not known"):
-        collectives(module(f"ROOT %u = bf16[4,8]{{1,0}} {line}"))
+        collectives_of(module(f"ROOT %u = bf16[4,8]{{1,0}} {line}"))
 
 
 def test_a_callbacks_send_to_the_host_and_words_in_quotes_are_no_communication():
     host = "%s = (bf16[4,8]{1,0}, u32[], token[]) send(%p, %t), channel_id=1, is_host_transfer=true"
     quoted = 'ROOT %c = bf16[4,8]{1,0} copy(%p), metadata={op_name="f32[] all-reduce(x), replica_groups={{0,1}}"}'
-    assert collectives(module(f"{host}\n  {quoted}")) == []
+    assert collectives_of(module(f"{host}\n  {quoted}")) == []
 
 
 def test_all_that_is_wrong_is_said_at_once():
     lines = [f"%u{i} = bf16[4,8]{{1,0}} all-scatter(%p), channel_id=1, {HALVES}" for i in range(2)]
     with pytest.raises(ProgramError, match=r"2 collectives cannot be counted(?s:.*)%u0(?s:.*)%u1"):
-        collectives(module("\n  ".join(lines)))
+        collectives_of(module("\n  ".join(lines)))
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_all_that_is_wrong_is_said_at_once():
 )
 def test_text_that_cannot_be_read_raises(text, what):
     with pytest.raises(ProgramError, match=what):
-        collectives(text)
+        collectives_of(text)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshpar import cli
-from meshpar.inspection.hlo import collectives
+from meshpar.inspection.hlo import collectives_of
 from meshpar.inspection.page import page
 from meshpar.inspection.picture import Picture
 from meshpar.mesh.layout import MeshLayout
@@ -54,7 +54,7 @@ def train_steps(out: str) -> list[int]:
 
 def test_train_writes_the_program_and_a_trace_and_goes_on_where_it_stopped(meshpar, tmp_path):
     assert train_steps(meshpar("train", "--json", "--dump-hlo", "step.txt")) == [1, 2]
-    found = collectives((tmp_path / "step.txt").read_text(), MeshLayout(data=2, fsdp=2, tensor=2).build())
+    found = collectives_of((tmp_path / "step.txt").read_text(), MeshLayout(data=2, fsdp=2, tensor=2).build())
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= {c.kind for c in found}
 
     assert train_steps(meshpar("train", "num_steps=4", "--json", "--profile", "trace")) == [3, 4]

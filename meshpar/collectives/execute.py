@@ -1,0 +1,178 @@
+"""The executor: any plan on `lax.ppermute`, within a `shard_map`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshpar.collectives.plan import NONE, Permute, Plan, Round
+from meshpar.errors import MeshError, nearest
+from meshpar.mesh.varying import varying
+
+Axes = tuple[str, ...]
+
+
+def execute(plan: Plan, blocks: jax.Array, axes: str | Axes) -> jax.Array:
+    """Runs a plan over mesh axes.
+
+    Args:
+      blocks: [given, ...]. This rank's input, block by block; a rank is the index along `axes`, the first slowest.
+      axes: of the group, all manual.
+
+    Returns:
+      [taken, ...]. This rank's output; zeros where the plan gives it none.
+
+    Communication: the plan's. Equal rounds are one loop. The transpose is the transposed plan.
+    Raises:
+      MeshError: an axis is not manual here, or the group has another size than the plan.
+    """
+    axes = manual_axes(axes)
+    if (size := lax.axis_size(axes)) != plan.num_ranks:
+        raise MeshError(f"a plan for {plan.num_ranks} ranks cannot run on {' x '.join(axes)}, which has {size}")
+    return _execute(plan, axes, varying(blocks, axes))
+
+
+def manual_axes(axes: str | Axes) -> Axes:
+    """The axes as a tuple, if they are manual where this is traced.
+
+    Raises:
+      MeshError: they are not.
+    """
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    here = jax.sharding.get_abstract_mesh().manual_axes
+    for axis in axes:
+        if axis not in here:
+            meant = f"did you mean {near}? " if (near := nearest(axis, here)) else ""
+            known = f"manual here are {', '.join(here)}" if here else "no axis is manual here"
+            raise MeshError(f"axis {axis!r} is not manual: {meant}{known}; call this within jax.shard_map over it")
+    return axes
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _execute(plan: Plan, axes: Axes, blocks: jax.Array) -> jax.Array:
+    rank = lax.axis_index(axes)
+    slots = _begin(plan, blocks, rank)
+    for rounds in _alike(plan):
+        slots = _run(rounds, slots, rank, axes)
+    return _end(plan, slots, rank)
+
+
+_execute.defvjp(
+    lambda plan, axes, blocks: (_execute(plan, axes, blocks), None),
+    lambda plan, axes, _, grad: (_execute(plan.transposed, axes, grad),),
+)
+
+
+def _begin(plan: Plan, blocks: jax.Array, rank: jax.Array) -> jax.Array:
+    given = _Slots(plan.given[None])
+    if given.are_all(plan.num_chunks):
+        return blocks
+    empty = jnp.zeros((plan.num_chunks, *blocks.shape[1:]), blocks.dtype)
+    return given.write(empty, given.only_there(blocks, jnp.zeros_like(blocks), rank), given.of(rank)[0])
+
+
+def _end(plan: Plan, slots: jax.Array, rank: jax.Array) -> jax.Array:
+    taken = _Slots(plan.taken[None])
+    if taken.are_all(plan.num_chunks):
+        return slots
+    blocks = taken.read(slots, taken.of(rank)[0])
+    return taken.only_there(blocks, jnp.zeros_like(blocks), rank)
+
+
+def _alike(plan: Plan) -> Iterator[list[Round]]:
+    """Runs of rounds that differ in nothing but the chunks."""
+    for _, rounds in groupby(plan.rounds, lambda round_: [_form(permute) for permute in round_]):
+        yield list(rounds)
+
+
+def _form(permute: Permute) -> tuple[object, ...]:
+    return permute.source.tolist(), permute.target.tolist(), permute.chunks.shape[1], permute.adds
+
+
+def _run(rounds: list[Round], slots: jax.Array, rank: jax.Array, axes: Axes) -> jax.Array:
+    lanes = [_Lane(permutes, axes) for permutes in zip(*rounds, strict=True)]
+
+    def turn(slots: jax.Array, at: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, None]:
+        arrived = [lane.send(slots, sent) for lane, (sent, _) in zip(lanes, at, strict=True)]
+        for lane, message, (_, got) in zip(lanes, arrived, at, strict=True):
+            slots = lane.receive(slots, message, got, rank)
+        return slots, None
+
+    at = [(lane.sent.of(rank), lane.got.of(rank)) for lane in lanes]
+    if len(rounds) == 1:
+        return turn(slots, jax.tree.map(lambda table: table[0], at))[0]
+    return lax.scan(turn, slots, at)[0]
+
+
+class _Lane:
+    """One permute of a round, and its like in the rounds that follow."""
+
+    def __init__(self, permutes: Sequence[Permute], axes: Axes):
+        first, order = permutes[0], _device_order(axes)
+        self.axes, self.adds = axes, first.adds
+        self.pairs = list(zip(order[first.source].tolist(), order[first.target].tolist(), strict=True))
+        slots = np.full((2, len(permutes), len(order), first.chunks.shape[1]), NONE)
+        for sent, got, permute in zip(*slots, permutes, strict=True):
+            sent[permute.source] = got[permute.target] = permute.chunks
+        self.sent, self.got = map(_Slots, slots)
+
+    def send(self, slots: jax.Array, at: jax.Array) -> jax.Array:
+        message = self.sent.read(slots, at)
+        if message.dtype != jnp.bfloat16:
+            return lax.ppermute(message, self.axes, self.pairs)
+        # As integers: XLA's CPU compiler would widen what travels in 16 bits.
+        bits = lax.bitcast_convert_type(message, jnp.uint16)
+        return lax.bitcast_convert_type(lax.ppermute(bits, self.axes, self.pairs), message.dtype)
+
+    def receive(self, slots: jax.Array, message: jax.Array, at: jax.Array, rank: jax.Array) -> jax.Array:
+        if self.adds:  # a rank that gets nothing gets zeros
+            return self.got.write(slots, self.got.read(slots, at) + message, at)
+        if not self.got.there.all():
+            message = self.got.only_there(message, self.got.read(slots, at), rank)
+        return self.got.write(slots, message, at)
+
+
+class _Slots:
+    """Which slots each rank reads or writes, round by round: int[rounds, n, c]; a rank with none has NONE all along."""
+
+    def __init__(self, table: np.ndarray):
+        self.there = (table != NONE).all((0, 2))
+        self.table = np.where(self.there[:, None], table, np.arange(table.shape[2]))
+        self.in_a_row = bool((np.diff(self.table) == 1).all())
+
+    def are_all(self, num_chunks: int) -> bool:
+        """Whether every rank has all chunks, in their order."""
+        whole = np.arange(self.table.shape[2])
+        return len(whole) == num_chunks and bool(self.there.all() and (self.table == whole).all())
+
+    def of(self, rank: jax.Array) -> jax.Array:
+        """int32[rounds, c]"""
+        return jnp.asarray(self.table, jnp.int32)[:, rank]
+
+    def only_there(self, x: jax.Array, otherwise: jax.Array, rank: jax.Array) -> jax.Array:
+        return x if self.there.all() else jnp.where(jnp.asarray(self.there)[rank], x, otherwise)
+
+    def read(self, slots: jax.Array, at: jax.Array) -> jax.Array:
+        if self.in_a_row:
+            return lax.dynamic_slice_in_dim(slots, at[0], len(at))
+        return slots.at[at].get(mode="promise_in_bounds", unique_indices=True)
+
+    def write(self, slots: jax.Array, chunks: jax.Array, at: jax.Array) -> jax.Array:
+        if self.in_a_row:
+            return lax.dynamic_update_slice_in_dim(slots, chunks, at[0], 0)
+        return slots.at[at].set(chunks, mode="promise_in_bounds", unique_indices=True)
+
+
+def _device_order(axes: Axes) -> np.ndarray:
+    """Rank -> place in the order of the mesh, in which `lax.ppermute` counts whatever the order of its axes."""
+    sizes = {axis: lax.axis_size(axis) for axis in axes}
+    mesh = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in sizes]
+    places = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in mesh])
+    return places.transpose([mesh.index(axis) for axis in axes]).reshape(-1)

@@ -1,0 +1,35 @@
+"""Collectives over a fast network inside a slower one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from meshpar.collectives.execute import Axes, manual_axes
+from meshpar.collectives.operations import Choice, all_gather, all_reduce, cut, join, reduce_scatter, same_sum
+
+
+def hierarchical_all_reduce(x: jax.Array, levels: Sequence[str | Axes], *, algorithm: Choice = "auto") -> jax.Array:
+    """The sum over all axes of all levels: a reduce-scatter inside, an all-reduce across, an all-gather inside.
+
+    Args:
+      x: any shape; padded to equal parts on each level.
+      levels: axes, the fastest network first; two of them, three, or more.
+
+    Returns:
+      Like x; the same on all devices of the axes, and typed so.
+
+    Communication: of g ranks inside and k across, inside 2(g-1)/g S; across 2(k-1)/k S/g.
+    """
+    first, *others = map(manual_axes, levels)
+    if not others:
+        return all_reduce(x, first, algorithm=algorithm)
+
+    def summed(x: jax.Array) -> jax.Array:
+        parts = cut(x, jax.lax.axis_size(first))
+        part = reduce_scatter(parts, first, algorithm=algorithm)
+        part = hierarchical_all_reduce(part, others, algorithm=algorithm)
+        return join(all_gather(part, first, algorithm=algorithm), x.shape)
+
+    return same_sum(summed, tuple(axis for level in (first, *others) for axis in level), x)

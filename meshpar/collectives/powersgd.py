@@ -1,0 +1,54 @@
+"""PowerSGD: the sum's leading directions, by one step of a power iteration that goes on from call to call."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+import pydantic
+
+from meshpar.collectives.compress import Compression, Message, floats
+from meshpar.collectives.execute import manual_axes
+from meshpar.collectives.operations import all_reduce
+from meshpar.mesh.varying import varying
+
+
+class PowerSGD(Compression):
+    """The array as a matrix M, its last dim the columns, sent as two thin ones: `M ~ P Q^T`, P orthonormal.
+
+    Source: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727.
+    """
+
+    kind: Literal["powersgd"] = "powersgd"
+    rank: Annotated[int, pydantic.Field(gt=0)] = 4
+    """Columns of P and Q."""
+    error_feedback: bool = True
+
+    def state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        rows, columns = _sides(shape)
+        return {"right": (columns, min(self.rank, rows, columns))} | super().state(shape)
+
+    def messages(self, shape: tuple[int, ...], num_ranks: int) -> list[Message]:
+        columns = min(self.rank, *_sides(shape))
+        return [Message("all_reduce", side * columns, 4) for side in _sides(shape)]
+
+    def all_reduce(self, x, axes, state=None, *, key=None, algorithm="auto"):
+        axes = manual_axes(axes)
+        state = state or {name: jnp.zeros(shape) for name, shape in self.state(x.shape).items()}
+        # Before the first step there is no direction to go on with; any that is not orthogonal to M will do.
+        right = state["right"]
+        right = jnp.where((right == 0).all(), jax.random.normal(jax.random.key(0), right.shape), right)
+        given = varying(floats(x), axes) + state.get("lost", 0.0)
+        matrix = given.reshape(_sides(x.shape))
+        left, _ = jnp.linalg.qr(all_reduce(matrix @ right, axes, algorithm=algorithm))
+        mine = matrix.T @ left
+        right = all_reduce(mine, axes, algorithm=algorithm)
+        lost = {"lost": (matrix - left @ mine.T).reshape(x.shape)} if self.error_feedback else {}
+        return (left @ right.T).reshape(x.shape).astype(x.dtype), {"right": right} | lost
+
+
+def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns: a vector is one row."""
+    return math.prod(shape[:-1]), shape[-1] if shape else 1

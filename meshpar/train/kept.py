@@ -1,0 +1,61 @@
+"""What a declared reduction keeps from step to step: placed, born and checkpointed with what the loss carries."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar.parallel.data import copies
+from meshpar.sharding.constrain import Lowering
+from meshpar.sharding.resolve import Placement, sharding_axes
+from meshpar.sharding.spec import ArraySpec
+
+REDUCE = "reduce"
+"""Its key in `TrainState.carried`."""
+COPIES = "copies"
+"""The dim that tells apart what devices with the same part of a gradient keep of it."""
+
+
+def place_kept(sharded: Any, how: Lowering) -> dict[str, Any]:
+    """`carried`, of the reduction alone: {reduce: {name: tree of `Placement`}}, or nothing.
+
+    Args:
+      sharded: tree of `Placement`: the gradients.
+    """
+    if how.reduce is None or not how.manual:
+        return {}
+    names = how.reduce.state(())
+    trees = {name: jax.tree.map(lambda p, name=name: _place(p, name, how), sharded) for name in names}
+    return {REDUCE: trees} if any(map(jax.tree.leaves, trees.values())) else {}
+
+
+def zeros(placements: Any) -> Any:
+    """Before the first step."""
+    return jax.tree.map(lambda p: jnp.zeros(p.spec.shape, p.spec.dtype), placements)
+
+
+def of_loss(carried: Any) -> Any:
+    """What the loss itself carries."""
+    return {key: value for key, value in carried.items() if key != REDUCE} if REDUCE in carried else carried
+
+
+def _place(gradient: Placement, name: str, how: Lowering) -> Placement | None:
+    """Of one gradient; None if it lies on no two devices."""
+    inside, slow = copies(gradient.spec.dims, how)
+    if not inside + slow:
+        return None
+    shape, axes = how.reduce.state(gradient.local_shape)[name], inside + slow
+    if shape == gradient.local_shape:
+        return _stack(gradient, axes, gradient.spec.shape, gradient.spec.dims, gradient.axes)
+    whole = axes + tuple(axis for axis in sharding_axes([gradient]) if axis not in axes)
+    return _stack(gradient, whole, shape, ("one",) * len(shape), ((),) * len(shape))
+
+
+def _stack(of: Placement, over: tuple[str, ...], shape: Any, dims: Any, axes: Any) -> Placement:
+    num = math.prod(of.mesh.shape[axis] for axis in over)
+    spec = ArraySpec((num, *shape), np.dtype("float32"), (COPIES, *dims))
+    return Placement(spec, of.mesh, (over, *axes), ("reduce",) * (1 + len(dims)))

@@ -1,0 +1,60 @@
+"""Every reduction that rounds nothing leaves the numbers of one device; one that rounds does not."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from meshpar.collectives.algorithms import ALGORITHMS
+from meshpar.collectives.reduce import Bfloat16, Reduce
+from meshpar.mesh.layout import AxisSizes, MeshLayout
+from meshpar.parallel import buckets
+from tests.equivalence.conftest import on_one_device, outcome, prepared
+
+WITHOUT_STORAGE = ("data8", "tensor4", "tensor4_sp")
+SCATTERING = ("ring", "bidirectional_ring", "halving_doubling", "auto")
+"""Algorithms that have a plan for a reduce-scatter."""
+EVERY = [
+    *product([*ALGORITHMS, "auto"], WITHOUT_STORAGE, [1]),
+    *product(SCATTERING, ["zero1", "zero2", "zero3", "hsdp2x4", "data2_fsdp2_tensor2"], [1, 4]),
+]
+SAMPLE = [
+    ("tree", "data8", 1), ("recursive_doubling", "tensor4_sp", 1), ("ring", "zero1", 4),
+    ("halving_doubling", "hsdp2x4", 1), ("bidirectional_ring", "data2_fsdp2_tensor2", 4),
+]  # fmt: skip
+CASES = [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow) for case in EVERY]
+SMALL = "3KiB"
+"""Of a bucket: several gradients in one, and large ones in several."""
+
+
+def difference(reduce: Reduce, layout: str, num_microbatches: int = 1, **settings) -> float:
+    got = outcome(prepared("llama", layout, "manual", num_microbatches, reduce=reduce, **settings))
+    return got.difference(on_one_device("llama"))
+
+
+@pytest.mark.parametrize(("algorithm", "layout", "num_microbatches"), CASES)
+def test_equal_to_one_device(algorithm, layout, num_microbatches):
+    assert difference(Reduce(algorithm=algorithm, bucket_bytes=SMALL), layout, num_microbatches) < 1e-10
+
+
+def test_inside_slices_and_across_them():
+    """Copies on data lie inside a slice, those on replica in two: reduce-scatter, all-reduce, all-gather."""
+    mesh = MeshLayout(data=2, fsdp=2, dcn=AxisSizes(replica=2))
+    assert difference(Reduce(bucket_bytes=SMALL), "hsdp2x4", mesh=mesh) < 1e-10
+
+
+def test_rounding_is_seen():
+    assert difference(Reduce(across=Bfloat16()), "data8") > 1e-10
+
+
+def test_a_bucket_that_is_cut_wrongly_is_seen(monkeypatch):
+    cut = buckets.buckets
+
+    def shifted(sizes, bucket_size):
+        return [
+            [piece._replace(start=0, stop=piece.stop - piece.start) for piece in one] for one in cut(sizes, bucket_size)
+        ]
+
+    monkeypatch.setattr(buckets, "buckets", shifted)
+    assert difference(Reduce(bucket_bytes=SMALL), "data8") > 1e-10

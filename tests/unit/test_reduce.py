@@ -1,0 +1,83 @@
+"""A declared reduction as configuration, and what it keeps in the train state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from meshpar.train.checkpoint import checkpoints
+
+from meshpar import ConfigError, ProofError, prove
+from meshpar.collectives.reduce import Int8, PowerSGD, Reduce
+from meshpar.run import load
+from tests.equivalence.conftest import batches
+from tests.program.test_bytes import prepared
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def test_as_it_is_written():
+    keys = "{within: bf16, across: {kind: int8, error_feedback: true}, algorithm: ring, bucket_bytes: 1MiB}"
+    reduce = load(QUICKSTART, [f"reduce={keys}"]).reduce
+    assert reduce and (reduce.within.kind, reduce.across.kind, reduce.algorithm) == ("bf16", "int8", "ring")
+    assert reduce.bucket_size(4) == 1 << 18
+    assert load(QUICKSTART).reduce is None
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("reduce.across=int9", "no kind is called 'int9'"),
+        ("reduce={within: {kind: int8, error_feedback: true}}", "within keeps no error"),
+        ("reduce={within: {kind: int8, rounding: stochastic}}", "within rounds to the nearest"),
+        ("reduce.bucket_bytes=0", "a bucket holds a byte at least"),
+        ("reduce.bucket_bytes=many", "'many' is no number of bytes"),
+        ("reduce.algorithm=rong", "expected 'ring'"),
+        ("reduce={across: {kind: int8, block: 100}}", "block"),
+    ],
+)
+def test_what_is_wrong_is_said(override, words):
+    with pytest.raises(ConfigError, match=words):
+        load(QUICKSTART, [override])
+
+
+def test_xla_reduces_as_it_chooses():
+    with pytest.raises(ConfigError, match="under lowering: auto, XLA reduces gradients as it chooses"):
+        prepared("data8", "auto", reduce=Reduce())
+
+
+def test_an_algorithm_that_cannot_scatter():
+    with pytest.raises(ConfigError, match="tree has no plan for reduce_scatter; there are ring"):
+        prepared("zero3", reduce=Reduce(algorithm="tree")).compile_step()
+
+
+def test_a_reduction_that_rounds_is_not_proven():
+    run = prepared("data8", reduce=Reduce(across=Int8())).run
+    with pytest.raises(ProofError, match="reduce rounds what it sums"):
+        prove(run)
+
+
+@pytest.mark.parametrize(
+    ("layout", "across"),
+    [("data2_fsdp2_tensor2", Int8(error_feedback=True)), ("tensor4", PowerSGD(rank=2))],
+    ids=["int8", "powersgd"],
+)
+def test_what_is_kept_is_sharded_and_checkpointed(layout, across, tmp_path):
+    run = prepared(layout, reduce=Reduce(across=across))
+    step = run.compile_step()
+    put = lambda batch: {name: jax.device_put(x, step.batch[name].sharding) for name, x in batch.items()}
+    first, second, _ = map(put, batches())
+    state, _ = step(run.compile_init()(), first)
+    kept = state.carried["reduce"]
+    lost, placed = kept["lost"]["blocks"]["mlp"]["up"]["kernel"], run.placement.carried["reduce"]["lost"]
+    assert lost.shape == (2, *run.specs["blocks"]["mlp"]["up"]["kernel"].shape)
+    assert lost.sharding.spec == placed["blocks"]["mlp"]["up"]["kernel"].pspec
+    assert np.asarray(lost).any()
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, state, {})
+        saved.wait()
+        restored = saved.restore(run.placement.structs)
+    after, again = step(state, second)[0], step(restored, second)[0]
+    jax.tree.map(np.testing.assert_array_equal, after, again)
