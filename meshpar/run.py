@@ -52,6 +52,7 @@ from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.parallel.pipeline.cut import cut_layers
 from meshpar.parallel.pipeline.execute import Pipeline, num_permutes
 from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
+from meshpar.parallel.pipeline.simulate import simulate as simulate_schedule
 from meshpar.parallel.traffic import Activations, Stages, Traffic, Widths, step_traffic, teacher_traffic
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
@@ -257,7 +258,7 @@ class Prepared(Training):
         """
         meant = planned_by(self.how, self.placement.sharded, self.placement.opt_state)
         told = inspection.inspect(step.compiled, self.mesh, warnings=step.warnings, planned=meant)
-        passes = getattr(self.run.model, "num_layers", 1) * self.run.num_microbatches
+        passes = getattr(self.run.model, "num_layers", 1) * self.how.num_microbatches
         if self.run.expects:
             broken = self.run.expects.check(told, self.closed_form, passes)
             broken.raise_any(ContractError, "the compiled step breaks its contract:")
@@ -600,9 +601,12 @@ def _check_pipeline(run: Run, how: Lowering, problems: Problems) -> None:
     if not how.manual:
         problems.add("pipeline", "GSPMD knows no pipeline", "lowering=manual, or no pipeline")
     elif not isinstance(run.model, Import):
+        before = len(problems)
         run.pipeline.check(num_stages, problems)
         try:
             cut_layers(run.pipeline, num_stages, run.model.num_layers)
+            if len(problems) == before:
+                simulate_schedule(run.pipeline, num_stages)
         except ScheduleError as error:
             problems.add("pipeline", str(error))
     beside = {

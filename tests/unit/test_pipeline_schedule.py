@@ -165,3 +165,9 @@ def test_the_command_names_the_nearest_schedule(capsys, monkeypatch):
         main()
     assert ended.value.code == 2
     assert "did you mean zb_h" in capsys.readouterr().err
+
+
+def test_forwards_alone_are_no_schedule(tmp_path):
+    (tmp_path / "orders.txt").write_text("F0\nF0\n")
+    with pytest.raises(ScheduleError, match="missing: B0"):
+        simulate(Written(num_microbatches=1, path=tmp_path / "orders.txt"), 2)

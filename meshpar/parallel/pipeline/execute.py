@@ -24,6 +24,7 @@ from meshpar.parallel.pipeline.cut import Cut, cut_layers
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
 from meshpar.parallel.pipeline.parts import Batch, Parts
 from meshpar.parallel.pipeline.schedule import Schedule
+from meshpar.parallel.pipeline.simulate import check_complete
 from meshpar.parallel.pipeline.split import Split, split
 from meshpar.parallel.pipeline.ticks import KINDS, Row, Ticks, tick_table
 from meshpar.parallel.precision import summed_in, wide
@@ -57,9 +58,14 @@ class Pipeline:
         return _Stage(self, params, batch, None, forward_only=True).evaluation()
 
     def plan(self, how: Lowering, forward_only: bool = False) -> tuple[Ticks, Cut]:
-        """The table, and which layers are where."""
+        """The table, and which layers are where.
+
+        Raises:
+          ScheduleError: the schedule is not complete, or its stages wait for each other.
+        """
         num_stages = _num_stages(how)
         orders = self.schedule.orders(num_stages)
+        check_complete(orders, self.schedule)
         if forward_only:
             orders = [[op for op in order if op.kind == "F"] for order in orders]
         cut = cut_layers(self.schedule, num_stages, self.parts.num_layers, self.parts.head)

@@ -105,6 +105,15 @@ def simulate(schedule: Schedule, num_stages: int, times: Times = Times()) -> Tim
 def simulate_orders(orders: Sequence[Order], schedule: Schedule, times: Times = Times()) -> Timeline:
     """The same, of orders that lie on the stages as the schedule says."""
     check_complete(orders, schedule)
+    return timeline(orders, schedule, times)
+
+
+def timeline(orders: Sequence[Order], schedule: Schedule, times: Times) -> Timeline:
+    """The same, of orders that may leave something out, such as all backwards.
+
+    Raises:
+      ScheduleError: the stages wait for each other.
+    """
     run = _Run(orders, schedule, times)
     while run.advance():
         pass
@@ -121,8 +130,7 @@ def check_complete(orders: Sequence[Order], schedule: Schedule) -> None:
       ScheduleError: lists what is missing, and what stands twice or is of no microbatch.
     """
     problems = Problems()
-    has = {op.kind for order in orders for op in order}
-    kinds = [kind for kind in "FBW" if kind in has] or ["F"]
+    kinds = "FBW" if splits(orders) else "FB"
     wanted = {
         Op(kind, j, chunk)
         for kind in kinds for j in range(schedule.num_microbatches) for chunk in range(schedule.chunks_per_stage)

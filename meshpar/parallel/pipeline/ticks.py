@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshpar.parallel.pipeline.schedule import Op, Order, Schedule
-from meshpar.parallel.pipeline.simulate import Ran, Route, Timeline, Times, simulate_orders, splits
+from meshpar.parallel.pipeline.simulate import Ran, Route, Timeline, Times, splits, timeline
 
 IDLE, KINDS = 0, {"F": 1, "B": 2, "W": 3}
 
@@ -78,7 +78,7 @@ def tick_table(orders: list[Order], schedule: Schedule) -> Ticks:
 def in_ticks(orders: list[Order], schedule: Schedule, times: Times | None = None) -> Timeline:
     """When each operation runs, W apart from B; if no times are given, in ticks, of which each lasts one."""
     v = float(schedule.chunks_per_stage)
-    return simulate_orders([split_backwards(order) for order in orders], schedule, times or Times(v, v, v))
+    return timeline([split_backwards(order) for order in orders], schedule, times or Times(v, v, v))
 
 
 def split_backwards(order: Order) -> Order:
