@@ -1,5 +1,8 @@
 from . import collectives
 from .adopt import training
+from .checkpoint.checkpoints import About, Checkpoints, checkpoints
+from .checkpoint.kept import Kept
+from .checkpoint.saved import Saved
 from .collectives.reduce import Reduce
 from .errors import (
     CheckpointError,
@@ -24,12 +27,25 @@ from .mesh.process import simulate
 from .models import GPT, Llama
 from .proof.prove import prove
 from .proof.verdict import Proof
-from .run import Prepared, Run, explain, fit, load, prepare
+from .run import Init, Prepared, Run, explain, fit, load, prepare
 from .sharding.constrain import constrain
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
-from .train.data import StandardLibrary, Synthetic, Text
+from .train.data import (
+    Arrow,
+    Bytes,
+    Ids,
+    Jsonl,
+    Mixture,
+    Numpy,
+    Parquet,
+    Part,
+    StandardLibrary,
+    Synthetic,
+    Text,
+    TokenizerFile,
+)
 from .train.loss import Tally
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
 from .train.training import Training
@@ -37,11 +53,15 @@ from .train.training import Training
 __all__ = [
     "GPT",
     "SGD",
+    "About",
     "Adafactor",
     "AdamW",
     "ArraySpec",
+    "Arrow",
     "AxisRules",
+    "Bytes",
     "CheckpointError",
+    "Checkpoints",
     "Collective",
     "ConfigError",
     "Contract",
@@ -49,13 +69,21 @@ __all__ = [
     "ContractWarning",
     "DataError",
     "Finding",
+    "Ids",
+    "Init",
     "Inspection",
+    "Jsonl",
+    "Kept",
     "Lion",
     "Llama",
     "MeshError",
     "MeshLayout",
     "MeshparError",
+    "Mixture",
     "Muon",
+    "Numpy",
+    "Parquet",
+    "Part",
     "Placement",
     "PlanError",
     "Planned",
@@ -65,12 +93,15 @@ __all__ = [
     "ProofError",
     "Reduce",
     "Run",
+    "Saved",
     "ShardingError",
     "StandardLibrary",
     "Synthetic",
     "Tally",
     "Text",
+    "TokenizerFile",
     "Training",
+    "checkpoints",
     "collectives",
     "collectives_of",
     "compiling",

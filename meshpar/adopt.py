@@ -70,7 +70,7 @@ def training(
       ...     optax.sgd(0.1), rows, mesh=MeshLayout(data=-1), rules=AxisRules(preset="replicated", unnamed=()),
       ... )
       >>> step, state = linear.compile_step(), linear.compile_init()()
-      >>> state, metrics = step(state, jax.device_put(rows, {name: s.sharding for name, s in linear.batch.items()}))
+      >>> state, metrics = step(state, linear.put(rows))
       >>> int(state.step)
       1
     """

@@ -85,7 +85,27 @@ def schema(root: type[Config]) -> dict[str, Any]:
 
 def flatten(config: Config) -> dict[str, Any]:
     """Dotted key -> value, of everything that can be set."""
-    return dict(_leaves(config.model_dump(mode="json"), ""))
+    return flatten_json(config.model_dump(mode="json"))
+
+
+def flatten_json(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, of a config as JSON data.
+
+    >>> flatten_json({"mesh": {"data": 8}, "seed": 0})
+    {'mesh.data': 8, 'seed': 0}
+    """
+    return dict(_leaves(data, "")) if data else {}
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Dotted key -> the two values, where two configs as JSON data differ; None where one has no such key.
+
+    >>> changed({"mesh": {"data": 8}, "seed": 0}, {"mesh": {"data": 2, "fsdp": 4}, "seed": 0})
+    {'mesh.data': [8, 2], 'mesh.fsdp': [None, 4]}
+    """
+    old, new = flatten_json(before), flatten_json(after)
+    keys = [*old, *(key for key in new if key not in old)]
+    return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
 
 
 def _reachable(model: type[Config]) -> set[type[Config]]:
@@ -198,8 +218,11 @@ def _expand(annotation: Any, data: Any) -> Any:
     model = _chosen(annotation, data)
     if model is None:
         return data
+    if isinstance(data, list) and _is_list(annotation):
+        return [_expand(model, element) for element in data]
     if model.shorthand and data is not None and not isinstance(data, dict):
-        data = {model.shorthand: data}
+        kind = {"kind": _kind(model)} if len(_models(annotation)) > 1 else {}
+        data = kind | {model.shorthand: data}
     if not isinstance(data, dict):
         return data
     return {key: _expand(_fields(model).get(key), value) for key, value in data.items()}
@@ -283,9 +306,15 @@ def _locate(root: type[Config], data: Any, loc: tuple[Any, ...]) -> tuple[list[s
             continue
         holder = _chosen(annotation, data)
         keys.append(str(part))
-        annotation = _fields(holder).get(str(part), Any)
-        data = data.get(part) if isinstance(data, dict) else None
+        annotation = holder if isinstance(part, int) else _fields(holder).get(str(part), Any)
+        data = _item(data, part)
     return keys, holder if keys and not _kinds(annotation) else annotation
+
+
+def _item(data: Any, key: Any) -> Any:
+    if isinstance(data, list) and isinstance(key, int):
+        return data[key] if key < len(data) else None
+    return data.get(key) if isinstance(data, dict) else None
 
 
 def _chosen(annotation: Any, data: Any) -> Any:
@@ -308,10 +337,14 @@ def _kind(model: type[Config]) -> str | None:
 
 
 def _models(annotation: Any) -> list[type[Config]]:
-    """The config models in an annotation: itself, or those of its union."""
-    if get_origin(annotation) in (Annotated, Union, types.UnionType):
+    """The config models in an annotation: itself, or those of its union or of its list."""
+    if get_origin(annotation) in (Annotated, Union, types.UnionType, tuple):
         return [model for part in get_args(annotation) for model in _models(part)]
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, Config) else []
+
+
+def _is_list(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple
 
 
 def _source(where: str, sources: Mapping[str, str]) -> str:

@@ -17,8 +17,8 @@ from meshpar import imports
 from meshpar.adopt import specs_of, tallied, unboxing
 from meshpar.errors import ConfigError
 from meshpar.models.imported import Import
+from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loss import Loss, next_token_loss
-from meshpar.train.packing import ARRAYS
 
 
 @dataclass(frozen=True)

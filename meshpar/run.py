@@ -17,6 +17,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshpar import config, imports
+from meshpar.checkpoint.checkpoints import About, Checkpoints, checkpoints
+from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.saved import FOLDER, Saved, find
+from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.collectives.reduce import Reduce
 from meshpar.config import Config
 from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems, ProgramError
@@ -40,19 +44,20 @@ from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.checkpoint import checkpoints
+from meshpar.train.begin import Beginning
 from meshpar.train.data import Data
+from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loop import Loop
 from meshpar.train.loss import next_token_loss
 from meshpar.train.master import with_master
 from meshpar.train.metrics import flops_per_token, recorder
 from meshpar.train.optim import Optimizer
-from meshpar.train.packing import ARRAYS
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step, Update
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths
 
+Paths = tuple[str, ...]
 Positive = Annotated[int, pydantic.Field(gt=0)]
 Float = Literal["bfloat16", "float32", "float64"]
 
@@ -75,6 +80,17 @@ class Precision(Config):
         sums = max(compute, 4)
         gradients = np.dtype(self.gradients).itemsize if self.gradients else sums
         return Widths(*(max(width, least) for width in (params, compute, gradients, sums)), declared=gradients)
+
+
+class Init(Config):
+    """From where the first parameters are taken; what is not taken is drawn."""
+
+    from_checkpoint: Path
+    """A checkpoint, or the folder of a run, of which the last is meant."""
+    take: Paths = ("params.**",)
+    """Globs of paths of the train state."""
+    leave: Paths = ()
+    """Globs of what is not taken, though `take` matches it: a new head, `params.head.**`."""
 
 
 class Run(Config):
@@ -103,8 +119,10 @@ class Run(Config):
     log_every: Positive = 10
     eval_every: Positive | None = None
     """Steps between evaluations on held-out data; default: only at the end."""
-    checkpoint_every: Positive | None = None
-    """Steps between checkpoints; default: only at the end."""
+    init: Init | None = None
+    """From where the first parameters are taken; default: they are drawn."""
+    checkpoints: Kept = Kept()
+    """How often, and which stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +152,12 @@ class Prepared(Training):
         placed = self.placement
         sharded, stored, optimizer = map(jax.tree.leaves, (placed.sharded, placed.params, placed.opt_state))
         return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths())
+
+    @property
+    def about(self) -> About:
+        """What a checkpoint says of the run."""
+        run = self.run
+        return About(run.model_dump(mode="json"), self.placement.dims, run.seed, run.data.batch_size)
 
     @property
     def _on_cpu(self) -> bool:
@@ -294,18 +318,40 @@ def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: 
       dump_hlo: a file for the compiled step's text.
     """
     prepared = prepare(run)
-    with recorder(run.run_dir, run.num_steps, json) as records, checkpoints(run.run_dir / "checkpoints") as saved:
-        train_data, held_out = run.data.train(run.seed), run.data.held_out()
-        step, evaluate, init = prepared.compile_step(), prepared.compile_evaluation(), prepared.compile_init()
+    saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, prepared.about)
+    with recorder(run.run_dir, run.num_steps, json) as records, saving as saved:
+        beginning = _beginning(prepared, saved)
+        train_data, held_out = run.data.datasets(run.seed)
+        step, evaluate = prepared.compile_step(), prepared.compile_evaluation()
         if dump_hlo:
             dump_hlo.write_text(step.text)
         _hold_to_contract(prepared, step)
-        state = init() if saved.latest() is None else saved.restore(prepared.placement.structs)
+        state = beginning.state() if beginning else prepared.compile_init()()
+        if beginning:
+            records.record("restored", int(state.step), **beginning.record())
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
-            run.log_every, run.eval_every, run.checkpoint_every, _mfu(prepared), profile,
+            run.log_every, run.eval_every, _mfu(prepared), profile,
         )  # fmt: skip
         return loop.fit(state)
+
+
+def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | None:
+    """A run goes on from its own last checkpoint, if there is one.
+
+    Raises:
+      CheckpointError: it does not fit, or what is to be taken of another does not.
+    """
+    init, last = prepared.run.init, saved.latest()
+    if last is not None:
+        source, globs = Saved(saved.directory / str(last)), (EVERYTHING, ())
+    elif init is not None:
+        source, globs = find(init.from_checkpoint), (init.take, init.leave)
+    else:
+        return None
+    beginning = Beginning(prepared, source, *globs, saved.about.config)
+    _ = beginning.selection
+    return beginning
 
 
 def _hold_to_contract(prepared: Prepared, step: Step) -> None:
@@ -352,8 +398,17 @@ def _check(run: Run, mesh: AnyMesh) -> None:
         _check_decoder(run, run.model, problems)
     if run.reduce and run.lowering == "auto":
         problems.add("reduce", "under lowering: auto, XLA reduces gradients as it chooses", "lowering: manual")
+    _check_kept(run, problems)
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
+
+
+def _check_kept(run: Run, problems: Problems) -> None:
+    kept = run.checkpoints
+    if kept.keep_best and kept.every and kept.every % (run.eval_every or run.num_steps):
+        when = f"every {run.eval_every} steps" if run.eval_every else "at the end"
+        what = f"a checkpoint every {kept.every} steps needs an evaluation to be judged by, and there is one {when}"
+        problems.add("checkpoints.keep_best", what, f"eval_every={kept.every}")
 
 
 def _check_decoder(run: Run, model: Decoder, problems: Problems) -> None:

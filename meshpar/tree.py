@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -40,6 +40,23 @@ def matching(paths: Iterable[str], glob: str) -> list[str]:
     parts = {"**": ".*", "*": "[^.]*"}
     pattern = "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", glob))
     return [path for path in paths if re.fullmatch(pattern, path)]
+
+
+def shortened(paths: Sequence[str], among: Iterable[str]) -> list[str]:
+    """Paths for people: a subtree of which all are listed is one glob.
+
+    >>> shortened(["params.a.w", "params.a.b", "step"], ["params.a.w", "params.a.b", "params.head", "step"])
+    ['params.a.**', 'step']
+    """
+    listed = set(paths)
+    rest = [path for path in among if path not in listed]
+    found = []
+    for path in paths:
+        parts = path.split(".")
+        tops = [".".join(parts[:i]) + "." for i in range(1, len(parts))]
+        whole = next((top for top in tops if not any(other.startswith(top) for other in rest)), None)
+        found.append(f"{whole}**" if whole else path)
+    return list(dict.fromkeys(found))
 
 
 def human_bytes(size: float) -> str:

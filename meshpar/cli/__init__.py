@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from meshpar import imports
-from meshpar.cli import bench, explain, inspect, prove, schema, train  # noqa: F401  each joins the app as it is imported
+from meshpar.cli import bench, checkpoint, explain, inspect, prove, schema, train  # noqa: F401  each joins the app as it is imported
 from meshpar.cli.app import app
 from meshpar.errors import MeshparError
 

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.errors import ProofError
-from meshpar.train.checkpoint import checkpoints
 from meshpar.train.gradients import Gradients
 from meshpar.train.state import TrainState, shardings
 from meshpar.train.step import step_function
@@ -61,14 +61,14 @@ class Trial:
         """
         taken = []
         for batch in batches:
-            state, metrics, grads = self._step(state, self._put(batch))
+            state, metrics, grads = self._step(state, self.training.put(batch))
             taken.append(_taken(metrics, grads, state))
         return state, taken
 
     def saved_and_restored(self, state: TrainState, there: Trial) -> TrainState:
         """The state as it comes back from a checkpoint, on another layout or on the same."""
         with tempfile.TemporaryDirectory() as folder, checkpoints(Path(folder) / "checkpoints") as saved:
-            saved.save(int(state.step), state, {})
+            saved.save(int(state.step), state)
             saved.wait()
             return saved.restore(there.training.placement.structs)
 
@@ -89,9 +89,6 @@ class Trial:
         whole = NamedSharding(training.mesh, PartitionSpec())  # pyright: ignore
         lowered = jax.jit(step, out_shardings=(shardings(structs), whole, whole)).lower(structs, training.batch)
         return lowered.compile(compiler_options=QUICK)
-
-    def _put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return {name: jax.device_put(x, self.training.batch[name].sharding) for name, x in batch.items()}
 
 
 def on(training: Training, mesh: Any, **changes: Any) -> Trial:

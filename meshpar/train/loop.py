@@ -7,14 +7,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-from meshpar.train.checkpoint import Checkpoints
+from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.train.data import Dataset
 from meshpar.train.evaluate import Evaluation
+from meshpar.train.feed import local_rows, put
 from meshpar.train.metrics import Recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import Metrics, Step
@@ -28,8 +31,9 @@ class Loop:
     """How often what is done, and with what.
 
     Args:
-      config: what a checkpoint keeps of the run.
-      log_every, eval_every, checkpoint_every: in steps; None for only at the end. The first step is logged too.
+      config: what the records keep of the run.
+      log_every, eval_every: in steps, as is `checkpoints.kept.every`; None for only at the end. The first step is
+        logged too.
       mfu_of: from tokens/s to model FLOPs utilization; None where the chip is not known.
       profile: a folder for a trace of three steps, once the first three have warmed up.
     """
@@ -44,7 +48,6 @@ class Loop:
     num_steps: int
     log_every: int
     eval_every: int | None = None
-    checkpoint_every: int | None = None
     mfu_of: Callable[[float], float] | None = None
     profile: Path | None = None
 
@@ -57,10 +60,9 @@ class Loop:
         start = int(jax.device_get(state.step))
         self.recorder.begin(start, self.config)
         if start < self.num_steps:
-            with jax.transfer_guard("disallow"), closing(self.train.batches(start)) as batches:
+            with jax.transfer_guard("disallow"), closing(self.train.batches(start, self._rows)) as batches:
                 state = self._steps(state, start, batches)
-                self._evaluate(state, self.num_steps)
-                self._save(state, self.num_steps)
+                self._save(state, self.num_steps, self._evaluate(state, self.num_steps))
         self.recorder.summarize(max(start, self.num_steps))
         return state
 
@@ -72,7 +74,9 @@ class Loop:
                 if self.profile and index == self._nth(start, 4):
                     with stopwatch.paused():
                         trace.enter_context(jax.profiler.trace(str(self.profile)))
-                state, metrics = self.step(state, self._put(next(batches)))
+                with stopwatch.waiting():
+                    batch = self._put(next(batches))
+                state, metrics = self.step(state, batch)
                 stopwatch.count(metrics["tokens"])
                 in_flight.append(metrics)
                 if len(in_flight) > IN_FLIGHT:
@@ -82,12 +86,13 @@ class Loop:
                         trace.close()
                 if index == start + 1 or index == self.num_steps or index % self.log_every == 0:
                     self._log(index, metrics, stopwatch)
+                evaluated: dict[str, float] = {}
                 if self._due(index, self.eval_every):
                     with stopwatch.paused():
-                        self._evaluate(state, index)
-                if self._due(index, self.checkpoint_every):
+                        evaluated = self._evaluate(state, index)
+                if self._due(index, self.checkpoints.kept.every):
                     with stopwatch.paused():
-                        self._save(state, index)
+                        self._save(state, index, evaluated)
         return state
 
     def _nth(self, start: int, n: int) -> int:
@@ -105,18 +110,24 @@ class Loop:
             speed["mfu"] = self.mfu_of(speed["tokens_per_s"])
         self.recorder.record("train", index, **values, **speed)
 
-    def _evaluate(self, state: TrainState, index: int) -> None:
-        told = [jax.device_get(self.evaluate(state.params, self._put(batch), state.carried)) for batch in self.held_out]
+    def _evaluate(self, state: TrainState, index: int) -> dict[str, float]:
+        held_out = self.held_out.batches(rows=self._rows)
+        told = [jax.device_get(self.evaluate(state.params, self._put(batch), state.carried)) for batch in held_out]
         sums = {name: sum(one[name].item() for one in told) for name in told[0]}
         tokens = sums.pop("tokens")
         means = {name: total / tokens for name, total in sums.items()}
         self.recorder.record("evaluation", index, **means, tokens=tokens)
+        return means
 
-    def _save(self, state: TrainState, index: int) -> None:
-        self.checkpoints.save(index, state, self.config)
+    def _save(self, state: TrainState, index: int, evaluated: dict[str, float]) -> None:
+        self.checkpoints.save(index, state, evaluated)
 
     def _put(self, batch: Any) -> dict[str, jax.Array]:
-        return {name: jax.device_put(x, self.step.batch[name].sharding) for name, x in batch.items()}
+        return put(batch, self.step.batch, self._rows)
+
+    @cached_property
+    def _rows(self) -> np.ndarray:
+        return local_rows(self.step.batch)
 
 
 @dataclass
@@ -128,22 +139,39 @@ class Stopwatch:
     Args:
       since: when the lap began, in seconds; None before the first.
       tokens: int32[] of each step of the lap.
+      waited_s: how long the lap's steps waited for their batches. Devices that run behind the host wait less.
     """
 
     since: float | None = None
     tokens: list[jax.Array] = field(default_factory=list)
+    waited_s: float = 0.0
 
     def count(self, tokens: jax.Array) -> None:
         self.tokens.append(tokens)
 
     def lap(self) -> dict[str, float]:
-        """`step_s` (the mean) and `tokens_per_s` of this lap; nothing of the first, whose beginning is not known."""
+        """`step_s` (the mean), `tokens_per_s` and `data_wait` (a fraction of the time) of this lap.
+
+        Nothing of the first lap, whose beginning is not known.
+        """
         tokens, num_steps = sum(t.item() for t in jax.device_get(self.tokens)), len(self.tokens)
         since, self.since, self.tokens = self.since, time.perf_counter(), []
+        waited_s, self.waited_s = self.waited_s, 0.0
         if since is None or not num_steps:
             return {}
         elapsed_s = self.since - since
-        return {"step_s": elapsed_s / num_steps, "tokens_per_s": tokens / elapsed_s}
+        return {
+            "step_s": elapsed_s / num_steps,
+            "tokens_per_s": tokens / elapsed_s,
+            "data_wait": waited_s / elapsed_s,
+        }
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within, a batch is awaited."""
+        began = time.perf_counter()
+        yield
+        self.waited_s += time.perf_counter() - began
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from meshpar.errors import CheckpointError
+from meshpar.tree import shortened
 
 Record = dict[str, Any]
 """`kind`, `step`, and what is recorded: numbers; of the kind `run`, the config."""
@@ -115,7 +116,7 @@ def summary(records: Sequence[Record]) -> Record:
     told = {"first_loss": losses[:1], "last_loss": losses[-1:], "held_out_loss": held_out[-1:]}
     if losses and held_out:
         told["lower_by"] = [1 - held_out[-1] / losses[0]]
-    speeds = {name: _column(records, "train", name) for name in ("step_s", "tokens_per_s", "mfu")}
+    speeds = {name: _column(records, "train", name) for name in ("step_s", "tokens_per_s", "data_wait", "mfu")}
     return {name: median(values) for name, values in (told | speeds).items() if values}
 
 
@@ -148,7 +149,7 @@ def _onto_board(folder: Path) -> Iterator[Sink]:
                 # Tells TensorBoard to hide the steps that are taken again.
                 board = stack.enter_context(SummaryWriter(str(folder), purge_step=record["step"] + 1))
             for name, value in record.items():
-                if name not in ("kind", "step", "config") and math.isfinite(value):
+                if isinstance(value, int | float) and name not in ("kind", "step") and math.isfinite(value):
                     board.add_scalar(f"{record['kind']}/{name}", value, record["step"])
 
         yield write
@@ -203,6 +204,7 @@ _FORMATS = {
     "grad_norm": "norm {:.2f}",
     "tokens_per_s": "{:,.0f} tokens/s",
     "step_s": "{:.3f} s/step",
+    "data_wait": "waits for data {:.1%}",
     "mfu": "MFU {:.1%}",
     "lr": "lr {:.1e}",
 }
@@ -210,9 +212,26 @@ _BESIDE_THE_BAR = ("kind", "loss", "tokens_per_s", "step_s", "mfu", "skipped")  
 
 
 def _numbers(record: Record) -> str:
+    if record["kind"] == "restored":
+        return _restored(record)
     if record["kind"] == "run":
         return "goes on from a checkpoint" if record["step"] else "begins"
     shown = [form.format(record[name]) for name, form in _FORMATS.items() if name in record]
     if record.get("skipped"):
         shown.append(f"skipped so far, as not finite: {record['skipped']}")
     return "  ".join(shown)
+
+
+def _restored(record: Record) -> str:
+    taken, made, unused = record["taken"], record["made"], record["unused"]
+    parts = [f"takes {_arrays(taken, [*made, *unused])} of {record['source']}"]
+    parts += [f"makes {_arrays(made, taken)}"] * bool(made) + [f"does not use {_arrays(unused, taken)}"] * bool(unused)
+    parts += [f"{key} was {old}, is {new}" for key, (old, new) in record["changed"].items()]
+    return "; ".join(parts)
+
+
+def _arrays(paths: Sequence[str], others: Sequence[str]) -> str:
+    """How many and which, as globs."""
+    if not others:
+        return f"all {len(paths)} arrays"
+    return f"{len(paths)} array{'s' * (len(paths) != 1)} ({', '.join(shortened(paths, [*paths, *others]))})"

@@ -70,6 +70,12 @@ class StatePlacement:
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))  # pyright: ignore
         return TrainState(scalar, structs(self.params), structs(self.opt_state), scalar, structs(self.carried))
 
+    @property
+    def dims(self) -> dict[str, tuple[str, ...]]:
+        """Path -> names of the dims, of each array of the state that has some."""
+        placed = flatten_with_paths({"params": self.params, "opt_state": self.opt_state, "carried": self.carried})
+        return {path: placement.spec.dims for path, placement in placed.items()}
+
 
 def structs(placements: Any) -> Any:
     """A tree of placements as `ShapeDtypeStruct`s."""
@@ -175,6 +181,7 @@ def compile_init(
     placement: StatePlacement,
     seed: int,
     options: Any = None,
+    given: dict[str, jax.Array] | None = None,
 ) -> Callable[[], TrainState]:
     """A compiled function that makes the first state, each device its own shard and no more.
 
@@ -182,19 +189,24 @@ def compile_init(
       init_params: key -> params.
       init_carried: key -> what the loss carries.
       options: the compiler's.
+      given: arrays by path, `params.head.kernel`, that are there already, placed as `placement.structs`: they are not
+        drawn, and are donated.
 
     Communication: none: JAX's random numbers are a function of the element's position.
     """
-    target = placement.structs
+    target, given = placement.structs, given or {}
 
-    def init() -> TrainState:
+    def init(given: dict[str, jax.Array]) -> TrainState:
         key = jax.random.key(seed)
-        params = _cast(init_params(key), target.params)
+        drawn = _cast(init_params(key), target.params)
+        params = map_with_path(lambda path, x: given.get(f"params.{path}", x), drawn)
         params = jax.lax.with_sharding_constraint(params, shardings(structs(placement.sharded)))
         carried = _cast(init_carried(key), target.carried)
         return TrainState(jnp.int32(0), params, tx.init(params), jnp.int32(0), carried)
 
-    return jax.jit(init, out_shardings=shardings(target)).lower().compile(compiler_options=options)
+    placed = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in given.items()}
+    lowered = jax.jit(init, out_shardings=shardings(target), donate_argnums=0).lower(placed)
+    return partial(lowered.compile(compiler_options=options), given)
 
 
 def _cast(arrays: Any, structs: Any) -> Any:

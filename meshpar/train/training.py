@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -99,6 +99,10 @@ class Training:
         """The step, not yet compiled."""
         return step_function(self.gradients, self.update, self.placement)
 
+    def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """The arrays of a batch on the devices, each device its own rows."""
+        return {name: jax.device_put(x, self.batch[name].sharding) for name, x in batch.items()}
+
     def compile_step(self) -> Step:
         return compile_step(self.step, self.placement, self.batch)
 
@@ -106,10 +110,10 @@ class Training:
         objective = replace(self.objective, loss=self.evaluation or self.loss)
         return compile_evaluation(objective, self.how, self.placement, self.batch)
 
-    def compile_init(self, options: Any = None) -> Callable[[], TrainState]:
+    def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:
         kept = place_kept(self.placement.sharded, self.how)
         first = (lambda key: self.init_carried(key) | zeros(kept)) if kept else self.init_carried
-        return compile_init(self.init, first, self.update.tx, self.placement, self.seed, options)
+        return compile_init(self.init, first, self.update.tx, self.placement, self.seed, options, given)
 
 
 def step_key(seed: int, step: jax.Array) -> jax.Array:

@@ -73,7 +73,7 @@ def metrics_of(mesh, **more):
     mesh = layout.build(jax.devices()[: layout.requested() or 1])
     mlp = MODELS["mlp"][0](mesh, AxisRules(preset=preset))
     trial = Trial(_widened(replace(mlp, key=None, **more)))
-    batch = trial._put(_wide(numbers(1)))
+    batch = trial.training.put(_wide(numbers(1)))
     evaluated = trial.training.compile_evaluation()(trial.start().params, batch, {})
     _, metrics, _ = trial._step(trial.start(), batch)
     return jax.device_get(metrics), jax.device_get(evaluated)

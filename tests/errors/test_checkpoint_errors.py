@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from meshpar.checkpoint import checksums
+from meshpar.checkpoint.checkpoints import Checkpoints, checkpoints
+from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.saved import find
 from meshpar.errors import CheckpointError
-from meshpar.train import checkpoint
-from meshpar.train.checkpoint import Checkpoints, checkpoints
 
 # Noise, which cannot be compressed: a flipped bit is a flipped bit of a number, as it is in real weights.
 NOISE = jax.random.normal(jax.random.key(0), (4, 256))
@@ -28,7 +30,7 @@ def structs(tree: Any) -> Any:
 @pytest.fixture
 def saved(tmp_path: Path) -> Iterator[Checkpoints]:
     with checkpoints(tmp_path / "checkpoints") as opened:
-        opened.save(1, STATE, {"seed": 0})
+        opened.save(1, STATE)
         opened.wait()
         yield opened
 
@@ -116,7 +118,7 @@ def test_no_checksums(saved: Checkpoints, text: str):
 
 def test_control_without_checksums_a_flipped_bit_is_restored(saved: Checkpoints, monkeypatch: pytest.MonkeyPatch):
     """Why they are there. When this fails, Orbax has learned to find the damage itself."""
-    monkeypatch.setattr(checkpoint, "_verify", lambda folder: None)
+    monkeypatch.setattr(checksums, "verify", lambda folder, sums, names: None)
     flip_one_bit(arrays_file(saved))
     restored = saved.restore(structs(STATE))["params"]["a"]
     assert (restored != NOISE).sum() > 0
@@ -129,7 +131,7 @@ def test_no_checkpoint(tmp_path: Path):
 
 def test_a_step_is_never_overwritten(saved: Checkpoints):
     with pytest.raises(CheckpointError) as error:
-        saved.save(1, STATE, {})
+        saved.save(1, STATE)
     assert str(error.value) == f"{saved.directory}/1 exists, and a checkpoint is never overwritten"
 
 
@@ -145,3 +147,123 @@ def test_a_run_directory_without_permission(tmp_path: Path, as_nobody: None):
     tmp_path.chmod(0o500)
     with pytest.raises(CheckpointError, match="cannot be written: Permission denied"):
         Checkpoints(tmp_path)
+
+
+def test_reading_needs_no_folder_that_can_be_written(tmp_path: Path, as_nobody: None):
+    with checkpoints(tmp_path / "checkpoints") as saved:
+        saved.save(1, {"w": jnp.float32(3)})
+    folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o500)
+    try:
+        assert find(tmp_path).restore({"w": jax.ShapeDtypeStruct((), jnp.float32)})["w"] == 3
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            Checkpoints(tmp_path / "checkpoints")
+    finally:
+        for folder in folders:
+            folder.chmod(0o700)
+
+
+def test_of_another_optimizer_that_keeps_arrays_of_the_same_names(saved: Checkpoints):
+    """`saved` says nothing of its optimizer; another run's checkpoint does."""
+    config = lambda kind: {"optim": {"kind": kind, "b1": 0.9}}
+    meta = find(saved.directory).meta | {"config": config("sgd")}
+    there = find(saved.directory)
+    vars(there)["meta"] = meta
+    assert there.select(structs(STATE), config=config("sgd")).taken
+    assert there.select(structs(STATE), ["params.**"], config=config("lion")).taken
+    with pytest.raises(CheckpointError) as error:
+        there.select(structs(STATE), config=config("lion"))
+    assert (
+        str(error.value)
+        == f"""\
+{saved.directory}/1 is of another optimizer; set another run_dir, or the config in its meta.json:
+  optim.kind
+    sgd in the checkpoint, lion in this run"""
+    )
+
+
+# What is to be taken -------------------------------------------------------------------------------------------------
+
+
+def part_message(saved: Checkpoints, take: list[str], leave: tuple[str, ...] = (), **changed: Any) -> str:
+    with pytest.raises(CheckpointError) as error:
+        find(saved.directory).restore(structs(STATE | changed), take, leave)
+    return str(error.value)
+
+
+def test_globs_that_match_nothing(saved: Checkpoints):
+    assert (
+        part_message(saved, ["parms.**", "params.a"], ("params.head.**", "zzz"))
+        == """\
+what to restore cannot be told:
+  take: parms.**
+    matches no array of the checkpoint, and none of the run
+    did you mean params.**?
+  leave: params.head.**
+    matches no array of the checkpoint, and none of the run
+    did you mean params.**?
+  leave: zzz
+    matches no array of the checkpoint, and none of the run
+    there are opt_state, params, step"""
+    )
+
+
+def test_a_part_that_differs(saved: Checkpoints):
+    new = {"a": jnp.zeros((4, 128)), "b": jnp.zeros(3), "new_head": jnp.zeros(2)}
+    assert (
+        part_message(saved, ["params.**"], params=new)
+        == f"""\
+{saved.directory}/1 is of another model, by 3 arrays; leave those that this run makes itself:
+  params.a
+    float32[4, 256] in the checkpoint, float32[4, 128] in this run
+  params.c
+    float32[2] in the checkpoint, unknown to this run
+  params.new_head
+    float32[2] in this run, missing in the checkpoint"""
+    )
+
+
+def test_control_what_is_left_may_differ(saved: Checkpoints):
+    new = {"a": jnp.zeros((4, 128)), "b": jnp.ones(3), "new_head": jnp.zeros(2)}
+    got = find(saved.directory).restore(
+        structs(STATE | {"params": new}), ["params.**"], ["params.a", "params.c", "params.new*"]
+    )
+    assert (got["params"]["b"] == 0).all()
+
+
+# What is no checkpoint -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path):
+    (tmp_path / "300.partial").mkdir()
+    with pytest.raises(CheckpointError) as error:
+        find(tmp_path)
+    assert str(error.value) == f"{tmp_path} is no checkpoint, and holds none"
+    with pytest.raises(CheckpointError) as error:
+        find(tmp_path / "nothing")
+    assert str(error.value) == f"{tmp_path}/nothing does not exist"
+
+
+def test_a_file_that_was_cut(saved: Checkpoints):
+    path = arrays_file(saved)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert message(saved, structs(STATE)).endswith(f"  {path}\n    is not what was written")
+
+
+def test_checksums_of_files_elsewhere(saved: Checkpoints, tmp_path: Path):
+    (tmp_path / "secret").write_text("")
+    path = saved.directory / "1" / "sha256.json"
+    path.write_text('{"../../secret": ""}')
+    assert message(saved, structs(STATE)) == f"{path} cannot be read, so the checkpoint cannot be verified"
+
+
+def test_a_metric_that_no_evaluation_has(tmp_path: Path):
+    """It is told as soon as it can be known, and the checkpoint is written nevertheless."""
+    with (
+        pytest.raises(CheckpointError) as error,
+        checkpoints(tmp_path, Kept(keep_best=1, metric="acuracy")) as opened,
+    ):
+        opened.save(1, STATE, {"loss": 1.0, "accuracy": 0.5})
+    assert str(error.value) == "checkpoints.metric: an evaluation has no acuracy, but loss, accuracy"
+    assert find(tmp_path).step == 1

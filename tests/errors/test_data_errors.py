@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
+from meshpar import cli
 from meshpar.errors import DataError
-from meshpar.train.data import Synthetic, Text
+from meshpar.train.data import Data, Synthetic, Text
+from tests.sources import write_tokenizer
 
 
 @pytest.fixture
@@ -116,7 +121,7 @@ def test_all_files_are_empty(folder: Path):
         == """\
 there is no data to train on:
   data
-    all 2 documents are empty
+    no document has a token in it
     give documents with text in them"""
     )
 
@@ -127,9 +132,9 @@ def test_one_document_cannot_be_split(folder: Path):
         message()
         == """\
 there is no data to train on:
-  a.txt
-    is the only document that is not empty: nothing is left for the other side of the split
-    give at least two documents: cut this one into two files"""
+  data
+    only one document is not empty: nothing is left for the other side of the split
+    give at least two documents: cut this one into two"""
     )
 
 
@@ -150,3 +155,299 @@ def test_the_fix_for_a_split_with_an_empty_side_works():
         mended = data.model_copy(update={"held_out_fraction": float(fix)})
         one = mended.held_out() if share == "none" else mended.train(seed=0)
         assert one.num_documents == 1
+
+
+# Files of every kind --------------------------------------------------------------------------------------------
+
+
+def said(data: dict) -> str:
+    """What a run says that reads this."""
+    with pytest.raises(DataError) as error:
+        TypeAdapter(Data).validate_python({"held_out_fraction": 0.5} | data).datasets(seed=0)
+    return str(error.value)
+
+
+def test_lines_that_are_no_documents_are_all_named(folder: Path):
+    lines = ['{"text": "good"}', '{"text": "cut', '["text"]', '{"txt": "a", "id": 1}', '{"text": 3}', "", '{"id": 1}']
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    (folder / "b.jsonl").write_bytes(b'{"text": "\xff"}\n' + b"[" * 100_000)
+    assert (
+        said({"kind": "jsonl", "path": "corpus"})
+        == """\
+there is no data to train on:
+  corpus/a.jsonl:2
+    is not JSON: Unterminated string starting at column 10
+  corpus/a.jsonl:3
+    is a list, not a JSON object
+    write {"text": ...}
+  corpus/a.jsonl:4
+    has no field 'text'
+    data.field=txt?
+  corpus/a.jsonl:5
+    its field 'text' is a number, neither text nor a list of token ids
+  corpus/a.jsonl:7
+    has no field 'text'
+    it has ['id']
+  corpus/b.jsonl:1
+    is not UTF-8: invalid start byte at byte 10
+  corpus/b.jsonl:2
+    is not JSON that can be read: it is nested too deeply"""
+    )
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow", "numpy"])
+def test_neither_file_nor_folder(folder: Path, kind: str):
+    tokenizer = {"tokenizer": IDS} if kind == "numpy" else {}
+    assert (
+        said({"kind": kind, "path": "corpsu", **tokenizer})
+        == f"""\
+there is no data to train on:
+  data.path = 'corpsu'
+    there is no such file or folder
+    it is relative to the working directory, {folder.parent}"""
+    )
+
+
+def test_after_ten_lines_the_others_are_hardly_news(folder: Path):
+    (folder / "a.jsonl").write_text("{\n" * 1000)
+    assert said({"kind": "jsonl", "path": "corpus/a.jsonl"}).count("is not JSON") == 10
+
+
+def test_a_line_that_no_tokenizer_can_read(folder: Path):
+    (folder / "a.jsonl").write_text('{"text": "a\\ud800"}\n{"text": [256, 257]}\n{"text": "good"}\n')
+    expected = """\
+there is no data to train on:
+  corpus/a.jsonl:1
+    a text is not Unicode: surrogates not allowed at character 1
+  corpus/a.jsonl:2
+    has the token id 257, outside of the vocabulary of 257"""
+    assert said({"kind": "jsonl", "path": "corpus"}) == expected
+    assert said({"kind": "jsonl", "path": "corpus", "cache": "cache"}) == expected
+    assert list(Path("cache").iterdir()) == []
+
+
+def test_text_that_is_no_utf_8_has_no_tokens_but_bytes(folder: Path):
+    write_tokenizer(folder / "tokenizer.json")
+    (folder / "a.txt").write_bytes(b"one\xff")
+    data = {"kind": "text", "path": "corpus", "held_out_fraction": 0.64}
+    assert TypeAdapter(Data).validate_python(data).train(seed=0).num_documents == 1
+    assert (
+        said(data | {"tokenizer": {"kind": "file", "path": "corpus/tokenizer.json"}})
+        == """\
+there is no data to train on:
+  corpus/a.txt
+    a text is not Unicode: surrogates not allowed at character 3"""
+    )
+
+
+@pytest.fixture
+def tables(folder: Path) -> Path:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = pa.table({"content": ["one", None], "score": [0.5, 1.0], "ids": [[1, 300], [2]]})
+    parquet.write_table(table, folder / "a.parquet")
+    with pa.ipc.new_file(folder / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_column_that_is_not_there_or_holds_no_documents(tables: Path, kind: str):
+    file, data = f"corpus/a.{kind}", {"kind": kind, "path": "corpus"}
+    for column, what, fix in [
+        ("text", "has no column 'text'", "\n    It has content, score, ids"),
+        ("contents", "has no column 'contents'", "\n    data.column=content? It has content, score, ids"),
+        ("score", "its column 'score' is double, neither text nor lists of token ids", ""),
+        (
+            "content",
+            "its column 'content' holds nothing (null) in 1 places",
+            "\n    leave those rows out, or write an empty text",
+        ),
+    ]:
+        assert said(data | {"column": column}) == f"there is no data to train on:\n  {file}\n    {what}{fix}"
+    assert "has the token id 300, outside of the vocabulary of 257" in said(data | {"column": "ids"})
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"not a table" * 100])
+def test_a_file_that_is_no_table(folder: Path, kind: str, content: bytes):
+    (folder / f"a.{kind}").write_bytes(content)
+    assert said({"kind": kind, "path": "corpus"}).startswith(
+        f"there is no data to train on:\n  corpus/a.{kind}\n    cannot be read: "
+    )
+
+
+IDS = {"kind": "ids", "vocab_size": 300, "bos": 0}
+
+
+def test_arrays_that_hold_no_token_ids(folder: Path):
+    for name, array in {
+        "a": np.ones(3, np.float32),
+        "b": np.array([1, 300]),
+        "c": np.array([1, -1]),
+        "d": np.zeros((2, 2, 2), int),
+        "e": np.array([{}]),
+    }.items():
+        np.save(folder / f"{name}.npy", array, allow_pickle=True)
+    np.savez(folder / "f.npz", good=np.array([1]), bad=np.array(["x"]))
+    (folder / "g.npy").write_bytes(b"\x93NUMPY no more")
+    (folder / "h.npz").write_bytes(b"PK\x03\x04 no archive")
+    told = said({"kind": "numpy", "path": "corpus", "tokenizer": IDS})
+    assert told.startswith(
+        """\
+there is no data to train on:
+  corpus/a.npy
+    is float32, not token ids, which are integers
+  corpus/b.npy
+    has the token id 300, outside of the vocabulary of 300
+  corpus/c.npy
+    has the token id -1, outside of the vocabulary of 300
+  corpus/d.npy
+    has the shape (2, 2, 2): token ids are a vector or a matrix
+  corpus/e.npy
+    is not an array that can be read: """
+    )
+    assert "\n  corpus/f.npz\n    is <U1, not token ids, which are integers\n" in told
+    for name in ("e.npy", "g.npy", "h.npz"):
+        assert f"\n  corpus/{name}\n    is not an array that can be read: " in told
+
+
+def test_a_tokenizer_that_is_none(folder: Path):
+    (folder / "broken.json").write_text("{}")
+    write_tokenizer(folder / "good.json")
+    tokenizer = {"kind": "file", "path": "corpus/none.json"}
+    text = {"kind": "text", "path": "corpus"}
+    assert (
+        said(text | {"tokenizer": tokenizer})
+        == f"""\
+the tokenizer cannot be used:
+  data.tokenizer = 'corpus/none.json'
+    cannot be read: No such file or directory
+    it is relative to the working directory, {folder.parent}"""
+    )
+    assert said(text | {"tokenizer": tokenizer | {"path": "corpus/broken.json"}}).startswith(
+        "the tokenizer cannot be used:\n  data.tokenizer = 'corpus/broken.json'\n    is not a tokenizer: "
+    )
+    assert (
+        said(text | {"tokenizer": tokenizer | {"path": "corpus/good.json", "bos_token": "<S>"}})
+        == """\
+the tokenizer cannot be used:
+  data.tokenizer.bos_token = '<S>'
+    corpus/good.json has no such token
+    did you mean '<s>'?"""
+    )
+
+
+@pytest.mark.parametrize("library", ["tokenizers", "pyarrow"])
+def test_a_library_that_is_missing_is_named_with_its_extra(tables: Path, monkeypatch: pytest.MonkeyPatch, library: str):
+    write_tokenizer(tables / "tokenizer.json")
+    what = {"tokenizers": "a tokenizer file", "pyarrow": "a Parquet or Arrow file"}[library]
+    for name in [name for name in sys.modules if name.partition(".")[0] == library] + [library]:
+        monkeypatch.setitem(sys.modules, name, None)
+    data = {"kind": "parquet", "path": "corpus", "column": "content"}
+    if library == "tokenizers":
+        data = {"kind": "text", "path": "corpus", "tokenizer": {"kind": "file", "path": "corpus/tokenizer.json"}}
+    assert said(data) == f"{what} needs {library}, which is not installed: pip install 'meshpar[data]'"
+
+
+def test_a_cache_that_cannot_be_written(folder: Path):
+    data = {"kind": "text", "path": "corpus", "held_out_fraction": 0.64, "cache": "corpus/a.txt/cache"}
+    assert said(data) == (
+        "there is no data to train on:\n  data.cache = 'corpus/a.txt/cache'\n    cannot be written: Not a directory"
+    )
+
+
+def test_a_cache_on_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numpy.save", full)
+    data = {"kind": "text", "path": "corpus", "held_out_fraction": 0.64, "cache": "cache"}
+    assert "data.cache = 'cache'\n    cannot be written: No space left on device" in said(data)
+    assert list(Path("cache").iterdir()) == []
+
+
+# From the command line ------------------------------------------------------------------------------------------
+
+CONFIG = """\
+model: {kind: llama, num_layers: 1, width: 16, num_heads: 2, mlp_width: 32, vocab_size: 64}
+data: DATA
+optim: {kind: adamw, lr: 1e-2}
+num_steps: 2
+run_dir: run
+"""
+PART = "{weight: 1, data: {kind: synthetic}}"
+
+
+def refused(data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    Path("config.yaml").write_text(CONFIG.replace("DATA", data))
+    monkeypatch.setattr(sys, "argv", ["meshpar", "train", "config.yaml", "mesh.data=8", *overrides])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+REFUSED = {
+    "{kind: text, path: corpus, tokenizer: corpus/tokenizer.json}": """\
+meshpar: the parts of this config do not fit each other:
+  model.vocab_size
+    the data has 291 token ids, the model 64
+    model.vocab_size=291
+""",
+    "{kind: mixture, parts: [{weight: 0, data: {kind: synthetic}}, {weight: -1, data: {kind: sinthetic}}]}": """\
+meshpar: 3 problems in config.yaml:
+  data.parts.0.weight (config.yaml:2)
+    must be greater than 0.0, got 0
+  data.parts.1.weight (config.yaml:2)
+    must be greater than 0.0, got -1
+  data.parts.1.data (config.yaml:2)
+    no kind is called 'sinthetic'
+    did you mean synthetic? There are text, stdlib, synthetic, jsonl, parquet, arrow, numpy
+""",
+    f"{{kind: mixture, seq_len: 32, parts: [{PART}, {{weight: 1, data: {{kind: synthetic, seq_len: 16}}}}]}}": """\
+meshpar: 1 problem in config.yaml:
+  data (config.yaml:2)
+    parts.1.data.seq_len is 16, but 32 for the mixture: write it only there
+""",
+    f"{{kind: mixture, parts: [{PART}, {{weight: 1, data: {{kind: stdlib}}}}]}}": """\
+meshpar: 1 problem in config.yaml:
+  data (config.yaml:2)
+    parts.1.data.tokenizer differs from that of parts.0.data: a mixture has one vocabulary
+""",
+    f"{{kind: mixture, parts: [{PART}, {{weight: 0.12345, data: {{kind: synthetic}}}}]}}": """\
+meshpar: 1 problem in config.yaml:
+  data (config.yaml:2)
+    weights have too many digits: a turn of all would take 22469 rows, not 10000
+    round them, to 890, 110 for example
+""",
+    "{kind: numpy, path: corpus, tokenizer: {kind: ids, vocab_size: 64, bos: 64}}": """\
+meshpar: 1 problem in config.yaml:
+  data.tokenizer (config.yaml:2)
+    the id 64 lies outside of the vocabulary of 64
+""",
+    "{kind: mixture, parts: []}": """\
+meshpar: 1 problem in config.yaml:
+  data (config.yaml:2)
+    a mixture has at least one part
+""",
+    "{kind: jsonl, path: corpus, feild: body}": """\
+meshpar: 1 problem in config.yaml:
+  data.feild (config.yaml:2)
+    unknown key
+    did you mean data.field?
+""",
+}
+
+
+@pytest.mark.parametrize("data", REFUSED)
+def test_what_the_command_line_refuses(data: str, folder: Path, monkeypatch, capsys):
+    write_tokenizer(folder / "tokenizer.json")
+    assert refused(data, monkeypatch, capsys) == REFUSED[data]
+
+
+def test_data_that_cannot_be_read_is_exit_code_2(folder: Path, monkeypatch, capsys):
+    (folder / "a.jsonl").write_text("{")
+    told = refused("{kind: jsonl, path: corpus, batch_size: 8}", monkeypatch, capsys, "model.vocab_size=257")
+    assert "corpus/a.jsonl:1\n    is not JSON: " in told and "Traceback" not in told

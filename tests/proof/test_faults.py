@@ -13,11 +13,11 @@ import pytest
 from jax import lax
 
 from meshpar import AxisRules, MeshLayout, Proof, prove, training
+from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.parallel import data, tensor
 from meshpar.parallel.local import varying
 from meshpar.sharding.constrain import Lowering, manual, manual_axes
 from meshpar.train import gradients
-from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.step import Update
 from tests.proof import toy as toys
 from tests.proof.toy import BATCHES, toy

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,15 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshpar.train.checkpoint import Checkpoints, checkpoints
+from meshpar.checkpoint.arrays import CHUNK_BYTES
+from meshpar.checkpoint.checkpoints import About, Checkpoints, checkpoints
+from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.saved import find, find_all
+from meshpar.errors import CheckpointError
 from meshpar.train.state import TrainState
+from meshpar.tree import flatten_with_paths
 
-CONFIG = {"seed": 0, "model": {"kind": "toy"}}
+ABOUT = About({"model": {"kind": "toy"}}, {"w": ("embed", "mlp")}, seed=5, batch_size=16)
 
 
 def new_state(params: Any) -> TrainState:
@@ -56,14 +64,14 @@ def assert_same(got: Any, expected: Any) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Iterator[Checkpoints]:
-    with checkpoints(tmp_path / "checkpoints") as opened:
+    with checkpoints(tmp_path / "checkpoints", about=ABOUT) as opened:
         yield opened
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (2, 2), (1, 8), (1, 1)])
 def test_a_state_comes_back_bitwise_on_whatever_mesh_is_asked_for(saved: Checkpoints, shape: tuple[int, int]):
     state = toy_state()
-    saved.save(7, put(state, on_mesh(state, (4, 2), PartitionSpec("data", "fsdp"))), CONFIG)
+    saved.save(7, put(state, on_mesh(state, (4, 2), PartitionSpec("data", "fsdp"))))
     saved.wait()
     wanted = on_mesh(state, shape, PartitionSpec("fsdp"))
     got = saved.restore(wanted)
@@ -73,7 +81,7 @@ def test_a_state_comes_back_bitwise_on_whatever_mesh_is_asked_for(saved: Checkpo
 
 def test_control_another_state_is_told_from_the_one_that_was_saved(saved: Checkpoints):
     state = toy_state()
-    saved.save(7, state, CONFIG)
+    saved.save(7, state)
     saved.wait()
     got = saved.restore(on_mesh(state, (1, 8), PartitionSpec()))
     got.params["blocks"]["w"] = got.params["blocks"]["w"].at[3, 2].add(1e-6)
@@ -86,7 +94,7 @@ def test_what_was_saved_is_the_state_at_that_time_though_it_is_donated_while_it_
     structs = on_mesh(big, (4, 2), PartitionSpec("data", "fsdp"))
     expected, state = np.asarray(big["w"]), put(big, structs)
     step = jax.jit(lambda s: {"w": s["w"] * -2.0}, donate_argnums=0).lower(structs).compile()
-    saved.save(1, state, CONFIG)
+    saved.save(1, state)
     for _ in range(3):
         state = step(state)
     saved.wait()
@@ -96,7 +104,7 @@ def test_what_was_saved_is_the_state_at_that_time_though_it_is_donated_while_it_
 def test_saving_moves_nothing_implicitly_between_host_and_devices(saved: Checkpoints):
     state = toy_state()
     with jax.transfer_guard("disallow"):
-        saved.save(1, state, CONFIG)
+        saved.save(1, state)
         saved.wait()
         saved.restore(on_mesh(state, (1, 8), PartitionSpec()))
 
@@ -104,7 +112,7 @@ def test_saving_moves_nothing_implicitly_between_host_and_devices(saved: Checkpo
 def test_the_latest_steps_are_kept(saved: Checkpoints):
     assert saved.latest() is None
     for step in (9, 10, 100):
-        saved.save(step, {"w": jnp.float32(step)}, CONFIG)
+        saved.save(step, {"w": jnp.float32(step)})
     saved.wait()
     assert saved.latest() == 100
     assert sorted(path.name for path in saved.directory.iterdir()) == ["10", "100"]
@@ -112,43 +120,134 @@ def test_the_latest_steps_are_kept(saved: Checkpoints):
 
 def test_closed_means_on_disk(tmp_path: Path):
     with checkpoints(tmp_path) as first:
-        first.save(3, {"w": jnp.float32(1)}, CONFIG)
+        first.save(3, {"w": jnp.float32(1)})
     with checkpoints(tmp_path) as second:
         assert second.latest() == 3
 
 
-def test_meta_says_what_the_arrays_are_and_of_which_run(saved: Checkpoints):
-    saved.save(7, {"step": jnp.int32(7), "w": jnp.zeros((2, 3), jnp.bfloat16)}, CONFIG)
+def test_meta_says_what_the_arrays_are_and_where_the_run_is(saved: Checkpoints):
+    before = datetime.now(UTC).replace(microsecond=0)
+    saved.save(7, {"step": jnp.int32(7), "w": jnp.zeros((2, 3), jnp.bfloat16)}, {"loss": 2.5})
     saved.wait()
     meta = json.loads((saved.directory / "7" / "meta.json").read_text())
-    assert meta == {"step": 7, "config": CONFIG, "arrays": {"step": "int32[]", "w": "bfloat16[2, 3]"}}
+    assert before <= datetime.fromisoformat(meta.pop("saved")) <= datetime.now(UTC)
+    assert meta == {
+        "step": 7,
+        "config": {"model": {"kind": "toy"}},
+        "arrays": {
+            "step": {"dtype": "int32", "shape": [], "dims": None},
+            "w": {"dtype": "bfloat16", "shape": [2, 3], "dims": ["embed", "mlp"]},
+        },
+        "data": {"next_batch": 7, "rows_read": 112, "seed": 5},
+        "random": {"seed": 5, "impl": "threefry2x32", "folded_in": 7},
+        "metric": {"name": "loss", "best": "lowest", "value": 2.5},
+    }
 
 
 KILLED = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 import jax.numpy as jnp
-from meshpar.train import checkpoint
+from meshpar.checkpoint import checkpoints, checksums
 
-saved = checkpoint.Checkpoints(Path(sys.argv[1]))
-saved.save(1, {"w": jnp.float32(1)}, {})
+die = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+saved = checkpoints.Checkpoints(Path(sys.argv[1]))
+saved.save(1, {"w": jnp.float32(1), "big": jnp.zeros(10)})
 saved.wait()
-checkpoint._checksums = lambda folder: os._exit(9)  # the arrays of step 2 are on disk, their checksums are not
-saved.save(2, {"w": jnp.float32(2)}, {})
+if sys.argv[2] == "in the arrays":
+    saved.save(2, {"w": jnp.float32(2), "big": jnp.zeros(2**24)})
+    die()
+checksums.write = die  # the arrays of step 2 are on disk, their checksums are not
+saved.save(2, {"w": jnp.float32(2), "big": jnp.zeros(10)})
 saved.wait()
 """
 
 
-def test_a_save_that_was_killed_is_as_if_it_had_not_been(tmp_path: Path):
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, timeout=100)
-    assert killed.returncode == 9, killed.stderr.decode()
-    assert (tmp_path / "2.partial" / "state").is_dir()
-    scalar = {"w": jax.ShapeDtypeStruct((), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
+@pytest.mark.parametrize("when", ["in the arrays", "in the checksums"])
+def test_a_save_that_was_killed_is_as_if_it_had_not_been(when: str, tmp_path: Path):
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], capture_output=True, timeout=100)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert (tmp_path / "2.partial").is_dir()
+    assert (tmp_path / "2.partial" / "state").is_dir() == (when == "in the checksums")
+    wanted = {"w": jax.ShapeDtypeStruct((), jnp.float32)}
     with checkpoints(tmp_path) as saved:
         assert saved.latest() == 1
-        assert saved.restore(scalar)["w"] == 1
-        saved.save(2, {"w": jnp.float32(4)}, {})
+        assert find(tmp_path).restore(wanted, take=["w"])["w"] == 1
+        saved.save(2, {"w": jnp.float32(4)})
         saved.wait()
         assert saved.latest() == 2
-        assert saved.restore(scalar)["w"] == 4
+        assert saved.restore(wanted)["w"] == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_the_best_are_kept_beside_the_latest(tmp_path: Path):
+    with checkpoints(tmp_path, Kept(keep=1, keep_best=2)) as saved:
+        for step, loss in enumerate([3.0, 1.0, float("nan"), 2.0, 4.0, 5.0], start=1):
+            saved.save(step, {"w": jnp.float32(step)}, {"loss": loss})
+        saved.save(7, {"w": jnp.float32(7)})  # not evaluated
+    assert [found.step for found in find_all(tmp_path)] == [2, 4, 7]
+
+
+def test_the_highest_can_be_the_best(tmp_path: Path):
+    with checkpoints(tmp_path, Kept(keep=1, keep_best=1, metric="accuracy", best="highest")) as saved:
+        for step, accuracy in enumerate([0.1, 0.9, 0.5], start=1):
+            saved.save(step, {"w": jnp.float32(step)}, {"accuracy": accuracy, "loss": -accuracy})
+    assert [found.step for found in find_all(tmp_path)] == [2, 3]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_removed(tmp_path: Path):
+    with checkpoints(tmp_path, Kept(keep=1)) as saved:
+        saved.save(1, {"w": jnp.float32(1)})
+        saved.wait()
+        (tmp_path / "1" / "meta.json").write_text("{")
+        for step in (2, 3):
+            saved.save(step, {"w": jnp.float32(step)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+
+
+# A part of a checkpoint ----------------------------------------------------------------------------------------------
+
+
+def test_a_part_is_restored_and_the_rest_stays_what_it_was(saved: Checkpoints):
+    state = toy_state()
+    saved.save(7, state)
+    saved.wait()
+    wanted = on_mesh(state, (1, 8), PartitionSpec("fsdp"))
+    there = find(saved.directory)
+    selection = there.select(wanted, ["params.**", "step"], ["params.blocks.b"])
+    assert selection.taken == ["params.blocks.w", "step"]
+    assert set(selection.made) == set(selection.unused) == set(flatten_with_paths(state)) - set(selection.taken)
+    got = there.restore(wanted, ["params.**", "step"], ["params.blocks.b"])
+    np.testing.assert_array_equal(got.params["blocks"]["w"], state.params["blocks"]["w"])
+    assert got.step == 7
+    assert got.params["blocks"]["b"] == wanted.params["blocks"]["b"]
+    assert got.opt_state == wanted.opt_state
+
+
+def test_parameters_are_read_without_the_rest_of_the_state(saved: Checkpoints):
+    """And only their files are verified: what is damaged elsewhere is not read."""
+    state = toy_state()
+    saved.save(7, state)
+    saved.wait()
+    for folder in (saved.directory / "7" / "state").glob("opt_state.*.mu.*"):
+        for chunk in folder.glob("[0-9]*"):
+            chunk.write_bytes(b"damaged")
+    params = on_mesh(state.params, (1, 8), PartitionSpec("fsdp"))
+    assert_same(find(saved.directory).restore({"params": params}, take=["params.**"])["params"], state.params)
+    with pytest.raises(CheckpointError, match="damaged"):
+        saved.restore(on_mesh(state, (1, 8), PartitionSpec("fsdp")))
+
+
+def test_a_state_that_carries_nothing_takes_a_checkpoint_that_knows_of_no_such_thing(saved: Checkpoints):
+    state = toy_state()
+    saved.save(7, {name: value for name, value in vars(state).items() if name != "carried"})
+    saved.wait()
+    assert_same(saved.restore(on_mesh(state, (1, 8), PartitionSpec())), state)
+
+
+def test_what_is_stored_over_other_shapes_of_a_mesh_is_cut_into_chunks_of_bounded_size(tmp_path: Path):
+    whole = jax.device_put(jnp.zeros((2**12, 2**10)), jax.devices()[0])
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, {"w": whole})
+    chunk = json.loads((tmp_path / "1" / "state" / "w" / ".zarray").read_text())["chunks"]
+    assert 4 * math.prod(chunk) <= CHUNK_BYTES < whole.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from meshpar.checkpoint.checkpoints import checkpoints
+from meshpar.checkpoint.kept import Kept
 from meshpar.train import loop as loop_module
-from meshpar.train.checkpoint import checkpoints
 from meshpar.train.loop import IN_FLIGHT, Loop, Stopwatch
 from meshpar.train.metrics import Record, read, recorder
 from meshpar.train.state import TrainState
@@ -38,7 +40,7 @@ class Numbers:
     bad: tuple[int, ...] = ()
     closed: list[bool] = field(default_factory=list)
 
-    def batches(self, start: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    def batches(self, start: int = 0, rows: Any = None) -> Iterator[dict[str, np.ndarray]]:
         try:
             for index in range(start, self.length):
                 if index in self.interrupted:
@@ -97,9 +99,9 @@ def toy() -> Toy:
     return Toy(Step(step, batch), compiled, structs)
 
 
-def run(run_dir: Path, **changed: Any) -> TrainState:
+def run(run_dir: Path, kept: Kept | None = None, **changed: Any) -> TrainState:
     """Runs the loop, or goes on from the checkpoint in `run_dir`."""
-    with recorder(run_dir, 10, as_json=True) as to, checkpoints(run_dir / "checkpoints") as saved:
+    with recorder(run_dir, 10, as_json=True) as to, checkpoints(run_dir / "checkpoints", kept) as saved:
         settings: dict[str, Any] = {"num_steps": 10, "log_every": 4, "config": {"seed": 0}}
         parts: dict[str, Any] = {
             "train": Numbers(),
@@ -125,7 +127,7 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 def test_what_is_due_when(tmp_path: Path):
-    state = run(tmp_path, eval_every=5, checkpoint_every=3)
+    state = run(tmp_path, eval_every=5, kept=Kept(every=3))
     assert state.step == 10
     assert steps_of(tmp_path, "train") == [1, 4, 8, 10]
     assert steps_of(tmp_path, "evaluation") == [5, 10]
@@ -160,7 +162,7 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers_bitwise(tmp_path: Path):
     unbroken = run(tmp_path / "unbroken", log_every=1)
     data = Numbers(interrupted=(7,))
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "broken", log_every=1, train=data, checkpoint_every=4)
+        run(tmp_path / "broken", log_every=1, train=data, kept=Kept(every=4))
     assert data.closed == [True]
     assert saved_steps(tmp_path / "broken") == [4]
     resumed = run(tmp_path / "broken", log_every=1)
@@ -173,12 +175,12 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers_bitwise(tmp_path: Path):
 
 def test_control_a_run_that_went_on_with_other_batches_has_other_numbers(tmp_path: Path):
     class FromTheStart(Numbers):
-        def batches(self, start: int = 0) -> Iterator[dict[str, np.ndarray]]:
+        def batches(self, start: int = 0, rows: Any = None) -> Iterator[dict[str, np.ndarray]]:
             return super().batches(0)
 
     unbroken = run(tmp_path / "unbroken")
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "broken", train=Numbers(interrupted=(7,)), checkpoint_every=4)
+        run(tmp_path / "broken", train=Numbers(interrupted=(7,)), kept=Kept(every=4))
     resumed = run(tmp_path / "broken", train=FromTheStart())
     assert not np.array_equal(np.asarray(resumed.params["w"]), np.asarray(unbroken.params["w"]))
 
@@ -303,9 +305,13 @@ def test_speed_is_that_of_all_steps_of_a_lap_and_of_nothing_else(monkeypatch: py
     with stopwatch.paused():
         clock.now_s += 500
     clock.take(stopwatch, 1)
-    assert stopwatch.lap() == {"step_s": 2.0, "tokens_per_s": 5.0}
-    clock.take(stopwatch, 2)
-    assert stopwatch.lap() == {"step_s": 2.0, "tokens_per_s": 5.0}
+    assert stopwatch.lap() == {"step_s": 2.0, "tokens_per_s": 5.0, "data_wait": 0.0}
+    clock.take(stopwatch, 1)
+    with stopwatch.waiting():
+        clock.take(stopwatch, 1)
+    assert stopwatch.lap() == {"step_s": 2.0, "tokens_per_s": 5.0, "data_wait": 0.5}
+    clock.take(stopwatch, 1)
+    assert stopwatch.lap()["data_wait"] == 0.0
 
 
 @dataclass
@@ -331,13 +337,29 @@ def test_control_what_is_not_paused_counts(monkeypatch: pytest.MonkeyPatch):
     clock, stopwatch = Clock(monkeypatch), Stopwatch(since=0.0)
     clock.take(stopwatch, 4)
     clock.now_s += 8
-    assert stopwatch.lap() == {"step_s": 4.0, "tokens_per_s": 2.5}
+    assert stopwatch.lap() == {"step_s": 4.0, "tokens_per_s": 2.5, "data_wait": 0.0}
+
+
+class Slow(Numbers):
+    """Batches that take ten times as long as a step of the toy."""
+
+    def batch(self, index: int) -> dict[str, np.ndarray]:
+        time.sleep(0.05)
+        return super().batch(index)
+
+
+def test_a_slow_source_is_seen(tmp_path: Path):
+    run(tmp_path / "slow", train=Slow())
+    run(tmp_path / "fast")
+    waits = {name: [r["data_wait"] for r in recorded(tmp_path / name, "train")[1:]] for name in ("slow", "fast")}
+    assert min(waits["slow"]) > 0.5 > max(waits["fast"])
+    assert recorded(tmp_path / "slow", "summary")[0]["data_wait"] > 0.5
 
 
 def test_the_loop_counts_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     step = Watched()
     monkeypatch.setattr("time.perf_counter", lambda: float(len(step.begun)))  # a step takes a second
-    run(tmp_path, step=step, eval_every=3, checkpoint_every=3)
+    run(tmp_path, step=step, eval_every=3, kept=Kept(every=3))
     _, *others = recorded(tmp_path, "train")
     assert [(record["step_s"], record["tokens_per_s"]) for record in others] == [(1.0, ROWS * SEQ)] * 3
 

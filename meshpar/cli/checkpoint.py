@@ -1,0 +1,143 @@
+"""`meshpar checkpoint`: `ls`, `show`, `diff`. They read, and write nothing."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshpar.cli.app import AsJson, app
+
+if TYPE_CHECKING:
+    from meshpar.checkpoint.difference import Change, Difference
+    from meshpar.checkpoint.saved import Saved
+
+verbs = typer.Typer(no_args_is_help=True)
+app.add_typer(verbs, name="checkpoint", help="Says what checkpoints hold.")
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, or a checkpoint's.", show_default=False)]
+
+
+@verbs.command()
+def ls(folder: Folder, json: AsJson = False) -> None:
+    """Lists the checkpoints of a run."""
+    from meshpar.checkpoint.saved import find_all
+    from meshpar.inspection.table import table
+
+    rows = _with_best([_row(saved) for saved in find_all(folder)])
+    if json:
+        typer.echo(json_format.dumps(rows, indent=2))
+        return
+    metric = next((row["metric"] for row in rows if row.get("metric")), "metric")
+    cells = [_cells(row) for row in rows]
+    typer.echo(table(["step", "saved", "size", metric, ""], cells))
+
+
+@verbs.command()
+def show(folder: Folder, json: AsJson = False) -> None:
+    """Says what the last checkpoint of a run holds, or the one in DIR."""
+    from meshpar.checkpoint.saved import find
+
+    saved = find(folder)
+    typer.echo(json_format.dumps(_shown(saved), indent=2) if json else _text(saved))
+
+
+@verbs.command()
+def diff(before: Folder, after: Folder, json: AsJson = False) -> None:
+    """Compares two checkpoints: arrays by type, shape and value, and the configs."""
+    from meshpar.checkpoint.difference import difference
+    from meshpar.checkpoint.saved import find
+
+    told = difference(find(before), find(after))
+    typer.echo(json_format.dumps(told.as_json(), indent=2) if json else _compared(told))
+
+
+def _row(saved: Saved) -> dict[str, Any]:
+    """What `ls` says of a checkpoint; of a damaged one, that."""
+    from meshpar.errors import CheckpointError
+
+    try:
+        meta, size = saved.meta, saved.size_bytes
+    except CheckpointError as error:
+        return {"step": int(saved.folder.name), "folder": str(saved.folder), "damaged": str(error)}
+    metric = {"metric": meta["metric"]["name"], "value": meta["metric"]["value"], "better": meta["metric"]["best"]}
+    return {"step": meta["step"], "folder": str(saved.folder), "saved": meta["saved"], "size_bytes": size} | metric
+
+
+def _with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Marks the best, by the metric of the latest."""
+    from meshpar.checkpoint.kept import Kept
+
+    whole = [row for row in rows if "damaged" not in row]
+    like = [row for row in whole if row["metric"] == whole[-1]["metric"]]
+    ranked = Kept(best=whole[-1]["better"]).ranked({row["step"]: row["value"] for row in like}) if whole else []
+    return [row | {"best": row["step"] in ranked[:1]} for row in rows]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    from meshpar.tree import human_bytes
+
+    if "damaged" in row:
+        return [str(row["step"]), "damaged", "", "", ""]
+    value = "" if row["value"] is None else f"{row['value']:.4f}"
+    return [str(row["step"]), row["saved"], human_bytes(row["size_bytes"]), value, "best" * row["best"]]
+
+
+def _shown(saved: Saved) -> dict[str, Any]:
+    """`meta.json`, and bytes."""
+    import numpy as np
+
+    def sized(array: dict[str, Any]) -> dict[str, Any]:
+        return array | {"bytes": int(np.prod(array["shape"])) * np.dtype(array["dtype"]).itemsize}
+
+    arrays = {path: sized(array) for path, array in saved.meta["arrays"].items()}
+    return {"folder": str(saved.folder)} | saved.meta | {"size_bytes": saved.size_bytes, "arrays": arrays}
+
+
+def _text(saved: Saved) -> str:
+    from meshpar.config import flatten_json
+    from meshpar.inspection.table import table
+    from meshpar.tree import human_bytes
+
+    told = _shown(saved)
+    data, random, metric = told["data"], told["random"], told["metric"]
+    rows = [
+        [path, f"{a['dtype']}{a['shape']}", f"({', '.join(a['dims'])})" if a["dims"] else "", human_bytes(a["bytes"])]
+        for path, a in told["arrays"].items()
+    ]
+    total = human_bytes(sum(array["bytes"] for array in told["arrays"].values()))
+    lines = [
+        str(saved.folder),
+        f"step {told['step']}, saved {told['saved']}, {human_bytes(told['size_bytes'])}",
+        f"{metric['name']}: {'not evaluated' if metric['value'] is None else metric['value']}",
+        f"data: next batch {data['next_batch']}, {data['rows_read']} rows read, seed {data['seed']}",
+        f"random: seed {random['seed']}, {random['impl']}, step {random['folded_in']} folded in",
+        "",
+        "config",
+        *(f"  {key}: {json_format.dumps(value)}" for key, value in flatten_json(told["config"]).items()),
+        "",
+        f"{len(rows)} arrays, {total}",
+        table(None, rows),
+    ]
+    return "\n".join(lines)
+
+
+def _compared(told: Difference) -> str:
+    from meshpar.inspection.table import table
+
+    plain = json_format.dumps
+    changed = [f"  {key}  {plain(before)} -> {plain(after)}" for key, (before, after) in told.config.items()]
+    lines = [f"{folder}  step {step}" for folder, step in zip(told.folders, told.steps, strict=True)]
+    lines += ["", "config" if changed else "config: no difference", *changed]
+    lines += ["", f"arrays: {told.num_same} equal, {len(told.arrays)} not"]
+    return "\n".join(lines + [table(None, [_change(change) for change in told.arrays])] * bool(told.arrays))
+
+
+def _change(change: Change) -> list[str]:
+    sides = [side or "not there" for side in (change.before, change.after)]
+    what = [change.path, " -> ".join(dict.fromkeys(sides))]
+    if change.largest is None:
+        return [*what, "", ""]
+    return [*what, f"{change.num_different} differ", f"by at most {change.largest:.3g} ({change.relative:.2g})"]

@@ -1,0 +1,22 @@
+"""What a run trains on, chosen by `kind`."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from meshpar.train.data.arrow import Arrow, Parquet
+from meshpar.train.data.corpus import StandardLibrary, Synthetic, Text
+from meshpar.train.data.dataset import Dataset
+from meshpar.train.data.jsonl import Jsonl
+from meshpar.train.data.mixture import Mixture, Part
+from meshpar.train.data.numpy_files import Numpy
+from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
+
+__all__ = [
+    "Arrow", "Bytes", "Data", "Dataset", "Ids", "Jsonl", "Mixture", "Numpy", "Parquet", "Part", "StandardLibrary",
+    "Synthetic", "Text", "TokenizerFile",
+]  # fmt: skip
+
+Data = Annotated[
+    Text | StandardLibrary | Synthetic | Jsonl | Parquet | Arrow | Numpy | Mixture, Field(discriminator="kind")
+]

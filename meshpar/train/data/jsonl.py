@@ -1,0 +1,90 @@
+"""JSON Lines: each line of a file is a document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from meshpar.errors import DataError, Problems, nearest
+from meshpar.train.data.corpus import Texts
+from meshpar.train.data.documents import HEADING
+from meshpar.train.data.encode import Content
+from meshpar.train.data.files import find_or_take
+
+MOST_PROBLEMS = 10  # then the others are hardly news
+
+
+class Jsonl(Texts):
+    """Files with a JSON object a line, one field of which is the document: text, or a list of token ids.
+
+    >>> Jsonl(path="corpus", field="body").glob
+    '**/*.jsonl'
+    """
+
+    kind: Literal["jsonl"] = "jsonl"
+    path: str
+    """A file, or a folder, relative to the working directory."""
+    glob: str = "**/*.jsonl"
+    """Which files below the folder."""
+    field: str = "text"
+    """The field of each object that holds the document."""
+
+    def files(self) -> list[Path]:
+        return find_or_take(Path(self.path), self.glob)
+
+    def read(self, files: list[Path]) -> Iterator[Content]:
+        problems = Problems()
+        for where, line in _lines(files):
+            try:
+                content = _content(line, self.field)
+            except ValueError as error:
+                problems.add(where, *error.args)
+                if len(problems) == MOST_PROBLEMS:
+                    break
+                continue
+            if not problems:  # else it is read only for more of them
+                yield Content(where, content)
+        problems.raise_any(DataError, HEADING)
+
+
+def _lines(files: list[Path]) -> Iterator[tuple[str, bytes]]:
+    """(file:number, line) of each line that is not blank."""
+    for path in files:
+        with path.open("rb") as file:
+            yield from ((f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip())
+
+
+def _content(line: bytes, field: str) -> str | np.ndarray:
+    """Raises ValueError of what and, if it can be told, fix."""
+    value = _parse(line)
+    if not isinstance(value, dict):
+        raise ValueError(f"is {_kind(value)}, not a JSON object", f'write {{"{field}": ...}}')
+    if field not in value:
+        near = nearest(field, value)
+        raise ValueError(f"has no field {field!r}", f"data.field={near}?" if near else f"it has {sorted(value)}")
+    content = value[field]
+    if isinstance(content, list) and all(type(i) is int and 0 <= i < 2**32 for i in content):
+        return np.array(content, np.uint32)
+    if not isinstance(content, str):
+        raise ValueError(f"its field {field!r} is {_kind(content)}, neither text nor a list of token ids")
+    return content
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line.strip())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8: {error.reason} at byte {error.start}") from None
+    except RecursionError:
+        raise ValueError("is not JSON that can be read: it is nested too deeply") from None
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

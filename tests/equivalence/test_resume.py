@@ -1,0 +1,187 @@
+"""A run that was stopped goes on anywhere: the same batches to the bit, and the losses of one that was not stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar import run as run_module
+from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.saved import Saved
+from meshpar.mesh.layout import MeshLayout
+from meshpar.models import GPT
+from meshpar.run import Precision, Prepared, Run, fit
+from meshpar.sharding.rules import AxisRules
+from meshpar.train.data import Dataset, Synthetic
+from meshpar.train.optim import AdamW
+from meshpar.tree import map_with_path
+from tests.layouts import LAYOUTS
+
+COMPILED: dict[Any, Any] = {}
+NUM_STEPS = 6
+# It drops, so that a wrong random key is a wrong loss.
+MODEL = GPT(
+    num_layers=1, width=16, num_heads=4, mlp_width=32, vocab_size=29, vocab_multiple=8, max_seq_len=16, dropout=0.2
+)
+
+
+class Where(NamedTuple):
+    layout: str
+    lowering: str
+    num_microbatches: int
+
+
+@dataclass
+class Told:
+    """What a run did: batches and losses from its first step on."""
+
+    batches: list[dict[str, np.ndarray]]
+    losses: np.ndarray
+
+    def equals(self, other: Told) -> None:
+        assert len(self.batches) == len(other.batches) and len(self.losses) == len(other.losses)
+        for mine, its in zip(self.batches, other.batches, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, mine, its)
+        np.testing.assert_allclose(self.losses, other.losses, rtol=0, atol=1e-10)
+
+
+def run_at(where: Where, run_dir: Path) -> Told:
+    """Trains to the end, or goes on from the last checkpoint in `run_dir`."""
+    sizes, presets = LAYOUTS[where.layout]
+    run = Run(
+        model=MODEL,
+        data=Synthetic(batch_size=32, seq_len=16, vocab_size=29, num_documents=40, document_len=100),
+        optim=AdamW(lr=1e-2),
+        mesh=MeshLayout(**sizes),
+        rules=AxisRules(preset=tuple(presets)),
+        lowering=where.lowering,
+        precision=Precision(params="float64", compute="float64"),
+        num_steps=NUM_STEPS,
+        num_microbatches=where.num_microbatches,
+        log_every=1,
+        checkpoints=Kept(every=1, keep=NUM_STEPS),
+        run_dir=run_dir,
+    )
+    read: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dataset, "batches", _noted(Dataset.batches, read))
+        for name in ("compile_step", "compile_evaluation"):
+            patch.setattr(Prepared, name, _once(getattr(Prepared, name), where))
+        begun = len(_records(run_dir))
+        fit(run, json=True)
+    losses = [record["loss"] for record in _records(run_dir)[begun:] if record["kind"] == "train"]
+    return Told(read[: len(losses)], np.array(losses))
+
+
+def _once(compile_: Any, where: Where) -> Any:
+    """Compiles what a place runs once, and again for another random key."""
+
+    def once(self: Prepared) -> Any:
+        key = where, compile_, run_module.step_key
+        if key not in COMPILED:
+            COMPILED[key] = compile_(self)
+        return COMPILED[key]
+
+    return once
+
+
+def _noted(batches: Any, read: list[Any]) -> Any:
+    def noted(self: Dataset, start: int = 0) -> Any:
+        for batch in batches(self, start):
+            if self.seed is not None:  # the data that it trains on
+                read.append(batch)
+            yield batch
+
+    return noted
+
+
+def _records(run_dir: Path) -> list[dict[str, Any]]:
+    file = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@lru_cache
+def unbroken(where: Where, folder: Path) -> tuple[Path, Told]:
+    run_dir = folder / "-".join(map(str, where))
+    return run_dir, run_at(where, run_dir)
+
+
+def resumed(before: Where, after: Where, stopped: int, folder: Path, tmp_path: Path) -> tuple[Told, Told]:
+    """What was told from step `stopped` on by a run that was not stopped, and by one that went on from there."""
+    whole, told = unbroken(before, folder)
+    shutil.copytree(whole / "checkpoints" / str(stopped), tmp_path / "checkpoints" / str(stopped))
+    return Told(told.batches[stopped:], told.losses[stopped:]), run_at(after, tmp_path)
+
+
+PLACES = [Where(*place) for place in product(LAYOUTS, ["manual", "auto"], [1, 4])]
+SAMPLE = [
+    (Where("data8", "manual", 1), Where("data2_fsdp2_tensor2", "auto", 4)),
+    (Where("zero1", "auto", 1), Where("zero3", "manual", 1)),
+]
+# Each place is once the first and once the second.
+SWEEP = list(zip(PLACES, random.Random(0).sample(PLACES, len(PLACES)), strict=True))
+CASES = [
+    *(pytest.param(*pair, id=" to ".join("-".join(map(str, one)) for one in pair)) for pair in SAMPLE),
+    *(
+        pytest.param(*pair, id=" to ".join("-".join(map(str, one)) for one in pair), marks=pytest.mark.slow)
+        for pair in SWEEP
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("unbroken")
+
+
+@pytest.mark.parametrize(("before", "after"), CASES)
+def test_it_goes_on_as_if_it_had_not_stopped(before: Where, after: Where, folder: Path, tmp_path: Path):
+    stopped = random.Random(f"{before} {after}").randrange(1, NUM_STEPS)
+    expected, got = resumed(before, after, stopped, folder, tmp_path)
+    got.equals(expected)
+
+
+# Planted faults ----------------------------------------------------------------------------------------------------
+
+
+def off_by_one(patch: pytest.MonkeyPatch) -> None:
+    batches = Dataset.batches
+    patch.setattr(Dataset, "batches", lambda self, start=0: batches(self, start + (start > 0)))
+
+
+def without_optimizer_state(patch: pytest.MonkeyPatch) -> None:
+    restore = Saved.restore
+
+    def forgetful(self: Saved, *args: Any) -> Any:
+        return map_with_path(
+            lambda path, x: jnp.zeros_like(x) if path.startswith("opt_state.") else x, restore(self, *args)
+        )
+
+    patch.setattr(Saved, "restore", forgetful)
+
+
+def another_key(patch: pytest.MonkeyPatch) -> None:
+    """As if random keys were counted from where the process began."""
+    patch.setattr("meshpar.run.step_key", lambda seed, step: jax.random.fold_in(jax.random.key(seed), step - 2))
+
+
+@pytest.mark.parametrize("fault", [off_by_one, without_optimizer_state, another_key])
+def test_a_fault_is_seen(fault: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    place = Where("data8", "manual", 1)
+    unbroken(place, folder)
+    fault(monkeypatch)
+    expected, got = resumed(place, place, 2, folder, tmp_path)
+    assert np.abs(got.losses - expected.losses).max() > 1e-5
+    with pytest.raises(AssertionError):
+        got.equals(expected)

@@ -1,0 +1,103 @@
+"""The same forty documents in every form that a run can read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from meshpar.train.data import Arrow, Jsonl, Mixture, Numpy, Parquet, Synthetic, Text
+from meshpar.train.data.corpus import Batching
+from meshpar.train.data.tokenizer import Ids, TokenizerFile
+
+SPECIAL = ("<s>", "</s>")
+WORDS = ("a", "mesh", "and", "name", "for", "each", "dim", "of", "tensor", "axes", "1", "2", "3")
+BATCHES = {"batch_size": 8, "seq_len": 16, "held_out_fraction": 0.25}
+
+
+def texts() -> list[str]:
+    rng = np.random.default_rng(0)
+    return [" ".join(rng.choice(WORDS, rng.integers(3, 40))) + f" {i}" for i in range(40)]
+
+
+def write_tokenizer(path: Path, special: tuple[str, ...] = SPECIAL, vocab_size: int = 300) -> TokenizerFile:
+    """Trains a byte-level BPE on a few words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(special), initial_alphabet=alphabet)
+    library.train_from_iterator([" ".join(WORDS)] * 3, trainer)
+    library.enable_truncation(2)
+    library.enable_padding()
+    library.save(str(path))
+    return TokenizerFile(path=str(path))
+
+
+def write_sources(folder: Path) -> dict[str, Batching]:
+    """Name -> config; the tokens of each, but for the synthetic one, are those of `texts`."""
+    tokenizer = write_tokenizer(folder / "tokenizer.json")
+    ids = [[*tokenizer.encode(text).tolist(), tokenizer.eos] for text in texts()]
+    return {
+        **_texts(folder, tokenizer),
+        **_arrow(folder, tokenizer, ids),
+        **_numpy(folder, tokenizer, ids),
+        "synthetic": Synthetic(**BATCHES, num_documents=60, document_len=20),
+    }
+
+
+def mixture(folder: Path, sources: dict[str, Batching]) -> Mixture:
+    """A mapped part, one that is in memory, and one in a cache."""
+    names = {"npy": 0.5, "jsonl": 0.3, "parquet": 0.2}
+    parts = [{"weight": w, "data": sources[name].model_dump(exclude={"cache"})} for name, w in names.items()]
+    parts[1]["data"]["cache"] = str(folder / "cache")
+    return Mixture.model_validate({**BATCHES, "parts": parts})
+
+
+def _texts(folder: Path, tokenizer: TokenizerFile) -> dict[str, Batching]:
+    (folder / "texts").mkdir()
+    for i, text in enumerate(texts()):
+        (folder / "texts" / f"{i:02}.txt").write_text(text)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"id": 1, "body": text}) + "\n\n" for text in texts()))
+    return {
+        "text": Text(path=str(folder / "texts"), tokenizer=tokenizer, **BATCHES),
+        "jsonl": Jsonl(path=str(folder / "texts.jsonl"), field="body", tokenizer=tokenizer, **BATCHES),
+    }
+
+
+def _arrow(folder: Path, tokenizer: TokenizerFile, ids: list[list[int]]) -> dict[str, Batching]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = pa.table({"text": texts(), "ids": pa.array(ids, pa.list_(pa.int32()))})
+    parquet.write_table(table, folder / "table.parquet", row_group_size=7)
+    with pa.ipc.new_file(folder / "file.arrow", table.schema) as file:
+        file.write_table(table, max_chunksize=7)
+    with pa.ipc.new_stream(folder / "stream.arrow", table.schema) as stream:
+        stream.write_table(table, max_chunksize=7)
+    common = {"tokenizer": tokenizer, **BATCHES}
+    return {
+        "parquet": Parquet(path=str(folder / "table.parquet"), **common),
+        "parquet of ids": Parquet(path=str(folder / "table.parquet"), column="ids", **common),
+        "arrow": Arrow(path=str(folder / "file.arrow"), **common),
+        "arrow of ids": Arrow(path=str(folder / "file.arrow"), column="ids", **common),
+        "arrow stream of ids": Arrow(path=str(folder / "stream.arrow"), column="ids", **common),
+    }
+
+
+def _numpy(folder: Path, tokenizer: TokenizerFile, ids: list[list[int]]) -> dict[str, Batching]:
+    """A vector with marks, a matrix with a document a row, and both in one archive."""
+    line = [token for document in ids for token in (tokenizer.bos, *document)]
+    np.save(folder / "line.npy", np.array(line, np.uint16))
+    np.savez(folder / "archive.npz", a=np.array(line[: line.index(0, 900)]), b=np.array(line[line.index(0, 900) :]))
+    short = min(map(len, ids))
+    np.save(folder / "matrix.npy", np.array([document[:short] for document in ids], np.int32))
+    common = {"tokenizer": Ids(vocab_size=tokenizer.vocab_size, bos=tokenizer.bos), **BATCHES}
+    return {
+        "npy": Numpy(path=str(folder / "line.npy"), **common | {"tokenizer": tokenizer}),
+        "npz": Numpy(path=str(folder / "archive.npz"), **common),
+        "matrix": Numpy(path=str(folder / "matrix.npy"), **common),
+    }

@@ -1,0 +1,161 @@
+"""`meshpar checkpoint`, and what `meshpar train` takes from checkpoints, on eight devices in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshpar import cli
+
+CONFIG = """\
+model: {kind: llama, num_layers: 1, width: 16, num_heads: 2, mlp_width: 16, vocab_size: 32}
+data: {kind: synthetic, vocab_size: 32, batch_size: 8, seq_len: 8, num_documents: 60, document_len: 50}
+optim: {kind: adamw, lr: 1e-2}
+mesh: {data: 8}
+num_steps: 3
+eval_every: 1
+checkpoints: {every: 1, keep: 3, keep_best: 1}
+run_dir: run
+"""
+
+
+def call(*arguments: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["meshpar", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+    return int(exit_.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a run of three steps in it."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "config.yaml").write_text(CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert call("train", "config.yaml", "--json") == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _within(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+
+
+@pytest.fixture
+def out(capsys: pytest.CaptureFixture[str]) -> Any:
+    def out(*arguments: str) -> str:
+        assert call(*arguments) == 0
+        return capsys.readouterr().out
+
+    return out
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Any:
+    def refused(*arguments: str) -> str:
+        assert call(*arguments) == 2
+        return capsys.readouterr().err
+
+    return refused
+
+
+def test_ls_marks_the_best_and_tells_the_damaged(out: Any, folder: Path):
+    rows = json.loads(out("checkpoint", "ls", "run", "--json"))
+    losses = [row["value"] for row in rows]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["best"] for row in rows] == [loss == min(losses) for loss in losses]
+    written = [path for path in (folder / "run" / "checkpoints" / "3").rglob("*") if path.is_file()]
+    sums = next(path for path in written if path.name == "sha256.json")
+    assert rows[2]["size_bytes"] == sum(path.stat().st_size for path in written) - sums.stat().st_size
+    meta = folder / "run" / "checkpoints" / "2" / "meta.json"
+    text = meta.read_text()
+    try:
+        meta.write_text(text + " ")
+        assert [line.split()[:2] for line in out("checkpoint", "ls", "run").splitlines()[2:3]] == [["2", "damaged"]]
+    finally:
+        meta.write_text(text)
+
+
+def test_show(out: Any):
+    lines = out("checkpoint", "show", "run").splitlines()
+    assert "data: next batch 3, 24 rows read, seed 0" in lines
+    assert "random: seed 0, threefry2x32, step 3 folded in" in lines
+    assert '  optim.kind: "adamw"' in lines
+    told = json.loads(out("checkpoint", "show", "run/checkpoints/2", "--json"))
+    assert told["step"] == 2
+    head = {"dtype": "float32", "shape": [16, 32], "dims": ["embed", "vocab"], "bytes": 4 * 16 * 32}
+    assert told["arrays"]["opt_state.0.mu.head"] == told["arrays"]["params.head"] == head
+
+
+def test_diff(out: Any):
+    same = json.loads(out("checkpoint", "diff", "run", "run", "--json"))
+    assert (same["arrays"], same["config"]) == ([], {})
+    told = json.loads(out("checkpoint", "diff", "run/checkpoints/1", "run", "--json"))
+    step = next(array for array in told["arrays"] if array["path"] == "step")
+    assert (step["num_different"], step["largest"], step["relative"]) == (1, 2.0, 2.0)
+    assert told["num_same"] == 1  # nothing was skipped
+    assert "  step" in out("checkpoint", "diff", "run/checkpoints/1", "run")
+
+
+@pytest.mark.parametrize("verb", ["ls", "show"])
+def test_a_folder_that_is_no_checkpoint(verb: str, refused: Any, folder: Path):
+    assert refused("checkpoint", verb, ".") == f"meshpar: {folder} is no checkpoint, and holds none\n"
+
+
+def test_another_optimizer(refused: Any, folder: Path):
+    lines = refused("train", "config.yaml", "optim.kind=lion", "optim.lr=1e-2").splitlines()
+    assert lines[0] == (
+        f"meshpar: {folder}/run/checkpoints/3 is of another optimizer, by 12 arrays; "
+        "set another run_dir, or the config in its meta.json:"
+    )
+    assert lines[1:3] == ["  optim.kind", "    adamw in the checkpoint, lion in this run"]
+    assert lines[7:9] == [
+        "  opt_state.0.nu.blocks.attn.k.kernel",
+        "    float32[1, 16, 2, 8] in the checkpoint, unknown to this run",
+    ]
+
+
+def test_another_master(refused: Any):
+    lines = refused("train", "config.yaml", "precision.master=float32").splitlines()
+    assert "is of another optimizer" in lines[0]
+    assert lines[1:3] == ["  precision.master", "    None in the checkpoint, float32 in this run"]
+
+
+def test_a_backbone_of_another_model(refused: Any, out: Any, folder: Path):
+    """A vocabulary of another size: table and head are new, the rest is taken."""
+    words = ["train", "config.yaml", "run_dir=tuned", "init.from_checkpoint=run", "model.vocab_size=40", "--json"]
+    lines = refused(*words).splitlines()
+    assert lines[0].endswith("by 2 arrays; leave those that this run makes itself:")
+    assert lines[1:4] == ["  model.vocab_size", "    32 in the checkpoint, 40 in this run", "  params.head"]
+
+    records = [json.loads(line) for line in out(*words, "init.leave=[params.head,params.table]").splitlines()]
+    told = records[0]
+    assert (told["kind"], told["step"]) == ("restored", 0)
+    assert told["source"] == f"{folder}/run/checkpoints/3"
+    assert "params.blocks.mlp.up.kernel" in told["taken"] and "params.head" in told["made"] and "step" in told["unused"]
+    assert told["changed"]["model.vocab_size"] == [32, 40]
+    assert [record["step"] for record in records if record["kind"] == "train"][:1] == [1]
+
+
+def test_a_glob_that_matches_nothing(refused: Any, folder: Path):
+    lines = refused("train", "config.yaml", "run_dir=other", "init.from_checkpoint=run", "init.take=[parms.**]")
+    assert lines.splitlines()[1:] == [
+        "  take: parms.**",
+        "    matches no array of the checkpoint, and none of the run",
+        "    did you mean params.**?",
+    ]
+
+
+def test_the_best_need_an_evaluation(refused: Any):
+    lines = refused("train", "config.yaml", "eval_every=2", "checkpoints.every=3", "num_steps=9", "run_dir=other")
+    assert lines.splitlines()[1:] == [
+        "  checkpoints.keep_best",
+        "    a checkpoint every 3 steps needs an evaluation to be judged by, and there is one every 2 steps",
+        "    eval_every=3",
+    ]

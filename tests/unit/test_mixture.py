@@ -1,0 +1,179 @@
+"""Mixtures: weights are kept from the first row on, and each part's epochs lose and repeat nothing."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from meshpar.config import to_yaml
+from meshpar.run import Run, load
+from meshpar.train.data import Data, Mixture, Part, Synthetic
+from meshpar.train.data.dataset import Dataset
+from meshpar.train.data.documents import Documents
+from meshpar.train.data.packing import Rows
+from meshpar.train.data.tokenizer import TokenizerFile
+from meshpar.train.data.turns import Turns, whole_weights
+
+WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=7).map(tuple)
+
+
+def assert_keeps_the_weights(turns: Turns, num_rows: int) -> None:
+    """Within one row, over each prefix; and each part's rows come one after the other."""
+    part, turn = turns.of(np.arange(num_rows))
+    for p, weight in enumerate(turns.weights):
+        taken = np.cumsum(part == p)
+        due = [Fraction(n * weight, sum(turns.weights)) for n in range(1, num_rows + 1)]
+        assert all(abs(int(t) - d) < 1 for t, d in zip(taken, due, strict=True))
+        assert np.array_equal(turn[part == p], np.arange(taken[-1]))
+
+
+@given(WEIGHTS)
+@settings(deadline=None, max_examples=50)
+def test_weights_are_kept_within_one_row_over_any_prefix(weights: tuple[int, ...]):
+    assert_keeps_the_weights(Turns(weights), 2 * sum(weights) + 3)
+
+
+class OneAfterTheOther(Turns):
+    """Right at the end of each period, and at no other place."""
+
+    @property
+    def _period(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.repeat(np.arange(len(self.weights)), self.weights), np.concatenate([*map(np.arange, self.weights)])
+
+
+class LargestFirst(Turns):
+    """By the divisors of Jefferson, without the quota: a heavy part gets ahead."""
+
+    @property
+    def _period(self) -> tuple[np.ndarray, np.ndarray]:
+        due = [(Fraction(i + 1, w), p, i) for p, w in enumerate(self.weights) for i in range(w)]
+        return tuple(np.array([d[1:] for d in sorted(due)]).T)
+
+
+@pytest.mark.parametrize("fault", [OneAfterTheOther, LargestFirst])
+def test_turns_that_are_not_even_are_seen(fault: type[Turns]):
+    weights = (17, 1, 1, 1, 1)
+    assert_keeps_the_weights(Turns(weights), 63)
+    with pytest.raises(AssertionError):
+        assert_keeps_the_weights(fault(weights), 63)
+
+
+@given(st.lists(st.decimals("0.001", "999", places=3, allow_nan=False), min_size=1, max_size=5))
+def test_weights_are_taken_as_they_are_written(written: list):
+    whole = whole_weights([float(w) for w in written])
+    assert [Fraction(w, sum(whole)) for w in whole] == [Fraction(w) / sum(map(Fraction, written)) for w in written]
+
+
+def numbered(sizes: tuple[int, ...], weights: tuple[int, ...], seed: int | None = 0, batch_size: int = 4) -> Dataset:
+    """Part p's row r is one document of the token 100 p + r."""
+    parts = [
+        Documents.joined([(0.0, np.array([100 * p + r])) for r in range(n)], 999, np.uint16)
+        for p, n in enumerate(sizes)
+    ]
+    return Dataset(tuple(Rows(part, seq_len=2) for part in parts), batch_size, seed, weights)
+
+
+def rows_by_part(dataset: Dataset, num_batches: int) -> list[list[int]]:
+    rows = [row for i in range(num_batches) for row in dataset[i]["tokens"][:, 1].tolist()]
+    return [[row % 100 for row in rows if row // 100 == p] for p in range(len(dataset.parts))]
+
+
+SIZES = st.lists(st.integers(1, 12), min_size=2, max_size=4)
+
+
+def assert_epochs_are_whole(dataset: Dataset, num_batches: int) -> None:
+    for part, taken in zip(dataset.parts, rows_by_part(dataset, num_batches), strict=True):
+        for at in range(0, len(taken), len(part)):
+            epoch = taken[at : at + len(part)]
+            assert len(set(epoch)) == len(epoch)
+            assert len(epoch) < len(part) or sorted(epoch) == list(range(len(part)))
+
+
+@given(SIZES, st.data(), st.integers(0, 2**40))
+@settings(deadline=None, max_examples=20)
+def test_no_row_of_a_part_is_lost_or_repeated_in_its_epoch(sizes: list[int], data: st.DataObject, seed: int):
+    weights = data.draw(st.tuples(*(st.integers(1, 5) for _ in sizes)))
+    assert_epochs_are_whole(numbered(tuple(sizes), weights, seed), 12)
+
+
+def test_an_epoch_with_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch):
+    dataset = numbered((5, 7), (1, 2))
+    assert_epochs_are_whole(dataset, 12)
+    right = Turns.of
+    monkeypatch.setattr(Turns, "of", lambda self, rows: (right(self, rows)[0], right(self, rows)[1] // 2))
+    with pytest.raises(AssertionError):
+        assert_epochs_are_whole(dataset, 12)
+
+
+def test_the_parts_have_orders_of_their_own_and_one_part_is_as_if_alone():
+    two = rows_by_part(numbered((20, 20), (1, 1)), 10)
+    assert two[0] != two[1]
+    alone = rows_by_part(numbered((20,), (3,)), 5)
+    assert two[0] == alone[0]
+
+
+def test_held_out_comes_once_part_after_part_whatever_the_weights():
+    dataset = numbered((3, 4), (5, 1), seed=None)
+    assert len(dataset) == 2
+    assert rows_by_part(dataset, 2)[0] == [0, 1, 2]
+    tokens = [row for batch in dataset for row in batch["tokens"][:, 1].tolist()]
+    assert tokens == [0, 1, 2, 100, 101, 102, 103, 999]
+    assert dataset[1]["segments"][-1].tolist() == [0, 0]
+
+
+# From a config -------------------------------------------------------------------------------------------------
+
+CONFIG = """\
+model: {kind: llama, num_layers: 1, width: 16, num_heads: 2, mlp_width: 32, vocab_size: 64}
+data:
+  kind: mixture
+  batch_size: 8
+  seq_len: 16
+  parts:
+    - {weight: 0.7, data: {kind: synthetic, num_documents: 30}}
+    - {weight: 0.3, data: {kind: synthetic, noise: 0.5, num_documents: 30}}
+optim: {kind: adamw, lr: 1e-2}
+num_steps: 2
+run_dir: run
+"""
+
+
+def test_a_mixture_says_for_its_parts_what_they_leave_out(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    run = load(tmp_path / "config.yaml")
+    assert isinstance(run.data, Mixture)
+    assert [(w, c.seq_len, c.batch_size) for w, c in run.data.sources] == [(7, 16, 8), (3, 16, 8)]
+    (tmp_path / "again.yaml").write_text(to_yaml(run))
+    assert load(tmp_path / "again.yaml") == run
+    assert Run.model_validate_json(run.model_dump_json()) == run
+    part = Part(weight=0.7, data=Synthetic(num_documents=30))
+    other = Part(weight=0.3, data=Synthetic(noise=0.5, num_documents=30))
+    assert Mixture(batch_size=8, seq_len=16, parts=(part, other)) == run.data
+
+
+def test_a_part_may_name_its_tokenizer_in_short(tmp_path):
+    part = "{weight: 1, data: {kind: text, path: corpus, tokenizer: tokenizer.json}}"
+    head, _, tail = CONFIG.partition("    - {weight")
+    (tmp_path / "config.yaml").write_text(f"{head}    - {part}\n{tail[tail.index('optim') :]}")
+    (part,) = load(tmp_path / "config.yaml").data.parts  # pyright: ignore
+    assert part.data.tokenizer == TokenizerFile(path="tokenizer.json")
+
+
+def test_a_mixture_is_a_pure_function_of_config_and_seed():
+    data = TypeAdapter(Data).validate_python(
+        {"kind": "mixture", "parts": [{"weight": w, "data": {"kind": "synthetic", "vocab_size": 9}} for w in (2, 1)]}
+    )
+    one, two, other = data.train(1), data.train(1), data.train(2)
+    assert all(np.array_equal(one[7][name], two[7][name]) for name in one[7])
+    assert not np.array_equal(one[7]["tokens"], other[7]["tokens"])
+    assert (data.vocab_size, data.tokenizer.bos) == (9, 8)
+
+
+def test_a_mixture_has_a_part():
+    with pytest.raises(ValidationError):
+        Mixture(parts=())

@@ -1,0 +1,254 @@
+"""Every source gives the documents that were written, once; batches resume anywhere; what is mapped is not copied."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshpar.errors import DataError
+from meshpar.train.data import Arrow, Jsonl, Numpy
+from meshpar.train.data.corpus import Batching, Corpus
+from meshpar.train.data.dataset import Dataset
+from meshpar.train.data.documents import Documents
+from meshpar.train.data.tokenizer import Ids, TokenizerFile
+from tests.sources import BATCHES, mixture, texts, write_sources, write_tokenizer
+
+SAME = ["text", "jsonl", "parquet", "parquet of ids", "arrow", "arrow of ids", "arrow stream of ids", "npy", "npz"]
+ALL = [*SAME, "matrix", "synthetic", "mixture"]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Batching]:
+    folder = tmp_path_factory.mktemp("sources")
+    found = write_sources(folder)
+    return found | {"mixture": mixture(folder, found)}
+
+
+def bodies(documents: Documents) -> Counter[tuple[int, ...]]:
+    """The tokens of each document."""
+    return Counter(
+        tuple(documents.arrays[which][start : start + size].tolist())
+        for which, start, size in zip(documents.array, documents.start, documents.size, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_source_gives_every_document_once(name: str, sources: dict[str, Batching]):
+    corpus = sources[name]
+    assert isinstance(corpus, Corpus)
+    tokenizer = sources["text"].tokenizer  # pyright: ignore
+    written = Counter((*tokenizer.encode(text).tolist(), tokenizer.eos) for text in texts())
+    assert bodies(corpus.documents()) == written
+    train, held_out = corpus.documents().split(corpus.held_out_fraction)
+    assert bodies(train) + bodies(held_out) == written
+    assert not bodies(train) & bodies(held_out)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_token_of_a_source_is_once_a_token_and_once_a_target(name: str, sources: dict[str, Batching]):
+    for part in (part for side in sources[name].datasets(seed=0) for part in side.parts):
+        of = part.documents
+        lie = zip(of.array, of.start, of.size, strict=True)
+        written = np.concatenate([of.arrays[which][start : start + size] for which, start, size in lie])
+        batch = part.batch(range(len(part)))
+        assert np.array_equal(batch["targets"][batch["targets"] >= 0], written)
+        assert np.array_equal(batch["tokens"][batch["segments"] > 0], of.take(np.arange(of.num_tokens))[0])
+        assert (batch["segments"] > 0).sum() == len(written) + len(of)
+
+
+def test_what_lies_in_the_order_of_its_content_is_split_alike(sources: dict[str, Batching]):
+    of_ids = [sources[name].held_out() for name in ("npy", "npz", "arrow of ids", "parquet of ids")]
+    of_text = [sources[name].held_out() for name in ("jsonl", "parquet", "arrow")]
+    for alike in (of_ids, of_text):
+        assert all(same(alike[0][0], other[0]) for other in alike)
+
+
+def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def datasets(sources: dict[str, Batching]) -> dict[str, Dataset]:
+    return {name: source.train(seed=3) for name, source in sources.items()}
+
+
+@given(st.sampled_from(ALL), st.integers(0, 10**6), st.sets(st.integers(0, 7), min_size=1))
+@settings(deadline=None, max_examples=60)
+def test_some_rows_of_any_batch_are_those_of_the_whole(
+    datasets: dict[str, Dataset], name: str, index: int, rows: set[int]
+):
+    chosen = sorted(rows)
+    whole, part = datasets[name][index], datasets[name].rows(index, chosen)
+    assert same(part, {key: array[chosen] for key, array in whole.items()})
+    assert not same(whole, datasets[name][index + 1])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_run_that_begins_at_any_step_reads_on(name: str, sources: dict[str, Batching]):
+    start = int(np.random.default_rng(len(name)).integers(1, 1000))
+    batches = sources[name].train(seed=3).batches(start, rows=[1, 6])
+    again = sources[name].train(seed=3)
+    for index in range(start, start + 3):
+        assert same(next(batches), {key: array[[1, 6]] for key, array in again[index].items()})
+    batches.close()
+
+
+def test_arrays_stay_in_their_files(sources: dict[str, Batching]):
+    (mapped,) = sources["npy"].documents().arrays  # pyright: ignore
+    assert isinstance(mapped.base, np.memmap) or isinstance(mapped, np.memmap)
+    chunks = sources["arrow of ids"].documents().arrays  # pyright: ignore
+    assert len(chunks) == 6 and not any(chunk.flags.owndata or chunk.flags.writeable for chunk in chunks)
+
+
+@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary", "large_list", "list", "fixed", "stream"])
+def test_a_column_may_have_any_type_that_holds_text_or_ids(kind: str, tmp_path: Path):
+    import pyarrow as pa
+
+    types = {
+        "large_string": pa.large_string(), "string_view": pa.string_view(),
+        "dictionary": pa.dictionary(pa.int8(), pa.string()), "large_list": pa.large_list(pa.uint16()),
+        "list": pa.list_(pa.int64()), "fixed": pa.list_(pa.int8(), 2), "stream": pa.string(),
+    }  # fmt: skip
+    of_text = kind not in ("large_list", "list", "fixed")
+    values = pa.array(["ab", "cd", "ef"] if of_text else [[97, 98], [99, 100], [101, 102]], types[kind])
+    table = pa.table({"x": values}).slice(1)  # not where its buffers begin
+    new = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+    with new(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    documents = Arrow(path=str(tmp_path), column="x").documents()
+    assert bodies(documents) == Counter([(99, 100), (101, 102)])
+
+
+def test_files_without_a_document_in_them_are_no_data(tmp_path: Path):
+    import pyarrow as pa
+
+    pa.ipc.new_stream(tmp_path / "a.arrow", pa.schema({"x": pa.list_(pa.int8())})).close()
+    np.savez(tmp_path / "a.npz")
+    (tmp_path / "a.jsonl").write_text("\n")
+    ids = Ids(vocab_size=9, bos=8)
+    path = str(tmp_path)
+    for data in (Arrow(path=path, column="x"), Numpy(path=path, tokenizer=ids), Jsonl(path=path)):
+        with pytest.raises(DataError, match="no document has a token in it"):
+            data.train(seed=0)
+
+
+# The cache ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> Jsonl:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts()))
+    return Jsonl(path=str(tmp_path / "a.jsonl"), tokenizer=tokenizer, cache=str(tmp_path / "cache"), **BATCHES)
+
+
+def entries(data: Jsonl) -> list[Path]:
+    return sorted(Path(str(data.cache)).iterdir())
+
+
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many texts the tokenizer gets from now on, a number a call."""
+    calls: list[int] = []
+    right = TokenizerFile.encode_all
+
+    def watched(self: TokenizerFile, texts: list[str]) -> list[np.ndarray]:
+        calls.append(len(texts))
+        return right(self, texts)
+
+    monkeypatch.setattr(TokenizerFile, "encode_all", watched)
+    return calls
+
+
+def test_a_second_start_tokenizes_nothing_and_maps_the_same(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
+    calls = encoded(monkeypatch)
+    first = cached.documents()
+    assert calls == [40]
+    second = cached.model_copy(update={"seq_len": 32, "held_out_fraction": 0.5}).documents()
+    assert calls == [40] and len(entries(cached)) == 1
+    without = cached.model_copy(update={"cache": None}).documents()
+    assert bodies(first) == bodies(second) == bodies(without)
+    assert np.array_equal(first.share, without.share)
+    assert isinstance(second.arrays[0], np.memmap) and second.arrays[0].dtype == without.arrays[0].dtype == np.uint16
+
+
+def test_what_changes_is_never_read_from_the_cache(cached: Jsonl, tmp_path: Path):
+    before = cached.documents()
+    file = tmp_path / "a.jsonl"
+    file.write_text(file.read_text().replace("mesh", "mush"))  # of the same size
+    assert bodies(cached.documents()) != bodies(before)
+    other = write_tokenizer(tmp_path / "tokenizer.json", vocab_size=270)
+    assert bodies(cached.documents()) == bodies(
+        cached.model_copy(update={"cache": None, "tokenizer": other}).documents()
+    )
+    assert len(entries(cached)) == 3
+    named = cached.tokenizer.model_copy(update={"eos_token": "<s>"})
+    assert bodies(cached.model_copy(update={"tokenizer": named}).documents()) != bodies(cached.documents())
+
+
+def test_what_is_interrupted_leaves_nothing(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(self: TokenizerFile, texts: list[str]) -> list[np.ndarray]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenizerFile, "encode_all", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cached.documents()
+    assert entries(cached) == []
+    assert len(cached.documents()) == 40
+
+
+def test_another_process_may_be_first(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
+    ready = cached.documents()
+    (entry,) = entries(cached)
+    aside = entry.rename(entry.with_name("aside"))
+    right = TokenizerFile.encode_all
+
+    def overtaken(self: TokenizerFile, texts: list[str]) -> list[np.ndarray]:
+        shutil.copytree(aside, entry)
+        return right(self, texts)
+
+    monkeypatch.setattr(TokenizerFile, "encode_all", overtaken)
+    assert bodies(cached.documents()) == bodies(ready)
+    assert entries(cached) == sorted([entry, aside])
+
+
+def test_files_that_change_while_they_are_read_are_refused(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
+    right = TokenizerFile.encode_all
+
+    def meddling(self: TokenizerFile, texts: list[str]) -> list[np.ndarray]:
+        Path(cached.path).write_text('{"text": "other"}\n')
+        return right(self, texts)
+
+    monkeypatch.setattr(TokenizerFile, "encode_all", meddling)
+    with pytest.raises(DataError, match="changed while they were read"):
+        cached.documents()
+    assert entries(cached) == []
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "sizes.npy", "shares.npy"])
+@pytest.mark.parametrize("kept", [0, 100])
+def test_a_damaged_entry_is_refused(cached: Jsonl, name: str, kept: int):
+    cached.documents()
+    file = entries(cached)[0] / name
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(DataError, match=f"{entries(cached)[0]}\n    is damaged\n    remove it: it is made again"):
+        cached.documents()
+
+
+def test_a_vector_without_marks_is_one_document_and_an_opening_mark_is_not_doubled(tmp_path: Path):
+    for name, tokens in {"a": [5, 6], "b": [9, 5, 9, 9, 6], "c": [], "d": [9]}.items():
+        np.save(tmp_path / f"{name}.npy", np.array(tokens, np.int64))
+    np.save(tmp_path / "e.npy", np.array([[9, 5, 9], [5, 6, 9]], np.int64))
+    data = Numpy(path=str(tmp_path), tokenizer=Ids(vocab_size=10, bos=9))
+    assert bodies(data.documents()) == Counter([(5, 6), (5,), (6,), (5, 9), (5, 6, 9)])
+    (tmp_path / "e.jsonl").write_text('{"text": [9, 5, 9]}\n{"text": [5, 6, 9]}\n{"text": [9]}\n{"text": []}\n')
+    lines = Jsonl(path=str(tmp_path), tokenizer=data.tokenizer).documents()
+    assert bodies(lines) == Counter([(5, 9), (5, 6, 9)])
+    alone = Numpy(path=str(tmp_path / "e.npy"), tokenizer=data.tokenizer).documents()
+    assert np.array_equal(lines.share, alone.share)

@@ -1,0 +1,78 @@
+"""Tokenizers: a round trip of any text, and no text that opens a document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshpar.errors import DataError
+from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
+from tests.sources import write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFile:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_a_text_comes_back(file: TokenizerFile, text: str):
+    for tokenizer in (Bytes(), file):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode([tokenizer.bos, *ids.tolist()]) == text
+        assert ids.size == 0 or ids.max() < tokenizer.vocab_size
+
+
+def test_bytes_that_are_no_utf_8_are_what_they_were():
+    text = b"\xff\x00\xc3".decode("utf-8", "surrogateescape")
+    assert Bytes().encode(text).tobytes() == b"\xff\x00\xc3"
+
+
+def test_a_file_has_its_own_special_tokens_and_cuts_no_text(file: TokenizerFile):
+    assert (file.bos, file.eos) == (0, 1)
+    assert len(file.encode("the dims of a mesh")) > 2
+    assert file.vocab_size == 1 + max(file._library.get_vocab().values())
+    short, long = file.encode_all(["a", "the dims of a mesh"])
+    assert np.array_equal(long, file.encode("the dims of a mesh"))
+    assert len(short) == 1
+
+
+def test_a_text_cannot_open_a_document(file: TokenizerFile):
+    ids = file.encode("a<s>b</s>")
+    assert not {file.bos, file.eos} & set(ids.tolist())
+    assert file.decode(ids) == "a<s>b</s>"
+
+
+def test_tokens_are_named_or_customary_or_added(tmp_path: Path):
+    other = write_tokenizer(tmp_path / "other.json", ("<open>", "<|endoftext|>"))
+    assert (other.bos, other.eos) == (1, 1)
+    named = other.model_copy(update={"bos_token": "<open>"})
+    assert (named.bos, named.eos) == (0, 1)
+    plain = write_tokenizer(tmp_path / "plain.json", ())
+    assert plain.eos is None
+    assert plain.bos == plain.vocab_size - 1 == len(plain._library.get_vocab())
+    assert plain.decode([plain.bos, *plain.encode("a mesh")]) == "a mesh"
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path):
+    before = write_tokenizer(tmp_path / "t.json").vocab_size
+    assert write_tokenizer(tmp_path / "t.json", vocab_size=270).vocab_size < before
+
+
+def test_ids_are_checked_against_the_vocabulary():
+    assert Ids(vocab_size=4, bos=3).encode("0 3").tolist() == [0, 3]
+    for text in ("4", "-1"):
+        with pytest.raises(DataError, match="outside of the vocabulary of 4"):
+            Ids(vocab_size=4, bos=3).encode(text)
+    with pytest.raises(DataError, match="not a line of token ids"):
+        Ids(vocab_size=4, bos=3).encode("one")
+
+
+def test_a_lone_surrogate_is_no_text(file: TokenizerFile):
+    for tokenizer in (Bytes(), file):
+        with pytest.raises(DataError, match="a text is not Unicode: surrogates not allowed at character 1"):
+            tokenizer.encode("a\ud800")
