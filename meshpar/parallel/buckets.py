@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.collectives.compress import State
-from meshpar.collectives.reduce import Reduce
+from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.local import Axes, varies_over
 
 PASSES_ON = {"convert_element_type", "copy", "pvary", "reshape", "transpose", "mul", "div"}
