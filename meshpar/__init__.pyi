@@ -15,6 +15,7 @@ from .errors import (
     PlanError,
     ProgramError,
     ProofError,
+    ScheduleError,
     ShardingError,
 )
 from .inspection.compiling import compiling
@@ -25,6 +26,16 @@ from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
+from .parallel.pipeline.schedule import (
+    ZBV,
+    GPipe,
+    Interleaved,
+    OneFOneB,
+    PipeDream2BW,
+    Written,
+    ZeroBubbleH1,
+    ZeroBubbleH2,
+)
 from .proof.prove import prove
 from .proof.verdict import Proof
 from .run import Init, Prepared, Run, explain, fit, load, prepare
@@ -46,13 +57,18 @@ from .train.data import (
     Text,
     TokenizerFile,
 )
-from .train.loss import Tally
+from .train.ema import averaged
+from .train.freeze import Freeze
+from .train.loggers import MLflow, TensorBoard, WandB
+from .train.loss import Criterion, Distill, Tally
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
+from .train.stopping import EarlyStopping
 from .train.training import Training
 
 __all__ = [
     "GPT",
     "SGD",
+    "ZBV",
     "About",
     "Adafactor",
     "AdamW",
@@ -67,23 +83,32 @@ __all__ = [
     "Contract",
     "ContractError",
     "ContractWarning",
+    "Criterion",
     "DataError",
+    "Distill",
+    "EarlyStopping",
     "Finding",
+    "Freeze",
+    "GPipe",
     "Ids",
     "Init",
     "Inspection",
+    "Interleaved",
     "Jsonl",
     "Kept",
     "Lion",
     "Llama",
+    "MLflow",
     "MeshError",
     "MeshLayout",
     "MeshparError",
     "Mixture",
     "Muon",
     "Numpy",
+    "OneFOneB",
     "Parquet",
     "Part",
+    "PipeDream2BW",
     "Placement",
     "PlanError",
     "Planned",
@@ -94,13 +119,20 @@ __all__ = [
     "Reduce",
     "Run",
     "Saved",
+    "ScheduleError",
     "ShardingError",
     "StandardLibrary",
     "Synthetic",
     "Tally",
+    "TensorBoard",
     "Text",
     "TokenizerFile",
     "Training",
+    "WandB",
+    "Written",
+    "ZeroBubbleH1",
+    "ZeroBubbleH2",
+    "averaged",
     "checkpoints",
     "collectives",
     "collectives_of",

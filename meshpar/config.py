@@ -215,11 +215,11 @@ def _merge(under: Any, over: Any) -> Any:
 
 def _expand(annotation: Any, data: Any) -> Any:
     """The data with every shorthand written out, so that it can be merged."""
+    if isinstance(data, list) and _is_sequence(annotation):
+        return [_expand(get_args(annotation)[0], item) for item in data]
     model = _chosen(annotation, data)
     if model is None:
         return data
-    if isinstance(data, list) and _is_list(annotation):
-        return [_expand(model, element) for element in data]
     if model.shorthand and data is not None and not isinstance(data, dict):
         kind = {"kind": _kind(model)} if len(_models(annotation)) > 1 else {}
         data = kind | {model.shorthand: data}
@@ -304,9 +304,13 @@ def _locate(root: type[Config], data: Any, loc: tuple[Any, ...]) -> tuple[list[s
     for part in loc:
         if isinstance(data, dict) and part not in data and data.get("kind") == part:
             continue
+        if isinstance(data, list) and isinstance(part, int):
+            keys.append(str(part))
+            annotation, data = get_args(annotation)[0] if _is_sequence(annotation) else Any, _item(data, part)
+            continue
         holder = _chosen(annotation, data)
         keys.append(str(part))
-        annotation = holder if isinstance(part, int) else _fields(holder).get(str(part), Any)
+        annotation = _fields(holder).get(str(part), Any)
         data = _item(data, part)
     return keys, holder if keys and not _kinds(annotation) else annotation
 
@@ -337,14 +341,14 @@ def _kind(model: type[Config]) -> str | None:
 
 
 def _models(annotation: Any) -> list[type[Config]]:
-    """The config models in an annotation: itself, or those of its union or of its list."""
-    if get_origin(annotation) in (Annotated, Union, types.UnionType, tuple):
+    """The config models in an annotation: itself, or those of its union or sequence."""
+    if get_origin(annotation) in (Annotated, Union, types.UnionType) or _is_sequence(annotation):
         return [model for part in get_args(annotation) for model in _models(part)]
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, Config) else []
 
 
-def _is_list(annotation: Any) -> bool:
-    return get_origin(annotation) is tuple
+def _is_sequence(annotation: Any) -> bool:
+    return get_origin(annotation) in (tuple, list)
 
 
 def _source(where: str, sources: Mapping[str, str]) -> str:

@@ -27,6 +27,10 @@ class ShardingError(MeshparError, ValueError):
     """Rules, dims and mesh do not fit each other."""
 
 
+class ScheduleError(MeshparError, ValueError):
+    """A pipeline schedule misses an operation, does one twice, or never ends."""
+
+
 class DataError(MeshparError, ValueError):
     """There is no data where the config says, or it does not fit the model."""
 

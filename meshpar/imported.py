@@ -18,7 +18,7 @@ from meshpar.adopt import specs_of, tallied, unboxing
 from meshpar.errors import ConfigError
 from meshpar.models.imported import Import
 from meshpar.train.data.packing import ARRAYS
-from meshpar.train.loss import Loss, next_token_loss
+from meshpar.train.loss import Criterion, Loss, next_token_loss
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,19 @@ class Imported:
     specs: Any
     init: Callable[[jax.Array], Any]
     loss: Loss
+    evaluation: Loss
     carried: Any
     init_carried: Callable[[jax.Array], Any]
     draws: bool
     vocab_size: int | None
 
 
-def imported(model: Import, loss: str | None, seq_len: int, seed: int) -> Imported:
+def imported(model: Import, criterion: Criterion, seq_len: int, seed: int) -> Imported:
     """Imports a model, and its loss if there is one of its own, and asks what its arrays are.
 
     Args:
-      loss: target of (model, params, batch, key) -> as of `meshpar.training`; the model is the Linen module, or the
-        `GraphDef` of the NNX one. With collections that change there is a fifth argument, `carried`, and a third
+      criterion: its target is (model, params, batch, key) -> as of `meshpar.training`; the model is the Linen module,
+        or the `GraphDef` of the NNX one. With collections that change there is a fifth argument, `carried`, and a third
         result. Default: the next token's cross entropy of the logits, `model(tokens)`.
 
     Raises:
@@ -52,18 +53,19 @@ def imported(model: Import, loss: str | None, seq_len: int, seed: int) -> Import
     made, init, init_carried = _inits(model, seq_len)
     carried = specs_of(init_carried, seed, model.dims)
     apply, vocab_size = _applying(made), None
-    if loss is None:
+    if criterion.target is None:
         if carried:
             what = f"{model.target} has collections that change: {', '.join(map(str, carried))}"
             raise ConfigError(f"{what}; it needs a loss of its own, loss: package.module:name")
         vocab_size = _vocab_size(model, apply, init, seq_len)
-        of_rows = next_token_loss(lambda params, batch, key: apply(params, batch["tokens"]), vocab_size)
+        of_tokens = lambda params, batch, key: apply(params, batch["tokens"])
+        of_rows, plain = criterion.build(of_tokens, vocab_size), next_token_loss(of_tokens, vocab_size)
     else:
-        given = imports.load(loss)
-        of_rows = tallied(lambda *arguments: given(made, *arguments), set(ARRAYS), bool(carried))
+        given = imports.load(criterion.target)
+        plain = of_rows = tallied(lambda *arguments: given(made, *arguments), set(ARRAYS), bool(carried))
     return Imported(
-        specs_of(init, seed, model.dims), unboxing(init), of_rows, carried, unboxing(init_carried), loss is not None,
-        vocab_size,
+        specs_of(init, seed, model.dims), unboxing(init), of_rows, plain, carried, unboxing(init_carried),
+        criterion.target is not None, vocab_size,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,7 +24,15 @@ from meshpar.checkpoint.saved import FOLDER, Saved, find
 from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.collectives.reduction import Reduce
 from meshpar.config import Config
-from meshpar.errors import ConfigError, ContractError, ContractWarning, Problems, ProgramError
+from meshpar.errors import (
+    ConfigError,
+    ContractError,
+    ContractWarning,
+    MeshparError,
+    Problems,
+    ProgramError,
+    ScheduleError,
+)
 from meshpar.imported import imported
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import Contract, beyond
@@ -35,25 +44,37 @@ from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Import, Model
 from meshpar.nn.describe import describe, functional
-from meshpar.nn.transformer import Decoder
-from meshpar.parallel.traffic import Activations, Traffic, Widths, step_traffic
+from meshpar.nn.staged import parts
+from meshpar.nn.transformer import Decoder, Transformer
+from meshpar.parallel.pipeline.cut import cut_layers
+from meshpar.parallel.pipeline.execute import Pipeline, num_permutes
+from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
+from meshpar.parallel.traffic import Activations, Stages, Traffic, Widths, step_traffic, teacher_traffic
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.plan.memory import ModelStates, model_states
 from meshpar.sharding.constrain import Lowering
+from meshpar.sharding.overlap import FullySharded, Overlap, TensorParallel
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.begin import Beginning
 from meshpar.train.data import Data
 from meshpar.train.data.packing import ARRAYS
+from meshpar.train.ema import averaged, with_ema
+from meshpar.train.evaluate import Callback
+from meshpar.train.freeze import Freeze, frozen_until
+from meshpar.train.gradients import STALE
+from meshpar.train.loggers import Logger, TensorBoard
 from meshpar.train.loop import Loop
-from meshpar.train.loss import next_token_loss
+from meshpar.train.loss import TEACHER, Criterion, Distill, next_token_loss, summed_cross_entropy
 from meshpar.train.master import with_master
 from meshpar.train.metrics import flops_per_token, recorder
 from meshpar.train.optim import Optimizer
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step, Update
+from meshpar.train.stopping import EarlyStopping
+from meshpar.train.teacher import Teacher
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths
 
@@ -97,20 +118,28 @@ class Run(Config):
     """Everything that a training run is: what a config file holds."""
 
     model: Model
-    loss: imports.Target | None = None
-    """Of a model that is imported: `package.module:name` of its own; see `meshpar.imported`."""
+    loss: Criterion = Criterion()
+    """What is minimized."""
     data: Data
     optim: Optimizer
+    distill: Distill | None = None
+    """A teacher to learn from."""
+    freeze: tuple[Freeze, ...] = ()
+    """Parameters that keep their values: globs, or `{paths: [...], until: 100}`."""
     mesh: MeshLayout = MeshLayout()
     rules: AxisRules = AxisRules(preset=("replicated",))
     lowering: Literal["manual", "auto"] = "manual"
     """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses it."""
+    tensor: TensorParallel = TensorParallel()
+    fsdp: FullySharded = FullySharded()
     precision: Precision = Precision()
     reduce: Reduce | None = None
     """How the manual lowering sums gradients over devices. Default: XLA's own collectives."""
     num_steps: Positive
     num_microbatches: Positive = 1
     """A batch is computed in so many parts, one after the other; gradients are reduced once."""
+    pipeline: Schedule | None = None
+    """How each of these parts goes through the stages of axis pipe: `{kind: 1f1b, num_microbatches: 16}`."""
     expects: Contract | None = None
     """What the compiled step may send and hold; it is refused if it goes beyond."""
     seed: Annotated[int, pydantic.Field(ge=0)] = 0
@@ -123,6 +152,16 @@ class Run(Config):
     """From where the first parameters are taken; default: they are drawn."""
     checkpoints: Kept = Kept()
     """How often, and which stay."""
+    early_stopping: EarlyStopping | None = None
+    """When to end before `num_steps`."""
+    loggers: tuple[Logger, ...] = (TensorBoard(),)
+    """Who gets the records beside `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow."""
+
+    @pydantic.model_validator(mode="after")
+    def _evaluates_before_it_stops(self) -> Run:
+        if self.early_stopping and not self.eval_every:
+            raise ValueError("early_stopping looks at evaluations: set eval_every, the steps between them")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,21 +169,46 @@ class Prepared(Training):
     """A run's training, and what the run's presets say of its step."""
 
     run: Run
+    taught_by: Prepared | None = None
+    """The training of the teacher, on this mesh."""
 
     @cached_property
     def closed_form(self) -> Traffic | None:
-        """Bytes that a device sends in a step, by axes; None of an imported model, or of an optimizer that mixes."""
+        """Bytes that a device sends in a step, by axes; None of an imported model, of an optimizer that mixes elements,
+        and of a teacher whose logits are sharded in another way."""
         run, shape = self.run, self.mesh.shape
+        if self.pipeline and self.pipeline.schedule.is_stale and self.how.rules.zero_stage == 1:
+            return None  # the weights before the last update lie in shards, and are gathered too
         if not run.optim.elementwise or isinstance(run.model, Import):
             return None
         rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
-        model, recomputed = run.model, run.model.remat != "none"
-        activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, recomputed)
+        model, tokens = run.model, rows * run.data.seq_len
+        layers, stages = self._in_stages(tokens) if self.pipeline else (model.num_layers, None)
+        activations = Activations(layers, tokens, model.width, model.remat != "none", model.remat == "full")
         # XLA's CPU compiler widens what travels in 16 bits.
         widths = run.precision.widths(least=4 if self._on_cpu else 2)
-        return step_traffic(
-            self.placement.sharded, self.how, widths, activations, run.num_microbatches, hoists=self._on_cpu
+        sent = step_traffic(
+            self.placement.sharded, self.how, widths, activations, self.how.num_microbatches, self._on_cpu, stages
         )
+        if not self.taught_by:
+            return sent
+        assert self.teacher
+        if not self.teacher.is_aligned:
+            return None
+        model = _decoder(self.taught_by.run)
+        activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, False, False)
+        more = teacher_traffic(self.taught_by.placement.sharded, self.teacher.how, widths, activations)
+        return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
+
+    def _in_stages(self, tokens: int) -> tuple[int, Stages]:
+        """Layers that a stage computes, and what the pipeline sends."""
+        assert self.pipeline is not None
+        (ticks, cut), passes = self.pipeline.plan(self.how), self.run.num_microbatches
+        num_stages, moves = len(cut.layers), self.pipeline.moves(self.how)
+        permutes, moved = num_permutes(num_stages), moves.num_permutes * moves.unit if moves else 0
+        per_microbatch = tokens // self.how.num_microbatches
+        shared = "table" if not isinstance(self.run.model, Import) and self.run.model.tied else None
+        return cut.layers[0].size, Stages(ticks.num_ticks * passes, permutes, passes, moved, per_microbatch, shared)
 
     @cached_property
     def states(self) -> ModelStates:
@@ -206,15 +270,23 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     model = _imported(run) if isinstance(run.model, Import) else _built(run, run.model)
     dtype, shape = np.dtype(run.precision.params), (run.data.batch_size, run.data.seq_len)
     specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.pop("specs"))
-    tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, specs))
+    frozen = frozen_until(run.freeze, specs, run.num_steps) if run.freeze else None
+    tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, specs), frozen)
+    if run.pipeline and run.pipeline.is_stale:
+        init = model["init"]
+        model |= {"carried": {STALE: specs}, "init_carried": lambda key: {STALE: init(key)}}
     master, sums = run.precision.master, run.precision.gradients
     tx = with_master(tx, np.dtype(master)) if master else tx
-    return Prepared(
+    tx = with_ema(tx, run.optim.ema) if run.optim.ema else tx
+    taught_by = _teacher(run, run.distill, mesh) if run.distill else None
+    batch_specs = {name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS}
+    prepared = Prepared(
         **model,
         run=run,
         specs=specs,
+        frozen=frozen,
         update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master and np.dtype(master)),
-        batch_specs={name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS},
+        batch_specs=batch_specs,
         mesh=mesh,
         rules=run.rules,
         manual=run.lowering == "manual",
@@ -222,9 +294,45 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         sums=sums and np.dtype(sums),
         seed=run.seed,
         num_microbatches=run.num_microbatches,
+        taught_by=taught_by,
         reduce=run.reduce,
         slow=tuple(axis for axis, size in run.mesh.dcn.sizes.items() if size > 1) if run.mesh.dcn else (),
+        overlap=Overlap(run.tensor.overlap, run.fsdp.overlap),
     )
+    return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
+
+
+def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
+    """The run that is kept in the teacher's directory, as prepared on this mesh under the rules of a teacher.
+
+    Raises:
+      CheckpointError: there is none.
+      ConfigError: it does not fit this run, or this mesh.
+    """
+    kept, ours = find(distill.teacher).meta["config"], {"data": run.data, "lowering": run.lowering}
+    where = f"distill: the teacher in {distill.teacher}"
+    try:
+        teacher = Run.model_validate(kept | {"distill": None, "num_microbatches": 1, "freeze": (), "init": None})
+        its, mine = _decoder(teacher), _decoder(run)
+        prepared = prepare(teacher.model_copy(update=ours | {"rules": distill.rules or run.rules}), mesh)
+    except (pydantic.ValidationError, MeshparError) as error:
+        raise ConfigError(f"{where} does not fit:\n{error}") from None
+    if (its.vocab_size, its.padded_vocab) != (mine.vocab_size, mine.padded_vocab):
+        what = f"has {its.vocab_size} token ids in {its.padded_vocab} rows of its vocabulary"
+        raise ConfigError(f"{where} {what}, this model {mine.vocab_size} in {mine.padded_vocab}")
+    return prepared
+
+
+def _decoder(run: Run) -> Decoder:
+    if isinstance(run.model, Import):
+        raise ConfigError(f"{run.model.target} is imported; teachers and their students are llama and gpt")
+    return run.model
+
+
+def _teaching(taught_by: Prepared, student: Prepared) -> Teacher:
+    model, rules = _decoder(taught_by.run), taught_by.rules
+    apply = functional(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
+    return Teacher(apply, taught_by.specs, rules, student.how, student.batch_specs, model.padded_vocab)
 
 
 def _built(run: Run, model: Decoder) -> dict[str, Any]:
@@ -233,9 +341,15 @@ def _built(run: Run, model: Decoder) -> dict[str, Any]:
     return {
         "specs": describe(abstract),
         "init": lambda key: nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(key)), nnx.Param)),
-        "loss": next_token_loss(functional(abstract), model.vocab_size),
+        "loss": run.loss.build(functional(abstract), model.vocab_size, run.distill),
+        "evaluation": next_token_loss(functional(abstract), model.vocab_size),
         "key": partial(step_key, run.seed) if model.dropout else None,
+        "pipeline": run.pipeline and _pipeline(run.pipeline, abstract),
     }
+
+
+def _pipeline(schedule: Schedule, model: Transformer) -> Pipeline:
+    return Pipeline(parts(model, partial(summed_cross_entropy, vocab_size=model.model.vocab_size)), schedule)
 
 
 def _imported(run: Run) -> dict[str, Any]:
@@ -249,6 +363,7 @@ def _imported(run: Run) -> dict[str, Any]:
         "specs": found.specs,
         "init": found.init,
         "loss": found.loss,
+        "evaluation": found.evaluation,
         "carried": found.carried,
         "init_carried": found.init_carried,
         "key": partial(step_key, run.seed) if found.draws else None,
@@ -262,10 +377,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
       ConfigError: with all problems of the config; or it names code that it may not import, see `meshpar.imports`.
     """
     loaded = config.load(Run, path, overrides)
-    targets = {"model.target": getattr(loaded.model, "target", None), "loss": loaded.loss}
-    for key, target in targets.items():
+    targets = {("model.target",): getattr(loaded.model, "target", None), ("loss", "loss.target"): loaded.loss.target}
+    for keys, target in targets.items():
         if target:
-            imports.permit(target, None if f"{key}={target}" in overrides else path)
+            is_on_command_line = any(f"{key}={target}" in overrides for key in keys)
+            imports.permit(target, None if is_on_command_line else path)
     return loaded
 
 
@@ -309,31 +425,49 @@ def inspect(run: Run, target: str | None = None, num_devices: int | None = None)
     return judge(prepared.inspect(compile_for(machine, prepared.compile_step)), machine, prepared.mesh)
 
 
-def fit(run: Run, *, json: bool = False, profile: Path | None = None, dump_hlo: Path | None = None) -> TrainState:
+def fit(
+    run: Run,
+    *,
+    json: bool = False,
+    profile: Path | None = None,
+    dump_hlo: Path | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> TrainState:
     """Trains, or goes on from the last checkpoint in the run directory.
 
     Args:
       json: print records as JSON instead of a progress bar.
       profile: a folder for a trace of a few steps.
       dump_hlo: a file for the compiled step's text.
+      callbacks: (state, step) -> name -> number: what else each evaluation records.
     """
     prepared = prepare(run)
     saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, prepared.about)
-    with recorder(run.run_dir, run.num_steps, json) as records, saving as saved:
+    with recorder(run.run_dir, run.num_steps, json, run.loggers) as records, saving as saved:
         beginning = _beginning(prepared, saved)
         train_data, held_out = run.data.datasets(run.seed)
         step, evaluate = prepared.compile_step(), prepared.compile_evaluation()
         if dump_hlo:
             dump_hlo.write_text(step.text)
         _hold_to_contract(prepared, step)
+        if prepared.taught_by and run.distill:
+            step = replace(step, given={TEACHER: _taught(prepared.taught_by, run.distill, step.given[TEACHER])})
         state = beginning.state() if beginning else prepared.compile_init()()
         if beginning:
             records.record("restored", int(state.step), **beginning.record())
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, _mfu(prepared), profile,
+            run.early_stopping, callbacks,
         )  # fmt: skip
         return loop.fit(state)
+
+
+def _taught(teacher: Prepared, distill: Distill, structs: Any) -> Any:
+    """The parameters that a teacher is evaluated with, and nothing else of its checkpoint."""
+    take = ["opt_state.ema.**"] if teacher.run.optim.ema else ["params.**"]
+    params = averaged(find(distill.teacher).restore(teacher.placement.structs, take))
+    return jax.tree.map(lambda x, struct: jax.device_put(x.astype(struct.dtype), struct.sharding), params, structs)
 
 
 def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | None:
@@ -378,10 +512,11 @@ def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
 
 def _check(run: Run, mesh: AnyMesh) -> None:
     how, problems = Lowering(mesh, run.rules, run.lowering == "manual"), Problems()
-    rows = math.prod(mesh.shape[axis] for axis in how.axes("batch")) * run.num_microbatches
+    num_microbatches = run.num_microbatches * (run.pipeline.num_microbatches if run.pipeline else 1)
+    rows = math.prod(mesh.shape[axis] for axis in how.axes("batch")) * num_microbatches
     if run.data.batch_size % rows:
         what = f"{run.data.batch_size} rows cannot be cut into {rows} equal parts"
-        parts = f"({rows // run.num_microbatches} devices x {run.num_microbatches} microbatches)"
+        parts = f"({rows // num_microbatches} devices x {num_microbatches} microbatches)"
         problems.add("data.batch_size", f"{what} {parts}", f"a multiple of {rows}")
     for dim in ("seq", "norm_seq"):
         shards = math.prod(mesh.shape[axis] for axis in how.axes(dim))
@@ -396,11 +531,43 @@ def _check(run: Run, mesh: AnyMesh) -> None:
             problems.add("lowering", "a model that is imported is lowered by GSPMD", "lowering=auto")
     else:
         _check_decoder(run, run.model, problems)
+    Overlap(run.tensor.overlap, run.fsdp.overlap).check(run.rules, how.manual, problems)
+    _check_pipeline(run, how, problems)
+    _check_kept(run, problems)
     if run.reduce and run.lowering == "auto":
         problems.add("reduce", "under lowering: auto, XLA reduces gradients as it chooses", "lowering: manual")
-    _check_kept(run, problems)
+    if run.reduce and run.fsdp.overlap != "none":
+        what = "a kernel that is gathered in chunks has its gradient scattered in chunks, by no declared reduction"
+        problems.add("reduce", what, "fsdp.overlap=none, or no reduce")
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
+
+
+def _check_pipeline(run: Run, how: Lowering, problems: Problems) -> None:
+    num_stages = math.prod(how.mesh.shape[axis] for axis in how.axes("stage"))
+    if run.pipeline is None:
+        if how.manual and num_stages > 1:
+            what = f"the rules cut the model into {num_stages} stages, and nothing says in which order they work"
+            problems.add("pipeline", what, "pipeline={kind: 1f1b, num_microbatches: 8}, or no preset pipeline")
+        return
+    if not how.manual:
+        problems.add("pipeline", "GSPMD knows no pipeline", "lowering=manual, or no pipeline")
+    elif not isinstance(run.model, Import):
+        run.pipeline.check(num_stages, problems)
+        try:
+            cut_layers(run.pipeline, num_stages, run.model.num_layers)
+        except ScheduleError as error:
+            problems.add("pipeline", str(error))
+    beside = {
+        "loss": run.loss != Criterion(),
+        "distill": run.distill is not None,
+        "freeze": bool(run.freeze),
+        "reduce": run.reduce is not None,
+        "tensor.overlap": run.tensor.overlap != "none",
+        "fsdp.overlap": run.fsdp.overlap != "none",
+    }
+    for key in (key for key, is_set in beside.items() if is_set):
+        problems.add(key, "is not proven beside a pipeline, and so not allowed", f"no {key}, or no pipeline")
 
 
 def _check_kept(run: Run, problems: Problems) -> None:
@@ -412,7 +579,7 @@ def _check_kept(run: Run, problems: Problems) -> None:
 
 
 def _check_decoder(run: Run, model: Decoder, problems: Problems) -> None:
-    if run.loss:
+    if run.loss.target:
         problems.add("loss", "is of a model that is imported", "model.kind=import, or no loss")
     if model.learned_positions and run.data.seq_len > model.max_seq_len:
         problems.add("data.seq_len", f"{run.data.seq_len} is more than model.max_seq_len = {model.max_seq_len}")

@@ -12,7 +12,9 @@ from typing import Annotated
 import typer
 
 from meshpar import imports
-from meshpar.cli import bench, checkpoint, explain, inspect, prove, schema, train  # noqa: F401  each joins the app as it is imported
+
+# In being imported, a verb joins the app.
+from meshpar.cli import bench, checkpoint, explain, inspect, new, plot, prove, schedule, schema, train  # noqa: F401
 from meshpar.cli.app import app
 from meshpar.errors import MeshparError
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from meshpar.inspection.program import Instruction, Program
 
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_TAKEN = re.compile(r"taken_(\d+)_of_(\d+)/cond$")
 _CALLS = ("to_apply", "calls", "called_computations")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
@@ -23,8 +24,8 @@ class Visit:
     """An instruction on one path from the entry.
 
     Args:
-      times: how often one call of the program executes it on this path, if every conditional takes its branch;
-        None in a loop whose length the text does not tell.
+      times: how often one call of the program executes it on this path, if every conditional takes its branch, or
+        does so as often as its name says (`taken_8_of_30`); None in a loop whose length the text does not tell.
       branches: the computations of conditionals that it stands in, outermost first.
     """
 
@@ -52,7 +53,13 @@ def _walk(program: Program, name: str, times: int | None, branches: tuple[str, .
             for called in one.names(*_CALLS):
                 yield from _walk(program, called, times, branches)
             for branch in one.names(*_BRANCHES):
-                yield from _walk(program, branch, times, (*branches, branch))
+                yield from _walk(program, branch, _taken(one, times), (*branches, branch))
+
+
+def _taken(conditional: Instruction, times: int | None) -> int | None:
+    """How often a branch is taken: whoever knows writes it into the scope of the conditional."""
+    said = _TAKEN.search(conditional.op_name)
+    return times * int(said[1]) // int(said[2]) if said and times is not None else times
 
 
 def _product(times: int | None, trips: int | None) -> int | None:

@@ -38,6 +38,12 @@ def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
     return varying(x, tuple(sorted(varies_over(like))))
 
 
+def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, each typed as varying wherever any of them is: what a `custom_vjp` needs of its operands."""
+    axes = tuple(sorted(frozenset().union(*map(varies_over, arrays))))
+    return tuple(varying(x, axes) for x in arrays)
+
+
 def invariant(x: jax.Array, axes: Axes) -> jax.Array:
     """`x`, which is the same on all devices of `axes`, typed so. JAX cannot check that it is: the caller knows.
 

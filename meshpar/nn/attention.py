@@ -12,8 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from meshpar.errors import ShardingError
-from meshpar.nn.layers import Projection
-from meshpar.parallel import tensor
+from meshpar.nn.layers import Projection, enter, leave
 from meshpar.parallel.local import varies_over, varying
 from meshpar.parallel.precision import wide
 from meshpar.sharding.constrain import constrain, current, manual_axes
@@ -78,14 +77,13 @@ class Attention(nnx.Module):
         self, x_BRD: Float[Array, "B R D"], segments_BS: Int[Array, "B S"], by: Rotation | None = None
     ) -> Float[Array, "B R D"]:
         _check_whole_sequence()
-        x_BSD = tensor.enter(x_BRD, "heads")
-        q, k, v = (p.add_bias(p(x_BSD)) for p in (self.q, self.k, self.v))
+        q, k, v = enter(x_BRD, [self.q, self.k, self.v], "heads")
         if by is not None:
             q, k = rotate(q, by), rotate(k, by)
         q = constrain(q, "batch", "seq", "heads", "head_dim")
         out = attend(q, self._for_local_heads(k, q), self._for_local_heads(v, q), segments_BS)
         out = constrain(out, "batch", "seq", "heads", "head_dim")
-        return self.o.add_bias(tensor.leave(self.o(out), "heads"))
+        return leave(out, self.o, "heads")
 
     def _for_local_heads(
         self, k_BTKh: Float[Array, "B T K h"], q_BSHh: Float[Array, "B S H h"]

@@ -34,14 +34,18 @@ def describe(model: nnx.Module) -> dict[str, Any]:
     return nested(specs)
 
 
-def functional(model: nnx.Module) -> Callable[..., Any]:
-    """`apply(params, *args) = model(*args)` with its parameters replaced; `params` nested as in `describe`."""
+def functional(model: nnx.Module, method: str = "__call__") -> Callable[..., Any]:
+    """`apply(params, *args) = model(*args)` with its parameters replaced; `params` nested as in `describe`.
+
+    Args:
+      method: what is called of it.
+    """
     graph, state = nnx.split(model)
 
     def apply(params: Any, *args: Any) -> Any:
         pure = nnx.to_pure_dict(state)
         filled = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(_like(pure, params)))
-        return nnx.merge(graph, filled)(*args)
+        return getattr(nnx.merge(graph, filled), method)(*args)
 
     return apply
 

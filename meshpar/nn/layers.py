@@ -1,13 +1,13 @@
 """Layers that see local shards: norms, projections, rotary positions, feed-forward blocks, dropout.
 
 Every parameter carries a name for each of its dims as `dims` metadata; nothing here knows a mesh.
-Shapes: B batch, S seq, D embed, M mlp, H heads, K kv_heads, h head_dim.
+Shapes: B batch, S seq, R norm_seq, D embed, M mlp, H heads, K kv_heads, h head_dim.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ from flax import nnx
 from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from meshpar.parallel import tensor
+from meshpar.parallel import linear
+from meshpar.parallel.data import streamed
+from meshpar.parallel.linear import Weights
 from meshpar.parallel.precision import wide
-from meshpar.sharding.constrain import constrain, manual_axes
+from meshpar.sharding.constrain import constrain, current, manual_axes
 
 
 def normal(rngs: nnx.Rngs, shape: Sequence[int], std: float, dims: Sequence[str]) -> nnx.Param:
@@ -29,6 +31,11 @@ def normal(rngs: nnx.Rngs, shape: Sequence[int], std: float, dims: Sequence[str]
 def filled(value: float, shape: Sequence[int], dims: Sequence[str]) -> nnx.Param:
     """A parameter that begins as a constant, with a name for each dim."""
     return nnx.Param(jnp.full(shape, value, jnp.float32), dims=tuple(dims))
+
+
+def within_layer(param: nnx.Param) -> tuple[str, ...]:
+    """The names of a parameter's dims, where a scan over layers has taken the dim `layers` away."""
+    return tuple(dim for dim in param.get_metadata()["dims"] if dim != "layers")
 
 
 class RMSNorm(nnx.Module):
@@ -66,7 +73,7 @@ class LayerNorm(nnx.Module):
 
 
 class Projection(nnx.Module):
-    """A linear map between groups of dims: `x[.., in] @ kernel[in.., out..] (+ bias[out..])`.
+    """A linear map between groups of dims: `x[.., in] @ kernel[in.., out..] (+ bias[out..])`, by `enter` or `leave`.
 
     Args:
       inputs: (dim name, size) of each contracted dim.
@@ -85,13 +92,24 @@ class Projection(nnx.Module):
         self.bias = filled(0.0, out_shape, out_dims) if bias else None
         self.num_inputs = len(inputs)
 
-    def __call__(self, x: Float[Array, "B S *inputs"]) -> Float[Array, "B S *outputs"]:
-        kernel = self.kernel[...]
-        return jnp.tensordot(x, kernel, axes=self.num_inputs)
+    @property
+    def weights(self) -> Weights:
+        return Weights(self.kernel[...], self.num_inputs, streamed(within_layer(self.kernel), current()))
 
     def add_bias(self, y: Float[Array, "B S *outputs"]) -> Float[Array, "B S *outputs"]:
         """Apart from the product, because a row-parallel bias is added once, after the sum over shards."""
         return y if self.bias is None else y + self.bias[...]
+
+
+def enter(x: Float[Array, "B R D"], maps: Sequence[Projection], dim: str) -> Iterator[Float[Array, "B S ..."]]:
+    """Column parallel: each projection of x, with weights whose `dim` is sharded. See `parallel.linear`."""
+    products = linear.enter(x, [one.weights for one in maps], dim)
+    return (one.add_bias(y) for one, y in zip(maps, products, strict=True))
+
+
+def leave(x: Float[Array, "B S ..."], down: Projection, dim: str) -> Float[Array, "B R D"]:
+    """Row parallel: the projection of x, with weights whose `dim` is sharded and contracted."""
+    return down.add_bias(linear.leave(x, down.weights, dim))
 
 
 class SwiGLU(nnx.Module):
@@ -103,11 +121,10 @@ class SwiGLU(nnx.Module):
         self.up = Projection(embed, hidden, bias=bias, rngs=rngs)
         self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
 
-    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        x_BSD = tensor.enter(x_BSD, "mlp")
-        gate, up = self.gate.add_bias(self.gate(x_BSD)), self.up.add_bias(self.up(x_BSD))
+    def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
+        gate, up = enter(x_BRD, [self.gate, self.up], "mlp")
         h_BSM = constrain(jax.nn.silu(gate) * up, "batch", "seq", "mlp")
-        return self.down.add_bias(tensor.leave(self.down(h_BSM), "mlp"))
+        return leave(h_BSM, self.down, "mlp")
 
 
 class GELU(nnx.Module):
@@ -118,10 +135,9 @@ class GELU(nnx.Module):
         self.up = Projection(embed, hidden, bias=bias, rngs=rngs)
         self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
 
-    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        x_BSD = tensor.enter(x_BSD, "mlp")
-        h_BSM = constrain(jax.nn.gelu(self.up.add_bias(self.up(x_BSD))), "batch", "seq", "mlp")
-        return self.down.add_bias(tensor.leave(self.down(h_BSM), "mlp"))
+    def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
+        (up,) = enter(x_BRD, [self.up], "mlp")
+        return leave(constrain(jax.nn.gelu(up), "batch", "seq", "mlp"), self.down, "mlp")
 
 
 def dropout(

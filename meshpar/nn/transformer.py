@@ -16,10 +16,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.config import Config
 from meshpar.nn.attention import Attention, Rotation, rotation
-from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal
-from meshpar.parallel import tensor
-from meshpar.parallel.data import gather_in_layer, gathering_again
-from meshpar.sharding.constrain import constrain
+from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal, within_layer
+from meshpar.parallel import linear, tensor
+from meshpar.parallel.data import gather_in_layer, gathering_again, streamed
+from meshpar.parallel.linear import Weights
+from meshpar.sharding.constrain import constrain, current
 
 Batch = dict[str, Int[Array, "..."]]
 Positive = Annotated[int, pydantic.Field(gt=0)]
@@ -135,6 +136,32 @@ class Transformer(nnx.Module):
         if not model.tied:
             self.head = normal(rngs, (model.width, model.padded_vocab), model.width**-0.5, ("embed", "vocab"))
 
+    def embed(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B R D"]:
+        """What the first block takes."""
+        return self._embed(_gathered(self.table), batch, key)
+
+    def shared(self, batch: Batch, x_BRD: Float[Array, "B R D"]) -> Rotation | None:
+        """What all blocks take besides."""
+        return None if self.model.learned_positions else self._rotation(batch["positions"], x_BRD)
+
+    def layer(
+        self,
+        params: Any,
+        x_BRD: Float[Array, "B R D"],
+        batch: Batch,
+        by: Rotation | None,
+        key: PRNGKeyArray | None,
+        index: Int[Array, ""],
+    ) -> Float[Array, "B R D"]:
+        """The block of that index, whose parameters are `params`, nested as `blocks` are."""
+        graph, blocks = nnx.split(self.blocks)
+        own = jax.tree.unflatten(jax.tree.structure(blocks), jax.tree.leaves(params))
+        return nnx.merge(graph, _gathered_layer(own))(x_BRD, batch, by, _fold(key, index))
+
+    def logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B S V"]:
+        """From what the last block gives."""
+        return self._logits(x_BRD, _gathered(self.table) if self.model.tied else None)
+
     def __call__(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B S V"]:
         table_VD = _gathered(self.table)
         x_BRD = self._embed(table_VD, batch, key)
@@ -150,7 +177,7 @@ class Transformer(nnx.Module):
 
     def _scan(self, x_BRD: Float[Array, "B R D"], batch: Batch, key: PRNGKeyArray | None) -> Float[Array, "B R D"]:
         graph, blocks = nnx.split(self.blocks)
-        by = None if self.model.learned_positions else self._rotation(batch["positions"], x_BRD)
+        by = self.shared(batch, x_BRD)
 
         def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
             params, index = layer
@@ -166,9 +193,10 @@ class Transformer(nnx.Module):
 
     def _logits(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Float[Array, "B S V"]:
         graph, norm = nnx.split(self.norm)
-        x_BSD = tensor.enter(nnx.merge(graph, _gathered_layer(norm))(x_BRD), "vocab")
         head_DV = _gathered(self.head) if tied_VD is None else tied_VD.T
-        return constrain(x_BSD @ head_DV, "batch", "seq", "vocab")
+        normed_BRD = nnx.merge(graph, _gathered_layer(norm))(x_BRD)
+        (logits,) = linear.enter(normed_BRD, [Weights(head_DV)], "vocab")
+        return constrain(logits, "batch", "seq", "vocab")
 
 
 def _stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:
@@ -190,10 +218,14 @@ def _stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.
 
 def _gathered_layer(params: Any) -> Any:
     """The whole parameters of one module; a scan has taken the dim `layers` away already."""
-    dims = jax.tree.map(
-        lambda p: tuple(d for d in p.get_metadata()["dims"] if d != "layers"), params, is_leaf=_is_param
-    )
-    return jax.tree.map(lambda p, d: p.replace(gather_in_layer(p[...], d)), params, dims, is_leaf=_is_param)
+    return jax.tree_util.tree_map_with_path(_gathered_part, params, is_leaf=_is_param)
+
+
+def _gathered_part(path: Any, param: Any) -> Any:
+    dims = within_layer(param)
+    # A projection gathers its kernel itself, if it does so in chunks.
+    by_itself = path[-1].key == "kernel" and streamed(dims, current())
+    return param if by_itself else param.replace(gather_in_layer(param[...], dims))
 
 
 def _gathered(param: nnx.Param) -> jax.Array:

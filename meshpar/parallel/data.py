@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from meshpar.collectives.matmul import PRODUCT
 from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.buckets import Copied, sum_copies
 from meshpar.parallel.local import Axes, varying
@@ -57,18 +58,32 @@ def gather_in_layer(params: Any, dims: Any) -> Any:
     return jax.tree.map(lambda x, names: _whole(x, names, how), params, dims)
 
 
+def streamed(dims: Dims, how: Lowering | None) -> Stored:
+    """Where the kernel of a layer's linear map is stored, if it is gathered while it is multiplied; else nothing.
+
+    Args:
+      dims: of the kernel, within its layer.
+    """
+    if how is None or not how.manual or how.overlap.fsdp == "none" or not how.gathers_in_layers:
+        return ()
+    stored = _stored(dims, how)
+    return stored if len(stored) == 1 else ()
+
+
 def gathering_again(policy: Policy) -> Policy:
     """A `jax.checkpoint` policy that keeps what `policy` keeps, but under ZeRO-3 never a gathered parameter.
 
     Without it the scan over layers would stack the whole parameters of all layers for the backward, as ZeRO-2 does.
     Views and masks are never kept either: they cost nothing to make, and a view of a gathered parameter would keep
-    it alive.
+    it alive. A collective matmul is kept where a plain one would be.
     """
     how = manual()
 
     def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
         if _is_all_gather(primitive, params):
             return how is not None and how.rules.zero_stage == 2
+        if primitive.name == "name" and params["name"] == PRODUCT:
+            return policy(lax.dot_general_p, *avals, dimension_numbers=(((), ()), ((), ())))
         return primitive.name not in _FREE and policy(primitive, *avals, **params)
 
     return keeps
@@ -132,8 +147,8 @@ def copies(names: Dims, how: Lowering) -> tuple[Axes, Axes]:
 
 
 def summed_axes(how: Lowering) -> Axes:
-    """The axes over which devices see different tokens, so that gradients are summed over them."""
-    return how.axes("batch") + how.axes("norm_seq")
+    """The axes over which devices see different tokens or layers, so that gradients are summed over them."""
+    return how.axes("batch") + how.axes("norm_seq") + how.axes("stage")
 
 
 def _manual() -> Lowering:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from meshpar.mesh.varying import Axes, varies_over, varying, varying_like
 
 __all__ = ["Axes", "shard", "varies_over", "varying", "varying_like"]
+
+
+def zeros_of(like: Any, *leading: int) -> jax.Array:
+    """Zeros [*leading, *shape] of the type of `like`, an array or an abstract value: room for so many of it."""
+    aval = jax.typeof(like) if isinstance(like, jax.Array) else like
+    return varying(jnp.zeros((*leading, *like.shape), like.dtype), tuple(sorted(aval.manual_axis_type.varying)))
 
 
 def shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from meshpar.parallel.local import shard, varying
 from meshpar.parallel.precision import wide
@@ -93,28 +93,76 @@ def embed(table: Float[Array, "V D"], tokens: Int[Array, "B S"]) -> Float[Array,
     return leave(jnp.where(mine[..., None], rows, jnp.zeros_like(rows)), "vocab")
 
 
-def cross_entropy(logits: Float[Array, "B S V"], targets: Int[Array, "B S"], vocab_size: int) -> Float[Array, "B S"]:
+def cross_entropy(
+    logits: Float[Array, "B S V"],
+    targets: Int[Array, "B S"],
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Float[Array, "B S"]:
     """`logits[B, S, V_t], targets[B, S] -> nll[B, S]`, with the vocabulary sharded and never gathered.
 
     Args:
       logits: [batch, seq, vocab], local shard.
       targets: int [batch, seq], each in [0, vocab_size).
       vocab_size: rows of the vocabulary at or beyond it are padding and get no probability.
+      label_smoothing: the part of the target's probability that is spread evenly over the whole vocabulary.
+      z_loss: weight of `log(sum(exp(logits)))^2`, which keeps the logits from drifting.
 
     Returns:
       Negative log-likelihoods in float32 (float64 if the logits are), the same on every device of the axes.
 
-    Communication: all-reduces of [batch, seq]: one maximum, one of two sums.
+    Communication: all-reduces of [batch, seq]: one maximum, one of two sums; with smoothing and z-loss no more.
+    Source: Szegedy et al. 2016, arXiv:1512.00567 (smoothing); Chowdhery et al. 2022, arXiv:2204.02311 (z-loss).
     """
     axes = manual_axes("vocab")
-    logits = wide(logits)
-    first = lax.axis_index(axes) * logits.shape[-1] if axes else 0
-    ids = first + jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    logits = jnp.where(ids < vocab_size, logits, -jnp.inf)
-    top = lax.stop_gradient(logits.max(-1))
-    top = lax.pmax(top, axes) if axes else top
-    shifted = logits - top[..., None]
+    ids = _ids(logits.shape[-1], axes)
+    top, shifted = _shifted(wide(logits), ids < vocab_size, axes)
     hit = jnp.where(ids == targets[..., None], shifted, jnp.zeros_like(shifted)).sum(-1)
+    if label_smoothing:  # before the sum over devices: it is of the smoothed target then, and as small as without
+        spread = jnp.where(ids < vocab_size, shifted, jnp.zeros_like(shifted)).sum(-1)
+        hit = (1 - label_smoothing) * hit + label_smoothing / vocab_size * spread
     sums = jnp.stack([jnp.exp(shifted).sum(-1), hit])
     total, hit = lax.psum(sums, axes) if axes else sums
-    return jnp.log(total) - hit
+    nll = jnp.log(total) - hit
+    return nll + z_loss * jnp.square(top + jnp.log(total)) if z_loss else nll
+
+
+def divergence(
+    logits: Float[Array, "B S V"], teacher: Float[Array, "B S V"], vocab_size: int, temperature: float = 1.0
+) -> Float[Array, "B S"]:
+    """KL divergence of a model's distribution from its teacher's, `logits[B, S, V_t], teacher[B, S, V_t] -> kl[B, S]`.
+
+    Args:
+      logits: [batch, seq, vocab], local shard.
+      teacher: the same of the teacher, to which no gradient flows.
+      vocab_size: rows of the vocabulary at or beyond it are padding and get no probability.
+      temperature: both logits are divided by it.
+
+    Communication: all-reduces of [batch, seq]: one of two maxima, one of three sums.
+    Source: Hinton et al. 2015, arXiv:1503.02531.
+    """
+    axes = manual_axes("vocab")
+    real = _ids(logits.shape[-1], axes) < vocab_size
+    both = jnp.stack([wide(logits), lax.stop_gradient(wide(teacher))]) / temperature
+    _, (own, given) = _shifted(both, real, axes)
+    apart = jnp.where(real, given - own, jnp.zeros_like(own))
+    sums = jnp.stack([jnp.exp(own).sum(-1), jnp.exp(given).sum(-1), (jnp.exp(given) * apart).sum(-1)])
+    total, weight, cross = lax.psum(sums, axes) if axes else sums
+    return cross / weight - jnp.log(weight) + jnp.log(total)
+
+
+def _ids(width: int, axes: tuple[str, ...]) -> Int[Array, "V"]:
+    """Token ids of this device's shard of the vocabulary."""
+    first = lax.axis_index(axes) * width if axes else 0
+    return first + jnp.arange(width, dtype=jnp.int32)
+
+
+def _shifted(
+    logits: Float[Array, "*rows V"], real: Bool[Array, "V"], axes: tuple[str, ...]
+) -> tuple[Float[Array, "*rows"], Float[Array, "*rows V"]]:
+    """The largest logit of the whole vocabulary, and all less that, those of padding minus infinity."""
+    logits = jnp.where(real, logits, -jnp.inf)
+    top = lax.stop_gradient(logits.max(-1))
+    top = lax.pmax(top, axes) if axes else top
+    return top, logits - top[..., None]

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from meshpar.collectives import stream
 from meshpar.mesh.layout import AXES
 from meshpar.parallel.buckets import bucket_shapes
-from meshpar.parallel.data import copies, summed_axes
+from meshpar.parallel.data import copies, streamed, summed_axes
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.tree import flatten_with_paths
@@ -51,16 +52,39 @@ class Activations:
     """What a decoder's layers pass on, on one device in a whole step.
 
     Args:
-      num_layers: blocks.
+      num_layers: blocks that a device computes.
       tokens: rows of the batch on one device, times the sequence.
       width: the model's.
       recomputed: whether the backward computes a block's residual stream again (any remat policy but `none`).
+      with_products: whether it computes the products of activations and weights again, too (`full`).
     """
 
     num_layers: int
     tokens: int
     width: int
     recomputed: bool
+    with_products: bool
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a pipeline adds to a step.
+
+    Args:
+      ticks: of all its passes.
+      permutes: of an activation, in a tick.
+      num_passes: how often layers are moved to where the schedule wants them, and their gradients back.
+      moved: layers that a stage sends on each way.
+      tokens: of a microbatch on one device.
+      at_both_ends: the parameter that the first and the last stage use; under ZeRO-3 each gathers it for itself.
+    """
+
+    ticks: int
+    permutes: int
+    num_passes: int
+    moved: int
+    tokens: int
+    at_both_ends: str | None = None
 
 
 def share(n: int, whole_bytes: int | Fraction) -> Fraction:
@@ -78,38 +102,83 @@ def step_traffic(
     widths: Widths,
     activations: Activations,
     num_microbatches: int = 1,
-    hoists: bool = True,
+    on_cpu: bool = True,
+    stages: Stages | None = None,
 ) -> Traffic:
     """All that a step of a decoder sends, if its optimizer works element by element.
 
     Args:
       sharded: tree of `Placement`, of the parameters, as sharded as the rules can make them.
-      hoists: whether the compiler moves ZeRO-3's gather of what lies outside the layers out of the loop over
-        microbatches, as XLA does for CPUs.
+      on_cpu: whether XLA compiles for CPUs. There it moves ZeRO-3's gather of what lies outside the layers out of the
+        loop over microbatches, and gathers once what a collective matmul and its backward gather in one computation.
+      stages: of a pipeline. What only the first or the last stage sends counts as if one device sent both.
     """
     sent: Sums = defaultdict(Fraction)
     for path, placement in flatten_with_paths(sharded).items():
+        by_itself = _is_streamed(path, placement, how)
         again = _is_gathered_again(path, placement, activations.recomputed)
-        in_loop = "layers" in placement.spec.dims or not hoists
+        if by_itself and activations.with_products and not path.endswith("down.kernel"):
+            again += not _merges(_stored(placement, how), how, on_cpu)
+        in_loop = "layers" in placement.spec.dims or not on_cpu or stages is not None
         gathers = (1 + again) * (num_microbatches if in_loop else 1)
-        _add_parameter(sent, placement, how, widths, num_microbatches, gathers)
+        num_users = 1 + (stages is not None and path == stages.at_both_ends)
+        _add_parameter(sent, placement, how, widths, num_microbatches, gathers, num_users, by_itself)
+        if stages:
+            _add_moves(sent, placement, how, widths, stages)
     if how.reduce:
         _add_buckets(sent, flatten_with_paths(sharded).values(), how, widths.declared)
-    _add_activations(sent, how, widths, activations)
+    _add_activations(sent, how, widths, activations, on_cpu)
     _add_scalars(sent, flatten_with_paths(sharded).values(), how, widths)
+    if stages:
+        part = math.prod(how.mesh.shape[axis] for axis in how.axes("norm_seq"))
+        message = Fraction(stages.tokens * activations.width * widths.compute, part)
+        sent[how.axes("stage")] += stages.ticks * stages.permutes * message
+    return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
+
+
+def teacher_traffic(sharded: Any, how: Lowering, widths: Widths, activations: Activations) -> Traffic:
+    """What distillation adds to a step: the forward of a decoder, and five numbers of each token for its divergence.
+
+    Args:
+      sharded: tree of `Placement`, of the teacher's parameters as its rules can shard them.
+      how: the teacher's; its rules shard the vocabulary as the student's do.
+      activations: the teacher's.
+    """
+    sent: Sums = defaultdict(Fraction)
+    for placement in flatten_with_paths(sharded).values() if how.rules.zero_stage > 1 else ():
+        stored = _ordered(axis for dim in placement.spec.dims for axis in how.storage(dim))
+        n = _size(how, stored)
+        sent[stored] += share(n, math.prod(placement.local_shape) * n * widths.compute)
+    stream = activations.tokens * activations.width * widths.compute
+    for dim, times in (("heads", activations.num_layers), ("mlp", activations.num_layers), ("vocab", 1)):
+        axes = _ordered(how.axes(dim))
+        sent[axes] += 2 * times * share(_size(how, axes), stream)
+    axes = _ordered(how.axes("vocab"))
+    sent[axes] += 2 * 5 * share(_size(how, axes), activations.tokens * widths.sums)
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
 def _add_parameter(
-    sent: Sums, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, gathers: int
+    sent: Sums,
+    placement: Placement,
+    how: Lowering,
+    widths: Widths,
+    num_microbatches: int,
+    gathers: int,
+    num_users: int,
+    by_itself: bool,
 ) -> None:
-    """Gathers of a parameter (so many under ZeRO-3) and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P."""
+    """Gathers of a parameter and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P.
+
+    Args:
+      gathers: under ZeRO-3, of each stage that uses it, of which there are `num_users`.
+    """
     size, dims = math.prod(placement.local_shape), placement.spec.dims
-    stored = _ordered(axis for dim in dims for axis in how.storage(dim))
+    stored = _stored(placement, how)
     n, m = _size(how, stored), num_microbatches
-    gathered = {0: 0, 1: widths.params, 2: widths.compute, 3: gathers * widths.compute}[how.rules.zero_stage]
-    times = m if how.rules.zero_stage == 3 else bool(how.rules.zero_stage)
-    sent[stored] += share(n, size * n * gathered)
+    gathered = {0: 0, 1: widths.params, 2: widths.compute, 3: num_users * gathers * widths.compute}
+    times = {0: 0, 1: 1, 2: 1, 3: num_users * m}[how.rules.zero_stage]
+    sent[stored] += share(n, size * n * gathered[how.rules.zero_stage])
     if how.reduce:
         _add_scatter(sent, placement, how, widths.declared, times)
     else:
@@ -119,7 +188,18 @@ def _add_parameter(
     if "kv_heads" in dims and how.axes("kv_heads") != how.axes("heads"):
         # Each device of the query heads uses the whole key heads: their gradients are summed in each layer.
         users = _ordered(set(how.axes("heads")) - set(summed_axes(how)))
-        sent[users] += 2 * m * share(_size(how, users), size * n * widths.compute)
+        summed = size * widths.gradients if by_itself else size * n * widths.compute
+        sent[users] += 2 * m * share(_size(how, users), summed)
+
+
+def _is_streamed(path: str, placement: Placement, how: Lowering) -> bool:
+    """Whether a parameter is the kernel of a projection that is gathered while it is multiplied.
+
+    It is never whole: if the product is computed again, too, it is gathered a third time.
+    """
+    dims = tuple(dim for dim in placement.spec.dims if dim != "layers")
+    in_layer = "layers" in placement.spec.dims and path.endswith(".kernel")
+    return in_layer and bool(streamed(dims, how))
 
 
 def _add_scatter(sent: Sums, placement: Placement, how: Lowering, width: int, times: int) -> None:
@@ -145,6 +225,19 @@ def _add_buckets(sent: Sums, placements: Iterable[Placement], how: Lowering, wid
                 sent[spanned] += num_bytes
 
 
+def _add_moves(sent: Sums, placement: Placement, how: Lowering, widths: Widths, stages: Stages) -> None:
+    """A layer as the step computes with it, and its gradient as it is summed."""
+    dims = placement.spec.dims
+    if "layers" not in dims or not stages.moved:
+        return
+    stored = [axis for dim in dims for axis in how.storage(dim)]
+    in_shards = bool(stored) and how.gathers_in_layers
+    layer = math.prod(placement.local_shape) // placement.local_shape[dims.index("layers")]
+    size = layer * (1 if in_shards else _size(how, stored))
+    width = (widths.gradients if in_shards else widths.compute) + widths.gradients
+    sent[how.axes("stage")] += stages.num_passes * stages.moved * size * width
+
+
 def _is_gathered_again(path: str, placement: Placement, recomputed: bool) -> bool:
     """Whether the backward needs a parameter again under ZeRO-3, which forgets what it gathered.
 
@@ -156,26 +249,45 @@ def _is_gathered_again(path: str, placement: Placement, recomputed: bool) -> boo
     return not path.endswith(".bias") or (recomputed and not path.endswith("down.bias"))
 
 
-def _add_activations(sent: Sums, how: Lowering, widths: Widths, of: Activations) -> None:
+def _add_activations(sent: Sums, how: Lowering, widths: Widths, of: Activations, on_cpu: bool) -> None:
     """8(t-1)/t X a layer, X = b s d, with sequence parallelism or without; two more for recomputing, or three.
 
-    Embedding and output projection send 2(t-1)/t X each, the cross entropy three numbers for each token, twice.
+    Embedding and output projection send 2(t-1)/t X each, the cross entropy three numbers for each token, twice. What is
+    overlapped sends X once more for each of a layer's two regions and the output projection: nothing whole is kept for
+    the backward. But it is computed again only if the products are.
     """
-    stream = of.tokens * of.width * widths.compute
-    scattered = bool(how.axes("norm_seq"))
+    stream_bytes = of.tokens * of.width * widths.compute
     for dim in ("heads", "mlp"):
         axes = _ordered(how.axes(dim))
-        again = of.recomputed * ((2 if dim == "heads" else 1) if scattered else (2 if dim == "heads" else 0))
-        sent[axes] += of.num_layers * (4 + again) * share(_size(how, axes), stream)
+        again = _recomputed(dim, how, of, on_cpu)
+        sent[axes] += of.num_layers * (4 + again) * share(_size(how, axes), stream_bytes)
     axes = _ordered(how.axes("vocab"))
-    sent[axes] += share(_size(how, axes), 4 * stream + 2 * 3 * of.tokens * widths.sums)
+    stream_bytes *= 4 + (how.overlaps("vocab") and not _merges(axes, how, on_cpu))
+    sent[axes] += share(_size(how, axes), stream_bytes + 2 * 3 * of.tokens * widths.sums)
+
+
+def _recomputed(dim: str, how: Lowering, of: Activations, on_cpu: bool) -> int:
+    """How often the backward of a region sends the residual stream beside its transposes."""
+    if how.overlaps(dim):
+        merged = _merges(how.axes(dim), how, on_cpu)
+        return 1 + of.with_products * ((2 if dim == "heads" else 1) - merged)
+    return of.recomputed * (2 if dim == "heads" else 1 if how.axes("norm_seq") else 0)
 
 
 def _add_scalars(sent: Sums, placements: Iterable[Placement], how: Lowering, widths: Widths) -> None:
     """The loss and the number of tokens; the squares of the gradient's norm."""
-    batch, sharding = _ordered(how.axes("batch")), sharding_axes(placements)
+    batch, sharding = _ordered(how.axes("batch") + how.axes("stage")), sharding_axes(placements)
     sent[batch] += 2 * share(_size(how, batch), widths.sums + 4)
     sent[sharding] += 2 * share(_size(how, sharding), widths.sums)
+
+
+def _merges(axes: Axes, how: Lowering, on_cpu: bool) -> bool:
+    """Whether the compiler makes one of two equal gathers: barriers are nothing to XLA's CPU compiler, loops are."""
+    return on_cpu and _size(how, axes) <= stream.UNROLLED
+
+
+def _stored(placement: Placement, how: Lowering) -> Axes:
+    return _ordered(axis for dim in placement.spec.dims for axis in how.storage(dim))
 
 
 def _ordered(axes: Iterable[str]) -> Axes:

@@ -79,9 +79,9 @@ class _Part:
 
     @property
     def num_layers(self) -> int:
-        """How many layers' parameters are stacked in it; 0 if it is of none."""
+        """How many layers' parameters are stacked in it on a device; 0 if it is of none."""
         dims = self.placement.spec.dims
-        return self.placement.spec.shape[dims.index("layers")] if "layers" in dims else 0
+        return self.placement.local_shape[dims.index("layers")] if "layers" in dims else 0
 
     @property
     def shard(self) -> int:

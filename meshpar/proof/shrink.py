@@ -9,6 +9,7 @@ from typing import Any
 
 from meshpar.mesh.layout import AXES, MeshLayout
 from meshpar.models import Import
+from meshpar.parallel.pipeline.schedule import Schedule, Written
 from meshpar.run import Precision, Run
 from meshpar.train.data import Synthetic
 
@@ -29,13 +30,16 @@ def shrink(run: Run) -> Run:
     imported = isinstance(run.model, Import)  # nothing is known of its sizes
     model = run.model.model_dump() | ({} if imported else _model(run, cut))
     num_microbatches = least_factor(run.num_microbatches)
-    batch_size, seq_len = 2 * num_microbatches * cut.now("batch"), _seq_len(cut)
+    pipeline = run.pipeline and _pipeline(run.pipeline, mesh.pipe)
+    passes = num_microbatches * (pipeline.num_microbatches if pipeline else 1)
+    batch_size, seq_len = 2 * passes * cut.now("batch"), _seq_len(cut)
     vocab_size = run.data.vocab_size if imported else model["vocab_size"]
     changes = {
         "model": type(run.model).model_validate(model),
         "data": Synthetic(batch_size=batch_size, seq_len=seq_len, vocab_size=vocab_size),
         "mesh": mesh,
         "num_microbatches": num_microbatches,
+        "pipeline": pipeline,
         "precision": Precision(params="float64", compute="float64", master=run.precision.master and "float64"),
         "expects": None,
     }
@@ -100,7 +104,7 @@ def _model(run: Run, cut: _Cut) -> dict[str, Any]:
     is_padded = model.padded_vocab > model.vocab_size
     is_longer = model.learned_positions and model.max_seq_len > run.data.seq_len
     return {
-        "num_layers": min(model.num_layers, 2),
+        "num_layers": _num_layers(run, cut),
         "num_heads": heads,
         "num_kv_heads": model.num_kv_heads and kv_heads,
         "head_dim": model.head_dim and HEAD_DIM,
@@ -110,6 +114,22 @@ def _model(run: Run, cut: _Cut) -> dict[str, Any]:
         "vocab_multiple": vocab_multiple if is_padded else 1,
         "max_seq_len": math.lcm(_seq_len(cut), cut.now("positions")) * (1 + is_longer),
     }
+
+
+def _num_layers(run: Run, cut: _Cut) -> int:
+    """Two; in a pipeline one for each part of it, and one more if they were not alike."""
+    layers = run.model.num_layers  # pyright: ignore[reportAttributeAccessIssue]
+    if run.pipeline is None:
+        return min(layers, 2)
+    chunks = run.pipeline.chunks_per_stage
+    return cut.now("stage") * chunks + (layers % (cut.was("stage") * chunks) > 0)
+
+
+def _pipeline(schedule: Schedule, num_stages: int) -> Schedule:
+    """Twice as many microbatches as stages; orders that are written are of as many as they are."""
+    if isinstance(schedule, Written):
+        return schedule
+    return schedule.model_copy(update={"num_microbatches": 2 * num_stages, "cut": None})
 
 
 def _heads(run: Run, cut: _Cut) -> tuple[int, int]:

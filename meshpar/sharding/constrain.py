@@ -11,13 +11,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import Problems, ShardingError, nearest
+from meshpar.sharding.overlap import Overlap
 from meshpar.sharding.resolve import AnyMesh, live
 from meshpar.sharding.rules import AxisRules
 
@@ -32,6 +33,7 @@ class Lowering:
       num_microbatches: how many parts a batch is computed in.
       reduce: how gradients are reduced, a `collectives.reduction.Reduce`; None leaves it to XLA.
       slow: axes that go across slices.
+      overlap: what is communicated in chunks while others are multiplied.
     """
 
     mesh: AnyMesh
@@ -42,11 +44,17 @@ class Lowering:
     num_microbatches: int = 1
     reduce: Any = None
     slow: tuple[str, ...] = ()
+    overlap: Overlap = field(default_factory=Overlap)
 
     @property
     def gathers_in_layers(self) -> bool:
         """Whether what is stored in shards is gathered where a layer uses it, and its gradient scattered there."""
         return self.rules.zero_stage == 3 or (self.rules.zero_stage == 2 and self.num_microbatches == 1)
+
+    def overlaps(self, dim: str) -> bool:
+        """Whether activations travel in chunks where layers are entered and left whose weights' `dim` is sharded."""
+        sequence = self.axes("norm_seq")
+        return self.overlap.tensor != "none" and bool(sequence) and sequence == self.axes(dim)
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The live axes of an activation's dim."""

@@ -21,7 +21,7 @@ DIMS = (
     "batch", "seq", "norm_seq", "positions", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts",
     "layers", "stage",
 )  # fmt: skip
-ACTIVATION_DIMS = ("batch", "seq", "norm_seq")
+ACTIVATION_DIMS = ("batch", "seq", "norm_seq", "stage")
 
 _BATCH = {"batch": ("replica", "data", "fsdp")}
 _SHARDED = _BATCH | {"embed": ("fsdp",)}
@@ -40,6 +40,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Shoeybi et al. 2019, "Megatron-LM"; and Korthikanti et al. 2022: norms and residuals sharded over seq.
     "megatron": _MEGATRON,
     "megatron_sp": _MEGATRON | {"norm_seq": ("tensor",)},
+    # A stage of the pipeline holds its own layers.
+    "pipeline": _BATCH | {"layers": ("pipe",), "stage": ("pipe",)},
 }
 
 

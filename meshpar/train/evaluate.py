@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.errors import ConfigError, Problems
 from meshpar.parallel import data
 from meshpar.sharding.constrain import Lowering, lowering
+from meshpar.train.ema import averaged
 from meshpar.train.gradients import Objective, batch_pspecs
 from meshpar.train.kept import of_loss
-from meshpar.train.loss import Batch
-from meshpar.train.state import StatePlacement, structs
+from meshpar.train.loss import Batch, Tally
+from meshpar.train.state import StatePlacement, TrainState, structs
 from meshpar.train.step import with_rows
 
 Evaluation = Callable[[Any, Batch, Any], dict[str, jax.Array]]
@@ -22,19 +25,54 @@ Evaluation = Callable[[Any, Batch, Any], dict[str, jax.Array]]
 
 Nothing is donated."""
 
+Callback = Callable[[TrainState, int], Mapping[str, Any]]
+"""(state, step) -> name -> a number, to be recorded with the evaluation; on every process, with collectives if need be.
+
+`ema.averaged(state)` are the parameters that the evaluation uses."""
+
+
+def called(callbacks: Sequence[Callback], state: TrainState, step: int, taken: Set[str]) -> dict[str, float]:
+    """What the callbacks give. They may move data between host and devices as they like.
+
+    Raises:
+      ConfigError: a name that is taken, or something that is no number.
+    """
+    problems, found = Problems(), {}
+    for callback in callbacks:
+        with jax.transfer_guard("allow"):
+            told = {name: jax.device_get(value) for name, value in callback(state, step).items()}
+        for name, value in told.items():
+            where = f"{getattr(callback, '__name__', callback)} -> {name}"
+            if name in found or name in taken or name in ("kind", "step"):
+                problems.add(where, "there is such a record already", "another name")
+            elif np.ndim(value) or not isinstance(value, (int, float, np.generic, np.ndarray)):
+                problems.add(where, f"{type(value).__name__} is no number", "a mean, or one number a name")
+            else:
+                found[name] = float(value)
+    problems.raise_any(ConfigError, f"what the callbacks of an evaluation give cannot be recorded, at step {step}:")
+    return found
+
 
 def compile_evaluation(
     objective: Objective, how: Lowering, placement: StatePlacement, batch: dict[str, jax.ShapeDtypeStruct]
 ) -> Evaluation:
-    """Compiles an evaluation with the same layers, lowering and placements as the step; dropout is off."""
+    """Compiles an evaluation with the same layers, lowering and placements as the step; dropout is off.
+
+    It takes the parameters that `ema.averaged` gives.
+    """
     dims = jax.tree.map(lambda p: p.spec.dims, placement.sharded)
 
     def local(params: Any, batch: Batch, carried: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         with lowering(how):
             if not how.manual:
                 return objective.loss(objective.cast(params), batch, None, carried).sums
-            sums = objective.loss(data.enter(params, dims), batch, None, of_loss(carried)).sums
-            return lax.psum(sums, how.axes("batch")) if how.axes("batch") else sums
+            entered = data.enter(params, dims)
+            if objective.pipeline:
+                sums = Tally(*objective.pipeline.evaluation(entered, batch)).sums
+            else:
+                sums = objective.loss(entered, batch, None, of_loss(carried)).sums
+            axes = how.axes("batch") + how.axes("stage")
+            return lax.psum(sums, axes) if axes else sums
 
     if how.manual:
         params, carried = (jax.tree.map(lambda p: p.pspec, tree) for tree in (placement.params, placement.carried))
@@ -46,5 +84,5 @@ def compile_evaluation(
         return metrics | {"loss": loss, "tokens": tokens}
 
     whole = NamedSharding(how.mesh, PartitionSpec())  # pyright: ignore
-    arguments = structs(placement.params), batch, structs(placement.carried)
+    arguments = structs(averaged(placement)), batch, structs(placement.carried)
     return jax.jit(evaluate, out_shardings=whole).lower(*arguments).compile()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -14,9 +14,11 @@ from jax.sharding import PartitionSpec
 from meshpar.parallel import data
 from meshpar.parallel.buckets import order_of
 from meshpar.parallel.local import varying, varying_like
+from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.precision import summed_in, wide
-from meshpar.sharding.constrain import Lowering, lowering
+from meshpar.sharding.constrain import Lowering, lowering, manual_axes
 from meshpar.sharding.resolve import sharding_axes
+from meshpar.train.freeze import thawed
 from meshpar.train.kept import REDUCE, of_loss
 from meshpar.train.loss import Batch, Loss, Tally
 from meshpar.train.state import StatePlacement
@@ -32,6 +34,8 @@ class Objective:
       num_microbatches: how many parts the batch is computed in, one after the other.
       dtype: of the parameters in the computation; that of the state is its own.
       sums: in which gradients are summed over microbatches and devices; None for float32 at least.
+      frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
+      pipeline: how the manual lowering computes `loss` in stages; None where there are none.
     """
 
     loss: Loss
@@ -39,6 +43,8 @@ class Objective:
     num_microbatches: int = 1
     dtype: Any = jnp.float32
     sums: Any = None
+    frozen: Any = None
+    pipeline: Pipeline | None = None
 
     def cast(self, params: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(self.dtype), params)
@@ -127,6 +133,23 @@ def _kept(kept: Any) -> dict[str, Any]:
     return {REDUCE: jax.tree.map(lambda x: x[None], kept)} if kept else {}
 
 
+STALE = "stale"
+"""The key of the parameters before the last update, among what is carried from step to step."""
+
+
+def stale(gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """The same, at the parameters before the last update; those of this step are carried to the next.
+
+    Memory: the parameters once more, sharded as their gradients.
+    Source: Narayanan et al. 2021, arXiv:2006.09503.
+    """
+
+    def at_stale(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
+        return replace(gradients(carried[STALE], batch, step, carried), carried={STALE: params})
+
+    return at_stale
+
+
 def batch_pspecs(how: Lowering, batch: dict[str, jax.ShapeDtypeStruct]) -> dict[str, PartitionSpec]:
     """How the arrays of a batch are sharded, and the indices of its rows."""
     given = {name: struct.sharding.spec for name, struct in batch.items()}  # pyright: ignore
@@ -137,8 +160,12 @@ def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array
     """Sums of losses and of gradients over the microbatches; each gets what the one before it carried."""
 
     def one(batch: Batch, carried: Any) -> tuple[Tally, Any]:
+        if objective.pipeline:
+            total, count, grads = objective.pipeline.gradients(params, batch, objective.key(step), objective.sums)
+            return Tally(total, count, carried=carried), grads
+
         def loss(params: Any) -> tuple[jax.Array, Tally]:
-            tally = objective.loss(params, batch, objective.key(step), carried)
+            tally = objective.loss(thawed(params, objective.frozen, step), batch, objective.key(step), carried)
             return tally.loss, tally
 
         grads, tally = jax.grad(loss, has_aux=True)(params)
@@ -161,7 +188,8 @@ def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array
 def _zeros(objective: Objective, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
     grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, objective.sums)), p), params)
     total = wide(jnp.zeros((), jax.tree.leaves(params)[0].dtype))
-    return varying_like(total, batch["rows"]), varying_like(jnp.int32(0), batch["rows"]), grads
+    sum_of = lambda zero: varying(varying_like(zero, batch["rows"]), manual_axes("stage"))
+    return sum_of(total), sum_of(jnp.int32(0)), grads
 
 
 def _microbatches(batch: Batch, num: int) -> Batch:
@@ -170,8 +198,8 @@ def _microbatches(batch: Batch, num: int) -> Batch:
 
 
 def _summed(tally: Tally, how: Lowering) -> Tally:
-    """Over the devices that hold other rows."""
-    loss, count, metrics = _psum((tally.loss, tally.count, tally.metrics), how.axes("batch"))
+    """Over the devices that hold other rows, or the last stage."""
+    loss, count, metrics = _psum((tally.loss, tally.count, tally.metrics), how.axes("batch") + how.axes("stage"))
     return Tally(loss, count, metrics, tally.carried)
 
 

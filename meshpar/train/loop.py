@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,11 +16,14 @@ import numpy as np
 
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.train.data import Dataset
-from meshpar.train.evaluate import Evaluation
+from meshpar.train.ema import averaged
+from meshpar.train.evaluate import Callback, Evaluation, called
 from meshpar.train.feed import local_rows, put
-from meshpar.train.metrics import Recorder
+from meshpar.train.loggers import Record
+from meshpar.train.metrics import Recorder, evaluations
 from meshpar.train.state import TrainState
 from meshpar.train.step import Metrics, Step
+from meshpar.train.stopping import EarlyStopping
 
 # jax 0.10 on simulated devices stops for ever with more than about 32 steps in flight.
 IN_FLIGHT = 8
@@ -36,6 +39,9 @@ class Loop:
         logged too.
       mfu_of: from tokens/s to model FLOPs utilization; None where the chip is not known.
       profile: a folder for a trace of three steps, once the first three have warmed up.
+      early_stopping: when to end before `num_steps`.
+      callbacks: what else an evaluation records.
+      evaluated: the records of evaluations, those of earlier processes included.
     """
 
     step: Step
@@ -50,6 +56,9 @@ class Loop:
     eval_every: int | None = None
     mfu_of: Callable[[float], float] | None = None
     profile: Path | None = None
+    early_stopping: EarlyStopping | None = None
+    callbacks: Sequence[Callback] = ()
+    evaluated: list[Record] = field(default_factory=list)
 
     def fit(self, state: TrainState) -> TrainState:
         """Trains until `num_steps`, from the state's own step on; then evaluates, saves, and sums up the whole run.
@@ -57,16 +66,18 @@ class Loop:
         Implicit transfers between host and devices raise: each is written down. What is interrupted writes nothing
         more: it goes on from the last checkpoint, as when it is killed.
         """
-        start = int(jax.device_get(state.step))
+        end = start = int(jax.device_get(state.step))
+        self.evaluated[:] = evaluations(self.recorder.file, start)
         self.recorder.begin(start, self.config)
-        if start < self.num_steps:
+        if start < self.num_steps and not self._stops(start):
             with jax.transfer_guard("disallow"), closing(self.train.batches(start, self._rows)) as batches:
-                state = self._steps(state, start, batches)
-                self._save(state, self.num_steps, self._evaluate(state, self.num_steps))
-        self.recorder.summarize(max(start, self.num_steps))
+                state, end, told = self._steps(state, start, batches)
+                self._save(state, end, told or self._evaluate(state, end))
+        self.recorder.summarize(end)
         return state
 
-    def _steps(self, state: TrainState, start: int, batches: Iterator[Any]) -> TrainState:
+    def _steps(self, state: TrainState, start: int, batches: Iterator[Any]) -> tuple[TrainState, int, dict[str, float]]:
+        """The state, the step at which it ended, and what was evaluated there, if it ended early."""
         in_flight: deque[Metrics] = deque()
         stopwatch = Stopwatch()
         with ExitStack() as trace:
@@ -90,10 +101,12 @@ class Loop:
                 if self._due(index, self.eval_every):
                     with stopwatch.paused():
                         evaluated = self._evaluate(state, index)
+                    if self._stops(index):
+                        return state, index, evaluated
                 if self._due(index, self.checkpoints.kept.every):
                     with stopwatch.paused():
                         self._save(state, index, evaluated)
-        return state
+        return state, self.num_steps, {}
 
     def _nth(self, start: int, n: int) -> int:
         """The n-th step since the start, or the last, if there are fewer."""
@@ -111,13 +124,22 @@ class Loop:
         self.recorder.record("train", index, **values, **speed)
 
     def _evaluate(self, state: TrainState, index: int) -> dict[str, float]:
-        held_out = self.held_out.batches(rows=self._rows)
-        told = [jax.device_get(self.evaluate(state.params, self._put(batch), state.carried)) for batch in held_out]
+        params, held_out = averaged(state), self.held_out.batches(rows=self._rows)
+        told = [jax.device_get(self.evaluate(params, self._put(batch), state.carried)) for batch in held_out]
         sums = {name: sum(one[name].item() for one in told) for name in told[0]}
         tokens = sums.pop("tokens")
         means = {name: total / tokens for name, total in sums.items()}
+        means |= called(self.callbacks, state, index, {*means, "tokens"})
         self.recorder.record("evaluation", index, **means, tokens=tokens)
+        self.evaluated.append({"step": index, **means, "tokens": tokens})
         return means
+
+    def _stops(self, index: int) -> bool:
+        """Whether to end here; says why."""
+        verdict = self.early_stopping.verdict(self.evaluated) if self.early_stopping else None
+        if verdict:
+            self.recorder.record("stop", index, **verdict)
+        return verdict is not None
 
     def _save(self, state: TrainState, index: int, evaluated: dict[str, float]) -> None:
         self.checkpoints.save(index, state, evaluated)

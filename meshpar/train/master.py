@@ -15,7 +15,7 @@ class MasterState(NamedTuple):
     inner: Any
 
 
-def with_master(tx: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
+def with_master(tx: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:
     """An optimizer that works on a copy of the parameters in `dtype`; the parameters are roundings of it.
 
     In bfloat16 an update below 1/256 of a parameter is lost; in the copy it is kept. The copy is part of the
@@ -35,14 +35,15 @@ def with_master(tx: optax.GradientTransformation, dtype: Any) -> optax.GradientT
     >>> print(state.master["w"].round(4), params["w"])
     [0.996] [0.996094]
     """
+    inner_tx = optax.with_extra_args_support(tx)
     wide = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)
 
     def init(params: Any) -> MasterState:
         return MasterState(wide(params), tx.init(wide(params)))
 
-    def update(grads: Any, state: MasterState, params: Any = None) -> tuple[Any, MasterState]:
-        updates, inner = tx.update(grads, state.inner, state.master)
+    def update(grads: Any, state: MasterState, params: Any = None, **extra: Any) -> tuple[Any, MasterState]:
+        updates, inner = inner_tx.update(grads, state.inner, state.master, **extra)
         master = optax.apply_updates(state.master, updates)
         return jax.tree.map(lambda new, old: new - old.astype(dtype), master, params), MasterState(master, inner)  # pyright: ignore
 
-    return optax.GradientTransformation(init, update)  # pyright: ignore
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore

@@ -1,4 +1,4 @@
-"""What a run says of itself: a line of JSON a logged step, TensorBoard, a progress bar.
+"""What a run says of itself: a line of JSON a logged step, loggers, a progress bar.
 
 MFU, by its one convention here: the operations that the model needs over those that the chips could do. A token
 needs 6 operations for each parameter that it is multiplied with (2 forward, 4 backward), and for attention,
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,9 @@ from typing import Any
 import jax
 
 from meshpar.errors import CheckpointError
+from meshpar.train.loggers import Logger, Record, Sink, TensorBoard
 from meshpar.tree import shortened
 
-Record = dict[str, Any]
-"""`kind`, `step`, and what is recorded: numbers; of the kind `run`, the config."""
-Sink = Callable[[Record], None]
 FILE = "metrics.jsonl"
 
 
@@ -70,8 +68,10 @@ class Recorder:
 
 
 @contextmanager
-def recorder(run_dir: Path, num_steps: int, as_json: bool = False) -> Iterator[Recorder]:
-    """A recorder into `run_dir/metrics.jsonl` and `run_dir/tensorboard`, and onto standard output.
+def recorder(
+    run_dir: Path, num_steps: int, as_json: bool = False, loggers: Sequence[Logger] = (TensorBoard(),)
+) -> Iterator[Recorder]:
+    """A recorder into `run_dir/metrics.jsonl`, to the loggers, and onto standard output.
 
     Args:
       num_steps: the length of the progress bar.
@@ -79,15 +79,22 @@ def recorder(run_dir: Path, num_steps: int, as_json: bool = False) -> Iterator[R
 
     Raises:
       CheckpointError: the run directory cannot be written.
+      ConfigError: see `Logger.open`.
     """
     file = run_dir / FILE
     with ExitStack() as stack:
         sinks: list[Sink] = []
         if jax.process_index() == 0:
             sinks.append(stack.enter_context(_into(file)))
-            sinks.append(stack.enter_context(_onto_board(run_dir / "tensorboard")))
+            sinks += [stack.enter_context(logger.open(run_dir)) for logger in loggers]
             sinks.append(_print_json if as_json else stack.enter_context(_shown_to_people(num_steps)))
         yield Recorder(file, sinks)
+
+
+def evaluations(file: Path, until: int) -> list[Record]:
+    """What was recorded of evaluations up to a step; nothing of a run that has no records yet."""
+    records = read(file) if file.exists() else []
+    return [record for record in records if record["kind"] == "evaluation" and record["step"] <= until]
 
 
 def read(file: Path) -> list[Record]:
@@ -134,25 +141,6 @@ def _into(file: Path) -> Iterator[Sink]:
         raise CheckpointError(f"run_dir: {file.parent} cannot be written: {error.strerror}") from None
     with lines:
         yield lambda record: print(_json(record), file=lines, flush=True)
-
-
-@contextmanager
-def _onto_board(folder: Path) -> Iterator[Sink]:
-    from tensorboardX import SummaryWriter
-
-    with ExitStack() as stack:
-        board: Any = None
-
-        def write(record: Record) -> None:
-            nonlocal board
-            if record["kind"] == "run":
-                # Tells TensorBoard to hide the steps that are taken again.
-                board = stack.enter_context(SummaryWriter(str(folder), purge_step=record["step"] + 1))
-            for name, value in record.items():
-                if isinstance(value, int | float) and name not in ("kind", "step") and math.isfinite(value):
-                    board.add_scalar(f"{record['kind']}/{name}", value, record["step"])
-
-        yield write
 
 
 def _print_json(record: Record) -> None:
@@ -216,7 +204,12 @@ def _numbers(record: Record) -> str:
         return _restored(record)
     if record["kind"] == "run":
         return "goes on from a checkpoint" if record["step"] else "begins"
+    if record["kind"] == "stop":
+        return record["why"]
     shown = [form.format(record[name]) for name, form in _FORMATS.items() if name in record]
+    if record["kind"] == "evaluation":  # what the loss and callbacks say besides
+        others = record.keys() - _FORMATS.keys() - {"kind", "step", "tokens"}
+        shown += [f"{name.replace('_', ' ')} {record[name]:.4g}" for name in record if name in others]
     if record.get("skipped"):
         shown.append(f"skipped so far, as not finite: {record['skipped']}")
     return "  ".join(shown)

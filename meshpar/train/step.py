@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ class Update:
     factored means, Muon's orthogonalization), and an elementwise chain on sharded state communicates nothing.
 
     Args:
-      tx: any Optax chain, without clipping.
+      tx: any Optax chain, without clipping; it may take the keyword `step`, int32[].
       clip_norm: the largest norm of the whole gradient; None for no limit.
       dtype: in which `tx` computes; None for that of the parameters.
       learning_rate: number of updates -> learning rate, to report it; None if it is not known.
@@ -51,7 +51,8 @@ class Update:
         old = jax.lax.with_sharding_constraint(state.params, sharded)
         with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
             tx = optax.with_extra_args_support(self.tx)
-            updates, opt_state = tx.update(grads, state.opt_state, old, value=got.loss, grad=grads)
+            given = {"value": got.loss, "grad": grads, "step": state.step}
+            updates, opt_state = tx.update(grads, state.opt_state, old, **given)
             params = jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded)
         finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
         keep = lambda new, old: jnp.where(finite, new, old)
@@ -85,14 +86,16 @@ class Step:
       compiled: the executable.
       batch: tree of `ShapeDtypeStruct`: what it takes for a batch.
       warnings: what XLA said while it compiled, see `inspection.compiling`.
+      given: what every call gets beside its batch: name -> tree of arrays, or of structs until they are there.
     """
 
     compiled: jax.stages.Compiled
     batch: dict[str, jax.ShapeDtypeStruct]
     warnings: tuple[str, ...] = ()
+    given: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        return self.compiled(state, batch)
+        return self.compiled(state, batch | self.given)
 
     @property
     def text(self) -> str:
@@ -118,19 +121,25 @@ def step_function(
     return step
 
 
-def compile_step(step: Callable[..., Any], placement: StatePlacement, batch: dict[str, jax.ShapeDtypeStruct]) -> Step:
+def compile_step(
+    step: Callable[..., Any],
+    placement: StatePlacement,
+    batch: dict[str, jax.ShapeDtypeStruct],
+    given: dict[str, Any] | None = None,
+) -> Step:
     """Compiles a step from placements alone; no array exists yet.
 
     Args:
       batch: structs with shardings, see `batch_structs`.
+      given: what every call gets beside its batch, trees of structs.
     """
     state = placement.structs
     whole = NamedSharding(placement.mesh, PartitionSpec())  # pyright: ignore
     jitted = jax.jit(step, out_shardings=(shardings(state), whole), donate_argnums=0)
-    lowered = jitted.lower(state, batch)
+    lowered = jitted.lower(state, batch | (given or {}))
     with compiling() as warnings:
         compiled = lowered.compile()
-    return Step(compiled, batch, tuple(warnings))
+    return Step(compiled, batch, tuple(warnings), given or {})
 
 
 def with_rows(batch: Batch) -> Batch:

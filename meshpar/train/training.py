@@ -11,16 +11,19 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.collectives.reduction import Reduce
+from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.sharding.constrain import Lowering
+from meshpar.sharding.overlap import Overlap
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.evaluate import Evaluation, compile_evaluation
-from meshpar.train.gradients import Gradients, Objective, auto, manual
+from meshpar.train.gradients import Gradients, Objective, auto, manual, stale
 from meshpar.train.kept import place_kept, zeros
-from meshpar.train.loss import Batch, Loss
+from meshpar.train.loss import TEACHER, Batch, Loss
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place
 from meshpar.train.step import Metrics, Step, Update, batch_structs, compile_step, step_function
+from meshpar.train.teacher import Teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +44,12 @@ class Training:
       sums: in which gradients are summed over microbatches and devices; None for float32 at least.
       seed: of the first parameters.
       num_microbatches: how many parts a batch is computed in, one after the other.
+      overlap: what the manual lowering communicates in chunks while others are multiplied.
+      pipeline: the model in stages, each of these parts in microbatches of its own; None without.
       carried: tree of `ArraySpec`, of what the loss hands from step to step beside the parameters.
       init_carried: key -> the first of it.
+      frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
+      teacher: a model whose logits the loss finds in the batch; each step is given its parameters.
       evaluation: the loss where nothing is learned; default: `loss` without a key.
       reduce: how the manual lowering sums gradients; None leaves it to XLA.
       slow: axes that go across slices.
@@ -61,8 +68,12 @@ class Training:
     sums: Any = None
     seed: int = 0
     num_microbatches: int = 1
+    overlap: Overlap = field(default_factory=Overlap)
+    pipeline: Pipeline | None = None
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
+    frozen: Any = None
+    teacher: Teacher | None = None
     evaluation: Loss | None = None
     reduce: Reduce | None = None
     slow: tuple[str, ...] = ()
@@ -75,8 +86,9 @@ class Training:
 
     @cached_property
     def how(self) -> Lowering:
+        passes = self.num_microbatches * (self.pipeline.schedule.num_microbatches if self.pipeline else 1)
         return Lowering(
-            self.mesh, self.rules, self.manual, self.dtype, self.sums, self.num_microbatches, self.reduce, self.slow
+            self.mesh, self.rules, self.manual, self.dtype, self.sums, passes, self.reduce, self.slow, self.overlap
         )
 
     @cached_property
@@ -86,13 +98,21 @@ class Training:
 
     @property
     def objective(self) -> Objective:
-        return Objective(self.loss, self.key or (lambda step: None), self.num_microbatches, self.dtype, self.sums)
+        key = self.key or (lambda step: None)
+        pipeline = self.pipeline if self.manual else None
+        return Objective(self.loss, key, self.num_microbatches, self.dtype, self.sums, self.frozen, pipeline)
 
     @property
     def gradients(self) -> Callable[..., Gradients]:
+        """(params, batch, step, carried) -> `Gradients`; with a teacher, the batch holds its parameters."""
+        specs = self.batch_specs | ({TEACHER: self.teacher.logits} if self.teacher else {})
         if self.manual:
-            return manual(self.objective, self.how, self.placement, self.batch)
-        return auto(self.objective, self.how)
+            found = manual(self.objective, self.how, self.placement, batch_structs(self.how, specs))
+        else:
+            found = auto(self.objective, self.how)
+        if self.manual and self.pipeline and self.pipeline.schedule.is_stale:
+            found = stale(found)
+        return self.teacher.teaching(found) if self.teacher else found
 
     @property
     def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -104,7 +124,8 @@ class Training:
         return {name: jax.device_put(x, self.batch[name].sharding) for name, x in batch.items()}
 
     def compile_step(self) -> Step:
-        return compile_step(self.step, self.placement, self.batch)
+        given = {TEACHER: self.teacher.structs} if self.teacher else {}
+        return compile_step(self.step, self.placement, self.batch, given)
 
     def compile_evaluation(self) -> Evaluation:
         objective = replace(self.objective, loss=self.evaluation or self.loss)

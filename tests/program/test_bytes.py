@@ -95,6 +95,37 @@ def test_so_does_each_other_model(model, layout):
     assert sent_over(collectives_of(run.compile_step().compiled, run.mesh)) == run.closed_form
 
 
+SEVERAL = {"num_microbatches": 2}
+GPT_FULL, LLAMA_KEPT = GPT(**SIZES, remat="full"), Llama(**SIZES, num_kv_heads=1, remat="dots")
+OVERLAPPED = {
+    "tensor": lambda way: prepared("tensor4_sp", tensor={"overlap": way}),
+    "tensor_recomputed": lambda way: prepared("tensor4_sp", tensor={"overlap": way}, model=GPT_FULL, **SEVERAL),
+    "tensor_fsdp_kept": lambda way: prepared(
+        "data2_fsdp2_tensor2", tensor={"overlap": way}, model=LLAMA_KEPT, rules={"kv_heads": ()}
+    ),
+    "fsdp": lambda way: prepared("zero3", fsdp={"overlap": way}, **SEVERAL),
+    "fsdp_recomputed": lambda way: prepared("hsdp2x4", fsdp={"overlap": way}, model=GPT_FULL),
+    "fsdp_tensor_kept": lambda way: prepared(
+        "data2_fsdp2_tensor2", fsdp={"overlap": way}, model=LLAMA_KEPT, rules={"kv_heads": ()}
+    ),
+    "bfloat16": lambda way: prepared("zero3", fsdp={"overlap": way}, precision=Precision(compute="bfloat16")),
+}
+WAYS = {name: "bidirectional" if i % 2 else "ring" for i, name in enumerate(OVERLAPPED)}
+
+
+IN_CI = ("tensor_recomputed", "fsdp_tensor_kept", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.slow) for name in OVERLAPPED]
+)
+def test_so_does_each_overlap(name):
+    run = OVERLAPPED[name](WAYS[name])
+    found = collectives(run.compile_step().compiled, run.mesh)
+    assert any(one.kind == "collective_permute" for one in found)
+    assert sent_over(found) == run.closed_form
+
+
 def total(run: Prepared) -> Fraction:
     """What a step sends for its parameters: all but the scalars, where no axis shards an activation."""
     scalars = 2 * share(8, 4 + 4) + (2 * share(8, 4) if run.how.storage("embed") else 0)

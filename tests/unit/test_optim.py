@@ -20,7 +20,8 @@ from meshpar.models import GPT
 from meshpar.nn.describe import describe
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.optim import SGD, Adafactor, AdamW, Lion, Matrix, Muon, Optimizer
+from meshpar.train.descent import Matrix
+from meshpar.train.optim import SGD, Adafactor, AdamW, Lion, Muon, Optimizer
 from meshpar.train.schedule import WSD, Cosine, Linear
 from meshpar.train.state import place
 from meshpar.tree import flatten_with_paths

@@ -1,0 +1,25 @@
+"""`meshpar plot`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshpar.cli.app import app
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw there.", show_default="curves.png in the first RUN")
+    ] = None,
+) -> None:
+    """Draws loss and learning rate of one run, or of several over each other, from the records that they wrote."""
+    from meshpar.train.curves import draw
+
+    out = out or runs[0] / "curves.png"
+    draw(runs, out)
+    typer.echo(out)

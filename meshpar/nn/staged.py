@@ -1,0 +1,41 @@
+"""A transformer as a pipeline sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from meshpar.nn.describe import functional
+from meshpar.nn.transformer import REMAT, Transformer
+from meshpar.parallel.data import gathering_again
+from meshpar.parallel.pipeline.parts import Batch, Parts
+
+Sums = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array]]
+
+
+def parts(model: Transformer, loss: Sums) -> Parts:
+    """The parts of an abstract model.
+
+    Args:
+      loss: (logits, batch) -> (sum, count).
+    """
+    logits, sizes = functional(model, "logits"), model.model
+    per_layer = (
+        2 * sizes.width * (sizes.num_heads + sizes.kv_heads) * sizes.head_size + 3 * sizes.width * sizes.mlp_width
+    )
+
+    def end(params: Any, x: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return loss(logits(params, x), batch)
+
+    return Parts(
+        layers="blocks",
+        num_layers=sizes.num_layers,
+        embed=functional(model, "embed"),
+        shared=model.shared,
+        layer=model.layer,
+        loss=end,
+        policy=gathering_again(REMAT[sizes.remat]),
+        head=sizes.width * sizes.padded_vocab / per_layer,
+    )

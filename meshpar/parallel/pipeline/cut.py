@@ -1,0 +1,78 @@
+"""Which layers lie on which stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshpar.errors import ScheduleError
+from meshpar.parallel.pipeline.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The layers of each chunk.
+
+    Args:
+      layers: int32 [stage, chunk, n]: indices of layers, -1 where a chunk has fewer than n.
+    """
+
+    layers: np.ndarray
+
+    @property
+    def longest(self) -> int:
+        """n: layers of the longest chunk."""
+        return self.layers.shape[2]
+
+    @property
+    def is_even(self) -> bool:
+        return bool((self.layers >= 0).all())
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether each stage has as many layers as the others, those of earlier stages first."""
+        return self.is_even and bool((self.layers.reshape(-1) == np.arange(self.layers.size)).all())
+
+
+def cut_layers(schedule: Schedule, num_stages: int, num_layers: int, head: float = 0.0) -> Cut:
+    """The cut that is given, or the one by which the longest virtual stage is shortest.
+
+    Args:
+      head: what the output projection and the loss cost, in layers.
+
+    Raises:
+      ScheduleError: a given cut is of another number of layers or virtual stages; there are too few layers.
+    """
+    counts = schedule.cut or _by_cost(num_layers, num_stages * schedule.chunks_per_stage, head)
+    _check(counts, schedule, num_stages, num_layers)
+    layers = np.full((num_stages, schedule.chunks_per_stage, max(counts)), -1, np.int32)
+    first = 0
+    for virtual, count in enumerate(counts):
+        stage, chunk = schedule.stage_of(virtual, num_stages), virtual // num_stages
+        layers[stage, chunk, :count] = range(first, first + count)
+        first += count
+    return Cut(layers)
+
+
+def _by_cost(num_layers: int, num_virtual: int, head: float) -> tuple[int, ...]:
+    """Even where that goes; else each layer that is left to the virtual stage that has least to do.
+
+    >>> _by_cost(8, 4, 3.0), _by_cost(7, 4, 0.0), _by_cost(7, 4, 0.5)
+    ((2, 2, 2, 2), (2, 2, 2, 1), (2, 2, 2, 1))
+    """
+    counts = [num_layers // num_virtual] * num_virtual
+    for _ in range(num_layers % num_virtual):
+        costs = [count + head * (k == num_virtual - 1) for k, count in enumerate(counts)]
+        counts[costs.index(min(costs))] += 1
+    return tuple(counts)
+
+
+def _check(counts: tuple[int, ...], schedule: Schedule, num_stages: int, num_layers: int) -> None:
+    num_virtual = num_stages * schedule.chunks_per_stage
+    parts = f"{num_virtual} parts ({num_stages} stages x {schedule.chunks_per_stage} chunks)"
+    if len(counts) != num_virtual or sum(counts) != num_layers:
+        what = f"pipeline.cut: {len(counts)} parts of {sum(counts)} layers; there are {parts} and {num_layers} layers"
+        raise ScheduleError(what)
+    if min(counts) < 1:
+        raise ScheduleError(f"pipeline: {num_layers} layers cannot be cut into {parts}, of a layer at least")

@@ -1,0 +1,303 @@
+"""One program for every schedule: a scan over ticks, in each of which every stage reads from a table what it does.
+
+A tick is three conditionals (F, B, W) of which a stage takes one at most, and two permutes: all that was made goes one
+stage to the right and one to the left, and the table says who keeps what. What lasts longer than a tick lies in slots
+that are updated in place: a conditional with two branches, one of which changes nothing, copies nothing; a switch over
+three would copy every slot and every sum in every tick.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.parallel.data import summed_axes
+from meshpar.parallel.local import varying, varying_like, zeros_of
+from meshpar.parallel.pipeline.cut import Cut, cut_layers
+from meshpar.parallel.pipeline.exchange import Exchange, exchange
+from meshpar.parallel.pipeline.parts import Batch, Parts
+from meshpar.parallel.pipeline.schedule import Schedule
+from meshpar.parallel.pipeline.split import Split, split
+from meshpar.parallel.pipeline.ticks import KINDS, Row, Ticks, tick_table
+from meshpar.parallel.precision import summed_in, wide
+from meshpar.sharding.constrain import Lowering, manual
+
+Sums = tuple[jax.Array, jax.Array, Any]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model and its schedule."""
+
+    parts: Parts
+    schedule: Schedule
+
+    def gradients(self, params: Any, batch: Batch, key: jax.Array | None, sums: Any) -> Sums:
+        """Sums of losses, tokens and gradients of this device's rows, in the manual lowering.
+
+        Args:
+          params: what `parallel.data.enter` gives.
+          batch: local rows, a multiple of the microbatches.
+          sums: in which gradients are summed; None for float32 at least.
+
+        Communication: two permutes of an activation in each tick, over the axis of the stages.
+        Memory: what a layer keeps of a microbatch, for as many of them as the schedule holds.
+        """
+        return _Stage(self, params, batch, key).gradients(sums)
+
+    def evaluation(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Sums of losses and tokens alone: forwards, in the order in which the schedule has them."""
+        return _Stage(self, params, batch, None, forward_only=True).evaluation()
+
+    def plan(self, how: Lowering, forward_only: bool = False) -> tuple[Ticks, Cut]:
+        """The table, and which layers are where."""
+        num_stages = _num_stages(how)
+        orders = self.schedule.orders(num_stages)
+        if forward_only:
+            orders = [[op for op in order if op.kind == "F"] for order in orders]
+        cut = cut_layers(self.schedule, num_stages, self.parts.num_layers, self.parts.head)
+        return tick_table(orders, self.schedule), cut
+
+    def moves(self, how: Lowering) -> Exchange | None:
+        """How layers come to where the schedule wants them; None if they lie there, or all on every stage."""
+        cut = self.plan(how)[1]
+        return exchange(cut, self.parts.num_layers) if how.axes("layers") and not cut.is_contiguous else None
+
+
+class _Slots(NamedTuple):
+    """What lasts longer than a tick.
+
+    Args:
+      inbox: [slot, batch, norm_seq, embed], messages that wait; the last slot is never read.
+      residuals, stash: lists of [slot, layer, ...].
+      layers: sums of the gradients of the layers.
+      sums: of the loss, the tokens, and the gradients of the other parameters.
+    """
+
+    inbox: jax.Array
+    residuals: list[jax.Array]
+    stash: list[jax.Array]
+    layers: Any
+    sums: Sums
+
+
+class _Stage:
+    """The program of a stage, which is that of all: they differ in the number `stage` alone."""
+
+    def __init__(
+        self, pipeline: Pipeline, params: Any, batch: Batch, key: jax.Array | None, forward_only: bool = False
+    ):
+        self.how = how = _manual()
+        self.parts, self.key = pipeline.parts, key
+        self.ticks, self.cut = pipeline.plan(how, forward_only)
+        self.num_microbatches = pipeline.schedule.num_microbatches
+        # [rows / m, m, ...]: a microbatch is read where it lies, and never laid out anew.
+        self.batch = jax.tree.map(lambda a: a.reshape(-1, self.num_microbatches, *a.shape[1:]), batch)
+        self.at_ends = (self.num_microbatches, self.num_microbatches * pipeline.schedule.chunks_per_stage)
+        self.axes, self.everywhere = how.axes("stage"), summed_axes(how)
+        self.stage = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
+        self.exchange = pipeline.moves(how)
+        self.layers = self._enter(params[self.parts.layers])
+        self.outer = {name: value for name, value in params.items() if name != self.parts.layers}
+        self.indices = jnp.asarray(self.cut.layers.reshape(_num_stages(how), -1))[self.stage]
+        self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if how.axes("layers") else self.indices
+        x = jax.eval_shape(partial(self._embed, self.outer), self._micro(jnp.int32(0)))
+        self.x = varying(jnp.zeros(x.shape, x.dtype), self.everywhere)
+        self.split = self._split()
+
+    def gradients(self, dtype: Any) -> Sums:
+        slots = lax.scan(self._tick, self._empty(dtype), self._table())[0]
+        total, count, outer = slots.sums
+        layers = slots.layers if self.exchange is None else self.exchange.leave(slots.layers, self.axes, self.stage)
+        return total, count, outer | {self.parts.layers: layers}
+
+    def evaluation(self) -> tuple[jax.Array, jax.Array]:
+        inbox = zeros_of(self.x, self.ticks.num_inbox + 1)
+        return lax.scan(self._forward_tick, (inbox, self._no_loss()), self._table())[0][1]
+
+    # A tick --------------------------------------------------------------------------------------------------
+
+    def _tick(self, slots: _Slots, rows: Row) -> tuple[_Slots, None]:
+        row = self._mine(rows)
+        out, residuals = self._if("F", row, self._forward, (self.x, slots.residuals), slots.inbox)
+        slots = slots._replace(residuals=residuals)
+        out, stash, sums = self._if("B", row, self._backward, (out, slots.stash, slots.sums), slots)
+        slots = slots._replace(stash=stash, sums=sums)
+        layers = self._if("W", row, self._weights, slots.layers, slots)
+        return slots._replace(layers=layers, inbox=self._hand_on(slots.inbox, out, row)), None
+
+    def _forward_tick(self, carry: Any, rows: Row) -> tuple[Any, None]:
+        row, (inbox, sums) = self._mine(rows), carry
+        out, _ = self._if("F", row, self._forward, (self.x, []), inbox)
+        ended = (row.kind == KINDS["F"]) & (row.last == 1)
+        sums = _if(ended, self._loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
+        return (self._hand_on(inbox, out, row), sums), None
+
+    def _hand_on(self, inbox: jax.Array, out: jax.Array, row: Row) -> jax.Array:
+        """One permute to the right and one to the left; each stage keeps what its table says."""
+        n = _num_stages(self.how)
+        shifts = [(1, row.from_left), (-1, row.from_right)][: num_permutes(n)]
+        for by, slot in shifts:
+            message = lax.ppermute(out, self.axes, [(i, (i + by) % n) for i in range(n)])
+            inbox = inbox.at[slot].set(message)
+        return inbox.at[row.own].set(out)
+
+    def _if(self, kind: str, row: Row, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
+        """If the row is of this kind; each stage has as many of each."""
+        taken = (self.at_ends[1], self.ticks.num_ticks)
+        return _if(row.kind == KINDS[kind], change, changed, *args, row, taken=taken)
+
+    # The three operations: (what they change, ...) -> that --------------------------------------------------------
+
+    def _forward(self, changed: Any, inbox: jax.Array, row: Row) -> Any:
+        embed = lambda: self._typed(self._embed(self.outer, self._micro(row.microbatch)))
+
+        def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
+            x, kept = carry
+            y, residuals = self.split.forward(params, x, rest)
+            return y, [a.at[row.residual, i].set(r) for a, r in zip(kept, residuals, strict=bool(kept))]
+
+        with _taken(*self.at_ends):
+            x = lax.cond(row.first == 1, embed, lambda: inbox[row.inbox])
+        return self._each_layer(layer, (x, changed[1]), row)
+
+    def _backward(self, changed: Any, slots: _Slots, row: Row) -> Any:
+        _, stash, sums = changed
+        dy, sums = _if(row.last == 1, self._loss_gradient, (slots.inbox[row.inbox], sums), row, taken=self.at_ends)
+
+        def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
+            dy, kept = carry
+            dx, stash = self.split.input_gradient(params, [a[row.residual, i] for a in slots.residuals], dy, rest)
+            return dx, [a.at[row.stash, i].set(s) for a, s in zip(kept, stash, strict=True)]
+
+        dx, stash = self._each_layer(layer, (dy, stash), row, reverse=True)
+        return dx, stash, _if(row.first == 1, self._embedding_gradient, sums, dx, row, taken=self.at_ends)
+
+    def _weights(self, sums: Any, slots: _Slots, row: Row) -> Any:
+        def layer(sums: Any, i: jax.Array, params: Any, rest: Any) -> Any:
+            residuals = [a[row.residual, i] for a in slots.residuals]
+            stash = [a[row.stash, i] for a in slots.stash]
+            grads = self.split.weight_gradient(params, residuals, stash, rest)
+            at = self.rows[row.chunk * self.cut.longest + i]
+            return jax.tree.map(lambda total, g: total.at[at].add(g.astype(total.dtype)), sums, grads)
+
+        return self._each_layer(layer, sums, row)
+
+    def _each_layer(self, body: Callable[..., Any], carry: Any, row: Row, reverse: bool = False) -> Any:
+        """`body(carry, i, params, rest)` for each layer of the chunk that a row of the table names."""
+        batch = self._micro(row.microbatch)
+        shared = self.parts.shared(batch, self.x)
+
+        def step(carry: Any, i: jax.Array) -> tuple[Any, None]:
+            at = row.chunk * self.cut.longest + i
+            run = lambda carry: body(carry, i, self._params(at), (batch, shared, self.key, self.indices[at]))
+            return run(carry) if self.cut.is_even else _if(self.indices[at] >= 0, run, carry, taken=(1, 1)), None
+
+        return lax.scan(step, carry, jnp.arange(self.cut.longest, dtype=jnp.int32), reverse=reverse)[0]
+
+    # The ends of the model ---------------------------------------------------------------------------------------
+
+    def _embed(self, outer: Any, batch: Batch) -> jax.Array:
+        return self.parts.embed(self._whole(outer), batch, self.key)
+
+    def _embedding_gradient(self, sums: Sums, dx: jax.Array, row: Row) -> Sums:
+        embed = lambda outer: self._typed(self._embed(outer, self._micro(row.microbatch)))
+        total, count, grads = sums
+        return total, count, _added(grads, jax.vjp(embed, self.outer)[1](dx)[0])
+
+    def _loss_gradient(self, changed: Any, row: Row) -> Any:
+        y, (total, count, grads) = changed
+        loss = lambda outer, y: self.parts.loss(self._whole(outer), y, self._micro(row.microbatch))
+        (more, tokens), (d_outer, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(self.outer, y)
+        return dy, (total + more, count + tokens, _added(grads, d_outer))
+
+    def _loss(self, sums: Any, y: jax.Array, row: Row) -> Any:
+        more = self.parts.loss(self._whole(self.outer), y, self._micro(row.microbatch))
+        return jax.tree.map(jnp.add, sums, more)
+
+    def _enter(self, layers: Any) -> Any:
+        return layers if self.exchange is None else self.exchange.enter(layers, self.axes, self.stage)
+
+    # What they read ------------------------------------------------------------------------------------------------
+
+    def _split(self) -> Split:
+        batch = self._micro(self.stage)
+        rest = (batch, self.parts.shared(batch, self.x), self.key, self.indices[0])
+        layer = lambda params, x, rest: self._typed(self.parts.layer(params, x, *rest))
+        return split(layer, self.parts.policy, self._params(self.stage), self.x, rest)
+
+    def _empty(self, dtype: Any) -> _Slots:
+        room = lambda kept, slots: [zeros_of(aval, slots, self.cut.longest) for aval in kept]
+        zeros = lambda tree: jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, dtype)), p), tree)
+        return _Slots(
+            zeros_of(self.x, self.ticks.num_inbox + 1),
+            room(self.split.residuals, self.ticks.num_residuals),
+            room(self.split.stash, self.ticks.num_stashes),
+            zeros(self.layers),
+            (*self._no_loss(), zeros(self.outer)),
+        )
+
+    def _no_loss(self) -> tuple[jax.Array, jax.Array]:
+        axes = self.how.axes("batch") + self.axes
+        return varying(wide(jnp.zeros((), self.x.dtype)), axes), varying(jnp.int32(0), axes)
+
+    def _table(self) -> Row:
+        return jax.tree.map(jnp.asarray, self.ticks.rows)
+
+    def _mine(self, rows: Row) -> Row:
+        return jax.tree.map(lambda column: column[self.stage], rows)
+
+    def _micro(self, microbatch: jax.Array) -> Batch:
+        index = varying(microbatch, self.axes)
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, axis=1, keepdims=False), self.batch)
+
+    def _params(self, at: jax.Array) -> Any:
+        row = varying(self.rows[at], self.axes)
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, keepdims=False), self.layers)
+
+    def _whole(self, outer: Any) -> Any:
+        return outer | {self.parts.layers: self.layers}
+
+    def _typed(self, x: jax.Array) -> jax.Array:
+        return varying(x, self.everywhere)
+
+
+def num_permutes(num_stages: int) -> int:
+    """In a tick: to the left and to the right; of two stages each is the other's only neighbour."""
+    return min(2, num_stages - 1)
+
+
+def _if(condition: jax.Array, change: Callable[..., Any], changed: Any, *args: Any, taken: tuple[int, int]) -> Any:
+    """`change(changed, *args)` if so, else `changed` as it is, in place.
+
+    Args:
+      taken: (so often, of so many times), on a stage that does it at all.
+    """
+    with _taken(*taken):
+        return lax.cond(condition, change, lambda changed, *_: changed, changed, *args)
+
+
+def _taken(times: int, of: int) -> Any:
+    """Says in the program's text how often a conditional is taken, for whoever counts what it does."""
+    return jax.named_scope(f"taken_{times}_of_{of}")
+
+
+def _added(sums: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads)
+
+
+def _num_stages(how: Lowering) -> int:
+    return math.prod(how.mesh.shape[axis] for axis in how.axes("stage"))
+
+
+def _manual() -> Lowering:
+    how = manual()
+    assert how is not None, "only within the manual lowering"
+    return how

@@ -1,0 +1,41 @@
+"""A schedule by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+from meshpar.errors import Problems, ScheduleError, nearest
+from meshpar.parallel.pipeline.schedule import Pipeline, Schedule, Written
+
+KINDS: dict[str, type[Schedule]] = {cls.model_fields["kind"].default: cls for cls in get_args(get_args(Pipeline)[0])}
+
+
+def named(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
+    """The schedule that is called so, or whose orders stand in the file that is.
+
+    Args:
+      num_chunks: of each stage; None for the schedule's own.
+
+    Raises:
+      ScheduleError: there is none; or it does not go with so many stages, microbatches or chunks.
+
+    >>> named("zb_h1", 4, 8)
+    ZeroBubbleH1(num_microbatches=8, cut=None, kind='zb_h1')
+    """
+    kind = Written if name not in KINDS and Path(name).is_file() else KINDS.get(name)
+    if kind is None:
+        near = nearest(name, KINDS)
+        hint = f"; did you mean {near}?" if near else ""
+        raise ScheduleError(f"no schedule or file is called {name!r}{hint}; there are {', '.join(KINDS)}")
+    if num_chunks is not None and "num_chunks" not in kind.model_fields:
+        raise ScheduleError(f"{name} takes no number of chunks")
+    given = {"path": Path(name), "num_chunks": num_chunks}
+    schedule = kind(
+        num_microbatches=num_microbatches,
+        **{key: value for key, value in given.items() if key in kind.model_fields and value is not None},
+    )
+    problems = Problems()
+    schedule.check(num_stages, problems)
+    problems.raise_any(ScheduleError, f"{name} does not go with {num_stages} stages:")
+    return schedule

@@ -1,0 +1,105 @@
+"""Loss and learning rate of runs as a picture, from the records that they wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from meshpar.errors import ConfigError, Problems
+from meshpar.train.loggers import Record
+from meshpar.train.metrics import FILE, read
+
+SIZE, DOTS_PER_INCH = (8.0, 6.0), 120
+# Okabe and Ito's colours, which people of every colour vision tell apart; yellow left out, being pale on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+STYLES = ("-", "--", ":", "-.")
+
+
+def draw(run_dirs: Sequence[Path], out: Path) -> None:
+    """Draws training and held-out loss over learning rate, by step, several runs in one picture.
+
+    Args:
+      run_dirs: where `metrics.jsonl` lies; their names are the legend's.
+      out: a file; its ending says the format, `.png` or another of matplotlib's.
+
+    Raises:
+      ConfigError: lists every directory without records; or matplotlib is not installed; or `out` cannot be written.
+    """
+    runs = dict(zip(_names(run_dirs), _all_records(run_dirs), strict=True))
+    figure: Any = _figure_class()(figsize=SIZE, dpi=DOTS_PER_INCH, layout="constrained")
+    losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for i, (name, records) in enumerate(runs.items()):
+        _curves(losses, rates, name, records, COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)])
+    losses.set_ylabel(f"loss{_unit(list(runs.values()))}")
+    rates.set(ylabel="learning rate", xlabel="step")
+    rates.set_ylim(bottom=0)
+    rates.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    for axes in (losses, rates):
+        axes.grid(alpha=0.3)
+    # Below both, where it hides no curve however many runs there are.
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    _write(figure, out)
+
+
+def _curves(losses: Any, rates: Any, name: str, records: Sequence[Record], colour: str, style: str) -> None:
+    steps, held_out = _series(records, "evaluation", "loss")
+    losses.plot(*_series(records, "train", "loss"), color=colour, linestyle=style, label=f"{name}, training")
+    losses.plot(steps, held_out, color=colour, marker="o", linestyle="none", label=f"{name}, held out")
+    rates.plot(*_series(records, "train", "lr"), color=colour, linestyle=style)
+
+
+def _all_records(run_dirs: Sequence[Path]) -> list[list[Record]]:
+    problems, found = Problems(), []
+    for run_dir in run_dirs:
+        file = run_dir / FILE
+        try:
+            found.append(read(file))
+            if not _series(found[-1], "train", "loss")[0]:
+                problems.add(str(file), "has no record of a training step", "the run_dir of a run that trained")
+        except OSError as error:
+            problems.add(str(file), f"cannot be read: {error.strerror}", "the run_dir of a run that trained")
+        except (ValueError, KeyError, TypeError):
+            problems.add(str(file), "holds a line that is no record of a run")
+    problems.raise_any(ConfigError, "there is nothing to plot:")
+    return found
+
+
+def _series(records: Sequence[Record], kind: str, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values; what was not finite is recorded as null, and left out."""
+    points = [(r["step"], r[name]) for r in records if r["kind"] == kind and r.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _names(run_dirs: Sequence[Path]) -> list[str]:
+    """The last part of each path, or as many as tell them apart."""
+    for length in range(1, max(len(path.absolute().parts) for path in run_dirs)):
+        names = ["/".join(path.absolute().parts[-length:]) for path in run_dirs]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path} ({i})" for i, path in enumerate(run_dirs, start=1)]
+
+
+def _unit(runs: Sequence[list[Record]]) -> str:
+    """That of a cross entropy, if the loss of every run is one."""
+    configs = [record["config"] for record in chain(*runs) if record["kind"] == "run"]
+    are_own = any((config.get("loss") or {}).get("target") for config in configs)
+    return "" if are_own else " (nats per token)"
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("plot: matplotlib is not installed; pip install 'meshpar[plot]'") from None
+    return Figure
+
+
+def _write(figure: Any, out: Path) -> None:
+    try:
+        figure.savefig(out)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
+    except ValueError as error:  # matplotlib's, of an ending that it does not know
+        raise ConfigError(f"--out {out}: {error}") from None

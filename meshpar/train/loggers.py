@@ -1,0 +1,185 @@
+"""Where a run's records go beside its own file: TensorBoard, Weights & Biases, MLflow. Only one process writes."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import time
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic
+
+from meshpar.config import Config
+from meshpar.errors import ConfigError
+from meshpar.tree import flatten_with_paths
+
+Record = dict[str, Any]
+"""`kind`, `step`, and what is recorded: numbers and texts; of the kind `run`, the config."""
+Sink = Callable[[Record], None]
+
+
+class _Logger(Config):
+    """In a config a bare kind is one with its defaults: `loggers: [tensorboard, {kind: wandb, mode: offline}]`."""
+
+    shorthand: ClassVar = "kind"
+
+    @abstractmethod
+    def open(self, run_dir: Path) -> AbstractContextManager[Sink]:
+        """Takes records until it is left. A run that goes on from a checkpoint is the same run there.
+
+        Raises:
+          ConfigError: its package is not installed, or refuses to begin.
+        """
+
+
+class TensorBoard(_Logger):
+    """Event files in `run_dir/tensorboard`."""
+
+    kind: Literal["tensorboard"] = "tensorboard"
+
+    @contextmanager
+    def open(self, run_dir: Path) -> Iterator[Sink]:
+        from tensorboardX import SummaryWriter
+
+        with ExitStack() as stack:
+            board: Any = None
+
+            def write(record: Record) -> None:
+                nonlocal board
+                if record["kind"] == "run":
+                    # Tells TensorBoard to hide the steps that are taken again.
+                    begun = SummaryWriter(str(run_dir / "tensorboard"), purge_step=record["step"] + 1)
+                    board = stack.enter_context(begun)
+                for name, value in numbers(record).items():
+                    board.add_scalar(name, value, record["step"])
+
+            yield write
+
+
+class WandB(_Logger):
+    """Weights & Biases. Of steps that are taken again it keeps the first records. Extra: `meshpar[wandb]`."""
+
+    kind: Literal["wandb"] = "wandb"
+    project: str = "meshpar"
+    name: str | None = None
+    """Of the run; default: the run directory's."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes to `run_dir/wandb`, for `wandb sync`; nothing is sent."""
+
+    @contextmanager
+    def open(self, run_dir: Path) -> Iterator[Sink]:
+        wandb = _extra("wandb")
+        with ExitStack() as stack:
+            run: Any = None
+
+            def begin(config: dict[str, Any]) -> None:
+                nonlocal run
+                name, folder = self.name or run_dir.name, str(run_dir.absolute())
+                run_id = _kept(run_dir / "wandb.id", lambda: f"{time.time_ns():x}")
+                run = stack.enter_context(
+                    wandb.init(
+                        project=self.project, name=name, dir=folder, mode=self.mode, config=config,
+                        id=run_id, resume="allow" if self.mode == "online" else None,
+                    )
+                )  # fmt: skip
+
+            yield _guarded("wandb", begin, lambda record: run.log(numbers(record), step=record["step"]))
+
+
+class MLflow(_Logger):
+    """MLflow. Extra: `meshpar[mlflow]`."""
+
+    kind: Literal["mlflow"] = "mlflow"
+    experiment: str = "meshpar"
+    name: str | None = None
+    """Of the run; default: the run directory's."""
+    tracking_uri: str | None = None
+    """A server or a database. Default: that of the environment, or else `run_dir/mlflow.db`, where nothing is sent."""
+
+    @contextmanager
+    def open(self, run_dir: Path) -> Iterator[Sink]:
+        mlflow = _extra("mlflow")
+        client: Any = None
+        run_id, status = "", "FAILED"
+
+        def begin(config: dict[str, Any]) -> None:
+            nonlocal client, run_id
+            database = f"sqlite:///{run_dir.absolute() / 'mlflow.db'}"
+            client = mlflow.MlflowClient(self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or database)
+            run_id = _kept(run_dir / "mlflow.id", lambda: self._create(mlflow, client, run_dir, config))
+            client.update_run(run_id, status="RUNNING")
+
+        def log(record: Record) -> None:
+            now, step = int(1000 * time.time()), record["step"]
+            found = [mlflow.entities.Metric(name, float(x), now, step) for name, x in numbers(record).items()]
+            client.log_batch(run_id, metrics=found)
+
+        try:
+            yield _guarded("mlflow", begin, log)
+            status = "FINISHED"
+        finally:
+            if run_id:
+                client.set_terminated(run_id, status)
+
+    def _create(self, mlflow: Any, client: Any, run_dir: Path, config: dict[str, Any]) -> str:
+        known = client.get_experiment_by_name(self.experiment)
+        experiment = known.experiment_id if known else client.create_experiment(self.experiment)
+        run_id = client.create_run(experiment, run_name=self.name or run_dir.name).info.run_id
+        params = [mlflow.entities.Param(key, str(value)) for key, value in flatten_with_paths(config).items()]
+        for start in range(0, len(params), 100):  # as many as MLflow takes at once
+            client.log_batch(run_id, params=params[start : start + 100])
+        return run_id
+
+
+Logger = Annotated[TensorBoard | WandB | MLflow, pydantic.Field(discriminator="kind")]
+
+
+def numbers(record: Record) -> dict[str, float]:
+    """What of a record can be drawn: `kind/name` -> number.
+
+    >>> numbers({"kind": "train", "step": 3, "loss": 2.5, "lr": float("nan"), "why": "a text"})
+    {'train/loss': 2.5}
+    """
+    values = {name: value for name, value in record.items() if name != "step" and isinstance(value, (int, float))}
+    return {f"{record['kind']}/{name}": value for name, value in values.items() if math.isfinite(value)}
+
+
+def _guarded(name: str, begin: Callable[[dict[str, Any]], None], log: Sink) -> Sink:
+    """Beginning must succeed; a service that fails later is warned of once, and the training goes on without it."""
+    failed = False
+
+    def write(record: Record) -> None:
+        nonlocal failed
+        if record["kind"] == "run":
+            try:
+                return begin(record["config"])
+            except Exception as error:
+                raise ConfigError(f"loggers: {name} cannot begin: {error}") from error
+        try:
+            return log(record) if numbers(record) and not failed else None
+        except Exception as error:
+            failed = True
+            warnings.warn(f"{name} fails, and gets no more records: {error}", stacklevel=2)
+
+    return write
+
+
+def _extra(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        what = "is not installed" if error.name == package else f"cannot be imported: {error}"
+        raise ConfigError(f"loggers: {package} {what}; pip install 'meshpar[{package}]', or leave it out") from None
+
+
+def _kept(file: Path, make: Callable[[], str]) -> str:
+    """What a file holds, or what is made now and written there."""
+    if not file.exists():
+        file.write_text(make())
+    return file.read_text().strip()

@@ -1,0 +1,94 @@
+"""Step time of each pipeline schedule over the time that its simulation predicts from measured F, B and W.
+
+    python scripts/bench_pipeline.py [--stages 4] [--microbatches 16]
+
+F, B + W and the optimizer are measured on one stage alone, on one device; B and W share their time evenly. Simulated
+devices share the cores of one machine, so a step takes at least its whole work divided by the cores, however well its
+stages overlap: both predictions are printed, and the time over the larger one. What that can show is what ticks,
+permutes and slots cost; not what a bubble costs, since a core that one stage leaves idle works for another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+import jax
+
+from meshpar import AdamW, AxisRules, Llama, MeshLayout, Run, Synthetic, prepare
+from meshpar.parallel.pipeline.named import named
+from meshpar.parallel.pipeline.simulate import Times
+from meshpar.parallel.pipeline.ticks import in_ticks
+from meshpar.run import Prepared
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv")
+
+
+def prepared(kind: str, stages: int, microbatches: int, layers: int) -> Prepared:
+    run = Run(
+        model=Llama(num_layers=layers, width=128, num_heads=4, mlp_width=384, vocab_size=64),
+        data=Synthetic(batch_size=2 * microbatches, seq_len=128, vocab_size=64),
+        optim=AdamW(lr=1e-3),
+        mesh=MeshLayout(pipe=stages),
+        rules=AxisRules(preset=("pipeline",)),
+        pipeline=named(kind, stages, microbatches),
+        num_steps=1,
+        run_dir="unused",
+    )
+    return prepare(run, run.mesh.build(jax.devices()[:stages]))
+
+
+def timed(calls: dict[str, object], rounds: int) -> dict[str, float]:
+    """Medians of interleaved runs, in seconds."""
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            jax.block_until_ready(call())  # pyright: ignore
+            took[name].append(time.perf_counter() - began)
+    return {name: statistics.median(times[1:]) for name, times in took.items()}
+
+
+def stepping(run: Prepared) -> object:
+    """A function that takes one step after the other."""
+    step, state = run.compile_step(), [run.compile_init()()]
+    batch = next(iter(run.run.data.train(0).batches(0)))
+    put = {name: jax.device_put(x, run.batch[name].sharding) for name, x in batch.items()}
+
+    def call() -> object:
+        state[0], metrics = step(state[0], put)
+        return metrics
+
+    return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", given.stages)
+    p, m, layers = given.stages, given.microbatches, 2
+    one = prepared("1f1b", 1, m, layers)
+    params, evaluate = one.compile_init()().params, one.compile_evaluation()
+    batch = jax.device_put(next(iter(one.run.data.train(0).batches(0))))
+    calls: dict[str, object] = {"F": lambda: evaluate(params, batch, {}), "all": stepping(one)}
+    calls |= {kind: stepping(prepared(kind, p, m, p * layers)) for kind in SCHEDULES}
+    took = timed(calls, given.rounds)
+    forward, backward = took["F"] / m, (took["all"] - took["F"]) / m / 2
+    cores = min(p, len(os.sched_getaffinity(0)))
+    print(f"F {forward * 1e3:.2f} ms, B = W {backward * 1e3:.2f} ms, {p} stages on {cores} cores, {m} microbatches")
+    print(f"{'schedule':<12} {'step':>9} {'simulated':>10} {'work/cores':>11} {'over the larger':>16}")
+    for kind in SCHEDULES:
+        schedule = named(kind, p, m)
+        makespan = in_ticks(schedule.orders(p), schedule, Times(forward, backward, backward)).makespan
+        work = m * (forward + 2 * backward) * p / cores
+        ratio = took[kind] / max(makespan, work)
+        print(f"{kind:<12} {took[kind]:>7.3f} s {makespan:>8.3f} s {work:>9.3f} s {ratio:>16.2f}")
+
+
+if __name__ == "__main__":
+    main()

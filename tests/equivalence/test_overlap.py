@@ -1,0 +1,40 @@
+"""Overlapped layers compute what the plain ones do, which is what one device does."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from meshpar.collectives import stream
+from tests.equivalence.conftest import MODELS, on_one_device, outcome, prepared
+
+TENSOR = [("tensor", "tensor4_sp"), ("tensor", "data2_fsdp2_tensor2")]
+FSDP = [("fsdp", "zero3"), ("fsdp", "hsdp2x4"), ("fsdp", "data2_fsdp2_tensor2")]
+EVERY = [
+    (model, section, layout, way, accumulation, unrolled)
+    for model, (section, layout), way in product(MODELS, TENSOR + FSDP, ["ring", "bidirectional"])
+    for accumulation, unrolled in ((1, 8), (4, 1))
+]
+SAMPLE = [
+    ("llama", "tensor", "tensor4_sp", "ring", 1, 8),
+    ("gpt_dropout_remat", "fsdp", "data2_fsdp2_tensor2", "ring", 4, 1),
+]
+CASES = [
+    pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow, id="-".join(map(str, case))) for case in EVERY
+]
+
+
+@pytest.mark.parametrize(("model", "section", "layout", "way", "accumulation", "unrolled"), CASES)
+def test_overlapped_it_equals_one_device(model, section, layout, way, accumulation, unrolled, monkeypatch):
+    monkeypatch.setattr(stream, "UNROLLED", unrolled)
+    run = prepared(model, layout, "manual", accumulation, **{section: {"overlap": way}})
+    assert outcome(run).difference(on_one_device(model)) < 1e-10
+
+
+def test_a_chunk_that_is_taken_for_anothers_is_seen(monkeypatch):
+    monkeypatch.setattr(stream, "UNROLLED", 2)  # a ring of its own, so that no right trace is found in a cache
+    rank = stream.Ring.rank
+    monkeypatch.setattr(stream.Ring, "rank", lambda ring, distance=0: rank(ring, -distance))
+    run = prepared("llama", "zero3", "manual", 1, fsdp={"overlap": "ring"})
+    assert outcome(run).difference(on_one_device("llama")) > 1e-3

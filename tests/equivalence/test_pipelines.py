@@ -1,0 +1,222 @@
+"""Every schedule, on every mesh, computes what one device computes: losses, gradients, norms and two updates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from meshpar.errors import ConfigError
+from meshpar.parallel.pipeline import execute
+from meshpar.parallel.pipeline.schedule import Interleaved, Written
+from meshpar.parallel.pipeline.ticks import Ticks
+from meshpar.proof.trial import Trial
+from meshpar.train.state import shardings, structs
+from meshpar.train.step import with_rows
+from meshpar.tree import flatten_with_paths
+from tests.pipelines import MODELS, batches, difference, on_one_device, prepared, scheduled
+from tests.unit.test_pipeline_schedule import random_orders
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv"]
+AROUND = ["data2_tensor2", "fsdp2_tensor2_sp", "fsdp4", "zero1", "zero2", "hsdp", "zero2_tensor2"]
+COUNTS = {"pipe2": (2, 4, 3), "pipe4": (4, 8, 6), "pipe8": (8, 16, 12)}
+ALONE = [
+    (kind, mesh, m, model)
+    for (kind, mesh), model in zip(product(SCHEDULES, COUNTS), ["tied", "llama", "gpt"] * 6, strict=True)
+    for m in COUNTS[mesh]
+    if not (kind == "interleaved" and m % int(mesh[-1]))
+]
+COMPOSED = [
+    (kind, mesh, 4, model)
+    for (kind, mesh), model in zip(product(SCHEDULES, AROUND), ["gpt", "tied", "llama"] * 14, strict=True)
+]
+SAMPLE = [
+    ("gpipe", "pipe2", 3, "tied"),
+    ("1f1b", "data2_tensor2", 4, "tied"),
+    ("interleaved", "pipe4", 4, "llama"),
+    ("zb_h1", "fsdp2_tensor2_sp", 4, "llama"),
+    ("zb_h2", "zero2", 4, "gpt"),
+    ("zbv", "fsdp4", 4, "llama"),
+]
+CASES = [
+    pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow, id="-".join(map(str, case)))
+    for case in dict.fromkeys(SAMPLE + ALONE + COMPOSED)
+]
+
+
+@pytest.fixture(autouse=True)
+def _float64(float64):
+    """Every test here."""
+
+
+def layers_for(kind, mesh):
+    """A layer or two for each virtual stage."""
+    return 16 if mesh == "pipe8" and kind in ("interleaved", "zbv") else 8
+
+
+@pytest.mark.parametrize(("kind", "mesh", "num_microbatches", "model"), CASES)
+def test_equal_to_one_device(kind, mesh, num_microbatches, model):
+    layers = layers_for(kind, mesh)
+    run = prepared(MODELS[model](layers), mesh, scheduled(kind, mesh, num_microbatches))
+    assert difference(run, model, layers) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind == "1f1b" else pytest.mark.slow) for kind in ("gpipe", "1f1b", "zb_h1")],
+)
+def test_seven_layers_on_four_stages(kind):
+    """They cannot lie in equal parts: every stage stores all, as the config says, and computes with its own."""
+    run = prepared(MODELS["tied"](7), "pipe4", scheduled(kind, "pipe4", 6), rules={"layers": ()})
+    assert difference(run, "tied", 7) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "cut"), [("1f1b", (1, 3, 2, 2)), ("interleaved", (1, 1, 1, 1, 1, 1, 1, 1))])
+def test_a_cut_that_is_given(kind, cut):
+    run = prepared(MODELS["tied"](8), "pipe4", scheduled(kind, "pipe4", 4, cut=cut))
+    assert difference(run, "tied", 8) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["dots", "dots_no_batch", "full"])
+@pytest.mark.parametrize("mesh", ["pipe4", "fsdp2_tensor2_sp"])
+def test_what_is_worked_out_again_is_the_same(remat, mesh):
+    run = prepared(MODELS["llama"](8, remat=remat), mesh, scheduled("zb_h1", mesh, 4))
+    assert difference(run, "llama", 8) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["pipe4", "fsdp4", "zero2"])
+def test_parts_of_a_batch_go_through_the_stages_one_after_the_other(mesh):
+    run = prepared(MODELS["tied"](8), mesh, scheduled("1f1b", mesh, 2), num_microbatches=3)
+    assert difference(run, "tied", 8) < 1e-10
+
+
+def any_legal_order(data, folder):
+    orders = random_orders(data, 2, 3)
+    (folder / "orders.txt").write_text("\n".join(" ".join(map(str, order)) for order in orders))
+    run = prepared(MODELS["tied"](8), "pipe2", Written(num_microbatches=3, path=folder / "orders.txt"))
+    assert difference(run, "tied", 8) < 1e-10
+
+
+EXAMPLES = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
+
+
+@given(st.data())
+@settings(max_examples=1, **EXAMPLES)
+def test_the_result_does_not_depend_on_the_order(tmp_path, data):
+    any_legal_order(data, tmp_path)
+
+
+@pytest.mark.slow
+@given(st.data())
+@settings(max_examples=20, **EXAMPLES)
+def test_nor_on_any_of_twenty(tmp_path, data):
+    any_legal_order(data, tmp_path)
+
+
+# Faults that are planted, and seen -----------------------------------------------------------------------------
+
+
+def faulty(monkeypatch):
+    on_one_device("tied", 8)
+    return prepared(MODELS["tied"](8), "pipe2", scheduled("1f1b", "pipe2", 4))
+
+
+def test_a_slot_too_few_is_seen(monkeypatch):
+    run, plan = faulty(monkeypatch), execute.Pipeline.plan
+
+    def fewer(self, how, forward_only=False):
+        ticks, cut = plan(self, how, forward_only)
+        return replace(ticks, rows=ticks.rows._replace(residual=np.zeros_like(ticks.rows.residual))), cut
+
+    monkeypatch.setattr(execute.Pipeline, "plan", fewer)
+    assert isinstance(run.pipeline.plan(run.how)[0], Ticks)
+    assert difference(run, "tied", 8) > 1e-6
+
+
+def test_a_dropout_key_of_the_stages_own_count_is_seen(monkeypatch):
+    run, init = faulty(monkeypatch), execute._Stage.__init__
+
+    def own_count(self, *args, **more):
+        init(self, *args, **more)
+        self.indices = self.indices - 4 * self.stage
+
+    monkeypatch.setattr(execute._Stage, "__init__", own_count)
+    assert difference(run, "tied", 8) > 1e-6
+
+
+@pytest.mark.slow
+def test_an_embedding_without_its_own_gradient_is_seen(monkeypatch):
+    run = faulty(monkeypatch)
+    monkeypatch.setattr(execute._Stage, "_embedding_gradient", lambda self, sums, dx, row: sums)
+    assert difference(run, "tied", 8) > 1e-6
+
+
+# What does not fit ---------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_told_at_once():
+    with pytest.raises(ConfigError) as error:
+        prepared(MODELS["tied"](3), "pipe4", Interleaved(num_microbatches=6), rules={"layers": ()})
+    assert "6 microbatches go through 4 stages in groups of 4" in str(error.value)
+    assert "num_microbatches=4 or 8, or kind: 1f1b" in str(error.value)
+    assert "3 layers cannot be cut into 8 parts (4 stages x 2 chunks)" in str(error.value)
+    with pytest.raises(ConfigError, match="nothing says in which order they work"):
+        prepared(MODELS["tied"](8), "pipe4")
+    with pytest.raises(ConfigError, match="GSPMD knows no pipeline"):
+        prepared(MODELS["tied"](8), "pipe4", scheduled("1f1b", "pipe4", 4), lowering="auto")
+
+
+def test_evaluation_is_one_devices():
+    run = prepared(MODELS["tied"](8), "pipe2", scheduled("zbv", "pipe2", 4))
+    one = prepared(MODELS["tied"](8), None)
+    batch = next(iter(run.run.data.held_out()))
+
+    def loss(of):
+        put = {name: jax.device_put(x, of.batch[name].sharding) for name, x in batch.items()}
+        return jax.device_get(of.compile_evaluation()(of.compile_init()().params, put, {}))
+
+    mine, theirs = loss(run), loss(one)
+    assert mine["tokens"] == theirs["tokens"]
+    assert abs(mine["loss"] - theirs["loss"]) < 1e-10
+
+
+def test_2bw_takes_gradients_at_the_weights_before_the_last_update():
+    """On one device, by hand: w[t+1] = w[t] - update(gradient at w[t-1])."""
+    run = prepared(MODELS["tied"](8), "pipe2", scheduled("pipedream_2bw", "pipe2", 3))
+    one = prepared(MODELS["tied"](8), None)
+    trial, drawn = Trial(run), [batches()[0], batches()[1], batches()[0]]
+    state, mine = trial.start(), []
+    state, mine = trial.run(state, drawn)
+    sharded = shardings(structs(one.placement.sharded))
+    state = one.compile_init()()
+    before = state.params
+    for batch, got in zip(drawn, mine, strict=True):
+        told = jax.jit(one.gradients)(before, with_rows(batch), state.step, {})
+        before = state.params
+        state, _ = jax.jit(lambda state, told: one.update(state, told, sharded))(state, told)
+        assert abs(told.loss - got.loss["loss"]) < 1e-10
+    params = flatten_with_paths(jax.device_get(state.params))
+    assert max(abs(params[path] - value).max() for path, value in mine[-1].parameters.items()) < 1e-10
+
+
+def test_a_checkpoint_knows_no_pipeline(tmp_path):
+    """Saved in stages that are dealt out, restored in others, or in none."""
+    there = [
+        Trial(prepared(MODELS["tied"](8), mesh, mesh and scheduled(kind, mesh, 4)))
+        for mesh, kind in [("pipe4", "interleaved"), ("pipe2", "1f1b"), (None, "")]
+    ]
+    first, second = batches()
+    state, _ = there[0].run(there[0].start(), [first])
+    _, (went_on,) = there[0].run(state, [second])
+    for other in there[1:]:
+        _, (resumed,) = other.run(there[0].saved_and_restored(state, other), [second])
+        assert abs(resumed.loss["loss"] - went_on.loss["loss"]) < 1e-10
+        assert max(abs(resumed.parameters[p] - v).max() for p, v in went_on.parameters.items()) < 1e-10

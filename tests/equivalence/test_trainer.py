@@ -1,0 +1,152 @@
+"""What a trainer adds to a step computes on every layout what it does on one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from meshpar.models import Llama
+from meshpar.nn.describe import functional
+from meshpar.run import Prepared, prepare
+from meshpar.sharding.rules import AxisRules
+from meshpar.train.ema import averaged
+from meshpar.train.freeze import Freeze
+from meshpar.train.loss import TEACHER, Criterion, Distill
+from meshpar.train.optim import AdamW
+from meshpar.train.step import Step
+from meshpar.train.teacher import Teacher
+from tests.equivalence.conftest import SIZES, batches, prepared
+
+MODEL, LR = "llama", 1e-2
+GREATER = Llama(**SIZES | {"num_layers": 3, "mlp_width": 64})
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ema": {"optim": AdamW(lr=LR, ema=0.7)},
+    "loss": {"loss": Criterion(label_smoothing=0.1, z_loss=1e-2)},
+    "freeze": {"freeze": (Freeze(paths=("blocks.attn.**", "table"), until=2), Freeze(paths=("blocks.mlp.up.*",)))},
+    "distill": {"distill": Distill(teacher="unused", temperature=2.0, weight=0.4)},
+}
+SETTINGS["all"] = {name: value for setting in SETTINGS.values() for name, value in setting.items()}
+LAYOUTS = {
+    "data2_fsdp2_tensor2": ("manual", 2, ("fsdp", "megatron_sp")),
+    "tensor4": ("auto", 1, ("megatron",)),
+    "zero1": ("manual", 1, ("zero1",)),
+    "zero2": ("manual", 4, ("zero2",)),
+    "tensor4_sp": ("manual", 4, ("megatron",)),
+}
+IN_CI = [("all", "data2_fsdp2_tensor2"), ("all", "tensor4")]
+CASES = [
+    pytest.param(name, layout, marks=[] if (name, layout) in IN_CI else pytest.mark.slow)
+    for name in SETTINGS
+    for layout in LAYOUTS
+]
+
+
+def teaching(run: Prepared, rules: AxisRules) -> Teacher:
+    """A teacher with random parameters, greater than its student, where rules of its own put it."""
+    model = nnx.eval_shape(lambda: GREATER.build(nnx.Rngs(0)))
+    specs = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype("float64")), greater().specs)
+    return Teacher(functional(model), specs, rules, run.how, run.batch_specs, GREATER.padded_vocab)
+
+
+@lru_cache
+def greater() -> Prepared:
+    run = prepared(MODEL, None, "auto", 1).run
+    return prepare(run.model_copy(update={"model": GREATER}), run.mesh.build(jax.devices()[:1]))
+
+
+@lru_cache
+def teachers_parameters() -> Any:
+    return jax.device_get(greater().compile_init()().params)
+
+
+def with_settings(name: str, layout: str | None) -> Prepared:
+    lowering, num_microbatches, presets = LAYOUTS[layout] if layout else ("auto", 1, ("replicated",))
+    plain, changes = prepared(MODEL, layout, lowering, num_microbatches), dict(SETTINGS[name])
+    distill = changes.pop("distill", None)
+    run = prepare(plain.run.model_copy(update=changes), plain.mesh)
+    if distill is None:
+        return run
+    model = nnx.eval_shape(lambda: run.run.model.build(nnx.Rngs(0)))
+    loss = run.run.loss.build(functional(model), run.run.model.vocab_size, distill)
+    return replace(run, loss=loss, teacher=teaching(run, AxisRules(preset=presets)))
+
+
+def put(run: Prepared, batch: Any) -> Any:
+    return {name: jax.device_put(x, run.batch[name].sharding) for name, x in batch.items()}
+
+
+def given_its_teacher(run: Prepared) -> Step:
+    step = run.compile_step()
+    if run.teacher is None:
+        return step
+    to = lambda x, struct: jax.device_put(x, struct.sharding)
+    return replace(step, given={TEACHER: jax.tree.map(to, teachers_parameters(), run.teacher.structs)})
+
+
+def outcome(run: Prepared) -> dict[str, Any]:
+    """Losses, norms, and after three steps the parameters, their average, and the loss on other data."""
+    step, state, evaluate, told = given_its_teacher(run), run.compile_init()(), run.compile_evaluation(), []
+    for batch in batches():
+        state, metrics = step(state, put(run, batch))
+        told.append((metrics["loss"], metrics["grad_norm"]))
+    held_out = evaluate(averaged(state), put(run, batches()[0]), state.carried)
+    found = {"steps": told, "params": state.params, "average": averaged(state), "held_out": held_out["loss"]}
+    return jax.device_get(found)
+
+
+@lru_cache
+def on_one_device(name: str) -> dict[str, Any]:
+    return outcome(with_settings(name, None))
+
+
+def difference(name: str, layout: str) -> float:
+    pairs = zip(*map(jax.tree.leaves, (outcome(with_settings(name, layout)), on_one_device(name))), strict=True)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_equal_to_one_device(name, layout):
+    assert difference(name, layout) < 1e-10
+
+
+# Each on one device, against what it is meant to be -----------------------------------------------------------------
+
+
+@lru_cache
+def without_average() -> list[Any]:
+    """All settings but the average: the first parameters, and those after each step."""
+    run = with_settings("all", None)
+    plain = prepare(run.run.model_copy(update={"optim": AdamW(lr=LR)}), run.mesh)
+    plain = replace(plain, loss=run.loss, teacher=run.teacher)
+    step, state = given_its_teacher(plain), plain.compile_init()()
+    kept = [jax.device_get(state.params)]
+    for batch in batches():
+        state, _ = step(state, put(plain, batch))
+        kept.append(jax.device_get(state.params))
+    return kept
+
+
+def test_the_average_is_numpys_and_leaves_the_training_alone():
+    found, (_, *kept) = on_one_device("all"), without_average()
+    weights = 0.7 ** np.arange(len(kept))[::-1]
+    for path in ("head", "table"):
+        np.testing.assert_array_equal(found["params"][path], kept[-1][path])
+        want = np.average([params[path] for params in kept], axis=0, weights=weights)
+        np.testing.assert_allclose(found["average"][path], want, rtol=0, atol=1e-12)
+
+
+def test_what_is_frozen_keeps_its_value_until_its_step_and_begins_as_new():
+    first, *kept = without_average()
+    attn = lambda params: params["blocks"]["attn"]["q"]["kernel"]
+    up = lambda params: params["blocks"]["mlp"]["up"]["kernel"]
+    assert all(np.array_equal(up(params), up(first)) for params in kept)
+    assert [np.array_equal(attn(params), attn(first)) for params in kept] == [True, True, False]
+    # Adam's first update has size lr, but where the gradient is as small as its eps.
+    moved = np.abs(attn(kept[2]) - attn(first) * (1 - LR * 0.1))
+    assert np.quantile(moved, 0.01) > 0.99 * LR and moved.max() < LR * (1 + 1e-6)

@@ -1,0 +1,63 @@
+"""What a user reads who asks for an overlap where there is nothing to hide, or too much."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshpar.errors import ConfigError
+from meshpar.mesh.layout import MeshLayout
+from meshpar.models import Llama
+from meshpar.run import Run, prepare
+from meshpar.sharding.rules import AxisRules
+from meshpar.train.data import Synthetic
+from meshpar.train.optim import AdamW
+
+RING = {"overlap": "ring"}
+BOTH = {"tensor": RING, "fsdp": RING}
+REFUSED = {
+    "nothing to hide": (
+        {"rules": ["zero2", "megatron"], **BOTH},
+        """\
+the parts of this config do not fit each other:
+  tensor.overlap
+    the rules shard no norm_seq: each layer has the whole sequence
+    the preset megatron_sp
+  fsdp.overlap
+    the rules gather no weights in the layers, again for the backward
+    the preset fsdp, or rules.zero=3""",
+    ),
+    "GSPMD": (
+        {"rules": ["fsdp", "megatron_sp"], "lowering": "auto", "tensor": RING},
+        """\
+the parts of this config do not fit each other:
+  lowering
+    auto: GSPMD chooses how it communicates, and overlaps nothing
+    lowering=manual""",
+    ),
+    "both at once": (
+        {"rules": ["fsdp", "megatron_sp"], **BOTH},
+        """\
+the parts of this config do not fit each other:
+  fsdp.overlap
+    tensor.overlap is on, too: a product goes by the chunks of one operand
+    one of the two""",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_an_overlap_that_cannot_be_is_refused(settings, said):
+    rules = AxisRules(preset=tuple(settings.pop("rules")))
+    run = Run(
+        model=Llama(num_layers=2, width=16, num_heads=4, mlp_width=32, vocab_size=32),
+        data=Synthetic(batch_size=8, seq_len=16, vocab_size=32),
+        optim=AdamW(lr=1e-3),
+        mesh=MeshLayout(fsdp=2, tensor=2),
+        rules=rules,
+        num_steps=2,
+        run_dir="unused",
+        **settings,
+    )
+    with pytest.raises(ConfigError) as error:
+        prepare(run, run.mesh.abstract())
+    assert str(error.value) == said

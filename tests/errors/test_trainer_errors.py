@@ -1,0 +1,137 @@
+"""What a user reads who asks a trainer for what cannot be: the literal text, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from meshpar.checkpoint.checkpoints import About, checkpoints
+from tests.errors.test_messages import EXTRA, meshpar  # noqa: F401  a fixture
+
+TEACHER = "distill={teacher: teacher}"
+REFUSED = {
+    "settings out of their bounds": (
+        ["loss.label_smoothing=1", "loss.z_loss=-1", "optim.ema=1.0"],
+        """\
+meshpar: 3 problems in config.yaml:
+  loss.label_smoothing (command line)
+    must be less than 1.0, got 1
+  loss.z_loss (command line)
+    must be at least 0.0, got -1
+  optim.ema (command line)
+    must be less than 1.0, got 1.0
+""",
+    ),
+    "globs that match nothing, and steps that never come": (
+        [EXTRA, "freeze=[block.**, {paths: [head], until: 2}]"],
+        """\
+meshpar: what is frozen does not fit the model:
+  freeze.0.paths
+    no parameter matches 'block.**'
+    `meshpar explain` lists them
+  freeze.1.until
+    2 is not below num_steps = 2: these would never be trained
+    leave it out to freeze them for good
+""",
+    ),
+    "everything is frozen": (
+        [EXTRA, "freeze=['**']"],
+        """\
+meshpar: what is frozen does not fit the model:
+  freeze
+    every parameter is frozen for good
+    leave one to train
+""",
+    ),
+    "a key in a list": (
+        ["loggers=[tensorboard, {kind: wandb, projct: mine}]", "freeze=[{path: head}]"],
+        """\
+meshpar: 3 problems in config.yaml:
+  freeze.0.paths (command line)
+    required, but missing
+  freeze.0.path (command line)
+    unknown key
+    did you mean freeze.0.paths?
+  loggers.1.projct (command line)
+    unknown key
+    did you mean loggers.1.project?
+""",
+    ),
+    "a logger that there is not": (
+        ["loggers=[tensorbord]"],
+        """\
+meshpar: 1 problem in config.yaml:
+  loggers.0 (command line)
+    no kind is called 'tensorbord'
+    did you mean tensorboard? There are tensorboard, wandb, mlflow
+""",
+    ),
+    "early stopping without evaluations": (
+        ["early_stopping={patience: 2}"],
+        """\
+meshpar: 1 problem in config.yaml:
+  the file
+    early_stopping looks at evaluations: set eval_every, the steps between them
+""",
+    ),
+    "a teacher that is not there": (
+        [EXTRA, "distill={teacher: nowhere}"],
+        "meshpar: FOLDER/nowhere does not exist\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_a_mistake_is_told_and_ends_with_2(meshpar, mistake):  # noqa: F811
+    overrides, text = REFUSED[mistake]
+    assert meshpar("explain", *overrides) == (2, "", text.replace("FOLDER", str(Path.cwd())))
+    assert not Path("nowhere").exists()
+
+
+def teacher(**changes) -> None:
+    """The folder of a run, with what is read of it before anything is compiled."""
+    model = {"kind": "llama", "num_layers": 1, "width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": 64} | changes
+    data = {"kind": "synthetic", "vocab_size": 64}
+    config = {
+        "model": model,
+        "data": data,
+        "optim": {"kind": "adamw", "lr": 1e-3},
+        "num_steps": 1,
+        "run_dir": "teacher",
+    }
+    with checkpoints(Path("teacher/checkpoints"), about=About(config=config)) as saved:
+        saved.save(1, {"step": jnp.int32(1)})
+
+
+def test_a_teacher_of_another_vocabulary(meshpar):  # noqa: F811
+    teacher(vocab_multiple=48)
+    said = "distill: the teacher in teacher has 64 token ids in 96 rows of its vocabulary, this model 64 in 64"
+    assert meshpar("explain", EXTRA, TEACHER) == (2, "", f"meshpar: {said}\n")
+
+
+def test_a_teacher_that_does_not_fit_the_mesh(meshpar):  # noqa: F811
+    teacher(mlp_width=33)
+    code, _, said = meshpar("explain", EXTRA, TEACHER)
+    assert code == 2
+    heading = (
+        "meshpar: distill: the teacher in teacher does not fit:\n3 arrays do not fit mesh (data=2, fsdp=2, tensor=2):\n"
+    )
+    assert said.startswith(heading)
+
+
+def test_a_teachers_config_that_was_changed(meshpar):  # noqa: F811
+    teacher()
+    meta = Path("teacher/checkpoints/1/meta.json")
+    meta.write_text(meta.read_text().replace("llama", "gpt"))
+    code, _, said = meshpar("explain", EXTRA, TEACHER)
+    assert (code, "is not what was written" in said) == (2, True)
+
+
+def test_a_package_that_is_missing_is_told_before_anything_is_compiled(meshpar, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    code, _, said = meshpar("train", EXTRA, "loggers=[wandb]")
+    assert (code, said.partition(":")[0]) == (2, "meshpar")
+    assert "pip install 'meshpar[wandb]', or leave it out\n" in said

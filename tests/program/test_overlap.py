@@ -1,0 +1,137 @@
+"""On TPUs a product stands between the start and the end of every hop, and one chunk a direction is all that it takes.
+
+Compiled for a v5e:2x4, which needs the extra tpu-target; nothing is run.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
+from meshpar.collectives.stream import Ring
+from meshpar.inspection.hlo import collectives, total_sent_bytes
+from meshpar.mesh import process
+from meshpar.models import GPT
+from meshpar.parallel.traffic import share
+from meshpar.plan.targets import parse
+from meshpar.run import Precision, prepare
+from tests.program.schedule import hides
+from tests.program.test_bytes import SIZES, prepared
+
+P = PartitionSpec
+N, ROWS, WIDTH = 8, 4096, 8192
+CHUNK_BYTES = ROWS * WIDTH * 2  # too much for two of them to lie in VMEM, where they would not be counted
+
+
+def scheduled(*, product_first: bool) -> str:
+    """A program that begins to send, multiplies, and waits; or one that multiplies when it has waited."""
+    product = "  %p = f32[8]{0} fusion(%x), kind=kOutput, calls=%fused\n"
+    done = "  %d = f32[8]{0} collective-permute-done(%s)\n"
+    return (
+        "HloModule m, is_scheduled=true, num_partitions=8\n\n"
+        "%fused (a: f32[8]) -> f32[8] {\n  %a = f32[8]{0} parameter(0)\n"
+        "  ROOT %c = f32[8]{0} convolution(%a, %a), dim_labels=bf_io->bf\n}\n\n"
+        "ENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"
+        "  %s = (f32[8]{0}, f32[8]{0}) collective-permute-start(%x), source_target_pairs={{0,1}}\n"
+        + (product + done if product_first else done + product)
+        + "  ROOT %r = f32[8]{0} add(%p, %d)\n}\n"
+    )
+
+
+def test_what_stands_between_start_and_end_is_found_and_what_does_not_is_not():
+    assert hides(scheduled(product_first=True)) == [True]
+    assert hides(scheduled(product_first=False)) == [False]
+
+
+def gathering(ring, x, w):
+    return all_gather_matmul("sk,kn->sn", x, [w], ring, dim="s")[0]
+
+
+def scattering(ring, x, w):
+    return matmul_reduce_scatter("sk,kn->sn", x, w, ring, dim="s")
+
+
+def contracting(ring, w, x):
+    return all_gather_matmul("kn,sk->sn", w, [x], ring, dim="k")[0]
+
+
+def plain(ring, x, w):
+    return lax.all_gather(x, ring.axes, tiled=True) @ w
+
+
+ROW, COLUMN = P("tensor"), P(None, "tensor")
+KERNELS = {
+    # What it takes, and what it makes; of the chunked dim a device has ROWS.
+    gathering: (((N * ROWS, WIDTH), ROW), ((WIDTH, N * 512), COLUMN), COLUMN),
+    scattering: (((N * ROWS, N * 512), COLUMN), ((N * 512, WIDTH), ROW), ROW),
+    contracting: (((N * ROWS, WIDTH), ROW), ((N * 512, N * ROWS), ROW), ROW),
+    plain: (((N * ROWS, WIDTH), ROW), ((WIDTH, N * 512), COLUMN), COLUMN),
+}
+
+
+def compiled(kernel, way, unrolled=8):
+    process.compile_only()
+    mesh = Mesh(parse("v5e:2x4").devices(), ("tensor",))
+    *taken, made = KERNELS[kernel]
+    ring = Ring(("tensor",), way == "bidirectional", unrolled)
+    f = jax.shard_map(partial(kernel, ring), mesh=mesh, in_specs=tuple(spec for _, spec in taken), out_specs=made)
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for shape, spec in taken]
+    return jax.jit(f).lower(*structs).compile()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unrolled", [8, 1])
+@pytest.mark.parametrize("way", ["ring", "bidirectional"])
+@pytest.mark.parametrize("kernel", [gathering, scattering, contracting])
+def test_every_hop_is_hidden_behind_a_product(kernel, way, unrolled):
+    program = compiled(kernel, way, unrolled)
+    hidden = hides(program.as_text() or "")
+    if unrolled == 8:
+        assert len(hidden) == N - 1
+    assert all(hidden)
+    # In each direction the chunk that is used, or made, and one more.
+    directions = 2 if way == "bidirectional" else 1
+    assert program.memory_analysis().temp_size_in_bytes <= 2.1 * directions * CHUNK_BYTES
+
+
+@pytest.mark.slow
+def test_a_plain_gather_hides_nothing_and_holds_all_chunks():
+    """Negative control."""
+    program = compiled(plain, "ring")
+    assert [one.kind for one in collectives(program)] == ["all_gather"]
+    assert not any(hides(program.as_text() or ""))
+    assert program.memory_analysis().temp_size_in_bytes >= N * CHUNK_BYTES
+
+
+# A step ----------------------------------------------------------------------------------------------------------
+
+LAYERS, TOKENS = SIZES["num_layers"], 16 * 16
+STREAM = TOKENS * SIZES["width"] * 2
+WEIGHTS = 8 * SIZES["width"] ** 2  # q, k, v, o; up and down are twice as wide
+RING = {"overlap": "ring"}
+HIDDEN = {
+    # In a layer 8 for the regions, 3 to compute them again, 2 for weights' gradients; 3 at the head. Without, 11 and 2.
+    "tensor4_sp": ({"tensor": RING}, (LAYERS * 13 + 3) * share(4, STREAM), (LAYERS * 2 + 1) * share(4, STREAM)),
+    # Of 6/8 of the kernels three gathers, of down two, in 2 bytes, and gradients in 4. Without, two of each.
+    "zero3": ({"fsdp": RING}, LAYERS * share(8, WEIGHTS // 8 * 76), LAYERS * share(8, WEIGHTS // 8 * 12)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "settings", "sent", "more"), [(name, *of) for name, of in HIDDEN.items()])
+def test_what_a_step_for_tpus_hides_is_what_the_closed_form_counts(layout, settings, sent, more):
+    """There barriers hold, and nothing is merged. Other collectives that compiler repeats where they are small."""
+    process.compile_only()
+    model = GPT(**SIZES, remat="full")
+    runs = [prepared(layout, model=model, precision=Precision(compute="bfloat16"), **s).run for s in (settings, {})]
+    overlapped, plain = (prepare(run, run.mesh.build(parse("v5e:2x4").devices())) for run in runs)
+    found = collectives(overlapped.compile_step().compiled, overlapped.mesh)
+    assert total_sent_bytes(found, "collective_permute") == sent
+    forms = [sum((run.closed_form or {}).values()) for run in (overlapped, plain)]
+    assert forms[0] - forms[1] == more

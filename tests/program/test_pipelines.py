@@ -1,0 +1,202 @@
+"""What the compiled step of a pipeline sends, holds and computes, whatever its schedule and its microbatches."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+
+import jax
+import pytest
+
+from meshpar.inspection.hlo import collectives
+from meshpar.inspection.inspect import Inspection, inspect
+from meshpar.models import Llama
+from meshpar.parallel.pipeline import split
+from meshpar.parallel.pipeline.simulate import simulate
+from meshpar.parallel.pipeline.ticks import in_ticks
+from tests.pipelines import MODELS, prepared, scheduled
+from tests.program.test_bytes import sent_over
+
+SIZES = {"num_layers": 8, "width": 32, "num_heads": 4, "mlp_width": 64, "vocab_size": 64}
+
+
+def run_of(kind, mesh, m, remat="none", rows=None):
+    model = Llama(**SIZES, remat=remat)
+    schedule = scheduled(kind, mesh, m) if mesh else None
+    return prepared(model, mesh, schedule, rows=rows or 4 * m, seq=32, precision="float32")
+
+
+@lru_cache
+def told(kind, mesh, m, remat="none") -> Inspection:
+    run = run_of(kind, mesh, m, remat)
+    return inspect(run.compile_step().compiled, run.mesh)
+
+
+def temp_bytes(kind, mesh, m):
+    return told(kind, mesh, m).memory.temporaries
+
+
+def permutes(told: Inspection):
+    return [one for one in told.collectives if one.kind == "collective_permute"]
+
+
+# Ticks -----------------------------------------------------------------------------------------------------------
+
+TICKS = {  # in units of an operation on a chunk; where B is whole, its W follows at once
+    "gpipe": lambda p, m, v: 3 * m + 2 * (p - 1),
+    "1f1b": lambda p, m, v: 3 * m + 2 * (p - 1),
+    "zb_h1": lambda p, m, v: 3 * m + p - 1,
+    "zb_h2": lambda p, m, v: 3 * m + p - 1,
+    "zbv": lambda p, m, v: 3 * m * v + p - 1,
+    "interleaved": lambda p, m, v: 3 * m * v + 2 * (p - 1),
+}
+
+
+@pytest.mark.parametrize("kind", TICKS)
+@pytest.mark.parametrize(("mesh", "m"), [("pipe2", 4), ("pipe4", 8), ("pipe4", 16), ("pipe8", 16)])
+def test_a_step_has_as_many_ticks_as_the_formula(kind, mesh, m):
+    schedule, p = scheduled(kind, mesh, m), int(mesh[-1])
+    assert in_ticks(schedule.orders(p), schedule).makespan == TICKS[kind](p, m, schedule.chunks_per_stage)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "m"),
+    [
+        ("1f1b", "pipe4", 8),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+            ("zb_h1", "pipe4", 8), ("zb_h1", "pipe8", 16), ("gpipe", "pipe8", 16), ("zbv", "pipe4", 8),
+        ]),
+    ],
+)  # fmt: skip
+def test_two_permutes_in_a_tick_however_many_stages(kind, mesh, m):
+    found = permutes(told(kind, mesh, m))
+    in_a_tick = [one for one in found if "while" in one.op_name]
+    schedule = scheduled(kind, mesh, m)
+    assert [one.times for one in in_a_tick] == [TICKS[kind](int(mesh[-1]), m, schedule.chunks_per_stage)] * 2
+    assert {one.full_bytes for one in in_a_tick} == {4 * 32 * 32 * 4}
+
+
+def test_an_even_cut_moves_no_layer():
+    assert all("while" in one.op_name for one in permutes(told("1f1b", "pipe4", 8)))
+
+
+# Bytes -----------------------------------------------------------------------------------------------------------
+
+BYTES = [
+    ("interleaved", "pipe4", "tied", "none"),
+    ("1f1b", "fsdp2_tensor2_sp", "llama", "none"),
+    ("zbv", "zero2_tensor2", "llama", "dots"),
+    ("zb_h1", "fsdp4", "gpt", "full"),
+    ("gpipe", "pipe2", "llama", "none"),
+    ("zb_h1", "data2_tensor2", "llama", "none"),
+    ("zb_h2", "zero1", "tied", "none"),
+    ("1f1b", "hsdp", "llama", "full"),
+    ("zbv", "fsdp4", "tied", "dots"),
+    ("interleaved", "fsdp2_tensor2_sp", "gpt", "full"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "model", "remat"),
+    [pytest.param(*case, marks=pytest.mark.slow if i > 1 else []) for i, case in enumerate(BYTES)],
+)
+def test_the_step_sends_its_closed_form(kind, mesh, model, remat):
+    run = prepared(MODELS[model](8, remat=remat), mesh, scheduled(kind, mesh, 4), precision="float32")
+    assert sent_over(collectives(run.compile_step().compiled, run.mesh)) == run.closed_form
+
+
+@pytest.mark.slow
+def test_so_it_does_in_parts():
+    run = prepared(
+        MODELS["tied"](8), "fsdp4", scheduled("interleaved", "fsdp4", 2), precision="float32", num_microbatches=3
+    )
+    assert sent_over(collectives(run.compile_step().compiled, run.mesh)) == run.closed_form
+
+
+# Memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_1f1b_holds_does_not_grow_with_the_microbatches():
+    assert temp_bytes("1f1b", "pipe4", 64) <= 1.02 * temp_bytes("1f1b", "pipe4", 8)
+
+
+def test_and_is_a_fifth_of_what_gpipe_holds():
+    assert temp_bytes("1f1b", "pipe4", 64) <= 0.20 * temp_bytes("gpipe", "pipe4", 64)
+
+
+@pytest.mark.slow
+def test_gpipe_fails_the_first_of_these():
+    assert temp_bytes("gpipe", "pipe4", 64) > 3 * temp_bytes("gpipe", "pipe4", 8)
+
+
+# FLOPs -----------------------------------------------------------------------------------------------------------
+
+
+def model_flops(m, remat):
+    """Of the whole step on one device, whose backward is two forwards and what the policy works out again."""
+    run = run_of("", None, m, remat)
+    return inspect(run.compile_step().compiled, run.mesh).flops
+
+
+def stage_flops(whole, head, p):
+    """A p-th of the layers, and the end of the model, on the stage that has most."""
+    return (whole - head) / p + head
+
+
+HEAD = 3 * 2 * 32 * 64 * 4 * 32  # F, B and W of the output projection, for a microbatch of 4 rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "remat"),
+    [("zb_h1", "none")]
+    + [
+        pytest.param(kind, remat, marks=pytest.mark.slow)
+        for kind in ("gpipe", "1f1b", "zb_h1", "zb_h2", "zbv", "interleaved")
+        for remat in ("none", "dots", "full")
+        if (kind, remat) != ("zb_h1", "none")
+    ],
+)
+def test_a_step_costs_three_forwards_and_what_remat_plans(kind, remat):
+    m = 8
+    expected = stage_flops(model_flops(m, remat), m * HEAD, 4)
+    assert expected <= told(kind, "pipe4", m, remat).flops <= 1.01 * expected
+
+
+@pytest.mark.slow
+def test_a_w_that_begins_from_the_input_fails_it(monkeypatch):
+    """As two calls of `jax.vjp` would: W is given nothing that B has worked out."""
+    needed = split._Cut._needed
+
+    def from_scratch(self, targets, residuals, stash, made=()):
+        return needed(self, targets, residuals, stash, {self.dy} if made else ())
+
+    monkeypatch.setattr(split._Cut, "_needed", from_scratch)
+    run = run_of("zb_h1", "pipe4", 8)
+    assert inspect(run.compile_step().compiled, run.mesh).flops > 1.2 * stage_flops(model_flops(8, "none"), 8 * HEAD, 4)
+
+
+# Compile time ----------------------------------------------------------------------------------------------------
+
+
+def test_the_program_is_as_long_for_any_number_of_microbatches():
+    few, many = (run_of("1f1b", "pipe4", m).compile_step().compiled.as_text() or "" for m in (8, 64))
+    assert abs(len(many.splitlines()) / len(few.splitlines()) - 1) < 0.02
+
+
+@pytest.mark.slow
+def test_nor_takes_it_longer_to_compile():
+    def seconds(m):
+        run = run_of("1f1b", "pipe4", m)
+        jax.clear_caches()
+        began = time.process_time()
+        run.compile_step()
+        return time.process_time() - began
+
+    took = [(seconds(8), seconds(128)) for _ in range(3)]
+    few, many = (min(times) for times in zip(*took, strict=True))
+    assert many <= 1.05 * few
+
+
+def test_the_simulation_of_a_step_is_in_the_units_of_the_table():
+    schedule = scheduled("zb_h1", "pipe4", 8)
+    assert simulate(schedule, 4).makespan == in_ticks(schedule.orders(4), schedule).makespan

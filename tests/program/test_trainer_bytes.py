@@ -1,0 +1,65 @@
+"""What a trainer adds sends nothing, but for a teacher; and a teacher what its closed form says, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshpar.inspection.hlo import collectives
+from meshpar.run import Prepared, prepare
+from meshpar.sharding.rules import AxisRules
+from meshpar.train.freeze import Freeze
+from meshpar.train.loss import Criterion, Distill
+from meshpar.train.optim import AdamW
+from tests.errors.test_trainer_errors import teacher
+from tests.program.test_bytes import prepared, sent_over
+
+ADDED = {
+    "loss": Criterion(label_smoothing=0.1, z_loss=1e-3),
+    "optim": AdamW(lr=1e-3, ema=0.99),
+    "freeze": (Freeze(paths=("blocks.attn.**",), until=3),),
+}
+CASES = [  # layout, microbatches, presets of the teacher
+    ("data2_fsdp2_tensor2", 1, ("fsdp", "megatron")),
+    pytest.param("tensor4", 2, ("megatron_sp",), marks=pytest.mark.slow),
+    pytest.param("zero1", 4, ("fsdp",), marks=pytest.mark.slow),
+    pytest.param("zero3", 1, ("zero1",), marks=pytest.mark.slow),
+    pytest.param("zero2", 2, ("zero2",), marks=pytest.mark.slow),
+]
+
+
+def taught(layout: str, num_microbatches: int, presets: tuple[str, ...]) -> Prepared:
+    teacher(vocab_size=32)
+    distill = Distill(teacher="teacher", rules=AxisRules(preset=presets))
+    return prepare(prepared(layout, "manual", num_microbatches).run.model_copy(update=ADDED | {"distill": distill}))
+
+
+@pytest.mark.parametrize(("layout", "num_microbatches", "presets"), CASES)
+def test_a_step_with_all_of_it_sends_its_closed_form(tmp_path, monkeypatch, layout, num_microbatches, presets):
+    monkeypatch.chdir(tmp_path)
+    run = taught(layout, num_microbatches, presets)
+    plain = prepared(layout, "manual", num_microbatches).closed_form or {}
+    found = sent_over(collectives(run.compile_step().compiled, run.mesh))
+    assert found == run.closed_form
+    assert sum(found.values()) > sum(plain.values())
+    monkeypatch.setattr("meshpar.run.teacher_traffic", lambda *given: {})  # control: a teacher is no free lunch
+    assert taught_again(run).closed_form == plain != found
+
+
+def taught_again(run: Prepared) -> Prepared:
+    return prepare(run.run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data2_fsdp2_tensor2", "zero1"])
+def test_without_a_teacher_it_sends_what_it_did(layout):
+    plain = prepared(layout)
+    run = prepare(plain.run.model_copy(update=ADDED))
+    assert sent_over(collectives(run.compile_step().compiled, run.mesh)) == plain.closed_form == run.closed_form
+
+
+def test_where_a_teachers_logits_lie_otherwise_there_is_no_closed_form(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rules = AxisRules(preset=("fsdp", "megatron"), vocab=())
+    teacher(vocab_size=32)
+    run = prepared("data2_fsdp2_tensor2").run.model_copy(update={"distill": Distill(teacher="teacher", rules=rules)})
+    assert prepare(run).closed_form is None

@@ -1,0 +1,114 @@
+"""A plot holds what was recorded; the picture itself is looked at when it changes: docs/guides/curves.png."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from meshpar import cli
+from meshpar.train.curves import draw
+
+
+def write(run_dir: Path, *records: dict) -> Path:
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return run_dir
+
+
+def trained(run_dir: Path, first: float, **config) -> Path:
+    steps = [{"kind": "train", "step": i, "loss": first / i, "lr": 1e-3 * i} for i in (1, 2, 4)]
+    return write(
+        run_dir, {"kind": "run", "step": 0, "config": config}, *steps,
+        {"kind": "train", "step": 5, "loss": None, "lr": 1e-3}, {"kind": "evaluation", "step": 4, "loss": first},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[Figure]:
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a: (figures.append(self), save(self, *a))[1])
+    return figures
+
+
+def test_every_run_has_its_curves_and_its_name(tmp_path, drawn):
+    runs = [trained(tmp_path / "a" / "run", 8.0), trained(tmp_path / "b" / "run", 4.0)]
+    draw(runs, tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    losses, rates = drawn[0].axes
+    found = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in losses.lines}
+    assert found == {
+        "a/run, training": ([1, 2, 4], [8.0, 4.0, 2.0]),
+        "a/run, held out": ([4], [8.0]),
+        "b/run, training": ([1, 2, 4], [4.0, 2.0, 1.0]),
+        "b/run, held out": ([4], [4.0]),
+    }
+    assert [text.get_text() for text in drawn[0].legends[0].texts] == list(found)
+    assert list(rates.lines[0].get_ydata()) == [1e-3, 2e-3, 4e-3, 1e-3]
+    assert (losses.get_ylabel(), rates.get_ylabel(), rates.get_xlabel()) == (
+        "loss (nats per token)", "learning rate", "step",
+    )  # fmt: skip
+
+
+def test_a_loss_of_the_users_own_has_no_unit(tmp_path, drawn):
+    draw([trained(tmp_path / "run", 8.0, loss={"target": "own:loss"})], tmp_path / "out.png")
+    assert drawn[0].axes[0].get_ylabel() == "loss"
+
+
+def test_nothing_overlaps_however_many_runs_there_are(tmp_path, drawn):
+    draw([trained(tmp_path / f"a-run-with-a-name-{i}", 8.0 + i) for i in range(9)], tmp_path / "out.png")
+    figure = drawn[0]
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    boxes = [part.get_tightbbox(renderer) for part in (*figure.axes, *figure.legends)]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
+    assert all(figure.bbox.containsx(box.x0) and figure.bbox.containsx(box.x1) for box in boxes)
+    styles = {(line.get_color(), line.get_linestyle()) for line in figure.axes[1].lines}
+    assert len(styles) == 9
+
+
+def plot(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["meshpar", "plot", *words])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    said = capsys.readouterr()
+    return exit_.value.code or 0, said.out, said.err
+
+
+def test_what_cannot_be_plotted_is_told_all_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(Path("begun"), {"kind": "run", "step": 0, "config": {}})
+    write(Path("other"))
+    Path("other/metrics.jsonl").write_text("loss 3\n")
+    said = """\
+meshpar: there is nothing to plot:
+  begun/metrics.jsonl
+    has no record of a training step
+    the run_dir of a run that trained
+  other/metrics.jsonl
+    holds a line that is no record of a run
+  nowhere/metrics.jsonl
+    cannot be read: No such file or directory
+    the run_dir of a run that trained
+"""
+    assert plot(monkeypatch, capsys, "begun", "other", "nowhere", "--out", "a.png") == (2, "", said)
+    assert not Path("a.png").exists()
+
+
+def test_where_it_is_drawn(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    trained(Path("run"), 8.0)
+    assert plot(monkeypatch, capsys, "run") == (0, "run/curves.png\n", "")
+    said = "meshpar: --out nowhere/a.png: cannot be written: No such file or directory\n"
+    assert plot(monkeypatch, capsys, "run", "--out", "nowhere/a.png") == (2, "", said)
+    assert plot(monkeypatch, capsys, "run", "--out", "a.doc")[0] == 2
+
+
+def test_without_matplotlib_its_extra_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    said = "meshpar: plot: matplotlib is not installed; pip install 'meshpar[plot]'\n"
+    assert plot(monkeypatch, capsys, str(trained(tmp_path / "run", 8.0))) == (2, "", said)

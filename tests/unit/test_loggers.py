@@ -1,0 +1,158 @@
+"""Records reach W&B and MLflow: the real ones where they are installed, and always recordings of the calls."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshpar.errors import ConfigError
+from meshpar.train.loggers import MLflow, WandB
+from meshpar.train.metrics import recorder
+
+
+def run(run_dir: Path, *loggers: Any, start: int = 0) -> None:
+    with recorder(run_dir, 3, as_json=True, loggers=loggers) as to:
+        to.begin(start, {"optim": {"lr": 1e-3}, "freeze": []})
+        to.record("train", start + 1, loss=2.5 - start, lr=float("nan"))
+        to.record("stop", start + 1, why="a text", best=2.5)
+
+
+class FakeWandB:
+    """Just the calls that are used: `init`, and of what it gives `log` and the end of a `with`."""
+
+    def __init__(self, fails: bool = False):
+        self.calls: list[Any] = []
+        self.fails = fails
+
+    def init(self, **given: Any) -> FakeWandB:
+        self.calls.append(("init", given))
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        if self.fails:
+            raise OSError("no network")
+        self.calls.append(("log", step, values))
+
+    def __enter__(self) -> FakeWandB:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.calls.append(("end", error[0]))
+
+
+@pytest.fixture
+def wandb(monkeypatch) -> FakeWandB:
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_wandb_gets_config_and_numbers_and_a_resumed_run_is_the_same_run(tmp_path, wandb):
+    run(tmp_path / "first", WandB(project="mine", mode="offline"))
+    run(tmp_path / "first", WandB(project="mine"), start=1)
+    (_, begun), *logged, end, (_, again), _, _, _ = wandb.calls
+    assert logged == [("log", 1, {"train/loss": 2.5}), ("log", 1, {"stop/best": 2.5})]
+    assert end == ("end", None)
+    assert (begun["project"], begun["name"], begun["config"]["optim"]) == ("mine", "first", {"lr": 1e-3})
+    assert begun["id"] == again["id"] and (begun["mode"], again["resume"]) == ("offline", "allow")
+
+
+def test_a_service_that_fails_on_the_way_is_warned_of_once_and_the_training_goes_on(tmp_path, wandb):
+    wandb.fails = True
+    with pytest.warns(UserWarning, match="wandb fails, and gets no more records: no network") as told:
+        run(tmp_path, WandB())
+    assert len(told) == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+class FakeMLflow:
+    """Just the calls of a client that are used."""
+
+    def __init__(self):
+        self.calls: list[Any] = []
+        self.entities = SimpleNamespace(Metric=lambda *given: given, Param=lambda *given: given)
+
+    def MlflowClient(self, uri: str) -> FakeMLflow:
+        self.calls.append(("client", uri))
+        return self
+
+    def get_experiment_by_name(self, name: str) -> None:
+        return None
+
+    def create_experiment(self, name: str) -> str:
+        return name
+
+    def create_run(self, experiment: str, run_name: str) -> Any:
+        self.calls.append(("create", experiment, run_name))
+        return SimpleNamespace(info=SimpleNamespace(run_id="7"))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.calls.append((status, run_id))
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        self.calls.append(("log", run_id, [(name, value, step) for name, value, _, step in metrics], list(params)))
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.calls.append((status, run_id))
+
+
+def test_mlflow_gets_config_and_numbers_and_a_resumed_run_is_the_same_run(tmp_path, monkeypatch):
+    fake = FakeMLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run(tmp_path / "first", MLflow(experiment="mine"))
+    run(tmp_path / "first", MLflow(experiment="mine"), start=1)
+    database = ("client", f"sqlite:///{tmp_path / 'first' / 'mlflow.db'}")
+    stops = ("log", "7", [("stop/best", 2.5, 1)], [])
+    assert fake.calls == [
+        database, ("create", "mine", "first"), ("log", "7", [], [("optim.lr", "0.001")]), ("RUNNING", "7"),
+        ("log", "7", [("train/loss", 2.5, 1)], []), stops, ("FINISHED", "7"),
+        database, ("RUNNING", "7"),
+        ("log", "7", [("train/loss", 1.5, 2)], []), ("log", "7", [("stop/best", 2.5, 2)], []), ("FINISHED", "7"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("package", "logger"), [("wandb", WandB()), ("mlflow", MLflow())])
+def test_what_is_not_installed_is_told_by_its_extra(tmp_path, monkeypatch, package, logger):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("importlib.import_module", missing)
+    said = f"loggers: {package} is not installed; pip install 'meshpar\\[{package}\\]', or leave it out"
+    with pytest.raises(ConfigError, match=said):
+        run(tmp_path, logger)
+
+
+def missing(name: str) -> Any:
+    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def there_is(package: str) -> Any:
+    reason = f"{package} is not installed"
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+@there_is("wandb")
+def test_the_real_wandb_offline(tmp_path):
+    run(tmp_path / "first", WandB(mode="offline"))
+    (kept,) = (tmp_path / "first" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"train/loss" in kept.read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+@there_is("mlflow")
+def test_the_real_mlflow_in_a_file(tmp_path, monkeypatch):
+    import mlflow  # pyright: ignore
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run(tmp_path / "first", MLflow())
+    run(tmp_path / "first", MLflow(), start=1)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'first' / 'mlflow.db'}")
+    (one,) = client.search_runs([client.get_experiment_by_name("meshpar").experiment_id])
+    history = client.get_metric_history(one.info.run_id, "train/loss")
+    assert [(m.step, m.value) for m in history] == [(1, 2.5), (2, 1.5)]
+    assert (one.info.status, one.data.params) == ("FINISHED", {"optim.lr": "0.001"})

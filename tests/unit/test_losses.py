@@ -1,0 +1,130 @@
+"""Losses over a sharded vocabulary: against NumPy, differences, Optax, and one device; their faults are seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from meshpar.mesh.layout import MeshLayout
+from meshpar.parallel import tensor
+from meshpar.sharding.constrain import Lowering, lowering
+from meshpar.sharding.rules import AxisRules
+from meshpar.train.loss import Distill
+
+VOCAB, PADDED = 29, 32
+
+
+@pytest.fixture(autouse=True)
+def _float64(float64):
+    """Every test here."""
+
+
+def reference_cost(logits, target, teacher, smoothing, z_loss, temperature, weight, vocab):
+    """One token, in NumPy's longest floats."""
+    x, t = (np.asarray(v[:vocab], np.longdouble) for v in (logits, teacher))
+    log_softmax = lambda v: v - v.max() - np.log(np.exp(v - v.max()).sum())
+    q = np.full(vocab, smoothing / vocab, np.longdouble)
+    q[target] += 1 - smoothing
+    log_z = x.max() + np.log(np.exp(x - x.max()).sum())
+    log_p, log_s = log_softmax(t / temperature), log_softmax(x / temperature)
+    kl = (np.exp(log_p) * (log_p - log_s)).sum()
+    return (1 - weight) * (-(q * log_softmax(x)).sum() + z_loss * log_z**2) + weight * temperature**2 * kl
+
+
+NUMBERS = {"smoothing": 0.1, "z_loss": 1e-2, "temperature": 2.0, "weight": 0.4}
+
+
+def costs(logits, targets, teacher):
+    distill = Distill(teacher="unused", temperature=NUMBERS["temperature"], weight=NUMBERS["weight"])
+    nll = tensor.cross_entropy(logits, targets, VOCAB, NUMBERS["smoothing"], NUMBERS["z_loss"])
+    return distill.add(nll, logits, teacher, VOCAB)
+
+
+def drawn():
+    rng = np.random.default_rng(0)
+    logits, teacher = (jnp.asarray(3 * rng.normal(size=(2, 3, PADDED))) for _ in range(2))
+    return logits, jnp.asarray(rng.integers(0, VOCAB, (2, 3)), jnp.int32), teacher
+
+
+def test_the_cost_of_a_token_is_numpys():
+    logits, targets, teacher = drawn()
+    want = [
+        [reference_cost(logits[i, j], int(targets[i, j]), teacher[i, j], vocab=VOCAB, **NUMBERS) for j in range(3)]
+        for i in range(2)
+    ]
+    np.testing.assert_allclose(costs(logits, targets, teacher), np.asarray(want, np.float64), rtol=1e-13)
+
+
+def test_its_gradient_is_that_of_differences_and_none_reaches_the_teacher(monkeypatch):
+    logits, targets, teacher = drawn()
+    total = lambda logits, teacher: costs(logits, targets, teacher).sum()
+    grads, to_teacher = jax.grad(total, (0, 1))(logits, teacher)
+    direction = jnp.asarray(np.random.default_rng(1).normal(size=logits.shape))
+    slope = (total(logits + 1e-5 * direction, teacher) - total(logits - 1e-5 * direction, teacher)) / 2e-5
+    np.testing.assert_allclose((grads * direction).sum(), slope, rtol=1e-8)
+    assert not np.any(to_teacher)
+    assert not np.any(grads[..., VOCAB:])
+    monkeypatch.setattr(tensor.lax, "stop_gradient", lambda x: x)  # control: a gradient that leaks is seen
+    assert np.abs(jax.grad(total, 1)(logits, teacher)).max() > 1e-3
+
+
+def test_optax_says_the_same_of_smoothing():
+    logits, targets, _ = drawn()
+    labels = optax.smooth_labels(jax.nn.one_hot(targets, VOCAB, dtype=jnp.float64), 0.1)
+    want = optax.softmax_cross_entropy(logits[..., :VOCAB], labels)
+    np.testing.assert_allclose(tensor.cross_entropy(logits, targets, VOCAB, 0.1), want, rtol=1e-13)
+
+
+def on_four_devices(logits, targets, teacher) -> tuple[Any, Any]:
+    """The costs, and the gradient of their sum, where each device has a quarter of the vocabulary."""
+    mesh = MeshLayout(tensor=4).build(jax.devices()[:4])
+    how = Lowering(mesh, AxisRules(preset="megatron"), manual=True)
+
+    def local(logits, targets, teacher):
+        with lowering(how):
+            total = lambda logits: (costs(logits, targets, teacher).sum(), costs(logits, targets, teacher))
+            grads, found = jax.grad(total, has_aux=True)(logits)
+            return found, grads
+
+    shards, whole = PartitionSpec(None, None, "tensor"), PartitionSpec()
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(shards, whole, shards), out_specs=(whole, shards), check_vma=True
+    )
+    return jax.device_get(jax.jit(mapped)(logits, targets, teacher))
+
+
+def difference() -> float:
+    logits, targets, teacher = drawn()
+    want = costs(logits, targets, teacher), jax.grad(lambda x: costs(x, targets, teacher).sum())(logits)
+    return max(float(np.abs(a - b).max()) for a, b in zip(on_four_devices(logits, targets, teacher), want, strict=True))
+
+
+def test_on_four_devices_they_are_those_of_one():
+    assert difference() < 1e-12
+
+
+def test_probability_that_is_spread_over_a_device_s_own_vocabulary_is_seen(monkeypatch):
+    cross_entropy = tensor.cross_entropy
+
+    def by_local_size(logits, targets, vocab_size, smoothing, z_loss):
+        return cross_entropy(logits, targets, vocab_size, smoothing * logits.shape[-1] / PADDED, z_loss)
+
+    monkeypatch.setattr(tensor, "cross_entropy", by_local_size)
+    assert difference() > 1e-2
+
+
+def test_a_sum_over_a_device_s_own_vocabulary_is_seen(monkeypatch):
+    monkeypatch.setattr(tensor.lax, "psum", lambda x, axes: jax.lax.pmax(jax.lax.stop_gradient(x), axes))
+    assert difference() > 1e-2
+
+
+def test_ids_of_padding_that_are_local_are_seen(monkeypatch):
+    monkeypatch.setattr(tensor, "_ids", lambda width, axes: jnp.arange(width, dtype=jnp.int32))
+    with pytest.raises(AssertionError):
+        assert difference() < 1e-12

@@ -1,0 +1,83 @@
+"""A new project passes its own test, trains, and overwrites nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshpar import cli
+from meshpar.cli.new import FILES
+from tests.docs.page import ROOT
+
+
+def called(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["meshpar", *words])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    said = capsys.readouterr()
+    return exit_.value.code or 0, said.out, said.err
+
+
+def in_project(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, as a user's: with no flag of this one's but a quick compiler."""
+    flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+    environment = os.environ | flags | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def project(monkeypatch, capsys, tmp_path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    assert called(monkeypatch, capsys, "new", "first") == (0, "".join(f"first/{file}\n" for file in FILES), "")
+    return tmp_path / "first"
+
+
+def test_its_model_and_config_fit(project):
+    told = in_project(project, "-c", "from meshpar.cli import main; main()", "explain", "config.yaml")
+    assert told.returncode == 0, told.stderr
+    assert "Block_1" in told.stdout
+
+
+@pytest.mark.slow
+def test_its_own_test_passes(project):
+    passed = in_project(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert passed.returncode == 0, passed.stdout
+
+
+@pytest.mark.slow
+def test_control_its_own_test_fails_where_the_model_looks_ahead(project):
+    model = project / "model.py"
+    model.write_text(model.read_text().replace("nn.make_causal_mask(tokens)", "None"))
+    failed = in_project(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "later_token")
+    assert failed.returncode == 1
+
+
+@pytest.mark.slow
+def test_it_trains_from_its_config(project):
+    done = in_project(
+        project,
+        "-c",
+        "from meshpar.cli import main; main()",
+        "train",
+        "config.yaml",
+        "num_steps=10",
+        "optim.schedule.warmup_steps=2",
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["lower_by"] > 0
+
+
+def test_nothing_is_overwritten_and_nothing_is_written_elsewhere(project, monkeypatch, capsys):
+    (project / "model.py").write_text("mine\n")
+    said = "meshpar: new: there is a first here already, and nothing is overwritten\n"
+    assert called(monkeypatch, capsys, "new", "first") == (2, "", said)
+    assert (project / "model.py").read_text() == "mine\n"
+    said = "meshpar: new: '../second' is no name for a project; letters, digits, - and _, a letter first\n"
+    assert called(monkeypatch, capsys, "new", "../second") == (2, "", said)
+    assert sorted(path.name for path in project.parent.iterdir()) == ["first"]

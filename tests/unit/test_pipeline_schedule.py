@@ -1,0 +1,167 @@
+"""Schedules on paper: closed forms, deadlocks, orders from files, pictures."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshpar.cli import main
+from meshpar.errors import ScheduleError
+from meshpar.parallel.pipeline import gantt
+from meshpar.parallel.pipeline.named import KINDS, named
+from meshpar.parallel.pipeline.schedule import GPipe, Interleaved, OneFOneB, Op, Written, ZeroBubbleH1, each, parse
+from meshpar.parallel.pipeline.simulate import Times, simulate, simulate_orders
+
+EVERY = [(p, m) for p in (2, 4, 8) for m in range(p, 8 * p + 1)]
+SAMPLE = [(2, 2), (2, 3), (2, 16), (4, 4), (4, 9), (4, 16), (8, 8), (8, 16)]
+CASES = [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow) for case in EVERY]
+DEALT = [
+    pytest.param(p, m, v, marks=[] if (p, m) in SAMPLE and v < 3 else pytest.mark.slow)
+    for p, m in EVERY if m % p == 0 for v in (2, 4)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("p", "m"), CASES)
+def test_bubbles_and_activations_are_the_closed_forms(p, m):
+    """The table of the papers, F = B = W, exactly."""
+    told = {name: simulate(named(name, p, m), p) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2", "zbv")}
+    assert told["gpipe"].bubble == told["1f1b"].bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
+    assert told["zb_h1"].bubble == pytest.approx((p - 1) / (3 * m + p - 1), abs=1e-12)
+    assert told["gpipe"].peak == m
+    assert told["1f1b"].peak == told["zb_h1"].peak == told["zbv"].peak == p
+    if m >= 2 * p - 1:
+        assert told["zb_h2"].bubble == told["zbv"].bubble == 0
+        assert told["zb_h2"].peak == 2 * p - 1
+        assert told["zbv"].makespan == 3 * m + (p - 1) / 2
+    # A step that waits for all stages pays for the last one's late start, whatever fills the first one's end.
+    assert told["zb_h1"].makespan == 3 * m + p - 1 <= told["zb_h2"].makespan
+
+
+@pytest.mark.parametrize(("p", "m", "v"), DEALT)
+def test_interleaved_has_a_part_of_the_bubble(p, m, v):
+    told = simulate(Interleaved(num_microbatches=m, num_chunks=v), p)
+    assert told.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
+    assert told.peak == (p if m == p else p * (1 + (p - 1) / (p * v)))
+
+
+def test_a_uniform_scan_of_f_and_b_fails_the_bubble_test():
+    """The usual mistake: F and B in each tick, whoever has none of one of them waiting. It pays the bubble twice."""
+    p, m = 4, 8
+    ticks = m + 2 * (p - 1)
+    assert 1 - m / ticks == pytest.approx(2 * (p - 1) / (m + 2 * p - 2))
+    assert 1 - m / ticks != pytest.approx(simulate(OneFOneB(num_microbatches=m), p).bubble, rel=0.1)
+
+
+def test_transfers_and_unequal_times_count():
+    times = Times(F=1.0, B=2.0, W=0.5, transfer=0.25)
+    p, m = 3, 5
+    told = simulate(GPipe(num_microbatches=m), p, times)
+    assert told.makespan == pytest.approx((m + p - 1) * 3.5 + 2 * (p - 1) * 0.25)
+    assert simulate(ZeroBubbleH1(num_microbatches=m), p, times).work == pytest.approx(m * 3.5)
+
+
+def test_a_swap_of_two_orders_deadlocks_and_says_who_waits_for_what():
+    schedule = OneFOneB(num_microbatches=4)
+    orders = schedule.orders(3)
+    orders[2][0], orders[2][3] = orders[2][3], orders[2][0]  # B1 before F0
+    with pytest.raises(ScheduleError) as error:
+        simulate_orders(orders, schedule)
+    assert str(error.value) == (
+        "the stages wait for each other:\n"
+        "  stage 0, tick 3\n    waits in B0 for B0 of stage 1, which is at B0\n"
+        "  stage 1, tick 3\n    waits in B0 for B0 of stage 2, which is at B1\n"
+        "  stage 2, tick 0\n    waits in B1 for F1 of stage 2, which is at B1"
+    )
+
+
+def test_what_is_missing_or_twice_is_told_of_all_stages():
+    schedule = OneFOneB(num_microbatches=2)
+    orders = [[*each("F", range(2)), Op("B", 0)], [*schedule.order(1, 2), Op("B", 7), Op("F", 1)]]
+    with pytest.raises(ScheduleError) as error:
+        simulate_orders(orders, schedule)
+    assert str(error.value) == (
+        "the schedule is not one:\n"
+        "  stage 0\n    missing: B1\n"
+        "  stage 1\n    more than once: F1\n"
+        "  stage 1\n    of no microbatch, chunk or kind: B7"
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_legal_order_holds_at_most_all_and_works_as_long(data):
+    """Random orders that respect what they need: the simulator ends, and no operation is lost."""
+    p, m = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    schedule = ZeroBubbleH1(num_microbatches=m)
+    orders = random_orders(data, p, m)
+    told = simulate_orders(orders, schedule)
+    assert len(told.ran) == 3 * p * m
+    assert told.peak <= m
+    assert 3 * m <= told.span <= told.makespan
+
+
+def random_orders(data, p, m):
+    """Orders drawn as any run could have done them: an operation that is ready, of any stage, at each turn."""
+    orders, done = [[] for _ in range(p)], set()
+    ready = {(0, Op("F", j)) for j in range(m)}
+    while ready:
+        i, op = data.draw(st.sampled_from(sorted(ready)))
+        ready.remove((i, op))
+        orders[i].append(op)
+        done.add((i, op))
+        _, j, _ = op
+        if op.kind == "F":
+            ready |= {(i + 1, Op("F", j))} if i + 1 < p else {(i, Op("B", j))}
+        elif op.kind == "B":
+            ready |= {(i, Op("W", j))} | ({(i - 1, Op("B", j))} if i else set())
+    return orders
+
+
+def test_orders_are_read_from_a_file(tmp_path):
+    file = tmp_path / "orders.txt"
+    file.write_text("# two stages\nF0 F1 B0 W0 B1 W1\n\nF0 B0 F1 B1 W0 W1  # the last\n")
+    schedule = Written(num_microbatches=2, path=file)
+    assert [str(op) for op in schedule.order(1, 2)] == ["F0", "B0", "F1", "B1", "W0", "W1"]
+    assert simulate(schedule, 2).makespan == 7
+
+
+def test_a_bad_file_is_told_in_full(tmp_path):
+    with pytest.raises(ScheduleError, match=r"(?s)orders of 2 stages, but there are 3.*stage 1\n.*no operation: G1, F"):
+        parse(["F0 B0", "F0 G1 F"], 3)
+    with pytest.raises(ScheduleError, match="cannot be read"):
+        simulate(Written(num_microbatches=1, path=tmp_path / "none"), 1)
+
+
+def test_interleaved_says_how_many_microbatches_it_takes():
+    with pytest.raises(ScheduleError, match=r"num_microbatches=4 or 8, or kind: 1f1b"):
+        named("interleaved", 4, 6)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "written"])
+def test_pictures_show_every_operation(name):
+    told = simulate(named(name, 4, 8), 4)
+    drawn = gantt.svg(told, name)
+    assert drawn.count("<title>") == len(told.ran)
+    wide = gantt.text(told, 500).splitlines()
+    assert [line.count("F") for line in wide] == [8 * told.chunks] * 4
+    assert max(map(len, gantt.text(told, 60).splitlines())) <= 70
+
+
+def test_the_command_draws(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["meshpar", "schedule", "1f1b", "--stages", "2", "--microbatches", "2",
+                                     "--svg", str(tmp_path / "a.svg")])  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    out = capsys.readouterr().out
+    assert out.splitlines()[:2] == ["stage 0   F0 F1 .  B0 -  B1 -", "stage 1   .  F0 B0 -  F1 B1 -"] or "F0" in out
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+
+
+def test_the_command_names_the_nearest_schedule(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["meshpar", "schedule", "zb_h3"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "did you mean zb_h" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""Early stopping and callbacks in the loop of `test_loop`: when it ends, what it says, and what a resumed run knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from meshpar.checkpoint.kept import Kept
+from meshpar.errors import ConfigError
+from meshpar.train.ema import averaged
+from meshpar.train.stopping import EarlyStopping
+from tests.unit.test_loop import Numbers, recorded, run, saved_steps, steps_of
+
+
+def scores(*values: float) -> Any:
+    """A callback that gives one of these at each evaluation of every second step."""
+    return lambda state, step: {"score": values[step // 2 - 1]}
+
+
+def stopped(run_dir: Path, callback: Any, **settings: Any) -> int:
+    """The step at which a run of ten ends."""
+    rule = EarlyStopping(**{"metric": "score", "patience": 2} | settings)
+    return int(run(run_dir, eval_every=2, early_stopping=rule, callbacks=[callback]).step)
+
+
+def test_it_ends_after_patience_evaluations_that_are_no_better_and_saves_that_state(tmp_path):
+    assert stopped(tmp_path, scores(3, 2, 2.5, 2, 9)) == 8
+    assert saved_steps(tmp_path) == [8]
+    assert steps_of(tmp_path, "evaluation") == [2, 4, 6, 8]
+    (told,) = recorded(tmp_path, "stop")
+    why = "score was best at step 4, 2.0000, and no better in 2 evaluations since"
+    assert told == {"kind": "stop", "step": 8, "why": why, "best": 2.0, "best_step": 4}
+    assert recorded(tmp_path, "summary")[0]["step"] == 8
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "end"),
+    [
+        ((3, 2, 2.5, 1.9, 2), {}, 10),
+        ((3, 2.5, 2.4, 2.0, 1), {"min_delta": 0.6}, 10),
+        ((3, 2.5, 2.4, 2.45, 1), {"min_delta": 0.7}, 6),
+        ((1, 2, 3, 4, 5), {"best": "highest"}, 10),
+        ((1, 2, 3, 4, 5), {}, 6),
+        ((float("nan"), 2, float("nan"), float("nan"), 1), {}, 8),
+    ],
+)
+def test_what_counts_as_better(tmp_path, values, settings, end):
+    assert stopped(tmp_path, scores(*values), **settings) == end
+
+
+def test_a_run_that_goes_on_remembers_how_long_it_has_waited(tmp_path):
+    rule: dict[str, Any] = {"early_stopping": EarlyStopping(metric="score", patience=2), "eval_every": 2}
+    rule["callbacks"] = [scores(1, 2, 3, 4, 5)]
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, train=Numbers(interrupted=(4,)), kept=Kept(every=4), **rule)
+    assert run(tmp_path, **rule).step == 6
+    assert steps_of(tmp_path, "evaluation") == [2, 4, 6]
+
+
+def test_control_a_run_that_forgot_would_end_later(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshpar.train.loop.evaluations", lambda file, start: [])
+    with pytest.raises(AssertionError):
+        test_a_run_that_goes_on_remembers_how_long_it_has_waited(tmp_path)
+
+
+def test_a_run_that_ended_early_does_not_go_on_when_it_is_asked_again(tmp_path):
+    assert stopped(tmp_path, scores(1, 2, 3)) == 6
+    assert stopped(tmp_path, scores(1, 2, 3)) == 6
+    assert steps_of(tmp_path, "stop") == [6, 6]
+    assert saved_steps(tmp_path) == [6]
+
+
+def test_a_callback_gets_the_state_and_may_move_data_as_it_likes(tmp_path):
+    def largest(state: Any, step: int) -> dict[str, Any]:
+        return {"largest": jnp.max(averaged(state)["w"]), "twice": 2 * step}
+
+    state = run(tmp_path, eval_every=5, callbacks=[largest])
+    first, last = recorded(tmp_path, "evaluation")
+    assert (first["twice"], last["twice"]) == (10.0, 20.0)
+    assert last["largest"] == float(state.params["w"].max())
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"loss": 1.0}, "give -> loss\n    there is such a record already\n    another name"),
+        ({"each": [1.0, 2.0]}, "give -> each\n    list is no number\n    a mean, or one number a name"),
+        ({"name": "good"}, "give -> name\n    str is no number\n    a mean, or one number a name"),
+    ],
+)
+def test_what_cannot_be_recorded(tmp_path, found, said):
+    def give(state: Any, step: int) -> dict[str, Any]:
+        return found
+
+    with pytest.raises(ConfigError) as refused:
+        run(tmp_path, callbacks=[give])
+    heading = "what the callbacks of an evaluation give cannot be recorded, at step 10:"
+    assert str(refused.value) == f"{heading}\n  {said}"
+
+
+def test_a_metric_that_is_never_recorded(tmp_path):
+    with pytest.raises(ConfigError, match="no evaluation has 'acc'; there are loss, score, tokens"):
+        stopped(tmp_path, scores(1, 2), metric="acc")
