@@ -3,7 +3,7 @@ from .adopt import training
 from .checkpoint.checkpoints import About, Checkpoints, checkpoints
 from .checkpoint.kept import Kept
 from .checkpoint.saved import Saved
-from .collectives.reduce import Reduce
+from .collectives.reduction import Reduce
 from .errors import (
     CheckpointError,
     ConfigError,

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from meshpar.collectives.matmul import PRODUCT
-from meshpar.collectives.reduce import Reduce
+from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.buckets import Copied, sum_copies
 from meshpar.parallel.local import Axes, varying
 from meshpar.parallel.precision import summed_in

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.collectives.reduce import Reduce
+from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.overlap import Overlap
