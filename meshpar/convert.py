@@ -45,7 +45,7 @@ def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
     check_free(run_dir)
     pretrained = open_pretrained(folder)
     with whole_or_not(run_dir) as made:
-        (made / RUN_CONFIG).write_text(config.to_yaml(_run(pretrained, run_dir)))
+        (made / RUN_CONFIG).write_text(config.to_yaml(run_of(pretrained, run_dir)))
         run = load(made / RUN_CONFIG, overrides)
         simulate(run, None)
         prepared = prepare(run)
@@ -59,8 +59,8 @@ def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
     return run
 
 
-def _run(pretrained: Pretrained, run_dir: Path) -> Run:
-    """In the file's precision, with a wide copy of it for the optimizer if that is bfloat16."""
+def run_of(pretrained: Pretrained, run_dir: Path) -> Run:
+    """A run of that model, in the file's precision, with a wide copy for the optimizer if that is bfloat16."""
     model, narrow = pretrained.model, pretrained.dtype == np.dtype("bfloat16")
     precision = Precision(params="bfloat16", compute="bfloat16", master="float32") if narrow else Precision()
     return Run(

@@ -149,7 +149,7 @@ def _generated(decoding: Decoding, clock: Clock, prompts: Sequence[Prompt], answ
 
 def _encoded(source: Source, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
-        return [source.tokenizer.bos, *source.tokenizer.encode(prompt).tolist()]
+        return source.encode(prompt)
     return list(prompt)
 
 

@@ -1,7 +1,8 @@
-"""Where a model to generate from comes from: a run, by its config or by its folder."""
+"""Where a model to generate from comes from: a run, by its config or by its folder; or a folder of Hugging Face's."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,27 @@ import numpy as np
 
 from meshpar import config
 from meshpar.checkpoint.saved import META, Saved, find
+from meshpar.convert import COMPANIONS, run_of
 from meshpar.errors import CheckpointError, ConfigError
+from meshpar.io.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.nn.transformer import Decoder
 from meshpar.run import Run
 from meshpar.serve.decoding import for_tokens
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
-from meshpar.train.data.tokenizer import Tokenizer
+from meshpar.train.data import Synthetic
+from meshpar.train.data.tokenizer import Ids, Tokenizer, TokenizerFile
+from meshpar.tree import flatten_with_paths, map_with_path
+
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Language:
+    """A tokenizer, and the ids that open a prompt: a run's are what opens a document, others have their own."""
+
+    tokenizer: Tokenizer
+    opening: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -27,6 +42,7 @@ class Source:
     Args:
       run: whose model, mesh, rules, lowering and precision are meant.
       restore: structs with shardings -> the parameters.
+      language: what its prompts are written in; default: that of the run's data.
 
     Raises:
       ConfigError: the model is of the user's own.
@@ -34,6 +50,7 @@ class Source:
 
     run: Run
     restore: Callable[[Any], Any]
+    language: Language | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.run.model, Decoder):
@@ -46,7 +63,12 @@ class Source:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.run.data.tokenizer
+        return self.language.tokenizer if self.language else self.run.data.tokenizer
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a prompt, with what opens it."""
+        opening = self.language.opening if self.language else (self.tokenizer.bos,)
+        return [*opening, *self.tokenizer.encode(prompt).tolist()]
 
     def how(self, mesh: AnyMesh) -> Lowering:
         """The run's lowering, as far as it makes sense for single tokens."""
@@ -55,15 +77,16 @@ class Source:
 
 
 def open_source(path: Path, overrides: Sequence[str] = ()) -> Source:
-    """A run's model, by its config, by the folder that it wrote, or by that of one of its checkpoints.
+    """A run's model, by its config, by the folder that it wrote, or by that of one of its checkpoints; or a folder of
+    Hugging Face's, on as many devices as `overrides` say.
 
     Raises:
       ConfigError, CheckpointError: there is no model, or it was not trained.
     """
     if not path.is_dir():
         return of_run(config.load(Run, path, overrides), f"meshpar train {path}")
-    if (path / "config.json").is_file():
-        raise ConfigError(f"{path} is a Hugging Face model: only runs of meshpar can be generated from")
+    if (path / CONFIG).is_file():
+        return _of_pretrained(open_pretrained(path), overrides)
     saved = find(path)
     return _of_checkpoint(saved, config.build(Run, saved.meta["config"], str(saved.folder / META), overrides))
 
@@ -77,4 +100,31 @@ def of_run(run: Run, train: str = "train it first") -> Source:
 
 
 def _of_checkpoint(saved: Saved, run: Run) -> Source:
-    return Source(run, lambda structs: saved.restore({"params": structs}, take=["params.**"])["params"])
+    converted = saved.folder.parents[1] / COMPANIONS
+    # A run that was converted, and has had no data of its own, speaks as the model did.
+    speaks = converted.is_dir() and isinstance(run.data, Synthetic)
+    language = _language(converted, run.model.vocab_size) if speaks and isinstance(run.model, Decoder) else None
+    return Source(run, lambda structs: saved.restore({"params": structs}, take=["params.**"])["params"], language)
+
+
+def _of_pretrained(pretrained: Pretrained, overrides: Sequence[str]) -> Source:
+    plain = run_of(pretrained, pretrained.folder).model_dump(mode="json")
+    run = config.build(Run, plain, str(pretrained.folder / CONFIG), overrides)
+
+    def restore(structs: Any) -> Any:
+        read = pretrained.params(flatten_with_paths(structs))
+        return map_with_path(lambda path, _: read[path], structs)
+
+    return Source(run, restore, _language(pretrained.folder, pretrained.model.vocab_size))
+
+
+def _language(folder: Path, vocab_size: int) -> Language:
+    """Of a folder of Hugging Face's; without a tokenizer prompts are ids."""
+    end = json.loads((folder / CONFIG).read_text()).get("eos_token_id")
+    end = end if isinstance(end, int) and 0 <= end < vocab_size else None
+    path = folder / TOKENIZER
+    if not path.is_file():
+        return Language(Ids(vocab_size=vocab_size, bos=vocab_size - 1 if end is None else end, eos=end), ())
+    tokenizer = TokenizerFile(path=str(path))
+    named = None if end is None else tokenizer.token(end)
+    return Language(TokenizerFile(path=str(path), eos_token=named), tokenizer.opening)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -160,6 +161,17 @@ class TokenizerFile(Config):
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._library.decode([i for i in ids if i <= self._last])
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """The special ids that the file's own template puts before a text; some models were trained without any."""
+        encoded = self._library.encode("a")
+        special = takewhile(lambda one: one[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
+        return tuple(i for i, _ in special)
+
+    def token(self, index: int) -> str | None:
+        """What an id is called, if it is one."""
+        return self._library.id_to_token(index)
 
     @property
     def _library(self) -> Any:

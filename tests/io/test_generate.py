@@ -1,0 +1,60 @@
+"""Answers from folders of Hugging Face's: read in place, or converted first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from meshpar import generate
+from meshpar.convert import from_hf
+from tests.io.pretrained import made, saved
+
+NUM = 6
+PROMPTS = [[5, 17, 3], [9, 2, 2, 40, 77]]
+MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "rules=[fsdp,megatron]")
+
+
+def theirs(kind: str) -> list[list[int]]:
+    import torch
+
+    model = made(kind)
+    told = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=NUM, do_sample=False, pad_token_id=0)[0].tolist()
+        for prompt in PROMPTS
+    ]
+    return [one[len(prompt) :] for one, prompt in zip(told, PROMPTS, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_a_folder_answers_as_transformers_does(kind, tmp_path):
+    folder, want = saved(kind, tmp_path / "theirs"), theirs(kind)
+    here = generate(folder, PROMPTS, max_tokens=NUM, overrides=MESH)
+    for one, tokens in zip(here.completions, want, strict=True):
+        assert one.tokens == tokens[: len(one.tokens)]
+        assert len(one.tokens) == NUM or one.tokens[-1] == 95
+    assert len({token for one in want for token in one}) > 1  # they say something
+
+
+@pytest.mark.slow
+def test_a_tokenizer_opens_prompts_by_its_own_template(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    folder = saved("qwen3", tmp_path / "theirs")
+    library = Tokenizer(models.WordLevel({"<s>": 0, "<unk>": 1, "go": 5, "on": 17}, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.save(str(folder / "tokenizer.json"))
+    bare = generate(folder, "go on", max_tokens=NUM, overrides=MESH)
+    same = generate(folder, [[5, 17]], max_tokens=NUM, overrides=MESH)
+    assert bare.completions[0].tokens == same.completions[0].tokens
+
+    library.add_special_tokens(["<s>"])
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    library.save(str(folder / "tokenizer.json"))
+    opened = generate(folder, "go on", max_tokens=NUM, overrides=MESH)
+    same = generate(folder, [[0, 5, 17]], max_tokens=NUM, overrides=MESH)
+    assert opened.completions[0].tokens == same.completions[0].tokens
+    assert not np.array_equal(opened.completions[0].tokens, bare.completions[0].tokens)
+
+    from_hf(folder, tmp_path / "run", MESH)
+    converted = generate(tmp_path / "run", "go on", max_tokens=NUM)
+    assert converted.completions[0].tokens == opened.completions[0].tokens
