@@ -3,7 +3,7 @@ from .adopt import training
 from .checkpoint.checkpoints import About, Checkpoints, checkpoints
 from .checkpoint.kept import Kept
 from .checkpoint.saved import Saved
-from .collectives.reduce import Reduce
+from .collectives.reduction import Reduce
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -26,6 +26,7 @@ from .inspection.inspect import Inspection, inspect
 from .mesh.layout import MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
+from .nn.lora import LoRA
 from .parallel.pipeline.schedule import (
     ZBV,
     GPipe,
@@ -39,6 +40,7 @@ from .parallel.pipeline.schedule import (
 from .proof.prove import prove
 from .proof.verdict import Proof
 from .run import Init, Prepared, Run, explain, fit, load, prepare
+from .serve.generate import Completion, Generated, generate
 from .sharding.constrain import constrain
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
@@ -79,6 +81,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "Collective",
+    "Completion",
     "ConfigError",
     "Contract",
     "ContractError",
@@ -90,6 +93,7 @@ __all__ = [
     "Finding",
     "Freeze",
     "GPipe",
+    "Generated",
     "Ids",
     "Init",
     "Inspection",
@@ -98,6 +102,7 @@ __all__ = [
     "Kept",
     "Lion",
     "Llama",
+    "LoRA",
     "MLflow",
     "MeshError",
     "MeshLayout",
@@ -140,6 +145,7 @@ __all__ = [
     "constrain",
     "explain",
     "fit",
+    "generate",
     "inspect",
     "load",
     "prepare",

@@ -51,7 +51,17 @@ def load(root: type[Root], path: Path, overrides: Sequence[str] = ()) -> Root:
       ConfigError: lists every problem of the file and of the overrides.
     """
     problems, sources = Problems(), {}
-    data = _read(root, path, sources, problems, ())
+    return _built(root, _read(root, path, sources, problems, ()), str(path), overrides, sources, problems)
+
+
+def build(root: type[Root], data: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> Root:
+    """A config from JSON data that was written from one; `name` says in errors where it is from."""
+    return _built(root, _expand(root, data), name, overrides, {}, Problems())
+
+
+def _built(
+    root: type[Root], data: Any, name: str, overrides: Sequence[str], sources: dict[str, str], problems: Problems
+) -> Root:
     for override in _overrides(overrides, sources, problems):
         data = _merge(data, _expand(root, override))
     config = None
@@ -60,7 +70,7 @@ def load(root: type[Root], path: Path, overrides: Sequence[str] = ()) -> Root:
     except pydantic.ValidationError as invalid:
         for where, what, fix in _explain(root, data, invalid):
             problems.add(f"{where}{_source(where, sources)}", what, fix)
-    problems.raise_any(ConfigError, f"{len(problems)} problem{'s' * (len(problems) > 1)} in {path}:")
+    problems.raise_any(ConfigError, f"{len(problems)} problem{'s' * (len(problems) > 1)} in {name}:")
     assert config is not None
     return config
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
+import optax
 import pydantic
 from flax import nnx
 from jax.sharding import Mesh
@@ -22,7 +23,7 @@ from meshpar.checkpoint.checkpoints import About, Checkpoints, checkpoints
 from meshpar.checkpoint.kept import Kept
 from meshpar.checkpoint.saved import FOLDER, Saved, find
 from meshpar.checkpoint.selection import EVERYTHING
-from meshpar.collectives.reduce import Reduce
+from meshpar.collectives.reduction import Reduce
 from meshpar.config import Config
 from meshpar.errors import (
     ConfigError,
@@ -39,11 +40,13 @@ from meshpar.inspection.contract import Contract, beyond
 from meshpar.inspection.inspect import Inspection, axes_name
 from meshpar.inspection.planned import planned_by
 from meshpar.inspection.report import Report, report
+from meshpar.io.huggingface import open_pretrained
 from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Import, Model
 from meshpar.nn.describe import describe, functional
+from meshpar.nn.lora import LoRA, is_lora
 from meshpar.nn.staged import parts
 from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.parallel.pipeline.cut import cut_layers
@@ -54,6 +57,7 @@ from meshpar.parallel.traffic import Activations, Stages, Traffic, Widths, step_
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.plan.memory import ModelStates, model_states
+from meshpar.pretrained import PretrainedBeginning
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.overlap import FullySharded, Overlap, TensorParallel
 from meshpar.sharding.resolve import AnyMesh
@@ -64,7 +68,8 @@ from meshpar.train.data import Data
 from meshpar.train.data.packing import ARRAYS
 from meshpar.train.ema import averaged, with_ema
 from meshpar.train.evaluate import Callback
-from meshpar.train.freeze import Freeze, frozen_until
+from meshpar.train.freeze import Freeze, for_good, frozen_until
+from meshpar.train.frozen import without
 from meshpar.train.gradients import STALE
 from meshpar.train.loggers import Logger, TensorBoard
 from meshpar.train.loop import Loop
@@ -105,14 +110,22 @@ class Precision(Config):
 
 
 class Init(Config):
-    """From where the first parameters are taken; what is not taken is drawn."""
+    """From where the first parameters are taken, a checkpoint or a folder; what is not taken is drawn."""
 
-    from_checkpoint: Path
+    from_checkpoint: Path | None = None
     """A checkpoint, or the folder of a run, of which the last is meant."""
     take: Paths = ("params.**",)
     """Globs of paths of the train state."""
     leave: Paths = ()
     """Globs of what is not taken, though `take` matches it: a new head, `params.head.**`."""
+    from_hf: Path | None = None
+    """A folder with `config.json` and safetensors, as Hugging Face's libraries write them. It is read in place."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_source(self) -> Init:
+        if (self.from_checkpoint is None) == (self.from_hf is None):
+            raise ValueError("takes one of from_checkpoint and from_hf")
+        return self
 
 
 class Run(Config):
@@ -123,6 +136,8 @@ class Run(Config):
     """What is minimized."""
     data: Data
     optim: Optimizer
+    adapt: LoRA | None = None
+    """Trains a little beside the model, and freezes the model."""
     distill: Distill | None = None
     """A teacher to learn from."""
     freeze: tuple[Freeze, ...] = ()
@@ -176,11 +191,12 @@ class Prepared(Training):
     @cached_property
     def closed_form(self) -> Traffic | None:
         """Bytes that a device sends in a step, by axes; None of an imported model, of an optimizer that mixes elements,
-        and of a teacher whose logits are sharded in another way."""
+        if no layer learns, and of a teacher whose logits are sharded in another way."""
         run, shape = self.run, self.mesh.shape
         if self.pipeline and self.pipeline.schedule.is_stale and self.how.rules.zero_stage == 1:
             return None  # the weights before the last update lie in shards, and are gathered too
-        if not run.optim.elementwise or isinstance(run.model, Import):
+        layers_learn = any("layers" in one.spec.dims for one in jax.tree.leaves(self.placement.trained))
+        if not run.optim.elementwise or isinstance(run.model, Import) or not layers_learn:
             return None
         rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
         model, tokens = run.model, rows * run.data.seq_len
@@ -189,8 +205,9 @@ class Prepared(Training):
         # XLA's CPU compiler widens what travels in 16 bits.
         widths = run.precision.widths(least=4 if self._on_cpu else 2)
         sent = step_traffic(
-            self.placement.sharded, self.how, widths, activations, self.how.num_microbatches, self._on_cpu, stages
-        )
+            self.placement.sharded, self.how, widths, activations, self.how.num_microbatches, self._on_cpu, stages,
+            self.placement.frozen,
+        )  # fmt: skip
         if not self.taught_by:
             return sent
         assert self.teacher
@@ -216,7 +233,8 @@ class Prepared(Training):
         """Bytes that a device holds of parameters, gradients and optimizer state, in the manual lowering."""
         placed = self.placement
         sharded, stored, optimizer = map(jax.tree.leaves, (placed.sharded, placed.params, placed.opt_state))
-        return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths())
+        frozen = [path in placed.frozen for path in flatten_with_paths(placed.sharded)]
+        return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths(), frozen)
 
     @property
     def about(self) -> About:
@@ -271,14 +289,13 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     model = _imported(run) if isinstance(run.model, Import) else _built(run, run.model)
     dtype, shape = np.dtype(run.precision.params), (run.data.batch_size, run.data.seq_len)
     specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.pop("specs"))
-    frozen = frozen_until(run.freeze, specs, run.num_steps) if run.freeze else None
-    tx = run.optim.build(run.num_steps, jax.tree.map(lambda spec: spec.dims, specs), frozen)
+    frozen = _frozen(run, specs)
+    never = for_good(frozen)
+    tx = _optimizer(run, jax.tree.map(lambda spec: spec.dims, without(specs, never)), frozen and without(frozen, never))
     if run.pipeline and run.pipeline.is_stale:
         init = model["init"]
         model |= {"carried": {STALE: specs}, "init_carried": lambda key: {STALE: init(key)}}
     master, sums = run.precision.master, run.precision.gradients
-    tx = with_master(tx, np.dtype(master)) if master else tx
-    tx = with_ema(tx, run.optim.ema) if run.optim.ema else tx
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
     batch_specs = {name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS}
     prepared = Prepared(
@@ -301,6 +318,20 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         overlap=Overlap(run.tensor.overlap, run.fsdp.overlap),
     )
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
+
+
+def _frozen(run: Run, specs: Any) -> Any:
+    """How many steps each parameter is frozen; None if none is."""
+    beside = tuple(path for path in flatten_with_paths(specs) if not is_lora(path))
+    freeze = (*run.freeze, *([Freeze(paths=beside)] if run.adapt else []))
+    return frozen_until(freeze, specs, run.num_steps) if freeze else None
+
+
+def _optimizer(run: Run, dims: Any, frozen: Any) -> optax.GradientTransformation:
+    """Of what is trained, at once or from a step on."""
+    tx = run.optim.build(run.num_steps, dims, frozen if any(jax.tree.leaves(frozen)) else None)
+    tx = with_master(tx, np.dtype(run.precision.master)) if run.precision.master else tx
+    return with_ema(tx, run.optim.ema) if run.optim.ema else tx
 
 
 def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
@@ -338,10 +369,17 @@ def _teaching(taught_by: Prepared, student: Prepared) -> Teacher:
 
 def _built(run: Run, model: Decoder) -> dict[str, Any]:
     """What a model of meshpar's own is to the training."""
-    abstract = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
+
+    def build(rngs: nnx.Rngs) -> Transformer:
+        built = model.build(rngs)
+        if run.adapt:
+            run.adapt.adapt(built, rngs)
+        return built
+
+    abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     return {
         "specs": describe(abstract),
-        "init": lambda key: nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(key)), nnx.Param)),
+        "init": lambda key: nnx.to_pure_dict(nnx.state(build(nnx.Rngs(key)), nnx.Param)),
         "loss": run.loss.build(functional(abstract), model.vocab_size, run.distill),
         "evaluation": next_token_loss(functional(abstract), model.vocab_size),
         "key": partial(step_key, run.seed) if model.dropout else None,
@@ -356,6 +394,8 @@ def _pipeline(schedule: Schedule, model: Transformer) -> Pipeline:
 def _imported(run: Run) -> dict[str, Any]:
     """What the user's model is to the training; it is read anew, for nothing of it stands in the config."""
     assert isinstance(run.model, Import)
+    if run.adapt:
+        raise ConfigError("adapt: LoRA adapts the projections of meshpar's own models, not of an imported one")
     found = imported(run.model, run.loss, run.data.seq_len, run.seed)
     if found.vocab_size and run.data.vocab_size > found.vocab_size:
         what = f"the data has {run.data.vocab_size} token ids, the logits of {run.model.target} are of"
@@ -471,16 +511,20 @@ def _taught(teacher: Prepared, distill: Distill, structs: Any) -> Any:
     return jax.tree.map(lambda x, struct: jax.device_put(x.astype(struct.dtype), struct.sharding), params, structs)
 
 
-def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | None:
+def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | PretrainedBeginning | None:
     """A run goes on from its own last checkpoint, if there is one.
 
     Raises:
-      CheckpointError: it does not fit, or what is to be taken of another does not.
+      CheckpointError, ConfigError: it does not fit, or what is to be taken of another does not.
     """
     init, last = prepared.run.init, saved.latest()
     if last is not None:
         source, globs = Saved(saved.directory / str(last)), (EVERYTHING, ())
-    elif init is not None:
+    elif init is not None and init.from_hf is not None:
+        pretrained = open_pretrained(init.from_hf)
+        pretrained.check(prepared.run.model)
+        return PretrainedBeginning(prepared, pretrained)
+    elif init is not None and init.from_checkpoint is not None:
         source, globs = find(init.from_checkpoint), (init.take, init.leave)
     else:
         return None
@@ -537,6 +581,9 @@ def _check(run: Run, mesh: AnyMesh) -> None:
     _check_kept(run, problems)
     if run.reduce and run.lowering == "auto":
         problems.add("reduce", "under lowering: auto, XLA reduces gradients as it chooses", "lowering: manual")
+    if (run.adapt or run.freeze) and (run.tensor.overlap, run.fsdp.overlap) != ("none", "none"):
+        key = "adapt" if run.adapt else "freeze"
+        problems.add(key, "is not proven beside a collective matmul, and so not allowed", f"no {key}, or no overlap")
     if run.reduce and run.fsdp.overlap != "none":
         what = "a kernel that is gathered in chunks has its gradient scattered in chunks, by no declared reduction"
         problems.add("reduce", what, "fsdp.overlap=none, or no reduce")
@@ -566,6 +613,7 @@ def _check_pipeline(run: Run, how: Lowering, problems: Problems) -> None:
         "loss": run.loss != Criterion(),
         "distill": run.distill is not None,
         "freeze": bool(run.freeze),
+        "adapt": run.adapt is not None,
         "reduce": run.reduce is not None,
         "tensor.overlap": run.tensor.overlap != "none",
         "fsdp.overlap": run.fsdp.overlap != "none",

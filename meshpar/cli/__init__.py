@@ -14,7 +14,20 @@ import typer
 from meshpar import imports
 
 # In being imported, a verb joins the app.
-from meshpar.cli import bench, checkpoint, explain, inspect, new, plot, prove, schedule, schema, train  # noqa: F401
+from meshpar.cli import (  # noqa: F401
+    bench,
+    checkpoint,
+    convert,
+    explain,
+    generate,
+    inspect,
+    new,
+    plot,
+    prove,
+    schedule,
+    schema,
+    train,
+)
 from meshpar.cli.app import app
 from meshpar.errors import MeshparError
 

@@ -39,19 +39,19 @@ def within_layer(param: nnx.Param) -> tuple[str, ...]:
 
 
 class RMSNorm(nnx.Module):
-    """`x[B, S, D] -> x / rms(x) * scale[D]`. Numerics: in float32 at least.
+    """`x[.., D] -> x / rms(x) * scale[D]`, D the last dim, called `dim`. Numerics: in float32 at least.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
-    def __init__(self, width: int, *, eps: float):
-        self.scale = filled(1.0, (width,), ("embed",))
+    def __init__(self, width: int, *, eps: float, dim: str = "embed"):
+        self.scale = filled(1.0, (width,), (dim,))
         self.eps = eps
 
-    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        x = wide(x_BSD)
-        normed = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
-        return normed.astype(x_BSD.dtype) * self.scale[...]
+    def __call__(self, x: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
+        x_wide = wide(x)
+        normed = x_wide * jax.lax.rsqrt(jnp.square(x_wide).mean(-1, keepdims=True) + self.eps)
+        return normed.astype(x.dtype) * self.scale[...]
 
 
 class LayerNorm(nnx.Module):
@@ -72,6 +72,21 @@ class LayerNorm(nnx.Module):
         return normed.astype(x_BSD.dtype) * self.scale[...] + self.bias[...]
 
 
+class LowRank(nnx.Module):
+    """`x[.., in] @ a[in.., rank] @ b[rank, out..] * scale`; b begins as zeros, so that nothing changes at first.
+
+    Communication: none. Where the kernel's inputs are sharded, it is as the kernel's own product a partial sum.
+    """
+
+    def __init__(self, a: nnx.Param, b: nnx.Param, num_inputs: int, scale: float):
+        self.a, self.b = a, b
+        self.num_inputs, self.scale = num_inputs, scale
+
+    def __call__(self, x: Float[Array, "B S *inputs"]) -> Float[Array, "B S *outputs"]:
+        thin = jnp.tensordot(x, self.a[...], axes=self.num_inputs)
+        return jnp.tensordot(thin, self.b[...], axes=1) * jnp.asarray(self.scale, x.dtype)
+
+
 class Projection(nnx.Module):
     """A linear map between groups of dims: `x[.., in] @ kernel[in.., out..] (+ bias[out..])`, by `enter` or `leave`.
 
@@ -90,11 +105,12 @@ class Projection(nnx.Module):
         self.kernel = normal(rngs, shape, std or fan_in**-0.5, dims)
         out_dims, out_shape = zip(*outputs, strict=True)
         self.bias = filled(0.0, out_shape, out_dims) if bias else None
+        self.lora: LowRank | None = nnx.data(None)
         self.num_inputs = len(inputs)
 
     @property
     def weights(self) -> Weights:
-        return Weights(self.kernel[...], self.num_inputs, streamed(within_layer(self.kernel), current()))
+        return Weights(self.kernel[...], self.num_inputs, streamed(within_layer(self.kernel), current()), self.lora)
 
     def add_bias(self, y: Float[Array, "B S *outputs"]) -> Float[Array, "B S *outputs"]:
         """Apart from the product, because a row-parallel bias is added once, after the sum over shards."""

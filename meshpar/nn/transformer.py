@@ -10,13 +10,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pydantic
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.config import Config
-from meshpar.nn.attention import Attention, Rotation, rotation
+from meshpar.nn.attention import Attention, Bias
+from meshpar.nn.cache import CachedLayer, KVCache
 from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal, within_layer
+from meshpar.nn.rotary import Rotation, Scaling, rotation
 from meshpar.parallel import linear, tensor
 from meshpar.parallel.data import gather_in_layer, gathering_again, streamed
 from meshpar.parallel.linear import Weights
@@ -36,12 +39,18 @@ REMAT: dict[str, Callable[..., Any]] = {
 
 
 class Decoder(Config):
-    """The sizes of a decoder. Subclasses choose its parts."""
+    """The sizes of a decoder. Subclasses choose its parts, or leave a choice to the config as a field."""
 
     norm: ClassVar[type[RMSNorm] | type[LayerNorm]]
     mlp: ClassVar[type[SwiGLU] | type[GELU]]
-    bias: ClassVar[bool]
     learned_positions: ClassVar[bool]
+    attn_bias: ClassVar[Bias]
+    mlp_bias: ClassVar[bool]
+    head_norm: ClassVar[bool]
+    rotary_fraction: ClassVar[float]
+    rope_scaling: ClassVar[Scaling | None]
+    window: ClassVar[int | None]
+    full_layers: ClassVar[tuple[int, ...]]
 
     vocab_size: Positive = 257
     """Number of token ids. 257 = the bytes, and the mark that opens a document."""
@@ -83,6 +92,19 @@ class Decoder(Config):
         return self.head_dim or self.width // self.num_heads
 
     @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that rotary positions turn, an even number."""
+        return int(self.head_size * self.rotary_fraction) // 2 * 2
+
+    def window_of(self, layer: Int[Array, ""]) -> Int[Array, ""] | None:
+        """How many positions a query of this layer sees; None if no layer has a window."""
+        if self.window is None:
+            return None
+        unlimited = np.iinfo(np.int32).max
+        each = [unlimited if i in self.full_layers else self.window for i in range(self.num_layers)]
+        return jnp.asarray(each, jnp.int32)[layer]
+
+    @property
     def padded_vocab(self) -> int:
         """Rows of the embedding table."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
@@ -99,21 +121,24 @@ class Block(nnx.Module):
         self.attn_norm = model.norm(model.width, eps=model.norm_eps)
         self.attn = Attention(
             model.width, model.num_heads, model.kv_heads, model.head_size,
-            bias=model.bias, out_std=out_std, rngs=rngs,
+            bias=model.attn_bias, out_std=out_std, rngs=rngs,
+            head_norm=model.norm_eps if model.head_norm else None,
         )  # fmt: skip
         self.mlp_norm = model.norm(model.width, eps=model.norm_eps)
-        self.mlp = model.mlp(model.width, model.mlp_width, bias=model.bias, out_std=out_std, rngs=rngs)
+        self.mlp = model.mlp(model.width, model.mlp_width, bias=model.mlp_bias, out_std=out_std, rngs=rngs)
         self.dropout = model.dropout
 
     def __call__(
-        self, x_BRD: Float[Array, "B R D"], batch: Batch, by: Rotation | None, key: PRNGKeyArray | None
-    ) -> Float[Array, "B R D"]:
+        self, x_BRD: Float[Array, "B R D"], batch: Batch, by: Rotation | None, key: PRNGKeyArray | None,
+        window: Int[Array, ""] | None = None, past: CachedLayer | None = None,
+    ) -> tuple[Float[Array, "B R D"], CachedLayer | None]:  # fmt: skip
         def drop(y: Float[Array, "B R D"], which: int) -> Float[Array, "B R D"]:
             return dropout(y, self.dropout, _fold(key, which), batch["rows"])
 
-        x_BRD += drop(self.attn(self.attn_norm(x_BRD), batch["segments"], by), 0)
+        attended, past = self.attn(self.attn_norm(x_BRD), past or batch["segments"], by, window)
+        x_BRD += drop(attended, 0)
         x_BRD += drop(self.mlp(self.mlp_norm(x_BRD)), 1)
-        return constrain(x_BRD, "batch", "norm_seq", "embed")
+        return constrain(x_BRD, "batch", "norm_seq", "embed"), past
 
 
 class Transformer(nnx.Module):
@@ -156,7 +181,8 @@ class Transformer(nnx.Module):
         """The block of that index, whose parameters are `params`, nested as `blocks` are."""
         graph, blocks = nnx.split(self.blocks)
         own = jax.tree.unflatten(jax.tree.structure(blocks), jax.tree.leaves(params))
-        return nnx.merge(graph, _gathered_layer(own))(x_BRD, batch, by, _fold(key, index))
+        block = nnx.merge(graph, _gathered_layer(own))
+        return block(x_BRD, batch, by, _fold(key, index), self.model.window_of(index))[0]
 
     def logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B S V"]:
         """From what the last block gives."""
@@ -164,9 +190,24 @@ class Transformer(nnx.Module):
 
     def __call__(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B S V"]:
         table_VD = _gathered(self.table)
-        x_BRD = self._embed(table_VD, batch, key)
-        x_BRD = self._scan(x_BRD, batch, key)
+        x_BRD, _ = self._scan(self._embed(table_VD, batch, key), batch, key)
         return self._logits(x_BRD, table_VD if self.model.tied else None)
+
+    def extend(self, batch: Batch, cache: KVCache) -> tuple[Float[Array, "B V"], KVCache]:
+        """Reads tokens that follow those in the cache: a whole prompt, or one token a row.
+
+        Args:
+          batch: int32 [batch, seq] `tokens` and `positions`, one after the other in each row; int32 [batch] `rows`,
+            and `last`, the index of each row's last token: what comes behind it is padding.
+
+        Returns:
+          Logits [batch, vocab] of what follows each row's last token, local shards of the vocabulary; and the cache
+          with these tokens.
+        """
+        table_VD = _gathered(self.table)
+        x_BRD, cache = self._scan(self._embed(table_VD, batch, None), batch, None, cache)
+        x_B1D = jnp.take_along_axis(x_BRD, batch["last"][:, None, None], axis=1)
+        return self._logits(x_B1D, table_VD if self.model.tied else None)[:, 0], cache
 
     def _embed(self, table_VD: Float[Array, "V D"], batch: Batch, key: PRNGKeyArray | None) -> Float[Array, "B R D"]:
         x_BRD = tensor.embed(table_VD, batch["tokens"])
@@ -175,21 +216,27 @@ class Transformer(nnx.Module):
         x_BRD = dropout(x_BRD, self.model.dropout, _fold(key, self.model.num_layers), batch["rows"])
         return constrain(x_BRD, "batch", "norm_seq", "embed")
 
-    def _scan(self, x_BRD: Float[Array, "B R D"], batch: Batch, key: PRNGKeyArray | None) -> Float[Array, "B R D"]:
+    def _scan(
+        self, x_BRD: Float[Array, "B R D"], batch: Batch, key: PRNGKeyArray | None, cache: KVCache | None = None
+    ) -> tuple[Float[Array, "B R D"], Any]:
         graph, blocks = nnx.split(self.blocks)
         by = self.shared(batch, x_BRD)
 
-        def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
-            params, index = layer
-            return nnx.merge(graph, _gathered_layer(params))(x, batch, by, _fold(key, index)), None
+        def body(carry: tuple[jax.Array, KVCache | None], layer: tuple[Any, jax.Array]) -> tuple[Any, None]:
+            (x, cache), (params, index) = carry, layer
+            block, window = nnx.merge(graph, _gathered_layer(params)), self.model.window_of(index)
+            past = None if cache is None else CachedLayer(cache, index, batch["positions"])
+            x, past = block(x, batch, by, _fold(key, index), window, past)
+            return (x, past and past.cache), None
 
         indices = jnp.arange(self.model.num_layers, dtype=jnp.int32)
         policy = gathering_again(REMAT[self.model.remat])
-        x_BRD, _ = jax.lax.scan(jax.checkpoint(body, policy=policy, prevent_cse=False), x_BRD, (blocks, indices))
-        return x_BRD
+        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        return jax.lax.scan(body, (x_BRD, cache), (blocks, indices))[0]
 
     def _rotation(self, positions_BS: Int[Array, "B S"], x_BRD: Float[Array, "B R D"]) -> Rotation:
-        return rotation(positions_BS, self.model.head_size, self.model.rope_theta, x_BRD.dtype)
+        model = self.model
+        return rotation(positions_BS, model.rotary_dim, model.rope_theta, x_BRD.dtype, model.rope_scaling)
 
     def _logits(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Float[Array, "B S V"]:
         graph, norm = nnx.split(self.norm)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from meshpar.collectives.compress import State
-from meshpar.collectives.reduce import Reduce
+from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.local import Axes, varies_over
 
 PASSES_ON = {"convert_element_type", "copy", "pvary", "reshape", "transpose", "mul", "div"}
@@ -136,9 +137,11 @@ def order_of(gradients: Callable[..., Any], *arguments: Any) -> list[int]:
     def when(var: Any) -> int:
         while (at := made.get(var, -1)) >= 0 and jaxpr.eqns[at].primitive.name in PASSES_ON:
             var = jaxpr.eqns[at].invars[0]
+            if isinstance(var, Literal):
+                break
         return at
 
-    times = [when(var) if hasattr(var, "count") else -1 for var in jaxpr.outvars]
+    times = [-1 if isinstance(var, Literal) else when(var) for var in jaxpr.outvars]
     return sorted(range(len(times)), key=times.__getitem__)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from meshpar.collectives.matmul import PRODUCT
-from meshpar.collectives.reduce import Reduce
+from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.buckets import Copied, sum_copies
 from meshpar.parallel.local import Axes, varying
 from meshpar.parallel.precision import summed_in
@@ -89,19 +89,25 @@ def gathering_again(policy: Policy) -> Policy:
     return keeps
 
 
-def enter(params: Any, dims: Any) -> Any:
+def enter(params: Any, dims: Any, learns: Any = None) -> Any:
     """What the microbatches of a step compute with, in the dtype of the computation: once a step, before their loop.
+
+    Args:
+      learns: like the parameters, whether each has a gradient; default: all have.
 
     Communication: ZeRO-2's all-gather, if there are several microbatches; else none.
     """
     how = _manual()
 
-    def one(x: jax.Array, names: Dims) -> jax.Array:
+    def one(x: jax.Array, names: Dims, learns: bool) -> jax.Array:
         if how.gathers_in_layers and _stored(names, how):
-            return summed_in(x, how.sums)  # its gradient comes in this dtype; it is cast where it is gathered
+            return (
+                summed_in(x, how.sums) if learns else x
+            )  # its gradient comes in this dtype; it is cast where it is gathered
         return _whole(x, names, how) if how.rules.zero_stage == 2 else x.astype(how.dtype or x.dtype)
 
-    return jax.tree.map(lambda x, names: varying(one(x, names), summed_axes(how)), params, dims)
+    learns = jax.tree.map(lambda _: True, params) if learns is None else learns
+    return jax.tree.map(lambda x, names, on: varying(one(x, names, on), summed_axes(how)), params, dims, learns)
 
 
 def reduce(

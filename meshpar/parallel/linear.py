@@ -11,7 +11,7 @@ gathered, at D or at N. Either can be hidden: the product is computed in chunks,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -33,11 +33,13 @@ class Weights(NamedTuple):
       kernel: [inputs..., outputs...].
       num_inputs: how many of its dims are contracted.
       stored: (position of a dim, axes) over which it is still to be gathered, see `data.streamed`.
+      beside: x -> what is added to the product, such as LoRA's; not where the product is overlapped.
     """
 
     kernel: jax.Array
     num_inputs: int = 1
     stored: Stored = ()
+    beside: Callable[[jax.Array], jax.Array] | None = None
 
     @property
     def dims(self) -> str:
@@ -67,7 +69,7 @@ def enter(x: jax.Array, maps: Sequence[Weights], dim: str) -> tuple[jax.Array, .
     ring = _sequence_ring(dim)
     if ring is None:
         x = tensor.enter(x, dim)
-        return tuple(_product(x, one) for one in maps)
+        return tuple(_with_beside(x, one) for one in maps)
     return all_gather_matmul(maps[0].equation, x, [one.kernel for one in maps], ring, dim=_BATCH[tensor.SEQ])
 
 
@@ -84,8 +86,13 @@ def leave(x: jax.Array, weights: Weights, dim: str) -> jax.Array:
     """
     ring = _sequence_ring(dim)
     if ring is None:
-        return tensor.leave(_product(x, weights), dim)
+        return tensor.leave(_with_beside(x, weights), dim)
     return matmul_reduce_scatter(weights.equation, x, weights.kernel, ring, dim=_BATCH[tensor.SEQ])
+
+
+def _with_beside(x: jax.Array, weights: Weights) -> jax.Array:
+    product = _product(x, weights)
+    return product if weights.beside is None else product + weights.beside(x)
 
 
 def _product(x: jax.Array, weights: Weights) -> jax.Array:

@@ -166,3 +166,29 @@ def _shifted(
     top = lax.stop_gradient(logits.max(-1))
     top = lax.pmax(top, axes) if axes else top
     return top, logits - top[..., None]
+
+
+def top(logits: Float[Array, "B V"], num: int) -> Float[Array, "B K"]:
+    """`logits[B, V_t] -> best[B, K]`: the `num` largest of each row, largest first; all, if there are fewer.
+
+    Communication: an all-gather of the `num` largest of each shard.
+    """
+    best = lax.top_k(logits, min(num, logits.shape[-1]))[0]
+    if not (axes := manual_axes("vocab")):
+        return best
+    best = lax.all_gather(best, axes, axis=1, tiled=True)
+    return lax.top_k(best, min(num, best.shape[-1]))[0]
+
+
+def argmax(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
+    """`logits[B, V_t] -> id[B]`: where the largest of each row is, the first of equals; the same on every device.
+
+    Communication: two all-reduces of [batch].
+    """
+    axes = manual_axes("vocab")
+    if not axes:
+        return logits.argmax(-1).astype(jnp.int32)
+    best = logits.max(-1)
+    index = lax.axis_index(axes) * logits.shape[-1] + logits.argmax(-1).astype(jnp.int32)
+    nobody = jnp.full_like(index, jnp.iinfo(jnp.int32).max)
+    return lax.pmin(jnp.where(best == lax.pmax(best, axes), index, nobody), axes)

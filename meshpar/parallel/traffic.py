@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -104,14 +104,16 @@ def step_traffic(
     num_microbatches: int = 1,
     on_cpu: bool = True,
     stages: Stages | None = None,
+    frozen: Collection[str] = (),
 ) -> Traffic:
-    """All that a step of a decoder sends, if its optimizer works element by element.
+    """All that a step of a decoder sends, if its optimizer works element by element and a layer learns.
 
     Args:
       sharded: tree of `Placement`, of the parameters, as sharded as the rules can make them.
       on_cpu: whether XLA compiles for CPUs. There it moves ZeRO-3's gather of what lies outside the layers out of the
         loop over microbatches, and gathers once what a collective matmul and its backward gather in one computation.
       stages: of a pipeline. What only the first or the last stage sends counts as if one device sent both.
+      frozen: paths of parameters without gradients.
     """
     sent: Sums = defaultdict(Fraction)
     for path, placement in flatten_with_paths(sharded).items():
@@ -122,13 +124,17 @@ def step_traffic(
         in_loop = "layers" in placement.spec.dims or not on_cpu or stages is not None
         gathers = (1 + again) * (num_microbatches if in_loop else 1)
         num_users = 1 + (stages is not None and path == stages.at_both_ends)
-        _add_parameter(sent, placement, how, widths, num_microbatches, gathers, num_users, by_itself)
+        _add_gathers(sent, placement, how, widths, num_users * gathers, path in frozen)
+        if path not in frozen:
+            _add_reductions(sent, path, placement, how, widths, num_users * num_microbatches, by_itself)
         if stages:
             _add_moves(sent, placement, how, widths, stages)
+    trained = {path: placement for path, placement in flatten_with_paths(sharded).items() if path not in frozen}
     if how.reduce:
-        _add_buckets(sent, flatten_with_paths(sharded).values(), how, widths.declared)
-    _add_activations(sent, how, widths, activations, on_cpu)
-    _add_scalars(sent, flatten_with_paths(sharded).values(), how, widths)
+        _add_buckets(sent, trained.values(), how, widths.declared)
+    embedding_learns = bool({"table", "positions"} & trained.keys())
+    _add_activations(sent, how, widths, activations, on_cpu, embedding_learns)
+    _add_scalars(sent, trained.values(), how, widths)
     if stages:
         part = math.prod(how.mesh.shape[axis] for axis in how.axes("norm_seq"))
         message = Fraction(stages.tokens * activations.width * widths.compute, part)
@@ -158,38 +164,48 @@ def teacher_traffic(sharded: Any, how: Lowering, widths: Widths, activations: Ac
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
-def _add_parameter(
-    sent: Sums,
-    placement: Placement,
-    how: Lowering,
-    widths: Widths,
-    num_microbatches: int,
-    gathers: int,
-    num_users: int,
-    by_itself: bool,
+def _add_gathers(
+    sent: Sums, placement: Placement, how: Lowering, widths: Widths, gathers: int, is_frozen: bool
 ) -> None:
-    """Gathers of a parameter and reductions of its gradient: 2(n-1)/n P, or 3(n-1)/n P.
+    """Of a parameter that is stored in shards; so many under ZeRO-3. Under ZeRO-1 what was updated is gathered."""
+    stored = _stored(placement, how)
+    n = _size(how, stored)
+    each = {0: 0, 1: 0 if is_frozen else widths.params, 2: widths.compute, 3: gathers * widths.compute}
+    sent[stored] += share(n, math.prod(placement.local_shape) * n * each[how.rules.zero_stage])
+
+
+def _add_reductions(
+    sent: Sums, path: str, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, by_itself: bool
+) -> None:
+    """Of a gradient: over the devices that store a shard, those that hold a copy, and those that share in the whole.
 
     Args:
-      gathers: under ZeRO-3, of each stage that uses it, of which there are `num_users`.
+      num_microbatches: in which ZeRO-3 scatters it, for each stage that uses it.
     """
-    size, dims = math.prod(placement.local_shape), placement.spec.dims
-    stored = _stored(placement, how)
-    n, m = _size(how, stored), num_microbatches
-    gathered = {0: 0, 1: widths.params, 2: widths.compute, 3: num_users * gathers * widths.compute}
-    times = {0: 0, 1: 1, 2: 1, 3: num_users * m}[how.rules.zero_stage]
-    sent[stored] += share(n, size * n * gathered[how.rules.zero_stage])
+    stored, size, m = _stored(placement, how), math.prod(placement.local_shape), num_microbatches
+    n = _size(how, stored)
+    times = m if how.rules.zero_stage == 3 else bool(how.rules.zero_stage)
     if how.reduce:
         _add_scatter(sent, placement, how, widths.declared, times)
     else:
         sent[stored] += times * share(n, size * n * widths.gradients)
-        copied = _ordered(sum(copies(dims, how), ()))
+        copied = _ordered(sum(copies(placement.spec.dims, how), ()))
         sent[copied] += 2 * share(_size(how, copied), size * widths.gradients)
-    if "kv_heads" in dims and how.axes("kv_heads") != how.axes("heads"):
-        # Each device of the query heads uses the whole key heads: their gradients are summed in each layer.
-        users = _ordered(set(how.axes("heads")) - set(summed_axes(how)))
-        summed = size * widths.gradients if by_itself else size * n * widths.compute
-        sent[users] += 2 * m * share(_size(how, users), summed)
+    users = _users(path, placement, how)
+    summed = size * widths.gradients if by_itself else size * n * widths.compute
+    sent[users] += 2 * m * share(_size(how, users), summed)
+
+
+def _users(path: str, placement: Placement, how: Lowering) -> Axes:
+    """The axes whose devices each use the whole parameter, for heads or channels of their own.
+
+    Their gradients of it are summed in each layer: of key heads that the rules do not shard, and of head norms. What
+    is used once the region is left is no such parameter: the last bias.
+    """
+    region = {"attn": "heads", "mlp": "mlp"}.get(path.split(".")[1] if "." in path else "")
+    if region is None or path.endswith(("attn.o.bias", "mlp.down.bias")):
+        return ()
+    return _ordered(set(how.axes(region)) - set(summed_axes(how)) - set(sharding_axes([placement])))
 
 
 def _is_streamed(path: str, placement: Placement, how: Lowering) -> bool:
@@ -249,7 +265,9 @@ def _is_gathered_again(path: str, placement: Placement, recomputed: bool) -> boo
     return not path.endswith(".bias") or (recomputed and not path.endswith("down.bias"))
 
 
-def _add_activations(sent: Sums, how: Lowering, widths: Widths, of: Activations, on_cpu: bool) -> None:
+def _add_activations(
+    sent: Sums, how: Lowering, widths: Widths, of: Activations, on_cpu: bool, embedding_learns: bool
+) -> None:
     """8(t-1)/t X a layer, X = b s d, with sequence parallelism or without; two more for recomputing, or three.
 
     Embedding and output projection send 2(t-1)/t X each, the cross entropy three numbers for each token, twice. What is
@@ -262,7 +280,9 @@ def _add_activations(sent: Sums, how: Lowering, widths: Widths, of: Activations,
         again = _recomputed(dim, how, of, on_cpu)
         sent[axes] += of.num_layers * (4 + again) * share(_size(how, axes), stream_bytes)
     axes = _ordered(how.axes("vocab"))
-    stream_bytes *= 4 + (how.overlaps("vocab") and not _merges(axes, how, on_cpu))
+    # The gradient of what is looked up comes back only to who learns, and only a scattered one has to travel.
+    passes = 4 if embedding_learns or not how.axes("norm_seq") else 3
+    stream_bytes *= passes + (how.overlaps("vocab") and not _merges(axes, how, on_cpu))
     sent[axes] += share(_size(how, axes), stream_bytes + 2 * 3 * of.tokens * widths.sums)
 
 

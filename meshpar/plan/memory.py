@@ -9,7 +9,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from meshpar.parallel.traffic import Widths
@@ -47,6 +47,7 @@ def model_states(
     optimizer: Iterable[Placement],
     how: Lowering,
     widths: Widths,
+    frozen: Collection[bool] = (),
 ) -> ModelStates:
     """What the manual lowering holds, on devices for which the compiler gathers and reduces as it is told.
 
@@ -54,8 +55,11 @@ def model_states(
       sharded: the parameters, as sharded as the rules can make them.
       stored: the same as they are stored.
       widths: bytes of an element, in storage and in computation.
+      frozen: of each parameter, whether it has no gradient; default: all have.
     """
-    parts = [_Part(placement, how, widths) for placement in sharded]
+    placements = list(sharded)
+    flags = frozen or [False] * len(placements)
+    parts = [_Part(placement, how, widths, flag) for placement, flag in zip(placements, flags, strict=True)]
     return ModelStates(
         parameters=sum(placement.local_bytes for placement in stored),
         gathered=sum(part.gathered for part in parts),
@@ -71,6 +75,7 @@ class _Part:
     placement: Placement
     how: Lowering
     widths: Widths
+    is_frozen: bool
 
     @property
     def storage(self) -> tuple[str, ...]:
@@ -106,6 +111,8 @@ class _Part:
     @property
     def gradients(self) -> int:
         summed, several = self.widths.gradients, self.how.num_microbatches > 1
+        if self.is_frozen:
+            return 0
         if self.scattered_in_layer:
             return self.shard * summed * (2 if several else 1)
         # Shards are made, as wide as the optimizer wants them, while others are still whole.
@@ -114,6 +121,12 @@ class _Part:
             return shards + self.whole * (summed + self.widths.compute)
         # What was gathered for the backward is gone when its gradients are widened.
         return shards + max(self.whole * self.widths.compute, self.whole * summed - self.gathered)
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of the whole of it, as it is computed, and as it is summed, if that is another dtype."""
+        compute, summed = self.widths.compute, self.widths.gradients
+        return 0 if self.is_frozen else self.whole * (compute + (summed if summed != compute else 0))
 
 
 def _on_the_way(parts: Sequence[_Part], how: Lowering) -> int:
@@ -124,14 +137,9 @@ def _on_the_way(parts: Sequence[_Part], how: Lowering) -> int:
     """
     scattered = [part for part in parts if part.scattered_in_layer]
     inside, outside = [p for p in scattered if p.num_layers], [p for p in scattered if not p.num_layers]
-    layer = sum(part.whole * _widths_of_gradient(part.widths) // part.num_layers for part in inside)
+    layer = sum(part.gradient // part.num_layers for part in inside)
     gathered = sum(part.gathered for part in inside)
     kept = sum(part.whole * part.widths.compute for part in outside if how.rules.zero_stage == 3)
-    gradient = max((part.whole * _widths_of_gradient(part.widths) for part in outside), default=0)
+    gradient = max((part.gradient for part in outside), default=0)
     at_the_ends = kept + gradient - (gathered if how.rules.zero_stage == 3 else 0)
     return max(layer, kept, at_the_ends)
-
-
-def _widths_of_gradient(widths: Widths) -> int:
-    """As it is computed, and as it is summed, if that is another dtype."""
-    return widths.compute + (widths.gradients if widths.gradients != widths.compute else 0)

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshpar.mesh.layout import AXES, MeshLayout
 from meshpar.models import Import
+from meshpar.nn.transformer import Decoder
 from meshpar.parallel.pipeline.schedule import Schedule, Written
 from meshpar.run import Precision, Run
 from meshpar.train.data import Synthetic
@@ -103,7 +104,7 @@ def _model(run: Run, cut: _Cut) -> dict[str, Any]:
     vocab_multiple = VOCAB_MULTIPLE * cut.now("vocab")
     is_padded = model.padded_vocab > model.vocab_size
     is_longer = model.learned_positions and model.max_seq_len > run.data.seq_len
-    return {
+    return _window(model) | {
         "num_layers": _num_layers(run, cut),
         "num_heads": heads,
         "num_kv_heads": model.num_kv_heads and kv_heads,
@@ -130,6 +131,13 @@ def _pipeline(schedule: Schedule, num_stages: int) -> Schedule:
     if isinstance(schedule, Written):
         return schedule
     return schedule.model_copy(update={"num_microbatches": 2 * num_stages, "cut": None})
+
+
+def _window(model: Decoder) -> dict[str, Any]:
+    if model.window is None:
+        return {}
+    full_layers = tuple(layer for layer in model.full_layers if layer < 2)
+    return {"window": min(model.window, SEQ_LEN // 2), "full_layers": full_layers}
 
 
 def _heads(run: Run, cut: _Cut) -> tuple[int, int]:

@@ -31,7 +31,7 @@ class Lowering:
       dtype: in which the model computes; None for that of the parameters.
       sums: in which gradients are summed; None for float32 at least.
       num_microbatches: how many parts a batch is computed in.
-      reduce: how gradients are reduced, a `collectives.reduce.Reduce`; None leaves it to XLA.
+      reduce: how gradients are reduced, a `collectives.reduction.Reduce`; None leaves it to XLA.
       slow: axes that go across slices.
       overlap: what is communicated in chunks while others are multiplied.
     """

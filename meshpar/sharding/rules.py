@@ -19,7 +19,7 @@ from meshpar.errors import Problems, ShardingError
 
 DIMS = (
     "batch", "seq", "norm_seq", "positions", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts",
-    "layers", "stage",
+    "rank", "layers", "stage",
 )  # fmt: skip
 ACTIVATION_DIMS = ("batch", "seq", "norm_seq", "stage")
 

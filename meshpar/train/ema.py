@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from meshpar.parallel.precision import wide
+from meshpar.train.frozen import filled
 
 
 class EmaState(NamedTuple):
@@ -63,7 +64,8 @@ def averaged(state: Any) -> Any:
       state: a `TrainState`, of arrays, structs or placements.
     """
     nodes = jax.tree.leaves(state.opt_state, is_leaf=lambda node: isinstance(node, EmaState))
-    return next((node.ema for node in nodes if isinstance(node, EmaState)), state.params)
+    kept = next((node.ema for node in nodes if isinstance(node, EmaState)), state.params)
+    return filled(kept, state.params)  # what is never trained has no average
 
 
 def _share_of_newest(decay: float, count: jax.Array, dtype: Any) -> jax.Array:

@@ -65,6 +65,15 @@ def frozen_until(freeze: Sequence[Freeze], params: Any, num_steps: int) -> Any:
     return map_with_path(lambda path, _: steps[path], params)
 
 
+def for_good(until: Any) -> frozenset[str]:
+    """The paths of what is never trained: it has no gradient, no optimizer state, and is in no reduction.
+
+    >>> for_good({"table": math.inf, "head": 0, "body": 100})
+    frozenset({'table'})
+    """
+    return frozenset(path for path, length in flatten_with_paths(until).items() if length == math.inf)
+
+
 def thawed(params: Any, until: Any, step: jax.Array) -> Any:
     """The parameters as the loss may differentiate them at a step: of those that are frozen there is no gradient.
 

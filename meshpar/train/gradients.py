@@ -18,10 +18,12 @@ from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.sharding.constrain import Lowering, lowering, manual_axes
 from meshpar.sharding.resolve import sharding_axes
-from meshpar.train.freeze import thawed
+from meshpar.train.freeze import for_good, thawed
+from meshpar.train.frozen import filled, without
 from meshpar.train.kept import REDUCE, of_loss
 from meshpar.train.loss import Batch, Loss, Tally
 from meshpar.train.state import StatePlacement
+from meshpar.tree import map_with_path
 
 
 @dataclass(frozen=True)
@@ -102,29 +104,34 @@ def manual(
     Communication: that of `parallel.data` and `parallel.tensor`, and all-reduces of the scalars.
     """
     dims = jax.tree.map(lambda p: p.spec.dims, placement.sharded)
-    pspecs = jax.tree.map(lambda p: p.pspec, placement.sharded)
+    trained = placement.trained
+    learns = map_with_path(lambda path, _: path not in placement.frozen, placement.sharded)
+    trained_dims = jax.tree.map(lambda p: p.spec.dims, trained)
 
     def local(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
         def gradients(params: Any) -> tuple[Tally, Any]:
             return _accumulate(objective, params, batch, step, of_loss(carried))
 
         with lowering(how):
-            entered = data.enter(params, dims)
+            entered = data.enter(params, dims, learns)
             got, grads = gradients(entered)
             order = order_of(lambda params: gradients(params)[1], entered) if how.reduce else None
             kept = jax.tree.map(lambda x: x[0], carried.get(REDUCE, {}))
-            grads, kept = data.reduce(grads, dims, kept, key=jax.random.fold_in(jax.random.key(0), step), order=order)
+            grads, kept = data.reduce(
+                grads, trained_dims, kept, key=jax.random.fold_in(jax.random.key(0), step), order=order
+            )
             got = _summed(got, how)
             loss, metrics, grads = _means(got, grads)
-            norm = _global_norm(grads, placement.sharded)
+            norm = _global_norm(grads, trained)
             return Gradients(loss, got.count, norm, grads, metrics, got.carried | _kept(kept))
 
+    learned = jax.tree.map(lambda p: p.pspec, trained)
     scalar, carried = PartitionSpec(), jax.tree.map(lambda p: p.pspec, placement.carried)
     stored = jax.tree.map(lambda p: p.pspec, placement.params)
     return jax.shard_map(
         local, mesh=how.mesh,
         in_specs=(stored, batch_pspecs(how, batch), scalar, carried),
-        out_specs=Gradients(scalar, scalar, scalar, pspecs, scalar, carried), check_vma=True,  # pyright: ignore
+        out_specs=Gradients(scalar, scalar, scalar, learned, scalar, carried), check_vma=True,  # pyright: ignore
     )  # fmt: skip
 
 
@@ -159,16 +166,19 @@ def batch_pspecs(how: Lowering, batch: dict[str, jax.ShapeDtypeStruct]) -> dict[
 def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array, carried: Any) -> tuple[Tally, Any]:
     """Sums of losses and of gradients over the microbatches; each gets what the one before it carried."""
 
+    trained = without(params, for_good(objective.frozen))
+
     def one(batch: Batch, carried: Any) -> tuple[Tally, Any]:
         if objective.pipeline:
             total, count, grads = objective.pipeline.gradients(params, batch, objective.key(step), objective.sums)
             return Tally(total, count, carried=carried), grads
 
-        def loss(params: Any) -> tuple[jax.Array, Tally]:
-            tally = objective.loss(thawed(params, objective.frozen, step), batch, objective.key(step), carried)
+        def loss(trained: Any) -> tuple[jax.Array, Tally]:
+            params_now = thawed(filled(trained, params), objective.frozen, step)
+            tally = objective.loss(params_now, batch, objective.key(step), carried)
             return tally.loss, tally
 
-        grads, tally = jax.grad(loss, has_aux=True)(params)
+        grads, tally = jax.grad(loss, has_aux=True)(trained)
         return tally, jax.tree.map(lambda g: summed_in(g, objective.sums), grads)
 
     def add(sums: Any, micro: Batch) -> tuple[Any, dict[str, jax.Array]]:
@@ -180,7 +190,7 @@ def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array
     num = objective.num_microbatches
     if num == 1:
         return one(batch, carried)
-    zeros = (*_zeros(objective, params, batch), carried)
+    zeros = (*_zeros(objective, trained, batch), carried)
     (total, count, grads, carried), metrics = lax.scan(add, zeros, _microbatches(batch, num))
     return Tally(total, count, jax.tree.map(lambda x: x.sum(axis=0), metrics), carried), grads
 

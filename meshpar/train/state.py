@@ -17,6 +17,7 @@ from meshpar.errors import Problems, ShardingError
 from meshpar.sharding.resolve import AnyMesh, Placement, resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
+from meshpar.train.frozen import without
 from meshpar.tree import flatten_with_paths, map_with_path
 
 OWN = 64
@@ -56,6 +57,7 @@ class StatePlacement:
       params: the same, as they are stored: whole over the storage axes under ZeRO-1.
       opt_state: tree of `Placement`, like the Optax state.
       carried: tree of `Placement`, of what the loss hands on.
+      frozen: paths of parameters that are not trained.
     """
 
     mesh: AnyMesh
@@ -63,6 +65,12 @@ class StatePlacement:
     params: Any
     opt_state: Any
     carried: Any = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+
+    @property
+    def trained(self) -> Any:
+        """`sharded`, without what is frozen."""
+        return without(self.sharded, self.frozen)
 
     @property
     def structs(self) -> TrainState:
@@ -88,24 +96,35 @@ def shardings(tree: Any) -> Any:
 
 
 def place(
-    specs: Any, rules: AxisRules, mesh: AnyMesh, tx: optax.GradientTransformation, carried: Any = None
+    specs: Any,
+    rules: AxisRules,
+    mesh: AnyMesh,
+    tx: optax.GradientTransformation,
+    carried: Any = None,
+    frozen: frozenset[str] = frozenset(),
 ) -> StatePlacement:
     """Places parameters, optimizer state, and what the loss carries.
 
     Args:
       specs: tree of `ArraySpec`, of the parameters as they are stored.
       carried: the same, of what the loss carries.
+      frozen: paths of parameters that `tx` does not see.
 
     Raises:
       ShardingError: see `resolve`; or the optimizer keeps an array of which it cannot be said how to shard it.
     """
     carried = carried or {}
     sharded = resolve(specs, rules, mesh, carried)
-    stored = sharded
-    if rules.zero_stage == 1:
-        stored = jax.tree.map(lambda p: p.without(rules["batch"]), sharded)
-    opt_state = _place_opt_state(sharded, tx, mesh)
-    return StatePlacement(mesh, sharded, stored, opt_state, resolve(carried, rules, mesh, specs))
+    opt_state = _place_opt_state(without(sharded, frozen), tx, mesh)
+    carried = resolve(carried, rules, mesh, specs)
+    return StatePlacement(mesh, sharded, stored(sharded, rules), opt_state, carried, frozen)
+
+
+def stored(sharded: Any, rules: AxisRules) -> Any:
+    """The placements of parameters between steps: whole over the storage axes under ZeRO-1."""
+    if rules.zero_stage != 1:
+        return sharded
+    return jax.tree.map(lambda p: p.without(rules["batch"]), sharded)
 
 
 def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMesh) -> Any:
@@ -202,7 +221,8 @@ def compile_init(
         params = map_with_path(lambda path, x: given.get(f"params.{path}", x), drawn)
         params = jax.lax.with_sharding_constraint(params, shardings(structs(placement.sharded)))
         carried = _cast(init_carried(key), target.carried)
-        return TrainState(jnp.int32(0), params, tx.init(params), jnp.int32(0), carried)
+        opt_state = tx.init(without(params, placement.frozen))
+        return TrainState(jnp.int32(0), params, opt_state, jnp.int32(0), carried)
 
     placed = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in given.items()}
     lowered = jax.jit(init, out_shardings=shardings(target), donate_argnums=0).lower(placed)

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.inspection.compiling import compiling
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.spec import ArraySpec
+from meshpar.train.frozen import as_in, filled
 from meshpar.train.gradients import Gradients
 from meshpar.train.loss import Batch
 from meshpar.train.state import StatePlacement, TrainState, shardings, structs
@@ -42,13 +43,12 @@ class Update:
 
     def __call__(self, state: TrainState, got: Gradients, sharded: Any) -> tuple[TrainState, Metrics]:
         """The next state; the present one, if loss or gradients are not finite."""
+        trained = as_in(got.grads, state.params)
         grads = jax.tree.map(
-            lambda g, p: (g * self._scale(got.norm).astype(g.dtype)).astype(self.dtype or p.dtype),
-            got.grads,
-            state.params,
+            lambda g, p: (g * self._scale(got.norm).astype(g.dtype)).astype(self.dtype or p.dtype), got.grads, trained
         )
         # ZeRO-1 stores parameters whole, but each device updates only its shard.
-        old = jax.lax.with_sharding_constraint(state.params, sharded)
+        old = jax.lax.with_sharding_constraint(trained, sharded)
         with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
             tx = optax.with_extra_args_support(self.tx)
             given = {"value": got.loss, "grad": grads, "step": state.step}
@@ -58,7 +58,7 @@ class Update:
         keep = lambda new, old: jnp.where(finite, new, old)
         new = TrainState(
             step=state.step + 1,
-            params=jax.lax.with_sharding_constraint(jax.tree.map(keep, params, old), sharded),
+            params=filled(jax.lax.with_sharding_constraint(jax.tree.map(keep, params, old), sharded), state.params),
             opt_state=jax.tree.map(keep, opt_state, state.opt_state),
             skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
             carried=jax.tree.map(keep, got.carried, state.carried),
@@ -111,7 +111,7 @@ def step_function(
     Args:
       gradients: (params, batch, step, carried) -> `Gradients`, of `train.gradients.manual` or `auto`.
     """
-    sharded = shardings(structs(placement.sharded))
+    sharded = shardings(structs(placement.trained))
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         got = gradients(state.params, with_rows(batch), state.step, state.carried)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.collectives.reduce import Reduce
+from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.overlap import Overlap
@@ -18,6 +18,7 @@ from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.evaluate import Evaluation, compile_evaluation
+from meshpar.train.freeze import for_good
 from meshpar.train.gradients import Gradients, Objective, auto, manual, stale
 from meshpar.train.kept import place_kept, zeros
 from meshpar.train.loss import TEACHER, Batch, Loss
@@ -80,8 +81,8 @@ class Training:
 
     @cached_property
     def placement(self) -> StatePlacement:
-        placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried)
-        kept = place_kept(placed.sharded, self.how)
+        placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, for_good(self.frozen))
+        kept = place_kept(placed.trained, self.how)
         return replace(placed, carried=placed.carried | kept) if kept else placed
 
     @cached_property
@@ -132,7 +133,7 @@ class Training:
         return compile_evaluation(objective, self.how, self.placement, self.batch)
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:
-        kept = place_kept(self.placement.sharded, self.how)
+        kept = place_kept(self.placement.trained, self.how)
         first = (lambda key: self.init_carried(key) | zeros(kept)) if kept else self.init_carried
         return compile_init(self.init, first, self.update.tx, self.placement, self.seed, options, given)
 

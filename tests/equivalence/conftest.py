@@ -12,6 +12,8 @@ import pytest
 
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
+from meshpar.nn.lora import LoRA
+from meshpar.nn.rotary import Llama3
 from meshpar.run import Precision, Prepared, Run, prepare
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
@@ -26,7 +28,24 @@ MODELS = {
     "llama_gqa_tied_dropout": Llama(**SIZES, num_kv_heads=2, tied=True, dropout=0.2),
     "gpt_dropout_remat": GPT(**SIZES, max_seq_len=SEQ, dropout=0.2, remat="full"),
     "gpt_gqa_tied": GPT(**SIZES, num_kv_heads=2, max_seq_len=SEQ, tied=True),
+    "llama_gqa_options": Llama(
+        **SIZES,
+        num_kv_heads=2,
+        attn_bias="qkv",
+        mlp_bias=True,
+        head_norm=True,
+        window=5,
+        full_layers=(1,),
+        head_dim=8,
+        rotary_fraction=0.5,
+        remat="dots",
+        rope_scaling=Llama3(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8),
+    ),
+    "llama_lora": Llama(**SIZES),
 }
+
+
+ADAPT = {"llama_lora": LoRA(rank=2, paths=("blocks.attn.*", "blocks.mlp.down"))}
 
 
 @dataclass(frozen=True)
@@ -62,6 +81,7 @@ def prepared(model: str, layout: str | None, lowering: str, num_microbatches: in
         precision=Precision(params="float64", compute="float64"),
         num_steps=NUM_STEPS,
         num_microbatches=num_microbatches,
+        adapt=ADAPT.get(model),
         run_dir="unused",
         **settings,
     )

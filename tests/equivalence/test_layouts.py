@@ -15,6 +15,8 @@ SAMPLE = [
     (model, layout, lowering, accumulation)
     for i, (layout, lowering) in enumerate(product(LAYOUTS, ["manual", "auto"]))
     for model, accumulation in [(list(MODELS)[i % 4], 1), (list(MODELS)[(i + 1 + i // 4) % 4], 4)]
+] + [
+    ("llama_gqa_options", "data2_fsdp2_tensor2", "manual", 1),
 ]
 CASES = [
     pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow, id="-".join(map(str, case))) for case in EVERY

@@ -12,11 +12,13 @@ import pytest
 from meshpar.inspection.hlo import Collective, collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
+from meshpar.nn.lora import LoRA
 from meshpar.nn.transformer import Decoder
 from meshpar.parallel.traffic import share
 from meshpar.run import Precision, Prepared, Run, prepare
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
+from meshpar.train.freeze import Freeze
 from meshpar.train.optim import AdamW
 from meshpar.tree import flatten_with_paths
 from tests.layouts import LAYOUTS
@@ -81,10 +83,17 @@ OTHERS = {
     ),
     "key_heads_on_all": lambda layout: prepared(layout, model=Llama(**SIZES, num_kv_heads=1), rules={"kv_heads": ()}),
 }
+OPTIONS = {"attn_bias": "all", "mlp_bias": True, "head_norm": True, "rotary_fraction": 0.5, "window": 4}
+OTHERS |= {
+    "options": lambda layout: prepared(layout, model=Llama(**SIZES, **OPTIONS)),
+    "lora": lambda layout: prepared(layout, model=Llama(**SIZES), adapt=LoRA(rank=2, paths=("blocks.**",))),
+    "frozen": lambda layout: prepared(layout, model=Llama(**SIZES), freeze=(Freeze(paths=("table", "blocks.mlp.**")),)),
+}
 CASES = [("remat", layout) for layout in LAYOUTS] + [
     *(("gpt", layout) for layout in ("zero1", "zero3", "tensor4_sp", "data2_fsdp2_tensor2")),
     *(("mixed", layout) for layout in ("data8", "zero1", "zero2", "zero3")),
     ("gpt_biases_kept", "hsdp2x4"), ("bfloat16", "zero2"), ("bfloat16", "zero3"), ("key_heads_on_all", "tensor4"),
+    ("options", "data2_fsdp2_tensor2"), ("lora", "tensor4"), ("lora", "data2_fsdp2_tensor2"),
     ("key_heads_on_all", "tensor4_sp"), ("key_heads_on_all", "data2_fsdp2_tensor2"),
 ]  # fmt: skip
 
@@ -124,6 +133,23 @@ def test_so_does_each_overlap(name):
     found = collectives(run.compile_step().compiled, run.mesh)
     assert any(one.kind == "collective_permute" for one in found)
     assert sent_over(found) == run.closed_form
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", ["options", "lora", "frozen"])
+def test_so_they_do_in_every_layout(model, layout):
+    test_so_does_each_other_model(model, layout)
+
+
+def test_what_is_frozen_is_never_reduced():
+    """LoRA's gradients alone: 2(n-1)/n of rank * (inputs + outputs) a projection, in numbers of the test's own."""
+    adapted = prepared("data8", adapt=LoRA(rank=2))
+    thin = 4 * MODEL.num_layers * 2 * (16 + 16) * 4  # q, k, v, o; rank 2; float32
+    assert total(adapted) == 2 * share(8, thin) < total(prepared("data8")) / 4
+    assert {path.split(".")[-2] for path in flatten_with_paths(adapted.placement.opt_state) if "blocks" in path} == {
+        "lora"
+    }
 
 
 def total(run: Prepared) -> Fraction:

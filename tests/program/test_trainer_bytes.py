@@ -22,7 +22,7 @@ CASES = [  # layout, microbatches, presets of the teacher
     ("data2_fsdp2_tensor2", 1, ("fsdp", "megatron")),
     pytest.param("tensor4", 2, ("megatron_sp",), marks=pytest.mark.slow),
     pytest.param("zero1", 4, ("fsdp",), marks=pytest.mark.slow),
-    pytest.param("zero3", 1, ("zero1",), marks=pytest.mark.slow),
+    pytest.param("zero3", 1, ("fsdp",), marks=pytest.mark.slow),
     pytest.param("zero2", 2, ("zero2",), marks=pytest.mark.slow),
 ]
 

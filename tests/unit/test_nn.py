@@ -10,9 +10,10 @@ from jaxtyping import TypeCheckError
 
 from meshpar.errors import ShardingError
 from meshpar.models import GPT, Llama
-from meshpar.nn.attention import attend, rotate, rotation
+from meshpar.nn.attention import attend, causal
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.layers import dropout
+from meshpar.nn.rotary import Interpolated, Llama3, rotate, rotation
 from meshpar.parallel.tensor import cross_entropy
 from meshpar.tree import flatten_with_paths
 
@@ -51,7 +52,7 @@ def test_a_token_sees_only_what_comes_before_it_in_its_document(model):
 
 def test_attention_is_softmax_of_scaled_products_over_grouped_heads():
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 5, heads, 4)) for i, heads in enumerate((4, 2, 2)))
-    got = attend(q, k, v, jnp.ones((2, 5), jnp.int32))
+    got = attend(q, k, v, causal(jnp.ones((2, 5), jnp.int32)))
     for head in range(4):
         scores = np.einsum("bsh,bth->bst", q[:, :, head], k[:, :, head // 2]) / 2
         weights = np.exp(np.where(np.tril(np.ones((5, 5))) > 0, scores, -np.inf))
@@ -68,6 +69,47 @@ def test_rotary_products_depend_on_the_distance_alone():
 
     assert product(3, 1) == pytest.approx(product(9, 7), abs=1e-5)
     assert product(3, 1) != pytest.approx(product(3, 2), abs=1e-3)
+
+
+def test_a_part_of_a_head_is_turned_and_the_rest_stays():
+    x, positions = jax.random.normal(jax.random.key(0), (1, 3, 2, 8)), jnp.arange(3, dtype=jnp.int32)[None]
+    turned = rotate(x, rotation(positions, 4, 10000.0, x.dtype))
+    np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
+    np.testing.assert_array_equal(turned[..., :4], rotate(x[..., :4], rotation(positions, 4, 10000.0, x.dtype)))
+    assert abs(turned[:, 1:, :, :4] - x[:, 1:, :, :4]).max() > 1e-2
+
+
+def test_scaled_frequencies_are_those_of_positions_that_are_closer():
+    positions = jnp.arange(0, 64, 8, dtype=jnp.int32)[None]
+    plain, linear = (
+        rotation(p, 8, 1e4, jnp.dtype("float32"), s)
+        for p, s in ((positions // 8, None), (positions, Interpolated(factor=8.0)))
+    )
+    np.testing.assert_allclose(linear, plain, rtol=1e-6)
+    llama3 = Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=64)
+    frequencies = 2 * np.pi * jnp.array([5.0, 2.5, 0.5]) / 64  # turns in 64 tokens: many, some, few
+    np.testing.assert_allclose(llama3(frequencies) / frequencies, [1.0, 0.5 + 0.5 / 8, 1 / 8], rtol=1e-6)
+
+
+def test_a_window_hides_what_is_further_back_except_in_full_layers():
+    model = Llama(**SIZES, window=3, full_layers=(1,))
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 8, 2, 4)) for i in range(3))
+    see = lambda v, layer: attend(q, k, v, causal(jnp.ones((1, 8), jnp.int32), model.window_of(jnp.int32(layer))))
+    for layer, sees_the_first in ((0, [True] * 3 + [False] * 5), (1, [True] * 8)):
+        differs = np.abs(see(v, layer) - see(v.at[:, 0].add(1.0), layer)).max((0, 2, 3)) > 1e-6
+        np.testing.assert_array_equal(differs, sees_the_first)
+    assert Llama(**SIZES).window_of(jnp.int32(0)) is None
+
+
+def test_biases_and_head_norms_are_where_the_config_says():
+    def paths(**options):
+        return set(flatten_with_paths(describe(nnx.eval_shape(lambda: Llama(**SIZES, **options).build(nnx.Rngs(0))))))
+
+    of_qkv = {f"blocks.attn.{name}.bias" for name in "qkv"}
+    assert paths(attn_bias="qkv") - paths() == of_qkv
+    assert paths(attn_bias="all") - paths() == of_qkv | {"blocks.attn.o.bias"}
+    assert paths(mlp_bias=True) - paths() == {f"blocks.mlp.{name}.bias" for name in ("gate", "up", "down")}
+    assert paths(head_norm=True) - paths() == {f"blocks.attn.{name}_norm.scale" for name in "qk"}
 
 
 def test_cross_entropy_is_optaxs_and_padding_gets_no_probability():
@@ -149,11 +191,16 @@ def test_heads_must_divide():
         Llama(**SIZES, num_kv_heads=3)
 
 
+def test_full_layers_exist():
+    with pytest.raises(ValueError, match="full_layers: there is no layer 2, only 0 to 1"):
+        Llama(**SIZES, window=3, full_layers=(2,))
+
+
 def test_shapes_in_signatures_are_checked():
     """conftest installs the check; a key of another batch, and logits in integers, do not pass it."""
     q, tokens = jnp.ones((2, 8, 4, 4)), jnp.zeros((2, 8), jnp.int32)
-    assert attend(q, q, q, tokens).shape == q.shape
+    assert attend(q, q, q, causal(tokens)).shape == q.shape
     with pytest.raises(TypeCheckError, match="k_BTKh"):
-        attend(q, q[:1], q, tokens)
+        attend(q, q[:1], q, causal(tokens))
     with pytest.raises(TypeCheckError, match="logits"):
         cross_entropy(tokens[..., None], tokens, 1)

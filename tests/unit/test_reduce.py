@@ -10,7 +10,7 @@ import pytest
 from meshpar.train.checkpoint import checkpoints
 
 from meshpar import ConfigError, ProofError, prove
-from meshpar.collectives.reduce import Int8, PowerSGD, Reduce
+from meshpar.collectives.reduction import Int8, PowerSGD, Reduce
 from meshpar.run import load
 from tests.equivalence.conftest import batches
 from tests.program.test_bytes import prepared
@@ -61,8 +61,10 @@ def test_a_reduction_that_rounds_is_not_proven():
 
 @pytest.mark.parametrize(
     ("layout", "across"),
-    [("data2_fsdp2_tensor2", Int8(error_feedback=True)), ("tensor4", PowerSGD(rank=2))],
-    ids=["int8", "powersgd"],
+    [
+        pytest.param("data2_fsdp2_tensor2", Int8(error_feedback=True), id="int8"),
+        pytest.param("tensor4", PowerSGD(rank=2), id="powersgd", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_kept_is_sharded_and_checkpointed(layout, across, tmp_path):
     run = prepared(layout, reduce=Reduce(across=across))

@@ -1,0 +1,115 @@
+"""Models from Hugging Face's folders to runs, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshpar import config
+from meshpar.checkpoint.checkpoints import checkpoints
+from meshpar.checkpoint.saved import FOLDER, Saved, find
+from meshpar.errors import CheckpointError
+from meshpar.io.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
+from meshpar.io.huggingface import CONFIG, Pretrained, open_pretrained
+from meshpar.mesh.layout import MeshLayout
+from meshpar.nn.transformer import Decoder
+from meshpar.pretrained import PretrainedBeginning
+from meshpar.run import Precision, Prepared, Run, load, prepare, simulate
+from meshpar.sharding.rules import AxisRules
+from meshpar.train.data import Synthetic
+from meshpar.train.optim import AdamW
+from meshpar.tree import flatten_with_paths
+
+COMPANIONS, RUN_CONFIG = "hugging_face", "config.yaml"
+
+
+def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
+    """A run directory that begins with the model of a Hugging Face folder, and needs that folder no more.
+
+    It holds `config.yaml`, a whole config with the model's sizes, and the checkpoint of step 0, from which `train`
+    goes on; and under `hugging_face` the `config.json` and the tokenizer, for the way back.
+
+    Args:
+      overrides: `key=value`, of the config that is written: `mesh.fsdp=8`, `optim.lr=1e-5`.
+
+    Memory: as the run's mesh needs it, and a second time one parameter.
+
+    Raises:
+      CheckpointError: the run directory exists; or lists what is wrong with the folder, see `open_pretrained`.
+    """
+    check_free(run_dir)
+    pretrained = open_pretrained(folder)
+    with whole_or_not(run_dir) as made:
+        (made / RUN_CONFIG).write_text(config.to_yaml(_run(pretrained, run_dir)))
+        run = load(made / RUN_CONFIG, overrides)
+        simulate(run, None)
+        prepared = prepare(run)
+        state = PretrainedBeginning(prepared, pretrained).state()
+        (made / RUN_CONFIG).write_text(config.to_yaml(run))
+        (made / COMPANIONS).mkdir()
+        (made / COMPANIONS / CONFIG).write_text(json.dumps(pretrained.config, indent=2) + "\n")
+        copy_companions(folder, made / COMPANIONS)
+        with checkpoints(made / FOLDER, about=prepared.about) as saved:
+            saved.save(0, state)
+    return run
+
+
+def _run(pretrained: Pretrained, run_dir: Path) -> Run:
+    """In the file's precision, with a wide copy of it for the optimizer if that is bfloat16."""
+    model, narrow = pretrained.model, pretrained.dtype == np.dtype("bfloat16")
+    precision = Precision(params="bfloat16", compute="bfloat16", master="float32") if narrow else Precision()
+    return Run(
+        model=model,  # pyright: ignore[reportArgumentType]  one of those in ARCHITECTURES
+        data=Synthetic(vocab_size=model.vocab_size, seq_len=min(256, model.max_seq_len)),
+        optim=AdamW(lr=1e-5),
+        precision=precision,
+        num_steps=1000,
+        run_dir=run_dir,
+    )
+
+
+def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
+    """Writes the last checkpoint of a run as a folder that Hugging Face's libraries read, LoRA merged.
+
+    Args:
+      source: a run directory, or the config of a run.
+      largest_file: bytes of tensors in a file.
+
+    Raises:
+      CheckpointError: the folder exists; there is no checkpoint; or there is no such architecture.
+    """
+    check_free(folder)
+    run_dir = load(source).run_dir if source.is_file() else source
+    saved = find(run_dir)
+    run = _saved_run(saved)
+    structs = _on_one_device(run).placement.structs
+    params = flatten_with_paths(saved.restore(structs, take=("params.**",)).params)
+    params = run.adapt.merged(params) if run.adapt else params
+    assert isinstance(run.model, Decoder)
+    export(folder, run.model, params, _companions(run, run_dir), largest_file)
+
+
+def _companions(run: Run, run_dir: Path) -> Path | None:
+    if (run_dir / COMPANIONS).is_dir():
+        return run_dir / COMPANIONS
+    return run.init.from_hf if run.init else None
+
+
+def _saved_run(saved: Saved) -> Run:
+    try:
+        run = Run.model_validate_json(json.dumps(saved.meta["config"]), strict=True)
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{saved.folder} holds no config of a run, so what was trained is not known") from None
+    if not isinstance(run.model, Decoder):
+        raise CheckpointError(f"{saved.folder} holds an imported model, and Hugging Face has no architecture for it")
+    return run
+
+
+def _on_one_device(run: Run) -> Prepared:
+    alone: dict[str, Any] = {"mesh": MeshLayout(), "rules": AxisRules(preset=("replicated",)), "expects": None}
+    return prepare(run.model_copy(update=alone), MeshLayout().build(jax.devices()[:1]))

@@ -1,0 +1,150 @@
+"""A model to a folder as Hugging Face's libraries read it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshpar.errors import CheckpointError
+from meshpar.io import architectures
+from meshpar.io.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, names_of
+from meshpar.io.safetensors import Written, write
+from meshpar.models.foreign import Foreign, Shape
+from meshpar.nn.transformer import Decoder
+
+LARGEST_FILE = 5 * 10**9
+"""Bytes of tensors in a file, if there are several."""
+COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+              "chat_template*", "generation_config.json")  # fmt: skip
+"""What lies beside a model, is not read here, and goes with it."""
+
+
+def export(
+    folder: Path,
+    model: Decoder,
+    params: Mapping[str, jax.Array],
+    companions: Path | None = None,
+    largest_file: int = LARGEST_FILE,
+) -> None:
+    """Writes `config.json` and the parameters, in the dtype that they have.
+
+    Args:
+      folder: is made, whole or not at all.
+      params: by path.
+      companions: a folder with the `config.json` from which the model came, and the files of its tokenizer.
+
+    Memory: beside the parameters one tensor.
+
+    Raises:
+      CheckpointError: the folder exists; or no architecture of Hugging Face's computes what the model does.
+    """
+    config = _config(model, companions)
+    dtype = np.dtype(next(iter(params.values())).dtype)
+    config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype.name}
+    tensors = list(_tensors(model, config["model_type"], params, dtype))
+    with whole_or_not(folder) as made:
+        (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        copy_companions(companions, made)
+        _write_files(made, tensors, largest_file)
+
+
+@contextmanager
+def whole_or_not(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which gets the name `folder` at the end, if nothing was raised.
+
+    Raises:
+      CheckpointError: there is something of that name already; nothing is ever overwritten. Or it cannot be written.
+    """
+    check_free(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror}") from None
+    try:
+        yield made
+        check_free(folder)
+        made.chmod(0o755)  # a temporary folder is its owner's alone
+        made.rename(folder)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def check_free(folder: Path) -> None:
+    """Raises CheckpointError: there is something of that name already."""
+    if folder.exists() or folder.is_symlink():
+        raise CheckpointError(f"{folder} exists, and nothing is overwritten: give another name, or remove it")
+
+
+def copy_companions(source: Path | None, to: Path) -> None:
+    """Copies the files of a tokenizer, where there are any."""
+    for pattern in COMPANIONS if source else ():
+        for path in sorted(source.glob(pattern)):  # pyright: ignore
+            if path.is_file():
+                shutil.copyfile(path, to / path.name)
+
+
+def _config(model: Decoder, companions: Path | None) -> dict[str, Any]:
+    original = companions and companions / CONFIG
+    read = json.loads(original.read_text()) if original and original.is_file() else None
+    config = architectures.write(model, read)
+    if config is None:
+        known = ", ".join(architectures.ARCHITECTURES)
+        raise CheckpointError(f"no architecture of Hugging Face's is known that computes what this model does: {known}")
+    return config
+
+
+def _tensors(model: Decoder, kind: str, params: Mapping[str, jax.Array], dtype: np.dtype) -> Iterator[Written]:
+    shapes = layer_shapes(model)
+    for name, foreign in names_of(model, kind).items():
+        for layer in range(model.num_layers) if "*" in name else (None,):
+            make = partial(_made, foreign, shapes, params, layer)
+            yield Written(name.replace("*", str(layer)), dtype, foreign.shape(shapes), make)
+
+
+def _made(
+    foreign: Foreign, shapes: Mapping[str, Shape], params: Mapping[str, jax.Array], layer: int | None
+) -> np.ndarray:
+    parts = []
+    for path in foreign.parts:
+        param = params[path] if layer is None else params[path][layer]
+        without_padding = tuple(slice(0, size) for size in shapes[path])
+        part = np.asarray(jax.device_get(param))[without_padding]
+        size_in = int(np.prod(shapes[path][: foreign.inputs]))
+        parts.append(part.reshape(size_in, -1) if foreign.inputs else part.reshape(-1))
+    made = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    return made.T if foreign.outputs_first else made
+
+
+def _write_files(folder: Path, tensors: list[Written], largest_file: int) -> None:
+    files = _files(tensors, largest_file)
+    if len(files) == 1:
+        write(folder / WEIGHTS, files[0])
+        return
+    where: dict[str, str] = {}
+    for number, file in enumerate(files, 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        write(folder / name, file)
+        where |= {one.name: name for one in file}
+    index = {"metadata": {"total_size": sum(one.num_bytes for one in tensors)}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _files(tensors: list[Written], largest_file: int) -> list[list[Written]]:
+    """In order, as many in a file as there is place for, and one at least."""
+    files: list[list[Written]] = [[]]
+    for one in tensors:
+        if files[-1] and sum(other.num_bytes for other in files[-1]) + one.num_bytes > largest_file:
+            files.append([])
+        files[-1].append(one)
+    return files

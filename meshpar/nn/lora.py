@@ -1,0 +1,100 @@
+"""LoRA: what a projection learns beside its frozen kernel, as a product of two thin matrices.
+
+Source: Hu et al. 2021, arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+
+from meshpar.config import Config
+from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.nn.layers import LowRank, Projection, filled, normal
+from meshpar.parallel.precision import wide
+from meshpar.tree import matching
+
+NAME = "lora"
+
+
+class LoRA(Config):
+    """Trains `rank` directions of some projections, and freezes all else.
+
+    Memory: gradients and optimizer state of rank * (inputs + outputs) elements a projection.
+    Communication: gradients of those alone; what is frozen is gathered where it is stored in shards, and never reduced.
+    """
+
+    kind: Literal["lora"] = "lora"
+    rank: Annotated[int, pydantic.Field(gt=0)] = 8
+    alpha: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 16.0
+    """The product is scaled by alpha / rank."""
+    paths: tuple[str, ...] = ("blocks.attn.*",)
+    """Globs of projections: `blocks.attn.q`, `blocks.mlp.*`, `blocks.**`."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def adapt(self, model: nnx.Module, rngs: nnx.Rngs) -> None:
+        """Adds two parameters to each projection that a glob matches.
+
+        Raises:
+          ConfigError: a glob matches no projection.
+        """
+        found = projections(model)
+        problems = Problems()
+        for glob in self.paths:
+            if not matching(found, glob):
+                near = nearest(glob, found)
+                parents = sorted({path.rpartition(".")[0] for path in found})
+                fix = f"did you mean {near}?" if near else f"there are {', '.join(f'{one}.*' for one in parents)}"
+                problems.add("adapt.paths", f"{glob!r} matches no projection", fix)
+        problems.raise_any(ConfigError, "LoRA adapts the projections of a model:")
+        for path, projection in found.items():
+            if any(matching([path], glob) for glob in self.paths):
+                projection.lora = self._beside(projection, rngs)
+
+    def _beside(self, projection: Projection, rngs: nnx.Rngs) -> LowRank:
+        shape, dims = projection.kernel.shape, projection.kernel.get_metadata()["dims"]
+        start = 1 if dims[0] == "layers" else 0
+        end = start + projection.num_inputs
+        std = math.prod(shape[start:end]) ** -0.5
+        a = normal(rngs, (*shape[:end], self.rank), std, (*dims[:end], "rank"))
+        b = filled(0.0, (*shape[:start], self.rank, *shape[end:]), (*dims[:start], "rank", *dims[end:]))
+        return LowRank(a, b, projection.num_inputs, self.scale)
+
+    def merged(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """The parameters of the model as it was built, by path: each kernel with its product added.
+
+        Numerics: added in float32 at least, then rounded to the kernel's dtype.
+        """
+        plain = {path: array for path, array in params.items() if f".{NAME}." not in path}
+        for path in [path for path in params if path.endswith(f".{NAME}.a")]:
+            of = path.removesuffix(f".{NAME}.a")
+            plain[f"{of}.kernel"] = _add(plain[f"{of}.kernel"], params[path], params[f"{of}.{NAME}.b"], self.scale)
+        return plain
+
+
+def is_lora(path: str) -> bool:
+    """Whether a parameter is one that LoRA added."""
+    return f".{NAME}." in path
+
+
+def projections(model: nnx.Module) -> dict[str, Projection]:
+    """Path -> projection."""
+    modules = ((".".join(map(str, path)), module) for path, module in nnx.iter_modules(model))
+    return {path: module for path, module in modules if isinstance(module, Projection)}
+
+
+def _add(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    stacked = a.ndim + b.ndim - 2 - kernel.ndim  # 1, if layers are
+    rows, rank = a.reshape(*a.shape[:stacked], -1, a.shape[-1]), a.shape[-1]
+    columns = b.reshape(*b.shape[:stacked], rank, -1)
+    product = jnp.matmul(wide(rows), wide(columns), precision="highest").reshape(kernel.shape)
+    return (wide(kernel) + scale * product).astype(kernel.dtype)

@@ -1,0 +1,176 @@
+"""The two programs of generation: `prefill` reads the prompts, `decode` one token a row; compiled from placements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.errors import Problems, ShardingError
+from meshpar.nn.cache import KVCache
+from meshpar.nn.describe import describe, functional
+from meshpar.nn.transformer import Batch, Decoder
+from meshpar.serve.cache import cache_placement
+from meshpar.serve.sampling import Sampling, sample
+from meshpar.sharding.constrain import Lowering, lowering
+from meshpar.sharding.resolve import resolve
+from meshpar.sharding.rules import AxisRules
+from meshpar.sharding.spec import ArraySpec
+from meshpar.train.state import shardings, stored, structs
+
+
+class Turn(NamedTuple):
+    """The tokens that were chosen last, and what they are chosen for.
+
+    Args:
+      tokens: int32[batch].
+      positions: int32[batch]. Their positions.
+    """
+
+    tokens: Any
+    positions: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """What is generated from, and where; enough to compile both programs before any array exists.
+
+    Args:
+      model: its sizes.
+      how: mesh, rules, lowering, and the dtype of the computation; see `for_tokens`.
+      dtype: of the parameters as they are stored.
+      sampling: how tokens are chosen.
+      num_rows: a multiple of the batch's shards.
+      prompt_len: tokens of the longest prompt.
+      max_tokens: of the longest answer.
+
+    Raises:
+      ShardingError: the rules shard what generation cannot: the sequence, or the layers.
+    """
+
+    model: Decoder
+    how: Lowering
+    dtype: np.dtype
+    sampling: Sampling
+    num_rows: int
+    prompt_len: int
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        for dim in ("seq", "norm_seq", "layers"):
+            if axes := dim in self.how.rules.table and self.how.axes(dim):
+                fix = f"mesh.{axes[0]}=1, or rules.{dim}=[]: a checkpoint is restored to any mesh"
+                problems.add(f"rules.{dim}", f"one token cannot be divided over {', '.join(axes)}", fix)
+        problems.raise_any(ShardingError, "the rules do not fit generation:")
+
+    @cached_property
+    def params(self) -> Any:
+        """Tree of `Placement`: the parameters."""
+        abstract = nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0)))
+        specs = jax.tree.map(lambda s: ArraySpec(s.shape, self.dtype, s.dims), describe(abstract))
+        return stored(resolve(specs, self.how.rules, self.how.mesh), self.how.rules)
+
+    @cached_property
+    def cache(self) -> KVCache:
+        """`KVCache` of `Placement`s."""
+        return cache_placement(self.model, self.how, self.num_rows, self.prompt_len + self.max_tokens)
+
+    @property
+    def prompts(self) -> Turn:
+        """The prompts as structs: int32[batch, seq] tokens, padded behind; and the length of each row's."""
+        return Turn(self._per_row(self.prompt_len), self._per_row())
+
+    @property
+    def turn(self) -> Turn:
+        return Turn(self._per_row(), self._per_row())
+
+    def compile_prefill(self) -> Callable[..., Any]:
+        """(params, prompts) -> (the first turn, a cache that is born sharded)."""
+
+        def prefill(params: Any, prompts: Turn) -> tuple[Turn, KVCache]:
+            tokens, lengths = prompts
+            empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(self.cache))
+            positions = jnp.broadcast_to(jnp.arange(self.prompt_len, dtype=jnp.int32), tokens.shape)
+            return self._take(params, tokens, positions, lengths - 1, empty)
+
+        return jax.jit(prefill, out_shardings=self._out).lower(structs(self.params), self.prompts).compile()
+
+    def compile_decode(self) -> Callable[..., Any]:
+        """(params, turn, cache) -> (the next turn, cache). The cache is donated, and written in place."""
+
+        def decode(params: Any, turn: Turn, cache: KVCache) -> tuple[Turn, KVCache]:
+            last = jnp.zeros_like(turn.positions)
+            return self._take(params, turn.tokens[:, None], turn.positions[:, None], last, cache)
+
+        jitted = jax.jit(decode, out_shardings=self._out, donate_argnums=2)
+        return jitted.lower(structs(self.params), self.turn, structs(self.cache)).compile()
+
+    def logits(self, params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """`Transformer.extend` on global arrays, in either lowering."""
+        rows, placed = self._pspec("batch"), self._pspecs(self.cache)
+        out = self._pspec("batch", "vocab"), placed
+        return self._lowered(self._extend, (self._pspecs(self.params), rows, placed), out)(params, batch, cache)
+
+    def _extend(self, params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        return self._apply(jax.tree.map(lambda x: x.astype(self.how.dtype), params), batch, cache)
+
+    def _take(
+        self, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array, cache: KVCache
+    ) -> tuple[Turn, KVCache]:
+        """Reads tokens, and chooses one for each row."""
+        rows = jnp.arange(self.num_rows, dtype=jnp.int32)
+        batch = {"tokens": tokens, "positions": positions, "last": last, "rows": rows}
+        logits, cache = self.logits(params, batch, cache)
+        following = jnp.take_along_axis(positions, last[:, None], axis=1)[:, 0] + 1
+        return Turn(self._choose(logits, rows, following), following), cache
+
+    def _choose(self, logits: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
+        choose = partial(sample, how=self.sampling, vocab_size=self.model.vocab_size)
+        per_row = self._pspec("batch")
+        return self._lowered(choose, (self._pspec("batch", "vocab"), per_row, per_row), per_row)(
+            logits, rows, positions
+        )
+
+    def _lowered(self, traced: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """A function of global arrays, of one that sees local shards in the manual lowering."""
+
+        def local(*args: Any) -> Any:
+            with lowering(self.how):
+                return traced(*args)
+
+        if not self.how.manual:
+            return local
+        return jax.shard_map(local, mesh=self.how.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+    @cached_property
+    def _apply(self) -> Callable[..., Any]:
+        return functional(nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0))), "extend")
+
+    def _pspecs(self, placements: Any) -> Any:
+        return jax.tree.map(lambda placed: placed.pspec, placements)
+
+    def _pspec(self, *dims: str) -> PartitionSpec:
+        return PartitionSpec(*(self.how.axes(dim) or None for dim in dims))
+
+    def _per_row(self, *shape: int) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self.how.mesh, self._pspec("batch"))  # pyright: ignore
+        return jax.ShapeDtypeStruct((self.num_rows, *shape), jnp.int32, sharding=sharding)
+
+    @property
+    def _out(self) -> Any:
+        return shardings((self.turn, structs(self.cache)))
+
+
+def for_tokens(how: Lowering) -> Lowering:
+    """Without sequence parallelism: one token cannot be divided, and no parameter lies otherwise for it."""
+    rules = how.rules
+    whole = AxisRules(preset=rules.preset, zero=rules.zero, **rules.explicit | {"norm_seq": ()})  # pyright: ignore
+    return replace(how, rules=whole)

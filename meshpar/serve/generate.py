@@ -1,0 +1,182 @@
+"""Text from a trained model, on any mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshpar.errors import ConfigError, Problems
+from meshpar.mesh.layout import describe_sizes
+from meshpar.run import Run
+from meshpar.serve.answer import Answer, Finish
+from meshpar.serve.cache import device_bytes
+from meshpar.serve.decoding import Decoding
+from meshpar.serve.generator import Clock, Generator, Piece
+from meshpar.serve.sampling import Sampling
+from meshpar.serve.source import Source, of_run, open_source
+from meshpar.tree import human_bytes
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a model made of a prompt.
+
+    Args:
+      prompt: as it was given.
+      text: the answer, without the prompt and without a stop string.
+      tokens: all that were chosen, those of a stop string included.
+      finish: `stop` at a stop string, `end` of the document, or `length`.
+    """
+
+    prompt: Prompt
+    text: str
+    tokens: list[int]
+    finish: Finish | None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The answers to a batch of prompts, and what they took.
+
+    Args:
+      completions: in the order of the prompts.
+      mesh: size of each axis that is used.
+      cache_bytes: of keys and values, on one device.
+      prefill_s: seconds until each row had its first token, compilation not included.
+      decode_s: seconds for the others.
+    """
+
+    completions: list[Completion]
+    mesh: str
+    cache_bytes: int
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def texts(self) -> list[str]:
+        return [completion.text for completion in self.completions]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """What it took, in a line."""
+        num = sum(len(completion.tokens) for completion in self.completions)
+        later = num - len(self.completions)
+        rate = f", then {later / self.decode_s:.0f} tokens/s" if later and self.decode_s else ""
+        cache = f"cache {human_bytes(self.cache_bytes)} a device"
+        return f"{num} tokens on {self.mesh}: the first after {self.prefill_s:.2f} s{rate}; {cache}"
+
+
+def generate(
+    source: Source | Run | Path | str,
+    prompts: Sequence[Prompt] | str,
+    *,
+    overrides: Sequence[str] = (),
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Sequence[str] | str = (),
+    show: Callable[[Piece], None] = lambda piece: None,
+) -> Generated:
+    """Goes on from each prompt, all in one batch; the same tokens on any mesh.
+
+    Args:
+      source: a run, its config file, or the folder that it wrote; its latest checkpoint is restored to its mesh.
+      prompts: texts, or token ids, which are taken as they are; or one text. A text opens a document.
+      overrides: `key=value`, as on the command line: `mesh.tensor=4`, of a file or folder.
+      max_tokens: the most tokens of an answer.
+      temperature, top_k, top_p, seed: see `Sampling`.
+      stop: texts before which an answer ends.
+      show: called with each `Piece` of an answer as it comes.
+
+    Raises:
+      ConfigError: lists all that cannot be: empty prompts, prompts that are too long, settings without sense.
+      CheckpointError, MeshError, ShardingError: there is no checkpoint, or it does not fit the mesh.
+
+    Communication: per token, that of a forward pass of one token a row; see `sample` for the choice.
+
+    Memory: the parameters as they are stored; and the cache, see `cache_placement`.
+    """
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    opened = _opened(source, overrides)
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    stop = [stop] if isinstance(stop, str) else stop
+    _check(opened, prompts, max_tokens, stop)
+    ids = [_encoded(opened, prompt) for prompt in prompts]
+    generator = Generator(_decoding(opened, ids, max_tokens, sampling), opened.restore)
+    answers = [Answer(opened.tokenizer, stop, max_tokens) for _ in prompts]
+    for piece in generator.stream(ids, answers):
+        show(piece)
+    return _generated(generator.decoding, generator.clock, prompts, answers)
+
+
+def _opened(source: Source | Run | Path | str, overrides: Sequence[str]) -> Source:
+    if isinstance(source, (str, Path)):
+        return open_source(Path(source), overrides)
+    if overrides:
+        raise ConfigError("overrides change what a file says: of a Run, change the fields")
+    return of_run(source) if isinstance(source, Run) else source
+
+
+def _decoding(source: Source, ids: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> Decoding:
+    how = source.how(source.run.mesh.build())
+    shards = math.prod(how.mesh.shape[axis] for axis in how.axes("batch"))
+    dtype, num_rows = np.dtype(source.run.precision.params), -(-len(ids) // shards) * shards
+    return Decoding(
+        model=source.model, how=how, dtype=dtype, sampling=sampling, num_rows=num_rows,
+        prompt_len=max(map(len, ids)), max_tokens=max_tokens,
+    )  # fmt: skip
+
+
+def _generated(decoding: Decoding, clock: Clock, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> Generated:
+    completions = [
+        Completion(prompt, answer.text, answer.tokens, answer.finish)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    mesh = describe_sizes(dict(decoding.how.mesh.shape))
+    return Generated(completions, mesh, device_bytes(decoding.cache), clock.prefill_s, clock.decode_s)
+
+
+def _encoded(source: Source, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        return [source.tokenizer.bos, *source.tokenizer.encode(prompt).tolist()]
+    return list(prompt)
+
+
+def _check(source: Source, prompts: Sequence[Prompt], max_tokens: int, stop: Sequence[str]) -> None:
+    problems, model = Problems(), source.model
+    if (size := source.tokenizer.vocab_size) > model.vocab_size:
+        what = f"the tokenizer has {size} ids, the model {model.vocab_size}"
+        problems.add("model.vocab_size", what, "the tokenizer that the model was trained with")
+    if max_tokens < 1:
+        problems.add("max_tokens", f"{max_tokens} is not 1 or more", "1")
+    if "" in stop:
+        problems.add("stop", "an empty text is everywhere", "leave it out")
+    if not prompts:
+        problems.add("prompts", "there is none", "give one")
+    for number, prompt in enumerate(prompts, 1):
+        _check_prompt(f"prompt {number}", source, prompt, max_tokens, problems)
+    problems.raise_any(ConfigError, "these prompts cannot be answered:")
+
+
+def _check_prompt(where: str, source: Source, prompt: Prompt, max_tokens: int, problems: Problems) -> None:
+    if not prompt:
+        problems.add(where, "is empty", "give it at least one character")
+        return
+    ids, model = _encoded(source, prompt), source.model
+    if not isinstance(prompt, str) and not all(0 <= token < model.vocab_size for token in ids):
+        problems.add(where, f"has token ids outside of the model's vocabulary of {model.vocab_size}")
+    if model.learned_positions and len(ids) + max_tokens > model.max_seq_len:
+        what = f"{len(ids)} tokens and {max_tokens} more do not fit model.max_seq_len = {model.max_seq_len}"
+        room = model.max_seq_len - len(ids)
+        problems.add(where, what, f"max_tokens={room}" if room > 0 else "a shorter prompt")

@@ -1,0 +1,116 @@
+"""Tokens that a mesh chooses are those of one device; what a cached token computes is what the full forward does."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar.nn.attention import Attention, behind
+from meshpar.nn.cache import CachedLayer
+from meshpar.serve.sampling import Sampling
+from tests.serving import LAYOUTS, MAX_TOKENS, MODELS, PROMPTS, cached_logits, full_logits, generator, tokens
+
+DRAWN = Sampling(temperature=1.0, top_k=12, top_p=0.9, seed=7)
+CASES = list(product(MODELS, LAYOUTS, ("manual", "auto")))
+SAMPLE = [
+    ("llama_gqa_options", "tensor4", "manual"),
+    ("llama", "data2_fsdp2_tensor2", "manual"),
+    ("gpt_tied", "data2_fsdp2_tensor2", "auto"),
+]
+DRAWN_CASES = list(product(LAYOUTS, ("manual", "auto")))
+each_case = pytest.mark.parametrize(
+    ("model", "layout", "lowering"),
+    [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow) for case in CASES],
+)
+ROWS = np.random.default_rng(0).integers(0, 29, (len(PROMPTS), 6 + MAX_TOKENS))
+
+
+@lru_cache
+def on_one_device(model: str, sampling: Sampling = Sampling()) -> np.ndarray:  # noqa: B008
+    return tokens(generator(model, "one", "auto", sampling))
+
+
+def difference(model: str, layout: str, lowering: str) -> float:
+    """Between the logits of a prompt and of each token after it, through the cache, and those of full forwards."""
+    got = cached_logits(model, layout, lowering, ROWS)
+    ends = [np.arange(len(prompt), len(prompt) + MAX_TOKENS) for prompt in PROMPTS]
+    want = [full_logits(model, row)[end - 1] for row, end in zip(ROWS, ends, strict=True)]
+    return float(abs(got - np.stack(want)).max())
+
+
+@pytest.fixture(autouse=True)
+def _float64(float64):
+    """Every test here."""
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_greedy_tokens_are_the_most_probable_of_a_full_forward_for_each(model):
+    for prompt, answer in zip(PROMPTS, on_one_device(model), strict=True):
+        logits = full_logits(model, [*prompt, *answer])
+        assert (logits[len(prompt) - 1 : -1].argmax(-1) == answer).all()
+    assert len(np.unique(on_one_device(model))) > 5  # they say something
+
+
+@each_case
+def test_tokens_are_those_of_one_device(model, layout, lowering):
+    assert (tokens(generator(model, layout, lowering)) == on_one_device(model)).all()
+
+
+@each_case
+def test_cached_logits_are_those_of_the_full_forward(model, layout, lowering):
+    assert difference(model, layout, lowering) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("layout", "lowering"),
+    [pytest.param(*case, marks=[] if case == ("tensor4", "manual") else pytest.mark.slow) for case in DRAWN_CASES],
+)
+def test_drawn_tokens_are_those_of_one_device(layout, lowering):
+    got = tokens(generator("llama", layout, lowering, DRAWN))
+    assert (got == on_one_device("llama", DRAWN)).all()
+    assert (got != on_one_device("llama")).any()
+
+
+def test_an_answer_does_not_depend_on_who_else_is_in_the_batch():
+    alone = tokens(generator("llama", "one", "auto", DRAWN, num_rows=1), PROMPTS[:1])
+    assert (alone == on_one_device("llama", DRAWN)[:1]).all()
+
+
+# The suite can fail ---------------------------------------------------------------------------------------------
+
+
+def test_a_key_in_the_slot_beside_is_seen(monkeypatch):
+    put = CachedLayer._put
+    beside = lambda past, all_, new: put(past._replace(positions=past.positions + 1), all_, new)
+    monkeypatch.setattr(CachedLayer, "_put", beside)
+    assert difference("llama", "one", "auto") > 1e-2
+
+
+def test_attention_to_padding_is_seen(monkeypatch):
+    longest = lambda positions: jnp.broadcast_to(positions.max(0), positions.shape)
+    as_in_the_longest_row = lambda queries, keys, window: behind(longest(queries), keys, window)
+    monkeypatch.setattr("meshpar.nn.attention.behind", as_in_the_longest_row)
+    assert difference("llama", "one", "auto") > 1e-2
+
+
+def test_a_window_that_is_too_wide_is_seen(monkeypatch):
+    wider = lambda queries, keys, window: behind(queries, keys, None if window is None else window + 1)
+    monkeypatch.setattr("meshpar.nn.attention.behind", wider)
+    got = cached_logits("llama_gqa_options", "one", "auto", ROWS)
+    monkeypatch.undo()
+    assert abs(got - cached_logits("llama_gqa_options", "one", "auto", ROWS)).max() > 1e-2
+
+
+def test_key_heads_of_another_shard_are_seen(monkeypatch):
+    local = Attention._for_local_heads
+    monkeypatch.setattr(Attention, "_for_local_heads", lambda self, k, q: local(self, jnp.roll(k, 1, axis=2), q))
+    assert difference("llama_gqa_options", "tensor4", "manual") > 1e-2
+
+
+def test_noise_that_is_drawn_by_device_is_seen(monkeypatch):
+    monkeypatch.setattr("meshpar.serve.sampling.shard", lambda noise, axes, dim: noise[:, : noise.shape[1] // 4])
+    assert (tokens(generator("llama", "tensor4", "manual", DRAWN)) != on_one_device("llama", DRAWN)).any()

@@ -1,0 +1,148 @@
+"""What a user reads whose prompts, settings or model cannot be generated from: exit code 2, and no traceback."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from meshpar import cli
+from meshpar.errors import ConfigError, ShardingError
+from meshpar.sharding.rules import AxisRules
+from tests.serving import decoding, generator
+
+CONFIG = """\
+model: {kind: gpt, num_layers: 1, width: 16, num_heads: 2, mlp_width: 32, max_seq_len: 16}
+data: {kind: text, path: corpus, batch_size: 8, seq_len: 16}
+optim: {kind: adamw, lr: 1e-3}
+mesh: {data: 8}
+num_steps: 2
+run_dir: run
+"""
+LONG = "0123456789abcdef"
+
+
+@pytest.fixture
+def meshpar(monkeypatch, capsys, tmp_path):
+    """Runs the verb on CONFIG, in a folder with a checkpoint of which there is only the name."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('"a"\n{"text": "b"}\n')
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["meshpar", "generate", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        said = capsys.readouterr()
+        return exit_.value.code, said.out, said.err.replace(f"{tmp_path}/", "")
+
+    return call
+
+
+REFUSED = {
+    "no prompt": (["config.yaml"], "meshpar: there is no prompt: give --prompt TEXT or --prompts FILE\n"),
+    "no file of prompts": (
+        ["config.yaml", "--prompts", "nothing.txt"],
+        "meshpar: --prompts nothing.txt: cannot be read: No such file or directory\n",
+    ),
+    "a line that is no text": (
+        ["config.yaml", "--prompts", "prompts.jsonl"],
+        "meshpar: --prompts prompts.jsonl:2: is no JSON text in quotes\n",
+    ),
+    "prompts and settings": (
+        ["config.yaml", "--prompt", "", "--prompt", "0123456789", "--prompt", LONG, "--max-tokens", "7", "--stop", ""],
+        """\
+meshpar: these prompts cannot be answered:
+  stop
+    an empty text is everywhere
+    leave it out
+  prompt 1
+    is empty
+    give it at least one character
+  prompt 2
+    11 tokens and 7 more do not fit model.max_seq_len = 16
+    max_tokens=5
+  prompt 3
+    17 tokens and 7 more do not fit model.max_seq_len = 16
+    a shorter prompt
+""",
+    ),
+    "sampling": (
+        ["config.yaml", "--prompt", "a", "--temperature", "-0.5", "--top-p", "1.5"],
+        """\
+meshpar: the next token cannot be drawn so:
+  temperature
+    -0.5 is not 0 or more
+    0 takes the most probable token
+  top_p
+    1.5 is not a probability above 0
+    1 for all tokens
+""",
+    ),
+    "a tokenizer that does not fit": (
+        ["config.yaml", "model.vocab_size=256", "--prompt", "a", "--max-tokens", "0"],
+        """\
+meshpar: these prompts cannot be answered:
+  model.vocab_size
+    the tokenizer has 257 ids, the model 256
+    the tokenizer that the model was trained with
+  max_tokens
+    0 is not 1 or more
+    1
+""",
+    ),
+    "no checkpoint": (
+        ["config.yaml", "run_dir=other", "--prompt", "a"],
+        "meshpar: other does not exist; an untrained model says nothing: meshpar train config.yaml\n",
+    ),
+    "no run": (["empty", "--prompt", "a"], "meshpar: empty is no checkpoint, and holds none\n"),
+    "a model of the user's own": (
+        ["config.yaml", "model={kind: import, target: my.model:build}", "--prompt", "a"],
+        "meshpar: model.kind = import: only meshpar's own decoders keep keys and values of tokens\n",
+    ),
+    "a misspelt key": (
+        ["config.yaml", "mesh.tenser=2", "--prompt", "a"],
+        """\
+meshpar: 1 problem in config.yaml:
+  mesh.tenser (command line)
+    unknown key
+    did you mean mesh.tensor?
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_user_reads(case, meshpar):
+    arguments, text = REFUSED[case]
+    assert meshpar(*arguments) == (2, "", text)
+
+
+@pytest.mark.parametrize("dim", ["seq", "layers"])
+def test_rules_that_would_divide_one_token_are_refused(dim):
+    how = decoding("llama", "data2", "manual").how
+    with pytest.raises(ShardingError) as error:
+        replace(decoding("llama", "data2", "manual"), how=replace(how, rules=AxisRules(batch=(), **{dim: ("data",)})))
+    assert f"rules.{dim}\n    one token cannot be divided over data\n    mesh.data=1" in str(error.value)
+
+
+def test_a_batch_that_is_larger_than_what_was_compiled_is_refused(float64):
+    model = generator("llama", "one", "auto", num_rows=1, prompt_len=2)
+    with pytest.raises(ConfigError) as error:
+        next(model.turns([[1, 2, 3], []]))
+    assert (
+        str(error.value)
+        == """\
+the prompts do not fit what was compiled:
+  prompts
+    there are 2, and the cache has 1 rows
+  prompt 1
+    3 tokens, and the cache takes 1 to 2
+  prompt 2
+    0 tokens, and the cache takes 1 to 2"""
+    )

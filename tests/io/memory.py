@@ -1,0 +1,64 @@
+"""A program: imports a model into a train state, and says what its memory rose to. Run by test_memory.py.
+
+The peak is VmHWM of the kernel, which `clear_refs` sets back to what is resident now.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from meshpar.config import Config
+from meshpar.io import huggingface
+from meshpar.io.safetensors import Tensor
+from meshpar.models import Llama
+from meshpar.pretrained import PretrainedBeginning
+from meshpar.run import Precision, Run, prepare
+from meshpar.train.data import Synthetic
+from meshpar.train.optim import SGD
+
+SIZES = {"num_layers": 12, "width": 512, "num_heads": 8, "mlp_width": 2048, "vocab_size": 24576}
+
+
+def resident(name: str) -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
+def main(folder: Path, how: str) -> None:
+    run = Run(
+        model=Llama(**SIZES),
+        data=Synthetic(vocab_size=SIZES["vocab_size"], seq_len=16),
+        optim=SGD(lr=1e-3, momentum=0.0),
+        precision=Precision(),
+        num_steps=1,
+        run_dir=folder / "run",
+    )
+    prepared = prepare(run)
+    pretrained = huggingface.open_pretrained(folder)
+    jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(8))())
+    held = {}
+    if how == "all at once":
+        held = {name: tensor.read() for name, tensor in pretrained.tensors.items()}
+        Tensor.read = (
+            lambda self, rows=slice(None), columns=slice(None): _held(held, self)[  # pyright: ignore
+                (rows, columns)[: len(self.shape)]
+            ]
+        )
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS") - sum(array.nbytes for array in held.values())
+    state = jax.block_until_ready(PretrainedBeginning(prepared, pretrained).state())
+    needed = sum(array.nbytes for array in jax.tree.leaves(state))
+    print(needed, resident("VmHWM") - before)
+
+
+def _held(held: dict[str, np.ndarray], tensor: Tensor) -> np.ndarray:
+    return next(array for array in held.values() if array.shape == tensor.shape)
+
+
+if __name__ == "__main__":
+    assert issubclass(Run, Config)
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,52 @@
+"""What an import holds at its peak, measured by the kernel, against what the process needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshpar.io import architectures
+from meshpar.io.huggingface import _expected, names_of
+from meshpar.io.safetensors import Written, write
+from meshpar.models import Llama
+from tests.io.memory import SIZES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """300 MB that are really there: a file with holes would be read from nowhere."""
+    made, model = tmp_path_factory.mktemp("large"), Llama(**SIZES)
+    config = architectures.write(model)
+    (made / "config.json").write_text(json.dumps(config))
+    expected = _expected(model, names_of(model, config["model_type"]))
+    dtype = np.dtype("float32")
+    write(made / "model.safetensors", [Written(n, dtype, s, lambda s=s: np.full(s, 0.1, "f")) for n, s in expected])
+    return made
+
+
+def peak(folder, how):
+    """(bytes of the state, bytes by which the process grew at most)"""
+    command = [sys.executable, "-m", "tests.io.memory", str(folder), how]
+    environment = {"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return map(int, done.stdout.split())
+
+
+def test_an_import_holds_little_more_than_the_state(folder):
+    needed, held = peak(folder, "by part")
+    assert needed > 300e6
+    assert held < 1.3 * needed, (held, needed)
+
+
+@pytest.mark.slow
+def test_reading_all_before_placing_it_would_be_seen(folder):
+    needed, held = peak(folder, "all at once")
+    assert held > 1.7 * needed, (held, needed)

@@ -1,0 +1,122 @@
+"""A tiny decoder with random parameters, to generate from on any layout, and what the full forward says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from meshpar.mesh.layout import MeshLayout
+from meshpar.models import GPT, Llama
+from meshpar.nn.describe import functional
+from meshpar.nn.rotary import Llama3
+from meshpar.nn.transformer import Decoder
+from meshpar.serve.decoding import Decoding, for_tokens
+from meshpar.serve.generator import Generator
+from meshpar.serve.sampling import Sampling
+from meshpar.sharding.constrain import Lowering
+from meshpar.sharding.rules import AxisRules
+from meshpar.train.state import structs
+
+SIZES = {"num_layers": 2, "width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": 29, "vocab_multiple": 8}
+SCALING = Llama3(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8)
+OPTIONS: dict[str, Any] = {
+    "num_kv_heads": 2, "attn_bias": "qkv", "mlp_bias": True, "head_norm": True, "head_dim": 8, "window": 5,
+    "full_layers": (1,), "rotary_fraction": 0.5, "rope_scaling": SCALING,
+}  # fmt: skip
+MODELS: dict[str, Decoder] = {
+    "llama": Llama(**SIZES),
+    "llama_gqa_options": Llama(**SIZES, **OPTIONS),
+    "gpt_tied": GPT(**SIZES, max_seq_len=32, tied=True, dropout=0.1, remat="full"),
+}
+# Two key heads do not divide over four devices: there they are whole on each.
+LAYOUTS = {
+    "one": ({}, ["replicated"]),
+    "data2": ({"data": 2}, ["replicated"]),
+    "fsdp2": ({"fsdp": 2}, ["fsdp"]),
+    "zero1": ({"fsdp": 2}, ["zero1"]),
+    "tensor4": ({"tensor": 4}, ["megatron"]),
+    "tensor4_sp": ({"tensor": 4}, ["megatron_sp"]),
+    "data2_fsdp2_tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron"]),
+}
+PROMPTS = [[3, 1, 4, 1, 5, 9], [2], [6, 5, 3], [5, 8, 9, 7, 9]]
+MAX_TOKENS = 8
+
+
+@lru_cache
+def params(model: str) -> Any:
+    """Larger than those of training's start, so that greedy answers are no constant."""
+    drawn = nnx.to_pure_dict(nnx.state(MODELS[model].build(nnx.Rngs(0)), nnx.Param))
+    return jax.tree.map(lambda x: 3 * np.asarray(x, np.float64), drawn)
+
+
+def decoding(model: str, layout: str, lowering: str, sampling: Sampling = Sampling(), **sizes: Any) -> Decoding:  # noqa: B008
+    """In float64, on the first devices that are here."""
+    axes, presets = LAYOUTS[layout]
+    more = {"kv_heads": ()} if "gqa" in model and axes.get("tensor") == 4 else {}
+    mesh, rules = MeshLayout(**axes), AxisRules(preset=tuple(presets), **more)
+    mesh = mesh.build(jax.devices()[: mesh.requested()])
+    float64 = np.dtype("float64")
+    sizes = {"num_rows": len(PROMPTS), "prompt_len": 6, "max_tokens": MAX_TOKENS} | sizes
+    how = for_tokens(Lowering(mesh, rules, lowering == "manual", float64))
+    return Decoding(model=MODELS[model], how=how, dtype=float64, sampling=sampling, **sizes)
+
+
+def generator(model: str, layout: str, lowering: str, sampling: Sampling = Sampling(), **sizes: Any) -> Generator:  # noqa: B008
+    return Generator(
+        decoding(model, layout, lowering, sampling, **sizes), lambda structs: placed(params(model), structs)
+    )
+
+
+def placed(arrays: Any, structs: Any) -> Any:
+    return jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), arrays, structs)
+
+
+def tokens(generator: Generator, prompts: Sequence[Sequence[int]] = PROMPTS) -> np.ndarray:
+    """int32[prompts, max_tokens]."""
+    return np.stack(list(generator.turns(prompts)), axis=1)
+
+
+def cached_logits(model: str, layout: str, lowering: str, rows: np.ndarray) -> np.ndarray:
+    """float64[prompts, MAX_TOKENS, vocab]: after as many tokens of a row as its prompt has, and each that follows."""
+    decode = decoding(model, layout, lowering)
+    ours, cache = placed(params(model), structs(decode.params)), jax.tree.map(_zeros, structs(decode.cache))
+    ends = np.array([len(prompt) for prompt in PROMPTS], np.int32)
+    every = np.broadcast_to(np.arange(6, dtype=np.int32), (len(rows), 6))
+    extend = jax.jit(decode.logits)
+    logits, cache = extend(ours, _batch(rows[:, :6], every, ends - 1), cache)
+    found = [logits]
+    for turn in range(MAX_TOKENS - 1):
+        at = (ends + turn)[:, None]
+        logits, cache = extend(ours, _batch(np.take_along_axis(rows, at, 1), at, np.zeros_like(ends)), cache)
+        found.append(logits)
+    return np.stack([np.asarray(x) for x in found], axis=1)[..., : SIZES["vocab_size"]]
+
+
+def full_logits(model: str, row: Sequence[int] | np.ndarray) -> np.ndarray:
+    """float64[seq, vocab] of one sequence, in one forward without a cache, on one device."""
+    counted = np.arange(6 + MAX_TOKENS)[None]
+    tokens = np.zeros_like(counted)
+    tokens[0, : len(row)] = row
+    batch = _batch(tokens, counted, np.zeros(1)) | {"segments": np.int32(counted < len(row))}
+    return np.asarray(_forward(model)(params(model), batch))[0, : len(row), : SIZES["vocab_size"]]
+
+
+@lru_cache
+def _forward(model: str) -> Any:
+    apply = functional(nnx.eval_shape(lambda: MODELS[model].build(nnx.Rngs(0))))
+    return jax.jit(lambda params, batch: apply(params, batch, None))
+
+
+def _batch(tokens: np.ndarray, positions: np.ndarray, last: np.ndarray) -> dict[str, np.ndarray]:
+    batch = {"tokens": tokens, "positions": positions, "last": last, "rows": np.arange(len(tokens))}
+    return {name: np.asarray(array, np.int32) for name, array in batch.items()}
+
+
+def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)

@@ -1,0 +1,82 @@
+"""An answer as it comes: whole characters, and nothing of a stop string."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshpar.serve.answer import Answer
+from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
+
+TEXTS = st.one_of(st.binary(max_size=40), st.text("né€😀 \ufffd", max_size=15).map(str.encode))
+
+
+def written(data: bytes, stop=(), max_tokens=99) -> tuple[list[str], Answer]:
+    answer, pieces = Answer(Bytes(), stop, max_tokens), []
+    for token in [*data, Bytes().bos]:
+        if answer.finish is None:
+            pieces.append(answer.add(token))
+    return pieces, answer
+
+
+@given(TEXTS)
+def test_the_pieces_are_the_text_of_all_tokens(data):
+    pieces, answer = written(data)
+    assert "".join(pieces) == answer.text == data.decode("utf-8", "replace")
+    assert (answer.finish, answer.tokens) == ("end", list(data))
+
+
+def test_decoding_each_token_alone_would_not_do():
+    assert "".join(Bytes().decode([token]) for token in "€".encode()) != "€"
+
+
+@given(st.text("ab€", max_size=20), st.lists(st.text("ab€", min_size=1, max_size=4), max_size=3))
+def test_an_answer_ends_before_the_first_stop_string_that_is_complete(text, stop):
+    pieces, answer = written(text.encode(), stop)
+    ends = [end for end in range(len(text) + 1) for s in stop if text[:end].endswith(s)]
+    first = text[: min(ends)] if ends else text
+    begins = [first.find(s) for s in stop if s in first]
+    want = first[: min(begins)] if begins else first
+    assert "".join(pieces) == answer.text == want
+    assert answer.finish == ("stop" if ends else "end")
+
+
+def test_what_might_become_a_stop_string_waits():
+    pieces, answer = written(b"a\n\nb\n\n\nc", ["\n\n\n"])
+    assert pieces == ["a", "", "", "\n\nb", "", "", ""]
+    assert (answer.text, answer.finish) == ("a\n\nb", "stop")
+
+
+def test_the_length_ends_an_answer_and_shows_what_was_held():
+    pieces, answer = written("né€".encode(), ["€!"], max_tokens=4)
+    assert (pieces[-1], answer.text, answer.finish) == ("\ufffd", "né\ufffd", "length")
+    with pytest.raises(AssertionError, match="has ended"):
+        answer.add(1)
+
+
+def test_ids_as_text_keep_their_spaces():
+    answer = Answer(Ids(vocab_size=20, bos=19), (), 9)
+    assert [answer.add(token) for token in (3, 14, 1)] == ["3", " 14", " 1"]
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """A byte-level tokenizer file with merges, some of them of half characters."""
+    tokenizers = pytest.importorskip("tokenizers")
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator(["né €uro €uro naïve"] * 9, trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    library.save(str(path))
+    return TokenizerFile(path=str(path))
+
+
+@given(text=st.text("né€😀 ur", max_size=20))
+def test_pieces_of_a_learned_tokenizer_are_the_text(learned, text):
+    answer = Answer(learned, (), 99)
+    pieces = [answer.add(token) for token in [*learned.encode(text).tolist(), learned.bos]]
+    assert "".join(pieces) == answer.text == text
