@@ -128,7 +128,7 @@ def step_traffic(
         if path not in frozen:
             _add_reductions(sent, path, placement, how, widths, num_users * num_microbatches, by_itself)
         if stages:
-            _add_moves(sent, placement, how, widths, stages)
+            _add_moves(sent, placement, how, widths, stages, on_cpu)
     trained = {path: placement for path, placement in flatten_with_paths(sharded).items() if path not in frozen}
     if how.reduce:
         _add_buckets(sent, trained.values(), how, widths.declared)
@@ -241,7 +241,7 @@ def _add_buckets(sent: Sums, placements: Iterable[Placement], how: Lowering, wid
                 sent[spanned] += num_bytes
 
 
-def _add_moves(sent: Sums, placement: Placement, how: Lowering, widths: Widths, stages: Stages) -> None:
+def _add_moves(sent: Sums, placement: Placement, how: Lowering, widths: Widths, stages: Stages, on_cpu: bool) -> None:
     """A layer as the step computes with it, and its gradient as it is summed."""
     dims = placement.spec.dims
     if "layers" not in dims or not stages.moved:
@@ -250,8 +250,9 @@ def _add_moves(sent: Sums, placement: Placement, how: Lowering, widths: Widths, 
     in_shards = bool(stored) and how.gathers_in_layers
     layer = math.prod(placement.local_shape) // placement.local_shape[dims.index("layers")]
     size = layer * (1 if in_shards else _size(how, stored))
-    width = (widths.gradients if in_shards else widths.compute) + widths.gradients
-    sent[how.axes("stage")] += stages.num_passes * stages.moved * size * width
+    # XLA for CPUs moves out of the loop over the parts of a batch what is the same in each.
+    there = (widths.gradients if in_shards else widths.compute) * (1 if on_cpu else stages.num_passes)
+    sent[how.axes("stage")] += stages.moved * size * (there + stages.num_passes * widths.gradients)
 
 
 def _is_gathered_again(path: str, placement: Placement, recomputed: bool) -> bool:

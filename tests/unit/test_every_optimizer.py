@@ -53,7 +53,11 @@ OPTIMIZERS = {
     "sm3": optax.sm3(1e-2),
     "yogi": optax.yogi(1e-2),
 }
-every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+# Those whose states are like no other's; the rest are like these.
+IN_CI = {"adafactor", "adamw", "lbfgs", "novograd", "noisy_sgd", "polyak_sgd", "sm3"}
+every_optimizer = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.slow) for name in OPTIMIZERS]
+)
 
 
 @pytest.fixture(autouse=True, scope="module")

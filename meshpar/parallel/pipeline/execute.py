@@ -68,12 +68,14 @@ class Pipeline:
         check_complete(orders, self.schedule)
         if forward_only:
             orders = [[op for op in order if op.kind == "F"] for order in orders]
-        cut = cut_layers(self.schedule, num_stages, self.parts.num_layers, self.parts.head)
-        return tick_table(orders, self.schedule), cut
+        return tick_table(orders, self.schedule), self.cut(how)
+
+    def cut(self, how: Lowering) -> Cut:
+        return cut_layers(self.schedule, _num_stages(how), self.parts.num_layers, self.parts.head)
 
     def moves(self, how: Lowering) -> Exchange | None:
         """How layers come to where the schedule wants them; None if they lie there, or all on every stage."""
-        cut = self.plan(how)[1]
+        cut = self.cut(how)
         return exchange(cut, self.parts.num_layers) if how.axes("layers") and not cut.is_contiguous else None
 
 
