@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
 from meshpar.collectives.stream import Ring
 from meshpar.errors import ShardingError
-from meshpar.inspection.hlo import collectives, total_sent_bytes
+from meshpar.inspection.hlo import collectives_of, total_sent_bytes
 
 P = PartitionSpec
 WAYS = {"ring": False, "bidirectional": True}
@@ -117,7 +117,7 @@ def compiled(n, way, unrolled=8, gradients=False):
     mesh = mesh_of(n)
     block = on(mesh, sequence_sharded, Ring(("tensor",), WAYS[way], unrolled))
     program = value_and_gradients(block) if gradients else block
-    return collectives(jax.jit(program).lower(*arguments(n)).compile(), mesh)
+    return collectives_of(jax.jit(program).lower(*arguments(n)).compile(), mesh)
 
 
 def hops(found):

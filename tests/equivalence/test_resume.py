@@ -97,8 +97,8 @@ def _once(compile_: Any, where: Where) -> Any:
 
 
 def _noted(batches: Any, read: list[Any]) -> Any:
-    def noted(self: Dataset, start: int = 0) -> Any:
-        for batch in batches(self, start):
+    def noted(self: Dataset, start: int = 0, rows: Any = None) -> Any:
+        for batch in batches(self, start, rows):
             if self.seed is not None:  # the data that it trains on
                 read.append(batch)
             yield batch
@@ -157,7 +157,7 @@ def test_it_goes_on_as_if_it_had_not_stopped(before: Where, after: Where, folder
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
     batches = Dataset.batches
-    patch.setattr(Dataset, "batches", lambda self, start=0: batches(self, start + (start > 0)))
+    patch.setattr(Dataset, "batches", lambda self, start=0, rows=None: batches(self, start + (start > 0, rows)))
 
 
 def without_optimizer_state(patch: pytest.MonkeyPatch) -> None:

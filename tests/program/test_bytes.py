@@ -130,7 +130,7 @@ IN_CI = ("tensor_recomputed", "fsdp_tensor_kept", "bfloat16")
 )
 def test_so_does_each_overlap(name):
     run = OVERLAPPED[name](WAYS[name])
-    found = collectives(run.compile_step().compiled, run.mesh)
+    found = collectives_of(run.compile_step().compiled, run.mesh)
     assert any(one.kind == "collective_permute" for one in found)
     assert sent_over(found) == run.closed_form
 

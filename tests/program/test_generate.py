@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshpar.inspection.hlo import Collective, collectives
+from meshpar.inspection.hlo import Collective, collectives_of
 from meshpar.models import Llama
 from meshpar.serve.cache import device_bytes
 from meshpar.train.state import structs
@@ -29,7 +29,7 @@ def compiled(layout: str, lowering: str, **sizes: int) -> jax.stages.Compiled:
 
 
 def found(layout: str, lowering: str) -> list[Collective]:
-    return collectives(compiled(layout, lowering).as_text(), decoding("llama", layout, lowering).how.mesh)
+    return collectives_of(compiled(layout, lowering).as_text(), decoding("llama", layout, lowering).how.mesh)
 
 
 @pytest.mark.parametrize(

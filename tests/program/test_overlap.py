@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
 from meshpar.collectives.stream import Ring
-from meshpar.inspection.hlo import collectives, total_sent_bytes
+from meshpar.inspection.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh import process
 from meshpar.models import GPT
 from meshpar.parallel.traffic import share
@@ -104,7 +104,7 @@ def test_every_hop_is_hidden_behind_a_product(kernel, way, unrolled):
 def test_a_plain_gather_hides_nothing_and_holds_all_chunks():
     """Negative control."""
     program = compiled(plain, "ring")
-    assert [one.kind for one in collectives(program)] == ["all_gather"]
+    assert [one.kind for one in collectives_of(program)] == ["all_gather"]
     assert not any(hides(program.as_text() or ""))
     assert program.memory_analysis().temp_size_in_bytes >= N * CHUNK_BYTES
 
@@ -131,7 +131,7 @@ def test_what_a_step_for_tpus_hides_is_what_the_closed_form_counts(layout, setti
     model = GPT(**SIZES, remat="full")
     runs = [prepared(layout, model=model, precision=Precision(compute="bfloat16"), **s).run for s in (settings, {})]
     overlapped, plain = (prepare(run, run.mesh.build(parse("v5e:2x4").devices())) for run in runs)
-    found = collectives(overlapped.compile_step().compiled, overlapped.mesh)
+    found = collectives_of(overlapped.compile_step().compiled, overlapped.mesh)
     assert total_sent_bytes(found, "collective_permute") == sent
     forms = [sum((run.closed_form or {}).values()) for run in (overlapped, plain)]
     assert forms[0] - forms[1] == more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshpar.inspection.hlo import collectives
+from meshpar.inspection.hlo import collectives_of
 from meshpar.run import Prepared, prepare
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.freeze import Freeze
@@ -38,7 +38,7 @@ def test_a_step_with_all_of_it_sends_its_closed_form(tmp_path, monkeypatch, layo
     monkeypatch.chdir(tmp_path)
     run = taught(layout, num_microbatches, presets)
     plain = prepared(layout, "manual", num_microbatches).closed_form or {}
-    found = sent_over(collectives(run.compile_step().compiled, run.mesh))
+    found = sent_over(collectives_of(run.compile_step().compiled, run.mesh))
     assert found == run.closed_form
     assert sum(found.values()) > sum(plain.values())
     monkeypatch.setattr("meshpar.run.teacher_traffic", lambda *given: {})  # control: a teacher is no free lunch
@@ -54,7 +54,7 @@ def taught_again(run: Prepared) -> Prepared:
 def test_without_a_teacher_it_sends_what_it_did(layout):
     plain = prepared(layout)
     run = prepare(plain.run.model_copy(update=ADDED))
-    assert sent_over(collectives(run.compile_step().compiled, run.mesh)) == plain.closed_form == run.closed_form
+    assert sent_over(collectives_of(run.compile_step().compiled, run.mesh)) == plain.closed_form == run.closed_form
 
 
 def test_where_a_teachers_logits_lie_otherwise_there_is_no_closed_form(tmp_path, monkeypatch):

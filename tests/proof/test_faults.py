@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax import lax
 
-from meshpar import AxisRules, MeshLayout, Proof, prove, training
+from meshpar import AxisRules, MeshLayout, Proof, Tally, prove, training
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.parallel import data, tensor
 from meshpar.parallel.local import varying
@@ -55,27 +55,25 @@ def test_what_is_right_is_proved(sizes, presets, more):
 def test_a_missing_reduction(monkeypatch):
     """One device's gradient, taken for the sum of all."""
 
-    def only_the_first(grad, names, how):
-        if "data" not in data.summed_axes(how):
-            return reduce_one(grad, names, how)
-        mine = jnp.where(lax.axis_index("data") == 0, grad, jnp.zeros_like(grad))
-        return reduce_one(mine, names, how)
+    def only_the_first(grad, axes):
+        if "data" not in axes:
+            return summed(grad, axes)
+        return summed(jnp.where(lax.axis_index("data") == 0, grad, jnp.zeros_like(grad)), axes)
 
-    reduce_one = data._reduce_one
-    monkeypatch.setattr(data, "_reduce_one", only_the_first)
+    summed = data._sum
+    monkeypatch.setattr(data, "_sum", only_the_first)
     proof = proof_of(toy(CUBE, *FSDP))
     assert list(guilty(proof)) == ["data=2"]
     assert guilty(proof)["data=2"].startswith("step 1, gradient of down: differs by up to")
 
 
 def test_a_doubled_reduction(monkeypatch):
-    def twice(grad, names, how):
-        once = reduce_one(grad, names, how)
-        axes = tuple(axis for axis in ("data",) if axis in data.summed_axes(how))
-        return lax.psum(varying(once, axes), axes) if axes else once
+    def twice(grad, axes):
+        once = summed(grad, axes)
+        return lax.psum(varying(once, ("data",)), "data") if "data" in axes else once
 
-    reduce_one = data._reduce_one
-    monkeypatch.setattr(data, "_reduce_one", twice)
+    summed = data._sum
+    monkeypatch.setattr(data, "_sum", twice)
     proof = proof_of(toy(CUBE, *FSDP))
     assert guilty(proof) == {"data=2": "step 1, gradient of down: exactly 2x (and 3 of 4 gradients beside it)"}
 
@@ -165,7 +163,7 @@ def test_labels_shifted_within_a_shard(border):
         logits = params["table"][batch["tokens"]] @ params["head"]
         nll = tensor.cross_entropy(logits, next_of(batch["tokens"], border), toys.PADDED)
         sums = nll.sum(), jnp.ones_like(batch["tokens"]).sum(dtype=jnp.int32)
-        return lax.psum(sums, axes) if axes else sums
+        return Tally(*(lax.psum(sums, axes) if axes else sums))
 
     bigram = training(
         lambda key: {name: toys.init(key)[name] for name in ("table", "head")},
@@ -190,12 +188,12 @@ def test_labels_shifted_within_a_shard(border):
 def test_a_wrong_transpose(monkeypatch):
     """The backward of the gather scatters the shards in another order."""
 
-    def backward(stored, to, back, residual, grad):
-        (mine,) = right(stored, to, back, residual, grad)
+    def backward(stored, to, back, how, residual, grad):
+        (mine,) = right(stored, to, back, how, residual, grad)
         return (lax.ppermute(mine, "fsdp", [(0, 1), (1, 0)]),)
 
     right = data._all_gather_backward
-    crossed = jax.custom_vjp(data._all_gather.__wrapped__, nondiff_argnums=(1, 2, 3))
+    crossed = jax.custom_vjp(data._all_gather.__wrapped__, nondiff_argnums=(1, 2, 3, 4))
     crossed.defvjp(lambda x, *how: (crossed(x, *how), None), backward)
     monkeypatch.setattr(data, "_all_gather", crossed)
     proof = proof_of(toy(CUBE, *FSDP))
@@ -269,12 +267,12 @@ def test_accumulation_is_guilty_before_any_axis(monkeypatch):
 
 
 def test_two_axes_that_are_wrong_only_together(monkeypatch):
-    def confused(grad, names, how):
-        both = {"data", "tensor"} <= {axis for axis, size in how.mesh.shape.items() if size > 1}
-        return reduce_one(grad, names, how) * (3 if both else 1)
+    def confused(grad, axes):
+        both = {"data", "tensor"} <= {axis for axis, size in manual().mesh.shape.items() if size > 1}
+        return summed(grad, axes) * (3 if both else 1)
 
-    reduce_one = data._reduce_one
-    monkeypatch.setattr(data, "_reduce_one", confused)
+    summed = data._sum
+    monkeypatch.setattr(data, "_sum", confused)
     proof = proof_of(toy(CUBE, *FSDP))
     assert guilty(proof) == {
         "data=2, tensor=2": "step 1, gradient of down: exactly 3x (and 3 of 4 gradients beside it)"

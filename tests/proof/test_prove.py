@@ -16,12 +16,12 @@ from meshpar.parallel.local import varying
 
 
 def test_a_fault_ends_with_1(monkeypatch):
-    def twice(grad, names, how):
-        once = reduce_one(grad, names, how)
-        return lax.psum(varying(once, ("data",)), "data") if "data" in data.summed_axes(how) else once
+    def twice(grad, axes):
+        once = summed(grad, axes)
+        return lax.psum(varying(once, ("data",)), "data") if "data" in axes else once
 
-    reduce_one = data._reduce_one
-    monkeypatch.setattr(data, "_reduce_one", twice)
+    summed = data._sum
+    monkeypatch.setattr(data, "_sum", twice)
     small = ["model.num_layers=1", "mesh.fsdp=1", "mesh.tensor=1", "rules=[replicated]", "mesh.data=8"]
     result = CliRunner().invoke(app, ["prove", "configs/quickstart.yaml", *small, "--json"])
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception

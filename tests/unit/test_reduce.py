@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from meshpar.train.checkpoint import checkpoints
+from meshpar.checkpoint.checkpoints import checkpoints
 
 from meshpar import ConfigError, ProofError, prove
 from meshpar.collectives.reduction import Int8, PowerSGD, Reduce
@@ -78,7 +78,7 @@ def test_what_is_kept_is_sharded_and_checkpointed(layout, across, tmp_path):
     assert lost.sharding.spec == placed["blocks"]["mlp"]["up"]["kernel"].pspec
     assert np.asarray(lost).any()
     with checkpoints(tmp_path) as saved:
-        saved.save(1, state, {})
+        saved.save(1, state)
         saved.wait()
         restored = saved.restore(run.placement.structs)
     after, again = step(state, second)[0], step(restored, second)[0]
