@@ -157,7 +157,7 @@ def test_it_goes_on_as_if_it_had_not_stopped(before: Where, after: Where, folder
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
     batches = Dataset.batches
-    patch.setattr(Dataset, "batches", lambda self, start=0, rows=None: batches(self, start + (start > 0, rows)))
+    patch.setattr(Dataset, "batches", lambda self, start=0, rows=None: batches(self, start + (start > 0), rows))
 
 
 def without_optimizer_state(patch: pytest.MonkeyPatch) -> None:
