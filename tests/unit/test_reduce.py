@@ -7,9 +7,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from meshpar.checkpoint.checkpoints import checkpoints
 
 from meshpar import ConfigError, ProofError, prove
+from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.collectives.reduction import Int8, PowerSGD, Reduce
 from meshpar.run import load
 from tests.equivalence.conftest import batches
