@@ -77,7 +77,7 @@ def _built(
 
 def to_yaml(config: Config) -> str:
     """The whole config, defaults written out, such that it loads to the same."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 def schema(root: type[Config]) -> dict[str, Any]:
@@ -148,6 +148,12 @@ _Loader.yaml_implicit_resolvers = {
 }
 _FLOAT = r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.\d[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(inf|nan))$"
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper, which quotes the texts that `_Loader` would read as something else: '0E0'."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 _PLAIN = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import pydantic
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshpar.config import Config, flatten, load, schema, to_yaml
@@ -64,6 +64,7 @@ drawings = st.builds(
 
 
 @given(drawings)
+@example(Drawing(shape=Circle(radius=1e-5), pen=Pen(colour="0E0"), title="2026-11-21"))
 def test_a_config_comes_back_from_its_yaml(tmp_path_factory, drawing):
     path = tmp_path_factory.mktemp("configs") / "drawing.yaml"
     path.write_text(to_yaml(drawing))
