@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -340,20 +339,33 @@ def test_control_what_is_not_paused_counts(monkeypatch: pytest.MonkeyPatch):
     assert stopwatch.lap() == {"step_s": 4.0, "tokens_per_s": 2.5, "data_wait": 0.0}
 
 
+@dataclass
 class Slow(Numbers):
-    """Batches that take ten times as long as a step of the toy."""
+    """Batches that take 3 s each."""
+
+    clock: Clock = field(kw_only=True)
 
     def batch(self, index: int) -> dict[str, np.ndarray]:
-        time.sleep(0.05)
+        self.clock.now_s += 3
         return super().batch(index)
 
 
-def test_a_slow_source_is_seen(tmp_path: Path):
-    run(tmp_path / "slow", train=Slow())
-    run(tmp_path / "fast")
-    waits = {name: [r["data_wait"] for r in recorded(tmp_path / name, "train")[1:]] for name in ("slow", "fast")}
-    assert min(waits["slow"]) > 0.5 > max(waits["fast"])
-    assert recorded(tmp_path / "slow", "summary")[0]["data_wait"] > 0.5
+@dataclass(frozen=True)
+class Timed(Watched):
+    """A step of 1 s."""
+
+    clock: Clock = field(kw_only=True)
+
+    def __call__(self, state: TrainState, batch: Any) -> Any:
+        self.clock.now_s += 1
+        return super().__call__(state, batch)
+
+
+@pytest.mark.parametrize(("slow", "wait"), [(True, 0.75), (False, 0.0)])
+def test_a_slow_source_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: bool, wait: float):
+    clock = Clock(monkeypatch)
+    run(tmp_path, step=Timed(clock=clock), train=Slow(clock=clock) if slow else Numbers())
+    assert recorded(tmp_path, "summary")[0]["data_wait"] == wait
 
 
 def test_the_loop_counts_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
