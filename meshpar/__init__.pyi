@@ -18,6 +18,7 @@ from .errors import (
     ScheduleError,
     ShardingError,
 )
+from .flow import explain, fit
 from .inspection.compiling import compiling
 from .inspection.contract import Contract
 from .inspection.finding import Finding, Planned
@@ -37,9 +38,10 @@ from .parallel.pipeline.schedule import (
     ZeroBubbleH1,
     ZeroBubbleH2,
 )
+from .prepared import Prepared, prepare
 from .proof.prove import prove
 from .proof.verdict import Proof
-from .run import Init, Prepared, Run, explain, fit, load, prepare
+from .run import Init, Run, load
 from .serve.generate import Completion, Generated, generate
 from .sharding.constrain import constrain
 from .sharding.resolve import Placement, resolve

@@ -18,8 +18,9 @@ from meshpar.io.export import LARGEST_FILE, check_free, copy_companions, export,
 from meshpar.io.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.transformer import Decoder
+from meshpar.prepared import Prepared, prepare
 from meshpar.pretrained import PretrainedBeginning
-from meshpar.run import Precision, Prepared, Run, load, prepare, simulate
+from meshpar.run import Precision, Run, load, simulate
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import AdamW

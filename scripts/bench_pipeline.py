@@ -21,7 +21,7 @@ from meshpar import AdamW, AxisRules, Llama, MeshLayout, Run, Synthetic, prepare
 from meshpar.parallel.pipeline.named import named
 from meshpar.parallel.pipeline.simulate import Times
 from meshpar.parallel.pipeline.ticks import in_ticks
-from meshpar.run import Prepared
+from meshpar.prepared import Prepared
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv")
 

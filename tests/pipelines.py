@@ -11,8 +11,9 @@ import numpy as np
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.parallel.pipeline.named import named
+from meshpar.prepared import Prepared, prepare
 from meshpar.proof.trial import KINDS, Trial
-from meshpar.run import Precision, Prepared, Run, prepare
+from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import AdamW

@@ -24,13 +24,13 @@ def explain(
 
     With PATH (a glob such as `blocks.*.kernel`) also draws how those arrays lie on the mesh.
     """
-    from meshpar import run
+    from meshpar import flow, run
 
     paths = [a for a in arguments or [] if "=" not in a]
     loaded = run.load(config, [a for a in arguments or [] if "=" in a])
     if len(paths) > 1:
         raise ConfigError(f"explain takes one PATH, got {' and '.join(paths)}")
-    told = run.explain(loaded, paths[0] if paths else None, devices)
+    told = flow.explain(loaded, paths[0] if paths else None, devices)
     if svg:
         write("--svg", svg, told.svg())
     typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))

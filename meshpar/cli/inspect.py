@@ -44,16 +44,16 @@ def inspect(
 
 
 def _inspection(config: Path, overrides: list[str], devices: int | None, target: str | None) -> Inspection | Judgement:
-    from meshpar import run
+    from meshpar import flow, run
 
     loaded = run.load(config, overrides)
     if target is None:
         run.simulate(loaded, devices)
-    return run.inspect(loaded, target)
+    return flow.inspect(loaded, target)
 
 
 def _difference(words: list[str], devices: int | None, target: str | None) -> Difference:
-    from meshpar import run
+    from meshpar import flow, run
     from meshpar.inspection.difference import difference
     from meshpar.inspection.plain import read
 
@@ -62,7 +62,7 @@ def _difference(words: list[str], devices: int | None, target: str | None) -> Di
     if configs and target is None:  # JAX can be told only once how many devices to simulate
         run.simulate(configs[0], devices or max(config.mesh.requested() or 1 for config in configs))
     before, after = (
-        run.inspect(side, target, devices or side.mesh.requested()).as_json() if isinstance(side, run.Run) else side
+        flow.inspect(side, target, devices or side.mesh.requested()).as_json() if isinstance(side, run.Run) else side
         for side in sides
     )
     return difference(before, after)

@@ -20,8 +20,8 @@ def train(
     dump_hlo: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the compiled step's text there.")] = None,
 ) -> None:
     """Trains the model of CONFIG, or goes on from the last checkpoint in its run directory."""
-    from meshpar import run
+    from meshpar import flow, run
 
     loaded = run.load(config, overrides or [])
     run.simulate(loaded, devices)
-    run.fit(loaded, json=json, profile=profile, dump_hlo=dump_hlo)
+    flow.fit(loaded, json=json, profile=profile, dump_hlo=dump_hlo)

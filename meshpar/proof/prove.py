@@ -16,12 +16,13 @@ import numpy as np
 from meshpar.config import flatten
 from meshpar.errors import MeshError, ProofError
 from meshpar.mesh.layout import MeshLayout, describe_sizes
+from meshpar.prepared import prepare
 from meshpar.proof.batches import token_batch
 from meshpar.proof.compare import Comparison, compare, without_gradient
 from meshpar.proof.shrink import shrink
 from meshpar.proof.trial import Batches, Taken, Trial, on
 from meshpar.proof.verdict import CHECKPOINT, Proof, Row, Sizes
-from meshpar.run import Run, prepare
+from meshpar.run import Run
 from meshpar.train.training import Training
 
 NUM_STEPS = 4

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import typer
 
-from meshpar import cli, run
+from meshpar import cli, prepared, run
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
@@ -108,7 +108,7 @@ def check_command(line: str) -> None:
     if "config" in given:
         arguments = [a for value in given.values() if isinstance(value, (list, tuple)) for a in value]
         loaded = run.load(ROOT / given["config"], [a for a in arguments if "=" in a])
-        run.prepare(loaded, loaded.mesh.abstract(given.get("devices")))
+        prepared.prepare(loaded, loaded.mesh.abstract(given.get("devices")))
 
 
 def check_config(text: str, folder: Path) -> None:
@@ -117,7 +117,7 @@ def check_config(text: str, folder: Path) -> None:
     whole = re.search(r"^(extends|model):", text, re.MULTILINE)
     (folder / "page.yaml").write_text(text if whole else f"extends: quickstart.yaml\n{text}")
     loaded = run.load(folder / "page.yaml")
-    run.prepare(loaded, loaded.mesh.abstract())
+    prepared.prepare(loaded, loaded.mesh.abstract())
 
 
 def commands(page: Path) -> list[str]:

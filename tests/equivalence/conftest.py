@@ -14,7 +14,8 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.nn.lora import LoRA
 from meshpar.nn.rotary import Llama3
-from meshpar.run import Precision, Prepared, Run, prepare
+from meshpar.prepared import Prepared, prepare
+from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import AdamW

@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar import run as run_module
+from meshpar import prepared
 from meshpar.checkpoint.kept import Kept
 from meshpar.checkpoint.saved import Saved
+from meshpar.flow import fit
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT
-from meshpar.run import Precision, Prepared, Run, fit
+from meshpar.prepared import Prepared
+from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Dataset, Synthetic
 from meshpar.train.optim import AdamW
@@ -88,7 +90,7 @@ def _once(compile_: Any, where: Where) -> Any:
     """Compiles what a place runs once, and again for another random key."""
 
     def once(self: Prepared) -> Any:
-        key = where, compile_, run_module.step_key
+        key = where, compile_, prepared.step_key
         if key not in COMPILED:
             COMPILED[key] = compile_(self)
         return COMPILED[key]
@@ -173,7 +175,7 @@ def without_optimizer_state(patch: pytest.MonkeyPatch) -> None:
 
 def another_key(patch: pytest.MonkeyPatch) -> None:
     """As if random keys were counted from where the process began."""
-    patch.setattr("meshpar.run.step_key", lambda seed, step: jax.random.fold_in(jax.random.key(seed), step - 2))
+    patch.setattr("meshpar.prepared.step_key", lambda seed, step: jax.random.fold_in(jax.random.key(seed), step - 2))
 
 
 @pytest.mark.parametrize("fault", [off_by_one, without_optimizer_state, another_key])

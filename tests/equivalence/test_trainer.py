@@ -13,7 +13,7 @@ from flax import nnx
 
 from meshpar.models import Llama
 from meshpar.nn.describe import functional
-from meshpar.run import Prepared, prepare
+from meshpar.prepared import Prepared, prepare
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.ema import averaged
 from meshpar.train.freeze import Freeze

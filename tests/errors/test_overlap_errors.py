@@ -7,7 +7,8 @@ import pytest
 from meshpar.errors import ConfigError
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
-from meshpar.run import Run, prepare
+from meshpar.prepared import prepare
+from meshpar.run import Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import AdamW

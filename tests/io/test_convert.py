@@ -13,10 +13,11 @@ import transformers
 
 from meshpar import cli, convert
 from meshpar.errors import Problems
+from meshpar.flow import fit
 from meshpar.io.safetensors import Written, tensors_in, write
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.lora import LoRA
-from meshpar.run import Init, Run, fit, load
+from meshpar.run import Init, Run, load
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import AdamW

@@ -15,7 +15,8 @@ from meshpar.models import GPT, Llama
 from meshpar.nn.lora import LoRA
 from meshpar.nn.transformer import Decoder
 from meshpar.parallel.traffic import share
-from meshpar.run import Precision, Prepared, Run, prepare
+from meshpar.prepared import Prepared, prepare
+from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.freeze import Freeze

@@ -13,10 +13,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshpar.errors import ContractError, ContractWarning, ProgramError
+from meshpar.flow import _hold_to_contract
 from meshpar.inspection.contract import Allowed, Contract
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.parallel import tensor
-from meshpar.run import _hold_to_contract
 from meshpar.train.step import Step
 from tests.program.test_bytes import prepared
 from tests.program.test_hlo import make_mesh

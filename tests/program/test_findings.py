@@ -20,7 +20,8 @@ from meshpar.inspection.finding import Finding, Planned
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.inspection.planned import planned_by
 from meshpar.mesh.layout import MeshLayout
-from meshpar.run import Prepared, Run, load, prepare
+from meshpar.prepared import Prepared, prepare
+from meshpar.run import Run, load
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import Adafactor, AdamW

@@ -15,7 +15,7 @@ from meshpar.inspection.flops import opaque_calls, product_flops
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.inspection.program import Program
 from meshpar.inspection.walk import walk
-from meshpar.run import Prepared
+from meshpar.prepared import Prepared
 from meshpar.sharding.resolve import Placement
 from tests.layouts import LAYOUTS
 from tests.program.test_bytes import MODEL, ROWS, SEQ, prepared

@@ -20,7 +20,8 @@ from meshpar.mesh import process
 from meshpar.models import GPT
 from meshpar.parallel.traffic import share
 from meshpar.plan.targets import parse
-from meshpar.run import Precision, prepare
+from meshpar.prepared import prepare
+from meshpar.run import Precision
 from tests.program.schedule import hides
 from tests.program.test_bytes import SIZES, prepared
 

@@ -12,7 +12,8 @@ from meshpar.collectives.reduction import Bfloat16, Exact, Float8, Int8, OneBit,
 from meshpar.inspection.hlo import collectives_of
 from meshpar.mesh.layout import AxisSizes, MeshLayout
 from meshpar.parallel.buckets import buckets, order_of
-from meshpar.run import Precision, prepare
+from meshpar.prepared import prepare
+from meshpar.run import Precision
 from tests.program.test_bytes import prepared, sent_over
 
 REDUCTIONS = {

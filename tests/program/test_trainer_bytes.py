@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshpar.inspection.hlo import collectives_of
-from meshpar.run import Prepared, prepare
+from meshpar.prepared import Prepared, prepare
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.freeze import Freeze
 from meshpar.train.loss import Criterion, Distill
@@ -41,7 +41,7 @@ def test_a_step_with_all_of_it_sends_its_closed_form(tmp_path, monkeypatch, layo
     found = sent_over(collectives_of(run.compile_step().compiled, run.mesh))
     assert found == run.closed_form
     assert sum(found.values()) > sum(plain.values())
-    monkeypatch.setattr("meshpar.run.teacher_traffic", lambda *given: {})  # control: a teacher is no free lunch
+    monkeypatch.setattr("meshpar.prepared.teacher_traffic", lambda *given: {})  # control: a teacher is no free lunch
     assert taught_again(run).closed_form == plain != found
 
 

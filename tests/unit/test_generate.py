@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import meshpar
-from meshpar import cli, run
+from meshpar import cli, flow, run
 
 CONFIG = """\
 model: {kind: llama, num_layers: 1, width: 16, num_heads: 2, mlp_width: 32, vocab_multiple: 8}
@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
     (folder / "config.yaml").write_text(CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        run.fit(run.load(folder / "config.yaml"), json=True)
+        flow.fit(run.load(folder / "config.yaml"), json=True)
     return folder
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
-from meshpar.run import Precision, Prepared, Run, prepare
+from meshpar.prepared import Prepared, prepare
+from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import SGD, Adafactor, AdamW, Lion, Muon

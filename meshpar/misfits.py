@@ -1,0 +1,106 @@
+"""What in a config does not fit what else stands in it."""
+
+from __future__ import annotations
+
+import math
+
+from meshpar.errors import ConfigError, Problems, ScheduleError
+from meshpar.models import Import
+from meshpar.nn.transformer import Decoder
+from meshpar.parallel.pipeline.cut import cut_layers
+from meshpar.parallel.pipeline.simulate import simulate as simulate_schedule
+from meshpar.run import Run
+from meshpar.sharding.constrain import Lowering
+from meshpar.sharding.overlap import Overlap
+from meshpar.sharding.resolve import AnyMesh
+from meshpar.train.loss import Criterion
+
+
+def check(run: Run, mesh: AnyMesh) -> None:
+    """Checks what no part of a config knows of another.
+
+    Raises:
+      ConfigError: with all of it.
+    """
+    how, problems = Lowering(mesh, run.rules, run.lowering == "manual"), Problems()
+    num_microbatches = run.num_microbatches * (run.pipeline.num_microbatches if run.pipeline else 1)
+    rows = math.prod(mesh.shape[axis] for axis in how.axes("batch")) * num_microbatches
+    if run.data.batch_size % rows:
+        what = f"{run.data.batch_size} rows cannot be cut into {rows} equal parts"
+        parts = f"({rows // num_microbatches} devices x {num_microbatches} microbatches)"
+        problems.add("data.batch_size", f"{what} {parts}", f"a multiple of {rows}")
+    for dim in ("seq", "norm_seq"):
+        shards = math.prod(mesh.shape[axis] for axis in how.axes(dim))
+        if run.data.seq_len % shards:
+            problems.add(
+                "data.seq_len",
+                f"{run.data.seq_len} is not divisible by the {shards} shards of {dim}",
+                f"a multiple of {shards}",
+            )
+    if isinstance(run.model, Import):
+        if how.manual:
+            problems.add("lowering", "a model that is imported is lowered by GSPMD", "lowering=auto")
+    else:
+        _check_decoder(run, run.model, problems)
+    Overlap(run.tensor.overlap, run.fsdp.overlap).check(run.rules, how.manual, problems)
+    _check_pipeline(run, how, problems)
+    _check_kept(run, problems)
+    if run.reduce and run.lowering == "auto":
+        problems.add("reduce", "under lowering: auto, XLA reduces gradients as it chooses", "lowering: manual")
+    if (run.adapt or run.freeze) and (run.tensor.overlap, run.fsdp.overlap) != ("none", "none"):
+        key = "adapt" if run.adapt else "freeze"
+        problems.add(key, "is not proven beside a collective matmul, and so not allowed", f"no {key}, or no overlap")
+    if run.reduce and run.fsdp.overlap != "none":
+        what = "a kernel that is gathered in chunks has its gradient scattered in chunks, by no declared reduction"
+        problems.add("reduce", what, "fsdp.overlap=none, or no reduce")
+    run.optim.schedule.check(run.num_steps, problems)
+    problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
+
+
+def _check_pipeline(run: Run, how: Lowering, problems: Problems) -> None:
+    num_stages = math.prod(how.mesh.shape[axis] for axis in how.axes("stage"))
+    if run.pipeline is None:
+        if how.manual and num_stages > 1:
+            what = f"the rules cut the model into {num_stages} stages, and nothing says in which order they work"
+            problems.add("pipeline", what, "pipeline={kind: 1f1b, num_microbatches: 8}, or no preset pipeline")
+        return
+    if not how.manual:
+        problems.add("pipeline", "GSPMD knows no pipeline", "lowering=manual, or no pipeline")
+    elif not isinstance(run.model, Import):
+        before = len(problems)
+        run.pipeline.check(num_stages, problems)
+        try:
+            cut_layers(run.pipeline, num_stages, run.model.num_layers)
+            if len(problems) == before:
+                simulate_schedule(run.pipeline, num_stages)
+        except ScheduleError as error:
+            problems.add("pipeline", str(error))
+    beside = {
+        "loss": run.loss != Criterion(),
+        "distill": run.distill is not None,
+        "freeze": bool(run.freeze),
+        "adapt": run.adapt is not None,
+        "reduce": run.reduce is not None,
+        "tensor.overlap": run.tensor.overlap != "none",
+        "fsdp.overlap": run.fsdp.overlap != "none",
+    }
+    for key in (key for key, is_set in beside.items() if is_set):
+        problems.add(key, "is not proven beside a pipeline, and so not allowed", f"no {key}, or no pipeline")
+
+
+def _check_kept(run: Run, problems: Problems) -> None:
+    kept = run.checkpoints
+    if kept.keep_best and kept.every and kept.every % (run.eval_every or run.num_steps):
+        when = f"every {run.eval_every} steps" if run.eval_every else "at the end"
+        what = f"a checkpoint every {kept.every} steps needs an evaluation to be judged by, and there is one {when}"
+        problems.add("checkpoints.keep_best", what, f"eval_every={kept.every}")
+
+
+def _check_decoder(run: Run, model: Decoder, problems: Problems) -> None:
+    if run.loss.target:
+        problems.add("loss", "is of a model that is imported", "model.kind=import, or no loss")
+    if model.learned_positions and run.data.seq_len > model.max_seq_len:
+        problems.add("data.seq_len", f"{run.data.seq_len} is more than model.max_seq_len = {model.max_seq_len}")
+    if run.data.vocab_size > model.vocab_size:
+        what = f"the data has {run.data.vocab_size} token ids, the model {model.vocab_size}"
+        problems.add("model.vocab_size", what, f"model.vocab_size={run.data.vocab_size}")

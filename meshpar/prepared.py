@@ -1,0 +1,282 @@
+"""A run, worked out as far as it goes without a device: the one place where everything meets."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pydantic
+from flax import nnx
+from jax.sharding import Mesh
+
+from meshpar.checkpoint.checkpoints import About
+from meshpar.checkpoint.saved import find
+from meshpar.errors import ConfigError, ContractError, ContractWarning, MeshparError
+from meshpar.imported import imported
+from meshpar.inspection import inspect as inspection
+from meshpar.inspection.contract import beyond
+from meshpar.inspection.inspect import Inspection, axes_name
+from meshpar.inspection.planned import planned_by
+from meshpar.misfits import check
+from meshpar.models import Import
+from meshpar.nn.describe import describe, functional
+from meshpar.nn.lora import is_lora
+from meshpar.nn.staged import parts
+from meshpar.nn.transformer import Decoder, Transformer
+from meshpar.parallel.pipeline.execute import Pipeline, num_permutes
+from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
+from meshpar.parallel.traffic import Activations, Stages, Traffic, step_traffic, teacher_traffic
+from meshpar.plan.memory import ModelStates, model_states
+from meshpar.run import Run
+from meshpar.sharding.overlap import Overlap
+from meshpar.sharding.resolve import AnyMesh
+from meshpar.sharding.spec import ArraySpec
+from meshpar.train.data.packing import ARRAYS
+from meshpar.train.ema import with_ema
+from meshpar.train.freeze import Freeze, for_good, frozen_until
+from meshpar.train.frozen import without
+from meshpar.train.gradients import STALE
+from meshpar.train.loss import Distill, next_token_loss, summed_cross_entropy
+from meshpar.train.master import with_master
+from meshpar.train.step import Step, Update
+from meshpar.train.teacher import Teacher
+from meshpar.train.training import Training, step_key
+from meshpar.tree import flatten_with_paths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Training):
+    """A run's training, and what the run's presets say of its step."""
+
+    run: Run
+    taught_by: Prepared | None = None
+    """The training of the teacher, on this mesh."""
+
+    @cached_property
+    def closed_form(self) -> Traffic | None:
+        """Bytes that a device sends in a step, by axes; None of an imported model, of an optimizer that mixes elements,
+        if no layer learns, and of a teacher whose logits are sharded in another way."""
+        run, shape = self.run, self.mesh.shape
+        if self.pipeline and self.pipeline.schedule.is_stale and self.how.rules.zero_stage == 1:
+            return None  # the weights before the last update lie in shards, and are gathered too
+        layers_learn = any("layers" in one.spec.dims for one in jax.tree.leaves(self.placement.trained))
+        if not run.optim.elementwise or isinstance(run.model, Import) or not layers_learn:
+            return None
+        rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
+        model, tokens = run.model, rows * run.data.seq_len
+        layers, stages = self._in_stages(tokens) if self.pipeline else (model.num_layers, None)
+        activations = Activations(layers, tokens, model.width, model.remat != "none", model.remat == "full")
+        # XLA's CPU compiler widens what travels in 16 bits.
+        widths = run.precision.widths(least=4 if self._on_cpu else 2)
+        sent = step_traffic(
+            self.placement.sharded, self.how, widths, activations, self.how.num_microbatches, self._on_cpu, stages,
+            self.placement.frozen,
+        )  # fmt: skip
+        if not self.taught_by:
+            return sent
+        assert self.teacher
+        if not self.teacher.is_aligned:
+            return None
+        model = _decoder(self.taught_by.run)
+        activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, False, False)
+        more = teacher_traffic(self.taught_by.placement.sharded, self.teacher.how, widths, activations)
+        return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
+
+    def _in_stages(self, tokens: int) -> tuple[int, Stages]:
+        """Layers that a stage computes, and what the pipeline sends."""
+        assert self.pipeline is not None
+        (ticks, cut), passes = self.pipeline.plan(self.how), self.run.num_microbatches
+        num_stages, moves = len(cut.layers), self.pipeline.moves(self.how)
+        permutes, moved = num_permutes(num_stages), moves.num_permutes * moves.unit if moves else 0
+        per_microbatch = tokens // self.how.num_microbatches
+        shared = "table" if not isinstance(self.run.model, Import) and self.run.model.tied else None
+        return cut.layers[0].size, Stages(ticks.num_ticks * passes, permutes, passes, moved, per_microbatch, shared)
+
+    @cached_property
+    def states(self) -> ModelStates:
+        """Bytes that a device holds of parameters, gradients and optimizer state, in the manual lowering."""
+        placed = self.placement
+        sharded, stored, optimizer = map(jax.tree.leaves, (placed.sharded, placed.params, placed.opt_state))
+        frozen = [path in placed.frozen for path in flatten_with_paths(placed.sharded)]
+        return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths(), frozen)
+
+    @property
+    def about(self) -> About:
+        """What a checkpoint says of the run."""
+        run = self.run
+        return About(run.model_dump(mode="json"), self.placement.dims, run.seed, run.data.batch_size)
+
+    @property
+    def _on_cpu(self) -> bool:
+        devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else jax.devices()
+        return devices[0].platform == "cpu"
+
+    def inspect(self, step: Step) -> Inspection:
+        """Reads a compiled step, and holds it to the run's contract.
+
+        Raises:
+          ContractError: lists all that goes beyond `expects`.
+
+        Warns:
+          ContractWarning: the manual lowering sends more than its closed form.
+        """
+        meant = planned_by(self.how, self.placement.sharded, self.placement.opt_state)
+        told = inspection.inspect(step.compiled, self.mesh, warnings=step.warnings, planned=meant)
+        passes = getattr(self.run.model, "num_layers", 1) * self.how.num_microbatches
+        if self.run.expects:
+            broken = self.run.expects.check(told, self.closed_form, passes)
+            broken.raise_any(ContractError, "the compiled step breaks its contract:")
+        if self.how.manual and self.closed_form is not None and (more := beyond(told, self.closed_form)):
+            text = "\n".join(["the step sends more than the closed form of its presets:", *map(str, more.found)])
+            warnings.warn(text, ContractWarning, stacklevel=2)
+        form = {axes_name(axes): round(bytes_) for axes, bytes_ in (self.closed_form or {}).items()}
+        return replace(told, closed_form=form or None, model_states=asdict(self.states) if self.how.manual else None)
+
+
+def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
+    """Checks what can be checked before anything is compiled.
+
+    Args:
+      mesh: default: the run's own, on the devices that are here.
+
+    Raises:
+      ConfigError, MeshError, ShardingError: with all problems of their kind.
+    """
+    mesh = run.mesh.build() if mesh is None else mesh
+    check(run, mesh)
+    prepared = _prepared(run, mesh)
+    _ = prepared.placement
+    return prepared
+
+
+def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
+    model = _imported(run) if isinstance(run.model, Import) else _built(run, run.model)
+    dtype, shape = np.dtype(run.precision.params), (run.data.batch_size, run.data.seq_len)
+    specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.pop("specs"))
+    frozen = _frozen(run, specs)
+    never = for_good(frozen)
+    tx = _optimizer(run, jax.tree.map(lambda spec: spec.dims, without(specs, never)), frozen and without(frozen, never))
+    if run.pipeline and run.pipeline.is_stale:
+        init = model["init"]
+        model |= {"carried": {STALE: specs}, "init_carried": lambda key: {STALE: init(key)}}
+    master, sums = run.precision.master, run.precision.gradients
+    taught_by = _teacher(run, run.distill, mesh) if run.distill else None
+    batch_specs = {name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS}
+    prepared = Prepared(
+        **model,
+        run=run,
+        specs=specs,
+        frozen=frozen,
+        update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master and np.dtype(master)),
+        batch_specs=batch_specs,
+        mesh=mesh,
+        rules=run.rules,
+        manual=run.lowering == "manual",
+        dtype=np.dtype(run.precision.compute),
+        sums=sums and np.dtype(sums),
+        seed=run.seed,
+        num_microbatches=run.num_microbatches,
+        taught_by=taught_by,
+        reduce=run.reduce,
+        slow=tuple(axis for axis, size in run.mesh.dcn.sizes.items() if size > 1) if run.mesh.dcn else (),
+        overlap=Overlap(run.tensor.overlap, run.fsdp.overlap),
+    )
+    return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
+
+
+def _frozen(run: Run, specs: Any) -> Any:
+    """How many steps each parameter is frozen; None if none is."""
+    beside = tuple(path for path in flatten_with_paths(specs) if not is_lora(path))
+    freeze = (*run.freeze, *([Freeze(paths=beside)] if run.adapt else []))
+    return frozen_until(freeze, specs, run.num_steps) if freeze else None
+
+
+def _optimizer(run: Run, dims: Any, frozen: Any) -> optax.GradientTransformation:
+    """Of what is trained, at once or from a step on."""
+    tx = run.optim.build(run.num_steps, dims, frozen if any(jax.tree.leaves(frozen)) else None)
+    tx = with_master(tx, np.dtype(run.precision.master)) if run.precision.master else tx
+    return with_ema(tx, run.optim.ema) if run.optim.ema else tx
+
+
+def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
+    """The run that is kept in the teacher's directory, as prepared on this mesh under the rules of a teacher.
+
+    Raises:
+      CheckpointError: there is none.
+      ConfigError: it does not fit this run, or this mesh.
+    """
+    kept, ours = find(distill.teacher).meta["config"], {"data": run.data, "lowering": run.lowering}
+    where = f"distill: the teacher in {distill.teacher}"
+    try:
+        teacher = Run.model_validate(kept | {"distill": None, "num_microbatches": 1, "freeze": (), "init": None})
+        its, mine = _decoder(teacher), _decoder(run)
+        prepared = prepare(teacher.model_copy(update=ours | {"rules": distill.rules or run.rules}), mesh)
+    except (pydantic.ValidationError, MeshparError) as error:
+        raise ConfigError(f"{where} does not fit:\n{error}") from None
+    if (its.vocab_size, its.padded_vocab) != (mine.vocab_size, mine.padded_vocab):
+        what = f"has {its.vocab_size} token ids in {its.padded_vocab} rows of its vocabulary"
+        raise ConfigError(f"{where} {what}, this model {mine.vocab_size} in {mine.padded_vocab}")
+    return prepared
+
+
+def _decoder(run: Run) -> Decoder:
+    if isinstance(run.model, Import):
+        raise ConfigError(f"{run.model.target} is imported; teachers and their students are llama and gpt")
+    return run.model
+
+
+def _teaching(taught_by: Prepared, student: Prepared) -> Teacher:
+    model, rules = _decoder(taught_by.run), taught_by.rules
+    apply = functional(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
+    return Teacher(apply, taught_by.specs, rules, student.how, student.batch_specs, model.padded_vocab)
+
+
+def _built(run: Run, model: Decoder) -> dict[str, Any]:
+    """What a model of meshpar's own is to the training."""
+
+    def build(rngs: nnx.Rngs) -> Transformer:
+        built = model.build(rngs)
+        if run.adapt:
+            run.adapt.adapt(built, rngs)
+        return built
+
+    abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    return {
+        "specs": describe(abstract),
+        "init": lambda key: nnx.to_pure_dict(nnx.state(build(nnx.Rngs(key)), nnx.Param)),
+        "loss": run.loss.build(functional(abstract), model.vocab_size, run.distill),
+        "evaluation": next_token_loss(functional(abstract), model.vocab_size),
+        "key": partial(step_key, run.seed) if model.dropout else None,
+        "pipeline": run.pipeline and _pipeline(run.pipeline, abstract),
+    }
+
+
+def _pipeline(schedule: Schedule, model: Transformer) -> Pipeline:
+    return Pipeline(parts(model, partial(summed_cross_entropy, vocab_size=model.model.vocab_size)), schedule)
+
+
+def _imported(run: Run) -> dict[str, Any]:
+    """What the user's model is to the training; it is read anew, for nothing of it stands in the config."""
+    assert isinstance(run.model, Import)
+    if run.adapt:
+        raise ConfigError("adapt: LoRA adapts the projections of meshpar's own models, not of an imported one")
+    found = imported(run.model, run.loss, run.data.seq_len, run.seed)
+    if found.vocab_size and run.data.vocab_size > found.vocab_size:
+        what = f"the data has {run.data.vocab_size} token ids, the logits of {run.model.target} are of"
+        raise ConfigError(f"{what} {found.vocab_size}")
+    return {
+        "specs": found.specs,
+        "init": found.init,
+        "loss": found.loss,
+        "evaluation": found.evaluation,
+        "carried": found.carried,
+        "init_carried": found.init_carried,
+        "key": partial(step_key, run.seed) if found.draws else None,
+    }
