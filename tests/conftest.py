@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 os.environ.setdefault(
     "XLA_FLAGS",
@@ -17,6 +18,8 @@ from jaxtyping import install_import_hook
 # The shapes and dtypes that stand in signatures are checked in every call, local shards and global arrays alike.
 hook = install_import_hook(["meshpar.nn", "meshpar.parallel"], "beartype.beartype")
 
+from tests.command import Said, exit_code  # noqa: E402 (what the hook checks is imported after it)
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -26,3 +29,9 @@ def float64():
     """Equivalence is proved in float64: a right layout differs by 1e-14, a missing factor by 1e-1."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """Runs `meshpar WORDS`."""
+    return lambda *words: Said(exit_code(*words), *capsys.readouterr())

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from meshpar import cli
 from meshpar.errors import DataError
 from meshpar.train.data import Data, Synthetic, Text
+from tests.command import Said
 from tests.sources import write_tokenizer
 
 
@@ -380,13 +381,11 @@ run_dir: run
 PART = "{weight: 1, data: {kind: synthetic}}"
 
 
-def refused(data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+def refused(data: str, command: Callable[..., Said], *overrides: str) -> str:
     Path("config.yaml").write_text(CONFIG.replace("DATA", data))
-    monkeypatch.setattr(sys, "argv", ["meshpar", "train", "config.yaml", "mesh.data=8", *overrides])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    assert exit_.value.code == 2
-    return capsys.readouterr().err
+    said = command("train", "config.yaml", "mesh.data=8", *overrides)
+    assert said.code == 2
+    return said.err
 
 
 REFUSED = {
@@ -442,12 +441,12 @@ meshpar: 1 problem in config.yaml:
 
 
 @pytest.mark.parametrize("data", REFUSED)
-def test_what_the_command_line_refuses(data: str, folder: Path, monkeypatch, capsys):
+def test_what_the_command_line_refuses(data: str, folder: Path, command):
     write_tokenizer(folder / "tokenizer.json")
-    assert refused(data, monkeypatch, capsys) == REFUSED[data]
+    assert refused(data, command) == REFUSED[data]
 
 
-def test_data_that_cannot_be_read_is_exit_code_2(folder: Path, monkeypatch, capsys):
+def test_data_that_cannot_be_read_is_exit_code_2(folder: Path, command):
     (folder / "a.jsonl").write_text("{")
-    told = refused("{kind: jsonl, path: corpus, batch_size: 8}", monkeypatch, capsys, "model.vocab_size=257")
+    told = refused("{kind: jsonl, path: corpus, batch_size: 8}", command, "model.vocab_size=257")
     assert "corpus/a.jsonl:1\n    is not JSON: " in told and "Traceback" not in told

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
 
-from meshpar import cli
 from meshpar.errors import ConfigError, ShardingError
 from meshpar.sharding.rules import AxisRules
 from tests.serving import decoding, generator
@@ -24,7 +22,7 @@ LONG = "0123456789abcdef"
 
 
 @pytest.fixture
-def meshpar(monkeypatch, capsys, tmp_path):
+def meshpar(command, monkeypatch, tmp_path):
     """Runs the verb on CONFIG, in a folder with a checkpoint of which there is only the name."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
@@ -35,11 +33,8 @@ def meshpar(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["meshpar", "generate", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        said = capsys.readouterr()
-        return exit_.value.code, said.out, said.err.replace(f"{tmp_path}/", "")
+        said = command("generate", *arguments)
+        return said._replace(err=said.err.replace(f"{tmp_path}/", ""))
 
     return call
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from meshpar import cli
 from meshpar.errors import MeshparError, ShardingError
 from meshpar.mesh.layout import MeshLayout
 from meshpar.sharding.resolve import resolve
@@ -29,19 +27,11 @@ EXTRA = "model.vocab_size=64"
 
 
 @pytest.fixture
-def meshpar(monkeypatch, capsys, tmp_path):
-    """Runs a verb on CONFIG; gives (exit code, stdout, stderr with the folder's name left out)."""
+def meshpar(command, monkeypatch, tmp_path):
+    """Runs a verb on CONFIG."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
-
-    def call(verb, *arguments):
-        monkeypatch.setattr(sys, "argv", ["meshpar", verb, "config.yaml", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        said = capsys.readouterr()
-        return exit_.value.code or 0, said.out, said.err
-
-    return call
+    return lambda verb, *arguments: command(verb, "config.yaml", *arguments)
 
 
 REFUSED = {
@@ -290,15 +280,10 @@ def test_programs_that_cannot_be_compared(meshpar, case):
     assert meshpar("inspect", EXTRA, *options) == (2, "", f"meshpar: {said}\n")
 
 
-def test_diff_is_understood_before_the_programs_too(monkeypatch, capsys, tmp_path):
+def test_diff_is_understood_before_the_programs_too(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["meshpar", "inspect", "--diff", "a.json", "b.yaml"])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    assert (exit_.value.code, capsys.readouterr().err) == (
-        2,
-        "meshpar: a.json cannot be read: No such file or directory\n",
-    )
+    said = "meshpar: a.json cannot be read: No such file or directory\n"
+    assert command("inspect", "--diff", "a.json", "b.yaml") == (2, "", said)
 
 
 def test_a_picture_in_a_folder_that_is_not_there(meshpar):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 
 import jax
 import numpy as np
 import pytest
 import transformers
 
-from meshpar import cli, convert
+from meshpar import convert
 from meshpar.errors import Problems
 from meshpar.flow import fit
 from meshpar.io.safetensors import Written, tensors_in, write
@@ -40,15 +39,13 @@ def copied(there, tmp_path):
 
 
 @pytest.fixture
-def meshpar(monkeypatch, capsys, tmp_path):
+def meshpar(command, monkeypatch, tmp_path):
     """Runs a verb; gives (exit code, stderr)."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["meshpar", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        return exit_.value.code or 0, capsys.readouterr().err
+        said = command(*arguments)
+        return said.code, said.err
 
     return call
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from meshpar import cli
 from meshpar.inspection.hlo import collectives_of
 from meshpar.inspection.page import page
 from meshpar.inspection.picture import Picture
@@ -33,17 +31,15 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
-def meshpar(monkeypatch, capsys, tmp_path):
+def meshpar(command, monkeypatch, tmp_path):
     """Runs a verb on CONFIG, gives what it printed."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
 
     def call(verb: str, *arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["meshpar", verb, "config.yaml", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        assert not exit_.value.code
-        return capsys.readouterr().out
+        said = command(verb, "config.yaml", *arguments)
+        assert said.code == 0
+        return said.out
 
     return call
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshpar import cli
+from tests.command import Said, exit_code
 
 CONFIG = """\
 model: {kind: llama, num_layers: 1, width: 16, num_heads: 2, mlp_width: 16, vocab_size: 32}
@@ -23,14 +23,6 @@ run_dir: run
 """
 
 
-def call(*arguments: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["meshpar", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-    return int(exit_.value.code or 0)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a run of three steps in it."""
@@ -38,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.yaml").write_text(CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert call("train", "config.yaml", "--json") == 0
+        assert exit_code("train", "config.yaml", "--json") == 0
     return folder
 
 
@@ -48,19 +40,21 @@ def _within(folder: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def out(capsys: pytest.CaptureFixture[str]) -> Any:
+def out(command: Callable[..., Said]) -> Any:
     def out(*arguments: str) -> str:
-        assert call(*arguments) == 0
-        return capsys.readouterr().out
+        said = command(*arguments)
+        assert said.code == 0
+        return said.out
 
     return out
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Any:
+def refused(command: Callable[..., Said]) -> Any:
     def refused(*arguments: str) -> str:
-        assert call(*arguments) == 2
-        return capsys.readouterr().err
+        said = command(*arguments)
+        assert said.code == 2
+        return said.err
 
     return refused
 

@@ -10,7 +10,6 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from meshpar import cli
 from meshpar.train.curves import draw
 
 
@@ -71,15 +70,7 @@ def test_nothing_overlaps_however_many_runs_there_are(tmp_path, drawn):
     assert len(styles) == 9
 
 
-def plot(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["meshpar", "plot", *words])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    said = capsys.readouterr()
-    return exit_.value.code or 0, said.out, said.err
-
-
-def test_what_cannot_be_plotted_is_told_all_at_once(tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_plotted_is_told_all_at_once(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     write(Path("begun"), {"kind": "run", "step": 0, "config": {}})
     write(Path("other"))
@@ -95,20 +86,20 @@ meshpar: there is nothing to plot:
     cannot be read: No such file or directory
     the run_dir of a run that trained
 """
-    assert plot(monkeypatch, capsys, "begun", "other", "nowhere", "--out", "a.png") == (2, "", said)
+    assert command("plot", "begun", "other", "nowhere", "--out", "a.png") == (2, "", said)
     assert not Path("a.png").exists()
 
 
-def test_where_it_is_drawn(tmp_path, monkeypatch, capsys):
+def test_where_it_is_drawn(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     trained(Path("run"), 8.0)
-    assert plot(monkeypatch, capsys, "run") == (0, "run/curves.png\n", "")
+    assert command("plot", "run") == (0, "run/curves.png\n", "")
     said = "meshpar: --out nowhere/a.png: cannot be written: No such file or directory\n"
-    assert plot(monkeypatch, capsys, "run", "--out", "nowhere/a.png") == (2, "", said)
-    assert plot(monkeypatch, capsys, "run", "--out", "a.doc")[0] == 2
+    assert command("plot", "run", "--out", "nowhere/a.png") == (2, "", said)
+    assert command("plot", "run", "--out", "a.doc")[0] == 2
 
 
-def test_without_matplotlib_its_extra_is_named(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_its_extra_is_named(tmp_path, monkeypatch, command):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said = "meshpar: plot: matplotlib is not installed; pip install 'meshpar[plot]'\n"
-    assert plot(monkeypatch, capsys, str(trained(tmp_path / "run", 8.0))) == (2, "", said)
+    assert command("plot", trained(tmp_path / "run", 8.0)) == (2, "", said)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
 import meshpar
-from meshpar import cli, flow, run
+from meshpar import flow, run
 
 CONFIG = """\
 model: {kind: llama, num_layers: 1, width: 16, num_heads: 2, mlp_width: 32, vocab_multiple: 8}
@@ -36,16 +35,14 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def generate(trained, monkeypatch, capsys):
+def generate(trained, command, monkeypatch):
     """Runs the verb in that folder; gives what it printed to stdout and to stderr."""
     monkeypatch.chdir(trained)
 
     def call(*arguments: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["meshpar", "generate", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        assert not exit_.value.code
-        return capsys.readouterr()
+        code, out, err = command("generate", *arguments)
+        assert code == 0
+        return out, err
 
     return call
 

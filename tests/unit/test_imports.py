@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from meshpar import cli, imports
+from meshpar import imports
 
 MODULE = """
 import flax.linen as nn
@@ -87,15 +87,12 @@ def _fresh(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def meshpar(monkeypatch, capsys):
+def meshpar(command):
     """Runs a command; gives its exit code, and what it printed."""
 
     def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["meshpar", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        told = capsys.readouterr()
-        return int(exit_.value.code or 0), told.err or told.out
+        said = command(*arguments)
+        return said.code, said.err or said.out
 
     return call
 

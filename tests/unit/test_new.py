@@ -10,17 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshpar import cli
 from meshpar.cli.new import FILES
 from tests.docs.page import ROOT
-
-
-def called(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["meshpar", *words])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    said = capsys.readouterr()
-    return exit_.value.code or 0, said.out, said.err
 
 
 def in_project(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -31,9 +22,9 @@ def in_project(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def project(monkeypatch, capsys, tmp_path) -> Path:
+def project(command, monkeypatch, tmp_path) -> Path:
     monkeypatch.chdir(tmp_path)
-    assert called(monkeypatch, capsys, "new", "first") == (0, "".join(f"first/{file}\n" for file in FILES), "")
+    assert command("new", "first") == (0, "".join(f"first/{file}\n" for file in FILES), "")
     return tmp_path / "first"
 
 
@@ -73,11 +64,11 @@ def test_it_trains_from_its_config(project):
     assert json.loads(done.stdout.splitlines()[-1])["lower_by"] > 0
 
 
-def test_nothing_is_overwritten_and_nothing_is_written_elsewhere(project, monkeypatch, capsys):
+def test_nothing_is_overwritten_and_nothing_is_written_elsewhere(project, command):
     (project / "model.py").write_text("mine\n")
     said = "meshpar: new: there is a first here already, and nothing is overwritten\n"
-    assert called(monkeypatch, capsys, "new", "first") == (2, "", said)
+    assert command("new", "first") == (2, "", said)
     assert (project / "model.py").read_text() == "mine\n"
     said = "meshpar: new: '../second' is no name for a project; letters, digits, - and _, a letter first\n"
-    assert called(monkeypatch, capsys, "new", "../second") == (2, "", said)
+    assert command("new", "../second") == (2, "", said)
     assert sorted(path.name for path in project.parent.iterdir()) == ["first"]
