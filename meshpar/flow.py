@@ -153,7 +153,9 @@ def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
     if chip is None or isinstance(model, Import):
         return None
     unused = {"positions"} if model.tied else {"positions", "table"}
-    params = sum(spec.size for path, spec in flatten_with_paths(prepared.specs).items() if path not in unused)
+    real = lambda spec: model.num_layers / model.stacked_layers if "layers" in spec.dims else 1
+    used = {path: spec for path, spec in flatten_with_paths(prepared.specs).items() if path not in unused}
+    params = round(sum(spec.size * real(spec) for spec in used.values()))
     attention = model.num_heads * model.head_size
     flops = flops_per_token(params, model.num_layers, prepared.run.data.seq_len, attention)
     return lambda tokens_per_s: tokens_per_s * flops / (chip.flops * prepared.mesh.size)

@@ -68,9 +68,10 @@ def _check_pipeline(run: Run, how: Lowering, problems: Problems) -> None:
         problems.add("pipeline", "GSPMD knows no pipeline", "lowering=manual, or no pipeline")
     elif not isinstance(run.model, Import):
         before = len(problems)
+        _check_layers(run.model, how, problems)
         run.pipeline.check(num_stages, problems)
         try:
-            cut_layers(run.pipeline, num_stages, run.model.num_layers)
+            cut_layers(run.pipeline, num_stages, run.model.num_layers, stacked_layers=run.model.stacked_layers)
             if len(problems) == before:
                 simulate_schedule(run.pipeline, num_stages)
         except ScheduleError as error:
@@ -86,6 +87,15 @@ def _check_pipeline(run: Run, how: Lowering, problems: Problems) -> None:
     }
     for key in (key for key, is_set in beside.items() if is_set):
         problems.add(key, "is not proven beside a pipeline, and so not allowed", f"no {key}, or no pipeline")
+
+
+def _check_layers(model: Decoder, how: Lowering, problems: Problems) -> None:
+    num_stages = math.prod(how.mesh.shape[axis] for axis in how.axes("layers"))
+    if over := -model.stacked_layers % num_stages:
+        what = f"{model.stacked_layers} layers cannot lie in equal parts on {num_stages} stages"
+        fix = f"model.layers_multiple={num_stages} to store {over} more, of zeros"
+        fix += ", or rules.layers=[] to store all on each"
+        problems.add("model.num_layers", what, fix)
 
 
 def _check_kept(run: Run, problems: Problems) -> None:

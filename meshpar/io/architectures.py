@@ -106,7 +106,7 @@ def _written(model: Decoder, kind: str) -> Json:
 def canonical(model: Decoder) -> Decoder:
     """The model with its defaults written out, without what is of its training only."""
     sizes = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
-    return model.model_copy(update=sizes | {"vocab_multiple": 1, "dropout": 0.0, "remat": "none"})
+    return model.model_copy(update=sizes | {"vocab_multiple": 1, "layers_multiple": 1, "dropout": 0.0, "remat": "none"})
 
 
 def _same(a: Decoder | None, b: Decoder) -> bool:

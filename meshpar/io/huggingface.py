@@ -70,7 +70,7 @@ class Pretrained:
         """Our parameters, each device reading its own shard; what several of a process hold is read once.
 
         Args:
-          structs: path -> type, shape and sharding; a vocabulary that is padded gets zeros.
+          structs: path -> type, shape and sharding; padding, of the vocabulary or of the layers, gets zeros.
 
         Memory: beside the arrays a second time one of them; the largest come first.
         """
@@ -91,14 +91,14 @@ class Pretrained:
 
     def _shard(self, part: Part, index: list[slice], dtype: np.dtype) -> np.ndarray:
         made = np.zeros([dim.stop - dim.start for dim in index], dtype)
-        layers = [index.pop(0)] if "*" in part.name else []
+        layers = range(*index.pop(0).indices(self.model.num_layers)) if "*" in part.name else None
         there = [slice(dim.start, min(dim.stop, size)) for dim, size in zip(index, part.shape, strict=True)]
         into = tuple(slice(0, max(0, dim.stop - dim.start)) for dim in there)
         if any(not dim.stop for dim in into):
             return made
-        if not layers:
+        if layers is None:
             made[into] = self._block(part, part.name, there)
-        for place, layer in enumerate(range(layers[0].start, layers[0].stop) if layers else ()):
+        for place, layer in enumerate(layers or ()):
             made[place][into] = self._block(part, part.name.replace("*", str(layer)), there)
         return made
 

@@ -32,6 +32,7 @@ def parts(model: Transformer, loss: Sums) -> Parts:
     return Parts(
         layers="blocks",
         num_layers=sizes.num_layers,
+        stacked_layers=sizes.stacked_layers,
         embed=functional(model, "embed"),
         shared=model.shared,
         layer=model.layer,

@@ -57,6 +57,8 @@ class Decoder(Config):
     vocab_multiple: Positive = 1
     """Rounds the embedding's rows up, so that a mesh can divide them. The padding gets no probability."""
     num_layers: Positive
+    layers_multiple: Positive = 1
+    """Rounds the stacked layers up, so that the stages of a pipeline can divide them. The padding is never read."""
     width: Positive
     num_heads: Positive
     num_kv_heads: Positive | None = None
@@ -103,6 +105,11 @@ class Decoder(Config):
         unlimited = np.iinfo(np.int32).max
         each = [unlimited if i in self.full_layers else self.window for i in range(self.num_layers)]
         return jnp.asarray(each, jnp.int32)[layer]
+
+    @property
+    def stacked_layers(self) -> int:
+        """Rows of the blocks' parameters."""
+        return -(-self.num_layers // self.layers_multiple) * self.layers_multiple
 
     @property
     def padded_vocab(self) -> int:
@@ -156,7 +163,7 @@ class Transformer(nnx.Module):
         self.table = normal(rngs, (model.padded_vocab, model.width), 0.02, ("vocab", "embed"))
         if model.learned_positions:
             self.positions = normal(rngs, (model.max_seq_len, model.width), 0.02, ("positions", "embed"))
-        self.blocks = _stacked(lambda rngs: Block(model, rngs), model.num_layers, rngs)
+        self.blocks = _stacked(lambda rngs: Block(model, rngs), model, rngs)
         self.norm = model.norm(model.width, eps=model.norm_eps)
         if not model.tied:
             self.head = normal(rngs, (model.width, model.padded_vocab), model.width**-0.5, ("embed", "vocab"))
@@ -232,6 +239,7 @@ class Transformer(nnx.Module):
         indices = jnp.arange(self.model.num_layers, dtype=jnp.int32)
         policy = gathering_again(REMAT[self.model.remat])
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        blocks = jax.tree.map(lambda x: x[: len(indices)], blocks)
         return jax.lax.scan(body, (x_BRD, cache), (blocks, indices))[0]
 
     def _rotation(self, positions_BS: Int[Array, "B S"], x_BRD: Float[Array, "B R D"]) -> Rotation:
@@ -246,8 +254,8 @@ class Transformer(nnx.Module):
         return constrain(logits, "batch", "seq", "vocab")
 
 
-def _stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:
-    """`num_layers` modules as one, their parameters stacked along a leading dim `layers`.
+def _stacked(make: Callable[[nnx.Rngs], nnx.Module], model: Decoder, rngs: nnx.Rngs) -> Any:
+    """A module for each layer as one, their parameters stacked along a leading dim `layers`.
 
     Memory: drawn one layer after the other, so that what the drawing takes besides is that of one layer.
     """
@@ -255,9 +263,11 @@ def _stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.
     def state(key: jax.Array) -> Any:
         return nnx.state(make(nnx.Rngs(params=key)))
 
-    keys = jax.random.split(rngs.params(), num_layers)
+    keys = jax.random.split(rngs.params(), model.num_layers)
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    stacked = nnx.merge(graph, jax.lax.map(state, keys))
+    padding = model.stacked_layers - model.num_layers
+    pad = lambda x: jnp.concatenate([x, jnp.zeros((padding, *x.shape[1:]), x.dtype)]) if padding else x
+    stacked = nnx.merge(graph, jax.tree.map(pad, jax.lax.map(state, keys)))
     for _, param in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
         param.set_metadata(dims=("layers", *param.get_metadata()["dims"]))
     return stacked

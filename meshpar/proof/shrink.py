@@ -48,19 +48,21 @@ def shrink(run: Run) -> Run:
 
 
 def small_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes that multiply to eight at most: the largest is cut by its least factor, none below it.
+    """Sizes that multiply to eight at most: of the largest its greatest factor is left out, of none its least.
 
     >>> small_sizes({"data": 64, "tensor": 8})
     {'data': 2, 'tensor': 4}
     >>> small_sizes({"data": 3, "tensor": 3})
     {'data': 3, 'tensor': 3}
+    >>> small_sizes({"data": 2, "pipe": 12, "tensor": 2})
+    {'data': 2, 'pipe': 2, 'tensor': 2}
     """
     small = dict(sizes)
     while math.prod(small.values()) > MOST_DEVICES:
         axis = max(small, key=lambda axis: small[axis] // least_factor(small[axis]))
         if small[axis] == least_factor(small[axis]):
             break
-        small[axis] //= least_factor(small[axis])
+        small[axis] //= greatest_factor(small[axis])
     return small
 
 
@@ -71,6 +73,17 @@ def least_factor(number: int) -> int:
     [1, 2, 2, 3, 5]
     """
     return next((d for d in range(2, number + 1) if number % d == 0), 1)
+
+
+def greatest_factor(number: int) -> int:
+    """The largest prime that divides it; 1 of 1.
+
+    >>> [greatest_factor(n) for n in (1, 2, 8, 12, 35)]
+    [1, 2, 2, 3, 7]
+    """
+    while (least := least_factor(number)) < number:
+        number //= least
+    return number
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,7 @@ def _model(run: Run, cut: _Cut) -> dict[str, Any]:
     is_longer = model.learned_positions and model.max_seq_len > run.data.seq_len
     return _window(model) | {
         "num_layers": _num_layers(run, cut),
+        "layers_multiple": cut.now("layers") if model.stacked_layers > model.num_layers else 1,
         "num_heads": heads,
         "num_kv_heads": model.num_kv_heads and kv_heads,
         "head_dim": model.head_dim and HEAD_DIM,

@@ -71,8 +71,32 @@ def test_equal_to_one_device(kind, mesh, num_microbatches, model):
     [pytest.param(kind, marks=[] if kind == "1f1b" else pytest.mark.slow) for kind in ("gpipe", "1f1b", "zb_h1")],
 )
 def test_seven_layers_on_four_stages(kind):
-    """They cannot lie in equal parts: every stage stores all, as the config says, and computes with its own."""
-    run = prepared(MODELS["tied"](7), "pipe4", scheduled(kind, "pipe4", 6), rules={"layers": ()})
+    """They lie in eight places, of which the last holds zeros, before the step and after it."""
+    run = prepared(MODELS["tied"](7, layers_multiple=4), "pipe4", scheduled(kind, "pipe4", 6))
+    assert difference(run, "tied", 7) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "mesh", "multiple", "cut"),
+    [
+        ("1f1b", "pipe4", 8, (2, 1, 2, 2)),
+        ("interleaved", "fsdp4", 2, None),
+        ("zb_h2", "zero1", 2, None),
+        ("1f1b", "zero2", 2, (3, 4)),
+        ("zbv", "fsdp2_tensor2_sp", 2, None),
+    ],
+)
+def test_so_they_do_on_any_mesh_and_by_any_cut(kind, mesh, multiple, cut):
+    model = MODELS["tied"](7, layers_multiple=multiple)
+    run = prepared(model, mesh, scheduled(kind, mesh, 4, cut=cut))
+    assert difference(run, "tied", 7) < 1e-10
+
+
+@pytest.mark.slow
+def test_or_all_of_them_on_every_stage():
+    """As the config says; each computes with its own."""
+    run = prepared(MODELS["tied"](7), "pipe4", scheduled("1f1b", "pipe4", 6), rules={"layers": ()})
     assert difference(run, "tied", 7) < 1e-10
 
 

@@ -104,6 +104,21 @@ meshpar: the rules do not fit mesh (fsdp=2, pipe=2, tensor=2):
     mesh.pipe=1, or a rule or preset that uses it
 """,
     ),
+    "layers that are not padded unasked": (
+        [
+            EXTRA,
+            "model.num_layers=3",
+            "mesh={fsdp: 2, pipe: 2, tensor: 2}",
+            "rules=[pipeline, fsdp, megatron]",
+            "pipeline={kind: 1f1b, num_microbatches: 2}",
+        ],
+        """\
+meshpar: the parts of this config do not fit each other:
+  model.num_layers
+    3 layers cannot lie in equal parts on 2 stages
+    model.layers_multiple=2 to store 1 more, of zeros, or rules.layers=[] to store all on each
+""",
+    ),
     "parts that do not fit each other": (
         ["data.batch_size=6", "num_microbatches=4", "model.vocab_size=50"],
         """\

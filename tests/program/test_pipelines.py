@@ -80,6 +80,12 @@ def test_an_even_cut_moves_no_layer():
     assert all("while" in one.op_name for one in permutes(told("1f1b", "pipe4", 8)))
 
 
+def test_nor_does_one_that_ends_with_padding():
+    run = prepared(MODELS["tied"](7, layers_multiple=4), "pipe4", scheduled("1f1b", "pipe4", 4))
+    assert run.pipeline.moves(run.how) is None
+    assert run.pipeline.cut(run.how).layers.reshape(4, 2).tolist() == [[0, 1], [2, 3], [4, 5], [6, -1]]
+
+
 # Bytes -----------------------------------------------------------------------------------------------------------
 
 BYTES = [
@@ -102,6 +108,14 @@ BYTES = [
 )
 def test_the_step_sends_its_closed_form(kind, mesh, model, remat):
     run = prepared(MODELS[model](8, remat=remat), mesh, scheduled(kind, mesh, 4), precision="float32")
+    assert sent_over(collectives_of(run.compile_step().compiled, run.mesh)) == run.closed_form
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "mesh", "cut"), [("1f1b", "fsdp2_tensor2_sp", None), ("zb_h1", "zero1", (3, 4))])
+def test_padded_layers_count_as_any(kind, mesh, cut):
+    model = MODELS["llama"](7, layers_multiple=2)
+    run = prepared(model, mesh, scheduled(kind, mesh, 4, cut=cut), precision="float32")
     assert sent_over(collectives_of(run.compile_step().compiled, run.mesh)) == run.closed_form
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshpar import GPT, AdamW, AxisRules, Llama, MeshLayout, Run, Synthetic, load, prepare
+from meshpar.parallel.pipeline.schedule import OneFOneB
 from meshpar.proof.shrink import MOST_DEVICES, least_factor, shrink, small_sizes
 
 CONFIGS = sorted(Path("configs").glob("*.yaml"))
@@ -74,6 +75,14 @@ def test_what_is_structure_is_kept():
     assert (small.num_microbatches, small.data.batch_size) == (2, 16)
     assert small.precision.params == small.precision.compute == "float64"
     assert small.optim == run.optim
+
+
+def test_layers_that_are_padded_stay_so():
+    model = Llama(num_layers=70, layers_multiple=12, width=64, num_heads=4, mlp_width=64)
+    schedule = OneFOneB(num_microbatches=24)
+    small = shrink(run_of(model, MeshLayout(pipe=12), AxisRules(preset="pipeline"), pipeline=schedule))
+    assert (small.mesh.pipe, small.model.num_layers, small.model.stacked_layers) == (4, 5, 8)
+    prepare(small, small.mesh.abstract())
 
 
 def test_a_free_axis_and_slices_count():

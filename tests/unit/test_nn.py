@@ -141,6 +141,19 @@ def test_a_padded_vocabulary_changes_neither_loss_nor_gradients():
     assert abs(got_grads["head"][:, 29:]).max() == 0
 
 
+def test_padded_layers_are_zeros_that_change_nothing():
+    def grads(model):
+        built = model.build(nnx.Rngs(0))
+        apply, params = functional(built), nnx.to_pure_dict(nnx.state(built, nnx.Param))
+        return params["blocks"], jax.grad(lambda p: jnp.square(apply(p, batch(), None)).mean())(params)["blocks"]
+
+    padded = Llama(**SIZES, layers_multiple=3)
+    assert (padded.num_layers, padded.stacked_layers) == (2, 3)
+    for mine, theirs in zip(jax.tree.leaves(grads(padded)), jax.tree.leaves(grads(Llama(**SIZES))), strict=True):
+        np.testing.assert_array_equal(mine[:2], theirs)
+        assert not mine[2].any()
+
+
 def test_dropout_keeps_the_mean_and_the_right_share():
     x = jnp.ones((64, 32, 16))
     kept = dropout(x, 0.25, jax.random.key(1), jnp.arange(64, dtype=jnp.int32))

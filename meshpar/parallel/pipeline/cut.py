@@ -29,22 +29,27 @@ class Cut:
     def is_even(self) -> bool:
         return bool((self.layers >= 0).all())
 
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether each stage has as many layers as the others, those of earlier stages first."""
-        return self.is_even and bool((self.layers.reshape(-1) == np.arange(self.layers.size)).all())
+    def lies_in_order(self, stored: int) -> bool:
+        """Whether the layers of each stage are those that it stores, in their places, if it stores so many."""
+        own = self.layers.reshape(len(self.layers), -1)
+        there = np.arange(len(own))[:, None] * stored + np.arange(own.shape[1])
+        return own.shape[1] == stored and bool(((own == there) | (own < 0)).all())
 
 
-def cut_layers(schedule: Schedule, num_stages: int, num_layers: int, head: float = 0.0) -> Cut:
+def cut_layers(
+    schedule: Schedule, num_stages: int, num_layers: int, head: float = 0.0, stacked_layers: int | None = None
+) -> Cut:
     """The cut that is given, or the one by which the longest virtual stage is shortest.
 
     Args:
       head: what the output projection and the loss cost, in layers.
+      stacked_layers: rows in which the layers are stored, if they are more than the layers.
 
     Raises:
       ScheduleError: a given cut is of another number of layers or virtual stages; there are too few layers.
     """
-    counts = schedule.cut or _by_cost(num_layers, num_stages * schedule.chunks_per_stage, head)
+    counts = schedule.cut or _as_stored(schedule, num_stages, num_layers, stacked_layers or num_layers)
+    counts = counts or _by_cost(num_layers, num_stages * schedule.chunks_per_stage, head)
     _check(counts, schedule, num_stages, num_layers)
     layers = np.full((num_stages, schedule.chunks_per_stage, max(counts)), -1, np.int32)
     first = 0
@@ -53,6 +58,13 @@ def cut_layers(schedule: Schedule, num_stages: int, num_layers: int, head: float
         layers[stage, chunk, :count] = range(first, first + count)
         first += count
     return Cut(layers)
+
+
+def _as_stored(schedule: Schedule, num_stages: int, num_layers: int, stacked: int) -> tuple[int, ...] | None:
+    """Every stage what it stores, if padding leaves none without a layer: no layer moves, and no stage has more."""
+    most = stacked // num_stages
+    counts = tuple(min(most, num_layers - most * stage) for stage in range(num_stages))
+    return counts if stacked > num_layers and schedule.chunks_per_stage == 1 and min(counts) > 0 else None
 
 
 def _by_cost(num_layers: int, num_virtual: int, head: float) -> tuple[int, ...]:

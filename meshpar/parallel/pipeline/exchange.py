@@ -70,11 +70,11 @@ class Exchange:
         return out
 
 
-def exchange(cut: Cut, num_layers: int) -> Exchange:
-    """The rounds for a cut of so many layers, of which each stage stores as many as the others."""
-    num_stages, stored = cut.layers.shape[0], num_layers // cut.layers.shape[0]
-    # A piece is a chunk where chunks are alike, for then it lies together here and there; else a layer.
-    unit = cut.longest if cut.is_even else 1
+def exchange(cut: Cut, stored: int) -> Exchange:
+    """The rounds for a cut of layers of which each stage stores so many; the last, what is left."""
+    num_stages = cut.layers.shape[0]
+    # A piece is a chunk where chunks are alike and lie together here and there; else a layer.
+    unit = cut.longest if cut.is_even and stored % cut.longest == 0 else 1
     own = cut.layers.reshape(num_stages, -1)[:, ::unit]
     edges = [
         (int(layer) // stored, int(layer) % stored // unit, stage, place)

@@ -71,12 +71,14 @@ class Pipeline:
         return tick_table(orders, self.schedule), self.cut(how)
 
     def cut(self, how: Lowering) -> Cut:
-        return cut_layers(self.schedule, _num_stages(how), self.parts.num_layers, self.parts.head)
+        return cut_layers(
+            self.schedule, _num_stages(how), self.parts.num_layers, self.parts.head, self.parts.stacked_layers
+        )
 
     def moves(self, how: Lowering) -> Exchange | None:
         """How layers come to where the schedule wants them; None if they lie there, or all on every stage."""
-        cut = self.cut(how)
-        return exchange(cut, self.parts.num_layers) if how.axes("layers") and not cut.is_contiguous else None
+        cut, stored = self.cut(how), self.parts.stacked_layers // _num_stages(how)
+        return exchange(cut, stored) if how.axes("layers") and not cut.lies_in_order(stored) else None
 
 
 class _Slots(NamedTuple):

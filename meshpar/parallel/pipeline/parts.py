@@ -20,6 +20,7 @@ class Parts:
     Args:
       layers: the key of the stacked layers in the tree of parameters; their first dim is `layers`.
       num_layers: of the whole model.
+      stacked_layers: rows of their parameters; those behind the last layer are padding.
       embed: (params, batch, key) -> x, what the first layer takes.
       shared: (batch, x) -> what all layers take besides, worked out once for all layers of a stage.
       layer: (one layer's params, x, batch, shared, key, index) -> x.
@@ -30,6 +31,7 @@ class Parts:
 
     layers: str
     num_layers: int
+    stacked_layers: int
     embed: Callable[[Any, Batch, jax.Array | None], jax.Array]
     shared: Callable[[Batch, jax.Array], Any]
     layer: Callable[..., jax.Array]
