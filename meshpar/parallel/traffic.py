@@ -118,7 +118,7 @@ def step_traffic(
     sent: Sums = defaultdict(Fraction)
     for path, placement in flatten_with_paths(sharded).items():
         by_itself = _is_streamed(path, placement, how)
-        again = _is_gathered_again(path, placement, activations.recomputed)
+        again = _gathered_again(path, placement, activations, stages is not None)
         if by_itself and activations.with_products and not path.endswith("down.kernel"):
             again += not _merges(_stored(placement, how), how, on_cpu)
         in_loop = "layers" in placement.spec.dims or not on_cpu or stages is not None
@@ -255,15 +255,20 @@ def _add_moves(sent: Sums, placement: Placement, how: Lowering, widths: Widths, 
     sent[how.axes("stage")] += stages.moved * size * (there + stages.num_passes * widths.gradients)
 
 
-def _is_gathered_again(path: str, placement: Placement, recomputed: bool) -> bool:
-    """Whether the backward needs a parameter again under ZeRO-3, which forgets what it gathered.
+def _gathered_again(path: str, placement: Placement, of: Activations, in_stages: bool) -> int:
+    """How often the backward needs a parameter again under ZeRO-3, which forgets what it gathered.
 
     Not outside the layers: the backward of a lookup does not need its table, and that of the output projection begins
     where its forward ends. Not what is only added, unless the layer is computed again; and not its last bias even then.
+    A stage works the gradient of its weights out apart: if products are kept and their inputs are not, it makes these
+    anew, for which it needs the scale of a norm a second time.
     """
     if "layers" not in placement.spec.dims:
-        return False
-    return not path.endswith(".bias") or (recomputed and not path.endswith("down.bias"))
+        return 0
+    if path.endswith(".bias"):
+        return of.recomputed and not path.endswith("down.bias")
+    makes_inputs = in_stages and of.recomputed and not of.with_products
+    return 1 + (makes_inputs and path.endswith(("attn_norm.scale", "mlp_norm.scale")))
 
 
 def _add_activations(

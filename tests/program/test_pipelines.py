@@ -98,6 +98,7 @@ BYTES = [
     ("zb_h2", "zero1", "tied", "none"),
     ("1f1b", "hsdp", "llama", "full"),
     ("zbv", "fsdp4", "tied", "dots"),
+    ("zb_h1", "fsdp4", "gpt", "dots_no_batch"),
     ("interleaved", "fsdp2_tensor2_sp", "gpt", "full"),
 ]
 
