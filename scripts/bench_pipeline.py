@@ -3,9 +3,10 @@
     python scripts/bench_pipeline.py [--stages 4] [--microbatches 16]
 
 F, B + W and the optimizer are measured on one stage alone, on one device; B and W share their time evenly. Simulated
-devices share the cores of one machine, so a step takes at least its whole work divided by the cores, however well its
-stages overlap: both predictions are printed, and the time over the larger one. What that can show is what ticks,
-permutes and slots cost; not what a bubble costs, since a core that one stage leaves idle works for another.
+devices share the cores of one machine, so a step takes at least its whole work, the seconds of all cores together, divided
+by the cores, however well its stages overlap: both predictions are printed, and the time over the larger one. What that can
+show is what ticks, permutes and slots cost; not what a bubble costs, since a core that one stage leaves idle works for
+another.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Callable
 
 import jax
 
@@ -40,14 +42,14 @@ def prepared(kind: str, stages: int, microbatches: int, layers: int) -> Prepared
     return prepare(run, run.mesh.build(jax.devices()[:stages]))
 
 
-def timed(calls: dict[str, object], rounds: int) -> dict[str, float]:
-    """Medians of interleaved runs, in seconds."""
+def timed(calls: dict[str, object], rounds: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+    """Medians of interleaved runs, in seconds of a clock."""
     took: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
-            began = time.perf_counter()
+            began = clock()
             jax.block_until_ready(call())  # pyright: ignore
-            took[name].append(time.perf_counter() - began)
+            took[name].append(clock() - began)
     return {name: statistics.median(times[1:]) for name, times in took.items()}
 
 
@@ -75,17 +77,18 @@ def main() -> None:
     one = prepared("1f1b", 1, m, layers)
     params, evaluate = one.compile_init()().params, one.compile_evaluation()
     batch = jax.device_put(next(iter(one.run.data.train(0).batches(0))))
-    calls: dict[str, object] = {"F": lambda: evaluate(params, batch, {}), "all": stepping(one)}
-    calls |= {kind: stepping(prepared(kind, p, m, p * layers)) for kind in SCHEDULES}
-    took = timed(calls, given.rounds)
+    alone: dict[str, object] = {"F": lambda: evaluate(params, batch, {}), "all": stepping(one)}
+    took = timed(alone | {kind: stepping(prepared(kind, p, m, p * layers)) for kind in SCHEDULES}, given.rounds)
+    busy = timed(alone, given.rounds, time.process_time)
     forward, backward = took["F"] / m, (took["all"] - took["F"]) / m / 2
     cores = min(p, len(os.sched_getaffinity(0)))
+    work = p * busy["all"] / cores
     print(f"F {forward * 1e3:.2f} ms, B = W {backward * 1e3:.2f} ms, {p} stages on {cores} cores, {m} microbatches")
+    print(f"a stage keeps {busy['all'] / took['all']:.2f} cores busy when it is alone")
     print(f"{'schedule':<12} {'step':>9} {'simulated':>10} {'work/cores':>11} {'over the larger':>16}")
     for kind in SCHEDULES:
         schedule = named(kind, p, m)
         makespan = in_ticks(schedule.orders(p), schedule, Times(forward, backward, backward)).makespan
-        work = m * (forward + 2 * backward) * p / cores
         ratio = took[kind] / max(makespan, work)
         print(f"{kind:<12} {took[kind]:>7.3f} s {makespan:>8.3f} s {work:>9.3f} s {ratio:>16.2f}")
 
