@@ -4,8 +4,8 @@
 
 F, B + W and the optimizer are measured on one stage alone, on one device; B and W share their time evenly. Simulated
 devices share the cores of one machine, so a step takes at least its whole work, in seconds of all cores, divided by the
-cores, however well its stages overlap: both predictions are printed, and the time over the larger one. What that can show
-is what ticks, permutes and slots cost; not what a bubble costs, since a core that one stage leaves idle works for
+cores, however well its stages overlap: both predictions are printed, and the time over the larger one. What that can
+show is what ticks, permutes and slots cost; not what a bubble costs, since a core that one stage leaves idle works for
 another.
 """
 
