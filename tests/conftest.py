@@ -13,12 +13,17 @@ os.environ.setdefault(
 
 import jax
 import pytest
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 # The shapes and dtypes that stand in signatures are checked in every call, local shards and global arrays alike.
 hook = install_import_hook(["meshpar.nn", "meshpar.parallel"], "beartype.beartype")
 
 from tests.command import Said, exit_code  # noqa: E402 (what the hook checks is imported after it)
+
+# The same examples in every run, so that what was green stays so; HYPOTHESIS_PROFILE=default looks for others.
+settings.register_profile("same", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

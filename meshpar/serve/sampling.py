@@ -87,6 +87,8 @@ def _without_padding(logits: Float[Array, "B V"], vocab_size: int) -> Float[Arra
 
 def _least_kept(best: Float[Array, "B K"], top_p: float) -> Float[Array, "B 1"]:
     """The smallest logit of the least set of most probable tokens that has probability `top_p`; `best` descends."""
+    if top_p == 1:  # of which the first ones have all, in float32, though the others have some
+        return best[:, -1:]
     probabilities = jax.nn.softmax(best, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     return jnp.where(before < top_p, best, jnp.inf).min(-1, keepdims=True)

@@ -212,9 +212,18 @@ def test_evaluation_is_one_devices():
     assert abs(mine["loss"] - theirs["loss"]) < 1e-10
 
 
-def test_2bw_takes_gradients_at_the_weights_before_the_last_update():
+@pytest.mark.parametrize(
+    ("mesh", "num_microbatches"),
+    [
+        ("pipe2", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+            ("pipe4", 8), ("pipe8", 12), ("data2_tensor2", 4), ("fsdp2_tensor2_sp", 4), ("fsdp4", 4), ("zero1", 4),
+        ]),
+    ],
+)  # fmt: skip
+def test_2bw_takes_gradients_at_the_weights_before_the_last_update(mesh, num_microbatches):
     """On one device, by hand: w[t+1] = w[t] - update(gradient at w[t-1])."""
-    run = prepared(MODELS["tied"](8), "pipe2", scheduled("pipedream_2bw", "pipe2", 3))
+    run = prepared(MODELS["tied"](8), mesh, scheduled("pipedream_2bw", mesh, num_microbatches))
     one = prepared(MODELS["tied"](8), None)
     trial, drawn = Trial(run), [batches()[0], batches()[1], batches()[0]]
     state, mine = trial.start(), []

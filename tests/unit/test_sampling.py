@@ -86,6 +86,12 @@ def test_only_tokens_that_are_kept_are_drawn(logits, top_k, top_p):
     assert scores[0].max() >= least
 
 
+def test_a_top_p_of_1_keeps_the_least_probable():
+    best = jnp.asarray([[8.0, 7.0, -8.0, -9.0]])
+    assert float(_least_kept(best, 1.0)[0, 0]) == -9.0
+    assert float(_least_kept(best, 0.99999)[0, 0]) == 7.0
+
+
 def test_greedy_takes_the_first_of_the_most_probable():
     logits = np.zeros(PADDED, np.float32)
     logits[[4, 9]] = 2.0
