@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.models import Import
 from meshpar.nn.transformer import Decoder
@@ -24,13 +22,13 @@ def check(run: Run, mesh: AnyMesh) -> None:
     """
     how, problems = Lowering(mesh, run.rules, run.lowering == "manual"), Problems()
     num_microbatches = run.num_microbatches * (run.pipeline.num_microbatches if run.pipeline else 1)
-    rows = math.prod(mesh.shape[axis] for axis in how.axes("batch")) * num_microbatches
+    rows = how.shards("batch") * num_microbatches
     if run.data.batch_size % rows:
         what = f"{run.data.batch_size} rows cannot be cut into {rows} equal parts"
         parts = f"({rows // num_microbatches} devices x {num_microbatches} microbatches)"
         problems.add("data.batch_size", f"{what} {parts}", f"a multiple of {rows}")
     for dim in ("seq", "norm_seq"):
-        shards = math.prod(mesh.shape[axis] for axis in how.axes(dim))
+        shards = how.shards(dim)
         if run.data.seq_len % shards:
             problems.add(
                 "data.seq_len",
@@ -58,7 +56,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
 
 
 def _check_pipeline(run: Run, how: Lowering, problems: Problems) -> None:
-    num_stages = math.prod(how.mesh.shape[axis] for axis in how.axes("stage"))
+    num_stages = how.shards("stage")
     if run.pipeline is None:
         if how.manual and num_stages > 1:
             what = f"the rules cut the model into {num_stages} stages, and nothing says in which order they work"
@@ -90,7 +88,7 @@ def _check_pipeline(run: Run, how: Lowering, problems: Problems) -> None:
 
 
 def _check_layers(model: Decoder, how: Lowering, problems: Problems) -> None:
-    num_stages = math.prod(how.mesh.shape[axis] for axis in how.axes("layers"))
+    num_stages = how.shards("layers")
     if over := -model.stacked_layers % num_stages:
         what = f"{model.stacked_layers} layers cannot lie in equal parts on {num_stages} stages"
         fix = f"model.layers_multiple={num_stages} to store {over} more, of zeros"

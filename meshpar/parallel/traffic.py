@@ -136,7 +136,7 @@ def step_traffic(
     _add_activations(sent, how, widths, activations, on_cpu, embedding_learns)
     _add_scalars(sent, trained.values(), how, widths)
     if stages:
-        part = math.prod(how.mesh.shape[axis] for axis in how.axes("norm_seq"))
+        part = how.shards("norm_seq")
         message = Fraction(stages.tokens * activations.width * widths.compute, part)
         sent[how.axes("stage")] += stages.ticks * stages.permutes * message
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}

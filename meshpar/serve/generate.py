@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,7 +129,7 @@ def _opened(source: Source | Run | Path | str, overrides: Sequence[str]) -> Sour
 
 def _decoding(source: Source, ids: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> Decoding:
     how = source.how(source.run.mesh.build())
-    shards = math.prod(how.mesh.shape[axis] for axis in how.axes("batch"))
+    shards = how.shards("batch")
     dtype, num_rows = np.dtype(source.run.precision.params), -(-len(ids) // shards) * shards
     return Decoding(
         model=source.model, how=how, dtype=dtype, sampling=sampling, num_rows=num_rows,

@@ -60,6 +60,10 @@ class Lowering:
         """The live axes of an activation's dim."""
         return live(self.mesh, self.rules.activation_axes(dim))
 
+    def shards(self, dim: str) -> int:
+        """Into how many an activation's dim is cut."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes(dim))
+
     def storage(self, dim: str) -> tuple[str, ...]:
         """The live axes over which a parameter's dim is stored and must be gathered."""
         return live(self.mesh, self.rules.storage_axes(dim))
@@ -123,7 +127,7 @@ def _check(shape: tuple[int, ...], dims: tuple[str, ...], how: Lowering) -> None
         if dim not in how.rules.table:
             near = nearest(dim, set(how.rules.table))
             problems.add(dim, "no rule covers it", f"rules.{dim}=[]" + (f", or did you mean {near}?" if near else ""))
-        elif size % math.prod(how.mesh.shape[a] for a in how.axes(dim)):
+        elif size % how.shards(dim):
             shards = " x ".join(f"{a} = {how.mesh.shape[a]}" for a in how.axes(dim))
             problems.add(f"{dim} = {size}", f"is not divisible by {shards}", f"rules.{dim}=[] to leave it whole")
     problems.raise_any(ShardingError, f"constrain{dims}:")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from meshpar.errors import ConfigError
 from meshpar.parallel.pipeline import execute
+from meshpar.parallel.pipeline.cut import Cut
 from meshpar.parallel.pipeline.schedule import Interleaved, Written
 from meshpar.parallel.pipeline.ticks import Ticks
 from meshpar.proof.trial import Trial
@@ -163,6 +164,12 @@ def test_a_slot_too_few_is_seen(monkeypatch):
     monkeypatch.setattr(execute.Pipeline, "plan", fewer)
     assert isinstance(run.pipeline.plan(run.how)[0], Ticks)
     assert difference(run, "tied", 8) > 1e-6
+
+
+def test_layers_that_lie_elsewhere_than_the_cut_says_are_seen(monkeypatch):
+    monkeypatch.setattr(Cut, "lies_in_order", lambda cut, stored: True)
+    schedule = scheduled("1f1b", "pipe4", 6, cut=(2, 1, 2, 2))
+    assert difference(prepared(MODELS["tied"](7, layers_multiple=4), "pipe4", schedule), "tied", 7) > 1e-3
 
 
 def test_a_dropout_key_of_the_stages_own_count_is_seen(monkeypatch):

@@ -8,7 +8,6 @@ three would copy every slot and every sum in every tick.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +62,7 @@ class Pipeline:
         Raises:
           ScheduleError: the schedule is not complete, or its stages wait for each other.
         """
-        num_stages = _num_stages(how)
+        num_stages = how.shards("stage")
         orders = self.schedule.orders(num_stages)
         check_complete(orders, self.schedule)
         if forward_only:
@@ -72,12 +71,12 @@ class Pipeline:
 
     def cut(self, how: Lowering) -> Cut:
         return cut_layers(
-            self.schedule, _num_stages(how), self.parts.num_layers, self.parts.head, self.parts.stacked_layers
+            self.schedule, how.shards("stage"), self.parts.num_layers, self.parts.head, self.parts.stacked_layers
         )
 
     def moves(self, how: Lowering) -> Exchange | None:
         """How layers come to where the schedule wants them; None if they lie there, or all on every stage."""
-        cut, stored = self.cut(how), self.parts.stacked_layers // _num_stages(how)
+        cut, stored = self.cut(how), self.parts.stacked_layers // how.shards("stage")
         return exchange(cut, stored) if how.axes("layers") and not cut.lies_in_order(stored) else None
 
 
@@ -116,7 +115,7 @@ class _Stage:
         self.exchange = pipeline.moves(how)
         self.layers = self._enter(params[self.parts.layers])
         self.outer = {name: value for name, value in params.items() if name != self.parts.layers}
-        self.indices = jnp.asarray(self.cut.layers.reshape(_num_stages(how), -1))[self.stage]
+        self.indices = jnp.asarray(self.cut.layers.reshape(how.shards("stage"), -1))[self.stage]
         self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if how.axes("layers") else self.indices
         x = jax.eval_shape(partial(self._embed, self.outer), self._micro(jnp.int32(0)))
         self.x = varying(jnp.zeros(x.shape, x.dtype), self.everywhere)
@@ -152,7 +151,7 @@ class _Stage:
 
     def _hand_on(self, inbox: jax.Array, out: jax.Array, row: Row) -> jax.Array:
         """One permute to the right and one to the left; each stage keeps what its table says."""
-        n = _num_stages(self.how)
+        n = self.how.shards("stage")
         shifts = [(1, row.from_left), (-1, row.from_right)][: num_permutes(n)]
         for by, slot in shifts:
             message = lax.ppermute(out, self.axes, [(i, (i + by) % n) for i in range(n)])
@@ -301,10 +300,6 @@ def _taken(times: int, of: int) -> Any:
 
 def _added(sums: Any, grads: Any) -> Any:
     return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads)
-
-
-def _num_stages(how: Lowering) -> int:
-    return math.prod(how.mesh.shape[axis] for axis in how.axes("stage"))
 
 
 def _manual() -> Lowering:
