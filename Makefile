@@ -1,11 +1,11 @@
-# make train: the main job. make test: everything that CI runs, on two cores; a file stays on one, for it shares programs.
+# make train: the main job, with ARGS="num_steps=50" a shorter one. make test: everything that CI runs, on two cores; a file stays on one, for it shares programs.
 PYTHON ?= python3
 VENV := .venv
 
 .PHONY: train test check docs clean
 
 train: $(VENV)/installed
-	$(VENV)/bin/meshpar train configs/quickstart.yaml
+	$(VENV)/bin/meshpar train configs/quickstart.yaml $(ARGS)
 
 test: check
 	$(VENV)/bin/pytest -q -n 2 --dist loadfile -m "not slow"

@@ -1,4 +1,4 @@
-from . import collectives
+from . import collectives, convert, data, loggers, models, optim, pipeline
 from .adopt import training
 from .checkpoint.checkpoints import About, Checkpoints, checkpoints
 from .checkpoint.kept import Kept
@@ -10,21 +10,24 @@ from .errors import (
     ContractError,
     ContractWarning,
     DataError,
+    DataWarning,
     MeshError,
     MeshparError,
     PlanError,
     ProgramError,
     ProofError,
+    RunError,
     ScheduleError,
     ShardingError,
 )
-from .flow import explain, fit
+from .flow import explain, fit, inspect
 from .inspection.compiling import compiling
-from .inspection.contract import Contract
+from .inspection.contract import Allowed, Contract
 from .inspection.finding import Finding, Planned
 from .inspection.hlo import Collective, collectives_of, total_sent_bytes
-from .inspection.inspect import Inspection, inspect
-from .mesh.layout import MeshLayout
+from .inspection.inspect import Inspection
+from .inspection.report import Report
+from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
 from .nn.lora import LoRA
@@ -38,12 +41,14 @@ from .parallel.pipeline.schedule import (
     ZeroBubbleH1,
     ZeroBubbleH2,
 )
+from .plan.fit import Judgement
 from .prepared import Prepared, prepare
 from .proof.prove import prove
 from .proof.verdict import Proof
-from .run import Init, Run, load
+from .run import Init, Precision, Run, load
 from .serve.generate import Completion, Generated, generate
 from .sharding.constrain import constrain
+from .sharding.overlap import FullySharded, TensorParallel
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
@@ -66,6 +71,7 @@ from .train.freeze import Freeze
 from .train.loggers import MLflow, TensorBoard, WandB
 from .train.loss import Criterion, Distill, Tally
 from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
+from .train.signals import Interrupted
 from .train.stopping import EarlyStopping
 from .train.training import Training
 
@@ -76,9 +82,11 @@ __all__ = [
     "About",
     "Adafactor",
     "AdamW",
+    "Allowed",
     "ArraySpec",
     "Arrow",
     "AxisRules",
+    "AxisSizes",
     "Bytes",
     "CheckpointError",
     "Checkpoints",
@@ -90,17 +98,21 @@ __all__ = [
     "ContractWarning",
     "Criterion",
     "DataError",
+    "DataWarning",
     "Distill",
     "EarlyStopping",
     "Finding",
     "Freeze",
+    "FullySharded",
     "GPipe",
     "Generated",
     "Ids",
     "Init",
     "Inspection",
     "Interleaved",
+    "Interrupted",
     "Jsonl",
+    "Judgement",
     "Kept",
     "Lion",
     "Llama",
@@ -119,12 +131,15 @@ __all__ = [
     "Placement",
     "PlanError",
     "Planned",
+    "Precision",
     "Prepared",
     "ProgramError",
     "Proof",
     "ProofError",
     "Reduce",
+    "Report",
     "Run",
+    "RunError",
     "Saved",
     "ScheduleError",
     "ShardingError",
@@ -132,6 +147,7 @@ __all__ = [
     "Synthetic",
     "Tally",
     "TensorBoard",
+    "TensorParallel",
     "Text",
     "TokenizerFile",
     "Training",
@@ -145,11 +161,17 @@ __all__ = [
     "collectives_of",
     "compiling",
     "constrain",
+    "convert",
+    "data",
     "explain",
     "fit",
     "generate",
     "inspect",
     "load",
+    "loggers",
+    "models",
+    "optim",
+    "pipeline",
     "prepare",
     "prove",
     "resolve",

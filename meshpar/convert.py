@@ -1,4 +1,4 @@
-"""Models from Hugging Face's folders to runs, and back."""
+"""Models from Hugging Face's folders to runs, and back: what `meshpar convert` does."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from meshpar import config
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.saved import FOLDER, Saved, find
+from meshpar.checkpoint.selection import PARAMS
 from meshpar.errors import CheckpointError
 from meshpar.io.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
 from meshpar.io.huggingface import CONFIG, Pretrained, open_pretrained
@@ -25,6 +26,8 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import AdamW
 from meshpar.tree import flatten_with_paths
+
+__all__ = ["from_hf", "to_hf"]
 
 COMPANIONS, RUN_CONFIG = "hugging_face", "config.yaml"
 
@@ -42,19 +45,37 @@ def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
 
     Raises:
       CheckpointError: the run directory exists; or lists what is wrong with the folder, see `open_pretrained`.
+      ConfigError: lists what is wrong with the overrides.
+
+    Example: a run is written as such a folder, and the folder becomes a run again.
+      >>> import tempfile
+      >>> from meshpar import Run, convert, fit
+      >>> with tempfile.TemporaryDirectory() as name:
+      ...     folder = Path(name)
+      ...     run = Run(
+      ...         model={"kind": "llama", "num_layers": 1, "width": 8, "num_heads": 2, "mlp_width": 8},
+      ...         data={"kind": "synthetic", "batch_size": 8, "seq_len": 8}, optim={"kind": "adamw", "lr": 1e-3},
+      ...         mesh={"data": -1}, num_steps=1, run_dir=folder / "run", loggers=[],
+      ...     )
+      ...     _ = fit(run, json=True)  # doctest: +ELLIPSIS
+      ...     convert.to_hf(folder / "run", folder / "hf")
+      ...     again = convert.from_hf(folder / "hf", folder / "again", ["mesh.data=8"])
+      {"kind": "run", ...
+      >>> again.model.width
+      8
     """
     check_free(run_dir)
     pretrained = open_pretrained(folder)
     with whole_or_not(run_dir) as made:
+        (made / COMPANIONS).mkdir()
+        (made / COMPANIONS / CONFIG).write_text(json.dumps(pretrained.config, indent=2) + "\n")
+        copy_companions(folder, made / COMPANIONS)
         (made / RUN_CONFIG).write_text(config.to_yaml(run_of(pretrained, run_dir)))
         run = load(made / RUN_CONFIG, overrides)
         simulate(run, None)
         prepared = prepare(run)
         state = PretrainedBeginning(prepared, pretrained).state()
         (made / RUN_CONFIG).write_text(config.to_yaml(run))
-        (made / COMPANIONS).mkdir()
-        (made / COMPANIONS / CONFIG).write_text(json.dumps(pretrained.config, indent=2) + "\n")
-        copy_companions(folder, made / COMPANIONS)
         with checkpoints(made / FOLDER, about=prepared.about) as saved:
             saved.save(0, state)
     return run
@@ -83,13 +104,15 @@ def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
 
     Raises:
       CheckpointError: the folder exists; there is no checkpoint; or there is no such architecture.
+
+    Example: see `from_hf`.
     """
     check_free(folder)
     run_dir = load(source).run_dir if source.is_file() else source
-    saved = find(run_dir)
+    saved = find(run_dir, PARAMS)
     run = _saved_run(saved)
     structs = _on_one_device(run).placement.structs
-    params = flatten_with_paths(saved.restore(structs, take=("params.**",)).params)
+    params = flatten_with_paths(saved.restore(structs, PARAMS).params)
     params = run.adapt.merged(params) if run.adapt else params
     assert isinstance(run.model, Decoder)
     export(folder, run.model, params, _companions(run, run_dir), largest_file)

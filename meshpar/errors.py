@@ -9,10 +9,23 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
+
+from meshpar.synonyms import meant
+
+MAX_PROBLEMS = 100
 
 
 class MeshparError(Exception):
     """Bad input, as opposed to a bug: the command line prints its text and exits with 2."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class RunError(MeshparError, RuntimeError):
+    """A run failed on its way: the disk was full, its data broke off, its steps were not finite."""
+
+    exit_code = 1
 
 
 class ConfigError(MeshparError, ValueError):
@@ -39,6 +52,14 @@ class CheckpointError(MeshparError, ValueError):
     """A checkpoint cannot be written, or does not fit the model."""
 
 
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is not what was written."""
+
+
+class DamagedWarning(UserWarning):
+    """The latest checkpoint is damaged, and one before it is used instead."""
+
+
 class ProgramError(MeshparError, ValueError):
     """The text of a compiled program could not be read completely."""
 
@@ -56,7 +77,11 @@ class ContractError(MeshparError, ValueError):
 
 
 class ContractWarning(UserWarning):
-    """A compiled program sends more than the closed form of its presets."""
+    """A compiled program sends more than the traced one says."""
+
+
+class DataWarning(UserWarning):
+    """A cache of tokens is damaged, and made again; or a run goes on with other data, as it is asked to."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +99,10 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        lines = [f"  {self.where}", f"    {self.what}"]
-        return "\n".join(lines + [f"    {self.fix}"] * bool(self.fix))
+        lines = [f"  {printable(self.where, keep='')}", f"    {self.what}"]
+        if self.fix:
+            lines.append(f"    {self.fix}")
+        return "\n".join(lines)
 
 
 @dataclass
@@ -102,15 +129,46 @@ class Problems:
         return len(self.found)
 
     def raise_any(self, error: type[MeshparError], heading: str) -> None:
-        """Raises `error` with `heading` over all problems, in the order in which they were added."""
-        if self.found:
-            raise error("\n".join([heading, *map(str, self.found)]))
+        """Raises `error` with `heading` over the problems, in the order in which they were added."""
+        if not self.found:
+            return
+        lines = [heading, *map(str, self.found[:MAX_PROBLEMS])]
+        if len(self.found) > MAX_PROBLEMS:
+            lines.append(f"  ... and {len(self.found) - MAX_PROBLEMS} more")
+        raise error("\n".join(lines))
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The valid name that was most likely meant; None if no name is near.
+    """The valid name that was most likely meant, which may be another framework's word for it; None if none is near.
 
-    >>> nearest("tensr", ["data", "tensor"])
-    'tensor'
+    >>> nearest("tensr", ["data", "tensor"]), nearest("tp", ["data", "tensor"])
+    ('tensor', 'tensor')
     """
-    return next(iter(difflib.get_close_matches(name, sorted(names), n=1)), None)
+    names = sorted(names)
+    name = name[:200]
+    if word := meant(name, names):
+        return word
+    if close := difflib.get_close_matches(name, names, n=1):
+        return close[0]
+    lower = {known.lower(): known for known in names}
+    close = difflib.get_close_matches(name.lower(), lower, n=1)
+    return lower[close[0]] if close else None
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """The text with what a terminal would obey, and not show, written as an escape.
+
+    >>> print(printable("\x1b]0;owned\a"))
+    \\x1b]0;owned\\x07
+    """
+    shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return "".join(shown)
+
+
+def excerpt(text: str, length: int = 80) -> str:
+    """The text, shortened where it is long.
+
+    >>> excerpt("9" * 5000, 10)
+    '9999999999... (5000 characters)'
+    """
+    return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax
+from jax.stages import Compiled
 
 from meshpar.checkpoint.checkpoints import Checkpoints, checkpoints
+from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Saved, find
 from meshpar.checkpoint.selection import EVERYTHING
-from meshpar.errors import ContractWarning, ProgramError
+from meshpar.errors import ContractWarning, MeshparError, ProgramError
+from meshpar.inspection.finding import Planned
+from meshpar.inspection.findings import THRESHOLD_BYTES
 from meshpar.inspection.inspect import Inspection
+from meshpar.inspection.inspect import inspect as inspect_program
 from meshpar.inspection.report import Report, report
 from meshpar.io.huggingface import open_pretrained
 from meshpar.mesh import process
@@ -24,48 +30,118 @@ from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.prepared import Prepared, prepare
 from meshpar.pretrained import PretrainedBeginning
+from meshpar.progress import busy, say
 from meshpar.run import Run
+from meshpar.sharding.resolve import AnyMesh
+from meshpar.train import announce
 from meshpar.train.begin import Beginning
+from meshpar.train.data import Ids
+from meshpar.train.data.fingerprint import changed_files
 from meshpar.train.ema import averaged
 from meshpar.train.evaluate import Callback
 from meshpar.train.loop import Loop
 from meshpar.train.loss import TEACHER, Distill
-from meshpar.train.metrics import flops_per_token, recorder
+from meshpar.train.metrics import recorder
+from meshpar.train.signals import Signals
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
-from meshpar.tree import flatten_with_paths
 
 
 def explain(run: Run, path: str | None = None, num_devices: int | None = None) -> Report:
-    """What every device would hold; needs no devices.
+    """What every device would hold; needs no devices. `meshpar explain` prints it.
 
     Args:
       path: a glob; reports on, and draws, the parameters that it matches.
+      num_devices: of the mesh, where one of its sizes is -1. Default: as many as the sizes multiply to, or one.
 
     Raises:
-      ConfigError: no parameter matches.
+      ConfigError: no parameter matches, or keys of the run do not fit each other.
+      MeshError: the sizes of the mesh do not multiply to the number of devices.
+      ShardingError: lists every array that does not fit the rules and the mesh.
+
+    Example:
+      >>> from meshpar import Run, explain
+      >>> run = Run(
+      ...     model={"kind": "llama", "num_layers": 2, "width": 32, "num_heads": 4, "mlp_width": 64},
+      ...     data={"kind": "synthetic"}, optim={"kind": "adamw", "lr": 1e-3}, num_steps=10, run_dir="unused",
+      ...     mesh={"fsdp": 16}, rules="fsdp",
+      ... )
+      >>> explain(run).arrays["head"].local_shape
+      (2, 257)
     """
     prepared = prepare(run, run.mesh.abstract(num_devices))
     told = report(prepared.placement.params, asdict(prepared.states))
     return told if path is None else told.only(path)
 
 
-def inspect(run: Run, target: str | None = None, num_devices: int | None = None) -> Inspection | Judgement:
-    """What the run's step communicates, computes and holds, from its compiled program; nothing is allocated.
+@overload
+def inspect(run: Run, /, target: None = None, num_devices: int | None = None) -> Inspection: ...
+
+
+@overload
+def inspect(run: Run, /, target: str, num_devices: int | None = None) -> Judgement: ...
+
+
+@overload
+def inspect(
+    compiled: Compiled | str,
+    mesh: AnyMesh | None = None,
+    *,
+    warnings: Iterable[str] = (),
+    planned: Planned | None = None,
+    threshold_bytes: int = THRESHOLD_BYTES,
+) -> Inspection: ...
+
+
+def inspect(*program: Any, **options: Any) -> Inspection | Judgement:
+    """What a run's step, or any program that JAX compiled, sends, computes and holds. Nothing is allocated or run.
+
+    `inspect(run, target=None, num_devices=None)` compiles the step of a run, as `meshpar inspect` does.
+    `inspect(compiled, mesh=None, *, warnings=(), planned=None, threshold_bytes=...)` reads a program that you compiled.
 
     Args:
-      target: a machine that is not here, such as `v5e:16x16`; the step is compiled for it, and judged.
-      num_devices: compile for the first so many of the devices that are here; default: all.
+      target: a machine that is not here, such as `v5e:16x16`; the step is compiled for it, and judged. A process in
+        which JAX has not started yet sees only its CPUs afterwards, and keeps no cache of compiled programs.
+      num_devices: compile for the first so many of the devices that are here. Default: all.
+      compiled: a program for one or more devices, or its text; the text alone tells neither its temporaries nor what
+        is found of arguments and outputs.
+      mesh: the mesh it was compiled for, which names the axes.
+      warnings: what XLA said while it compiled, see `compiling`.
+      planned: what its author means it to gather, reduce and hold whole, so that it is no finding.
+      threshold_bytes: of the smallest array on which findings remark though no plan speaks of it.
 
     Raises:
       ContractError: the step goes beyond what the run expects.
       MeshError: there is no such machine, its compiler is not installed, or the step is too big to compile.
+      ConfigError, ShardingError: the run does not fit itself or its mesh.
+      ProgramError: lists every collective that could not be counted.
+
+    Example:
+      >>> import meshpar
+      >>> meshpar.simulate(8)
+      >>> run = meshpar.Run(
+      ...     model={"kind": "llama", "num_layers": 2, "width": 32, "num_heads": 4, "mlp_width": 64},
+      ...     data={"kind": "synthetic", "seq_len": 16}, optim={"kind": "adamw", "lr": 1e-3}, num_steps=10,
+      ...     run_dir="unused", mesh={"data": 8},
+      ... )
+      >>> told = meshpar.inspect(run)
+      >>> told.bytes_per_axis == told.traced
+      True
+      >>> import jax
+      >>> meshpar.inspect(jax.jit(lambda x: x @ x).lower(jax.numpy.ones((16, 16))).compile()).flops
+      8192
     """
+    if program and isinstance(program[0], Run):
+        return _inspect_run(*program, **options)
+    return inspect_program(*program, **options)
+
+
+def _inspect_run(run: Run, target: str | None = None, num_devices: int | None = None) -> Inspection | Judgement:
     if target is None:
-        prepared = prepare(run, run.mesh.build(jax.devices()[:num_devices]))
+        prepared = prepare(run, run.mesh.build(jax.devices()[:num_devices] if num_devices else None))
         return prepared.inspect(prepared.compile_step())
-    process.compile_only()
     machine = targets.parse(target)
+    process.compile_only()
     prepared = prepare(run, run.mesh.build(machine.devices()))
     return judge(prepared.inspect(compile_for(machine, prepared.compile_step)), machine, prepared.mesh)
 
@@ -77,6 +153,7 @@ def fit(
     profile: Path | None = None,
     dump_hlo: Path | None = None,
     callbacks: Sequence[Callback] = (),
+    signals: bool = False,
 ) -> TrainState:
     """Trains, or goes on from the last checkpoint in the run directory.
 
@@ -85,56 +162,115 @@ def fit(
       profile: a folder for a trace of a few steps.
       dump_hlo: a file for the compiled step's text.
       callbacks: (state, step) -> name -> number: what else each evaluation records.
+      signals: at SIGINT or SIGTERM finish the step, save, and raise `Interrupted`; at a second signal end at once. This
+        needs the main thread. By default signals are the caller's: a `KeyboardInterrupt` that is raised within saves
+        nothing more, and the run goes on from its last checkpoint.
+
+    Returns:
+      The last state.
+
+    Raises:
+      RunError: the run failed on its way.
+      Interrupted: a signal came.
+      MeshparError: the config does not fit itself, the devices or the run directory; nothing was trained.
+
+    Example:
+      >>> import tempfile
+      >>> from meshpar import Run, fit
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     run = Run(
+      ...         model={"kind": "llama", "num_layers": 1, "width": 8, "num_heads": 2, "mlp_width": 8},
+      ...         data={"kind": "synthetic", "batch_size": 8, "seq_len": 8}, optim={"kind": "adamw", "lr": 1e-3},
+      ...         mesh={"data": -1}, num_steps=2, run_dir=folder, loggers=[],
+      ...     )
+      ...     state = fit(run, json=True)  # doctest: +ELLIPSIS
+      {"kind": "run", "step": 0, ...
+      >>> int(state.step)
+      2
     """
+    process.check_joined()
+    heard = Signals()
+    with heard.listening() if signals else nullcontext():
+        return _fit(run, json, profile, dump_hlo, callbacks, heard)
+
+
+def _fit(
+    run: Run, json: bool, profile: Path | None, dump_hlo: Path | None, callbacks: Sequence[Callback], signals: Signals
+) -> TrainState:
     prepared = prepare(run)
-    saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, prepared.about)
-    with recorder(run.run_dir, run.num_steps, json, run.loggers) as records, saving as saved:
+    about = replace(prepared.about, files=run.data.fingerprint())
+    shows = not json and jax.process_index() == 0
+    saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about)
+    recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
+    with hold(run.run_dir), recording as records, saving as saved:
         beginning = _beginning(prepared, saved)
+        if shows:
+            say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed)
-        step, evaluate = prepared.compile_step(), prepared.compile_evaluation()
+        with busy("compiling the step and the evaluation") if shows else nullcontext():
+            step, evaluate = prepared.compile_step(), prepared.compile_evaluation()
         if dump_hlo:
             dump_hlo.write_text(step.text)
         _hold_to_contract(prepared, step)
         if prepared.taught_by and run.distill:
             step = replace(step, given={TEACHER: _taught(prepared.taught_by, run.distill, step.given[TEACHER])})
         state = beginning.state() if beginning else prepared.compile_init()()
+        first = int(state.step)
+        told = beginning.record() if beginning else {}
+        for folder, why in saved.damaged.items():
+            records.record("damaged", first, folder=str(folder), why=why)
         if beginning:
-            records.record("restored", int(state.step), **beginning.record())
+            records.record("restored", first, **told)
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, _mfu(prepared), profile,
-            run.early_stopping, callbacks,
+            run.early_stopping, callbacks, run.max_skipped_steps, announce.source(run.data), signals,
         )  # fmt: skip
-        return loop.fit(state)
+        state = loop.fit(state)
+    end = int(state.step)
+    if end == first and jax.process_index() == 0:
+        say(announce.nothing(run.run_dir, end, told["changed"] if told else {}))
+    elif shows:
+        generates = not isinstance(run.model, Import) and not isinstance(run.data.tokenizer, Ids)
+        say(announce.end(run.run_dir, end, generates))
+    return state
 
 
 def _taught(teacher: Prepared, distill: Distill, structs: Any) -> Any:
     """The parameters that a teacher is evaluated with, and nothing else of its checkpoint."""
     take = ["opt_state.ema.**"] if teacher.run.optim.ema else ["params.**"]
-    params = averaged(find(distill.teacher).restore(teacher.placement.structs, take))
+    params = averaged(find(distill.teacher, take).restore(teacher.placement.structs, take))
     return jax.tree.map(lambda x, struct: jax.device_put(x.astype(struct.dtype), struct.sharding), params, structs)
 
 
 def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | PretrainedBeginning | None:
-    """A run goes on from its own last checkpoint, if there is one.
+    """A run goes on from its own last checkpoint that is whole, if there is one.
 
     Raises:
       CheckpointError, ConfigError: it does not fit, or what is to be taken of another does not.
     """
-    init, last = prepared.run.init, saved.latest()
-    if last is not None:
-        source, globs = Saved(saved.directory / str(last)), (EVERYTHING, ())
+    init = prepared.run.init
+    if newest := saved.newest(prepared.placement.structs):
+        source, globs = newest, (EVERYTHING, ())
     elif init is not None and init.from_hf is not None:
         pretrained = open_pretrained(init.from_hf)
         pretrained.check(prepared.run.model)
         return PretrainedBeginning(prepared, pretrained)
     elif init is not None and init.from_checkpoint is not None:
-        source, globs = find(init.from_checkpoint), (init.take, init.leave)
+        source, globs = find(init.from_checkpoint, init.take), (init.take, init.leave)
     else:
         return None
-    beginning = Beginning(prepared, source, *globs, saved.about.config)
+    beginning = Beginning(prepared, source, *globs, saved.about.config, _data_changed(prepared.run, source, saved))
     _ = beginning.selection
     return beginning
+
+
+def _data_changed(run: Run, source: Saved, saved: Checkpoints) -> list[str]:
+    """The files that are not those that this run has read until now; of step 0 and of other runs nothing is asked."""
+    if source.folder.parent != saved.directory or not source.step:
+        return []
+    before = source.meta["data"].get("files")
+    return changed_files(before, saved.about.files, source.folder, run.data.if_changed == "allow")
 
 
 def _hold_to_contract(prepared: Prepared, step: Step) -> None:
@@ -144,18 +280,20 @@ def _hold_to_contract(prepared: Prepared, step: Step) -> None:
     except ProgramError as error:
         if prepared.run.expects:
             raise
-        warnings.warn(f"the step could not be held to its closed form: {error}", ContractWarning, stacklevel=2)
+        warnings.warn(
+            f"the step could not be held to what the traced step says: {error}", ContractWarning, stacklevel=2
+        )
 
 
 def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
-    """tokens/s -> model FLOPs utilization, where the chip's speed is known."""
-    chip, model = chip_of(jax.devices()[0]), prepared.run.model
-    if chip is None or isinstance(model, Import):
+    """tokens/s -> model FLOPs utilization, where the chip's speed is known and the model's operations are countable."""
+    chip = chip_of(jax.devices()[0])
+    if chip is None:
         return None
-    unused = {"positions"} if model.tied else {"positions", "table"}
-    real = lambda spec: model.num_layers / model.stacked_layers if "layers" in spec.dims else 1
-    used = {path: spec for path, spec in flatten_with_paths(prepared.specs).items() if path not in unused}
-    params = round(sum(spec.size * real(spec) for spec in used.values()))
-    attention = model.num_heads * model.head_size
-    flops = flops_per_token(params, model.num_layers, prepared.run.data.seq_len, attention)
-    return lambda tokens_per_s: tokens_per_s * flops / (chip.flops * prepared.mesh.size)
+    try:
+        flops = prepared.model_flops / (prepared.run.data.batch_size * prepared.run.data.seq_len)
+    except MeshparError as error:
+        if jax.process_index() == 0:
+            say(f"meshpar: MFU is not recorded, as the model's operations cannot be counted: {error}")
+        return None
+    return lambda tokens_per_s: tokens_per_s * float(flops) / (chip.flops * prepared.mesh.size)

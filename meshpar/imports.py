@@ -1,8 +1,10 @@
 """Code of the user's own that a config names: it is found, permitted, and only then imported.
 
-A config is data, and may come from anywhere. It gets code run only where the user meant it: the module lies in the
-working directory and so does the config, or the command line names the target itself; or the command line names the
-module's file.
+A config is data, and may come from anywhere; it must not bring code with it. So a config may import a module only if
+the two stand side by side in the working directory: the config's file, and the module's file or the folder of its top
+package. A config in any other folder, such as `downloads/it/config.yaml`, imports nothing. Whoever trusts it says so on
+the command line: `--import FILE` permits a module's file, wherever it is, and `model.target=package.module:name`
+permits that target, found from the working directory.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
 import pydantic
 
-from meshpar.errors import ConfigError, nearest
+from meshpar.errors import ConfigError, MeshparError, nearest
 
 Target = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
 """`package.module:name`."""
@@ -51,12 +55,13 @@ def permit(target: str, config: Path | None) -> None:
         if path.with_suffix("").parts[-len(module.split(".")) :] == tuple(module.split(".")):
             _permitted[target] = path
             return
+    here = Path.cwd()
     path = _in_working_directory(module)
     if path is None:
-        raise ConfigError(f"{target}: there is no {module.replace('.', '/')}.py in the working directory, {Path.cwd()}")
-    if config is not None and not _is_here(config):
-        what = f"{config} lies outside of the working directory, and may not have {path.name} imported"
-        fix = f"if that is meant, say meshpar --import {path.relative_to(Path.cwd())}"
+        raise ConfigError(f"{target}: there is no {module.replace('.', '/')}.py in the working directory, {here}")
+    if config is not None and config.resolve().parent != here.resolve():
+        what = f"{config} is not in the working directory, beside {module.partition('.')[0]}, and may not import it"
+        fix = f"if you trust it, say meshpar --import {path.relative_to(here)}"
         raise ConfigError(f"{target}: {what}; {fix}")
     _permitted[target] = path
 
@@ -78,14 +83,31 @@ def load(target: str) -> Any:
     return getattr(imported, attribute)
 
 
+@contextmanager
+def blamed(target: str) -> Iterator[None]:
+    """Within, what the code of a target raises becomes one line that names its file and line.
+
+    Raises:
+      ConfigError: in place of any other exception.
+    """
+    try:
+        yield
+    except MeshparError:
+        raise
+    except Exception as error:
+        path = _permitted[target].resolve()
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f"{path}:{lines[-1]}" if lines else str(path)
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise ConfigError(f"{target} failed at {where}: {type(error).__name__}: {first}") from error
+
+
 def _in_working_directory(module: str) -> Path | None:
     """The module's file, unless a link leads out of the working directory."""
     stem = Path.cwd().joinpath(*module.split("."))
-    return next((p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.is_file() and _is_here(p)), None)
-
-
-def _is_here(path: Path) -> bool:
-    return path.resolve().is_relative_to(Path.cwd().resolve())
+    here = Path.cwd().resolve()
+    candidates = (stem.with_suffix(".py"), stem / "__init__.py")
+    return next((p for p in candidates if p.is_file() and p.resolve().is_relative_to(here)), None)
 
 
 def _import(module: str, path: Path) -> ModuleType:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.models import Import
+from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder
 from meshpar.parallel.pipeline.cut import cut_layers
+from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.simulate import simulate as simulate_schedule
 from meshpar.run import Run
 from meshpar.sharding.constrain import Lowering
@@ -40,14 +44,19 @@ def check(run: Run, mesh: AnyMesh) -> None:
             problems.add("lowering", "a model that is imported is lowered by GSPMD", "lowering=auto")
     else:
         _check_decoder(run, run.model, problems)
+        check_supported(how, problems)
     Overlap(run.tensor.overlap, run.fsdp.overlap).check(run.rules, how.manual, problems)
     _check_pipeline(run, how, problems)
     _check_kept(run, problems)
     if run.reduce and run.lowering == "auto":
-        problems.add("reduce", "under lowering: auto, XLA reduces gradients as it chooses", "lowering: manual")
+        problems.add(
+            "reduce", "under lowering: auto, XLA reduces gradients as it chooses", "lowering=manual, or reduce=null"
+        )
     if (run.adapt or run.freeze) and (run.tensor.overlap, run.fsdp.overlap) != ("none", "none"):
         key = "adapt" if run.adapt else "freeze"
-        problems.add(key, "is not proven beside a collective matmul, and so not allowed", f"no {key}, or no overlap")
+        overlaps = {"tensor.overlap": run.tensor.overlap, "fsdp.overlap": run.fsdp.overlap}
+        fix = f"no {key}, or " + " and ".join(f"{name}=none" for name, way in overlaps.items() if way != "none")
+        problems.add(key, "is not proven beside a collective matmul, and so not allowed", fix)
     if run.reduce and run.fsdp.overlap != "none":
         what = "a kernel that is gathered in chunks has its gradient scattered in chunks, by no declared reduction"
         problems.add("reduce", what, "fsdp.overlap=none, or no reduce")
@@ -60,20 +69,21 @@ def _check_pipeline(run: Run, how: Lowering, problems: Problems) -> None:
     if run.pipeline is None:
         if how.manual and num_stages > 1:
             what = f"the rules cut the model into {num_stages} stages, and nothing says in which order they work"
-            problems.add("pipeline", what, "pipeline={kind: 1f1b, num_microbatches: 8}, or no preset pipeline")
+            rows = run.data.batch_size // (how.shards("batch") * run.num_microbatches)
+            fix = f"pipeline={{kind: 1f1b, num_microbatches: {math.gcd(rows, 8)}}}, or no preset pipeline"
+            problems.add("pipeline", what, fix)
         return
     if not how.manual:
-        problems.add("pipeline", "GSPMD knows no pipeline", "lowering=manual, or no pipeline")
+        problems.add("pipeline", "GSPMD knows no pipeline", "lowering=manual, or pipeline=null")
     elif not isinstance(run.model, Import):
         before = len(problems)
-        _check_layers(run.model, how, problems)
+        _check_layers(run.model, run.pipeline, how, problems)
         run.pipeline.check(num_stages, problems)
-        try:
-            cut_layers(run.pipeline, num_stages, run.model.num_layers, stacked_layers=run.model.stacked_layers)
-            if len(problems) == before:
+        if len(problems) == before:
+            try:
                 simulate_schedule(run.pipeline, num_stages)
-        except ScheduleError as error:
-            problems.add("pipeline", str(error))
+            except ScheduleError as error:
+                problems.add("pipeline", str(error))
     beside = {
         "loss": run.loss != Criterion(),
         "distill": run.distill is not None,
@@ -84,16 +94,42 @@ def _check_pipeline(run: Run, how: Lowering, problems: Problems) -> None:
         "fsdp.overlap": run.fsdp.overlap != "none",
     }
     for key in (key for key, is_set in beside.items() if is_set):
-        problems.add(key, "is not proven beside a pipeline, and so not allowed", f"no {key}, or no pipeline")
+        problems.add(key, "is not proven beside a pipeline, and so not allowed", f"no {key}, or pipeline=null")
 
 
-def _check_layers(model: Decoder, how: Lowering, problems: Problems) -> None:
-    num_stages = how.shards("layers")
-    if over := -model.stacked_layers % num_stages:
-        what = f"{model.stacked_layers} layers cannot lie in equal parts on {num_stages} stages"
-        fix = f"model.layers_multiple={num_stages} to store {over} more, of zeros"
-        fix += ", or rules.layers=[] to store all on each"
-        problems.add("model.num_layers", what, fix)
+def _check_layers(model: Decoder, schedule: Schedule, how: Lowering, problems: Problems) -> None:
+    """Every fix that is proposed has been tried."""
+    num_stages, num_shards = how.shards("stage"), how.shards("layers")
+    why = _why_not_cut(model, schedule, num_stages)
+    if why and schedule.cut:
+        even = schedule.model_copy(update={"cut": None})
+        fix = "pipeline.cut=null to cut as evenly as possible"
+        problems.add("pipeline.cut", why, "" if _why_not_cut(model, even, num_stages) else fix)
+        return
+    over = -model.stacked_layers % num_shards
+    if not why and not over:
+        return
+    fixes: list[str] = []
+    padded = model.model_copy(update={"layers_multiple": num_shards})
+    if over and not _why_not_cut(padded, schedule, num_stages):
+        fixes.append(f"model.layers_multiple={num_shards} to store {over} more, of zeros")
+    if not why:
+        fixes.append("rules.layers=[] to store all on each")
+    if not fixes:
+        least = num_stages * schedule.chunks_per_stage
+        step = math.lcm(model.layers_multiple, num_shards)
+        fixes.append(f"model.num_layers={math.ceil(least / step) * step}")
+    what = f"{model.stacked_layers} layers cannot lie in equal parts on {num_stages} stages"
+    problems.add("model.num_layers", why or what, ", or ".join(fixes))
+
+
+def _why_not_cut(model: Decoder, schedule: Schedule, num_stages: int) -> str:
+    """What speaks against cutting the layers into the parts of the schedule; empty if nothing does."""
+    try:
+        cut_layers(schedule, num_stages, model.num_layers, stacked_layers=model.stacked_layers)
+    except ScheduleError as error:
+        return str(error)
+    return ""
 
 
 def _check_kept(run: Run, problems: Problems) -> None:
@@ -108,7 +144,9 @@ def _check_decoder(run: Run, model: Decoder, problems: Problems) -> None:
     if run.loss.target:
         problems.add("loss", "is of a model that is imported", "model.kind=import, or no loss")
     if model.learned_positions and run.data.seq_len > model.max_seq_len:
-        problems.add("data.seq_len", f"{run.data.seq_len} is more than model.max_seq_len = {model.max_seq_len}")
+        what = f"{run.data.seq_len} is more than model.max_seq_len = {model.max_seq_len}"
+        fix = f"model.max_seq_len={run.data.seq_len}, or data.seq_len={model.max_seq_len}"
+        problems.add("data.seq_len", what, fix)
     if run.data.vocab_size > model.vocab_size:
         what = f"the data has {run.data.vocab_size} token ids, the model {model.vocab_size}"
         problems.add("model.vocab_size", what, f"model.vocab_size={run.data.vocab_size}")

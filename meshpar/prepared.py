@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -12,13 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import pydantic
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from meshpar.checkpoint.checkpoints import About
 from meshpar.checkpoint.saved import find
-from meshpar.errors import ConfigError, ContractError, ContractWarning, MeshparError
+from meshpar.cost.flops import flops, traced_products
+from meshpar.cost.memory import ModelStates, model_states
+from meshpar.cost.traced import Collective, Traffic, gathers, traced_collectives, traffic
+from meshpar.errors import ConfigError, ContractError, ContractWarning, MeshparError, Problems
 from meshpar.imported import imported
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import beyond
@@ -29,11 +31,10 @@ from meshpar.models import Import
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.lora import is_lora
 from meshpar.nn.staged import parts
+from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder, Transformer
-from meshpar.parallel.pipeline.execute import Pipeline, num_permutes
+from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
-from meshpar.parallel.traffic import Activations, Stages, Traffic, step_traffic, teacher_traffic
-from meshpar.plan.memory import ModelStates, model_states
 from meshpar.run import Run
 from meshpar.sharding.overlap import Overlap
 from meshpar.sharding.resolve import AnyMesh
@@ -43,7 +44,7 @@ from meshpar.train.ema import with_ema
 from meshpar.train.freeze import Freeze, for_good, frozen_until
 from meshpar.train.frozen import without
 from meshpar.train.gradients import STALE
-from meshpar.train.loss import Distill, next_token_loss, summed_cross_entropy
+from meshpar.train.loss import TEACHER, Distill, next_token_loss, summed_cross_entropy
 from meshpar.train.master import with_master
 from meshpar.train.step import Step, Update
 from meshpar.train.teacher import Teacher
@@ -53,51 +54,56 @@ from meshpar.tree import flatten_with_paths
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(Training):
-    """A run's training, and what the run's presets say of its step."""
+    """A run's training, and what its traced step says of bytes and operations."""
 
     run: Run
     taught_by: Prepared | None = None
     """The training of the teacher, on this mesh."""
+    abstract_platform: str = "cpu"
+    """What the step is compiled for, where the mesh is abstract."""
 
     @cached_property
-    def closed_form(self) -> Traffic | None:
-        """Bytes that a device sends in a step, by axes; None of an imported model, of an optimizer that mixes elements,
-        if no layer learns, and of a teacher whose logits are sharded in another way."""
-        run, shape = self.run, self.mesh.shape
-        if self.pipeline and self.pipeline.schedule.is_stale and self.how.rules.zero_stage == 1:
-            return None  # the weights before the last update lie in shards, and are gathered too
-        layers_learn = any("layers" in one.spec.dims for one in jax.tree.leaves(self.placement.trained))
-        if not run.optim.elementwise or isinstance(run.model, Import) or not layers_learn:
-            return None
-        rows = run.data.batch_size // math.prod(shape[axis] for axis in self.how.axes("batch"))
-        model, tokens = run.model, rows * run.data.seq_len
-        layers, stages = self._in_stages(tokens) if self.pipeline else (model.num_layers, None)
-        activations = Activations(layers, tokens, model.width, model.remat != "none", model.remat == "full")
-        # XLA's CPU compiler widens what travels in 16 bits.
-        widths = run.precision.widths(least=4 if self._on_cpu else 2)
-        sent = step_traffic(
-            self.placement.sharded, self.how, widths, activations, self.how.num_microbatches, self._on_cpu, stages,
-            self.placement.frozen,
-        )  # fmt: skip
-        if not self.taught_by:
-            return sent
-        assert self.teacher
-        if not self.teacher.is_aligned:
-            return None
-        model = _decoder(self.taught_by.run)
-        activations = Activations(model.num_layers, rows * run.data.seq_len, model.width, False, False)
-        more = teacher_traffic(self.taught_by.placement.sharded, self.teacher.how, widths, activations)
-        return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
+    def traced_bytes(self) -> Traffic | None:
+        """Bytes that a device sends in a step of the manual lowering, by axes, as the traced step says.
 
-    def _in_stages(self, tokens: int) -> tuple[int, Stages]:
-        """Layers that a stage computes, and what the pipeline sends."""
-        assert self.pipeline is not None
-        (ticks, cut), passes = self.pipeline.plan(self.how), self.run.num_microbatches
-        num_stages, moves = len(cut.layers), self.pipeline.moves(self.how)
-        permutes, moved = num_permutes(num_stages), moves.num_permutes * moves.unit if moves else 0
-        per_microbatch = tokens // self.how.num_microbatches
-        shared = "table" if not isinstance(self.run.model, Import) and self.run.model.tied else None
-        return cut.layers[0].size, Stages(ticks.num_ticks * passes, permutes, passes, moved, per_microbatch, shared)
+        None where GSPMD decides what is sent: of an imported model, of an optimizer that mixes elements, of a teacher
+        whose logits are sharded in another way, and where 2BW meets ZeRO-1: stale weights are gathered whole. Under
+        GSPMD also None where the manual layers are not written for the rules.
+        """
+        return traffic(self.collectives(self._traced_step)) if self._says_all else None
+
+    @cached_property
+    def traced_flops(self) -> dict[str, Fraction] | None:
+        """Operations of a device's products in a step of the manual lowering, by kind, as the traced step says.
+
+        Of a pipeline, those of a stage that has both ends of the model. None where `traced_bytes` are.
+        """
+        return flops(traced_products(self._traced_step), self.mesh.size) if self._says_all else None
+
+    @cached_property
+    def _traced_step(self) -> ClosedJaxpr:
+        given = {TEACHER: self.teacher.structs} if self.teacher else {}
+        return jax.make_jaxpr(replace(self, manual=True).step)(self.placement.structs, self.batch | given)
+
+    def collectives(self, step: ClosedJaxpr) -> list[Collective]:
+        """Those of a traced step of the manual lowering, ZeRO-1's gathers of updated parameters included."""
+        float_bytes = 4 if self._on_cpu else 1  # XLA:CPU widens 16-bit floats on their way
+        updated = jax.tree.leaves(self.placement.trained)
+        stored = jax.tree.leaves(without(self.placement.params, self.placement.frozen))
+        return traced_collectives(step, float_bytes) + gathers(updated, stored, float_bytes)
+
+    @property
+    def _says_all(self) -> bool:
+        """Whether a traced step of the manual lowering names all that a device sends."""
+        if not self.run.optim.elementwise or isinstance(self.run.model, Import):
+            return False
+        if self.pipeline and self.pipeline.schedule.is_stale and self.rules.zero_stage == 1:
+            return False
+        if self.teacher and not self.teacher.is_aligned:
+            return False
+        problems = Problems()
+        check_supported(replace(self.how, manual=True), problems)
+        return not problems.found
 
     @cached_property
     def states(self) -> ModelStates:
@@ -105,7 +111,7 @@ class Prepared(Training):
         placed = self.placement
         sharded, stored, optimizer = map(jax.tree.leaves, (placed.sharded, placed.params, placed.opt_state))
         frozen = [path in placed.frozen for path in flatten_with_paths(placed.sharded)]
-        return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths(), frozen)
+        return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths, frozen)
 
     @property
     def about(self) -> About:
@@ -115,8 +121,9 @@ class Prepared(Training):
 
     @property
     def _on_cpu(self) -> bool:
-        devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else jax.devices()
-        return devices[0].platform == "cpu"
+        if isinstance(self.mesh, Mesh):
+            return self.mesh.devices.flat[0].platform == "cpu"
+        return self.abstract_platform == "cpu"
 
     def inspect(self, step: Step) -> Inspection:
         """Reads a compiled step, and holds it to the run's contract.
@@ -125,33 +132,39 @@ class Prepared(Training):
           ContractError: lists all that goes beyond `expects`.
 
         Warns:
-          ContractWarning: the manual lowering sends more than its closed form.
+          ContractWarning: the compiled step sends more than the traced one says.
         """
         meant = planned_by(self.how, self.placement.sharded, self.placement.opt_state)
         told = inspection.inspect(step.compiled, self.mesh, warnings=step.warnings, planned=meant)
         passes = getattr(self.run.model, "num_layers", 1) * self.how.num_microbatches
+        if self.how.manual and step.jaxpr and self._says_all:
+            said = traffic(self.collectives(step.jaxpr))
+        else:
+            said = self.traced_bytes
         if self.run.expects:
-            broken = self.run.expects.check(told, self.closed_form, passes)
+            broken = self.run.expects.check(told, said, passes)
             broken.raise_any(ContractError, "the compiled step breaks its contract:")
-        if self.how.manual and self.closed_form is not None and (more := beyond(told, self.closed_form)):
-            text = "\n".join(["the step sends more than the closed form of its presets:", *map(str, more.found)])
+        if self.how.manual and said is not None and (more := beyond(told, said)):
+            text = "\n".join(["the compiled step sends more than the traced step says:", *map(str, more.found)])
             warnings.warn(text, ContractWarning, stacklevel=2)
-        form = {axes_name(axes): round(bytes_) for axes, bytes_ in (self.closed_form or {}).items()}
-        return replace(told, closed_form=form or None, model_states=asdict(self.states) if self.how.manual else None)
+        traced = {axes_name(axes): round(num_bytes) for axes, num_bytes in (said or {}).items()}
+        return replace(told, traced=traced or None, model_states=asdict(self.states) if self.how.manual else None)
 
 
-def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
+def prepare(run: Run, mesh: AnyMesh | None = None, abstract_platform: str = "cpu") -> Prepared:
     """Checks what can be checked before anything is compiled.
 
     Args:
       mesh: default: the run's own, on the devices that are here.
+      abstract_platform: what the step is compiled for, if the mesh is abstract: `traced_bytes` depend on it. No device
+        is looked for then.
 
     Raises:
       ConfigError, MeshError, ShardingError: with all problems of their kind.
     """
     mesh = run.mesh.build() if mesh is None else mesh
     check(run, mesh)
-    prepared = _prepared(run, mesh)
+    prepared = replace(_prepared(run, mesh), abstract_platform=abstract_platform)
     _ = prepared.placement
     return prepared
 
@@ -177,7 +190,6 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master and np.dtype(master)),
         batch_specs=batch_specs,
         mesh=mesh,
-        rules=run.rules,
         manual=run.lowering == "manual",
         dtype=np.dtype(run.precision.compute),
         sums=sums and np.dtype(sums),
@@ -212,13 +224,13 @@ def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
       CheckpointError: there is none.
       ConfigError: it does not fit this run, or this mesh.
     """
-    kept, ours = find(distill.teacher).meta["config"], {"data": run.data, "lowering": run.lowering}
+    kept, ours = find(distill.teacher, take=()).meta["config"], {"data": run.data, "lowering": run.lowering}
     where = f"distill: the teacher in {distill.teacher}"
     try:
-        teacher = Run.model_validate(kept | {"distill": None, "num_microbatches": 1, "freeze": (), "init": None})
+        teacher = Run(**kept | {"distill": None, "num_microbatches": 1, "freeze": (), "init": None})
         its, mine = _decoder(teacher), _decoder(run)
         prepared = prepare(teacher.model_copy(update=ours | {"rules": distill.rules or run.rules}), mesh)
-    except (pydantic.ValidationError, MeshparError) as error:
+    except MeshparError as error:
         raise ConfigError(f"{where} does not fit:\n{error}") from None
     if (its.vocab_size, its.padded_vocab) != (mine.vocab_size, mine.padded_vocab):
         what = f"has {its.vocab_size} token ids in {its.padded_vocab} rows of its vocabulary"
@@ -255,6 +267,7 @@ def _built(run: Run, model: Decoder) -> dict[str, Any]:
         "evaluation": next_token_loss(functional(abstract), model.vocab_size),
         "key": partial(step_key, run.seed) if model.dropout else None,
         "pipeline": run.pipeline and _pipeline(run.pipeline, abstract),
+        "rules": run.rules,
     }
 
 
@@ -267,7 +280,7 @@ def _imported(run: Run) -> dict[str, Any]:
     assert isinstance(run.model, Import)
     if run.adapt:
         raise ConfigError("adapt: LoRA adapts the projections of meshpar's own models, not of an imported one")
-    found = imported(run.model, run.loss, run.data.seq_len, run.seed)
+    found = imported(run.model, run.loss, run.rules, run.data.seq_len, run.seed)
     if found.vocab_size and run.data.vocab_size > found.vocab_size:
         what = f"the data has {run.data.vocab_size} token ids, the logits of {run.model.target} are of"
         raise ConfigError(f"{what} {found.vocab_size}")
@@ -279,4 +292,6 @@ def _imported(run: Run) -> dict[str, Any]:
         "carried": found.carried,
         "init_carried": found.init_carried,
         "key": partial(step_key, run.seed) if found.draws else None,
+        "rules": found.rules,
+        "activation_dims": run.model.activation_dims,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import pydantic
@@ -12,14 +12,14 @@ import pydantic
 from meshpar import config, imports
 from meshpar.checkpoint.kept import Kept
 from meshpar.collectives.reduction import Reduce
-from meshpar.config import Config
+from meshpar.config import Config, Positive, Seed
+from meshpar.cost.memory import Widths
 from meshpar.inspection.contract import Contract
 from meshpar.mesh import process
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Model
 from meshpar.nn.lora import LoRA
 from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
-from meshpar.parallel.traffic import Widths
 from meshpar.sharding.overlap import FullySharded, TensorParallel
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Data
@@ -30,7 +30,6 @@ from meshpar.train.optim import Optimizer
 from meshpar.train.stopping import EarlyStopping
 
 Paths = tuple[str, ...]
-Positive = Annotated[int, pydantic.Field(gt=0)]
 Float = Literal["bfloat16", "float32", "float64"]
 
 
@@ -46,12 +45,13 @@ class Precision(Config):
     master: Float | None = None
     """In which the optimizer keeps parameters of its own, if these are wider than the stored ones."""
 
-    def widths(self, least: int = 1) -> Widths:
-        """Bytes of an element in each of them, `least` at least."""
-        params, compute = np.dtype(self.params).itemsize, np.dtype(self.compute).itemsize
+    @property
+    def widths(self) -> Widths:
+        """Bytes of an element in each of them."""
+        compute = np.dtype(self.compute).itemsize
         sums = max(compute, 4)
         gradients = np.dtype(self.gradients).itemsize if self.gradients else sums
-        return Widths(*(max(width, least) for width in (params, compute, gradients, sums)), declared=gradients)
+        return Widths(np.dtype(self.params).itemsize, compute, gradients, sums)
 
 
 class Init(Config):
@@ -103,7 +103,7 @@ class Run(Config):
     """How each of these parts goes through the stages of axis pipe: `{kind: 1f1b, num_microbatches: 16}`."""
     expects: Contract | None = None
     """What the compiled step may send and hold; it is refused if it goes beyond."""
-    seed: Annotated[int, pydantic.Field(ge=0)] = 0
+    seed: Seed = 0
     run_dir: Path
     """Where metrics and checkpoints go. A run that finds a checkpoint there goes on from it."""
     log_every: Positive = 10
@@ -115,6 +115,8 @@ class Run(Config):
     """How often, and which stay."""
     early_stopping: EarlyStopping | None = None
     """When to end before `num_steps`."""
+    max_skipped_steps: Positive | None = 10
+    """A step whose loss or gradients are not finite is skipped. So many in a row end the run; null for any number."""
     loggers: tuple[Logger, ...] = (TensorBoard(),)
     """Who gets the records beside `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow."""
 

@@ -72,6 +72,19 @@ def human_bytes(size: float) -> str:
     return f"{size:.2f} GiB"
 
 
+def human_flops(flops: float) -> str:
+    """Operations for people.
+
+    >>> human_flops(512), human_flops(1_234_567_890_123_456_789_000)
+    ('512 FLOPs', '1235 EFLOPs')
+    """
+    for unit in ("", "K", "M", "G", "T", "P"):
+        if flops < 1000:
+            return f"{flops:.3g} {unit}FLOPs"
+        flops /= 1000
+    return f"{flops:.4g} EFLOPs"
+
+
 _UNITS = {"": 1, "B": 1} | {f"{prefix}iB": 2 ** (10 * i) for i, prefix in enumerate("KMGT", 1)}
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)$")
 

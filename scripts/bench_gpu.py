@@ -17,7 +17,6 @@ from pathlib import Path
 
 from meshpar import load, prepare
 from meshpar.mesh.hardware import chip_of
-from meshpar.train.metrics import flops_per_token
 from meshpar.tree import flatten_with_paths
 
 # Else the first JAX program would take three quarters of the memory, and torch find none.
@@ -83,9 +82,9 @@ def main() -> None:
     prepared = prepare(load(CONFIG, arguments.overrides))
     rows = prepared.run.data.train(0)[0]
     batch = {name: jax.device_put(x, prepared.batch[name].sharding) for name, x in rows.items()}
-    chip, model, tokens = chip_of(jax.devices()[0]), prepared.run.model, rows["tokens"].size
+    chip, tokens = chip_of(jax.devices()[0]), rows["tokens"].size
     params = sum(s.size for path, s in flatten_with_paths(prepared.specs).items() if path != "table")
-    flops = flops_per_token(params, model.num_layers, rows["tokens"].shape[1], model.num_heads * model.head_size)
+    flops = float(prepared.model_flops) / tokens
     for name, make in {"meshpar": with_meshpar, "jit": with_jit, "torch": with_torch}.items():
         if name not in arguments.without:
             rate = tokens / measure(make(prepared, batch), arguments.steps)

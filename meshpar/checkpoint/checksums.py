@@ -1,4 +1,4 @@
-"""Checksums of files: the arrays' library takes a flipped bit for data."""
+"""Checksums and sizes of files: the arrays' library takes a flipped bit for data."""
 
 from __future__ import annotations
 
@@ -7,62 +7,108 @@ import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Annotated
 
-from meshpar.errors import CheckpointError, Problems
+import pydantic
+
+from meshpar.errors import Problems
 
 FILE = "sha256.json"
 THREADS = 4  # hashing releases Python's lock
 
 
+class File(pydantic.BaseModel):
+    """What was written: SHA-256, and bytes, which checkpoints of the first format do not say."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    sha256: str
+    bytes: Annotated[int, pydantic.Field(ge=0)] | None = None
+
+
+class Listing(pydantic.BaseModel):
+    """The content of `FILE`, and a checksum of `files` itself."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    files: dict[str, File]
+    sha256: str
+
+
+_FIRST_FORMAT = pydantic.TypeAdapter(dict[str, str])
+
+
 def write(folder: Path) -> None:
-    """Writes the SHA-256 of every file below `folder` into `FILE`, by path."""
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    """Writes the SHA-256 and the size of every file below `folder` into `FILE`, by path."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(THREADS) as threads:
-        sums = dict(zip(files, threads.map(sha256, (folder / name for name in files)), strict=True))
-    (folder / FILE).write_text(json.dumps(sums, indent=2))
+        sums = threads.map(sha256, (folder / name for name in names))
+        files = {
+            name: File(sha256=digest, bytes=(folder / name).stat().st_size)
+            for name, digest in zip(names, sums, strict=True)
+        }
+    listing = Listing(files=files, sha256=_own(files))
+    (folder / FILE).write_text(listing.model_dump_json(indent=2))
 
 
-def read(folder: Path) -> dict[str, str]:
-    """Path -> SHA-256.
+def read(folder: Path) -> dict[str, File]:
+    """Path -> what was written.
 
     Raises:
-      CheckpointError: they are not there, are damaged, or name a file outside of the folder.
+      OSError, ValueError: `FILE` is missing, is not what was written, or names a file outside of the folder.
     """
+    text = (folder / FILE).read_bytes()
     try:
-        sums = json.loads((folder / FILE).read_text())
-        inside = all(isinstance(name, str) and _is_inside(folder, name) for name in sums)
-    except (OSError, ValueError, AttributeError):
-        inside = False
-    if not inside:
-        raise CheckpointError(f"{folder / FILE} cannot be read, so the checkpoint cannot be verified")
-    return sums
+        listing = Listing.model_validate_json(text)
+        files = listing.files
+        if listing.sha256 != _own(files):
+            raise ValueError("is not what was written")
+    except pydantic.ValidationError:
+        files = {name: File(sha256=digest) for name, digest in _FIRST_FORMAT.validate_json(text, strict=True).items()}
+    if not all((folder / name).resolve().is_relative_to(folder.resolve()) for name in files):
+        raise ValueError("names a file outside of the checkpoint")
+    return files
 
 
-def verify(folder: Path, sums: Mapping[str, str], names: Iterable[str]) -> None:
-    """Reads files, and compares.
-
-    Raises:
-      CheckpointError: lists each file that is not what was written.
-    """
-    problems, names = Problems(), list(names)
+def compare(folder: Path, files: Mapping[str, File], names: Iterable[str]) -> Problems:
+    """Reads files: each one that is not what was written is a problem."""
+    problems = Problems()
+    names = list(names)
     with ThreadPoolExecutor(THREADS) as threads:
-        for name, found in zip(names, threads.map(sha256, (folder / name for name in names)), strict=True):
-            if found is None:
-                problems.add(str(folder / name), "is missing")
-            elif found != sums[name]:
-                problems.add(str(folder / name), "is not what was written")
-    fix = "remove the folder to go on from the step before it"
-    problems.raise_any(CheckpointError, f"the checkpoint {folder} is damaged; {fix}:")
+        for name, what in zip(names, threads.map(lambda name: _problem(folder, files, name), names), strict=True):
+            if what:
+                problems.add(str(folder / name), what)
+    return problems
 
 
-def sha256(path: Path) -> str | None:
-    """Of one file; None if it is not there."""
+def compare_sizes(folder: Path, files: Mapping[str, File]) -> Problems:
+    """Without reading them: files that are missing, or longer or shorter than they were."""
+    problems = Problems()
+    for name, file in files.items():
+        path = folder / name
+        if not path.is_file():
+            problems.add(str(path), "is missing")
+        elif file.bytes not in (None, path.stat().st_size):
+            problems.add(str(path), f"has {path.stat().st_size} bytes instead of {file.bytes}")
+    return problems
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _problem(folder: Path, files: Mapping[str, File], name: str) -> str:
+    if name not in files:
+        return f"is not listed in {FILE}"
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return None
+        return "" if sha256(folder / name) == files[name].sha256 else "is not what was written"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
-def _is_inside(folder: Path, name: str) -> bool:
-    return (folder / name).resolve().is_relative_to(folder.resolve())
+def _own(files: Mapping[str, File]) -> str:
+    plain = {name: [file.sha256, file.bytes] for name, file in files.items()}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

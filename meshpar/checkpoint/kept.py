@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 import pydantic
 
-from meshpar.config import Config
-
-Positive = Annotated[int, pydantic.Field(gt=0)]
+from meshpar.config import Config, Count, Positive
 
 
 class Kept(Config):
@@ -22,15 +21,25 @@ class Kept(Config):
     shorthand: ClassVar[str | None] = "every"
 
     every: Positive | None = None
-    """Steps between checkpoints; default: only at the end."""
+    """Steps between checkpoints; default: only by time, and at the end."""
+    every_minutes: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] | None = 15.0
+    """Minutes after which a checkpoint is written too; null for never."""
     keep: Positive = 2
     """So many of the latest stay."""
-    keep_best: Annotated[int, pydantic.Field(ge=0)] = 0
+    keep_best: Count = 0
     """And so many of the best, by `metric`."""
     metric: str = "loss"
     """Of the evaluation at the checkpoint's step."""
     best: Literal["lowest", "highest"] = "lowest"
     """Which value of the metric is the best."""
+
+    def without_end(self) -> Kept:
+        """All of the latest stay.
+
+        >>> sorted(Kept(keep=1).without_end().chosen({1: None, 2: None}))
+        [1, 2]
+        """
+        return self.model_copy(update={"keep": sys.maxsize})
 
     def ranked(self, metrics: Mapping[int, float | None]) -> list[int]:
         """Steps from the best to the worst, of equals the latest first; without those that have no number."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+import pydantic
 
-from meshpar.checkpoint import arrays, checksums
+from meshpar.checkpoint import arrays, checksums, meta
+from meshpar.checkpoint.agree import on_all
 from meshpar.checkpoint.selection import EVERYTHING, Selection, Side, select
-from meshpar.errors import CheckpointError
-from meshpar.tree import flatten_with_paths, map_with_path
+from meshpar.errors import CheckpointError, DamagedError, DamagedWarning, Problems
+from meshpar.tree import flatten_with_paths, map_with_path, matching
 
 STATE, META, FOLDER = "state", "meta.json", "checkpoints"
 
@@ -46,9 +47,25 @@ class Saved:
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """What stands in `meta.json`: step, time, config, arrays, data position, random keys, metric."""
-        checksums.verify(self.folder, self._sums, [META])
-        return json.loads((self.folder / META).read_text())
+        """What stands in `meta.json`: step, time, config, arrays, data position, random keys, metric.
+
+        Raises:
+          DamagedError: it cannot be read, or is not what was written.
+          CheckpointError: the folder bears the number of another step, or a newer meshpar wrote it.
+        """
+        self._compare([META])
+        path = self.folder / META
+        try:
+            found = meta.parse(path.read_bytes(), path)
+        except pydantic.ValidationError as invalid:
+            problems = Problems()
+            for error in invalid.errors(include_url=False):
+                problems.add(f"{path}: {'.'.join(map(str, error['loc']))}", error["msg"])
+            raise self._damaged(problems) from None
+        if _is_step(self.folder.name) and int(self.folder.name) != found["step"]:
+            right = self.folder.with_name(str(found["step"]))
+            raise CheckpointError(f"{self.folder} holds step {found['step']}: rename it to {right}, or move it away")
+        return found
 
     @property
     def step(self) -> int:
@@ -62,7 +79,35 @@ class Saved:
     @cached_property
     def size_bytes(self) -> int:
         """Of all files."""
-        return sum((self.folder / name).stat().st_size for name in self._sums if (self.folder / name).is_file())
+        return sum((self.folder / name).stat().st_size for name in self._files if (self.folder / name).is_file())
+
+    @property
+    def num_files(self) -> int:
+        """Without `sha256.json`."""
+        return len(self._files)
+
+    def check_sizes(self) -> None:
+        """Looks for missing and cut files, without reading the arrays.
+
+        Raises:
+          DamagedError, CheckpointError: see `meta`.
+        """
+        _ = self.meta
+        if problems := checksums.compare_sizes(self.folder, self._files):
+            raise self._damaged(problems)
+
+    def verify(self, take: Sequence[str] = EVERYTHING) -> None:
+        """Compares the checksums of all files of the arrays that `take` matches.
+
+        Raises:
+          DamagedError, CheckpointError: see `meta`.
+        """
+        _ = self.meta
+        chunks = self._chunks()
+        self._compare(self._files.keys() - chunks)
+        folders = {name: name.removeprefix(f"{STATE}/").rpartition("/")[0] for name in chunks}
+        taken = {path for glob in take for path in matching(set(folders.values()), glob)}
+        self._compare(name for name, path in folders.items() if path in taken)
 
     def select(
         self,
@@ -97,37 +142,83 @@ class Saved:
 
         Memory: see `arrays.read`. Files are verified before any is restored, and no more of them than are read.
         """
-        wanted = flatten_with_paths(abstract)
-        structs = {path: _placed(wanted[path]) for path in self.select(abstract, take, leave).taken}
-        _on_all(lambda: self.verify(structs))
+        on_all(lambda: self.check(abstract, take, leave))
+        structs = self._structs(abstract, take, leave)
         got = arrays.read(self.folder / STATE, structs)
         return map_with_path(lambda path, struct: got.get(path, struct), abstract)
 
-    def verify(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """Compares the checksums of the files that this process reads, to have its shards of `structs`."""
-        prefix = f"{STATE}/"
-        chunks = {name for name in self._sums if name.startswith(prefix) and arrays.is_chunk(name)}
-        checksums.verify(self.folder, self._sums, self._sums.keys() - chunks)
+    def check(
+        self,
+        abstract: Any,
+        take: Sequence[str] = EVERYTHING,
+        leave: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Whether `restore` can: raises as it does, on this process alone. Each file is verified once."""
+        self.select(abstract, take, leave, config)
+        chunks = self._chunks()
+        self._compare(self._files.keys() - chunks)
+        structs = self._structs(abstract, take, leave)
         read = {
-            prefix + name for path, s in structs.items() for name in arrays.chunks_read(self.folder / STATE, path, s)
+            f"{STATE}/{name}"
+            for path, struct in structs.items()
+            for name in arrays.chunks_read(self.folder / STATE, path, struct)
         }
-        checksums.verify(self.folder, self._sums, sorted(chunks & read))
+        self._compare(chunks & read)
 
     def on_host(self, path: str) -> np.ndarray:
         """One array, whole."""
-        own = [name for name in self._sums if name.startswith(f"{STATE}/{path}/")]
-        checksums.verify(self.folder, self._sums, own)
+        self._compare(name for name in self._files if name.startswith(f"{STATE}/{path}/"))
         return arrays.read_on_host(self.folder / STATE, path)
 
+    def _structs(self, abstract: Any, take: Sequence[str], leave: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
+        wanted = flatten_with_paths(abstract)
+        return {path: _placed(wanted[path]) for path in self.select(abstract, take, leave).taken}
+
+    def _chunks(self) -> set[str]:
+        return {name for name in self._files if name.startswith(f"{STATE}/") and arrays.is_chunk(name)}
+
+    def _compare(self, names: Iterable[str]) -> None:
+        """Raises if one of these files is damaged; reads none twice."""
+        new = sorted(set(names) - self._verified)
+        if problems := checksums.compare(self.folder, self._files, new):
+            raise self._damaged(problems)
+        self._verified.update(new)
+
+    def _damaged(self, problems: Problems) -> DamagedError:
+        heading = f"the checkpoint {self.folder} is damaged"
+        if _is_step(self.folder.name):
+            earlier = self._earlier()
+            heading += f"; the one before it is {earlier}" if earlier else "; there is no whole one before it"
+        return DamagedError("\n".join([f"{heading}:", *map(str, problems.found)]))
+
+    def _earlier(self) -> Path | None:
+        """The checkpoint before this one, less those that one sees to be damaged without reading their arrays."""
+        before = [step for step in steps(self.folder.parent) if step < int(self.folder.name)]
+        folders = (self.folder.with_name(str(step)) for step in reversed(before))
+        return next(filter(_seems_whole, folders), None)
+
     @cached_property
-    def _sums(self) -> dict[str, str]:
-        return checksums.read(self.folder)
+    def _verified(self) -> set[str]:
+        return set()
+
+    @cached_property
+    def _files(self) -> dict[str, checksums.File]:
+        try:
+            return checksums.read(self.folder)
+        except FileNotFoundError:
+            what = "is missing"
+        except (OSError, ValueError):
+            what = "is not what was written"
+        problems = Problems()
+        problems.add(str(self.folder / checksums.FILE), f"{what}, so no file can be verified")
+        raise self._damaged(problems)
 
 
 def steps(directory: Path) -> list[int]:
-    """The steps of which there are whole checkpoints in a folder."""
+    """The steps of which there are checkpoints in a folder."""
     found = directory.iterdir() if directory.is_dir() else ()
-    return sorted(int(path.name) for path in found if path.name.isdecimal())
+    return sorted(int(path.name) for path in found if _is_step(path.name) and path.is_dir())
 
 
 def find_all(folder: Path) -> list[Saved]:
@@ -137,7 +228,7 @@ def find_all(folder: Path) -> list[Saved]:
       CheckpointError: there is none.
     """
     folder = folder.absolute()
-    if (folder / META).is_file():
+    if (folder / META).is_file() or (folder / checksums.FILE).is_file():
         return [Saved(folder)]
     for directory in (folder, folder / FOLDER):
         if found := steps(directory):
@@ -146,9 +237,46 @@ def find_all(folder: Path) -> list[Saved]:
     raise CheckpointError(f"{folder} {there}")
 
 
-def find(folder: Path) -> Saved:
-    """The latest of `find_all`."""
-    return find_all(folder)[-1]
+def find(folder: Path, take: Sequence[str] = EVERYTHING) -> Saved:
+    """The latest of `find_all` that is whole; of a folder that is a checkpoint itself, that one, whole or not.
+
+    Args:
+      take: globs of the arrays that will be read. Damage to other arrays does no harm, and is not looked for.
+
+    Raises:
+      CheckpointError: there is none, or none is whole.
+    """
+    found = find_all(folder)
+    if found[0].folder == folder.absolute():
+        return found[0]
+    return newest_whole(found, lambda saved: saved.verify(take))[0]
+
+
+def newest_whole(found: Sequence[Saved], check: Callable[[Saved], None]) -> tuple[Saved, dict[Path, str]]:
+    """The last checkpoint that is not damaged, and what is wrong with each folder after it, of which a warning tells.
+
+    All processes agree on it.
+
+    Args:
+      found: in order of steps.
+      check: raises `DamagedError`, and any other error where the search should end.
+
+    Raises:
+      DamagedError: all are damaged. It lists the damage to each.
+    """
+    damaged: dict[Path, str] = {}
+    for saved in reversed(found):
+        try:
+            on_all(lambda saved=saved: check(saved))
+        except DamagedError as error:
+            damaged[saved.folder] = str(error)
+            continue
+        for what in damaged.values():
+            warnings.warn(f"{what}\n{saved.folder} is used instead", DamagedWarning, stacklevel=3)
+        return saved, damaged
+    where = found[-1].folder.parent
+    fix = f"no checkpoint in {where} is whole; set another run_dir, or move {where} away to begin anew"
+    raise DamagedError("\n".join([*damaged.values(), fix]))
 
 
 def describe(state: Any) -> dict[str, str]:
@@ -156,19 +284,16 @@ def describe(state: Any) -> dict[str, str]:
     return {path: f"{np.dtype(x.dtype)}{list(x.shape)}" for path, x in flatten_with_paths(state).items()}
 
 
-def _on_all(check: Callable[[], None]) -> None:
-    """Raises on every process if one of them does: else the others would wait for it in the next collective."""
-    found: CheckpointError | None = None
+def _is_step(name: str) -> bool:
+    return name.isdecimal() and str(int(name)) == name
+
+
+def _seems_whole(folder: Path) -> bool:
     try:
-        check()
-    except CheckpointError as error:
-        found = error
-    if jax.process_count() > 1:
-        raised = np.flatnonzero(multihost_utils.process_allgather(np.int32(found is not None)))
-        if len(raised) and found is None:
-            found = CheckpointError(f"process {raised[0]} cannot restore; it says why")
-    if found:
-        raise found
+        files = checksums.read(folder)
+    except (OSError, ValueError):
+        return False
+    return META in files and not (checksums.compare(folder, files, [META]) or checksums.compare_sizes(folder, files))
 
 
 def _placed(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

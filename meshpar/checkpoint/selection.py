@@ -11,6 +11,7 @@ from meshpar.errors import CheckpointError, Problems, nearest
 from meshpar.tree import matching
 
 EVERYTHING = ("**",)
+PARAMS = ("params.**",)
 SHAPING = ("model", "optim", "precision")
 """The sections of a config on which it depends what arrays there are."""
 
@@ -88,12 +89,12 @@ def _check_same(saved: Side, wanted: Side, paths: Sequence[str], where: str, *, 
     if not differ and not (whole and news.keys() & {"optim.kind"}):
         return
     for key, (before, now) in news.items():
-        if key.partition(".")[0] in SHAPING:
+        if whole or key.partition(".")[0] in SHAPING:
             problems.add(key, f"{before} in the checkpoint, {now} in this run")
     for path in of_model or differ:
         problems.add(path, _misfit(saved.arrays.get(path), wanted.arrays.get(path)))
     other, num = "model" if of_model else "optimizer", len(of_model or differ)
-    fix = "set another run_dir, or the config in its meta.json" if whole else "leave those that this run makes itself"
+    fix = "run_dir=... makes this a run of its own" if whole else "leave those that this run makes itself"
     by = f", by {num} array{'s' * (num > 1)}" if num else ""
     problems.raise_any(CheckpointError, f"{where} is of another {other}{by}; {fix}:")
 

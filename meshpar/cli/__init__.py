@@ -1,11 +1,14 @@
 """The command line: verbs over a config file, a file each. Bad input ends with a message and exit code 2.
 
-A verb imports what it needs when it runs: a misspelt key is told before anything heavy is imported.
+A verb imports what it needs when it runs: a misspelt verb or option is told before anything heavy is imported.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +21,7 @@ from meshpar.cli import (  # noqa: F401
     bench,
     checkpoint,
     convert,
+    env,
     explain,
     generate,
     inspect,
@@ -29,7 +33,15 @@ from meshpar.cli import (  # noqa: F401
     train,
 )
 from meshpar.cli.app import app
-from meshpar.errors import MeshparError
+from meshpar.errors import MeshparError, excerpt, printable
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"meshpar {version('meshpar')}")
+        raise typer.Exit
 
 
 @app.callback()
@@ -38,6 +50,9 @@ def _meshpar(
         list[Path] | None,
         typer.Option("--import", metavar="FILE", help="A Python file that CONFIG may import, wherever they lie."),
     ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Declare a mesh and a name for each dim; train on any layout of devices, with the same numbers."""
     for path in named or []:
@@ -49,5 +64,28 @@ def main() -> None:
     try:
         app()
     except MeshparError as error:
-        typer.echo(f"meshpar: {error}", err=True)
-        sys.exit(2)
+        _end(str(error), error.exit_code)
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        _end(f"{excerpt(str(error.filename))}: {error.strerror}")
+    except (RuntimeError, AssertionError) as error:
+        if not _is_of_backend(error):
+            raise
+        asked = os.environ.get("JAX_PLATFORMS")
+        what = f"that JAX_PLATFORMS={asked} names" if asked else "of this machine"
+        why = str(error) or "there is no plugin for it"
+        fix = "unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu" if asked else "set JAX_PLATFORMS=cpu"
+        _end(f"JAX cannot start the backend {what}:\n  {why}\n  {fix}; `meshpar env` shows what JAX finds")
+
+
+def _is_of_backend(error: Exception) -> bool:
+    """Whether JAX raised it when it looked for devices: it has no error of its own for that."""
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(raised_in).name == "xla_bridge.py" or str(error).startswith("Unable to initialize backend")
+
+
+def _end(text: str, code: int = 2) -> None:
+    """Prints what ended the command. Control characters are escaped: keys and texts of a config come from anywhere."""
+    typer.echo(f"meshpar: {printable(text)}", err=True)
+    sys.exit(code)

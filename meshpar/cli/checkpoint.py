@@ -1,4 +1,4 @@
-"""`meshpar checkpoint`: `ls`, `show`, `diff`. They read, and write nothing."""
+"""`meshpar checkpoint`: `ls`, `show`, `verify`, `diff`. They read, and write nothing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 verbs = typer.Typer(no_args_is_help=True)
 app.add_typer(verbs, name="checkpoint", help="Says what checkpoints hold.")
 
+NOT_VERIFIED = "The arrays were not verified: `meshpar checkpoint verify` reads them."
+
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, or a checkpoint's.", show_default=False)]
 
 
 @verbs.command()
 def ls(folder: Folder, json: AsJson = False) -> None:
-    """Lists the checkpoints of a run."""
+    """Lists the checkpoints of a run. Verifies meta.json and the sizes of all files."""
     from meshpar.checkpoint.saved import find_all
     from meshpar.inspection.table import table
 
@@ -33,15 +35,34 @@ def ls(folder: Folder, json: AsJson = False) -> None:
     metric = next((row["metric"] for row in rows if row.get("metric")), "metric")
     cells = [_cells(row) for row in rows]
     typer.echo(table(["step", "saved", "size", metric, ""], cells))
+    damaged = [row["damaged"] for row in rows if "damaged" in row]
+    typer.echo("\n".join(["", *damaged, NOT_VERIFIED]))
 
 
 @verbs.command()
 def show(folder: Folder, json: AsJson = False) -> None:
-    """Says what the last checkpoint of a run holds, or the one in DIR."""
+    """Says what a run's last checkpoint holds, or the one in DIR. Verifies meta.json and the sizes of all files."""
     from meshpar.checkpoint.saved import find
 
-    saved = find(folder)
+    saved = find(folder, take=())
+    saved.check_sizes()
     typer.echo(json_format.dumps(_shown(saved), indent=2) if json else _text(saved))
+
+
+@verbs.command()
+def verify(folder: Folder, json: AsJson = False) -> None:
+    """Compares the checksums of all files of a run's checkpoints, or of the one in DIR; exits with 1 if any differs."""
+    from meshpar.checkpoint.saved import find_all
+
+    rows = [_verified(saved) for saved in find_all(folder)]
+    damaged = [row["damaged"] for row in rows if "damaged" in row]
+    if json:
+        typer.echo(json_format.dumps(rows, indent=2))
+    else:
+        whole = [f"{row['folder']} is whole: {row['num_files']} files" for row in rows if "damaged" not in row]
+        typer.echo("\n".join([*whole, *damaged]))
+    if damaged:
+        raise typer.Exit(1)
 
 
 @verbs.command()
@@ -54,14 +75,27 @@ def diff(before: Folder, after: Folder, json: AsJson = False) -> None:
     typer.echo(json_format.dumps(told.as_json(), indent=2) if json else _compared(told))
 
 
+def _verified(saved: Saved) -> dict[str, Any]:
+    from meshpar.errors import CheckpointError
+
+    try:
+        saved.verify()
+    except CheckpointError as error:
+        return {"folder": str(saved.folder), "damaged": str(error)}
+    return {"folder": str(saved.folder), "num_files": saved.num_files}
+
+
 def _row(saved: Saved) -> dict[str, Any]:
     """What `ls` says of a checkpoint; of a damaged one, that."""
     from meshpar.errors import CheckpointError
 
     try:
-        meta, size = saved.meta, saved.size_bytes
+        saved.check_sizes()
+        meta = saved.meta
+        size = saved.size_bytes
     except CheckpointError as error:
-        return {"step": int(saved.folder.name), "folder": str(saved.folder), "damaged": str(error)}
+        name = saved.folder.name
+        return {"step": int(name) if name.isdecimal() else name, "folder": str(saved.folder), "damaged": str(error)}
     metric = {"metric": meta["metric"]["name"], "value": meta["metric"]["value"], "better": meta["metric"]["best"]}
     return {"step": meta["step"], "folder": str(saved.folder), "saved": meta["saved"], "size_bytes": size} | metric
 
@@ -87,10 +121,12 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _shown(saved: Saved) -> dict[str, Any]:
     """`meta.json`, and bytes."""
+    import math
+
     import numpy as np
 
     def sized(array: dict[str, Any]) -> dict[str, Any]:
-        return array | {"bytes": int(np.prod(array["shape"])) * np.dtype(array["dtype"]).itemsize}
+        return array | {"bytes": math.prod(array["shape"]) * np.dtype(array["dtype"]).itemsize}
 
     arrays = {path: sized(array) for path, array in saved.meta["arrays"].items()}
     return {"folder": str(saved.folder)} | saved.meta | {"size_bytes": saved.size_bytes, "arrays": arrays}
@@ -120,6 +156,8 @@ def _text(saved: Saved) -> str:
         "",
         f"{len(rows)} arrays, {total}",
         table(None, rows),
+        "",
+        NOT_VERIFIED,
     ]
     return "\n".join(lines)
 

@@ -24,12 +24,14 @@ def explain(
 
     With PATH (a glob such as `blocks.*.kernel`) also draws how those arrays lie on the mesh.
     """
-    from meshpar import flow, run
+    from meshpar import run
 
     paths = [a for a in arguments or [] if "=" not in a]
     loaded = run.load(config, [a for a in arguments or [] if "=" in a])
     if len(paths) > 1:
         raise ConfigError(f"explain takes one PATH, got {' and '.join(paths)}")
+    from meshpar import flow
+
     told = flow.explain(loaded, paths[0] if paths else None, devices)
     if svg:
         write("--svg", svg, told.svg())

@@ -10,6 +10,7 @@ import typer
 
 from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, write
 from meshpar.errors import ConfigError
+from meshpar.progress import busy
 
 if TYPE_CHECKING:
     from meshpar.inspection.difference import Difference
@@ -36,9 +37,11 @@ def inspect(
     """
     _check_html(html, diff)
     if diff:
-        told = _difference([str(config), *(overrides or [])], devices, target)
+        with busy("compiling two steps", quiet=True):
+            told = _difference([str(config), *(overrides or [])], devices, target)
     else:
-        told = _inspection(config, overrides or [], devices, target)
+        with busy("compiling the step" if target is None else f"compiling the step for {target}", quiet=True):
+            told = _inspection(config, overrides or [], devices, target)
         _draw(told, html)
     typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))
 

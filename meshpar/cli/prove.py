@@ -7,6 +7,7 @@ import json as json_format
 import typer
 
 from meshpar.cli.app import AsJson, ConfigFile, Overrides, app
+from meshpar.progress import busy
 
 
 @app.command()
@@ -19,6 +20,7 @@ def prove(config: ConfigFile, overrides: Overrides = None, json: AsJson = False)
 
     loaded = run.load(config, overrides or [])
     process.simulate(shrink(loaded).mesh.requested() or 1)
-    told = proof.prove(loaded)
+    with busy("training on the mesh, on one device, and on one axis at a time", quiet=True):
+        told = proof.prove(loaded)
     typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))
     raise typer.Exit(0 if told.is_equal else 1)

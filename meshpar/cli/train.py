@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app
+from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, check_file, check_folder, leave
+from meshpar.errors import ConfigError, RunError
 
 
 @app.command()
@@ -19,9 +20,28 @@ def train(
     profile: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a trace of a few steps there.")] = None,
     dump_hlo: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the compiled step's text there.")] = None,
 ) -> None:
-    """Trains the model of CONFIG, or goes on from the last checkpoint in its run directory."""
+    """Trains the model of CONFIG, or goes on from the last checkpoint in its run directory.
+
+    SIGINT or SIGTERM ends it after the step that runs, with a checkpoint and exit code 75; a second signal at once.
+    """
     from meshpar import flow, run
+    from meshpar.train.signals import Interrupted
 
     loaded = run.load(config, overrides or [])
+    if dump_hlo:
+        check_file("--dump-hlo", dump_hlo)
+    if profile:
+        _make("--profile", profile)
     run.simulate(loaded, devices)
-    flow.fit(loaded, json=json, profile=profile, dump_hlo=dump_hlo)
+    try:
+        flow.fit(loaded, json=json, profile=profile, dump_hlo=dump_hlo, signals=True)
+    except (RunError, Interrupted) as ended:
+        leave(ended.exit_code, str(ended))
+
+
+def _make(option: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {folder}: cannot be made: {error.strerror}") from None
+    check_folder(option, folder, folder)

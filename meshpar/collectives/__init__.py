@@ -18,9 +18,12 @@ from meshpar.collectives.operations import (
 from meshpar.collectives.plan import Permute, Plan
 from meshpar.collectives.powersgd import PowerSGD
 from meshpar.collectives.ragged import ragged_all_to_all
+from meshpar.collectives.reduction import Bfloat16, Exact
 from meshpar.collectives.simulate import check, simulate
 
 __all__ = [
+    "Bfloat16",
+    "Exact",
     "Float8",
     "Int8",
     "OneBit",

@@ -30,7 +30,7 @@ class Int8(Blocks):
         if self.rounding == "nearest":
             whole = jnp.round(steps)
         else:
-            whole = jnp.floor(steps + jax.random.uniform(_needed(key), x.shape))
+            whole = jnp.floor(steps + jax.random.uniform(_needed(key), x.shape, x.dtype))
         return lax.bitcast_convert_type(jnp.clip(whole, -127, 127).astype(jnp.int8), jnp.uint8), scale
 
     def decode(self, code, scale):

@@ -9,8 +9,7 @@ Source: Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et a
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +18,12 @@ from jax import lax
 
 from meshpar.collectives.execute import Axes, manual_axes
 from meshpar.collectives.operations import Choice, all_gather, all_to_all, cut, join
-from meshpar.collectives.plan import Operation
-from meshpar.config import Config
+from meshpar.config import Config, Positive
 from meshpar.errors import ShardingError
 from meshpar.mesh.varying import invariant, varying
 
 State = dict[str, jax.Array]
 """What a rank carries to its next call, by name."""
-
-
-class Message(NamedTuple):
-    """A collective that a compressed sum is made of.
-
-    Args:
-      size: elements of the whole buffer.
-      width: bytes of each.
-    """
-
-    operation: Operation
-    size: int
-    width: int
 
 
 SCALE_BYTES = 4
@@ -56,10 +41,6 @@ class Compression(Config):
     def state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """The shape of each array that a rank carries, all float32, for arrays of a shape."""
         return {"lost": shape} if self.error_feedback else {}
-
-    def messages(self, shape: tuple[int, ...], num_ranks: int) -> list[Message]:
-        """What an all-reduce of an array of a shape is made of."""
-        raise NotImplementedError
 
     def all_reduce(
         self,
@@ -88,7 +69,7 @@ class Compression(Config):
 class Blocks(Compression):
     """Rounds blocks of elements, each with a float32 scale. A sum is rounded twice: by each rank, and by its owner."""
 
-    block: Annotated[int, pydantic.Field(gt=0, multiple_of=8)] = 256
+    block: Annotated[Positive, pydantic.Field(multiple_of=8)] = 256
     """Elements that share a scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """`stochastic`: up or down by chance, such that the mean is right."""
@@ -104,10 +85,6 @@ class Blocks(Compression):
 
     def decode(self, code: jax.Array, scale: jax.Array) -> jax.Array:
         raise NotImplementedError
-
-    def messages(self, shape: tuple[int, ...], num_ranks: int) -> list[Message]:
-        coded = num_ranks * self.part_bytes(math.prod(shape), num_ranks)
-        return [Message("all_to_all", coded, 1), Message("all_gather", coded, 1)]
 
     def all_reduce(self, x, axes, state=None, *, key=None, algorithm="auto"):
         axes = manual_axes(axes)
@@ -164,10 +141,6 @@ class Blocks(Compression):
         blocks = message.reshape(*message.shape[:-1], -1, self.code_bytes + SCALE_BYTES)
         scale = lax.bitcast_convert_type(blocks[..., self.code_bytes :], jnp.float32)
         return self.decode(blocks[..., : self.code_bytes], scale[..., None]).reshape(*message.shape[:-1], -1)
-
-    def part_bytes(self, size: int, num_ranks: int) -> int:
-        """Of each rank's part of so many elements, filled up to blocks, as it is sent."""
-        return math.ceil(math.ceil(size / num_ranks) / self.block) * (self.code_bytes + SCALE_BYTES)
 
     def _fill(self, x: jax.Array) -> jax.Array:
         """f32[n, m] -> f32[n, m']: the last dim filled up to blocks."""

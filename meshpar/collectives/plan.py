@@ -13,7 +13,7 @@ As a matrix on the two slots, `[[keeps, 0], [1, adds]]`. Its transpose sends the
 swapped: so the transpose of a plan, which is its derivative, is the table read backwards. A reduce-scatter is an
 all-gather's, a gather a scatter's, a reduction a broadcast's.
 
-The simulator, the executor, the choice of an algorithm and the closed forms read the same tables.
+The simulator, the executor and the choice of an algorithm read the same tables; so do the formulas of the tests.
 """
 
 from __future__ import annotations

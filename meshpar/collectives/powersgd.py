@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import pydantic
 
-from meshpar.collectives.compress import Compression, Message, floats
+from meshpar.collectives.compress import Compression, floats
 from meshpar.collectives.execute import manual_axes
 from meshpar.collectives.operations import all_reduce
+from meshpar.config import Positive
 from meshpar.mesh.varying import varying
 
 
@@ -22,7 +22,7 @@ class PowerSGD(Compression):
     """
 
     kind: Literal["powersgd"] = "powersgd"
-    rank: Annotated[int, pydantic.Field(gt=0)] = 4
+    rank: Positive = 4
     """Columns of P and Q."""
     error_feedback: bool = True
 
@@ -30,16 +30,13 @@ class PowerSGD(Compression):
         rows, columns = _sides(shape)
         return {"right": (columns, min(self.rank, rows, columns))} | super().state(shape)
 
-    def messages(self, shape: tuple[int, ...], num_ranks: int) -> list[Message]:
-        columns = min(self.rank, *_sides(shape))
-        return [Message("all_reduce", side * columns, 4) for side in _sides(shape)]
-
     def all_reduce(self, x, axes, state=None, *, key=None, algorithm="auto"):
         axes = manual_axes(axes)
-        state = state or {name: jnp.zeros(shape) for name, shape in self.state(x.shape).items()}
+        state = state or {name: jnp.zeros(shape, jnp.float32) for name, shape in self.state(x.shape).items()}
         # Before the first step there is no direction to go on with; any that is not orthogonal to M will do.
         right = state["right"]
-        right = jnp.where((right == 0).all(), jax.random.normal(jax.random.key(0), right.shape), right)
+        first = jax.random.normal(jax.random.key(0), right.shape, jnp.float32)
+        right = jnp.where((right == 0).all(), first, right)
         given = varying(floats(x), axes) + state.get("lost", 0.0)
         matrix = given.reshape(_sides(x.shape))
         left, _ = jnp.linalg.qr(all_reduce(matrix @ right, axes, algorithm=algorithm))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pydantic
 from jax import lax
 
 from meshpar.collectives import operations
 from meshpar.collectives.codes import Float8, Int8, OneBit
-from meshpar.collectives.compress import Blocks, Compression, Message, State
+from meshpar.collectives.compress import Blocks, Compression, State
 from meshpar.collectives.operations import Choice, cut, join
 from meshpar.collectives.powersgd import PowerSGD
-from meshpar.collectives.sent import Sent, Sizes, ranks_of, sent
 from meshpar.config import Config
 from meshpar.mesh.varying import invariant
 from meshpar.tree import parse_bytes
@@ -109,6 +106,9 @@ class Reduce(Config):
         Args:
           x: a bucket, float[m]; or, if nothing is fused, a gradient.
           state: what the last step left, with `state`'s shapes; empty if there is none.
+
+        Communication: inside a slice a reduce-scatter and an all-gather of x; across slices an all-reduce of this
+          rank's part of it. All of it across if nothing is fused or there are no copies inside.
         """
         if not self.fuses or not inside:
             return self._across(x, inside + slow, state, key)
@@ -130,40 +130,6 @@ class Reduce(Config):
             return self.within.all_gather(part, axes, algorithm=self.algorithm)
         return operations.all_gather(_as(self.within, part), axes, algorithm=self.algorithm).astype(part.dtype)
 
-    # Closed forms -------------------------------------------------------------------------------------------------
-
-    def scatter_sent(self, size: int, width: int, axes: Axes, sizes: Sizes) -> Sent:
-        """What a device sends in `scatter` of so many elements."""
-        return sent([self._within_message("reduce_scatter", size, width, axes, sizes)], axes, sizes, self.algorithm)
-
-    def sum_sent(self, shape: tuple[int, ...], width: int, inside: Axes, slow: Axes, sizes: Sizes) -> Sent:
-        """What a device sends in `sum` of a bucket."""
-        if not self.fuses or not inside:
-            return self._across_sent(shape, width, inside + slow, sizes)
-        part = math.ceil(math.prod(shape) / ranks_of(inside, sizes))
-        whole = part * ranks_of(inside, sizes)
-        around = [self._within_message(o, whole, width, inside, sizes) for o in ("reduce_scatter", "all_gather")]
-        across = self._across_sent((part,), width, slow, sizes) if slow else Sent()
-        return sent(around, inside, sizes, self.algorithm) + across
-
-    def _across_sent(self, shape: tuple[int, ...], width: int, axes: Axes, sizes: Sizes) -> Sent:
-        if isinstance(self.across, Compression):
-            messages = self.across.messages(shape, ranks_of(axes, sizes))
-        else:
-            messages = [Message("all_reduce", math.prod(shape), _width(self.across, width))]
-        return sent(messages, axes, sizes, self.algorithm)
-
-    def _within_message(self, operation: Any, size: int, width: int, axes: Axes, sizes: Sizes) -> Message:
-        if not isinstance(self.within, Blocks):
-            return Message(operation, size, _width(self.within, width))
-        num_ranks = ranks_of(axes, sizes)
-        coded = num_ranks * self.within.part_bytes(size, num_ranks)
-        return Message("all_to_all" if operation == "reduce_scatter" else operation, coded, 1)
-
 
 def _as(kind: Exact | Bfloat16 | Compression, x: jax.Array) -> jax.Array:
     return x.astype(jnp.bfloat16) if isinstance(kind, Bfloat16) else x
-
-
-def _width(kind: Exact | Bfloat16 | Compression, width: int) -> int:
-    return np.dtype("uint16").itemsize if isinstance(kind, Bfloat16) else width

@@ -24,11 +24,11 @@ class Part:
     colour: str
 
 
-def pair(sent: int, closed_form: int | None, most: int) -> str:
-    """A bar of the bytes that are sent; below it, thin, one of the closed form. `most` spans the whole width."""
+def pair(sent: int, traced: int | None, most: int) -> str:
+    """A bar of the bytes that are sent, and a thin one of those that the program says; `most` spans the whole width."""
     bars = [_rect("track", 0, most, most, 0, 12), _rect("sent", 0, sent, most, 0, 12)]
-    bars += [] if closed_form is None else [_rect("form", 0, closed_form, most, 14, 4)]
-    return _svg(18 if closed_form is not None else 12, bars, "bars")
+    bars += [] if traced is None else [_rect("form", 0, traced, most, 14, 4)]
+    return _svg(18 if traced is not None else 12, bars, "bars")
 
 
 def stack(parts: Sequence[Part], whole: float, marks: Iterable[float] = ()) -> str:

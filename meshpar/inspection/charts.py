@@ -20,16 +20,16 @@ _ORDER = (
 
 
 def sent(it: PlainInspection) -> str:
-    """A bar for each combination of axes, and one of its closed form."""
-    sent, form = it.sent_bytes_per_axis, it.closed_form_per_axis or {}
+    """A bar for each combination of axes, and one of the bytes that the traced program says."""
+    sent, form = it.sent_bytes_per_axis, it.traced_bytes_per_axis or {}
     most = max([*sent.values(), *form.values()], default=0)
     rows = []
     for axes in dict.fromkeys([*sent, *form]):
         here, its_form = sent.get(axes, 0), form.get(axes, 0) if form else None
-        more = "" if its_form is None else f"/ closed form {its_form:,}, {_against(here, its_form)}"
+        more = "" if its_form is None else f"/ as traced {its_form:,}, {_against(here, its_form)}"
         rows.append(row(axes, f"{here:,} bytes", more, pair(here, its_form, most)))
     note = "Bytes that a device sends in a step, over each combination of axes."
-    note += " The thin bar is the closed form of the presets." if form else ""
+    note += " The thin bar is what the traced program says." if form else ""
     return section("Sends", note, "".join(rows) or "<p>It sends nothing.</p>")
 
 

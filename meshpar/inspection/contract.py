@@ -11,11 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import pydantic
 
-from meshpar.config import Config
+from meshpar.config import Config, Count
 from meshpar.errors import Problems
 from meshpar.inspection.hlo import Collective, total_sent_bytes
 from meshpar.inspection.inspect import Inspection
@@ -25,9 +25,8 @@ from meshpar.tree import human_bytes, parse_bytes
 
 Axes = tuple[str, ...]
 Traffic = Mapping[Axes, Fraction]
-Count = Annotated[int, pydantic.Field(ge=0)]
 
-_FORM = re.compile(r"closed_form(?:\s*\*\s*(\d+(?:\.\d+)?))?$")
+_BY_TRACE = re.compile(r"traced(?:\s*\*\s*(\d+(?:\.\d+)?))?$")
 
 
 class Allowed(Config):
@@ -57,7 +56,7 @@ class Contract(Config):
     all_to_all: Allowed | None = None
     collective_permute: Allowed | None = None
     bytes_per_axis: dict[str, str | int] = pydantic.Field(default_factory=dict)
-    """`tensor` or `fsdp, tensor` -> bytes a device may send over them: 1000, 40MiB, closed_form, closed_form * 1.01."""
+    """`tensor` or `fsdp, tensor` -> bytes a device may send over them: 1000, 40MiB, traced, traced * 1.01."""
     peak_bytes: str | int | None = None
     """Bytes that a device may hold."""
 
@@ -76,11 +75,11 @@ class Contract(Config):
             _limit(limit, None)
         return limit
 
-    def check(self, told: Inspection, closed_form: Traffic | None, layer_passes: int) -> Problems:
+    def check(self, told: Inspection, traced: Traffic | None, layer_passes: int) -> Problems:
         """Where a program goes beyond what is declared.
 
         Args:
-          closed_form: what the presets say that it sends; None if they do not say.
+          traced: what the presets say that it sends; None if they do not say.
           layer_passes: layers times microbatches.
         """
         problems = Problems()
@@ -89,7 +88,7 @@ class Contract(Config):
                 found = [one for one in told.collectives if one.kind == kind]
                 _check_kind(f"expects.{kind}", allowed, found, layer_passes, problems)
         for names, text in self.bytes_per_axis.items():
-            form = None if closed_form is None else closed_form.get(_axes(names), Fraction(0))
+            form = None if traced is None else traced.get(_axes(names), Fraction(0))
             _check_bytes(f"expects.bytes_per_axis.{names}", told, _axes(names), text, form, problems)
         if self.peak_bytes is not None and told.memory.total > _limit(self.peak_bytes, None):
             what = f"the step holds {human_bytes(told.memory.total)}, more than {self.peak_bytes}"
@@ -99,12 +98,12 @@ class Contract(Config):
         return problems
 
 
-def beyond(told: Inspection, closed_form: Traffic) -> Problems:
-    """Where a program sends more than the closed form of its presets."""
+def beyond(told: Inspection, traced: Traffic) -> Problems:
+    """Where a compiled program sends more than the traced one says."""
     problems = Problems()
     for axes in dict.fromkeys(one.axes for one in told.collectives):
-        form = closed_form.get(axes or (), Fraction(0))
-        _check_bytes(f"over {axes_name(axes)}", told, axes, "closed_form", form, problems)
+        form = traced.get(axes or (), Fraction(0))
+        _check_bytes(f"over {axes_name(axes)}", told, axes, "traced", form, problems)
     return problems
 
 
@@ -136,25 +135,27 @@ def _too_often(found: list[Collective], per_layer: int | None, layer_passes: int
 def _check_bytes(
     where: str, told: Inspection, axes: Axes | None, text: str | int, form: Fraction | None, problems: Problems
 ) -> None:
-    if form is None and _FORM.match(str(text)):
-        problems.add(where, "this step has no closed form: its optimizer mixes elements", "a number of bytes")
+    if form is None and _BY_TRACE.match(str(text)):
+        problems.add(where, "what this step should send is not known: GSPMD chooses", "a number of bytes")
         return
     found = [one for one in told.collectives if one.axes == axes]
     sent, limit = total_sent_bytes(found), _limit(text, form)
     if sent > limit:
-        said = f" ({text})" if _FORM.match(str(text)) else ""
+        said = f" ({text})" if _BY_TRACE.match(str(text)) else ""
         what = f"sends {float(sent):,.0f} bytes, more than {float(limit):,.0f}{said}"
         found.sort(key=lambda one: one.times * one.sent_bytes, reverse=True)
         problems.add(where, _lines(what, map(_line, found)))
 
 
 def _limit(text: str | int, form: Fraction | None) -> Fraction:
-    if (match := _FORM.match(str(text))) and form is not None:
+    if str(text).startswith("closed_form"):
+        raise ValueError(f"closed_form is called traced now: {str(text).replace('closed_form', 'traced')}")
+    if (match := _BY_TRACE.match(str(text))) and form is not None:
         return form * Fraction(match[1] or 1)
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise ValueError(f"{error}{', closed_form * 1.01' * (form is not None)}") from None
+        raise ValueError(f"{error}{', traced * 1.01' * (form is not None)}") from None
 
 
 def _check_axes(axes: Iterable[str]) -> None:

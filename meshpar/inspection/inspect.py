@@ -38,7 +38,7 @@ class Inspection:
       memory: what it holds.
       largest: the largest arguments and temporaries.
       opaque: targets of custom calls, into which nobody sees.
-      closed_form: bytes over each combination of axes, as the presets of a run say; None if they do not.
+      traced: bytes over each combination of axes, as the presets of a run say; None if they do not.
       model_states: bytes of parameters, gradients and optimizer state, as a run's placements say.
       findings: what its author hardly meant, the most expensive first.
     """
@@ -49,7 +49,7 @@ class Inspection:
     memory: Memory
     largest: tuple[Held, ...]
     opaque: tuple[str, ...]
-    closed_form: dict[str, int] | None = None
+    traced: dict[str, int] | None = None
     model_states: dict[str, int] | None = None
     findings: tuple[Finding, ...] = ()
 
@@ -67,7 +67,7 @@ class Inspection:
             "mesh": self.axes,
             "sent_bytes": round(total_sent_bytes(self.collectives)),
             "sent_bytes_per_axis": self.bytes_per_axis,
-            "closed_form_per_axis": self.closed_form,
+            "traced_bytes_per_axis": self.traced,
             "collectives": [_entry(one) for one in self.collectives],
             "flops": self.flops,
             "memory": asdict(self.memory) | {"total": self.memory.total},
@@ -81,7 +81,7 @@ class Inspection:
         parts = [f"mesh: {describe_sizes(self.axes)}"] if self.axes else []
         parts += [
             _communication(self.collectives),
-            _per_axis(self.bytes_per_axis, self.closed_form),
+            _per_axis(self.bytes_per_axis, self.traced),
             f"matrix products: {self.flops:,} FLOPs",
             _memory(self.memory),
             *([_states(self.model_states)] if self.model_states else []),
@@ -171,12 +171,10 @@ def _communication(found: Iterable[Collective]) -> str:
     return f"sends {total}\n" + table(["", "axes", "times", "bytes", "what", "where"], rows)
 
 
-def _per_axis(sent: dict[str, int], closed_form: dict[str, int] | None) -> str:
-    form = closed_form or {}
+def _per_axis(sent: dict[str, int], traced: dict[str, int] | None) -> str:
+    form = traced or {}
     rows = [[axes, f"{sent.get(axes, 0):,}", f"{form.get(axes, 0):,}"] for axes in dict.fromkeys([*sent, *form])]
-    return table(
-        ["over", "bytes", "closed form"] if closed_form else ["over", "bytes"], [r[: 2 + bool(form)] for r in rows]
-    )
+    return table(["over", "bytes", "as traced"] if traced else ["over", "bytes"], [r[: 2 + bool(form)] for r in rows])
 
 
 def _memory(held: Memory) -> str:

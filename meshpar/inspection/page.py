@@ -12,7 +12,7 @@ from meshpar.inspection.places import Place, places, short_source
 from meshpar.inspection.plain import PlainFinding, PlainHeld, PlainInspection, plain
 from meshpar.inspection.style import STYLE
 from meshpar.mesh.layout import describe_sizes
-from meshpar.tree import human_bytes
+from meshpar.tree import human_bytes, human_flops
 
 # Whatever a name may hold, a browser that reads this runs no script and asks nobody for anything.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -74,7 +74,7 @@ def _header(it: PlainInspection) -> str:
     at_least = "" if seconds is None else f", {1e3 * seconds:.3g} ms at the chip's peak"
     tiles = [
         _tile("sends", human_bytes(it.sent_bytes), f"{it.sent_bytes:,} bytes"),
-        _tile("matrix products", f"{it.flops:,}", f"FLOPs{at_least}"),
+        _tile("matrix products", human_flops(it.flops), f"{it.flops:,} FLOPs{at_least}"),
         _tile("holds", human_bytes(it.memory.total), "at its peak" if it.memory.peak else "at most"),
     ]
     heading = f'<h1>A device, in one step</h1><p class="soft">{escape(mesh)}</p>'

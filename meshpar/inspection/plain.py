@@ -77,7 +77,7 @@ class PlainInspection(_Plain):
     mesh: dict[str, Count]
     sent_bytes: Count
     sent_bytes_per_axis: dict[str, Count]
-    closed_form_per_axis: dict[str, Count] | None
+    traced_bytes_per_axis: dict[str, Count] | None
     collectives: tuple[PlainCollective, ...]
     flops: Count
     memory: PlainMemory

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -32,6 +33,59 @@ LLAMA3_KEYS = {
 }  # fmt: skip
 
 
+LARGEST = 2**31 - 1
+"""Of a size: what is beyond it is no size of a model, and overflows when sizes are multiplied."""
+Number = Annotated[float, pydantic.Field(allow_inf_nan=False)]
+Size = Annotated[int, pydantic.Field(ge=0, le=LARGEST)]
+
+
+class Rope(pydantic.BaseModel):
+    """`rope_parameters` as transformers 5 writes it, `rope_scaling` as those before did."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Number | None = None
+    partial_rotary_factor: Number | None = None
+    factor: Number | None = None
+    low_freq_factor: Number | None = None
+    high_freq_factor: Number | None = None
+    original_max_position_embeddings: Size | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _one_for_all_layers(cls, data: Any) -> Any:
+        if isinstance(data, dict) and any(isinstance(value, dict) for value in data.values()):
+            raise ValueError("other positions for each type of layer are not read")
+        return data
+
+
+class Given(pydantic.BaseModel):
+    """What is read of a `config.json` beside the sizes of the model; a key that is null is as good as none."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    quantization_config: Any = None
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    num_hidden_layers: Size = 0
+    max_position_embeddings: Size | None = None
+    sliding_window: Size | None = None
+    use_sliding_window: bool = False
+    max_window_layers: Size = 28
+    layer_types: list[Literal["full_attention", "sliding_attention"]] = []
+    rope_parameters: Rope | None = None
+    rope_scaling: Rope | None = None
+    rope_theta: Number = 10000.0
+    partial_rotary_factor: Number = 1.0
+    n_embd: Size | None = None
+    activation_function: str = "gelu_new"
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One `model_type`.
@@ -48,40 +102,79 @@ class Architecture:
     called: str
     names: Names
     keys: Mapping[str, str]
-    read: Callable[[Json, Problems], Json]
+    read: Callable[[Given, Problems], Json]
     write: Callable[[Any], Json]
 
 
-def read(config: Json, where: str, problems: Problems) -> Decoder | None:
+def read(config: Json, where: str, problems: Problems, most_layers: int = LARGEST) -> Decoder | None:
     """The model that a `config.json` describes; None, and why, if there is none.
 
     Args:
       where: what the problems call it.
+      most_layers: that there can be: a file that says 1e9 is refused before each is named.
     """
     kind, found = config.get("model_type"), Problems()
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         near = nearest(str(kind), ARCHITECTURES)
         meant = f"did you mean {near}? " if near else ""
         problems.add(
             f"{where}: model_type", f"no model is called {kind!r}", f"{meant}There are {', '.join(ARCHITECTURES)}"
         )
         return None
-    if config.get("quantization_config"):
-        found.add("quantization_config", "quantized checkpoints are not read", "fetch the one in bfloat16")
-    architecture, model = ARCHITECTURES[kind], None
-    fields = {field: config[key] for key, field in architecture.keys.items() if config.get(key) is not None}
+    architecture = ARCHITECTURES[kind]
+    given = {key: value for key, value in config.items() if value is not None}
+    sizes = {field: given[key] for key, field in architecture.keys.items() if key in given}
+    _check_sizes(sizes, architecture, most_layers, found)
+    extra = _extra(architecture, given, found) if not found else {}
+    model = None
     try:
-        text = json.dumps(architecture.read(config, found) | fields)
-        model = architecture.model.model_validate_json(text, strict=True)
+        model = architecture.model.model_validate_json(json.dumps(extra | sizes), strict=True)
     except pydantic.ValidationError as invalid:
         keys = {field: key for key, field in architecture.keys.items()}
-        for error in invalid.errors():
-            name = str(error["loc"][0]) if error["loc"] else "sizes"
-            what = "required, but missing" if error["type"] == "missing" else f"{error['msg']}, got {error['input']!r}"
-            found.add(keys.get(name, name), what)
+        _tell(invalid, keys, found)
     for problem in found.found:
         problems.add(f"{where}: {problem.where}", problem.what, problem.fix)
     return None if found else model
+
+
+def _check_sizes(sizes: Json, architecture: Architecture, most_layers: int, found: Problems) -> None:
+    """What would be computed with for a long time, or overflow."""
+    for key, field in architecture.keys.items():
+        value = sizes.get(field)
+        if isinstance(value, float) and not math.isfinite(value):
+            found.add(key, f"{value} is no number to compute with")
+        elif isinstance(value, (int, float)) and value > LARGEST:
+            found.add(key, f"is beyond {LARGEST}")
+        elif isinstance(value, int) and field == "num_layers" and value > most_layers:
+            found.add(key, f"is {value}, and the tensors are enough for {most_layers} layers at most")
+
+
+def _extra(architecture: Architecture, given: Json, found: Problems) -> Json:
+    """What follows from the config beside the sizes."""
+    try:
+        read = Given.model_validate(given)
+    except pydantic.ValidationError as invalid:
+        _tell(invalid, {}, found)
+        return {}
+    if read.quantization_config:
+        found.add("quantization_config", "quantized checkpoints are not read", "fetch the one in bfloat16")
+    return architecture.read(read, found)
+
+
+def _tell(invalid: pydantic.ValidationError, keys: Mapping[str, str], found: Problems) -> None:
+    """Adds what pydantic found, under the keys of the file; of what is a problem already, no second one."""
+    known = {problem.where for problem in found.found}
+    for error in invalid.errors(include_url=False):
+        name = ".".join(map(str, error["loc"])) or "sizes"
+        key = keys.get(name, name)
+        if key not in known:
+            missing = error["type"] == "missing"
+            found.add(key, "required, but missing" if missing else f"{error['msg']}, got {shortened(error['input'])}")
+
+
+def shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def write(model: Decoder, original: Json | None = None) -> Json | None:
@@ -91,7 +184,8 @@ def write(model: Decoder, original: Json | None = None) -> Json | None:
       original: a config from which it may have come: if it fits, it stays.
     """
     candidates = [original or {}, *(_written(model, kind) for kind in ARCHITECTURES)]
-    return next((config for config in candidates if _same(read(config, "", Problems()), model)), None)
+    same = (config for config in candidates if _same(read(config, "", Problems(), model.num_layers), model))
+    return next(same, None)
 
 
 def _written(model: Decoder, kind: str) -> Json:
@@ -116,50 +210,50 @@ def _same(a: Decoder | None, b: Decoder) -> bool:
 # Llama and its kin --------------------------------------------------------------------------------------------
 
 
-def _llama(kind: str) -> Callable[[Json, Problems], Json]:
-    def read(config: Json, found: Problems) -> Json:
-        if config.get("hidden_act", "silu") not in ("silu", "swish"):
-            found.add("hidden_act", f"there is no {config['hidden_act']!r} for this model, only silu")
-        attn_bias = (
-            "qkv" if kind == "qwen2" else "all" if kind != "mistral" and config.get("attention_bias") else "none"
-        )
-        biases = {"attn_bias": attn_bias, "mlp_bias": kind == "llama" and bool(config.get("mlp_bias"))}
-        return biases | {"head_norm": kind == "qwen3"} | _window(kind, config) | _rope(kind, config, found)
+def _llama(kind: str) -> Callable[[Given, Problems], Json]:
+    def read(given: Given, found: Problems) -> Json:
+        if given.hidden_act not in ("silu", "swish"):
+            found.add("hidden_act", f"there is no {shortened(given.hidden_act)} for this model, only silu")
+        attn_bias = "qkv" if kind == "qwen2" else "all" if kind != "mistral" and given.attention_bias else "none"
+        biases = {"attn_bias": attn_bias, "mlp_bias": kind == "llama" and given.mlp_bias}
+        return biases | {"head_norm": kind == "qwen3"} | _window(kind, given, found) | _rope(kind, given, found)
 
     return read
 
 
-def _window(kind: str, config: Json) -> Json:
-    window = config.get("sliding_window")
+def _window(kind: str, given: Given, found: Problems) -> Json:
+    window = given.sliding_window
     if kind in ("mistral", "phi3"):
         return {"window": window}
-    if kind == "llama" or not config.get("use_sliding_window") or window is None:
+    if kind == "llama" or not given.use_sliding_window or window is None:
         return {}
-    layers = range(config.get("num_hidden_layers", 0))
-    types = config.get("layer_types") or [
-        "full_attention" if i < config.get("max_window_layers", 28) else "sliding_attention" for i in layers
+    layers = range(given.num_hidden_layers)
+    if given.layer_types and len(given.layer_types) != len(layers):
+        found.add("layer_types", f"has {len(given.layer_types)} entries for {len(layers)} layers")
+    types = given.layer_types or [
+        "full_attention" if i < given.max_window_layers else "sliding_attention" for i in layers
     ]
     full = [i for i, type_ in enumerate(types) if type_ == "full_attention"]
     return {} if len(full) == len(layers) else {"window": window, "full_layers": full}
 
 
-def _rope(kind: str, config: Json, found: Problems) -> Json:
-    """As transformers 5 writes it, in `rope_parameters`, or as those before did."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    type_ = rope.get("rope_type", rope.get("type", "default"))
+def _rope(kind: str, given: Given, found: Problems) -> Json:
+    key = "rope_parameters" if given.rope_parameters else "rope_scaling"
+    rope = given.rope_parameters or given.rope_scaling or Rope()
+    type_ = rope.rope_type or rope.type or "default"
     scaling = None
     if type_ == "linear":
-        scaling = {"kind": "linear", "factor": rope.get("factor")}
+        scaling = {"kind": "linear", "factor": rope.factor}
     elif type_ == "llama3":
-        given = {"original_max_position_embeddings": config.get("max_position_embeddings")} | rope
-        scaling = {"kind": "llama3"} | {field: given.get(key) for key, field in LLAMA3_KEYS.items()}
+        original = rope.original_max_position_embeddings or given.max_position_embeddings
+        parts = rope.model_dump() | {"original_max_position_embeddings": original}
+        scaling = {"kind": "llama3"} | {field: parts[key] for key, field in LLAMA3_KEYS.items()}
     elif type_ != "default":
-        found.add(key, f"there is no rope_type {type_!r}", "there are default, linear, llama3")
-    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        found.add(key, f"there is no rope_type {shortened(type_)}", "there are default, linear, llama3")
+    fraction = given.partial_rotary_factor if rope.partial_rotary_factor is None else rope.partial_rotary_factor
     if fraction != 1 and kind != "phi3":
         found.add("partial_rotary_factor", f"a {kind} turns whole heads, here it is {fraction}")
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    theta = given.rope_theta if rope.rope_theta is None else rope.rope_theta
     return {"rope_theta": theta, "rope_scaling": scaling, "rotary_fraction": fraction}
 
 
@@ -187,14 +281,16 @@ def _write_llama(model: Llama) -> Json:
 # GPT-2 --------------------------------------------------------------------------------------------------------
 
 
-def _gpt2(config: Json, found: Problems) -> Json:
-    if config.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
-        found.add("activation_function", f"there is no {config['activation_function']!r} for this model, only gelu_new")
-    for key, value in {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}.items():
-        if config.get(key, value) != value:
-            found.add(key, f"only {json.dumps(value)} is supported")
-    width = config.get("n_embd")
-    return {"tied": True} | ({"mlp_width": 4 * width} if isinstance(width, int) else {})
+def _gpt2(given: Given, found: Problems) -> Json:
+    if given.activation_function not in ("gelu_new", "gelu_pytorch_tanh"):
+        found.add(
+            "activation_function", f"there is no {shortened(given.activation_function)} for this model, only gelu_new"
+        )
+    if not given.scale_attn_weights:
+        found.add("scale_attn_weights", "only true is supported")
+    if given.scale_attn_by_inverse_layer_idx:
+        found.add("scale_attn_by_inverse_layer_idx", "only false is supported")
+    return {"tied": True} | ({"mlp_width": 4 * given.n_embd} if given.n_embd else {})
 
 
 def _write_gpt2(model: GPT) -> Json:

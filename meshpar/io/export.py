@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import jax
 import numpy as np
 
-from meshpar.errors import CheckpointError
+from meshpar.checkpoint.durable import sync, sync_tree
+from meshpar.errors import CheckpointError, Problems
 from meshpar.io import architectures
+from meshpar.io.folder import check_inside, read_json
 from meshpar.io.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, names_of
 from meshpar.io.safetensors import Written, write
 from meshpar.models.foreign import Foreign, Shape
 from meshpar.nn.transformer import Decoder
+from meshpar.regular import open_regular
 
 LARGEST_FILE = 5 * 10**9
 """Bytes of tensors in a file, if there are several."""
@@ -59,44 +63,60 @@ def export(
 
 @contextmanager
 def whole_or_not(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which gets the name `folder` at the end, if nothing was raised.
+    """A folder to write into, which gets the name `folder` when it is on the disk, if nothing was raised.
 
     Raises:
       CheckpointError: there is something of that name already; nothing is ever overwritten. Or it cannot be written.
     """
     check_free(folder)
+    made = folder.with_name(f".{folder.name}.{uuid4().hex}")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        made.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror}") from None
     try:
         yield made
         check_free(folder)
-        made.chmod(0o755)  # a temporary folder is its owner's alone
+        sync_tree(made)
         made.rename(folder)
-    except BaseException:
+        sync(folder.parent)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from None
+    finally:
         shutil.rmtree(made, ignore_errors=True)
-        raise
 
 
 def check_free(folder: Path) -> None:
     """Raises CheckpointError: there is something of that name already."""
-    if folder.exists() or folder.is_symlink():
+    if os.path.lexists(folder):
         raise CheckpointError(f"{folder} exists, and nothing is overwritten: give another name, or remove it")
 
 
 def copy_companions(source: Path | None, to: Path) -> None:
-    """Copies the files of a tokenizer, where there are any."""
-    for pattern in COMPANIONS if source else ():
-        for path in sorted(source.glob(pattern)):  # pyright: ignore
-            if path.is_file():
-                shutil.copyfile(path, to / path.name)
+    """Copies the files of a tokenizer, where there are any.
+
+    Raises:
+      CheckpointError: lists those that lead out of the folder, or are no regular files.
+    """
+    problems = Problems()
+    names = {path.name for pattern in COMPANIONS for path in source.glob(pattern)} if source else set()
+    for name in sorted(names):
+        path = source / name  # pyright: ignore[reportOptionalOperand]
+        if path.is_dir():
+            continue
+        try:
+            check_inside(path.parent, name)
+            with open_regular(path) as file, (to / name).open("xb") as copy:
+                shutil.copyfileobj(file, copy)
+        except OSError as error:
+            problems.add(str(path), f"cannot be copied: {error.strerror}", "put a copy of the file there, or remove it")
+    problems.raise_any(CheckpointError, f"the tokenizer of {source} cannot be taken along:")
 
 
 def _config(model: Decoder, companions: Path | None) -> dict[str, Any]:
-    original = companions and companions / CONFIG
-    read = json.loads(original.read_text()) if original and original.is_file() else None
+    problems = Problems()
+    read = read_json(companions, CONFIG, problems) if companions and (companions / CONFIG).exists() else None
+    problems.raise_any(CheckpointError, f"{companions} cannot be read:")
     config = architectures.write(model, read)
     if config is None:
         known = ", ".join(architectures.ARCHITECTURES)

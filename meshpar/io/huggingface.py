@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from flax import nnx
 from meshpar.config import flatten
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.io import architectures
+from meshpar.io.folder import check_inside, read_json
 from meshpar.io.safetensors import Tensor, tensors_in
 from meshpar.models.foreign import Foreign, Names, Shape
 from meshpar.nn.describe import describe
@@ -182,9 +184,10 @@ def open_pretrained(folder: Path) -> Pretrained:
         header lies, a tensor that is missing, too many, or of another shape than the config says.
     """
     problems = Problems()
-    config = _json(folder / CONFIG, problems)
-    model = architectures.read(config, str(folder / CONFIG), problems) if config else None
+    config = read_json(folder, CONFIG, problems)
     found = _tensors(folder, problems)
+    most_layers = len(found) or architectures.LARGEST  # a layer has at least one
+    model = architectures.read(config, str(folder / CONFIG), problems, most_layers) if config else None
     problems.raise_any(CheckpointError, f"{folder} cannot be imported:")
     assert model is not None
     names = names_of(model, config["model_type"])
@@ -195,34 +198,19 @@ def open_pretrained(folder: Path) -> Pretrained:
     return Pretrained(folder, config, model, {name: tensors[name] for name in expected})
 
 
-def _json(path: Path, problems: Problems) -> dict[str, Any]:
-    try:
-        read = json.loads(path.read_text())
-    except OSError as error:
-        problems.add(str(path), f"cannot be read: {error.strerror}")
-        return {}
-    except (ValueError, RecursionError) as error:
-        problems.add(str(path), f"is not JSON: {error}")
-        return {}
-    if not isinstance(read, dict) or not read:
-        problems.add(str(path), "holds no mapping of keys")
-        return {}
-    return read
-
-
 def _tensors(folder: Path, problems: Problems) -> dict[str, Tensor]:
-    if (folder / INDEX).is_file():
+    if os.path.lexists(folder / INDEX):
         return _indexed(folder, problems)
-    if not (folder / WEIGHTS).is_file():
+    if not os.path.lexists(folder / WEIGHTS):
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         fix = f"{pickles[0]} is a pickle, and those are not read: save the model as safetensors" if pickles else ""
         problems.add(str(folder), f"there is neither {WEIGHTS} nor {INDEX}", fix)
         return {}
-    return tensors_in(folder / WEIGHTS, problems)
+    return _tensors_of(folder, WEIGHTS, problems)
 
 
 def _indexed(folder: Path, problems: Problems) -> dict[str, Tensor]:
-    where = _json(folder / INDEX, problems).get("weight_map")
+    where = read_json(folder, INDEX, problems).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         problems.add(str(folder / INDEX), "has no weight_map from names to files")
         return {}
@@ -231,13 +219,22 @@ def _indexed(folder: Path, problems: Problems) -> dict[str, Tensor]:
         if Path(file).name != file:
             problems.add(f"{folder / INDEX}: weight_map", f"{file!r} is not the name of a file in this folder")
             continue
-        before, there = len(problems), tensors_in(folder / file, problems)
+        before, there = len(problems), _tensors_of(folder, file, problems)
         named = [name for name in where if where[name] == file]
         for name in named if len(problems) == before else ():
             if name not in there:
                 problems.add(str(folder / file), f"has no {name}, though the index says so")
         found |= {name: there[name] for name in named if name in there}
     return found
+
+
+def _tensors_of(folder: Path, file: str, problems: Problems) -> dict[str, Tensor]:
+    try:
+        check_inside(folder, file)
+    except OSError as error:
+        problems.add(str(folder / file), f"cannot be read: {error.strerror}")
+        return {}
+    return tensors_in(folder / file, problems)
 
 
 def _canonical(name: str, names: Names) -> str:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import CheckpointError, Problems
+from meshpar.regular import open_regular
 
 LONGEST_HEADER = 100_000_000
 DTYPES: dict[str, np.dtype] = {
@@ -88,7 +89,7 @@ def tensors_in(path: Path, problems: Problems) -> dict[str, Tensor]:
       problems: gets all that the header says and the file is not.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, LONGEST_HEADER):

@@ -90,18 +90,51 @@ LINKS = {
 }
 
 
-# An H100 SXM as XLA's GPU compiler wants a device told: its own figures, as such a device reports them.
-H100_FOR_XLA = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+@dataclass(frozen=True)
+class _GPU:
+    """What XLA's GPU compiler wants to be told of a device: its own figures, as such a device reports them."""
+
+    description: str
+    major: int
+    cores: int
+    fpus_per_core: int
+    clock_ghz: float
+    memory_bytes: int
+    memory_bytes_per_s: int
+    l2_bytes: int
+    shared_per_core: int
+    shared_per_block: int
+
+    def __str__(self) -> str:
+        """As XLA's `GpuTargetConfigProto`, in text."""
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  core_count: {self.cores} fpus_per_core: {self.fpus_per_core}
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {self.shared_per_core} shared_memory_per_block_optin: {self.shared_per_block}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84942979072
-  cuda_compute_capability { major: 9 }
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 patch: 0 } device_description_str: "NVIDIA H100 80GB HBM3"
+  memory_bandwidth: {self.memory_bytes_per_s} l2_cache_size: {self.l2_bytes} clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {self.memory_bytes}
+  cuda_compute_capability {{ major: {self.major} }}
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 patch: 0 }} device_description_str: "{self.description}"
 """
+
+
+# github.com/openxla/xla, xla/backends/gpu/target_config/specs: what such devices reported.
+_GPUS_OF_XLA = {
+    "A100 40GB": _GPU("NVIDIA A100-SXM4-40GB", 8, 108, 64, 1.41, 42331013120, 1555200000000, 41943040, 167936, 166912),
+    "A100 80GB SXM": _GPU(
+        "NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 85100068864, 2039040000000, 41943040, 167936, 166912
+    ),
+    "H100 SXM": _GPU("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 84942979072, 3352320000000, 52428800, 233472, 232448),
+    "H200 SXM": _GPU("NVIDIA H200", 9, 132, 128, 1.98, 151397597184, 4800000000000, 52428800, 233472, 232448),
+    "B200": _GPU("NVIDIA B200", 10, 148, 128, 1.965, 191514411008, 7672320000000, 132644864, 233472, 232448),
+}
+FOR_XLA = {name: str(gpu) for name, gpu in _GPUS_OF_XLA.items()}
+"""Name of a GPU -> what it is to XLA's compiler."""
 
 
 def chip_of(device: jax.Device) -> Chip | None:  # pyright: ignore[reportInvalidTypeForm]

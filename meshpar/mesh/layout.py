@@ -17,12 +17,14 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshpar.config import Config
-from meshpar.errors import MeshError, Problems
+from meshpar.errors import MeshError, Problem, Problems
+from meshpar.mesh import process
 
 AXES = ("replica", "data", "fsdp", "pipe", "expert", "context", "tensor")
+MAX_DEVICES = 2**20
 _AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
-_Size = Annotated[int, pydantic.Field(ge=-1)]
+_Size = Annotated[int, pydantic.Field(ge=-1, le=MAX_DEVICES)]
 
 
 class AxisSizes(Config):
@@ -73,9 +75,20 @@ class MeshLayout(AxisSizes):
         product = math.prod(self.sizes.values()) * math.prod(self._across.values())
         return product if product > 0 else None
 
+    def least(self) -> int:
+        """The number of devices that the sizes need; an axis of size -1 needs one."""
+        return math.prod(size for size in (*self.sizes.values(), *self._across.values()) if size > 0)
+
     def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
-        """The mesh over `devices` (default: all), neighbours on fast axes near to each other in hardware."""
-        devices = jax.devices() if devices is None else devices
+        """The mesh over `devices`, neighbours on fast axes near to each other in hardware.
+
+        Default: all devices. A machine that has only its CPU simulates as many as the sizes ask for, if JAX has not
+        started yet.
+        """
+        if devices is None:
+            devices = process.devices(self.least())
+            if len(devices) < self.least():
+                self._refuse(devices)
         inside, across = self.resolved(len(devices)), self._across
         return Mesh(_arrange(devices, tuple(inside.values()), tuple(across.values())), AXES, _AXIS_TYPES)
 
@@ -84,6 +97,14 @@ class MeshLayout(AxisSizes):
         inside = self.resolved(num_devices or self.requested() or 1)
         sizes = tuple(inside[axis] * self._across[axis] for axis in AXES)
         return AbstractMesh(sizes, AXES, axis_types=_AXIS_TYPES)
+
+    def _refuse(self, devices: Sequence[jax.Device]) -> None:  # pyright: ignore[reportInvalidTypeForm]
+        """Raises what does not fit these devices, and how to have more."""
+        try:
+            self.resolved(len(devices))
+        except MeshError as error:
+            why, fix = process.more_devices(self.least(), devices[0].platform)
+            raise MeshError(f"{error}\n{Problem('devices', why, fix)}") from None
 
     def _check(self, num_devices: int, across: int) -> None:
         problems, sizes = Problems(), self.sizes
@@ -95,7 +116,7 @@ class MeshLayout(AxisSizes):
             problems.add(f"mesh.{', mesh.'.join(free)}", "only one size may be -1", "give the others a size")
         if not problems:
             self._check_product(num_devices, across, bool(free), problems)
-        problems.raise_any(MeshError, f"mesh ({self}) does not fit {num_devices} devices:")
+        problems.raise_any(MeshError, f"mesh ({self}) does not fit {_count(num_devices)}:")
 
     def _check_product(self, num_devices: int, across: int, free: bool, problems: Problems) -> None:
         fixed = across * math.prod(s for s in self.sizes.values() if s != -1)
@@ -112,7 +133,8 @@ class MeshLayout(AxisSizes):
 
     def _why(self, num_devices: int, fixed: int) -> str:
         if fixed > num_devices:
-            return f"the sizes multiply to {fixed}, more than the {num_devices} devices that are here"
+            are = "is" if num_devices == 1 else "are"
+            return f"the sizes multiply to {fixed}, more than the {_count(num_devices)} that {are} here"
         if num_devices % fixed:
             return f"the sizes multiply to {fixed}, which does not divide {num_devices}"
         return f"the sizes multiply to {fixed}, which leaves {num_devices - fixed} of {num_devices} devices idle"
@@ -128,6 +150,10 @@ def describe_sizes(sizes: dict[str, int]) -> str:
     'data=2, tensor=4'
     """
     return ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
+
+
+def _count(num_devices: int) -> str:
+    return "1 device" if num_devices == 1 else f"{num_devices} devices"
 
 
 def _either(sizes: list[int]) -> str:

@@ -25,3 +25,7 @@ class Import(Config):
     """What it is called with, by name."""
     dims: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Path glob -> a name for each dim of the parameters that it matches; goes before what the model declares."""
+    activation_dims: tuple[str, ...] = ()
+    """Names that only activations have: rules may name them too."""
+    axes: dict[str, str] = Field(default_factory=dict)
+    """The model's own name of a mesh axis -> meshpar's, `{tp: tensor}`, for a model that names axes and not dims."""

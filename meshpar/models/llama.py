@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 import pydantic
 
+from meshpar.config import Count
 from meshpar.models.foreign import Names, linear, rows, vector
 from meshpar.nn.attention import Bias
 from meshpar.nn.layers import RMSNorm, SwiGLU
@@ -35,7 +36,7 @@ class Llama(Decoder):
     """How rotary frequencies are changed for longer rows."""
     window: Positive | None = None
     """How many positions a query sees, its own the last of them (Mistral). Default: all before it."""
-    full_layers: tuple[Annotated[int, pydantic.Field(ge=0)], ...] = ()
+    full_layers: tuple[Count, ...] = ()
     """Layers, counted from 0, in which queries see all before them, whatever `window` says."""
 
     @pydantic.model_validator(mode="after")

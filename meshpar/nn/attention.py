@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from meshpar.cost.flops import HALF_MASKED
 from meshpar.errors import ShardingError
 from meshpar.nn.cache import CachedLayer
 from meshpar.nn.layers import Projection, RMSNorm, enter, leave
 from meshpar.nn.rotary import Rotation, rotate
 from meshpar.parallel.local import varies_over, varying
 from meshpar.parallel.precision import wide
-from meshpar.sharding.constrain import constrain, current, manual_axes
+from meshpar.sharding.constrain import constrain, manual_axes
 
 Bias = Literal["none", "qkv", "all"]
 
@@ -50,10 +51,11 @@ def attend(
     """
     batch, seq, _, size = q_BSHh.shape
     q_BSKGh = q_BSHh.reshape(batch, seq, k_BTKh.shape[2], -1, size) * jnp.asarray(size**-0.5, q_BSHh.dtype)
-    scores = wide(jnp.einsum("bskgh,btkh->bkgst", q_BSKGh, k_BTKh))
-    scores = jnp.where(visible_BST[:, None, None], scores, jnp.finfo(scores.dtype).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BTKh.dtype)
-    return jnp.einsum("bkgst,btkh->bskgh", weights, v_BTKh).reshape(q_BSHh.shape)
+    with jax.named_scope(HALF_MASKED):
+        scores = wide(jnp.einsum("bskgh,btkh->bkgst", q_BSKGh, k_BTKh))
+        scores = jnp.where(visible_BST[:, None, None], scores, jnp.finfo(scores.dtype).min)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v_BTKh.dtype)
+        return jnp.einsum("bkgst,btkh->bskgh", weights, v_BTKh).reshape(q_BSHh.shape)
 
 
 class Attention(nnx.Module):
@@ -127,7 +129,6 @@ def _seen(among: Int[Array, "B S"] | CachedLayer, k: jax.Array, v: jax.Array, wi
 
 
 def _check_whole_sequence() -> None:
-    how = current()
-    if how and how.axes("seq"):
-        sharded = f"rules.seq = {list(how.axes('seq'))}"
+    if axes := manual_axes("seq"):
+        sharded = f"rules.seq = {list(axes)}"
         raise ShardingError(f"{sharded}: this attention needs the whole sequence on each device; use rules.seq=[]")

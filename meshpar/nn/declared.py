@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,14 @@ def declared_dims(tree: Any) -> dict[str, tuple[str | None, ...]]:
     """
     boxes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_box)
     named = ((path_name(path), _names(box)) for path, box in boxes)
-    return {path: tuple(names) for path, names in named if names}
+    return {path: tuple(map(_joined, names)) for path, names in named if names}
+
+
+def changing(tree: Any) -> dict[str, str]:
+    """Path -> kind, of the NNX variables that no optimizer changes, but the forward: statistics, keys, caches."""
+    kinds = (nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate)
+    boxes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_box)
+    return {path_name(path): type(box).__name__ for path, box in boxes if isinstance(box, kinds)}
 
 
 def unboxed(tree: Any) -> Any:
@@ -48,18 +55,28 @@ def lazily(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
 
 
 @contextmanager
-def flax_rules() -> Iterator[None]:
+def flax_rules(axes: Mapping[str, str] | None = None) -> Iterator[None]:
     """Within, Flax's `with_logical_constraint` follows the rules of the lowering that is being traced.
 
     Without it they would do nothing, and say nothing. A `jax.shard_map` of the model's own finds the mesh.
+
+    Args:
+      axes: the model's name of a mesh axis -> meshpar's. Within, the axis has the model's name.
     """
     how = current()
     if how is None or how.manual:
         yield
         return
-    rules = [(dim, how.axes(dim) or None) for dim in how.rules.table if how.mesh.size > 1]
-    mesh = jax.sharding.use_abstract_mesh(_abstract(how.mesh))
-    with nn.logical_axis_rules(rules), mesh, nn.intercept_methods(_without_mesh):
+    called = {axis: name for name, axis in (axes or {}).items()}
+    own = set(called.values())
+    rules = []
+    for dim in how.rules.table if how.mesh.size > 1 else ():
+        over = (dim,) if dim in own else tuple(called.get(axis, axis) for axis in how.axes(dim))
+        rules.append((dim, over or None))
+    mesh = _abstract(how.mesh)
+    names = tuple(called.get(axis, axis) for axis in map(str, mesh.axis_names))
+    renamed = AbstractMesh(mesh.axis_sizes, names, axis_types=mesh.axis_types) if called else mesh
+    with nn.logical_axis_rules(rules), jax.sharding.use_abstract_mesh(renamed), nn.intercept_methods(_without_mesh):
         yield
 
 
@@ -77,6 +94,11 @@ def _abstract(mesh: AnyMesh) -> AbstractMesh:
 
 def _is_box(x: Any) -> bool:
     return isinstance(x, (meta.AxisMetadata, nnx.Variable))
+
+
+def _joined(name: Any) -> str | None:
+    """A dim that is sharded over several axes, as a `PartitionSpec` may say, has their names joined."""
+    return "+".join(name) if isinstance(name, tuple) else name
 
 
 def _names(box: Any) -> Any:

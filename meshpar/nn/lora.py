@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from meshpar.config import Config
+from meshpar.config import Config, Positive
 from meshpar.errors import ConfigError, Problems, nearest
 from meshpar.nn.layers import LowRank, Projection, filled, normal
 from meshpar.parallel.precision import wide
@@ -31,7 +31,7 @@ class LoRA(Config):
     """
 
     kind: Literal["lora"] = "lora"
-    rank: Annotated[int, pydantic.Field(gt=0)] = 8
+    rank: Positive = 8
     alpha: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 16.0
     """The product is scaled by alpha / rank."""
     paths: tuple[str, ...] = ("blocks.attn.*",)

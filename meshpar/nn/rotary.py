@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pydantic
 from jaxtyping import Array, Float, Int
 
-from meshpar.config import Config
+from meshpar.config import Config, Positive
 from meshpar.parallel.precision import wide
 
 Factor = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
@@ -42,7 +42,7 @@ class Llama3(Config):
     """Low is what turns less often than this in `original_seq_len`."""
     high_freq_factor: Factor
     """High is what turns more often than this in `original_seq_len`."""
-    original_seq_len: Annotated[int, pydantic.Field(gt=0)]
+    original_seq_len: Positive
     """Tokens a row, before the model was made to read longer ones."""
 
     def __call__(self, frequencies_p: Float[Array, "p"]) -> Float[Array, "p"]:

@@ -15,7 +15,7 @@ import pydantic
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from meshpar.config import Config
+from meshpar.config import Config, Positive
 from meshpar.nn.attention import Attention, Bias
 from meshpar.nn.cache import CachedLayer, KVCache
 from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal, within_layer
@@ -26,7 +26,6 @@ from meshpar.parallel.linear import Weights
 from meshpar.sharding.constrain import constrain, current
 
 Batch = dict[str, Int[Array, "..."]]
-Positive = Annotated[int, pydantic.Field(gt=0)]
 
 _policies = jax.checkpoint_policies
 REMAT: dict[str, Callable[..., Any]] = {
@@ -56,7 +55,7 @@ class Decoder(Config):
     """Number of token ids. 257 = the bytes, and the mark that opens a document."""
     vocab_multiple: Positive = 1
     """Rounds the embedding's rows up, so that a mesh can divide them. The padding gets no probability."""
-    num_layers: Positive
+    num_layers: Annotated[Positive, pydantic.Field(le=10_000)]
     layers_multiple: Positive = 1
     """Rounds the stacked layers up, so that the stages of a pipeline can divide them. The padding is never read."""
     width: Positive

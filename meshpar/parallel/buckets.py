@@ -6,7 +6,6 @@ elements. A bucket is sent when its last gradient is there; a large gradient fil
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -77,7 +76,7 @@ def sum_copies(
       order: of the gradients, that which is made first comes first.
       key: for stochastic rounding.
 
-    Communication: `Reduce.sum_sent` for each bucket.
+    Communication: that of `Reduce.sum` for each bucket.
     """
     summed: dict[int, tuple[jax.Array, State]] = {i: (g.value, {}) for i, g in enumerate(gradients)}
     for number, stream in enumerate(_streams(gradients, order)):
@@ -143,11 +142,3 @@ def order_of(gradients: Callable[..., Any], *arguments: Any) -> list[int]:
 
     times = [-1 if isinstance(var, Literal) else when(var) for var in jaxpr.outvars]
     return sorted(range(len(times)), key=times.__getitem__)
-
-
-def bucket_shapes(shapes: Sequence[tuple[int, ...]], reduction: Reduce, width: int) -> list[tuple[int, ...]]:
-    """The shapes of the buckets of one stream, in whatever order it is."""
-    if not reduction.fuses:
-        return list(shapes)
-    total, size = sum(map(math.prod, shapes)), reduction.bucket_size(width)
-    return [(size,)] * (total // size) + [(total % size,)] * (total % size > 0)

@@ -14,6 +14,8 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:22
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -58,10 +60,12 @@ def leave(y: Float[Array, "B S D"], dim: str) -> Float[Array, "B R D"]:
     seq_axes, partial = manual_axes("norm_seq"), manual_axes(dim)
     if rest := tuple(a for a in partial if a not in seq_axes):
         y = lax.psum(y, rest)
-    if scattered := tuple(a for a in seq_axes if a in partial):
-        y = lax.psum_scatter(y, scattered, scatter_dimension=SEQ, tiled=True)
-    # An axis that shards the sequence but not `dim`: every device has the whole sum already.
-    return shard(y, tuple(a for a in seq_axes if a not in partial), SEQ)
+    # In the order of `enter`'s gather: else a device would get another part of the sequence than the one it gave.
+    for is_partial, group in groupby(seq_axes, partial.__contains__):
+        axes = tuple(group)
+        # Over an axis that shards the sequence but not `dim`, every device has the whole sum already.
+        y = lax.psum_scatter(y, axes, scatter_dimension=SEQ, tiled=True) if is_partial else shard(y, axes, SEQ)
+    return y
 
 
 def local_seq(x: Shaped[Array, "B S *rest"]) -> Shaped[Array, "B R *rest"]:

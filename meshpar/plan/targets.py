@@ -18,10 +18,16 @@ from typing import Any
 from jax.experimental import topologies
 
 from meshpar.errors import MeshError, nearest
-from meshpar.mesh.hardware import CHIPS, H100_FOR_XLA, Chip
+from meshpar.mesh.hardware import CHIPS, FOR_XLA, Chip
 
 TPUS = {"v4": "TPU v4", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e", "tpu7x": "TPU7x"}
-GPUS = {"h100": "H100 SXM"}
+GPUS = {
+    "a100": "A100 80GB SXM",
+    "a100_40gb": "A100 40GB",
+    "h100": "H100 SXM",
+    "h200": "H200 SXM",
+    "b200": "B200",
+}
 _CUDA = {"jax_cuda12_plugin", "jax_cuda13_plugin"}
 _FORM = re.compile(r"(?P<chip>\w+):(?P<shape>\d+(?:x\d+)*)$")
 
@@ -73,7 +79,9 @@ class Target:
         if not self.is_tpu:
             hosts, gpus = [1, *self.shape][-2:]
             topology = f"1x{hosts}x{gpus}"
-            return topologies.get_topology_desc("", platform="cuda", topology=topology, target_config=H100_FOR_XLA)
+            return topologies.get_topology_desc(
+                "", platform="cuda", topology=topology, target_config=FOR_XLA[self.chip.name]
+            )
         return topologies.get_topology_desc(self.text, "tpu")
 
 
@@ -83,15 +91,16 @@ def parse(text: str) -> Target:
     if not match:
         raise MeshError(f"--target {text}: not a machine; write chip:shape, as in v5e:4x4, v5p:4x4x4 or h100:4x8")
     known = TPUS | GPUS
-    if match["chip"] not in known:
-        near = nearest(match["chip"], known)
-        meant = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
-        raise MeshError(f"--target {text}: no chip is called {match['chip']!r}; {meant}")
-    chip = next(chip for chip in CHIPS if chip.name == known[match["chip"]])
+    name = match["chip"].lower()
+    if name not in known:
+        near = nearest(name, known)
+        meant = f"did you mean {near}? There are" if near else "there are"
+        raise MeshError(f"--target {text}: no chip is called {match['chip']!r}; {meant} {', '.join(known)}")
+    chip = next(chip for chip in CHIPS if chip.name == known[name])
     shape = tuple(int(size) for size in match["shape"].split("x"))
-    if match["chip"] in GPUS and len(shape) > 2:
-        raise MeshError(f"--target {text}: write hosts x GPUs on each, as in {match['chip']}:4x8")
-    return Target(text, chip, shape, match["chip"] in TPUS)
+    if name in GPUS and len(shape) > 2:
+        raise MeshError(f"--target {text}: write hosts x GPUs on each, as in {name}:4x8")
+    return Target(text, chip, shape, name in TPUS)
 
 
 def _first_line(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from meshpar import config
-from meshpar.checkpoint.saved import META, Saved, find
+from meshpar.checkpoint.saved import META, find, find_all
+from meshpar.checkpoint.selection import PARAMS
 from meshpar.convert import COMPANIONS, run_of
-from meshpar.errors import CheckpointError, ConfigError
+from meshpar.errors import CheckpointError, ConfigError, Problems
+from meshpar.io.folder import check_inside, read_json
 from meshpar.io.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.nn.transformer import Decoder
 from meshpar.run import Run
@@ -87,24 +89,29 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> Source:
         return of_run(config.load(Run, path, overrides), f"meshpar train {path}")
     if (path / CONFIG).is_file():
         return _of_pretrained(open_pretrained(path), overrides)
-    saved = find(path)
-    return _of_checkpoint(saved, config.build(Run, saved.meta["config"], str(saved.folder / META), overrides))
+    saved = find(path, take=())
+    return _of_checkpoint(path, config.build(Run, saved.meta["config"], str(saved.folder / META), overrides))
 
 
 def of_run(run: Run, train: str = "train it first") -> Source:
     """The model of the latest checkpoint that a run wrote."""
     try:
-        return _of_checkpoint(find(run.run_dir), run)
+        return _of_checkpoint(run.run_dir, run)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; an untrained model says nothing: {train}") from None
 
 
-def _of_checkpoint(saved: Saved, run: Run) -> Source:
-    converted = saved.folder.parents[1] / COMPANIONS
+def _of_checkpoint(path: Path, run: Run) -> Source:
+    """The files of parameters are verified when they are read, so that other mistakes are told at once."""
+    converted = find_all(path)[-1].folder.parents[1] / COMPANIONS
     # A run that was converted, and has had no data of its own, speaks as the model did.
     speaks = converted.is_dir() and isinstance(run.data, Synthetic)
     language = _language(converted, run.model.vocab_size) if speaks and isinstance(run.model, Decoder) else None
-    return Source(run, lambda structs: saved.restore({"params": structs}, take=["params.**"])["params"], language)
+
+    def restore(structs: Any) -> Any:
+        return find(path, PARAMS).restore({"params": structs}, PARAMS)["params"]
+
+    return Source(run, restore, language)
 
 
 def _of_pretrained(pretrained: Pretrained, overrides: Sequence[str]) -> Source:
@@ -119,11 +126,23 @@ def _of_pretrained(pretrained: Pretrained, overrides: Sequence[str]) -> Source:
 
 
 def _language(folder: Path, vocab_size: int) -> Language:
-    """Of a folder of Hugging Face's; without a tokenizer prompts are ids."""
-    end = json.loads((folder / CONFIG).read_text()).get("eos_token_id")
+    """Of a folder of Hugging Face's; without a tokenizer prompts are ids.
+
+    Raises:
+      CheckpointError: its config cannot be read, or its tokenizer leads out of the folder.
+    """
+    problems = Problems()
+    end = read_json(folder, CONFIG, problems).get("eos_token_id")
     end = end if isinstance(end, int) and 0 <= end < vocab_size else None
     path = folder / TOKENIZER
-    if not path.is_file():
+    has_tokenizer = os.path.lexists(path)
+    if has_tokenizer:
+        try:
+            check_inside(folder, TOKENIZER)
+        except OSError as error:
+            problems.add(str(path), f"cannot be read: {error.strerror}")
+    problems.raise_any(CheckpointError, f"{folder} has no language that can be read:")
+    if not has_tokenizer:
         return Language(Ids(vocab_size=vocab_size, bos=vocab_size - 1 if end is None else end, eos=end), ())
     tokenizer = TokenizerFile(path=str(path))
     named = None if end is None else tokenizer.token(end)

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.errors import Problems, ShardingError, nearest
 from meshpar.sharding.overlap import Overlap
 from meshpar.sharding.resolve import AnyMesh, live
-from meshpar.sharding.rules import AxisRules
+from meshpar.sharding.rules import ACTIVATION_DIMS, AxisRules
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Lowering:
       reduce: how gradients are reduced, a `collectives.reduction.Reduce`; None leaves it to XLA.
       slow: axes that go across slices.
       overlap: what is communicated in chunks while others are multiplied.
+      activation_dims: names that no parameter has: their axes may carry the batch, which another name may stand for.
     """
 
     mesh: AnyMesh
@@ -45,6 +46,7 @@ class Lowering:
     reduce: Any = None
     slow: tuple[str, ...] = ()
     overlap: Overlap = field(default_factory=Overlap)
+    activation_dims: tuple[str, ...] = ()
 
     @property
     def gathers_in_layers(self) -> bool:
@@ -58,6 +60,8 @@ class Lowering:
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The live axes of an activation's dim."""
+        if dim in self.activation_dims:
+            return live(self.mesh, self.rules[dim])
         return live(self.mesh, self.rules.activation_axes(dim))
 
     def shards(self, dim: str) -> int:
@@ -124,7 +128,7 @@ def _check(shape: tuple[int, ...], dims: tuple[str, ...], how: Lowering) -> None
     if len(shape) != len(dims):
         problems.add(f"{len(shape)} dims {shape}", f"{len(dims)} names", "give a name for each dim")
     for size, dim in zip(shape, dims, strict=False):
-        if dim not in how.rules.table:
+        if dim not in how.rules.table and dim not in ACTIVATION_DIMS:
             near = nearest(dim, set(how.rules.table))
             problems.add(dim, "no rule covers it", f"rules.{dim}=[]" + (f", or did you mean {near}?" if near else ""))
         elif size % how.shards(dim):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,8 +63,11 @@ class Placement:
 
 
 def live(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes that really divide something: those of size 1 appear in no sharding and no collective."""
-    return tuple(a for a in axes if mesh.shape[a] > 1)
+    """The axes that really divide something: those of size 1 appear in no sharding and no collective.
+
+    Nor do those that the mesh does not have: `resolve` reports them.
+    """
+    return tuple(a for a in axes if mesh.shape.get(a, 1) > 1)
 
 
 def sharding_axes(placements: Iterable[Placement]) -> tuple[str, ...]:
@@ -73,7 +76,9 @@ def sharding_axes(placements: Iterable[Placement]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in used)
 
 
-def resolve(specs: Any, rules: AxisRules, mesh: AnyMesh, beside: Any = None) -> Any:
+def resolve(
+    specs: Any, rules: AxisRules, mesh: AnyMesh, beside: Any = None, activation_dims: Collection[str] | None = None
+) -> Any:
     """Places every array of a model.
 
     Args:
@@ -81,6 +86,7 @@ def resolve(specs: Any, rules: AxisRules, mesh: AnyMesh, beside: Any = None) -> 
       rules: dim -> axes.
       mesh: real or abstract.
       beside: another such tree, which the rules are about too; it is checked with the first.
+      activation_dims: names that only activations of a user's model have; None where the model is meshpar's own.
 
     Returns:
       The same tree of `Placement`s, fully sharded as the rules say; `Placement.without` derives the others.
@@ -91,7 +97,12 @@ def resolve(specs: Any, rules: AxisRules, mesh: AnyMesh, beside: Any = None) -> 
     """
     problems = Problems()
     arrays = flatten_with_paths(specs) | flatten_with_paths(beside)
-    _check_rules(arrays, rules, mesh, problems)
+    if not rules.preset and not rules.explicit:
+        problems.add(
+            "rules", "there are none, and each dim of a parameter needs one", "rules=replicated, or another preset"
+        )
+        problems.raise_any(ShardingError, "there are no rules:")
+    _check_rules(arrays, rules, mesh, problems, activation_dims)
     misfits = sum(_check_array(path, spec, rules, mesh, problems) for path, spec in arrays.items())
     subject = f"{misfits} array{'s do' if misfits > 1 else ' does'}" if misfits else "the rules do"
     problems.raise_any(ShardingError, f"{subject} not fit mesh ({describe_sizes(dict(mesh.shape))}):")
@@ -107,12 +118,22 @@ def _rule(rules: AxisRules, dim: str) -> str:
     return f"{dim} -> {', '.join(rules[dim]) or '[]'}   ({rules.source(dim)})"
 
 
-def _check_rules(arrays: dict[str, ArraySpec], rules: AxisRules, mesh: AnyMesh, problems: Problems) -> None:
-    dims = {dim for spec in arrays.values() for dim in spec.dims} | set(ACTIVATION_DIMS)
+def _check_rules(
+    arrays: dict[str, ArraySpec],
+    rules: AxisRules,
+    mesh: AnyMesh,
+    problems: Problems,
+    activation_dims: Collection[str] | None,
+) -> None:
+    dims = {dim for spec in arrays.values() for dim in spec.dims} | {*ACTIVATION_DIMS, *(activation_dims or ())}
     for dim, axes in rules.explicit.items():
         if dim not in dims:
             near = nearest(dim, dims)
-            problems.add(f"rules.{dim}", "no parameter has such a dim", f"did you mean rules.{near}?" if near else "")
+            fix = f"did you mean rules.{near}?" if near else ""
+            if activation_dims is not None:
+                declared = f"if only activations have it, say so: activation_dims=[{dim}]"
+                fix = f"{fix} Or, {declared}" if fix else declared
+            problems.add(f"rules.{dim}", "no parameter has such a dim", fix)
         for axis in (a for a in axes if a not in AXES):
             problems.add(f"rules.{dim}", f"the mesh has no axis {axis!r}", f"its axes are {', '.join(AXES)}")
     used = {axis for dim in dims & rules.table.keys() for axis in rules[dim]}
@@ -132,22 +153,41 @@ def _check_array(path: str, spec: ArraySpec, rules: AxisRules, mesh: AnyMesh, pr
             hint = f" (there is one for {near})" if near else ""
             found.append((f"no rule covers {dim}{hint}", f"rules.{dim}=[] to leave it whole, or a preset"))
             continue
-        for axis in live(mesh, tuple(a for a in rules[dim] if a in AXES)):
+        for axis in live(mesh, rules[dim]):
             if owner.setdefault(axis, dim) != dim:
                 found.append((f"{owner[axis]} and {dim} are both sharded over {axis}", f"rules.{dim}=[]"))
         found += _indivisible(size, dim, spec, rules, mesh)
+    for dim in {dim: None for dim in spec.dims if spec.dims.count(dim) > 1 and dim in rules.table}:
+        if axes := live(mesh, rules[dim]):
+            what = f"{spec.dims.count(dim)} dims are called {dim}, and only one of them can be sharded over {axes[0]}"
+            found.append((what, f"give them different names by dims=, or rules.{dim}=[] to leave them whole"))
     for what, fix in found:
         problems.add(f"{path}  {spec}", what, fix)
     return bool(found)
 
 
 def _indivisible(size: int, dim: str, spec: ArraySpec, rules: AxisRules, mesh: AnyMesh) -> list[tuple[str, str]]:
-    axes = live(mesh, tuple(a for a in rules[dim] if a in AXES))
+    axes = live(mesh, rules[dim])
     shards = math.prod(mesh.shape[a] for a in axes)
     if size % shards == 0:
         return []
     what = f"{dim} = {size} is not divisible by {' x '.join(f'{a} = {mesh.shape[a]}' for a in axes)}"
     extra = spec.num_bytes - spec.num_bytes // shards
-    change = f"mesh.{axes[-1]}={math.gcd(size, mesh.shape[axes[-1]])}"
-    fix = f"either {change}, or rules.{dim}=[] to replicate it (at most +{human_bytes(extra)} per device)"
+    changes = " or ".join(f"mesh.{axes[-1]}={one}" for one in _nearest_sizes(size, axes, mesh))
+    fix = f"either {changes}, or rules.{dim}=[] to replicate it (at most +{human_bytes(extra)} per device)"
     return [(f"{what}    rule {_rule(rules, dim)}", fix)]
+
+
+def _nearest_sizes(size: int, axes: tuple[str, ...], mesh: AnyMesh) -> list[int]:
+    """Sizes of the last axis that divide a dim of this size: the nearest ones to its own, below and above.
+
+    The nearest one below that divides the number of devices is among them.
+    """
+    own = mesh.shape[axes[-1]]
+    others = math.prod(mesh.shape[axis] for axis in axes[:-1])
+    largest = min(size, max(mesh.size, 4 * own))
+    fitting = [one for one in range(2, largest + 1) if size % (others * one) == 0]
+    below = [one for one in fitting if one < own]
+    above = [one for one in fitting if one > own]
+    on_these_devices = [one for one in below if mesh.size % one == 0]
+    return sorted({*on_these_devices[-1:], *below[-1:], *above[:1]}) or [1]

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Literal
 import pydantic
 
 from meshpar.config import Config
-from meshpar.errors import Problems, ShardingError
+from meshpar.errors import Problems, ShardingError, nearest
 
 DIMS = (
     "batch", "seq", "norm_seq", "positions", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts",
-    "rank", "layers", "stage",
+    "rank", "layers", "stage", "key_data",
 )  # fmt: skip
 ACTIVATION_DIMS = ("batch", "seq", "norm_seq", "stage")
 
@@ -70,23 +70,14 @@ class AxisRules(Config):
     """Where a parameter that is sharded over a batch axis is gathered: 1 it is stored whole, and only its
     optimizer state is sharded; 2 once a step; 3 in each layer, again in the backward. Default: the preset's, or 3."""
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _from_names(cls, value: Any) -> Any:
-        if isinstance(value, (str, list, tuple)):
-            value = {"preset": value}
-        if not isinstance(value, dict):
-            return value
-        if isinstance(value.get("preset"), str):
-            value = value | {"preset": [value["preset"]]}
-        return {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
-
     @pydantic.field_validator("preset")
     @classmethod
     def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         unknown = [name for name in names if name not in PRESETS]
         if unknown:
-            raise ValueError(f"no preset is called {unknown[0]!r}; there are {', '.join(PRESETS)}")
+            near = nearest(unknown[0], PRESETS)
+            did = f"did you mean {near}? " if near else ""
+            raise ValueError(f"no preset is called {unknown[0]!r}; {did}There are {', '.join(PRESETS)}")
         return names
 
     @pydantic.model_validator(mode="after")
@@ -111,7 +102,8 @@ class AxisRules(Config):
         return self.zero if self.zero is not None else _join(self.preset).get("zero", (3, ""))[0]
 
     def __getitem__(self, dim: str) -> tuple[str, ...]:
-        return self.table[dim]
+        """The axes of a dim. A dim of activations that no rule names is not sharded."""
+        return self.table.get(dim, ()) if dim in ACTIVATION_DIMS else self.table[dim]
 
     def __or__(self, other: AxisRules) -> AxisRules:
         problems = Problems()
@@ -133,12 +125,12 @@ class AxisRules(Config):
 
     def activation_axes(self, dim: str) -> tuple[str, ...]:
         """The axes of a dim of an activation: the batch's own, or those that carry no batch."""
-        batch = self.table.get("batch", ())
-        return batch if dim == "batch" else tuple(a for a in self.table[dim] if a not in batch)
+        batch = self["batch"]
+        return batch if dim == "batch" else tuple(a for a in self.table.get(dim, ()) if a not in batch)
 
     def storage_axes(self, dim: str) -> tuple[str, ...]:
         """The axes over which a dim of a parameter is stored, and gathered before use."""
-        return tuple(a for a in self.table[dim] if a in self.table.get("batch", ()))
+        return tuple(a for a in self[dim] if a in self["batch"])
 
 
 def _join(presets: Sequence[str]) -> dict[str, tuple[Any, str]]:

@@ -22,6 +22,7 @@ class Beginning:
     Args:
       take, leave: globs of paths of the state.
       config: of the run, as JSON data.
+      data_changed: the files of the data that are not those of the checkpoint.
     """
 
     training: Training
@@ -29,6 +30,7 @@ class Beginning:
     take: Sequence[str] = EVERYTHING
     leave: Sequence[str] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
+    data_changed: Sequence[str] = ()
 
     @cached_property
     def selection(self) -> Selection:
@@ -52,7 +54,8 @@ class Beginning:
     def record(self) -> dict[str, Any]:
         """For the run's records: what was taken from where, and which keys of the config have changed."""
         selection = self.selection
-        return {
+        data = {"data_changed": list(self.data_changed)} if self.data_changed else {}
+        return data | {
             "source": str(self.source.folder),
             "taken": selection.taken,
             "made": selection.made,

@@ -55,13 +55,12 @@ def _all_records(run_dirs: Sequence[Path]) -> list[list[Record]]:
     for run_dir in run_dirs:
         file = run_dir / FILE
         try:
-            found.append(read(file))
-            if not _series(found[-1], "train", "loss")[0]:
+            before = len(problems)
+            found.append(read(file, problems))
+            if len(problems) == before and not _series(found[-1], "train", "loss")[0]:
                 problems.add(str(file), "has no record of a training step", "the run_dir of a run that trained")
         except OSError as error:
             problems.add(str(file), f"cannot be read: {error.strerror}", "the run_dir of a run that trained")
-        except (ValueError, KeyError, TypeError):
-            problems.add(str(file), "holds a line that is no record of a run")
     problems.raise_any(ConfigError, "there is nothing to plot:")
     return found
 

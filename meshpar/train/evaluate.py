@@ -53,10 +53,10 @@ def called(callbacks: Sequence[Callback], state: TrainState, step: int, taken: S
     return found
 
 
-def compile_evaluation(
+def trace_evaluation(
     objective: Objective, how: Lowering, placement: StatePlacement, batch: dict[str, jax.ShapeDtypeStruct]
-) -> Evaluation:
-    """Compiles an evaluation with the same layers, lowering and placements as the step; dropout is off.
+) -> jax.stages.Traced:
+    """Traces an `Evaluation` with the same layers, lowering and placements as the step; dropout is off.
 
     It takes the parameters that `ema.averaged` gives.
     """
@@ -85,4 +85,4 @@ def compile_evaluation(
 
     whole = NamedSharding(how.mesh, PartitionSpec())  # pyright: ignore
     arguments = structs(averaged(placement)), batch, structs(placement.carried)
-    return jax.jit(evaluate, out_shardings=whole).lower(*arguments).compile()
+    return jax.jit(evaluate, out_shardings=whole).trace(*arguments)

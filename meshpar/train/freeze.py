@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
-import pydantic
 from jax import lax
 
-from meshpar.config import Config
+from meshpar.config import Config, Positive
 from meshpar.errors import ConfigError, Problems, nearest
 from meshpar.tree import flatten_with_paths, map_with_path, matching
 
@@ -27,13 +26,8 @@ class Freeze(Config):
     shorthand: ClassVar = "paths"
     paths: tuple[str, ...]
     """Globs: `*` stands for what is between dots, `**` for anything. The layers of a stack are one parameter."""
-    until: Annotated[int, pydantic.Field(gt=0)] | None = None
+    until: Positive | None = None
     """How many steps of the run they are frozen. Default: all."""
-
-    @pydantic.field_validator("paths", mode="before")
-    @classmethod
-    def _from_one(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 def frozen_until(freeze: Sequence[Freeze], params: Any, num_steps: int) -> Any:

@@ -94,12 +94,17 @@ def auto(objective: Objective, how: Lowering | None) -> Callable[..., Gradients]
 
 
 def manual(
-    objective: Objective, how: Lowering, placement: StatePlacement, batch: dict[str, jax.ShapeDtypeStruct]
+    objective: Objective,
+    how: Lowering,
+    placement: StatePlacement,
+    batch: dict[str, jax.ShapeDtypeStruct],
+    seed: int = 0,
 ) -> Callable[..., Gradients]:
     """(params, batch, step, carried) -> `Gradients`, in one `shard_map` over all axes: communication is what it says.
 
     Args:
       batch: the arrays of a batch, with shardings; without `rows`.
+      seed: the run's, for a reduction that rounds by chance.
 
     Communication: that of `parallel.data` and `parallel.tensor`, and all-reduces of the scalars.
     """
@@ -117,9 +122,7 @@ def manual(
             got, grads = gradients(entered)
             order = order_of(lambda params: gradients(params)[1], entered) if how.reduce else None
             kept = jax.tree.map(lambda x: x[0], carried.get(REDUCE, {}))
-            grads, kept = data.reduce(
-                grads, trained_dims, kept, key=jax.random.fold_in(jax.random.key(0), step), order=order
-            )
+            grads, kept = data.reduce(grads, trained_dims, kept, key=_rounding_key(seed, step), order=order)
             got = _summed(got, how)
             loss, metrics, grads = _means(got, grads)
             norm = _global_norm(grads, trained)
@@ -133,6 +136,11 @@ def manual(
         in_specs=(stored, batch_pspecs(how, batch), scalar, carried),
         out_specs=Gradients(scalar, scalar, scalar, learned, scalar, carried), check_vma=True,  # pyright: ignore
     )  # fmt: skip
+
+
+def _rounding_key(seed: int, step: jax.Array) -> jax.Array:
+    """The random key by which a step's gradients are rounded; none that the loss draws from, as no step is so late."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 2**31), step)
 
 
 def _kept(kept: Any) -> dict[str, Any]:
@@ -181,25 +189,26 @@ def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array
         grads, tally = jax.grad(loss, has_aux=True)(trained)
         return tally, jax.tree.map(lambda g: summed_in(g, objective.sums), grads)
 
-    def add(sums: Any, micro: Batch) -> tuple[Any, dict[str, jax.Array]]:
-        total, count, grads, carried = sums
+    def add(sums: Any, micro: Batch) -> tuple[Any, tuple[jax.Array, dict[str, jax.Array]]]:
+        total, grads, carried = sums
         tally, more = one(micro, carried)
-        new = jax.tree.map(jnp.add, (total, count, grads), (tally.loss, tally.count, more))
-        return (*new, tally.carried), tally.metrics
+        new = jax.tree.map(jnp.add, (total, grads), (tally.loss, more))
+        return (*new, tally.carried), (tally.count, tally.metrics)
 
     num = objective.num_microbatches
     if num == 1:
         return one(batch, carried)
     zeros = (*_zeros(objective, trained, batch), carried)
-    (total, count, grads, carried), metrics = lax.scan(add, zeros, _microbatches(batch, num))
-    return Tally(total, count, jax.tree.map(lambda x: x.sum(axis=0), metrics), carried), grads
+    (total, grads, carried), sums = lax.scan(add, zeros, _microbatches(batch, num))
+    count, metrics = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), sums)
+    return Tally(total, count, metrics, carried), grads
 
 
-def _zeros(objective: Objective, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
+def _zeros(objective: Objective, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
     grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, objective.sums)), p), params)
     total = wide(jnp.zeros((), jax.tree.leaves(params)[0].dtype))
     sum_of = lambda zero: varying(varying_like(zero, batch["rows"]), manual_axes("stage"))
-    return sum_of(total), sum_of(jnp.int32(0)), grads
+    return sum_of(total), grads
 
 
 def _microbatches(batch: Batch, num: int) -> Batch:
@@ -214,7 +223,7 @@ def _summed(tally: Tally, how: Lowering) -> Tally:
 
 
 def _means(sums: Tally, grads: Any) -> tuple[jax.Array, dict[str, jax.Array], Any]:
-    count = jnp.maximum(sums.count, 1)
+    count = jnp.where(sums.count > 0, sums.count, jnp.ones_like(sums.count))  # weights may sum to less than 1
     return jax.tree.map(lambda x: x / count.astype(x.dtype), (sums.loss, sums.metrics, grads))
 
 

@@ -9,7 +9,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,7 +17,10 @@ import pydantic
 
 from meshpar.config import Config
 from meshpar.errors import ConfigError
+from meshpar.train.writing import writing
 from meshpar.tree import flatten_with_paths
+
+FLUSH_S = 30.0
 
 Record = dict[str, Any]
 """`kind`, `step`, and what is recorded: numbers and texts; of the kind `run`, the config."""
@@ -45,21 +48,64 @@ class TensorBoard(_Logger):
 
     @contextmanager
     def open(self, run_dir: Path) -> Iterator[Sink]:
-        from tensorboardX import SummaryWriter
-
         with ExitStack() as stack:
-            board: Any = None
+            events: Events | None = None
 
             def write(record: Record) -> None:
-                nonlocal board
+                nonlocal events
                 if record["kind"] == "run":
-                    # Tells TensorBoard to hide the steps that are taken again.
-                    begun = SummaryWriter(str(run_dir / "tensorboard"), purge_step=record["step"] + 1)
-                    board = stack.enter_context(begun)
-                for name, value in numbers(record).items():
-                    board.add_scalar(name, value, record["step"])
+                    events = stack.enter_context(closing(Events(run_dir / "tensorboard", record["step"])))
+                if events and (values := numbers(record)):
+                    events.write(values, record["step"])
 
             yield write
+
+
+class Events:
+    """A file of events. It is written in the caller's thread: a thread of its own would die alone of a full disk.
+
+    Args:
+      step: where the run begins, or goes on: TensorBoard hides the steps that are taken again.
+    """
+
+    def __init__(self, folder: Path, step: int):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import SessionLog  # pyright: ignore
+
+        self._folder = folder
+        self._flushed_at: float | None = None
+        with self._writing():
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer = EventsWriter(str(folder / "events"))
+        self._add(step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, values: dict[str, float], step: int) -> None:
+        from tensorboardX.summary import scalar
+
+        for name, value in values.items():
+            self._add(step, summary=scalar(name, value))
+        now = time.monotonic()
+        if self._flushed_at is None or now - self._flushed_at >= FLUSH_S:
+            with self._writing():
+                self._writer.flush()
+            self._flushed_at = now
+
+    def close(self) -> None:
+        try:
+            with self._writing():
+                self._writer.flush()
+        finally:
+            with suppress(OSError):  # of the same full disk
+                self._writer._py_recordio_writer.close()
+
+    def _add(self, step: int, **what: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore
+
+        with self._writing():
+            self._writer.write_event(Event(wall_time=time.time(), step=step, **what))
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing("TensorBoard's events", self._folder)
 
 
 class WandB(_Logger):

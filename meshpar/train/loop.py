@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,20 +12,23 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.errors import MeshparError, RunError
 from meshpar.train.data import Dataset
 from meshpar.train.ema import averaged
 from meshpar.train.evaluate import Callback, Evaluation, called
 from meshpar.train.feed import local_rows, put
 from meshpar.train.loggers import Record
 from meshpar.train.metrics import Recorder, evaluations
+from meshpar.train.signals import Interrupted, Signals
+from meshpar.train.stall import Stall
 from meshpar.train.state import TrainState
 from meshpar.train.step import Metrics, Step
 from meshpar.train.stopping import EarlyStopping
-
-# jax 0.10 on simulated devices stops for ever with more than about 32 steps in flight.
-IN_FLIGHT = 8
+from meshpar.train.window import Window
+from meshpar.train.writing import writing
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Loop:
       profile: a folder for a trace of three steps, once the first three have warmed up.
       early_stopping: when to end before `num_steps`.
       callbacks: what else an evaluation records.
+      max_skipped_steps: so many steps in a row that are not finite end the run; None for any number.
+      source: what the batches are read from, as people know it.
+      signals: what may end the run before.
       evaluated: the records of evaluations, those of earlier processes included.
     """
 
@@ -58,55 +63,132 @@ class Loop:
     profile: Path | None = None
     early_stopping: EarlyStopping | None = None
     callbacks: Sequence[Callback] = ()
+    max_skipped_steps: int | None = None
+    source: str = "the data set"
+    signals: Signals = field(default_factory=Signals)
     evaluated: list[Record] = field(default_factory=list)
 
     def fit(self, state: TrainState) -> TrainState:
         """Trains until `num_steps`, from the state's own step on; then evaluates, saves, and sums up the whole run.
 
-        Implicit transfers between host and devices raise: each is written down. What is interrupted writes nothing
-        more: it goes on from the last checkpoint, as when it is killed.
+        Implicit transfers between host and devices raise: each is written down.
+
+        Raises:
+          Interrupted: a signal came; the step that ran was finished and saved. Any other `KeyboardInterrupt` may come
+            in the middle of a step: nothing more is written then, and the run goes on from its last checkpoint, as
+            when it is killed.
+          RunError: a file could not be written, the data broke off, or too many steps were skipped.
         """
         end = start = int(jax.device_get(state.step))
         self.evaluated[:] = evaluations(self.recorder.file, start)
         self.recorder.begin(start, self.config)
-        if start < self.num_steps and not self._stops(start):
-            with jax.transfer_guard("disallow"), closing(self.train.batches(start, self._rows)) as batches:
-                state, end, told = self._steps(state, start, batches)
-                self._save(state, end, told or self._evaluate(state, end))
+        with jax.transfer_guard("disallow"), self._saved():
+            self._make_up_for_an_evaluation(state, start)
+            if start < self.num_steps and not self._stops(start):
+                with closing(self.train.batches(start, self._rows)) as batches:
+                    state, end = self._steps(state, start, batches)
         self.recorder.summarize(end)
         return state
 
-    def _steps(self, state: TrainState, start: int, batches: Iterator[Any]) -> tuple[TrainState, int, dict[str, float]]:
-        """The state, the step at which it ended, and what was evaluated there, if it ended early."""
-        in_flight: deque[Metrics] = deque()
+    def _steps(self, state: TrainState, start: int, batches: Iterator[Any]) -> tuple[TrainState, int]:
+        """The state, and the step at which it ended."""
+        window = Window(start, int(jax.device_get(state.skipped)), self.max_skipped_steps)
         stopwatch = Stopwatch()
-        with ExitStack() as trace:
+        stall = Stall(self.source)
+        saved_at = time.monotonic()
+        is_due = False
+        self.signals.begin()
+        with ExitStack() as stack:
+            stack.enter_context(stall.watched())
+            trace = stack.enter_context(ExitStack())
             for index in range(start + 1, self.num_steps + 1):
+                is_last = index == self.num_steps
                 if self.profile and index == self._nth(start, 4):
                     with stopwatch.paused():
                         trace.enter_context(jax.profiler.trace(str(self.profile)))
-                with stopwatch.waiting():
-                    batch = self._put(next(batches))
-                state, metrics = self.step(state, batch)
+                try:
+                    with stopwatch.waiting(), stall.waiting(index), self._interruptible():
+                        batch = self._next(batches, index)
+                except Interrupted:
+                    raise self._interrupted_before(state, index) from None
+                state, metrics = self.step(state, self._put(batch))
                 stopwatch.count(metrics["tokens"])
-                in_flight.append(metrics)
-                if len(in_flight) > IN_FLIGHT:
-                    jax.block_until_ready(in_flight.popleft())
+                window.add(metrics)
                 if self.profile and index == self._nth(start, 6):
                     with stopwatch.paused():
                         trace.close()
-                if index == start + 1 or index == self.num_steps or index % self.log_every == 0:
+                is_logged = index == start + 1 or is_last or index % self.log_every == 0
+                if is_logged:
                     self._log(index, metrics, stopwatch)
                 evaluated: dict[str, float] = {}
-                if self._due(index, self.eval_every):
+                if is_last or self._due(index, self.eval_every):
+                    window.drain()
                     with stopwatch.paused():
                         evaluated = self._evaluate(state, index)
-                    if self._stops(index):
-                        return state, index, evaluated
-                if self._due(index, self.checkpoints.kept.every):
+                ends = is_last or (bool(evaluated) and self._stops(index))
+                is_interrupted, is_overdue = self._agreed(saved_at, is_logged)
+                is_due = is_due or is_overdue or self._due(index, self.checkpoints.kept.every)
+                # While steps are skipped, no parameter changes: a checkpoint waits for a step that is finite.
+                if ends or is_interrupted or (is_due and not window.drain()):
                     with stopwatch.paused():
-                        self._save(state, index, evaluated)
-        return state, self.num_steps, {}
+                        self._save(state, index, evaluated, keeps_all=window.drain() > 0)
+                    is_due = False
+                    saved_at = time.monotonic()
+                if is_interrupted:
+                    raise self._interrupted(index)
+                if ends:
+                    return state, index
+        raise AssertionError("the last step returns")
+
+    def _next(self, batches: Iterator[Any], index: int) -> Any:
+        """The batch of a step.
+
+        Raises:
+          RunError: the data set raised, or has no more.
+        """
+        try:
+            return next(batches)
+        except MeshparError as error:
+            raise RunError(f"step {index}: {error}") from None
+        except StopIteration:
+            raise RunError(f"step {index}: {self.source} has no more batches") from None
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}".partition("\n")[0]
+            fix = "the same command goes on from the last checkpoint"
+            raise RunError(f"step {index}: {self.source} raised {told}; {fix}") from error
+
+    def _interruptible(self) -> AbstractContextManager[None]:
+        """Several processes end after the same step, see `_agreed`: none of them while it waits."""
+        return self.signals.interruptible() if jax.process_count() == 1 else nullcontext()
+
+    def _interrupted_before(self, state: TrainState, index: int) -> Interrupted:
+        """What to raise when a signal came while the batch of this step was awaited; in one process only."""
+        self._wait()
+        if self.checkpoints.latest() != index - 1:
+            if index == 1:
+                return Interrupted(self.signals.nothing_to_save())
+            self._save(state, index - 1, {})
+        return self._interrupted(index - 1)
+
+    def _interrupted(self, index: int) -> Interrupted:
+        """What to raise, once the state of this step is on disk."""
+        self._wait()
+        where = self.recorder.file.parent / self.checkpoints.directory.name / str(index)
+        then = "the same command goes on from it"
+        return Interrupted(f"stopped by {self.signals.name} at step {index}; checkpoint in {where}; {then}")
+
+    def _agreed(self, saved_at: float, is_logged: bool) -> tuple[bool, bool]:
+        """Whether to end, and whether it is time for a checkpoint. Several processes agree at steps that are logged."""
+        every = self.checkpoints.kept.every_minutes
+        is_overdue = every is not None and time.monotonic() - saved_at >= 60 * every
+        is_interrupted = self.signals.caught is not None
+        if jax.process_count() == 1:
+            return is_interrupted, is_overdue
+        if not is_logged:
+            return False, False
+        with jax.transfer_guard("allow"):
+            told = multihost_utils.process_allgather(np.array([is_interrupted, is_overdue]))
+        return bool(told[:, 0].any()), bool(told[0, 1])
 
     def _nth(self, start: int, n: int) -> int:
         """The n-th step since the start, or the last, if there are fewer."""
@@ -124,8 +206,14 @@ class Loop:
         self.recorder.record("train", index, **values, **speed)
 
     def _evaluate(self, state: TrainState, index: int) -> dict[str, float]:
-        params, held_out = averaged(state), self.held_out.batches(rows=self._rows)
-        told = [jax.device_get(self.evaluate(params, self._put(batch), state.carried)) for batch in held_out]
+        """The means over held-out data, which are recorded; nothing if a signal comes on the way."""
+        params = averaged(state)
+        told = []
+        with closing(self.held_out.batches(rows=self._rows)) as held_out:
+            for batch in held_out:
+                if self.signals.caught and jax.process_count() == 1:
+                    return {}
+                told.append(jax.device_get(self.evaluate(params, self._put(batch), state.carried)))
         sums = {name: sum(one[name].item() for one in told) for name in told[0]}
         tokens = sums.pop("tokens")
         means = {name: total / tokens for name, total in sums.items()}
@@ -141,8 +229,35 @@ class Loop:
             self.recorder.record("stop", index, **verdict)
         return verdict is not None
 
-    def _save(self, state: TrainState, index: int, evaluated: dict[str, float]) -> None:
-        self.checkpoints.save(index, state, evaluated)
+    def _make_up_for_an_evaluation(self, state: TrainState, start: int) -> None:
+        """A signal may have ended the run before the evaluation of its last step."""
+        is_due = start == self.num_steps or self._due(start, self.eval_every)
+        if start and is_due and start not in (record["step"] for record in self.evaluated):
+            self._evaluate(state, start)
+
+    def _save(self, state: TrainState, index: int, evaluated: dict[str, float], keeps_all: bool = False) -> None:
+        """Begins to save. With `keeps_all`, for the last save of a run, no checkpoint is removed for it."""
+        self.recorder.check()
+        if keeps_all:
+            self._wait()
+            self.checkpoints.kept = self.checkpoints.kept.without_end()
+        with writing("a checkpoint", self.checkpoints.directory):
+            self.checkpoints.save(index, state, evaluated)
+
+    def _wait(self) -> None:
+        with writing("a checkpoint", self.checkpoints.directory):
+            self.checkpoints.wait()
+
+    @contextmanager
+    def _saved(self) -> Iterator[None]:
+        """At its end all checkpoints are on disk. Of two errors the first is raised."""
+        try:
+            yield
+            self._wait()
+        except BaseException:
+            with suppress(Exception):
+                self.checkpoints.wait()
+            raise
 
     def _put(self, batch: Any) -> dict[str, jax.Array]:
         return put(batch, self.step.batch, self._rows)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pydantic
 
 from meshpar.config import Config
+from meshpar.errors import ConfigError, Problems
 from meshpar.imports import Target
 from meshpar.parallel import tensor
 from meshpar.sharding.rules import AxisRules
+from meshpar.tree import flatten_with_paths, map_with_path
+
+MASKS = re.compile("mask|weight|valid|padding|segments", re.IGNORECASE)
+"""Names of arrays that say which rows or tokens count."""
 
 Batch = dict[str, jax.Array]
 TEACHER = "teacher"
@@ -27,7 +35,7 @@ class Tally:
 
     Args:
       loss: float[]. The sum of their losses.
-      count: int32[]. Of what it is the sum: tokens, rows, pixels.
+      count: int32[]. Of what it is the sum: tokens, rows, pixels. Or float[], the sum of their weights.
       metrics: name -> float[]. Other sums over the same, reported as means.
       carried: what the next step gets, like what this one got: batch statistics, for instance.
     """
@@ -47,6 +55,76 @@ jax.tree_util.register_dataclass(Tally, ["loss", "count", "metrics", "carried"],
 
 Loss = Callable[[Any, Batch, jax.Array | None, Any], Tally]
 """(params, batch, key, carried) -> `Tally`, of the rows at hand."""
+
+
+def as_tally(found: Any, rows: jax.Array, carried: Any, hands_on: bool) -> Tally:
+    """What a user's loss returns, means over the rows or a `Tally`, as sums.
+
+    Args:
+      found: a mean; (mean, metrics); (mean, metrics, carried); or a `Tally`.
+      carried: what the loss was given to carry; an empty dict where it carries nothing.
+      hands_on: whether the loss has to return what it carries, if there is any.
+
+    Raises:
+      ConfigError: it is none of these; or what it carries is missing, or is not like what it was given.
+    """
+    hands_on = hands_on and bool(jax.tree.leaves(carried))
+    tally = found if isinstance(found, Tally) else _of_means(found, rows, carried, hands_on)
+    problems = Problems()
+    sums = {"the loss": tally.loss, "the count": tally.count}
+    for name, x in (sums | {f"metrics[{name!r}]": x for name, x in tally.metrics.items()}).items():
+        if jnp.shape(x):
+            problems.add(name, f"has the shape {list(jnp.shape(x))}, and has to be one number", "x.mean(), or x.sum()")
+    if not jnp.issubdtype(jnp.result_type(tally.loss), jnp.floating):
+        problems.add("the loss", f"is {jnp.result_type(tally.loss)}, which has no gradient", "a floating-point number")
+    if hands_on:
+        _check_carried(tally.carried, carried, problems)
+    problems.raise_any(ConfigError, "what the loss returns cannot be trained on:")
+    weighted = jnp.issubdtype(jnp.result_type(tally.count), jnp.floating)
+    count = tally.count if weighted else jnp.asarray(tally.count, jnp.int32)
+    after = flatten_with_paths(tally.carried) if hands_on else {}
+    return replace(tally, count=count, carried=map_with_path(lambda path, x: after.get(path, x), carried))
+
+
+def _of_means(found: Any, rows: jax.Array, carried: Any, hands_on: bool) -> Tally:
+    parts = list(found) if isinstance(found, tuple) else [found]
+    metrics = parts[1] if len(parts) > 1 else {}
+    numbers = [parts[0] if parts else None, *(metrics.values() if isinstance(metrics, Mapping) else [None])]
+    if len(parts) > 3 or not all(isinstance(x, (jax.Array, np.ndarray, np.generic, int, float)) for x in numbers):
+        shown = ", ".join("array" if isinstance(part, jax.Array) else type(part).__name__ for part in parts)
+        raise ConfigError(f"the loss returns ({shown}); give a mean, (mean, metrics), or (mean, metrics, carried)")
+    if hands_on and len(parts) < 3:
+        what = f"the loss is given {', '.join(map(str, carried))} to carry, and does not return what becomes of it"
+        fix = "return (mean, metrics, carried); of an NNX model, carried is nnx.state(model, nnx.Not(nnx.Param))"
+        raise ConfigError(f"{what}; {fix}")
+    num_rows = jnp.ones_like(rows).sum(dtype=jnp.int32)
+
+    def total(x: Any) -> jax.Array:
+        return x * num_rows.astype(jnp.result_type(x))
+
+    new = parts[2] if len(parts) > 2 else carried
+    return Tally(total(parts[0]), num_rows, {name: total(x) for name, x in metrics.items()}, new)
+
+
+def _check_carried(new: Any, given: Any, problems: Problems) -> None:
+    """Adds where what a loss carries is not like what it was given."""
+    after, before = flatten_with_paths(new), flatten_with_paths(given)
+    for path in (path for path in before if path not in after):
+        problems.add(f"carried.{path}", "is not returned", "return all that the loss was given to carry")
+    for path in (path for path in after if path not in before):
+        problems.add(f"carried.{path}", "was not given to the loss", "add it to what `carried` returns first")
+    for path in (path for path in before if path in after):
+        old, x = jax.typeof(before[path]), jax.typeof(after[path])
+        if (old.shape, old.dtype) != (x.shape, x.dtype):
+            problems.add(f"carried.{path}", f"is {old.str_short()} before the step and {x.str_short()} after it")
+
+
+def warn_of_masks(names: set[str], num_microbatches: int) -> None:
+    """Warns that a mean in each microbatch is no mean over the batch, if the batch has a mask."""
+    if masks := sorted(name for name in names if MASKS.search(name)):
+        what = f"the loss returns a mean, and the batch has {', '.join(masks)}: if not all rows or tokens count, the"
+        what += f" mean of {num_microbatches} microbatches' means is not the mean of the batch"
+        warnings.warn(f"{what}; return meshpar.Tally(sum, count), which is exact", UserWarning, stacklevel=2)
 
 
 class Distill(Config):
@@ -85,11 +163,6 @@ class Criterion(Config):
     """The part of the target's probability that is spread evenly over the vocabulary."""
     z_loss: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the squared logarithm of the softmax's denominator; 1e-4 keeps logits from drifting."""
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _from_target(cls, value: Any) -> Any:
-        return {"target": value} if isinstance(value, str) else value
 
     @pydantic.model_validator(mode="after")
     def _one_loss(self) -> Criterion:

@@ -1,43 +1,35 @@
 """What a run says of itself: a line of JSON a logged step, loggers, a progress bar.
 
-MFU, by its one convention here: the operations that the model needs over those that the chips could do. A token
-needs 6 operations for each parameter that it is multiplied with (2 forward, 4 backward), and for attention,
-in each layer, 6 x seq_len x num_heads x head_dim: 12, halved because a causal model needs half of the scores.
-Recomputation does not count.
+MFU, by its one convention here: the operations that the model needs over those that the chips could do. What it needs
+is `Training.model_flops`. Of a decoder, a token needs 6 operations for each parameter that it is multiplied with (2
+forward, 4 backward), and for attention, in each layer, 6 x seq_len x num_heads x head_dim: 12, halved because a causal
+model needs half of the scores. Recomputation does not count.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jax
 
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, Problems
+from meshpar.progress import say
 from meshpar.train.loggers import Logger, Record, Sink, TensorBoard
+from meshpar.train.writing import writing
 from meshpar.tree import shortened
 
 FILE = "metrics.jsonl"
-
-
-def flops_per_token(matmul_params: int, num_layers: int, seq_len: int, attention_width: int) -> int:
-    """Operations that a token needs, forward and backward.
-
-    Args:
-      matmul_params: parameters that a token is multiplied with: not the embedding table, unless it is tied.
-      attention_width: num_heads x head_dim.
-
-    >>> flops_per_token(100, 2, 10, 4)
-    1080
-    """
-    return 6 * matmul_params + 6 * num_layers * seq_len * attention_width
 
 
 @dataclass(frozen=True)
@@ -52,12 +44,21 @@ class Recorder:
     file: Path
     sinks: Sequence[Sink]
 
+    def check(self) -> None:
+        """Raises RunError if the run directory was moved or removed: what is written to an open file would be lost."""
+        with writing("a record", self.file):
+            os.stat(self.file)
+
     def begin(self, step: int, config: dict[str, Any]) -> None:
         """Records the config with which a run begins, or goes on from a checkpoint of `step`."""
         self.record("run", step, config=config)
 
     def record(self, kind: str, step: int, **values: Any) -> None:
-        """Records what belongs to a step, under a kind: `train`, `evaluation`, `summary`."""
+        """Records what belongs to a step, under a kind: `train`, `evaluation`, `summary`.
+
+        Raises:
+          RunError: it cannot be written.
+        """
         for sink in self.sinks:
             sink({"kind": kind, "step": step, **values})
 
@@ -78,7 +79,7 @@ def recorder(
       as_json: print records as lines of JSON, and nothing else.
 
     Raises:
-      CheckpointError: the run directory cannot be written.
+      CheckpointError: the run directory cannot be written, or what earlier processes recorded cannot be read.
       ConfigError: see `Logger.open`.
     """
     file = run_dir / FILE
@@ -97,50 +98,124 @@ def evaluations(file: Path, until: int) -> list[Record]:
     return [record for record in records if record["kind"] == "evaluation" and record["step"] <= until]
 
 
-def read(file: Path) -> list[Record]:
+def read(file: Path, problems: Problems | None = None) -> list[Record]:
     """The records of a run, in order of steps.
 
     The file is only ever appended to. What an interrupted process recorded beyond the checkpoint from which the next
-    went on stays in it, and is left out here: those steps were taken again.
+    went on stays in it, and is left out here: those steps were taken again. So is a last line that breaks off: its
+    process was killed while it wrote.
+
+    Args:
+      problems: gets each other line that is no record; without it, such lines raise.
+
+    Raises:
+      CheckpointError: lists them.
     """
     records: list[Record] = []
-    for line in file.read_text().splitlines():
-        record = json.loads(line)
+    for record in _records(file.read_bytes(), file, problems):
         if record["kind"] == "run":
             records = [earlier for earlier in records if earlier["step"] <= record["step"]]
         records.append(record)
     return records
 
 
+def _records(text: bytes, file: Path, told: Problems | None = None) -> list[Record]:
+    """The records of each line, in their order."""
+    problems = Problems() if told is None else told
+    found: list[Record] = []
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        record = _parsed(line)
+        if record is not None:
+            found.append(record)
+        elif line.endswith(b"\n"):
+            problems.add(f"{file}:{number}", "is no record of a run", "remove this line: no other needs it")
+    if told is None:
+        problems.raise_any(CheckpointError, "what was recorded cannot be read:")
+    return found
+
+
+def _parsed(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    is_record = isinstance(record, dict) and "kind" in record and isinstance(record.get("step"), int)
+    return record if is_record else None
+
+
 def summary(records: Sequence[Record]) -> Record:
-    """What it came to: first and last losses, and the median speed; what was never recorded is left out.
+    """What it came to: first and last losses, the median speed, and how many steps were skipped, if any were.
+
+    What was never recorded is left out. A last loss that is not finite is not a number here.
 
     >>> steps = [{"kind": "train", "step": 1, "loss": 4.0}, {"kind": "train", "step": 2, "loss": 3.0, "step_s": 0.5}]
     >>> summary([*steps, {"kind": "evaluation", "step": 2, "loss": 3.0}])
     {'first_loss': 4.0, 'last_loss': 3.0, 'held_out_loss': 3.0, 'lower_by': 0.25, 'step_s': 0.5}
     """
-    losses, held_out = _column(records, "train", "loss"), _column(records, "evaluation", "loss")
-    told = {"first_loss": losses[:1], "last_loss": losses[-1:], "held_out_loss": held_out[-1:]}
-    if losses and held_out:
-        told["lower_by"] = [1 - held_out[-1] / losses[0]]
-    speeds = {name: _column(records, "train", name) for name in ("step_s", "tokens_per_s", "data_wait", "mfu")}
-    return {name: median(values) for name, values in (told | speeds).items() if values}
+    losses = _column(records, "train", "loss")
+    told: Record = {
+        "first_loss": losses[0] if losses else None,
+        "last_loss": _last(records, "train", "loss"),
+        "held_out_loss": _last(records, "evaluation", "loss"),
+    }
+    if losses and told["held_out_loss"] is not None:
+        told["lower_by"] = 1 - told["held_out_loss"] / losses[0]
+    for name in ("step_s", "tokens_per_s", "data_wait", "mfu"):
+        values = _column(records, "train", name)
+        told[name] = median(values) if values else None
+    told["skipped"] = _last(records, "train", "skipped") or None
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def _column(records: Sequence[Record], kind: str, name: str) -> list[float]:
     return [r[name] for r in records if r["kind"] == kind and r.get(name) is not None]
 
 
+def _last(records: Sequence[Record], kind: str, name: str) -> float | None:
+    """The value of the last such record, a NaN where it was not finite; None if there is none."""
+    values = [r[name] for r in records if r["kind"] == kind and name in r]
+    if not values:
+        return None
+    return math.nan if values[-1] is None else values[-1]
+
+
 @contextmanager
 def _into(file: Path) -> Iterator[Sink]:
-    """Appends, and flushes each record: a run that is killed has said what it did."""
+    """Appends each record at once: a run that is killed has said what it did."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        lines = file.open("a")
+        lines = file.open("ab", buffering=0)
     except OSError as error:
         raise CheckpointError(f"run_dir: {file.parent} cannot be written: {error.strerror}") from None
     with lines:
-        yield lambda record: print(_json(record), file=lines, flush=True)
+        _end_last_line(file, lines)
+        yield partial(_append, file, lines)
+
+
+def _end_last_line(file: Path, lines: FileIO) -> None:
+    """A process that was killed while it wrote, or met a full disk, may have left half a line, which is cut off."""
+    text = file.read_bytes()
+    _records(text, file)
+    last = text.rpartition(b"\n")[2]
+    if last and _parsed(last) is not None:
+        lines.write(b"\n")
+    elif last:
+        lines.truncate(len(text) - len(last))
+        say(f"meshpar: {file}: its last line was not finished and is cut off: {len(last)} bytes")
+
+
+def _append(file: Path, lines: FileIO, record: Record) -> None:
+    """Writes one line, or nothing."""
+    line = (_json(record) + "\n").encode()
+    with writing("a record", file):
+        os.stat(file)
+        size = os.fstat(lines.fileno()).st_size
+        try:
+            while line:
+                line = line[lines.write(line) :]
+        except OSError:
+            lines.truncate(size)
+            raise
 
 
 def _print_json(record: Record) -> None:
@@ -165,18 +240,23 @@ def _shown_to_people(num_steps: int) -> Iterator[Sink]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(8), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns) as progress:
-        task = progress.add_task("", total=num_steps)
+    progress = Progress(*columns)
+    task = progress.add_task("", total=num_steps)
 
-        def show(record: Record) -> None:
-            progress.update(task, completed=record["step"])
-            if record["kind"] == "train":
-                short = {name: value for name, value in record.items() if name in _BESIDE_THE_BAR}
-                progress.update(task, description=_numbers(short))
-            else:
-                progress.console.print(_line(record), highlight=False, soft_wrap=True)
+    def show(record: Record) -> None:
+        if record["kind"] == "run":  # until then the terminal belongs to what shows that JAX compiles
+            progress.start()
+        progress.update(task, completed=record["step"])
+        if record["kind"] == "train":
+            short = {name: value for name, value in record.items() if name in _BESIDE_THE_BAR}
+            progress.update(task, description=_numbers(short))
+        else:
+            progress.console.print(_line(record), highlight=False, soft_wrap=True)
 
+    try:
         yield show
+    finally:
+        progress.stop()
 
 
 def _line(record: Record) -> str:
@@ -204,7 +284,7 @@ def _numbers(record: Record) -> str:
         return _restored(record)
     if record["kind"] == "run":
         return "goes on from a checkpoint" if record["step"] else "begins"
-    if record["kind"] == "stop":
+    if "why" in record:
         return record["why"]
     shown = [form.format(record[name]) for name, form in _FORMATS.items() if name in record]
     if record["kind"] == "evaluation":  # what the loss and callbacks say besides

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
-import pydantic
 
+from meshpar import config
 from meshpar.train.descent import TOKENS, Beta, Descent, Matrix, Positive, map_dims
 
 # Quintic Newton-Schulz coefficients of Keller Jordan, github.com/KellerJordan/Muon.
@@ -34,7 +34,7 @@ class Muon(Descent):
     kind: Literal["muon"] = "muon"
     momentum: Beta = 0.95
     nesterov: bool = True
-    num_iterations: Annotated[int, pydantic.Field(gt=0)] = 5
+    num_iterations: config.Positive = 5
     """Of Newton-Schulz, which makes a matrix orthogonal by products alone."""
     rms: Positive = 0.2
     """Root mean square of an update's elements. Adam's have about 0.2, so one learning rate serves both."""

@@ -6,6 +6,7 @@ it would be at its end one update after the last: so no update of a run is waste
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Annotated, Literal, Self
 
@@ -14,11 +15,10 @@ import jax.numpy as jnp
 import optax
 import pydantic
 
-from meshpar.config import Config
+from meshpar.config import Config, Count, Positive
 from meshpar.errors import ConfigError, Problems
 
 Fraction = Annotated[float, pydantic.Field(ge=0, le=1)]
-Count = Annotated[int, pydantic.Field(ge=0)]
 
 
 class _Warmup(Config):
@@ -136,7 +136,7 @@ class WSD(_Decay):
     """
 
     kind: Literal["wsd"] = "wsd"
-    decay_steps: Annotated[int, pydantic.Field(gt=0)] | None = None
+    decay_steps: Positive | None = None
     """Length of the decay. Default: `decay_fraction` of the run."""
     decay_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
     """Length of the decay, as a fraction of the run. Default: 0.2, where `decay_steps` is not given."""
@@ -154,7 +154,19 @@ class WSD(_Decay):
         if length > room >= 0:
             where = f"optim.schedule.{'decay_fraction' if self.decay_steps is None else 'decay_steps'}"
             what = f"{self.warmup_steps} steps of warm-up and {length} of decay are more than {num_steps}"
-            problems.add(where, what, f"a shorter decay, or num_steps={self.warmup_steps + length} or more")
+            problems.add(where, what, f"a shorter decay{self._longer_run()}")
+
+    def _longer_run(self) -> str:
+        """The proposal of a number of steps that suffices. A decay that is a fraction grows with the run."""
+        if self.decay_steps is not None:
+            return f", or num_steps={self.warmup_steps + self.decay_steps} or more"
+        stable = 1.0 - (self.decay_fraction or 0.2)
+        if not stable:
+            return ""
+        rounded = self.warmup_steps / stable
+        enough = (math.floor(rounded), math.ceil(rounded), math.ceil((self.warmup_steps + 0.5) / stable))
+        num_steps = next(steps for steps in enough if steps - self.warmup_steps >= self._length(steps))
+        return f", or num_steps={num_steps} or more"
 
     def _length(self, num_steps: int) -> int:
         if self.decay_steps is not None:

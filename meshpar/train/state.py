@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -102,6 +102,7 @@ def place(
     tx: optax.GradientTransformation,
     carried: Any = None,
     frozen: frozenset[str] = frozenset(),
+    activation_dims: Collection[str] | None = None,
 ) -> StatePlacement:
     """Places parameters, optimizer state, and what the loss carries.
 
@@ -109,14 +110,15 @@ def place(
       specs: tree of `ArraySpec`, of the parameters as they are stored.
       carried: the same, of what the loss carries.
       frozen: paths of parameters that `tx` does not see.
+      activation_dims: see `resolve`.
 
     Raises:
       ShardingError: see `resolve`; or the optimizer keeps an array of which it cannot be said how to shard it.
     """
     carried = carried or {}
-    sharded = resolve(specs, rules, mesh, carried)
+    sharded = resolve(specs, rules, mesh, carried, activation_dims)
     opt_state = _place_opt_state(without(sharded, frozen), tx, mesh)
-    carried = resolve(carried, rules, mesh, specs)
+    carried = resolve(carried, rules, mesh, specs, activation_dims)
     return StatePlacement(mesh, sharded, stored(sharded, rules), opt_state, carried, frozen)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from inspect import Parameter, signature
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.errors import ConfigError
 from meshpar.inspection.compiling import compiling
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.spec import ArraySpec
@@ -41,8 +45,15 @@ class Update:
     learning_rate: Callable[[jax.Array], Any] | None = None
     dtype: Any = None
 
-    def __call__(self, state: TrainState, got: Gradients, sharded: Any) -> tuple[TrainState, Metrics]:
-        """The next state; the present one, if loss or gradients are not finite."""
+    def __call__(
+        self, state: TrainState, got: Gradients, sharded: Any, elsewhere: Callable[[Any], Gradients] | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """The next state; the present one, if loss or gradients are not finite.
+
+        Args:
+          elsewhere: trained parameters -> the gradients of the same batch there, for optimizers that ask for more than
+            one: line searches (`value_fn`) and sharpness-aware minimization (`grad_fn`).
+        """
         trained = as_in(got.grads, state.params)
         grads = jax.tree.map(
             lambda g, p: (g * self._scale(got.norm).astype(g.dtype)).astype(self.dtype or p.dtype), got.grads, trained
@@ -52,7 +63,13 @@ class Update:
         with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
             tx = optax.with_extra_args_support(self.tx)
             given = {"value": got.loss, "grad": grads, "step": state.step}
-            updates, opt_state = tx.update(grads, state.opt_state, old, **given)
+            if elsewhere:
+                given |= asked_again(elsewhere)
+            given = {name: x for name, x in given.items() if _takes(tx, name)}
+            try:
+                updates, opt_state = tx.update(grads, state.opt_state, old, **given)
+            except TypeError as error:
+                raise _refused(error, given) from error
             params = jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded)
         finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
         keep = lambda new, old: jnp.where(finite, new, old)
@@ -78,6 +95,45 @@ class Update:
         return jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
 
 
+def asked_again(elsewhere: Callable[[Any], Gradients]) -> dict[str, Callable[..., Any]]:
+    """Optax's `value_fn` and `grad_fn`: the loss and its gradient at other parameters, on the same batch."""
+
+    def grad_fn(params: Any, *_: Any) -> Any:
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), elsewhere(params).grads, params)
+
+    @jax.custom_vjp
+    def loss(params: Any) -> jax.Array:
+        return elsewhere(params).loss
+
+    def forward(params: Any) -> tuple[jax.Array, Any]:
+        got = elsewhere(params)
+        return got.loss, jax.tree.map(lambda g, p: g.astype(p.dtype), got.grads, params)
+
+    def backward(grads: Any, cotangent: jax.Array) -> tuple[Any]:
+        return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), grads),)
+
+    loss.defvjp(forward, backward)
+
+    def value_fn(params: Any, *, step: Any = None, grad_fn: Any = None) -> jax.Array:
+        return loss(params)  # Optax's line search refuses what an update is given and this function is not
+
+    return {"value_fn": value_fn, "grad_fn": grad_fn}
+
+
+def _takes(tx: optax.GradientTransformationExtraArgs, name: str) -> bool:
+    """Whether an update has an argument; some, as SAM's, do not take those that they do not know."""
+    parameters = signature(tx.update).parameters.values()
+    return any(parameter.kind is Parameter.VAR_KEYWORD or parameter.name == name for parameter in parameters)
+
+
+def _refused(error: TypeError, given: Mapping[str, Any]) -> Exception:
+    """What is raised where an optimizer refuses what it is given, or asks for more."""
+    if not re.search("keyword|value_fn", str(error)):
+        return error
+    what = f"this optimizer does not take what an update is given, {', '.join(given)}, or asks for more: {error}"
+    return ConfigError(f"{what}; optax.contrib.sam goes by itself, outside of optax.chain")
+
+
 @dataclass(frozen=True)
 class Step:
     """A compiled training step: `state, metrics = step(state, batch)`. The state is donated.
@@ -87,12 +143,14 @@ class Step:
       batch: tree of `ShapeDtypeStruct`: what it takes for a batch.
       warnings: what XLA said while it compiled, see `inspection.compiling`.
       given: what every call gets beside its batch: name -> tree of arrays, or of structs until they are there.
+      jaxpr: the traced program.
     """
 
     compiled: jax.stages.Compiled
     batch: dict[str, jax.ShapeDtypeStruct]
     warnings: tuple[str, ...] = ()
     given: dict[str, Any] = field(default_factory=dict)
+    jaxpr: ClosedJaxpr | None = None
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return self.compiled(state, batch | self.given)
@@ -114,9 +172,11 @@ def step_function(
     sharded = shardings(structs(placement.trained))
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        got = gradients(state.params, with_rows(batch), state.step, state.carried)
-        got = replace(got, grads=jax.lax.with_sharding_constraint(got.grads, sharded))
-        return update(state, got, sharded)
+        def at(params: Any) -> Gradients:
+            got = gradients(filled(params, state.params), with_rows(batch), state.step, state.carried)
+            return replace(got, grads=jax.lax.with_sharding_constraint(got.grads, sharded))
+
+        return update(state, at(state.params), sharded, at)
 
     return step
 
@@ -126,20 +186,23 @@ def compile_step(
     placement: StatePlacement,
     batch: dict[str, jax.ShapeDtypeStruct],
     given: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Step:
     """Compiles a step from placements alone; no array exists yet.
 
     Args:
       batch: structs with shardings, see `batch_structs`.
       given: what every call gets beside its batch, trees of structs.
+      options: the compiler's.
     """
     state = placement.structs
     whole = NamedSharding(placement.mesh, PartitionSpec())  # pyright: ignore
     jitted = jax.jit(step, out_shardings=(shardings(state), whole), donate_argnums=0)
-    lowered = jitted.lower(state, batch | (given or {}))
+    traced = jitted.trace(state, batch | (given or {}))
+    lowered = traced.lower()
     with compiling() as warnings:
-        compiled = lowered.compile()
-    return Step(compiled, batch, tuple(warnings), given or {})
+        compiled = lowered.compile(compiler_options=options)
+    return Step(compiled, batch, tuple(warnings), given or {}, traced.jaxpr)
 
 
 def with_rows(batch: Batch) -> Batch:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from meshpar.config import Config
+from meshpar.config import Config, Positive
 from meshpar.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ class EarlyStopping(Config):
     """Of the evaluations: `loss`, or what a callback gives."""
     best: Literal["lowest", "highest"] = "lowest"
     """Which value of the metric is the best."""
-    patience: Annotated[int, pydantic.Field(gt=0)]
+    patience: Positive
     """How many evaluations in a row may be no better than the best before them."""
     min_delta: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
     """By how much an evaluation must be better to count as such."""

@@ -41,7 +41,7 @@ class Teacher:
 
     Memory: its parameters as its rules shard them; and for all rows of a step its logits, in the dtype of the
       computation.
-    Communication: that of a forward, once a step: ZeRO-2 and -3 gather once, ZeRO-1 never; see `parallel.traffic`.
+    Communication: that of a forward, once a step: ZeRO-2 and -3 gather once, ZeRO-1 never.
     """
 
     apply: Callable[..., jax.Array]

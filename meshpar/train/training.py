@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -11,13 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.collectives.reduction import Reduce
+from meshpar.cost.flops import needed_flops, traced_products
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.overlap import Overlap
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.evaluate import Evaluation, compile_evaluation
+from meshpar.train.batches import check_batch
+from meshpar.train.evaluate import Evaluation, trace_evaluation
 from meshpar.train.freeze import for_good
 from meshpar.train.gradients import Gradients, Objective, auto, manual, stale
 from meshpar.train.kept import place_kept, zeros
@@ -43,7 +46,7 @@ class Training:
       key: step -> the step's random key; None where the loss draws nothing.
       dtype: in which the loss is computed.
       sums: in which gradients are summed over microbatches and devices; None for float32 at least.
-      seed: of the first parameters.
+      seed: of the first parameters, and of gradients that are rounded by chance.
       num_microbatches: how many parts a batch is computed in, one after the other.
       overlap: what the manual lowering communicates in chunks while others are multiplied.
       pipeline: the model in stages, each of these parts in microbatches of its own; None without.
@@ -54,6 +57,8 @@ class Training:
       evaluation: the loss where nothing is learned; default: `loss` without a key.
       reduce: how the manual lowering sums gradients; None leaves it to XLA.
       slow: axes that go across slices.
+      activation_dims: names that only activations have, beside those of the batch: the rules may name them. None where
+        the model is meshpar's own.
     """
 
     specs: Any
@@ -78,19 +83,26 @@ class Training:
     evaluation: Loss | None = None
     reduce: Reduce | None = None
     slow: tuple[str, ...] = ()
+    activation_dims: tuple[str, ...] | None = None
 
     @cached_property
     def placement(self) -> StatePlacement:
-        placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, for_good(self.frozen))
+        dims = None if self.activation_dims is None else {*self.activation_dims, *self._batch_dims}
+        placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, for_good(self.frozen), dims)
         kept = place_kept(placed.trained, self.how)
         return replace(placed, carried=placed.carried | kept) if kept else placed
+
+    @property
+    def _batch_dims(self) -> set[str]:
+        return {dim for spec in self.batch_specs.values() for dim in spec.dims if dim}
 
     @cached_property
     def how(self) -> Lowering:
         passes = self.num_microbatches * (self.pipeline.schedule.num_microbatches if self.pipeline else 1)
         return Lowering(
-            self.mesh, self.rules, self.manual, self.dtype, self.sums, passes, self.reduce, self.slow, self.overlap
-        )
+            self.mesh, self.rules, self.manual, self.dtype, self.sums, passes, self.reduce, self.slow, self.overlap,
+            self.activation_dims or (),
+        )  # fmt: skip
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -108,7 +120,7 @@ class Training:
         """(params, batch, step, carried) -> `Gradients`; with a teacher, the batch holds its parameters."""
         specs = self.batch_specs | ({TEACHER: self.teacher.logits} if self.teacher else {})
         if self.manual:
-            found = manual(self.objective, self.how, self.placement, batch_structs(self.how, specs))
+            found = manual(self.objective, self.how, self.placement, batch_structs(self.how, specs), self.seed)
         else:
             found = auto(self.objective, self.how)
         if self.manual and self.pipeline and self.pipeline.schedule.is_stale:
@@ -121,16 +133,38 @@ class Training:
         return step_function(self.gradients, self.update, self.placement)
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The arrays of a batch on the devices, each device its own rows."""
+        """The arrays of a batch on the devices, each device its own rows.
+
+        Raises:
+          DataError: the batch is not like the one that the step is compiled for.
+        """
+        check_batch(batch, self.batch)
         return {name: jax.device_put(x, self.batch[name].sharding) for name, x in batch.items()}
 
-    def compile_step(self) -> Step:
+    def compile_step(self, options: dict[str, Any] | None = None) -> Step:
         given = {TEACHER: self.teacher.structs} if self.teacher else {}
-        return compile_step(self.step, self.placement, self.batch, given)
+        return compile_step(self.step, self.placement, self.batch, given, options)
 
     def compile_evaluation(self) -> Evaluation:
+        return self._evaluation(self.how).lower().compile()
+
+    @cached_property
+    def model_flops(self) -> Fraction:
+        """Operations that the model needs for a batch, by which model FLOPs utilization (MFU) is stated.
+
+        They are three times those of the products in an evaluation, as traced under GSPMD: the backward needs twice
+        those of the forward, as if all parameters were trained. Our causal attention, which computes all scores, counts
+        half. That of an imported model counts as it is traced.
+
+        Raises:
+          ProgramError: the model multiplies in a `while` of unknown length.
+        """
+        forward = self._evaluation(replace(self.how, manual=False)).jaxpr
+        return 3 * needed_flops(traced_products(forward))
+
+    def _evaluation(self, how: Lowering) -> jax.stages.Traced:
         objective = replace(self.objective, loss=self.evaluation or self.loss)
-        return compile_evaluation(objective, self.how, self.placement, self.batch)
+        return trace_evaluation(objective, how, self.placement, self.batch)
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:
         kept = place_kept(self.placement.trained, self.how)

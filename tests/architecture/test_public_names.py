@@ -7,11 +7,15 @@ import importlib
 import inspect
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import meshpar
+from meshpar.config import Config
+from meshpar.config.annotations import reachable
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "index.md"
 
@@ -21,11 +25,11 @@ def is_documented(name: str, value: object) -> bool:
     return not inspect.ismodule(value) and not (value.__doc__ or f"{name}(").startswith(f"{name}(")
 
 
-PACKAGES = {"collectives": meshpar.collectives}
-"""Public names that are packages, with public names of their own."""
+NAMESPACES = {name: getattr(meshpar, name) for name in meshpar.__all__ if inspect.ismodule(getattr(meshpar, name))}
+"""Public names that are modules, with public names of their own."""
 
 
-@pytest.mark.parametrize("name", [name for name in meshpar.__all__ if name not in PACKAGES])
+@pytest.mark.parametrize("name", [name for name in meshpar.__all__ if name not in NAMESPACES])
 def test_a_public_name_has_a_docstring(name):
     value = getattr(meshpar, name)
     assert is_documented(name, value), f"meshpar.{name} is {value!r}, with the docstring {value.__doc__!r}"
@@ -43,12 +47,39 @@ def test_the_reference_lists_exactly_the_public_names():
     assert sorted(listed) == sorted(meshpar.__all__)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_so_are_those_of_a_public_package(package):
+@pytest.mark.parametrize("name", NAMESPACES)
+def test_so_are_those_of_a_namespace(name):
     """Whatever else was imported: a module of the same name would take a name's place."""
-    public = PACKAGES[package]
-    for module in pkgutil.iter_modules(public.__path__):
+    public = NAMESPACES[name]
+    for module in pkgutil.iter_modules(getattr(public, "__path__", [])):
         importlib.import_module(f"{public.__name__}.{module.name}")
-    listed = re.findall(rf"^\| `{package}\.(\w+)`", REFERENCE.read_text(), re.M)
+    listed = re.findall(rf"^\| `{name}\.(\w+)`", REFERENCE.read_text(), re.M)
     assert sorted(listed) == sorted(public.__all__)
+    assert public.__doc__ is not None
     assert all(is_documented(name, getattr(public, name)) for name in public.__all__)
+
+
+def test_the_namespaces_are_the_modules_that_are_meant():
+    assert set(NAMESPACES) == {"collectives", "convert", "data", "loggers", "models", "optim", "pipeline"}
+
+
+def public_values():
+    spaces = [meshpar, *NAMESPACES.values()]
+    return {id(getattr(space, name)) for space in spaces for name in space.__all__}
+
+
+@pytest.mark.parametrize("config", sorted(reachable(meshpar.Run), key=lambda config: config.__name__))
+def test_a_config_that_a_run_holds_is_public(config):
+    assert id(config) in public_values()
+
+
+def test_control_a_config_that_no_run_holds_is_not_public():
+    assert id(type("Planted", (Config,), {})) not in public_values()
+
+
+def test_nothing_that_needs_jax_or_pydantic_is_imported_before_it_is_used():
+    """Nor with the namespaces' names at hand, as an editor lists them."""
+    code = "import sys, meshpar; dir(meshpar); sys.exit(bool({'jax', 'pydantic', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    control = code.replace("dir(meshpar)", "meshpar.optim.AdamW")
+    assert subprocess.run([sys.executable, "-c", control]).returncode == 1

@@ -12,10 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import ShardingError, collectives
 from meshpar.collectives import Float8, Int8, OneBit, PowerSGD
-from meshpar.collectives.sent import sent as closed_form
+from meshpar.cost.traced import traced_collectives, traffic
 from meshpar.inspection.hlo import collectives_of, total_sent_bytes
+from tests.collectives import oracle
 
 N = 4
+AXIS = "data"
 CODES = {
     "int8": Int8(),
     "int8_stochastic": Int8(rounding="stochastic"),
@@ -24,11 +26,11 @@ CODES = {
     "onebit": OneBit(block=64),
     "powersgd": PowerSGD(rank=2),
 }
-WHOLE, PARTS = P(), P("a")
+WHOLE, PARTS = P(), P(AXIS)
 
 
 def on(body, out=WHOLE):
-    mesh = jax.make_mesh((N,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
+    mesh = jax.make_mesh((N,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=PARTS, out_specs=out))
 
 
@@ -41,7 +43,7 @@ def summed(code, x, num_steps=1):
 
     def body(x):
         def step(state, number):
-            total, state = code.all_reduce(x[0], "a", state, key=jax.random.key(number))
+            total, state = code.all_reduce(x[0], AXIS, state, key=jax.random.key(number))
             return state, total
 
         state, first = step(None, 0)
@@ -84,7 +86,7 @@ def test_stochastic_rounding_is_right_in_the_mean():
     off = lambda code: abs(np.delete(summed(code, x), np.s_[::256]).mean() - N * 0.3)
     assert off(Int8(rounding="stochastic")) < 1e-3 < off(Int8())
     assert off(Float8(rounding="stochastic")) < 1e-3 < off(Float8())
-    without_key = on(lambda x: Int8(rounding="stochastic").all_reduce(x, "a")[0])
+    without_key = on(lambda x: Int8(rounding="stochastic").all_reduce(x, AXIS)[0])
     with pytest.raises(TypeError, match="needs a key"):
         without_key.lower(x)
 
@@ -92,9 +94,9 @@ def test_stochastic_rounding_is_right_in_the_mean():
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_reduce_scatter_and_all_gather_of_blocks(name):
     code, x = CODES[name], arrays(8, 33)
-    scattered = on(lambda x: code.reduce_scatter(x[0], "a"), PARTS)(x)
+    scattered = on(lambda x: code.reduce_scatter(x[0], AXIS), PARTS)(x)
     np.testing.assert_allclose(scattered, x.sum(0), atol=0.3)
-    gathered = on(lambda x: code.all_gather(x[0], "a")[None], PARTS)(x)
+    gathered = on(lambda x: code.all_gather(x[0], AXIS)[None], PARTS)(x)
     for rank in range(N):
         np.testing.assert_allclose(gathered[rank], x.reshape(-1, 33), atol=0.15)
 
@@ -107,28 +109,38 @@ def test_what_is_not_finite_stays_so(name):
 
 @pytest.mark.parametrize("name", CODES)
 def test_integers_are_refused(name):
-    program = on(lambda x: CODES[name].all_reduce(x, "a")[0])
+    program = on(lambda x: CODES[name].all_reduce(x, AXIS)[0])
     with pytest.raises(ShardingError, match=r"int32\[1, 8\] cannot be rounded to fewer bits"):
         program.lower(jnp.ones((N, 8), jnp.int32))
 
 
 def sent(body, size) -> float:
-    compiled = on(lambda x: body(x[0])).lower(jnp.ones((N, size))).compile()
-    return float(total_sent_bytes(collectives_of(compiled)))
+    """Bytes of the compiled program, which are those of the traced one."""
+    traced = on(lambda x: body(x[0])).trace(jnp.ones((N, size)))
+    compiled = total_sent_bytes(collectives_of(traced.lower().compile()))
+    assert compiled == sum(traffic(traced_collectives(traced.jaxpr, float_bytes=4)).values())
+    return float(compiled)
+
+
+def closed_form(code, size) -> int:
+    return sum(oracle.sent(oracle.all_reduce_messages(code, (size,), N), (AXIS,), {AXIS: N}).values())
 
 
 @pytest.mark.parametrize(("name", "size"), [*((name, 4000) for name in CODES), ("int8", 999), ("powersgd", 3)])
-def test_the_compiled_program_sends_the_closed_form(name, size):
+def test_the_traced_and_the_compiled_program_send_the_closed_form(name, size):
     code = CODES[name]
-    assert sent(lambda x: code.all_reduce(x, "a", key=jax.random.key(0))[0], size) == sum(
-        closed_form(code.messages((size,), N), ("data",), {"data": N}).values()
-    )
+    assert sent(lambda x: code.all_reduce(x, AXIS, key=jax.random.key(0))[0], size) == closed_form(code, size)
+
+
+def test_another_code_does_not_send_it():
+    assert sent(lambda x: Int8(block=64).all_reduce(x, AXIS)[0], 4000) != closed_form(Int8(), 4000)
+    assert sent(lambda x: OneBit(block=64).all_reduce(x, AXIS)[0], 4000) != closed_form(Int8(block=64), 4000)
 
 
 def test_int8_sends_at_most_52_percent_of_bfloat16():
     size = 1 << 16
-    bfloat16 = sent(lambda x: collectives.all_reduce(x, "a"), size) / 2  # XLA may widen 16 bits on a CPU: half of 32
-    compressed = sent(lambda x: Int8().all_reduce(x, "a")[0], size)
+    bfloat16 = sent(lambda x: collectives.all_reduce(x, AXIS), size) / 2  # XLA may widen 16 bits on a CPU: half of 32
+    compressed = sent(lambda x: Int8().all_reduce(x, AXIS)[0], size)
     assert compressed / bfloat16 == 130 / 128 / 2
     assert compressed <= 0.52 * bfloat16
-    assert sent(lambda x: Int8(block=64).all_reduce(x, "a")[0], size) > 0.52 * bfloat16
+    assert sent(lambda x: Int8(block=64).all_reduce(x, AXIS)[0], size) > 0.52 * bfloat16

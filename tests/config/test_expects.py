@@ -7,9 +7,7 @@ from meshpar.inspection.contract import Allowed
 from meshpar.run import load
 from tests.config.test_configs import CONFIGS
 
-EXPECTS = (
-    "expects={all_to_all: 0, all_gather: {axes: [fsdp], per_layer: 2}, bytes_per_axis: {tensor: closed_form * 1.01}}"
-)
+EXPECTS = "expects={all_to_all: 0, all_gather: {axes: [fsdp], per_layer: 2}, bytes_per_axis: {tensor: traced * 1.01}}"
 
 
 def test_what_a_run_expects_comes_back_from_its_own_yaml(tmp_path):

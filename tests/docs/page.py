@@ -1,6 +1,7 @@
 """The docs and the README do what they say: their code runs, and prints what they show.
 
-- The `python` blocks of a page run in order, as one program, on 8 simulated devices.
+- The `python` blocks of a page run in order, as one program in a fresh folder with `configs/` in it, and with nothing
+  that a reader's shell does not have: no variable of JAX or XLA says how many devices there are.
 - A `text` block directly below a block is that block's output; a line `...` in it stands for any lines.
 - An `sh` block runs if its output is shown; if not, each of its `meshpar` commands must fit the command line,
   its config load, and its arrays fit the mesh.
@@ -18,6 +19,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +29,7 @@ from meshpar import cli, prepared, run
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
-    r"(?P<exempt>^<!-- not run: .+ -->\n)?"
+    r"(?P<exempt>^<!-- not run: [^\n]+ -->\n)?"
     r"^```(?P<language>\w*)\n(?P<code>.*?)^```$"
     r"(?:\n+^```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
@@ -35,13 +37,13 @@ BLOCK = re.compile(
 LANGUAGES = {"python", "sh", "text", "yaml"}
 END = "=== end of block ==="
 RUNNER = f"""
-import json, subprocess, sys
-names = {{"__name__": "__main__"}}
+import json, os, subprocess, sys
+names, shell = {{"__name__": "__main__"}}, dict(os.environ)
 for language, line, code in json.load(sys.stdin):
     if language == "python":
         exec(compile("\\n" * line + code, sys.argv[1], "exec"), names)
     else:
-        subprocess.run(["bash", "-c", code], stderr=subprocess.STDOUT)
+        subprocess.run(["bash", "-c", code], stderr=subprocess.STDOUT, env=shell)
     print({END!r}, flush=True)
 """
 
@@ -72,16 +74,24 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def shell() -> dict[str, str]:
+    """The environment of a reader whose `.venv` is active and whose terminal has 100 columns.
+
+    The variables of JAX and XLA that the tests run under are left out, but for JAX_PLATFORMS: where there is an
+    accelerator, the whole suite needs JAX_PLATFORMS=cpu, and so do the pages, which show simulated devices.
+    """
+    theirs = {k: v for k, v in os.environ.items() if k == "JAX_PLATFORMS" or not k.startswith(("JAX_", "XLA_"))}
+    return theirs | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100"}
+
+
 def outputs(page: Path, program: list[Block], folder: Path) -> list[str]:
     """What each block prints, run in order in one process with `folder` as the working directory."""
     (folder / "configs").symlink_to(ROOT / "configs")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {"PATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "COLUMNS": "100"}
     done = subprocess.run(
         [sys.executable, "-c", RUNNER, page],
         input=json.dumps([(b.language, b.line, b.code) for b in program]),
         cwd=folder,
-        env=os.environ | environment,
+        env=shell(),
         capture_output=True,
         text=True,
     )
@@ -91,7 +101,11 @@ def outputs(page: Path, program: list[Block], folder: Path) -> list[str]:
 
 def check_outputs(page: Path, folder: Path) -> None:
     program = [b for b in blocks(page) if b.runs]
-    for block, got in zip(program, outputs(page, program, folder), strict=True):
+    check_same(page, program, outputs(page, program, folder))
+
+
+def check_same(page: Path, program: list[Block], printed: list[str]) -> None:
+    for block, got in zip(program, printed, strict=True):
         same = block.output is None or doctest.OutputChecker().check_output(
             _stripped(block.output), _stripped(got), doctest.ELLIPSIS
         )
@@ -121,8 +135,29 @@ def check_config(text: str, folder: Path) -> None:
 
 
 def commands(page: Path) -> list[str]:
+    """The `meshpar` commands of a page that do not run here; of a config, those that its comments show."""
+    if page.suffix == ".yaml":
+        return re.findall(r"^#   (meshpar .*)$", page.read_text(), re.MULTILINE)
     joined = (b.code.replace("\\\n", " ") for b in blocks(page) if b.language == "sh" and not (b.runs or b.exempt))
     return [line for code in joined for line in code.splitlines() if line.startswith("meshpar ")]
+
+
+def check_folders(lines: Iterable[str]) -> None:
+    """Different trainings have different `run_dir`s: in another's, one would go on from that one's checkpoint.
+
+    A config as it stands is among them: a reader may have trained it before.
+    """
+    trained: dict[Path, str] = {}
+    for line in dict.fromkeys(lines):
+        words = shlex.split(line, comments=True)
+        if words[1] != "train" or not (ROOT / words[2]).is_file():
+            continue
+        changes = [word for word in words[3:] if "=" in word]
+        if changes:
+            trained.setdefault(run.load(ROOT / words[2]).run_dir, f"meshpar train {words[2]}")
+        folder = run.load(ROOT / words[2], changes).run_dir
+        first = trained.setdefault(folder, line)
+        assert first == line, f"{line} goes on in {folder}, where {first} ends"
 
 
 def configs(page: Path) -> list[str]:

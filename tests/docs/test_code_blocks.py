@@ -6,26 +6,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.page import ROOT, check_command, check_config, check_outputs, commands, configs
+from tests.docs.page import ROOT, check_command, check_config, check_folders, check_outputs, commands, configs
 
-PAGES = [*ROOT.glob("README.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def _id(value: object) -> str:
     return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_id)
+# What the README prints is seen where a newcomer types it: tests/process/test_newcomer.py.
+@pytest.mark.parametrize("page", DOCS, ids=_id)
 def test_a_page_prints_what_it_shows(page, tmp_path):
     check_outputs(page, tmp_path)
 
 
-@pytest.mark.parametrize("line", [line for page in PAGES for line in commands(page)])
+@pytest.mark.parametrize("line", [line for page in [README, *DOCS, *CONFIGS] for line in commands(page)])
 def test_a_command_of_a_page_is_one(line):
     check_command(line)
 
 
-@pytest.mark.parametrize("text", [text for page in PAGES for text in configs(page)])
+def test_each_training_of_the_pages_has_its_own_folder():
+    check_folders(line for page in [README, *DOCS, *CONFIGS] for line in commands(page))
+
+
+@pytest.mark.parametrize("text", [text for page in [README, *DOCS] for text in configs(page)])
 def test_a_config_of_a_page_is_one(text, tmp_path):
     check_config(text, tmp_path)
 
@@ -44,6 +51,16 @@ WRONG = {
     "output of sh": ("```sh\necho a\n```\n```text\nb\n```\n", "but prints\n *a"),
     "python, by its line": ("words\n\n```python\nx = 1\n1 / 0\n```\n", "page.md\", line 5.*ZeroDivisionError"),
     "language": ("```py\n1 / 0\n```\n", "languages that nothing checks"),
+    "between two exempt blocks": (
+        "<!-- not run: a -->\n```sh\na\n```\n```python\n1 / 0\n```\n<!-- not run: b -->\n```sh\nb\n```\n",
+        "ZeroDivisionError",
+    ),
+    "that counts on devices that nobody simulated": (
+        "```python\nimport jax\nprint(jax.device_count())\n```\n```text\n8\n```\n", "but prints\n *1"
+    ),
+    "sh that counts on what Python set": (
+        "```python\nimport os\nos.environ['A'] = '1'\n```\n```sh\necho $A\n```\n```text\n1\n```\n", "but prints\n *\n"
+    ),
     "indented": ("- item\n  ```python\n  1 / 0\n  ```\n", "a fence that is indented"),
     "not closed": ("```python\n1 / 0\n", "a fence that is indented"),
 }  # fmt: skip
@@ -84,6 +101,19 @@ def test_a_wrong_command_is_seen(line):
 def test_the_commands_that_do_not_run_are_checked(page):
     page.write_text("```sh\nmeshpar a \\\n  b\nls\n```\n```sh\nmeshpar c\n```\n```text\nc\n```\n")
     assert commands(page) == ["meshpar a    b"]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["meshpar train configs/fsdp.yaml", "meshpar train configs/quickstart.yaml run_dir=runs/fsdp"],
+        ["meshpar train configs/fsdp.yaml lowering=auto"],
+    ],
+)
+def test_a_folder_of_two_trainings_is_seen(lines):
+    check_folders(["meshpar train configs/fsdp.yaml", "meshpar train configs/quickstart.yaml run_dir=runs/other"])
+    with pytest.raises(AssertionError, match="goes on in runs/fsdp"):
+        check_folders(lines)
 
 
 def test_a_wrong_config_is_seen(tmp_path):

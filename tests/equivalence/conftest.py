@@ -71,6 +71,7 @@ def prepared(model: str, layout: str | None, lowering: str, num_microbatches: in
         rules = AxisRules(preset=tuple(presets), kv_heads=())
     else:
         rules = AxisRules(preset=tuple(presets))
+    rules = settings.pop("rules", rules)
     mesh = settings.pop("mesh", MeshLayout(**sizes))
     run = Run(
         model=MODELS[model],

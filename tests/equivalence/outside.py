@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from meshpar import AxisRules, training
 
@@ -269,6 +273,172 @@ def unnamed(mesh, rules):
     return training(init, loss, optax.rmsprop(1e-3), tokens, mesh=mesh, rules=rules, dims=dims)
 
 
+# --- batch norm and dropout in NNX, whose statistics, keys and counters the forward changes
+
+
+class Regularized(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, MLP, kernel_init=kernel("embed", "mlp"), rngs=rngs)
+        self.norm = nnx.BatchNorm(MLP, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.down = nnx.Linear(MLP, VOCAB, kernel_init=kernel("mlp", "classes"), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(nnx.gelu(self.norm(self.up(x)))))
+
+
+def regularized(mesh, rules):
+    graph = abstract(Regularized)
+    state = lambda key, *filters: nnx.state(Regularized(nnx.Rngs(key)), *filters)
+
+    def loss(params, batch, key, carried):
+        model = nnx.merge(graph, params, carried)
+        return nll(model(batch["x"]), batch["y"]).mean(), {}, nnx.state(model, nnx.Not(nnx.Param))
+
+    return training(
+        lambda key: state(key, nnx.Param), loss, optax.adamw(1e-2), numbers(0), mesh=mesh,
+        rules=rules | AxisRules(classes=(), **STANDARD), carried=lambda key: state(key, nnx.Not(nnx.Param)),
+    )  # fmt: skip
+
+
+# --- a decoder in NNX that names the axes of a mesh of its own, as Flax's Gemma and its kin do
+
+
+# v the vocabulary, d the width, n heads, h of a head, f hidden, b rows, t tokens
+OVER = SimpleNamespace(
+    emb_vd=P("tp", "fsdp"),
+    weight_dnh=P("fsdp", "tp", None),
+    weight_nhd=P("tp", None, "fsdp"),
+    ffw_df=P("fsdp", "tp"),
+    ffw_fd=P("tp", "fsdp"),
+    norm=P("tp"),
+    act_btd=P("fsdp", None, "tp"),
+    act_btf=P("fsdp", None, "tp"),
+)
+
+
+class Einsum(nnx.Module):
+    def __init__(self, equation, shape, sharding, rngs):
+        self.equation = equation
+        self.w = nnx.Param(nnx.initializers.normal(0.2)(rngs.params(), shape), out_sharding=sharding)
+
+    def __call__(self, x):
+        return jnp.einsum(self.equation, x, self.w[...])
+
+
+class Gemma(nnx.Module):
+    def __init__(self, rngs):
+        head = WIDTH // HEADS
+        init = nnx.initializers.normal(0.2)
+        self.table = nnx.Param(init(rngs.params(), (VOCAB, WIDTH)), out_sharding=OVER.emb_vd)
+        self.scale = nnx.Param(jnp.ones(WIDTH), out_sharding=OVER.norm)
+        for name in "qkv":
+            setattr(self, name, Einsum("btd,dnh->btnh", (WIDTH, HEADS, head), OVER.weight_dnh, rngs))
+        self.o = Einsum("btnh,nhd->btd", (HEADS, head, WIDTH), OVER.weight_nhd, rngs)
+        self.up = nnx.Linear(
+            WIDTH, MLP, use_bias=False, kernel_init=nnx.with_partitioning(init, OVER.ffw_df), rngs=rngs
+        )
+        self.down = Einsum("btf,fd->btd", (MLP, WIDTH), OVER.ffw_fd, rngs)
+
+    def __call__(self, tokens):
+        x = jax.lax.with_sharding_constraint(self.table[...][tokens], OVER.act_btd)
+        x += self.o(attend(self.q(x), self.k(x), self.v(x), nnx.make_causal_mask(tokens)))
+        hidden = jax.lax.with_sharding_constraint(nnx.gelu(self.up(x * self.scale[...])), OVER.act_btf)
+        return (x + self.down(hidden)) @ self.table[...].T
+
+
+def gemma(mesh, rules):
+    graph = abstract(Gemma)
+
+    def loss(params, batch, key):
+        return nll(nnx.merge(graph, params)(batch["tokens"]), batch["targets"]).mean()
+
+    return training(
+        lambda key: nnx.state(Gemma(nnx.Rngs(key)), nnx.Param), loss, optax.adamw(1e-2), sentences(0), mesh=mesh,
+        rules=rules | AxisRules(**STANDARD), axes={"tp": "tensor"},
+    )  # fmt: skip
+
+
+# --- a residual net whose batch norm was written for pmap, in Linen
+
+
+class ResNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        norm = lambda: nn.BatchNorm(use_running_average=False, momentum=0.9, axis_name="batch")
+        x = nn.Conv(8, (3, 3), use_bias=False)(x)
+        x += nn.relu(norm()(nn.Conv(8, (3, 3), use_bias=False)(x)))
+        return nn.Dense(10)(norm()(x).mean((1, 2)))
+
+
+def resnet(mesh, rules):
+    variables = lambda key: ResNet().init(key, jnp.ones((1, 6, 6, 1)))
+
+    def loss(params, batch, key, carried):
+        logits, carried = ResNet().apply({"params": params, **carried}, batch["x"], mutable=["batch_stats"])
+        return nll(logits, batch["y"]).mean(), {}, carried
+
+    dims = {"**Conv_*.kernel": ("height", "width", "embed", "mlp"), "**Dense_0.kernel": ("mlp", "classes")}
+    rules = AxisRules.model_validate(rules.model_dump() | {"embed": (), "mlp": filters(rules)})
+    rules |= AxisRules(height=(), width=(), classes=(), **STANDARD)
+    return training(
+        lambda key: variables(key)["params"], loss, optax.sgd(0.1, 0.9), images(0), mesh=mesh, rules=rules, dims=dims,
+        carried=lambda key: {"batch_stats": variables(key)["batch_stats"]},
+    )  # fmt: skip
+
+
+# --- a net whose activations alone have some names, in Linen
+
+
+class UNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        names = ("activation_batch", "height", "width", None)
+        init = named(None, None, "embed", "mlp")
+        x = nn.with_logical_constraint(nn.gelu(nn.Conv(8, (3, 3), kernel_init=init)(x)), names)
+        down = nn.max_pool(x, (2, 2), (2, 2))
+        up = jax.image.resize(nn.Conv(8, (3, 3))(down), x.shape, "nearest")
+        return nn.Dense(10, kernel_init=named("mlp", "classes"))(nn.with_logical_constraint(x + up, names).mean((1, 2)))
+
+
+def unet(mesh, rules):
+    """Its images are cut along their height, too."""
+
+    def loss(params, batch, key):
+        return nll(UNet().apply({"params": params}, batch["x"]), batch["y"]).mean()
+
+    height = ("tensor",) if mesh.shape["tensor"] == 2 else ()
+    rules = AxisRules.model_validate(rules.model_dump() | {"embed": (), "mlp": rules["embed"] or rules["mlp"]})
+    rules |= AxisRules(activation_batch=("replica", "data", "fsdp"), height=height, width=(), classes=())
+    init = lambda key: UNet().init(key, jnp.ones((1, 6, 6, 1)))["params"]
+    return training(
+        init, loss, optax.adamw(1e-2), images(0), mesh=mesh, rules=rules | AxisRules(**STANDARD),
+        activation_dims=("activation_batch", "height", "width"), batch_dims={"x": ("batch", "height", "width", "")},
+    )  # fmt: skip
+
+
+# --- optimizers that ask for the loss or the gradient elsewhere
+
+
+def optimized(tx):
+    def make(mesh, rules):
+        graph = abstract(MLPModel)
+
+        def loss(params, batch, key):
+            return nll(nnx.merge(graph, params)(batch["x"], None), batch["y"]).mean()
+
+        init = lambda key: nnx.state(MLPModel(nnx.Rngs(key)), nnx.Param)
+        return training(init, loss, tx, numbers(0), mesh=mesh, rules=rules | AxisRules(classes=(), **STANDARD))
+
+    return make
+
+
+adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+sam = optimized(optax.contrib.sam(optax.sgd(0.1, 0.9), adversary, opaque_mode=True))
+sam_in_turns = optimized(optax.contrib.sam(optax.sgd(0.1, 0.9), adversary))
+lbfgs = optimized(optax.lbfgs(memory_size=3))
+
+
 MODELS = {
     "mlp": (mlp, numbers),
     "conv_net": (conv_net, images),
@@ -276,4 +446,11 @@ MODELS = {
     "encoder_decoder": (encoder_decoder, sentences),
     "mixture": (mixture, numbers),
     "unnamed": (unnamed, sentences),
+    "regularized": (regularized, numbers),
+    "gemma": (gemma, sentences),
+    "resnet": (resnet, images),
+    "unet": (unet, images),
+    "sam": (sam, numbers),
+    "sam_in_turns": (sam_in_turns, numbers),
+    "lbfgs": (lbfgs, numbers),
 }

@@ -10,12 +10,15 @@ import jax
 import optax
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from meshpar import AxisRules, MeshLayout, prove, training
+from meshpar import AxisRules, MeshLayout, adopt, prove, training
 from meshpar.proof.compare import compare, without_gradient
 from meshpar.proof.prove import _wide, _widened
 from meshpar.proof.trial import Trial
-from meshpar.train.step import Update
+from meshpar.train import step
+from meshpar.train.step import Update, with_rows
+from meshpar.tree import flatten_with_paths
 from tests.equivalence.outside import MODELS, VOCAB, WIDTH, nll, numbers
 
 LAYOUTS = {
@@ -26,8 +29,8 @@ LAYOUTS = {
     "data2_fsdp2_tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, ("fsdp", "megatron")),
 }
 EVERY = list(product(MODELS, list(LAYOUTS)[1:]))
-# Each model on one axis, one after the other, and on three.
-SAMPLE = {(model, list(LAYOUTS)[1 + i % 3]) for i, model in enumerate(MODELS)}
+# Each kind of model on one axis, one after the other, and all on three.
+SAMPLE = {(model, list(LAYOUTS)[1 + i % 3]) for i, model in enumerate(list(MODELS)[:6])}
 SAMPLE |= {(model, "data2_fsdp2_tensor2") for model in MODELS}
 CASES = [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow, id="-".join(case)) for case in EVERY]
 
@@ -62,6 +65,63 @@ def test_equal_to_one_device(model, layout):
     state, taken = trained(model, layout)
     assert first_difference(model, taken) is None
     assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params)) or layout == "data8"
+
+
+# What the model asks of the mesh, and the optimizer of the loss -----------------------------------------------------
+
+
+def traced(model, layout="data2_fsdp2_tensor2"):
+    sizes, preset = LAYOUTS[layout]
+    adopted = MODELS[model][0](MeshLayout(**sizes).build(), AxisRules(preset=preset))
+    return adopted, str(jax.make_jaxpr(adopted.step)(adopted.placement.structs, adopted.batch))
+
+
+def test_axes_that_the_model_calls_otherwise_are_those_of_the_mesh():
+    adopted, program = traced("gemma")
+    specs = {path: p.pspec for path, p in flatten_with_paths(adopted.placement.params).items()}
+    assert specs["table.value"] == P("tensor", "fsdp")
+    assert specs["o.w.value"] == P("tensor", None, "fsdp")
+    assert "spec=P('fsdp', None, 'tp')" in program
+
+
+def test_names_that_only_activations_have_follow_their_rules():
+    _, program = traced("unet")
+    assert "spec=P(('data', 'fsdp'), 'tensor', None, None)" in program
+
+
+def test_the_state_holds_random_keys_as_integers_that_lie_whole():
+    adopted, _ = traced("regularized")
+    carried = flatten_with_paths(adopted.placement.carried)
+    assert carried["dropout.rngs.key.value"].spec.dims == ("key_data",)
+    state = adopted.compile_init()()
+    counts = [int(flatten_with_paths(state.carried)["dropout.rngs.count.value"])]
+    new, _ = adopted.compile_step()(state, adopted.put(numbers(1)))
+    counts.append(int(flatten_with_paths(new.carried)["dropout.rngs.count.value"]))
+    assert counts[1] == counts[0] + 1
+
+
+@pytest.mark.parametrize("name", ["sam", "sam_in_turns", "lbfgs"])
+def test_an_optimizer_that_asks_again_takes_the_steps_that_it_takes_by_hand(name):
+    """As Optax's documentation writes the loop, on one device."""
+    _, taken = trained(name, "data2_fsdp2_tensor2")
+    adopted = MODELS[name][0](MeshLayout().build(jax.devices()[:1]), AxisRules(preset="replicated"))
+    adopted, tx = _widened(adopted), adopted.update.tx
+    params = jax.device_get(Trial(adopted).start().params)
+    opt_state = tx.init(params)
+    for seed, one in zip((1, 2, 3), taken, strict=True):
+        batch = with_rows(_wide(numbers(seed)))
+
+        def loss(params, batch=batch):
+            tally = adopted.loss(params, batch, None, {})
+            return tally.loss / tally.count
+
+        value, grad = jax.value_and_grad(loss)(params)
+        more = {"value": value, "grad": grad, "value_fn": loss} if name == "lbfgs" else {}
+        more |= {"grad_fn": lambda params, _: jax.grad(loss)(params)} if name == "sam" else {}
+        updates, opt_state = tx.update(grad, opt_state, params, **more)
+        params = optax.apply_updates(params, updates)
+        got = flatten_with_paths(params)
+        assert max(abs(got[path] - x).max() for path, x in one.parameters.items()) < 1e-10
 
 
 # What a loss of the user's own may do besides ----------------------------------------------------------------------
@@ -122,8 +182,8 @@ def test_batch_statistics_that_are_not_handed_on_are_seen(monkeypatch):
     on_one_device("conv_net")
     update = Update.__call__
 
-    def stale(self, state, got, sharded):
-        new, metrics = update(self, state, got, sharded)
+    def stale(self, state, *args):
+        new, metrics = update(self, state, *args)
         return replace(new, carried=state.carried), metrics
 
     monkeypatch.setattr(Update, "__call__", stale)
@@ -136,6 +196,29 @@ def test_a_frozen_parameter_that_is_trained_is_seen(monkeypatch):
     monkeypatch.setattr(optax, "set_to_zero", lambda: optax.sgd(1e-3))
     found = first_difference("transformer", trained("transformer", "data8")[1])
     assert (found.kind, found.path) == ("parameters", "Embed_0.embedding")
+
+
+def test_random_keys_that_are_not_carried_as_they_are_are_seen(monkeypatch):
+    on_one_device("regularized")
+    as_data = adopt.as_data
+    monkeypatch.setattr(adopt, "as_data", lambda tree: jax.tree.map(_other_key, as_data(tree)))
+    assert first_difference("regularized", trained("regularized", "data8")[1]).kind == "loss"
+
+
+def _other_key(x):
+    return x + 1 if getattr(x, "dtype", None) == "uint32" and x.shape else x
+
+
+def test_an_optimizer_that_is_told_of_other_gradients_is_seen(monkeypatch):
+    on_one_device("sam")
+    asked_again = step.asked_again
+
+    def halved(elsewhere):
+        given = asked_again(elsewhere)
+        return given | {"grad_fn": lambda *args: jax.tree.map(lambda g: g / 2, given["grad_fn"](*args))}
+
+    monkeypatch.setattr(step, "asked_again", halved)
+    assert first_difference("sam", trained("sam", "data8")[1]).kind == "parameters"
 
 
 def test_a_key_that_depends_on_the_mesh_is_seen(monkeypatch):

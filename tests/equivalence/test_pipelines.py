@@ -197,7 +197,8 @@ def test_what_does_not_fit_is_told_at_once():
     with pytest.raises(ConfigError) as error:
         prepared(MODELS["tied"](3), "pipe4", Interleaved(num_microbatches=6), rules={"layers": ()})
     assert "6 microbatches go through 4 stages in groups of 4" in str(error.value)
-    assert "num_microbatches=4 or 8, or kind: 1f1b" in str(error.value)
+    either = "pipeline.num_microbatches=4 or pipeline.num_microbatches=8"
+    assert f"{either}, or pipeline={{kind: 1f1b, num_microbatches: 6}}" in str(error.value)
     assert "3 layers cannot be cut into 8 parts (4 stages x 2 chunks)" in str(error.value)
     with pytest.raises(ConfigError, match="nothing says in which order they work"):
         prepared(MODELS["tied"](8), "pipe4")

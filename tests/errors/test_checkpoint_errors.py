@@ -13,8 +13,8 @@ import pytest
 from meshpar.checkpoint import checksums
 from meshpar.checkpoint.checkpoints import Checkpoints, checkpoints
 from meshpar.checkpoint.kept import Kept
-from meshpar.checkpoint.saved import find
-from meshpar.errors import CheckpointError
+from meshpar.checkpoint.saved import Saved, find
+from meshpar.errors import CheckpointError, DamagedError, Problems
 
 # Noise, which cannot be compressed: a flipped bit is a flipped bit of a number, as it is in real weights.
 NOISE = jax.random.normal(jax.random.key(0), (4, 256))
@@ -41,6 +41,20 @@ def message(saved: Checkpoints, abstract: Any) -> str:
     return str(error.value)
 
 
+def damage(saved: Checkpoints) -> str:
+    """What is said of the one checkpoint that is there: which file, and what is wrong with it."""
+    with pytest.raises(DamagedError) as error:
+        Saved(saved.directory / "1").restore(structs(STATE))
+    heading, _, problem = str(error.value).partition("\n")
+    assert heading == f"the checkpoint {saved.directory}/1 is damaged; there is no whole one before it:"
+    with pytest.raises(DamagedError) as error:
+        saved.restore(structs(STATE))
+    where = saved.directory
+    fix = f"no checkpoint in {where} is whole; set another run_dir, or move {where} away to begin anew"
+    assert str(error.value) == f"{heading}\n{problem}\n{fix}"
+    return problem
+
+
 def test_control_the_same_model_and_whole_files_raise_nothing(saved: Checkpoints):
     assert saved.restore(structs(STATE))["step"] == 1
 
@@ -50,7 +64,7 @@ def test_each_array_that_differs_is_listed(saved: Checkpoints):
     assert (
         message(saved, structs({"step": jnp.int32(0), "params": other, "opt_state": {"mu": other}}))
         == f"""\
-{saved.directory}/1 is of another model, by 4 arrays; set another run_dir, or the config in its meta.json:
+{saved.directory}/1 is of another model, by 4 arrays; run_dir=... makes this a run of its own:
   params.a
     float32[4, 256] in the checkpoint, float32[4, 128] in this run
   params.b
@@ -67,7 +81,7 @@ def test_of_another_optimizer(saved: Checkpoints):
     assert (
         said
         == f"""\
-{saved.directory}/1 is of another optimizer, by 1 array; set another run_dir, or the config in its meta.json:
+{saved.directory}/1 is of another optimizer, by 1 array; run_dir=... makes this a run of its own:
   opt_state.mu.c
     float32[2] in the checkpoint, bfloat16[2] in this run"""
     )
@@ -88,37 +102,31 @@ def flip_one_bit(path: Path) -> None:
 def test_a_flipped_bit(saved: Checkpoints):
     path = arrays_file(saved)
     flip_one_bit(path)
-    assert (
-        message(saved, structs(STATE))
-        == f"""\
-the checkpoint {saved.directory}/1 is damaged; remove the folder to go on from the step before it:
-  {path}
-    is not what was written"""
-    )
+    assert damage(saved) == f"  {path}\n    is not what was written"
 
 
 @pytest.mark.parametrize("name", ["meta.json", "state/_METADATA"])
 def test_a_flipped_bit_in_what_describes_the_arrays(saved: Checkpoints, name: str):
     flip_one_bit(saved.directory / "1" / name)
-    assert message(saved, structs(STATE)).endswith(f"{name}\n    is not what was written")
+    assert damage(saved).endswith(f"{name}\n    is not what was written")
 
 
 def test_a_missing_file(saved: Checkpoints):
     path = arrays_file(saved)
     path.unlink()
-    assert message(saved, structs(STATE)).endswith(f"  {path}\n    is missing")
+    assert damage(saved) == f"  {path}\n    is missing"
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
 def test_no_checksums(saved: Checkpoints, text: str):
     path = saved.directory / "1" / "sha256.json"
     path.write_text(text)
-    assert message(saved, structs(STATE)) == f"{path} cannot be read, so the checkpoint cannot be verified"
+    assert damage(saved) == f"  {path}\n    is not what was written, so no file can be verified"
 
 
 def test_control_without_checksums_a_flipped_bit_is_restored(saved: Checkpoints, monkeypatch: pytest.MonkeyPatch):
     """Why they are there. When this fails, Orbax has learned to find the damage itself."""
-    monkeypatch.setattr(checksums, "verify", lambda folder, sums, names: None)
+    monkeypatch.setattr(checksums, "compare", lambda folder, files, names: Problems())
     flip_one_bit(arrays_file(saved))
     restored = saved.restore(structs(STATE))["params"]["a"]
     assert (restored != NOISE).sum() > 0
@@ -177,7 +185,7 @@ def test_of_another_optimizer_that_keeps_arrays_of_the_same_names(saved: Checkpo
     assert (
         str(error.value)
         == f"""\
-{saved.directory}/1 is of another optimizer; set another run_dir, or the config in its meta.json:
+{saved.directory}/1 is of another optimizer; run_dir=... makes this a run of its own:
   optim.kind
     sgd in the checkpoint, lion in this run"""
     )
@@ -248,14 +256,14 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path):
 def test_a_file_that_was_cut(saved: Checkpoints):
     path = arrays_file(saved)
     path.write_bytes(path.read_bytes()[:-1])
-    assert message(saved, structs(STATE)).endswith(f"  {path}\n    is not what was written")
+    assert damage(saved) == f"  {path}\n    is not what was written"
 
 
 def test_checksums_of_files_elsewhere(saved: Checkpoints, tmp_path: Path):
     (tmp_path / "secret").write_text("")
     path = saved.directory / "1" / "sha256.json"
     path.write_text('{"../../secret": ""}')
-    assert message(saved, structs(STATE)) == f"{path} cannot be read, so the checkpoint cannot be verified"
+    assert damage(saved) == f"  {path}\n    is not what was written, so no file can be verified"
 
 
 def test_a_metric_that_no_evaluation_has(tmp_path: Path):

@@ -295,7 +295,7 @@ def test_arrays_that_hold_no_token_ids(folder: Path):
     (folder / "g.npy").write_bytes(b"\x93NUMPY no more")
     (folder / "h.npz").write_bytes(b"PK\x03\x04 no archive")
     told = said({"kind": "numpy", "path": "corpus", "tokenizer": IDS})
-    assert told.startswith(
+    assert told == (
         """\
 there is no data to train on:
   corpus/a.npy
@@ -307,11 +307,14 @@ there is no data to train on:
   corpus/d.npy
     has the shape (2, 2, 2): token ids are a vector or a matrix
   corpus/e.npy
-    is not an array that can be read: """
+    is object, not token ids, which are integers
+  corpus/f.npz
+    is <U1, not token ids, which are integers
+  corpus/g.npy
+    is not an array that can be read: it says that it is of version 32.110 of the format
+  corpus/h.npz
+    is not an array that can be read: File is not a zip file"""
     )
-    assert "\n  corpus/f.npz\n    is <U1, not token ids, which are integers\n" in told
-    for name in ("e.npy", "g.npy", "h.npz"):
-        assert f"\n  corpus/{name}\n    is not an array that can be read: " in told
 
 
 def test_a_tokenizer_that_is_none(folder: Path):

@@ -155,6 +155,9 @@ meshpar: mesh (data=4, fsdp=2, tensor=2) does not fit 8 devices:
   mesh.tensor
     the sizes multiply to 16, more than the 8 devices that are here
     tensor=1 would fit
+  devices
+    JAX has started with 8 CPU devices
+    ask for 16 before JAX starts: meshpar.simulate(16), --devices 16 or JAX_NUM_CPU_DEVICES=16
 """,
     )
 
@@ -267,7 +270,7 @@ kept.json was not written by `meshpar inspect --json`:
     Field required
   sent_bytes_per_axis
     Field required
-  closed_form_per_axis
+  traced_bytes_per_axis
     Field required
   collectives
     Field required

@@ -22,10 +22,18 @@ REFUSED = {
 the parts of this config do not fit each other:
   tensor.overlap
     the rules shard no norm_seq: each layer has the whole sequence
-    the preset megatron_sp
+    tensor.overlap=none, or the preset megatron_sp
   fsdp.overlap
     the rules gather no weights in the layers, again for the backward
-    the preset fsdp, or rules.zero=3""",
+    rules.zero=3""",
+    ),
+    "no weights in shards": (
+        {"rules": ["replicated", "megatron"], "mesh": MeshLayout(data=2, tensor=2), "fsdp": RING},
+        """\
+the parts of this config do not fit each other:
+  fsdp.overlap
+    the rules gather no weights in the layers, again for the backward
+    fsdp.overlap=none, or the preset fsdp""",
     ),
     "GSPMD": (
         {"rules": ["fsdp", "megatron_sp"], "lowering": "auto", "tensor": RING},
@@ -41,7 +49,7 @@ the parts of this config do not fit each other:
 the parts of this config do not fit each other:
   fsdp.overlap
     tensor.overlap is on, too: a product goes by the chunks of one operand
-    one of the two""",
+    tensor.overlap=none, or fsdp.overlap=none""",
     ),
 }
 
@@ -53,7 +61,7 @@ def test_an_overlap_that_cannot_be_is_refused(settings, said):
         model=Llama(num_layers=2, width=16, num_heads=4, mlp_width=32, vocab_size=32),
         data=Synthetic(batch_size=8, seq_len=16, vocab_size=32),
         optim=AdamW(lr=1e-3),
-        mesh=MeshLayout(fsdp=2, tensor=2),
+        mesh=settings.pop("mesh", MeshLayout(fsdp=2, tensor=2)),
         rules=rules,
         num_steps=2,
         run_dir="unused",

@@ -16,10 +16,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.checkpoint.checkpoints import checkpoints
+from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import find
 
 WORKER = """
-import json, os, sys
+import json, os, sys, warnings
 from pathlib import Path
 import jax
 
@@ -34,8 +35,9 @@ jax.distributed.initialize(
 import numpy as np
 from meshpar.checkpoint import checksums
 from meshpar.checkpoint.checkpoints import checkpoints
+from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import find
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, DamagedWarning
 from tests.process.test_checkpoints import mesh, numbers, structs
 
 hashed = []
@@ -51,18 +53,31 @@ with checkpoints(folder / "by two") as saved:
     saved.save(1, state)
 
 hashed.clear()
-restored = find(folder / "by one").restore(here)
+restored = find(folder / "by one" / "1").restore(here)
 same = all(
     np.array_equal(shard.data, numbers()[path][shard.index])
     for path, x in restored.items() for shard in x.addressable_shards
 )
 chunks = sorted(name for name in hashed if name.replace(".", "").isdecimal())
 try:
-    find(folder / "damaged").restore(here)
+    find(folder / "damaged" / "1").restore(here)
     error = ""
 except CheckpointError as raised:
     error = str(raised)
-(folder / f"{process}.json").write_text(json.dumps({"same": same, "chunks": chunks, "error": error}))
+
+warnings.simplefilter("ignore", DamagedWarning)
+with checkpoints(folder / "second damaged") as saved:
+    newest = saved.newest(here).step
+    saved.save(2, state)
+    saved.wait()
+    saved.save(3, state)
+try:
+    with hold(folder / "held"):
+        held = ""
+except CheckpointError as raised:
+    held = str(raised)
+told = {"same": same, "chunks": chunks, "error": error, "newest": newest, "held": held}
+(folder / f"{process}.json").write_text(json.dumps(told))
 os._exit(0)
 """
 SHAPES = {"w": (8, 4), "b": (8,), "step": ()}
@@ -112,12 +127,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "by one", folder / "damaged")
     chunk = folder / "damaged" / "1" / "state" / "w" / "6.0"  # a row that the second process reads
     chunk.write_bytes(chunk.read_bytes()[:-1])
+    shutil.copytree(folder / "by one", folder / "second damaged")
+    with checkpoints(folder / "second damaged") as saved:
+        saved.save(2, {path: jax.device_put(x, eight[path].sharding) for path, x in numbers().items()})
+    (folder / "second damaged" / "2" / "state" / "w" / "6.0").unlink()
     return folder
 
 
 @pytest.fixture(scope="module")
 def told(folder: Path) -> list[dict[str, Any]]:
-    return run_two(folder)
+    with hold(folder / "held"):
+        return run_two(folder)
 
 
 def test_what_two_processes_saved_one_restores(told: Any, folder: Path):
@@ -137,5 +157,16 @@ def test_each_verifies_what_it_reads_and_no_more(told: Any):
 
 
 def test_what_one_finds_damaged_stops_both(told: Any, folder: Path):
-    assert told[0]["error"] == "process 1 cannot restore; it says why"
+    assert told[0]["error"] == "process 1 cannot go on; its own message says why"
     assert told[1]["error"].endswith("state/w/6.0\n    is not what was written")
+
+
+def test_both_go_on_from_the_same_checkpoint_when_one_finds_the_latest_damaged(told: Any, folder: Path):
+    assert [one["newest"] for one in told] == [1, 1]
+    assert sorted(path.name for path in (folder / "second damaged").iterdir()) == ["2", "2.damaged", "3"]
+    find(folder / "second damaged")
+
+
+def test_both_are_refused_where_another_run_holds_the_folder(told: Any):
+    assert "is in use by process" in told[0]["held"]
+    assert told[1]["held"] == "process 0 cannot go on; its own message says why"

@@ -65,7 +65,7 @@ def faults(
 
 def _in_scale(browser: Browser, told: dict[str, Any]) -> bool:
     """Whether every bar is as wide as its bytes, by the scale of those beside it."""
-    sent, form = told["sent_bytes_per_axis"], told["closed_form_per_axis"]
+    sent, form = told["sent_bytes_per_axis"], told["traced_bytes_per_axis"]
     axes = dict.fromkeys([*sent, *form])
     pairs = [sent.get(a, 0) for a in axes] + [form.get(a, 0) for a in axes]
     bars = [width for name in (".sent", ".form") for _, width in browser.ask(BOXES.format(name))]

@@ -18,10 +18,10 @@ from meshpar.collectives.stream import Ring
 from meshpar.inspection.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh import process
 from meshpar.models import GPT
-from meshpar.parallel.traffic import share
 from meshpar.plan.targets import parse
 from meshpar.prepared import prepare
 from meshpar.run import Precision
+from tests.program.oracle import share
 from tests.program.schedule import hides
 from tests.program.test_bytes import SIZES, prepared
 
@@ -126,7 +126,7 @@ HIDDEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "settings", "sent", "more"), [(name, *of) for name, of in HIDDEN.items()])
-def test_what_a_step_for_tpus_hides_is_what_the_closed_form_counts(layout, settings, sent, more):
+def test_what_a_step_for_tpus_hides_is_what_the_traced_step_says(layout, settings, sent, more):
     """There barriers hold, and nothing is merged. Other collectives that compiler repeats where they are small."""
     process.compile_only()
     model = GPT(**SIZES, remat="full")
@@ -134,5 +134,5 @@ def test_what_a_step_for_tpus_hides_is_what_the_closed_form_counts(layout, setti
     overlapped, plain = (prepare(run, run.mesh.build(parse("v5e:2x4").devices())) for run in runs)
     found = collectives_of(overlapped.compile_step().compiled, overlapped.mesh)
     assert total_sent_bytes(found, "collective_permute") == sent
-    forms = [sum((run.closed_form or {}).values()) for run in (overlapped, plain)]
+    forms = [sum((run.traced_bytes or {}).values()) for run in (overlapped, plain)]
     assert forms[0] - forms[1] == more

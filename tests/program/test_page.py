@@ -33,7 +33,7 @@ def browser(tmp_path_factory):
 
 @lru_cache
 def step() -> Any:
-    """The inspection of a step that communicates over each of three axes, with its closed form."""
+    """The inspection of a step that communicates over each of three axes, with what the traced one says."""
     run = prepared("data2_fsdp2_tensor2")
     return run.inspect(run.compile_step())
 
@@ -133,7 +133,7 @@ def test_the_words_of_the_page():
     assert "A device, in one step mesh: data=2, fsdp=2, tensor=2 sends" in said
     assert "this is an order, and no clock" in said
     assert f"{step().flops:,} FLOPs" in said
-    assert re.search(r"tensor ([\d,]+) bytes / closed form \1, equal", said)
+    assert re.search(r"tensor ([\d,]+) bytes / as traced \1, equal", said)
     assert "Findings" not in said
 
 
@@ -190,3 +190,12 @@ def test_without_chromium_a_test_is_skipped_unless_it_is_required(monkeypatch, t
     monkeypatch.setenv("MESHPAR_REQUIRE_CHROMIUM", "1")
     with pytest.raises(pytest.fail.Exception, match="chromium-driver"):
         require(tmp_path / "chromedriver")
+
+
+@pytest.mark.parametrize("flops", [0, 999, 13_824, 12_345_678_901_234_567_890])
+def test_the_large_figures_are_short_however_many_operations_there_are(flops):
+    """A long number would break wherever the tile ends. In full it stands below, in small letters."""
+    html = page(step().as_json() | {"flops": flops})
+    figures = re.findall(r"<dd>(.*?)</dd>", html)
+    assert len(figures) == 3 and max(map(len, figures)) <= len("999.99 EFLOPs")
+    assert f'<dd class="soft">{flops:,} FLOPs</dd>' in html

@@ -8,14 +8,14 @@ from functools import lru_cache
 import jax
 import pytest
 
-from meshpar.inspection.hlo import collectives_of
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.models import Llama
 from meshpar.parallel.pipeline import split
 from meshpar.parallel.pipeline.simulate import simulate
 from meshpar.parallel.pipeline.ticks import in_ticks
 from tests.pipelines import MODELS, prepared, scheduled
-from tests.program.test_bytes import sent_over
+from tests.program.oracle import closed_form
+from tests.program.test_bytes import cost_as_traced, cost_as_written
 
 SIZES = {"num_layers": 8, "width": 32, "num_heads": 4, "mlp_width": 64, "vocab_size": 64}
 
@@ -107,9 +107,10 @@ BYTES = [
     ("kind", "mesh", "model", "remat"),
     [pytest.param(*case, marks=pytest.mark.slow if i > 1 else []) for i, case in enumerate(BYTES)],
 )
-def test_the_step_sends_its_closed_form(kind, mesh, model, remat):
+def test_the_step_sends_and_multiplies_what_it_says(kind, mesh, model, remat):
     run = prepared(MODELS[model](8, remat=remat), mesh, scheduled(kind, mesh, 4), precision="float32")
-    assert sent_over(collectives_of(run.compile_step().compiled, run.mesh)) == run.closed_form
+    assert cost_as_written(run) == cost_as_traced(run)
+    assert run.traced_bytes == closed_form(run)
 
 
 @pytest.mark.slow
@@ -117,7 +118,8 @@ def test_the_step_sends_its_closed_form(kind, mesh, model, remat):
 def test_padded_layers_count_as_any(kind, mesh, cut):
     model = MODELS["llama"](7, layers_multiple=2)
     run = prepared(model, mesh, scheduled(kind, mesh, 4, cut=cut), precision="float32")
-    assert sent_over(collectives_of(run.compile_step().compiled, run.mesh)) == run.closed_form
+    assert cost_as_written(run) == cost_as_traced(run)
+    assert run.traced_bytes == closed_form(run)
 
 
 @pytest.mark.slow
@@ -125,7 +127,8 @@ def test_so_it_does_in_parts():
     run = prepared(
         MODELS["tied"](8), "fsdp4", scheduled("interleaved", "fsdp4", 2), precision="float32", num_microbatches=3
     )
-    assert sent_over(collectives_of(run.compile_step().compiled, run.mesh)) == run.closed_form
+    assert cost_as_written(run) == cost_as_traced(run)
+    assert run.traced_bytes == closed_form(run)
 
 
 # Memory ----------------------------------------------------------------------------------------------------------

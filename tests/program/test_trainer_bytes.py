@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from meshpar.inspection.hlo import collectives_of
 from meshpar.prepared import Prepared, prepare
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.freeze import Freeze
 from meshpar.train.loss import Criterion, Distill
 from meshpar.train.optim import AdamW
 from tests.errors.test_trainer_errors import teacher
-from tests.program.test_bytes import prepared, sent_over
+from tests.program import oracle
+from tests.program.oracle import closed_form
+from tests.program.test_bytes import prepared, sent_as_written
 
 ADDED = {
     "loss": Criterion(label_smoothing=0.1, z_loss=1e-3),
@@ -34,19 +35,15 @@ def taught(layout: str, num_microbatches: int, presets: tuple[str, ...]) -> Prep
 
 
 @pytest.mark.parametrize(("layout", "num_microbatches", "presets"), CASES)
-def test_a_step_with_all_of_it_sends_its_closed_form(tmp_path, monkeypatch, layout, num_microbatches, presets):
+def test_a_step_with_all_of_it_sends_what_it_says(tmp_path, monkeypatch, layout, num_microbatches, presets):
     monkeypatch.chdir(tmp_path)
     run = taught(layout, num_microbatches, presets)
-    plain = prepared(layout, "manual", num_microbatches).closed_form or {}
-    found = sent_over(collectives_of(run.compile_step().compiled, run.mesh))
-    assert found == run.closed_form
+    plain = prepared(layout, "manual", num_microbatches).traced_bytes or {}
+    found = sent_as_written(run)
+    assert found == run.traced_bytes == closed_form(run)
     assert sum(found.values()) > sum(plain.values())
-    monkeypatch.setattr("meshpar.prepared.teacher_traffic", lambda *given: {})  # control: a teacher is no free lunch
-    assert taught_again(run).closed_form == plain != found
-
-
-def taught_again(run: Prepared) -> Prepared:
-    return prepare(run.run)
+    monkeypatch.setattr(oracle, "teacher_traffic", lambda *given: {})  # control: a teacher is no free lunch
+    assert closed_form(run) == plain != found
 
 
 @pytest.mark.slow
@@ -54,12 +51,12 @@ def taught_again(run: Prepared) -> Prepared:
 def test_without_a_teacher_it_sends_what_it_did(layout):
     plain = prepared(layout)
     run = prepare(plain.run.model_copy(update=ADDED))
-    assert sent_over(collectives_of(run.compile_step().compiled, run.mesh)) == plain.closed_form == run.closed_form
+    assert sent_as_written(run) == plain.traced_bytes == run.traced_bytes
 
 
-def test_where_a_teachers_logits_lie_otherwise_there_is_no_closed_form(tmp_path, monkeypatch):
+def test_where_a_teachers_logits_lie_otherwise_the_bytes_are_not_known(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rules = AxisRules(preset=("fsdp", "megatron"), vocab=())
     teacher(vocab_size=32)
     run = prepared("data2_fsdp2_tensor2").run.model_copy(update={"distill": Distill(teacher="teacher", rules=rules)})
-    assert prepare(run).closed_form is None
+    assert prepare(run).traced_bytes is None

@@ -172,7 +172,7 @@ def test_labels_shifted_within_a_shard(border):
         BATCHES[0],
         mesh=MeshLayout(data=2, context=2).build(jax.devices()[:4]),
         rules=AxisRules(preset="replicated", norm_seq=("context",)),
-        dims=toys.DIMS,
+        dims={name: toys.DIMS[name] for name in ("table", "head")},
         batch_dims={"tokens": ("batch", "norm_seq")},
         manual=True,
     )
@@ -226,8 +226,8 @@ def test_a_key_that_is_not_folded(monkeypatch):
 def test_a_stale_buffer(monkeypatch):
     """What is stored over fsdp misses the update."""
 
-    def stale(self, state, got, sharded):
-        new, metrics = update(self, state, got, sharded)
+    def stale(self, state, got, sharded, *more):
+        new, metrics = update(self, state, got, sharded, *more)
         if sharded["table"].mesh.shape["fsdp"] > 1:
             new = replace(new, params=new.params | {"table": state.params["table"]})
         return new, metrics

@@ -105,3 +105,10 @@ def test_a_cell_of_the_picture_names_the_devices_that_jax_puts_there():
     numbers = {device: i for i, device in enumerate(mesh.devices.flat)}
     for device, (rows, columns) in placement.sharding.devices_indices_map((4, 4)).items():
         assert numbers[device] in Picture("w", placement).cells[rows.start // 2, columns.start // 2]
+
+
+def test_an_axis_that_the_mesh_does_not_have_is_reported_by_every_check(command):
+    """With no preset, the config's own checks ask for the axes of each dim before the rules are checked."""
+    said = command("explain", "configs/quickstart.yaml", "rules={preset: [], embed: [gpipe]}")
+    assert said.code == 2
+    assert "rules.embed\n    the mesh has no axis 'gpipe'" in said.err

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshpar.checkpoint.lock import hold
+from meshpar.errors import DamagedWarning
 from tests.command import Said, exit_code
 
 CONFIG = """\
@@ -106,7 +110,7 @@ def test_another_optimizer(refused: Any, folder: Path):
     lines = refused("train", "config.yaml", "optim.kind=lion", "optim.lr=1e-2").splitlines()
     assert lines[0] == (
         f"meshpar: {folder}/run/checkpoints/3 is of another optimizer, by 12 arrays; "
-        "set another run_dir, or the config in its meta.json:"
+        "run_dir=... makes this a run of its own:"
     )
     assert lines[1:3] == ["  optim.kind", "    adamw in the checkpoint, lion in this run"]
     assert lines[7:9] == [
@@ -153,3 +157,54 @@ def test_the_best_need_an_evaluation(refused: Any):
         "    a checkpoint every 3 steps needs an evaluation to be judged by, and there is one every 2 steps",
         "    eval_every=3",
     ]
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(out: Any, refused: Any, folder: Path):
+    shutil.copytree("run", "cut")
+    (folder / "cut" / "checkpoints" / "3" / "sha256.json").write_text("")  # as a power cut leaves it
+    with pytest.warns(DamagedWarning, match="cut/checkpoints/2 is used instead"):
+        records = [json.loads(line) for line in out("train", "config.yaml", "run_dir=cut", "--json").splitlines()]
+    assert [(record["kind"], record["step"]) for record in records[:4]] == [
+        ("damaged", 2), ("restored", 2), ("run", 2), ("train", 3)
+    ]  # fmt: skip
+    assert records[0]["folder"] == f"{folder}/cut/checkpoints/3"
+    assert records[0]["why"].endswith("/3/sha256.json\n    is not what was written, so no file can be verified")
+    assert {"2", "3", "3.damaged"} <= {path.name for path in (folder / "cut" / "checkpoints").iterdir()}
+    losses = [
+        {record["loss"] for record in map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
+         if record["kind"] == "train" and record["step"] == 3}
+        for run in ("run", "cut")
+    ]  # fmt: skip
+    assert losses[0] == losses[1]
+    assert "holds no config" not in out("checkpoint", "verify", "cut")
+
+
+def test_init_and_generate_use_the_checkpoint_before_a_damaged_one_and_say_so(out: Any, folder: Path):
+    shutil.copytree("run", "source")
+    chunk = folder / "source" / "checkpoints" / "3" / "state" / "params.head" / "0.0"
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    text = "source/checkpoints/3 is damaged"
+    words = ["train", "config.yaml", "run_dir=begun", "init.from_checkpoint=source", "num_steps=1", "--json"]
+    with pytest.warns(DamagedWarning, match=text):
+        records = [json.loads(line) for line in out(*words).splitlines()]
+    assert records[0]["source"] == f"{folder}/source/checkpoints/2"
+    with pytest.warns(DamagedWarning, match=text):
+        out("generate", "source", "--prompt", "5 6", "--max-tokens", "1")
+
+
+def test_a_folder_with_the_number_of_another_step_is_told_before_training(refused: Any, folder: Path):
+    shutil.copytree("run", "renamed")
+    (folder / "renamed" / "checkpoints" / "3").rename(folder / "renamed" / "checkpoints" / "5")
+    there = f"{folder}/renamed/checkpoints"
+    message = f"meshpar: {there}/5 holds step 3: rename it to {there}/3, or move it away\n"
+    assert refused("train", "config.yaml", "run_dir=renamed", "num_steps=7") == message
+
+
+def test_a_second_run_is_told_who_holds_the_run_directory(refused: Any, folder: Path):
+    records = (folder / "run" / "metrics.jsonl").read_text()
+    with hold(folder / "run"):
+        said = refused("train", "config.yaml", "num_steps=5")
+    assert said.startswith(f"meshpar: run_dir: run is in use by process {os.getpid()} on ")
+    assert said.count("\n") == 1
+    assert (folder / "run" / "metrics.jsonl").read_text() == records
+    assert not (folder / "run" / ".lock").exists()

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from meshpar.config import Config, flatten, load, schema, to_yaml
+from meshpar.config import Config, build, flatten, load, schema, to_yaml
 from meshpar.errors import ConfigError
 
 
@@ -17,12 +17,14 @@ class Circle(Config):
     kind: Literal["circle"] = "circle"
     radius: float = 1.0
     """From the middle to the edge."""
+    border: float | None = None
 
 
 class Square(Config):
     kind: Literal["square"] = "square"
     side: Annotated[int, pydantic.Field(gt=0)] = 1
     tags: tuple[str, ...] = ()
+    border: float | None = None
 
 
 class Pen(Config):
@@ -90,11 +92,48 @@ def test_an_extending_file_is_merged_over_the_other(write):
     assert (drawing.shape, drawing.scale) == (Square(side=3, tags=("b",)), 2.0)
 
 
-def test_another_kind_replaces_a_section_whole(write):
-    write("shape: {kind: square, side: 3}\n", "base.yaml")
-    assert load(Drawing, write("extends: base.yaml\nshape: {kind: circle}\n")).shape == Circle()
-    overrides = ["shape.radius=2", "shape.kind=circle"]
-    assert load(Drawing, write("extends: base.yaml\n"), overrides).shape == Circle(radius=2.0)
+SQUARE = "shape: {kind: square, side: 3, border: 2.0}\n"
+LOST = """\
+    kind circle does not know side, set for kind square
+    shape.side=null to drop it, or shape={kind: circle, ...} to begin anew"""
+
+
+def test_another_kind_keeps_what_both_kinds_know_and_names_what_it_does_not(write):
+    write(SQUARE, "base.yaml")
+    circle = Circle(border=2.0)
+    with pytest.raises(ConfigError) as refused:
+        load(Drawing, write("extends: base.yaml\nshape: {kind: circle}\n"))
+    assert str(refused.value).endswith(f"drawing.yaml:2)\n{LOST}")
+    assert load(Drawing, write("extends: base.yaml\nshape: {kind: circle, side: null}\n")).shape == circle
+    with pytest.raises(ConfigError) as refused:
+        load(Drawing, write("extends: base.yaml\n"), ["shape.kind=circle"])
+    assert str(refused.value).endswith(f"shape.kind (command line)\n{LOST}")
+    for overrides in (["shape.kind=circle", "shape.side=null"], ["shape.side=null", "shape.kind=circle"]):
+        assert load(Drawing, write(SQUARE), overrides).shape == circle
+    overrides = ["shape.radius=2", "shape.side=null", "shape.kind=circle", "shape.border=null"]
+    assert load(Drawing, write(SQUARE), overrides).shape == Circle(radius=2.0)
+
+
+def test_null_drops_no_key_that_no_kind_knows(write):
+    with pytest.raises(ConfigError, match="unknown key"):
+        load(Drawing, write(SQUARE), ["shape.kind=circle", "shape.side=null", "shape.edge=null"])
+
+
+def test_a_mapping_on_the_command_line_replaces_and_a_key_sets_one(write):
+    path = write(f"{CIRCLE}pen: {{colour: red, width: 2}}\n")
+    assert load(Drawing, path, ["pen={width: 3}"]).pen == Pen(width=3.0)
+    assert load(Drawing, path, ["pen.width=3"]).pen == Pen(colour="red", width=3.0)
+    assert load(Drawing, path, ["pen={width: 3}", "pen.colour=blue"]).pen == Pen(colour="blue", width=3.0)
+    assert load(Drawing, write(SQUARE), ["shape={kind: circle}"]).shape == Circle()
+    with pytest.raises(ConfigError, match=r"pen\.widht \(command line\)"):
+        load(Drawing, write(f"{CIRCLE}pen: {{widht: 2}}\n"), ["pen={widht: 3}"])
+
+
+def test_what_was_kept_of_a_config_takes_another_kind_with_its_own_defaults():
+    kept = Drawing(shape=Square(border=2.0)).model_dump(mode="json")
+    assert build(Drawing, kept, "kept", ["shape.kind=circle"]).shape == Circle(border=2.0)
+    with pytest.raises(ConfigError, match="does not know side"):
+        build(Drawing, Drawing(shape=Square(side=2)).model_dump(mode="json"), "kept", ["shape.kind=circle"])
 
 
 def test_a_shorthand_is_written_out_before_it_is_merged(write):
@@ -115,7 +154,7 @@ def test_files_that_extend_each_other_are_an_error(write):
 
 
 def test_yaml_makes_no_objects(write):
-    with pytest.raises(ConfigError, match="is not YAML"):
+    with pytest.raises(ConfigError, match="asks for more than plain data"):
         load(Drawing, write("shape: !!python/object/apply:os.system [ls]\n"))
 
 
@@ -152,7 +191,8 @@ def test_flatten_gives_dotted_keys():
     flat = flatten(Drawing(shape=Square()))
     assert flat["shape.side"] == 1
     assert set(flat) == {
-        "shape.kind", "shape.side", "shape.tags", "pen.colour", "pen.width", "scale", "copies", "title", "filled",
+        "shape.kind", "shape.side", "shape.tags", "shape.border", "pen.colour", "pen.width", "scale", "copies", "title",
+        "filled",
     }  # fmt: skip
 
 
@@ -163,4 +203,5 @@ def test_the_schema_describes_fields_with_the_text_below_them():
 
 
 def test_the_yaml_is_plain_data():
-    assert yaml.safe_load(to_yaml(Drawing(shape=Circle())))["shape"] == {"kind": "circle", "radius": 1.0}
+    circle = yaml.safe_load(to_yaml(Drawing(shape=Circle())))["shape"]
+    assert circle == {"kind": "circle", "radius": 1.0, "border": None}

@@ -80,8 +80,9 @@ meshpar: there is nothing to plot:
   begun/metrics.jsonl
     has no record of a training step
     the run_dir of a run that trained
-  other/metrics.jsonl
-    holds a line that is no record of a run
+  other/metrics.jsonl:1
+    is no record of a run
+    remove this line: no other needs it
   nowhere/metrics.jsonl
     cannot be read: No such file or directory
     the run_dir of a run that trained

@@ -23,7 +23,7 @@ TOLD = {
     "mesh": {"data": 1, "fsdp": 2, "tensor": 2},
     "sent_bytes": 456,
     "sent_bytes_per_axis": {"fsdp": 200, "tensor": 256},
-    "closed_form_per_axis": None,
+    "traced_bytes_per_axis": None,
     "collectives": [GATHER, ACTIVATION],
     "flops": 1000,
     "memory": {"arguments": {"p.w": 400}, "outputs": 8, "temporaries": 1000, "peak": None, "total": 1408},

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 
-from meshpar import imports
+from meshpar import flow, imports
+from meshpar.mesh.hardware import Chip
 
 MODULE = """
 import flax.linen as nn
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import lax
 
 
 class Own(nn.Module):
@@ -31,6 +34,16 @@ class Own(nn.Module):
         return nn.Dense(64)(nn.gelu(x))
 
 
+class Looping(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(64, 64)(tokens)
+        first, last = (jnp.int32(0), lax.stop_gradient(x)), tokens.max()
+        _, fixed = lax.while_loop(lambda at: at[0] < last, lambda at: (at[0] + 1, at[1] @ jnp.eye(64)), first)
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        return nn.Dense(64, kernel_init=init)(x + fixed)
+
+
 class OwnNNX(nnx.Module):
     def __init__(self, width, rngs):
         self.table = nnx.Embed(64, width, param_dtype=jnp.result_type(float), rngs=rngs)
@@ -39,6 +52,38 @@ class OwnNNX(nnx.Module):
 
     def __call__(self, tokens):
         return self.up(self.table(tokens))
+
+
+class Dropping(nnx.Module):
+    # Statistics, random keys and counters beside its parameters.
+
+    def __init__(self, width, rngs):
+        self.table = nnx.Embed(64, width, param_dtype=jnp.result_type(float), rngs=rngs)
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", "tp"))
+        self.up = nnx.Linear(width, 64, kernel_init=init, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.up(self.dropout(self.norm(self.table(tokens))))
+
+
+def own(model, params, batch, key, carried):
+    merged = nnx.merge(model, params, carried)
+    nll = optax.softmax_cross_entropy_with_integer_labels(merged(batch["tokens"]), jnp.maximum(batch["targets"], 0))
+    return nll.mean(), {}, nnx.state(merged, nnx.Not(nnx.Param))
+
+
+def forgets(model, params, batch, key, carried):
+    return own(model, params, batch, key, carried)[0]
+
+
+def misspelt(model, params, batch, key):
+    return batch["tokes"].mean()
+
+
+def keyless(model, params, batch):
+    return batch["tokens"].mean()
 
 
 def loss(model, params, batch, key):
@@ -70,6 +115,9 @@ run_dir: run
 """
 
 
+DROPPING = ["model.target=own_model:Dropping", "model.arguments={width: 16}", "model.axes={tp: tensor}"]
+
+
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch, tmp_path):
     """A folder with a module and a config; nothing was permitted before."""
@@ -97,6 +145,14 @@ def meshpar(command):
     return call
 
 
+@pytest.fixture
+def chip(monkeypatch):
+    """A chip of 1e12 operations a second in place of the CPU."""
+    chip = Chip("test", ("cpu",), 1e12, 1e9, 1e9)
+    monkeypatch.setattr(flow, "chip_of", lambda device: chip)
+    return chip
+
+
 def records(told, kind):
     return [r for r in map(json.loads, told.splitlines()) if r["kind"] == kind]
 
@@ -114,6 +170,23 @@ def test_its_own_loss_reports_metrics(meshpar):
     assert all(r["largest"] > 0 for r in records(told, "train") + records(told, "evaluation"))
 
 
+@pytest.mark.parametrize(("model", "weights"), [([], 16 * 32 + 32 * 64), (DROPPING, 16 * 64)], ids=["Linen", "NNX"])
+def test_its_model_flops_utilization_is_recorded(meshpar, chip, model, weights):
+    """Each token is multiplied with the weights of the dense layers, once forward and twice backward."""
+    _, told = meshpar("train", "config.yaml", *model, "--json")
+    timed = [record for record in records(told, "train") if "tokens_per_s" in record]
+    assert timed
+    for record in timed:
+        assert record["mfu"] == pytest.approx(record["tokens_per_s"] * 6 * weights / (8 * chip.flops))
+
+
+def test_where_its_operations_cannot_be_counted_it_trains_without(meshpar, chip):
+    code, told = meshpar("train", "config.yaml", "model.target=own_model:Looping", "--json")
+    why = "dot_general: in a while loop, which may run any number of times"
+    assert (code, told) == (0, f"meshpar: MFU is not recorded, as the model's operations cannot be counted: {why}\n")
+    assert "mfu" not in (Path("run") / "metrics.jsonl").read_text()
+
+
 def test_batch_statistics_are_carried(meshpar):
     batch_norm = ["model.arguments={batch_norm: true}", "loss=own_model:normed"]
     assert meshpar("train", "config.yaml", *batch_norm, "--json")[0] == 0
@@ -125,12 +198,95 @@ def test_batch_statistics_are_carried(meshpar):
     )
 
 
-def test_an_nnx_model_is_explained_inspected_and_proved(meshpar):
+def test_an_nnx_model_is_explained_and_inspected(meshpar):
     of_nnx = ["model.target=own_model:OwnNNX", "model.arguments={width: 16}"]
     assert "up.kernel" in meshpar("explain", "config.yaml", *of_nnx)[1]
     assert json.loads(meshpar("inspect", "config.yaml", *of_nnx, "--json")[1])["flops"] > 0
-    code, told = meshpar("prove", "config.yaml", *of_nnx)
+
+
+@pytest.mark.filterwarnings("ignore:scatter inputs have:FutureWarning")  # Flax keeps statistics in float32
+def test_an_nnx_model_with_keys_statistics_and_axes_of_its_own_is_proved(meshpar):
+    code, told = meshpar("prove", "config.yaml", *DROPPING)
     assert (code, told.splitlines()[-1]) == (0, "equal to one device: no difference is above 1e-10")
+
+
+@pytest.mark.parametrize("loss", [[], ["loss=own_model:own"]])
+def test_random_keys_are_carried_and_a_run_goes_on_as_if_never_stopped(meshpar, loss):
+    """Both with the default loss, whose evaluations drop nothing, and with one of its own."""
+    _, told = meshpar("train", "config.yaml", *DROPPING, *loss, "run_dir=whole", "num_steps=4", "--json")
+    whole = {r["step"]: r["loss"] for r in records(told, "train")}
+    assert len(set(whole.values())) == 4
+    assert meshpar("train", "config.yaml", *DROPPING, *loss, "--json")[0] == 0
+    _, told = meshpar("train", "config.yaml", *DROPPING, *loss, "num_steps=4", "--json")
+    assert {r["step"]: r["loss"] for r in records(told, "train")} == {step: whole[step] for step in (3, 4)}
+
+
+def test_the_models_own_axes_are_those_of_the_mesh(meshpar):
+    _, told = meshpar("explain", "config.yaml", *DROPPING)
+    assert "fsdp -> fsdp" in told and "tp -> tensor" in told
+    code, told = meshpar("explain", "config.yaml", *DROPPING[:2])
+    assert (code, "no rule covers tp" in told) == (2, True)
+
+
+def test_a_name_that_only_activations_have_is_declared(meshpar):
+    rules = "rules={preset: [fsdp, megatron], unnamed: [], height: []}"
+    assert meshpar("explain", "config.yaml", rules, "model.activation_dims=[height]")[0] == 0
+    code, told = meshpar("explain", "config.yaml", rules)
+    assert (code, "rules.height\n    no parameter has such a dim\n    if only activations have it" in told) == (2, True)
+
+
+def test_a_mean_in_microbatches_is_warned_of(meshpar):
+    """Tokens that are not predicted lie in some microbatches more than in others."""
+    with pytest.warns(UserWarning, match="the mean of 2 microbatches' means is not the mean of the batch"):
+        assert meshpar("inspect", "config.yaml", "loss=own_model:loss", "num_microbatches=2")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            ["model.arguments={widht: 8, height: 3}"],
+            "own_model:Own cannot be called with these arguments:\n"
+            "  model.arguments.widht\n    own_model:Own has no such argument\n    did you mean width?\n"
+            "  model.arguments.height\n    own_model:Own has no such argument\n    it takes width, batch_norm",
+        ),
+        (
+            ["model.target=own_model:OwnNNX"],
+            "own_model:OwnNNX cannot be called with these arguments:\n"
+            "  model.arguments.width\n    own_model:OwnNNX requires it\n    it takes width",
+        ),
+        (
+            ["model.target=own_model:OwnNNX", "model.arguments={width: wide}"],
+            "own_model:OwnNNX failed at {file}:{OwnNNX}: TypeError: ",
+        ),
+        (["model.arguments={width: wide}"], "own_model:Own failed at {file}:{Own}: TypeError: "),
+        (["model.axes={tp: tnsor}"], "the model's names of axes are wrong:\n  axes: tp\n    tnsor is no axis of a me"),
+        (["model.dims={'**.kernal': [embed]}"], "the names of dims do not fit the model:\n  dims['**.kernal']"),
+    ],
+)
+def test_what_a_model_is_called_with_wrongly_is_told_in_a_few_lines(meshpar, tmp_path, changes, told):
+    code, said = meshpar("explain", "config.yaml", *changes)
+    lines = {"OwnNNX": 1 + MODULE[: MODULE.index("self.table = nnx")].count("\n")}
+    lines["Own"] = 1 + MODULE[: MODULE.index("x = nn.Embed")].count("\n")
+    assert code == 2
+    assert said.startswith("meshpar: " + told.format(file=tmp_path / "here" / "own_model.py", **lines))
+    assert "Traceback" not in said and len(said.splitlines()) < 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (["loss=own_model:misspelt"], "own_model:misspelt failed at {file}:{line}: KeyError: 'tokes'\n"),
+        (["loss=own_model:keyless"], "own_model:keyless is called with 4 arguments; def keyless(model, params, "),
+        ([*DROPPING, "loss=own_model:forgets"], "the loss is given dropout, norm to carry, and does not return what "),
+    ],
+)
+def test_what_a_loss_does_wrongly_is_told_in_a_line(meshpar, tmp_path, changes, told):
+    code, said = meshpar("inspect", "config.yaml", *changes)
+    line = 1 + MODULE[: MODULE.index("tokes")].count("\n")
+    assert code == 2
+    assert said.startswith("meshpar: " + told.format(file=tmp_path / "here" / "own_model.py", line=line))
+    assert said.count("\n") == 1
 
 
 # Who may import what -----------------------------------------------------------------------------------------------
@@ -141,10 +297,43 @@ def test_a_config_from_elsewhere_imports_nothing(meshpar, tmp_path):
     code, told = meshpar("explain", "../config.yaml")
     assert code == 2
     assert told == (
-        "meshpar: own_model:Own: ../config.yaml lies outside of the working directory, and may not have own_model.py "
-        "imported; if that is meant, say meshpar --import own_model.py\n"
+        "meshpar: own_model:Own: ../config.yaml is not in the working directory, beside own_model, and may not import "
+        "it; if you trust it, say meshpar --import own_model.py\n"
     )
     assert "own_model" not in sys.modules
+
+
+PAYLOAD = "import pathlib\npathlib.Path('ran').touch()\n"
+
+
+@pytest.mark.parametrize("target", ["downloads.evil.payload:build", "evil.payload:build", "payload:build"])
+@pytest.mark.parametrize("packages", [False, True])
+def test_a_config_in_a_folder_below_brings_no_code_with_it(meshpar, tmp_path, target, packages):
+    here = tmp_path / "here"
+    evil = here / "downloads" / "evil"
+    evil.mkdir(parents=True)
+    (evil / "payload.py").write_text(PAYLOAD)
+    (evil / "config.yaml").write_text(CONFIG.replace("own_model:Own", target))
+    if packages:
+        (evil / "__init__.py").touch()
+        (evil.parent / "__init__.py").touch()
+    code, told = meshpar("explain", "downloads/evil/config.yaml")
+    assert (code, target in told) == (2, True)
+    assert not list(here.rglob("ran"))
+
+
+def test_control_the_same_code_runs_where_config_and_module_are_in_the_working_directory(meshpar, tmp_path):
+    (tmp_path / "here" / "payload.py").write_text(PAYLOAD)
+    (tmp_path / "here" / "config.yaml").write_text(CONFIG.replace("own_model:Own", "payload:build"))
+    assert "has no build" in meshpar("explain", "config.yaml")[1]
+    assert (tmp_path / "here" / "ran").exists()
+    sys.modules.pop("payload")
+
+
+def test_a_link_to_a_config_elsewhere_is_a_config_elsewhere(meshpar, tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "here" / "link.yaml").symlink_to("../config.yaml")
+    assert meshpar("explain", "link.yaml")[0] == 2
 
 
 @pytest.mark.parametrize("meant", [["--import", "own_model.py", "explain"], ["explain"]])

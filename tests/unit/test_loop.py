@@ -17,11 +17,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.kept import Kept
-from meshpar.train import loop as loop_module
-from meshpar.train.loop import IN_FLIGHT, Loop, Stopwatch
+from meshpar.errors import RunError
+from meshpar.train import window as window_module
+from meshpar.train.loop import Loop, Stopwatch
 from meshpar.train.metrics import Record, read, recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
+from meshpar.train.window import IN_FLIGHT
 
 ROWS, SEQ = 8, 2
 
@@ -234,11 +236,11 @@ def test_control_an_implicit_transfer_raises(tmp_path: Path):
 
 def test_few_steps_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """More than about 32 whose metrics nobody has waited for would stop jax 0.10 for ever."""
-    assert in_flight(tmp_path, monkeypatch) == [IN_FLIGHT] * (40 - IN_FLIGHT)
+    assert in_flight(tmp_path, monkeypatch) == [IN_FLIGHT] * (40 - IN_FLIGHT) + [*reversed(range(IN_FLIGHT))]
 
 
 def test_control_without_the_window_they_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loop_module, "IN_FLIGHT", 20)
+    monkeypatch.setattr(window_module, "IN_FLIGHT", 20)
     assert max(in_flight(tmp_path, monkeypatch)) == 20
 
 
@@ -381,3 +383,72 @@ def test_utilization_is_recorded_where_the_chip_is_known(tmp_path: Path):
     first, *others = recorded(tmp_path, "train")
     assert "mfu" not in first
     assert all(record["mfu"] == record["tokens_per_s"] / 1e9 for record in others)
+
+
+def test_checkpoints_come_by_time_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    step = Watched()
+    monkeypatch.setattr("time.monotonic", lambda: 60.0 * len(step.begun))  # a step takes a minute
+    run(tmp_path, step=step, kept=Kept(every_minutes=3, keep=9))
+    assert saved_steps(tmp_path) == [3, 6, 9, 10]
+
+
+@pytest.mark.parametrize("kept", [Kept(every_minutes=None), Kept(), Kept(every=5)])
+def test_control_no_time_or_less_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: Kept):
+    step = Watched()
+    monkeypatch.setattr("time.monotonic", lambda: 60.0 * len(step.begun))
+    run(tmp_path, step=step, kept=kept)
+    assert saved_steps(tmp_path) == ([5, 10] if kept.every else [10])
+
+
+def test_a_data_set_that_raises_on_the_way_is_one_line_and_the_run_goes_on_later(tmp_path: Path):
+    class Broken(Numbers):
+        def batches(self, start: int = 0, rows: Any = None) -> Iterator[dict[str, np.ndarray]]:
+            yield from Numbers(length=6).batches(start)
+            raise OSError(5, "Input/output error", "/data/a.jsonl")
+
+    with pytest.raises(RunError) as failed:
+        run(tmp_path, train=Broken(), source="jsonl /data", kept=Kept(every=4))
+    told = "step 7: jsonl /data raised OSError: [Errno 5] Input/output error: '/data/a.jsonl'"
+    assert str(failed.value) == f"{told}; the same command goes on from the last checkpoint"
+    assert saved_steps(tmp_path) == [4]
+    assert run(tmp_path).step == 10
+
+
+def test_data_that_end_too_soon_are_one_line(tmp_path: Path):
+    with pytest.raises(RunError, match=r"^step 7: the data set has no more batches$"):
+        run(tmp_path, train=Numbers(length=6))
+
+
+def test_a_run_directory_that_is_moved_on_the_way_is_one_line(tmp_path: Path):
+    class Moving(Numbers):
+        def batch(self, index: int) -> dict[str, np.ndarray]:
+            if index == 5:
+                (tmp_path / "run").rename(tmp_path / "gone")
+            return super().batch(index)
+
+    with pytest.raises(RunError, match=r"a record cannot be written to .*run/metrics.jsonl: No such file or directory"):
+        run(tmp_path / "run", train=Moving(), kept=Kept(every=7), log_every=1000)
+
+
+def test_a_checkpoint_on_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(self: Any, step: int, state: Any, metrics: Any = None) -> None:
+        raise ValueError(
+            f'RESOURCE_EXHAUSTED: Error writing local file "{step}/w": No space left on device [OS error 28]'
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr("meshpar.checkpoint.checkpoints.Checkpoints.save", full)
+        with pytest.raises(RunError) as failed:
+            run(tmp_path)
+    told = f"a checkpoint cannot be written to {tmp_path / 'checkpoints'}: No space left on device"
+    assert str(failed.value).startswith(f"{told}; when there is room again")
+    assert run(tmp_path).step == 10
+
+
+def test_a_run_whose_last_record_was_written_in_half_goes_on(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, train=Numbers(interrupted=(7,)), kept=Kept(every=4), log_every=1)
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes()[:-20])
+    run(tmp_path, log_every=1)
+    assert steps_of(tmp_path, "train") == list(range(1, 11))

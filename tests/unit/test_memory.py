@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from meshpar import GPT, AdamW, AxisRules, MeshLayout, Run, Synthetic, load, prepare
+from meshpar.cost.memory import ModelStates
 from meshpar.mesh import process
-from meshpar.plan.memory import ModelStates
 from meshpar.plan.targets import parse
 from meshpar.run import Precision
 

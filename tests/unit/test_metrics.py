@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
+import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from meshpar.errors import CheckpointError
-from meshpar.train.metrics import FILE, flops_per_token, read, recorder, summary
+from meshpar.errors import CheckpointError, RunError
+from meshpar.train.metrics import FILE, _append, read, recorder, summary
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
@@ -125,9 +129,103 @@ def test_a_terminal_shows_the_step_and_its_numbers(
     assert "7/10" in shown and "loss 2.5000" in shown and "evaluation step      7  loss 2.7500" in shown
 
 
-def test_summary_of_nothing_finite_claims_nothing():
-    records = [{"kind": "train", "step": 1, "loss": None}, {"kind": "evaluation", "step": 1, "loss": None}]
-    assert summary(records) == {}
+def test_a_summary_does_not_hide_that_the_last_loss_is_not_finite_and_steps_were_skipped():
+    first = {"kind": "train", "step": 1, "loss": 4.0, "skipped": 0}
+    last = {"kind": "train", "step": 2, "loss": None, "skipped": 1}
+    told = summary([first, last, {"kind": "evaluation", "step": 2, "loss": None}])
+    assert (told["first_loss"], told["skipped"]) == (4.0, 1)
+    assert math.isnan(told["last_loss"]) and math.isnan(told["held_out_loss"]) and math.isnan(told["lower_by"])
+    assert summary([]) == {}
+
+
+def test_a_last_line_that_breaks_off_is_left_out_and_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with recorder(tmp_path, 10, as_json=True) as to:
+        to.begin(0, {})
+        to.record("train", 1, loss=1.0)
+        to.record("train", 2, loss=2.0)
+    whole = (tmp_path / FILE).read_bytes()
+    for cut in (1, 20, len(whole.splitlines()[-1])):
+        (tmp_path / FILE).write_bytes(whole[:-cut])
+        kept = [(1, 1.0), (2, 2.0)] if cut == 1 else [(1, 1.0)]  # of the newline alone nothing is missing
+        assert losses(tmp_path) == kept
+        with recorder(tmp_path, 10, as_json=True) as to:
+            to.record("train", 3, loss=3.0)
+        assert losses(tmp_path) == [*kept, (3, 3.0)]
+    assert f"{tmp_path / FILE}: its last line was not finished and is cut off" in capsys.readouterr().err
+
+
+def test_a_long_record_that_was_written_in_part_is_cut_off(tmp_path: Path):
+    with recorder(tmp_path, 10, as_json=True) as to:
+        to.begin(0, {})
+        to.record("restored", 0, taken=["params.w"] * 5000)
+    data = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(data[:8192])
+    with recorder(tmp_path, 10, as_json=True):
+        pass
+    assert [record["kind"] for record in read(tmp_path / FILE)] == ["run"]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "\0" * 30, '{"step": 1}', '{"kind": "train", "step": "1"}', "\xff"])
+def test_any_other_broken_line_is_told_by_its_number_and_nothing_is_changed(tmp_path: Path, line: str):
+    text = f'{{"kind": "run", "step": 0}}\n{line}\n{{"kind": "train", "step": 1, "loss": 1.0}}\n'.encode("latin-1")
+    (tmp_path / FILE).write_bytes(text)
+    with pytest.raises(CheckpointError) as refused, recorder(tmp_path, 10, as_json=True):
+        pass
+    told = "is no record of a run\n    remove this line: no other needs it"
+    assert str(refused.value) == f"what was recorded cannot be read:\n  {tmp_path / FILE}:2\n    {told}"
+    assert (tmp_path / FILE).read_bytes() == text
+
+
+class Full(io.FileIO):
+    """A file on a disk that has room for so many bytes more, and then is full."""
+
+    room = 0
+
+    def write(self, data: Any) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = super().write(bytes(data)[: self.room])
+        self.room -= written
+        return written
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_half_record(tmp_path: Path):
+    file = tmp_path / FILE
+    with Full(file, "a") as lines:
+        lines.room = 60
+        _append(file, lines, {"kind": "train", "step": 1, "loss": 1.0})
+        with pytest.raises(RunError) as refused:
+            _append(file, lines, {"kind": "train", "step": 2, "loss": 2.0})
+    fix = "when there is room again, the same command goes on from the last checkpoint"
+    assert str(refused.value) == f"a record cannot be written to {file}: No space left on device; {fix}"
+    assert refused.value.exit_code == 1
+    assert (file.read_bytes().count(b"\n"), losses(tmp_path)) == (1, [(1, 1.0)])
+
+
+def test_a_run_directory_that_was_removed_is_told(tmp_path: Path):
+    with recorder(tmp_path / "run", 10, as_json=True) as to:
+        to.begin(0, {})
+        (tmp_path / "run").rename(tmp_path / "gone")
+        with pytest.raises(RunError, match="was the folder moved or removed while the run wrote to it"):
+            to.record("train", 1, loss=1.0)
+
+
+def record_once(run_dir: Path) -> None:
+    with recorder(run_dir, 10, as_json=True) as to:
+        to.begin(0, {})
+        to.record("train", 1, loss=1.0)
+
+
+def test_tensorboard_on_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(self: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tensorboardX.event_file_writer.EventsWriter.flush", full)
+    with pytest.raises(RunError) as refused:
+        record_once(tmp_path)
+    assert str(refused.value).startswith(
+        f"TensorBoard's events cannot be written to {tmp_path / 'tensorboard'}: No space"
+    )
 
 
 def test_summary_takes_the_median_speed():
@@ -152,12 +250,3 @@ def test_a_run_directory_that_is_a_file(tmp_path: Path):
     with pytest.raises(CheckpointError) as error, recorder(tmp_path / "file", 10):
         pass
     assert str(error.value) == f"run_dir: {tmp_path / 'file'} cannot be written: File exists"
-
-
-def test_flops_of_a_model_that_was_counted_by_hand():
-    """One layer of width 8, 2 heads of 4, mlp 16 (two matrices), a head of 32 tokens, 10 tokens of context.
-
-    A token's matmuls are 4 x 8 x 8 + 2 x 8 x 16 + 8 x 32 = 768 multiply-adds, 6 operations each; its scores and the
-    sum of values by them 2 x 8 multiply-adds for each of 10 tokens, half of them masked.
-    """
-    assert flops_per_token(768, 1, 10, 8) == 6 * 768 + 6 * (2 * 8 * 10 // 2)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from meshpar.config import to_yaml
+from meshpar.errors import ConfigError
 from meshpar.run import Run, load
 from meshpar.train.data import Data, Mixture, Part, Synthetic
 from meshpar.train.data.dataset import Dataset
@@ -175,5 +176,5 @@ def test_a_mixture_is_a_pure_function_of_config_and_seed():
 
 
 def test_a_mixture_has_a_part():
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigError):
         Mixture(parts=())

@@ -365,7 +365,7 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_is_used():
 
 
 def test_a_config_says_which_optimizer_by_kind():
-    written = {"kind": "adamw", "lr": "3e-4", "schedule": {"kind": "cosine", "warmup_steps": 100}}
+    written = {"kind": "adamw", "lr": 3e-4, "schedule": {"kind": "cosine", "warmup_steps": 100}}
     read = pydantic.TypeAdapter(Optimizer).validate_python(written)
     assert read == AdamW(lr=3e-4, schedule=Cosine(warmup_steps=100))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,7 +135,7 @@ def test_a_bad_file_is_told_in_full(tmp_path):
 
 
 def test_interleaved_says_how_many_microbatches_it_takes():
-    with pytest.raises(ScheduleError, match=r"num_microbatches=4 or 8, or kind: 1f1b"):
+    with pytest.raises(ScheduleError, match=r"num_microbatches=4 or pipeline.num_microbatches=8, or pipeline={"):
         named("interleaved", 4, 6)
 
 
@@ -145,6 +147,31 @@ def test_pictures_show_every_operation(name):
     wide = gantt.text(told, 500).splitlines()
     assert [line.count("F") for line in wide] == [8 * told.chunks] * 4
     assert max(map(len, gantt.text(told, 60).splitlines())) <= 70
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "zb_h1", "zbv", "interleaved"]),
+    st.tuples(*[st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.7, 2.5])] * 4),
+)
+def test_no_operation_is_lost_in_a_picture_whatever_the_times(name, times):
+    told = simulate(named(name, 3, 6), 3, Times(*times))
+    lines = gantt.text(told, 10_000).splitlines()
+    assert [len(re.findall(r"[FBW]\d", line)) for line in lines] == [len(mine) for mine in told.stages]
+
+
+def test_half_a_unit_of_transfer_leaves_every_operation_in_the_picture(command):
+    said = command("schedule", "1f1b", "--stages", 2, "--microbatches", 4, "--transfer", 0.5)
+    assert said.out.splitlines()[:2] == [
+        "stage 0   F0 F1 .  .  .  B0 -  F2 B1 -  F3 .  B2 -  .  B3 -",
+        "stage 1   .  .  F0 B0 -  F1 B1 -  .  F2 B2 -  F3 B3 -  .  .",
+    ]
+
+
+def test_a_picture_that_is_too_coarse_says_how_much_of_it_can_be_seen():
+    told = simulate(named("1f1b", 4, 64), 4)
+    last = gantt.text(told, 60).splitlines()[-1]
+    assert re.fullmatch(r"\d+ of 512 operations are shown; a wider terminal shows all", last)
+    assert "shown" not in gantt.text(told, 1000)
 
 
 def test_the_command_draws(command, tmp_path):

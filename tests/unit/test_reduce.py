@@ -10,8 +10,12 @@ import pytest
 
 from meshpar import ConfigError, ProofError, prove
 from meshpar.checkpoint.checkpoints import checkpoints
-from meshpar.collectives.reduction import Int8, PowerSGD, Reduce
-from meshpar.run import load
+from meshpar.collectives.reduction import Int8, OneBit, PowerSGD, Reduce
+from meshpar.prepared import prepare
+from meshpar.run import Precision, load
+from meshpar.train.muon import Muon
+from meshpar.train.optim import AdamW
+from meshpar.train.step import with_rows
 from tests.equivalence.conftest import batches
 from tests.program.test_bytes import prepared
 
@@ -83,3 +87,50 @@ def test_what_is_kept_is_sharded_and_checkpointed(layout, across, tmp_path):
         restored = saved.restore(run.placement.structs)
     after, again = step(state, second)[0], step(restored, second)[0]
     jax.tree.map(np.testing.assert_array_equal, after, again)
+
+
+ACROSS = {
+    "int8": Int8(error_feedback=True, rounding="stochastic"),
+    "onebit": OneBit(),
+    "powersgd": PowerSGD(rank=2),
+    "powersgd without feedback": PowerSGD(rank=2, error_feedback=False),
+}
+PRECISIONS = {
+    "float64": Precision(params="float64", compute="float64"),
+    "bfloat16": Precision(compute="bfloat16", gradients="bfloat16"),
+    "bfloat16 in float64": Precision(params="float64", compute="bfloat16", gradients="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("optim", [AdamW(lr=1e-2), pytest.param(Muon(lr=1e-2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["data2_fsdp2_tensor2", pytest.param("data8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS.keys())
+@pytest.mark.parametrize("across", [
+    pytest.param(across, id=name, marks=[] if name in ("int8", "powersgd") else pytest.mark.slow)
+    for name, across in ACROSS.items()
+])  # fmt: skip
+def test_a_step_leaves_the_types_that_it_is_compiled_for(across, precision, layout, optim):
+    """Else there is no second step."""
+    with jax.enable_x64(True):
+        run = prepared(layout, reduce=Reduce(across=across)).run
+        run = prepare(run.model_copy(update={"precision": precision, "optim": optim}))
+        before = run.placement.structs
+        after, _ = jax.eval_shape(run.step, before, run.batch)
+    types = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert types(after) == types(before)
+
+
+def test_gradients_are_rounded_by_the_seed_of_the_run():
+    """Another seed, other roundings; the same seed, the same. Rounding to the nearest knows no seed."""
+
+    def norm(seed: int, rounding: str = "stochastic") -> float:
+        across = Int8(rounding=rounding)
+        run = prepared("data8", reduce=Reduce(across=across)).run
+        run = prepare(run.model_copy(update={"seed": seed}))
+        params = prepare(run.run.model_copy(update={"seed": 0})).compile_init()().params
+        batch = {name: jax.device_put(x, run.batch[name].sharding) for name, x in batches()[0].items()}
+        got = jax.jit(run.gradients)(params, with_rows(batch), jax.numpy.int32(3), {})
+        return float(got.norm)
+
+    assert norm(0) == norm(0) != norm(1)
+    assert norm(0, "nearest") == norm(1, "nearest") != norm(0)

@@ -48,6 +48,48 @@ def test_one_axis_cannot_shard_two_dims_of_an_array():
         resolve({"w": spec((8, 8), "mlp", "heads")}, RULES, MeshLayout(fsdp=4, tensor=2).abstract())
 
 
+def test_a_name_that_stands_twice_cannot_be_sharded():
+    """JAX would die of it, once a sharding is made: an axis can shard one dim of an array."""
+    rules = AxisRules(preset=("fsdp",), unnamed=("fsdp",))
+    mesh = MeshLayout(fsdp=4).abstract()
+    with pytest.raises(ShardingError) as error:
+        resolve({"w": spec((8, 8, 4), "unnamed", "unnamed", "mlp"), "b": spec((8,), "unnamed")}, rules, mesh)
+    assert (
+        str(error.value)
+        == """\
+1 array does not fit mesh (fsdp=4):
+  w  float32[8, 8, 4]  (unnamed, unnamed, mlp)
+    2 dims are called unnamed, and only one of them can be sharded over fsdp
+    give them different names by dims=, or rules.unnamed=[] to leave them whole"""
+    )
+
+
+def test_a_name_may_stand_twice_where_nothing_shards_it():
+    for rules in (AxisRules(preset="fsdp", unnamed=()), AxisRules(preset="fsdp", unnamed=("tensor",))):
+        resolve({"w": spec((8, 8, 8), "unnamed", "unnamed", "embed")}, rules, MeshLayout(fsdp=4).abstract())
+
+
+@pytest.mark.parametrize(
+    ("heads", "mesh", "fix"),
+    [
+        (8, {"tensor": 3}, "either mesh.tensor=2 or mesh.tensor=4, or rules.heads=[]"),
+        (6, {"data": 2, "tensor": 4}, "either mesh.tensor=2 or mesh.tensor=3 or mesh.tensor=6, or rules.heads=[]"),
+        (2, {"tensor": 4}, "either mesh.tensor=2, or rules.heads=[]"),
+        (7, {"tensor": 2}, "either mesh.tensor=7, or rules.heads=[]"),
+        (97, {"tensor": 2}, "either mesh.tensor=1, or rules.heads=[]"),
+    ],
+)
+def test_the_sizes_that_are_proposed_divide(heads, mesh, fix):
+    with pytest.raises(ShardingError) as error:
+        resolve({"w": spec((heads,), "heads")}, AxisRules(preset="megatron"), MeshLayout(**mesh).abstract())
+    assert fix in str(error.value)
+
+
+def test_no_rules_at_all_are_one_problem():
+    with pytest.raises(ShardingError, match=r"(?s)^there are no rules:.*rules=replicated, or another preset$"):
+        resolve({"w": spec((8,), "embed"), "v": spec((8,), "mlp")}, AxisRules(), MeshLayout().abstract())
+
+
 def test_constrain_pins_under_gspmd_and_raises_where_jax_would_replicate():
     mesh = MeshLayout(fsdp=4, tensor=2).build()
 

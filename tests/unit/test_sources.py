@@ -231,16 +231,6 @@ def test_files_that_change_while_they_are_read_are_refused(cached: Jsonl, monkey
     assert entries(cached) == []
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "sizes.npy", "shares.npy"])
-@pytest.mark.parametrize("kept", [0, 100])
-def test_a_damaged_entry_is_refused(cached: Jsonl, name: str, kept: int):
-    cached.documents()
-    file = entries(cached)[0] / name
-    file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(DataError, match=f"{entries(cached)[0]}\n    is damaged\n    remove it: it is made again"):
-        cached.documents()
-
-
 def test_a_vector_without_marks_is_one_document_and_an_opening_mark_is_not_doubled(tmp_path: Path):
     for name, tokens in {"a": [5, 6], "b": [9, 5, 9, 9, 6], "c": [], "d": [9]}.items():
         np.save(tmp_path / f"{name}.npy", np.array(tokens, np.int64))

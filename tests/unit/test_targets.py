@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -14,6 +15,7 @@ from meshpar.inspection.hlo import Collective
 from meshpar.inspection.inspect import inspect
 from meshpar.inspection.program import Array
 from meshpar.mesh import process
+from meshpar.mesh.hardware import CHIPS, FOR_XLA
 from meshpar.plan import fit, targets
 from meshpar.plan.fit import compile_for, judge
 from meshpar.plan.targets import parse
@@ -21,8 +23,10 @@ from meshpar.plan.targets import parse
 
 @pytest.mark.parametrize(
     ("text", "chip", "shape"),
-    [("v5e:16x16", "TPU v5e", (16, 16)), ("v5p:8x8x8", "TPU v5p", (8, 8, 8)), ("h100:64x8", "H100 SXM", (64, 8))],
-)
+    [("v5e:16x16", "TPU v5e", (16, 16)), ("v5p:8x8x8", "TPU v5p", (8, 8, 8)), ("h100:64x8", "H100 SXM", (64, 8)),
+     ("a100:1x8", "A100 80GB SXM", (1, 8)), ("a100_40gb:1x8", "A100 40GB", (1, 8)), ("H200:2x8", "H200 SXM", (2, 8)),
+     ("b200:4x8", "B200", (4, 8))],
+)  # fmt: skip
 def test_a_machine_is_a_chip_and_a_shape(text, chip, shape):
     machine = parse(text)
     assert (machine.chip.name, machine.shape) == (chip, shape)
@@ -31,7 +35,10 @@ def test_a_machine_is_a_chip_and_a_shape(text, chip, shape):
 REFUSED = {
     "v5e": "--target v5e: not a machine; write chip:shape, as in v5e:4x4, v5p:4x4x4 or h100:4x8",
     "v5e:4x": "--target v5e:4x: not a machine; write chip:shape, as in v5e:4x4, v5p:4x4x4 or h100:4x8",
-    "v5f:4x4": "--target v5f:4x4: no chip is called 'v5f'; did you mean v5p?",
+    "v5f:4x4": "--target v5f:4x4: no chip is called 'v5f'; did you mean v5p? There are v4, v5e, v5p, v6e, tpu7x, "
+    "a100, a100_40gb, h100, h200, b200",
+    "mi300:1x8": "--target mi300:1x8: no chip is called 'mi300'; there are v4, v5e, v5p, v6e, tpu7x, "
+    "a100, a100_40gb, h100, h200, b200",
     "h100:2x4x8": "--target h100:2x4x8: write hosts x GPUs on each, as in h100:4x8",
 }
 
@@ -51,12 +58,25 @@ def test_a_compiler_that_is_not_installed_is_named_with_its_extra(text, extra, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("text", "module"), [("v5e:2x4", "libtpu"), ("h100:2x4", "jax_cuda12_plugin")])
+@pytest.mark.parametrize(
+    ("text", "module"),
+    [("v5e:2x4", "libtpu"), *((f"{gpu}:2x4", "jax_cuda12_plugin") for gpu in targets.GPUS)],
+)
 def test_devices_of_a_compiler_that_is_here(text, module):
     """Needs the extras tpu-target and gpu-target."""
     assert find_spec(module), f"{module} is not installed"
     process.compile_only()
     assert len(parse(text).devices()) == 8
+
+
+@pytest.mark.parametrize("name", targets.GPUS.values())
+def test_what_xla_is_told_of_a_gpu_agrees_with_what_its_maker_states(name):
+    """Memory and bandwidth stand in both tables; a digit too many in one would show."""
+    chip = next(chip for chip in CHIPS if chip.name == name)
+    told = {key: float(value) for key, value in re.findall(r"(\w+): ([\d.]+)", FOR_XLA[name])}
+    assert told["device_memory_size"] == pytest.approx(chip.memory_bytes, rel=0.1)
+    assert told["memory_bandwidth"] == pytest.approx(chip.memory_bytes_per_s, rel=0.05)
+    assert any(kind in FOR_XLA[name] for kind in chip.kinds)
 
 
 def test_what_the_compiler_does_not_know_is_an_error_in_its_words(monkeypatch):

@@ -16,24 +16,54 @@ def text(timeline: Timeline, width: int = 120) -> str:
 
     Args:
       width: columns. Where there is no room for the microbatches, a letter lasts as its operation does, and every
-        second chunk's is small; where there is none for that, time is drawn coarser.
+        second chunk's is small; where there is none for that, time is drawn coarser, and the last line says how many
+        operations can be seen.
     """
     step = min((one.end - one.start for one in timeline.ran if one.end > one.start), default=1.0)
     columns = round(timeline.makespan / step)
     digits = max(len(_name(one)) for one in timeline.ran)
     cell = digits + 1 if columns * (digits + 1) + 10 <= width else 1
-    if columns * cell + 10 > width:
+    is_coarse = columns * cell + 10 > width
+    if is_coarse:
         step *= math.ceil((columns + 10) / width)
-    return "\n".join(f"stage {i:<3} {_row(mine, timeline, step, cell)}" for i, mine in enumerate(timeline.stages))
+    rows = [_columns(mine, timeline.makespan, step, is_coarse) for mine in timeline.stages]
+    lines = [f"stage {i:<3} {_drawn(row, cell)}" for i, row in enumerate(rows)]
+    num_shown = sum(len(set(row) - {None}) for row in rows)
+    if num_shown < len(timeline.ran):
+        lines.append(f"{num_shown} of {len(timeline.ran)} operations are shown; a wider terminal shows all")
+    return "\n".join(lines)
 
 
-def _row(mine: list[Ran], timeline: Timeline, step: float, cell: int) -> str:
-    cells = [".".ljust(cell)] * math.ceil(timeline.makespan / step - 1e-9)
+def _columns(mine: list[Ran], makespan: float, step: float, is_coarse: bool) -> list[Ran | None]:
+    """What a stage does in each column. Each operation has one of its own, unless time is drawn too coarse for that."""
+    columns: list[Ran | None] = [None] * math.ceil(makespan / step - 1e-9)
+    free = 0
     for one in mine:
-        first, last = round(one.start / step), max(round(one.start / step) + 1, round(one.end / step))
-        name = _name(one)[:cell] if cell > 1 else one.op.kind.lower() if one.op.chunk % 2 else one.op.kind
-        cells[first:last] = [name.ljust(cell)] + ["-".ljust(cell) if cell > 1 else name] * (last - first - 1)
-    return "".join(cells[: math.ceil(timeline.makespan / step - 1e-9)]).rstrip()
+        first = _column(one.start, step) if is_coarse else max(free, _column(one.start, step))
+        free = max(first + 1, _column(one.end, step))
+        columns += [None] * (free - len(columns))
+        columns[first:free] = [one] * (free - first)
+    return columns
+
+
+def _column(time: float, step: float) -> int:
+    """The nearest. Of two, always the later: operations that last a step each never meet in one."""
+    return math.floor(time / step + 0.5 + 1e-9)
+
+
+def _drawn(columns: list[Ran | None], cell: int) -> str:
+    cells: list[str] = []
+    before = None
+    for one in columns:
+        if one is None:
+            text = "."
+        elif cell == 1:
+            text = one.op.kind.lower() if one.op.chunk % 2 else one.op.kind
+        else:
+            text = "-" if one is before else _name(one)
+        cells.append(text[:cell].ljust(cell))
+        before = one
+    return "".join(cells).rstrip()
 
 
 def _name(one: Ran) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import get_args
 
+from meshpar.config import build
 from meshpar.errors import Problems, ScheduleError, nearest
 from meshpar.parallel.pipeline.schedule import Pipeline, Schedule, Written
 
@@ -23,18 +24,16 @@ def named(name: str, num_stages: int, num_microbatches: int, num_chunks: int | N
     >>> named("zb_h1", 4, 8)
     ZeroBubbleH1(num_microbatches=8, cut=None, kind='zb_h1')
     """
-    kind = Written if name not in KINDS and Path(name).is_file() else KINDS.get(name)
+    kind = Written if name not in KINDS and os.path.isfile(name) else KINDS.get(name)
     if kind is None:
         near = nearest(name, KINDS)
         hint = f"; did you mean {near}?" if near else ""
         raise ScheduleError(f"no schedule or file is called {name!r}{hint}; there are {', '.join(KINDS)}")
     if num_chunks is not None and "num_chunks" not in kind.model_fields:
         raise ScheduleError(f"{name} takes no number of chunks")
-    given = {"path": Path(name), "num_chunks": num_chunks}
-    schedule = kind(
-        num_microbatches=num_microbatches,
-        **{key: value for key, value in given.items() if key in kind.model_fields and value is not None},
-    )
+    given = {"num_microbatches": num_microbatches, "path": name, "num_chunks": num_chunks}
+    known = {key: value for key, value in given.items() if key in kind.model_fields and value is not None}
+    schedule = build(kind, known, f"schedule {name}")
     problems = Problems()
     schedule.check(num_stages, problems)
     problems.raise_any(ScheduleError, f"{name} does not go with {num_stages} stages:")

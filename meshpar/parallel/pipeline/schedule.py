@@ -14,10 +14,11 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import pydantic
 
-from meshpar.config import Config
-from meshpar.errors import Problems, ScheduleError
+from meshpar.config import Config, Positive, read_text
+from meshpar.errors import ConfigError, Problems, ScheduleError
 
-Positive = Annotated[int, pydantic.Field(gt=0)]
+MAX_OPERATIONS = 2**15
+"""Forwards of a schedule on all stages. They are put in order by Python, in some seconds for so many."""
 
 
 class Op(NamedTuple):
@@ -88,6 +89,10 @@ class Schedule(Config):
 
     def check(self, num_stages: int, problems: Problems) -> None:
         """Adds what is wrong on so many stages."""
+        operations = num_stages * self.num_microbatches * self.chunks_per_stage
+        if operations > MAX_OPERATIONS:
+            what = f"{operations} forwards on all stages, of which at most {MAX_OPERATIONS} are put in order"
+            problems.add("pipeline.num_microbatches", what, "fewer microbatches, stages or chunks")
 
 
 class GPipe(Schedule):
@@ -119,7 +124,7 @@ class Interleaved(Schedule):
     """
 
     kind: Literal["interleaved"] = "interleaved"
-    num_chunks: Annotated[int, pydantic.Field(ge=2)] = 2
+    num_chunks: Annotated[Positive, pydantic.Field(ge=2, le=1024)] = 2
 
     @property
     def chunks_per_stage(self) -> int:
@@ -137,11 +142,14 @@ class Interleaved(Schedule):
         return one_by_one(deal("F", lambda c: c), deal("B", lambda c: v - 1 - c), warm_up)
 
     def check(self, num_stages: int, problems: Problems) -> None:
+        super().check(num_stages, problems)
         if self.num_microbatches % num_stages:
             what = f"{self.num_microbatches} microbatches go through {num_stages} stages in groups of {num_stages}"
             below = self.num_microbatches // num_stages * num_stages
-            fix = " or ".join(str(n) for n in (below, below + num_stages) if n)
-            problems.add("pipeline.num_microbatches", what, f"num_microbatches={fix}, or kind: 1f1b")
+            near = [n for n in (below, below + num_stages) if n]
+            fix = " or ".join(f"pipeline.num_microbatches={n}" for n in near)
+            other = f"pipeline={{kind: 1f1b, num_microbatches: {self.num_microbatches}}}"
+            problems.add("pipeline.num_microbatches", what, f"{fix}, or {other}")
 
 
 class ZeroBubbleH1(Schedule):
@@ -230,9 +238,9 @@ class Written(Schedule):
     def orders(self, num_stages: int) -> list[Order]:
         """Raises ScheduleError: the file cannot be read, or is of another number of stages."""
         try:
-            lines = [line.split("#")[0] for line in self.path.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ScheduleError(f"pipeline.path: {self.path} cannot be read: {error}") from None
+            lines = [line.split("#")[0] for line in read_text(self.path).splitlines()]
+        except ConfigError as error:
+            raise ScheduleError(f"pipeline.path: {error}") from None
         return parse([line for line in lines if line.strip()], num_stages)
 
 
@@ -261,7 +269,7 @@ def _op(word: str) -> Op:
     return Op(kind, int(microbatch), int(chunk or 0))
 
 
-_OP = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
+_OP = re.compile(r"([FBW])([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 Pipeline = Annotated[
     GPipe | OneFOneB | Interleaved | ZeroBubbleH1 | ZeroBubbleH2 | ZBV | PipeDream2BW | Written,

@@ -33,8 +33,12 @@ class _Column(Texts):
     def open(self, path: Path) -> tuple[Any, Iterator[Any]]:
         """The schema of a file, and its column as one Arrow array after the other."""
 
+    @property
+    def root(self) -> Path:
+        return Path(self.path)
+
     def files(self) -> list[Path]:
-        files, problems = find_or_take(Path(self.path), self.glob), Problems()
+        files, problems = find_or_take(self.root, self.glob), Problems()
         for path in files:
             with _reading(path, problems):
                 schema, _ = self.open(path)
@@ -54,9 +58,10 @@ class _Column(Texts):
         problems.raise_any(DataError, HEADING)
 
     def _values(self, path: Path, problems: Problems) -> Iterator[Any]:
-        """The column, as far as nothing is missing in it."""
+        """The column, as far as nothing is missing in it. Offsets and UTF-8 are checked before they are believed."""
         with _reading(path, problems):
             for values in self.open(path)[1]:
+                values.validate(full=True)
                 nulls = values.null_count or (_is_list(values.type) and values.flatten().null_count)
                 if nulls:
                     what = f"its column {self.column!r} holds nothing (null) in {nulls} places"
@@ -98,7 +103,8 @@ class Arrow(_Column):
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
         except ValueError:  # then it is a stream, or nothing
             batches = reader = pyarrow.open_stream(_pyarrow().memory_map(str(path)))
-        return reader.schema, (batch.column(self.column) for batch in batches)
+        at = reader.schema.get_field_index(self.column)
+        return reader.schema, (batch.column(at) for batch in batches)
 
     def documents(self) -> Documents:
         files, problems = self.files(), Problems()
@@ -131,12 +137,14 @@ def _reading(path: Path, problems: Problems) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, _pyarrow().ArrowException) as error:
         problems.add(str(path), f"cannot be read: {str(error).splitlines()[0]}")
 
 
 def _fault(schema: Any, column: str) -> tuple[str, str] | None:
     """What is wrong with a column, and the fix; None if nothing is."""
+    if schema.names.count(column) > 1:
+        return f"has {schema.names.count(column)} columns of the name {column!r}", "give each column its own name"
     if column not in schema.names:
         near = nearest(column, schema.names)
         fix = f"data.column={near}? " if near else ""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
+import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ from uuid import uuid4
 
 import numpy as np
 
-from meshpar.errors import DataError, Problem
+from meshpar.checkpoint.durable import sync, sync_tree
+from meshpar.errors import DataError, DataWarning, Problem
 from meshpar.train.data.documents import HEADING, Documents
+from meshpar.train.data.fingerprint import checksum
 from meshpar.train.data.tokenizer import Tokenizer, TokenizerFile
 
-FORMAT = 1
-TOKENS, SIZES, SHARES = "tokens.bin", "sizes.npy", "shares.npy"
+FORMAT = 2
+TOKENS, SIZES, SHARES, SUMS = "tokens.bin", "sizes.npy", "shares.npy", "crc32.json"
+ATTEMPTS = 3
+CHUNK = 2**22
 
 
 def cached(
@@ -35,37 +40,43 @@ def cached(
 
     What is in the folder has been made of the very bytes that the files hold now: each start reads them for their
     checksums. An entry appears whole or not at all, by a rename; two processes that make the same one do no harm, and
-    one that is killed leaves a folder `partial-...` that nobody reads.
+    one that is killed leaves a folder `partial-...` that nobody reads. Each start compares the checksums of an entry's
+    own files too: what is damaged is made again.
 
     Args:
       what: the config, as far as the tokens depend on it.
       make: () -> (share, tokens) of each document.
 
     Raises:
-      DataError: the folder cannot be written; the files changed while they were read; an entry is damaged.
+      DataError: the folder cannot be written; the files changed while they were read; the disk does not keep an entry.
+
+    Warns:
+      DataWarning: an entry is damaged, and made again.
 
     Memory: a document at a time while they are made; then pages of the file, as they are read.
     """
     entry = folder / _checksum(what, files, tokenizer, dtype)
-    if not entry.is_dir():
-        _make(entry, make, dtype)
-        if entry.name != _checksum(what, files, tokenizer, dtype):
-            shutil.rmtree(entry)
-            raise DataError(f"{HEADING}\n{Problem('data', 'its files changed while they were read', 'start again')}")
-    return _open(entry, tokenizer.bos, dtype)
+    for _ in range(ATTEMPTS):
+        if not entry.is_dir():
+            _make(entry, make, dtype)
+            if entry.name != _checksum(what, files, tokenizer, dtype):
+                shutil.rmtree(entry)
+                problem = Problem("data", "its files changed while they were read", "start again")
+                raise DataError(f"{HEADING}\n{problem}")
+        if not (damaged := _damaged(entry)):
+            return _open(entry, tokenizer.bos, dtype)
+        warnings.warn(f"{entry}: {', '.join(damaged)} damaged; the tokens are made again", DataWarning, stacklevel=2)
+        _discard(entry)
+    problem = Problem(f"data.cache: {entry}", "is damaged again and again", "put data.cache on another disk")
+    raise DataError(f"{HEADING}\n{problem}")
 
 
 def _checksum(what: dict[str, Any], files: Sequence[Path], tokenizer: Tokenizer, dtype: np.dtype) -> str:
-    sources = [(str(path), _file_checksum(path)) for path in files]
+    sources = [(str(path), checksum(path)) for path in files]
     how: list[Any] = [FORMAT, str(dtype), tokenizer.bos, tokenizer.eos]
     if isinstance(tokenizer, TokenizerFile):
-        how += [_file_checksum(Path(tokenizer.path)), _version("tokenizers")]
+        how += [checksum(Path(tokenizer.path)), _version("tokenizers")]
     return hashlib.sha256(json.dumps([what, sources, how], sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _file_checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _version(library: str) -> str | None:
@@ -96,10 +107,21 @@ def _write(folder: Path, documents: Iterable[tuple[float, np.ndarray]], dtype: n
             sizes.append(len(tokens))
         with _writing(folder.parent):
             file.flush()
-            os.fsync(file.fileno())  # before the rename says that it is whole
     with _writing(folder.parent):
         np.save(folder / SIZES, np.array(sizes, np.int64))
         np.save(folder / SHARES, np.array(shares, np.float64))
+        sums = {name: _crc32(folder / name) for name in (TOKENS, SIZES, SHARES)}
+        (folder / SUMS).write_text(json.dumps(sums))
+        sync_tree(folder)  # before the rename says that it is whole
+
+
+def _crc32(path: Path) -> int:
+    """It sees each damage of up to 32 bits in a row, and misses one in 4e9 of all others."""
+    total = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            total = zlib.crc32(chunk, total)
+    return total
 
 
 @contextmanager
@@ -117,18 +139,32 @@ def _publish(partial: Path, entry: Path) -> None:
     except OSError:
         if not entry.is_dir():  # else another process was first, with the same
             raise
+    sync(entry.parent)
+
+
+def _damaged(entry: Path) -> list[str]:
+    """The files of an entry that are not what was written."""
+    try:
+        sums = json.loads((entry / SUMS).read_bytes())
+        return [name for name in (TOKENS, SIZES, SHARES) if sums[name] != _crc32(entry / name)]
+    except PermissionError as error:
+        problem = Problem(f"data.cache: {error.filename}", f"cannot be read: {error.strerror}")
+        raise DataError(f"{HEADING}\n{problem}") from None
+    except OSError as error:
+        return [Path(str(error.filename)).name]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return [SUMS]
+
+
+def _discard(entry: Path) -> None:
+    aside = entry.with_name(f"partial-{uuid4().hex}")
+    with _writing(entry.parent), suppress(FileNotFoundError):  # another process was first
+        entry.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _open(entry: Path, bos: int, dtype: np.dtype) -> Documents:
-    try:
-        sizes, shares = (np.load(entry / name, allow_pickle=False) for name in (SIZES, SHARES))
-        num_bytes = (entry / TOKENS).stat().st_size
-        damaged = num_bytes != sizes.sum() * dtype.itemsize or len(sizes) != len(shares)
-    except (OSError, ValueError, EOFError):
-        damaged = True
-    if damaged:
-        problem = Problem(f"data.cache: {entry}", "is damaged", "remove it: it is made again")
-        raise DataError(f"{HEADING}\n{problem}")
+    sizes, shares = (np.load(entry / name, allow_pickle=False) for name in (SIZES, SHARES))
     # An empty file cannot be mapped.
-    tokens = np.memmap(entry / TOKENS, dtype, "r") if num_bytes else np.zeros(0, dtype)
+    tokens = np.memmap(entry / TOKENS, dtype, "r") if sizes.sum() else np.zeros(0, dtype)
     return Documents.in_a_line(tokens, sizes, shares, bos)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -11,25 +12,35 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from meshpar.config import Config
+from meshpar.config import Config, Positive
+from meshpar.errors import DataError, Problem
 from meshpar.train.data.cache import cached
 from meshpar.train.data.dataset import Dataset
-from meshpar.train.data.documents import Documents, share
+from meshpar.train.data.documents import HEADING, Documents, share
 from meshpar.train.data.encode import Content, encode
-from meshpar.train.data.files import find
+from meshpar.train.data.files import find, named
+from meshpar.train.data.fingerprint import fingerprint
 from meshpar.train.data.packing import Rows
-from meshpar.train.data.tokenizer import AnyTokenizer, Bytes, Ids, Tokenizer
+from meshpar.train.data.tokenizer import AnyTokenizer, Bytes, Ids, Tokenizer, tokenizer_file
+from meshpar.tree import human_bytes
+
+BYTES_A_TOKEN = 16
+"""The arrays of a batch have four numbers for each."""
+BATCHES_AHEAD = 10
+"""Eight are read ahead while two threads cut two more."""
 
 
 class Batching(Config):
     """How documents become batches. The run's seed orders them, and changes nothing in them."""
 
-    batch_size: int = Field(default=16, gt=0)
+    batch_size: Positive = 16
     """Rows a batch, over all devices."""
-    seq_len: int = Field(default=256, gt=0)
+    seq_len: Positive = 256
     """Tokens a row."""
     held_out_fraction: float = Field(default=0.05, gt=0, lt=1)
     """About this part of the documents is for evaluation: those whose name or content has a small checksum."""
+    if_changed: Literal["refuse", "allow"] = "refuse"
+    """What becomes of a run that would go on from a checkpoint with files that are not those that it began with."""
 
     @property
     @abstractmethod
@@ -43,12 +54,45 @@ class Batching(Config):
           seed: not negative.
 
         Raises:
-          DataError: the documents are not there, or cannot be read; or one side of the split would be empty.
+          DataError: the documents are not there, or cannot be read; one side of the split would be empty; or the
+            batches are larger than memory.
         """
+        self._check_memory()
         weights = tuple(weight for weight, _ in self.sources)
-        splits = [corpus.documents().split(self.held_out_fraction) for _, corpus in self.sources]
+        try:
+            splits = [corpus.documents().split(self.held_out_fraction) for _, corpus in self.sources]
+        except OSError as error:  # in the midst of a file: a disk or a network that fails
+            problem = Problem(str(error.filename or "data"), f"cannot be read: {error.strerror}")
+            raise DataError(f"{HEADING}\n{problem}") from None
         train, held_out = (tuple(Rows(side, self.seq_len) for side in sides) for sides in zip(*splits, strict=True))
         return Dataset(train, self.batch_size, seed, weights), Dataset(held_out, self.batch_size, None)
+
+    def _check_memory(self) -> None:
+        """Cutting a batch that no memory can hold would not end."""
+        each = self.seq_len * BYTES_A_TOKEN * BATCHES_AHEAD
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self.batch_size * each <= memory:
+            return
+        import jax  # which looks for the devices then; each process cuts its own rows
+
+        if self.batch_size * each > memory * jax.process_count():
+            size = human_bytes(self.batch_size * each)
+            where = f"data.batch_size = {self.batch_size}"
+            what = f"{BATCHES_AHEAD} batches of {self.seq_len} tokens a row take {size}"
+            problem = Problem(where, f"{what}, and there are {human_bytes(memory)}", f"at most {memory // each} fit")
+            raise DataError(f"the batches do not fit into memory:\n{problem}")
+
+    def fingerprint(self) -> dict[str, str]:
+        """A checksum of each file that is read, that of the tokenizer included; of none, where none is read.
+
+        Raises:
+          DataError: the files are not there, or cannot be read.
+        """
+        corpora = [corpus for _, corpus in self.sources]
+        if len(corpora) == 1:
+            return fingerprint(corpora[0].named_files())
+        of_parts = [(f"parts.{i}", corpus.named_files()) for i, corpus in enumerate(corpora)]
+        return fingerprint({f"{part}: {name}": path for part, files in of_parts for name, path in files.items()})
 
     def train(self, seed: int) -> Dataset:
         """The first of `datasets`."""
@@ -70,6 +114,10 @@ class Corpus(Batching):
           DataError: they are not there, or cannot be read.
         """
 
+    def named_files(self) -> dict[str, Path]:
+        """The files that are read, by names that do not depend on where they lie."""
+        return {}
+
     @property
     def sources(self) -> list[tuple[int, Corpus]]:
         return [(1, self)]
@@ -90,6 +138,14 @@ class Texts(Corpus):
     @abstractmethod
     def files(self) -> list[Path]:
         """What is read, in its order."""
+
+    @property
+    @abstractmethod
+    def root(self) -> Path:
+        """The folder that holds the files, or the one file."""
+
+    def named_files(self) -> dict[str, Path]:
+        return named(self.files(), self.root) | tokenizer_file(self.tokenizer)
 
     @abstractmethod
     def read(self, files: list[Path]) -> Iterator[Content]:
@@ -121,11 +177,15 @@ class Text(Texts):
     glob: str = "**/*.txt"
     """Which files below `path`; `**` stands for any number of folders."""
 
+    @property
+    def root(self) -> Path:
+        return Path(self.path)
+
     def files(self) -> list[Path]:
-        return find(Path(self.path), self.glob)
+        return find(self.root, self.glob)
 
     def read(self, files: list[Path]) -> Iterator[Content]:
-        return _whole(files, Path(self.path))
+        return _whole(files, self.root)
 
 
 class StandardLibrary(Texts):
@@ -138,13 +198,13 @@ class StandardLibrary(Texts):
 
     def files(self) -> list[Path]:
         without = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-        return find(self._folder, "**/*.py", without)
+        return find(self.root, "**/*.py", without)
 
     def read(self, files: list[Path]) -> Iterator[Content]:
-        return _whole(files, self._folder)
+        return _whole(files, self.root)
 
     @property
-    def _folder(self) -> Path:
+    def root(self) -> Path:
         return Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -157,10 +217,10 @@ class Synthetic(Corpus):
     """
 
     kind: Literal["synthetic"] = "synthetic"
-    vocab_size: int = Field(default=64, ge=3)
+    vocab_size: Positive = Field(default=64, ge=3)
     """Symbols, and the token that opens a document."""
-    num_documents: int = Field(default=512, gt=0)
-    document_len: int = Field(default=500, gt=0)
+    num_documents: Positive = 512
+    document_len: Positive = 500
     """Symbols a document."""
     noise: float = Field(default=0.1, ge=0, le=1)
     """How often a symbol is drawn from all alike, whatever precedes it."""

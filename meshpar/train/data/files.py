@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Set
 from pathlib import Path, PurePath
 
 from meshpar.errors import DataError, Problems
+from meshpar.regular import open_regular
 from meshpar.train.data.documents import HEADING
 
 
@@ -22,8 +24,8 @@ def find(folder: Path, glob: str, without: Set[str] = frozenset(), what: str = "
     """
     _check(folder, glob, what)
     problems = Problems()
-    # A link to nowhere is kept, to be reported: it was meant to be read.
-    matches = [path for path in folder.glob(glob) if path.is_file() or not path.exists()]
+    # A link to nowhere and a pipe are kept, to be reported: they were meant to be read.
+    matches = [path for path in folder.glob(glob) if not os.path.isdir(path)]
     found = [path for path in matches if without.isdisjoint(path.relative_to(folder).parts)]
     for path in found:
         _open(path, problems)
@@ -35,13 +37,23 @@ def find(folder: Path, glob: str, without: Set[str] = frozenset(), what: str = "
 
 def find_or_take(path: Path, glob: str) -> list[Path]:
     """As `find`; or the one file that `path` is itself."""
-    return [path] if path.is_file() else find(path, glob, what="file or folder")
+    if not os.path.exists(path) or os.path.isdir(path):
+        return find(path, glob, what="file or folder")
+    problems = Problems()
+    _open(path, problems)
+    problems.raise_any(DataError, HEADING)
+    return [path]
+
+
+def named(files: list[Path], root: Path) -> dict[str, Path]:
+    """The files by their names below the folder `root`; one that is `root` itself by its own."""
+    return {(path.name if path == root else path.relative_to(root).as_posix()): path for path in files}
 
 
 def _check(folder: Path, glob: str, wanted: str) -> None:
     problems = Problems()
-    if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else f"there is no such {wanted}"
+    if not os.path.isdir(folder):
+        what = "is a file, not a folder" if os.path.exists(folder) else f"there is no such {wanted}"
         fix = f"it is relative to the working directory, {Path.cwd()}"
         problems.add(f"data.path = {str(folder)!r}", what, fix)
     if fault := _fault(folder, glob):
@@ -57,6 +69,8 @@ def _fault(folder: Path, glob: str) -> str | None:
         next(folder.glob(glob), None)
     except ValueError as error:
         return str(error)
+    except OSError as error:
+        return error.strerror if os.path.isdir(folder) else None
     return None
 
 
@@ -72,6 +86,6 @@ def _other_glob(folder: Path) -> str:
 def _open(path: Path, problems: Problems) -> None:
     """Opening shows now, and for all files at once, what cannot be read."""
     try:
-        path.open("rb").close()
+        open_regular(path).close()
     except OSError as error:
         problems.add(str(path), f"cannot be read: {error.strerror}", "make it readable, or narrow data.glob")

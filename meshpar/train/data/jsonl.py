@@ -10,12 +10,14 @@ from typing import Any, Literal
 import numpy as np
 
 from meshpar.errors import DataError, Problems, nearest
+from meshpar.regular import open_regular
 from meshpar.train.data.corpus import Texts
 from meshpar.train.data.documents import HEADING
 from meshpar.train.data.encode import Content
 from meshpar.train.data.files import find_or_take
 
 MOST_PROBLEMS = 10  # then the others are hardly news
+LONGEST_LINE = 2**28
 
 
 class Jsonl(Texts):
@@ -33,8 +35,12 @@ class Jsonl(Texts):
     field: str = "text"
     """The field of each object that holds the document."""
 
+    @property
+    def root(self) -> Path:
+        return Path(self.path)
+
     def files(self) -> list[Path]:
-        return find_or_take(Path(self.path), self.glob)
+        return find_or_take(self.root, self.glob)
 
     def read(self, files: list[Path]) -> Iterator[Content]:
         problems = Problems()
@@ -52,10 +58,16 @@ class Jsonl(Texts):
 
 
 def _lines(files: list[Path]) -> Iterator[tuple[str, bytes]]:
-    """(file:number, line) of each line that is not blank."""
+    """(file:number, line) of each line that is not blank; one that is too long ends its file."""
     for path in files:
-        with path.open("rb") as file:
-            yield from ((f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip())
+        with open_regular(path) as file:
+            number = 0
+            while line := file.readline(LONGEST_LINE + 1):
+                number += 1
+                if line.strip():
+                    yield f"{path}:{number}", line
+                if len(line) > LONGEST_LINE:
+                    break
 
 
 def _content(line: bytes, field: str) -> str | np.ndarray:
@@ -75,6 +87,8 @@ def _content(line: bytes, field: str) -> str | np.ndarray:
 
 
 def _parse(line: bytes) -> Any:
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"is longer than {LONGEST_LINE} bytes", "cut the document into several")
     try:
         return json.loads(line.strip())
     except json.JSONDecodeError as error:

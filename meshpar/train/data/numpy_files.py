@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -11,14 +12,20 @@ from typing import Literal
 import numpy as np
 
 from meshpar.errors import DataError, Problems
+from meshpar.regular import open_regular
 from meshpar.train.data.corpus import Corpus
 from meshpar.train.data.documents import HEADING, Documents
 from meshpar.train.data.encode import check_ids
-from meshpar.train.data.files import find_or_take
+from meshpar.train.data.files import find_or_take, named
+from meshpar.train.data.npy import MAGIC, map_array, read_array
 from meshpar.train.data.placed import Placed, placed
-from meshpar.train.data.tokenizer import AnyTokenizer
+from meshpar.train.data.tokenizer import AnyTokenizer, tokenizer_file
+from meshpar.tree import human_bytes
 
 _WINDOW = 2**24  # elements that are looked at together
+MOST_UNPACKED = 2**28
+MOST_COMPRESSED = 100
+"""An archive that grows to more bytes, and by more than this factor, is refused: a few MB can hold TBs of zeros."""
 
 
 class Numpy(Corpus):
@@ -41,6 +48,10 @@ class Numpy(Corpus):
     @property
     def vocab_size(self) -> int:
         return self.tokenizer.vocab_size
+
+    def named_files(self) -> dict[str, Path]:
+        root = Path(self.path)
+        return named(find_or_take(root, self.glob), root) | tokenizer_file(self.tokenizer)
 
     def documents(self) -> Documents:
         problems, found = Problems(), []
@@ -68,18 +79,29 @@ class Numpy(Corpus):
 
 def _arrays(path: Path) -> Generator[np.ndarray, None, None]:
     """Raises DataError where it is not a file of arrays."""
-    try:
-        with path.open("rb") as file:
-            if file.read(6) == b"\x93NUMPY":
-                yield np.load(path, mmap_mode="r", allow_pickle=False)
-                return
-            file.seek(0)
-            with zipfile.ZipFile(file):  # else NumPy might take it for a pickle, or leave it open
-                archive = np.load(path, allow_pickle=False)
-            with archive:
-                yield from (archive[name] for name in sorted(archive.files))
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"is not an array that can be read: {error}") from None
+    with open_regular(path) as file:
+        if file.read(len(MAGIC)) == MAGIC:
+            yield map_array(path)
+            return
+        try:
+            with zipfile.ZipFile(file) as archive:
+                yield from _archived(archive, os.fstat(file.fileno()).st_size)
+        except DataError:
+            raise
+        except Exception as error:  # an archive may fail in more ways than the library lists
+            said = str(error) or type(error).__name__
+            raise DataError(f"is not an array that can be read: {said.splitlines()[0]}") from None
+
+
+def _archived(archive: zipfile.ZipFile, num_bytes: int) -> Iterator[np.ndarray]:
+    members = sorted(archive.infolist(), key=lambda member: member.filename.removesuffix(".npy"))
+    size = sum(member.file_size for member in members)
+    if size > max(MOST_UNPACKED, MOST_COMPRESSED * num_bytes):
+        what = f"would take {human_bytes(size)}, {size // num_bytes} times what the file has"
+        raise DataError(f"{what}: token ids are not compressed so far; save the arrays as .npy if they are meant")
+    for member in members:
+        with archive.open(member) as content:
+            yield read_array(content, member.file_size)
 
 
 def _places(tokens: np.ndarray, token: int) -> Iterator[np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import takewhile
@@ -11,10 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 import numpy as np
 from pydantic import Field, model_validator
 
-from meshpar.config import Config
+from meshpar.config import Config, Count, Positive
 from meshpar.errors import DataError, Problem, nearest
+from meshpar.regular import open_regular
 
 HEADING = "the tokenizer cannot be used:"
+LARGEST_ID = 2**31 - 2
+"""One more must still be an int32: the token that opens a document, where a file has none."""
 _OPENING = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|endoftext|>")
 _CLOSING = ("</s>", "<|end_of_text|>", "<eos>", "[EOS]", "<|endoftext|>")
 
@@ -93,11 +97,11 @@ class Ids(Config):
     """
 
     kind: Literal["ids"] = "ids"
-    vocab_size: int = Field(gt=0, le=2**31)
+    vocab_size: Positive
     """All ids are below it."""
-    bos: int = Field(ge=0)
+    bos: Count
     """The id that opens a document."""
-    eos: int | None = Field(default=None, ge=0)
+    eos: Count | None = None
     """The id that closes a document, if there is one."""
 
     @model_validator(mode="after")
@@ -156,7 +160,10 @@ class TokenizerFile(Config):
         """Each text's ids; the library encodes them in parallel."""
         for text in texts:
             _utf8(text, "strict")  # of which the library says a TypeError
-        encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"cannot be encoded by {self.path}: {error}") from None
         return [np.array(one.ids, np.uint32) for one in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -185,7 +192,8 @@ class TokenizerFile(Config):
     @property
     def _opened(self) -> tuple[Any, int]:
         try:
-            stat = Path(self.path).stat()
+            with open_regular(Path(self.path)) as file:
+                stat = os.fstat(file.fileno())
         except OSError as error:
             what, fix = f"cannot be read: {error.strerror}", f"it is relative to the working directory, {Path.cwd()}"
             raise _unusable(f"tokenizer = {self.path!r}", what, fix) from None
@@ -202,6 +210,11 @@ class TokenizerFile(Config):
             fix = f"did you mean {near!r}?" if near else f"its special tokens are {special}"
             raise _unusable(f"tokenizer.{key} = {token!r}", f"{self.path} has no such token", fix)
         return found
+
+
+def tokenizer_file(tokenizer: Tokenizer) -> dict[str, Path]:
+    """The file of a tokenizer that has one, by a name."""
+    return {"data.tokenizer": Path(tokenizer.path)} if isinstance(tokenizer, TokenizerFile) else {}
 
 
 AnyTokenizer = Annotated[TokenizerFile | Bytes | Ids, Field(discriminator="kind")]
@@ -222,7 +235,10 @@ def _open(path: str, modified_ns: int, size: int) -> tuple[Any, int]:
     library.no_padding()
     library.no_truncation()
     library.encode_special_tokens = True
-    return library, max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+    last = max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+    if last >= LARGEST_ID:
+        raise _unusable(f"tokenizer = {path!r}", f"has the id {last}, and ids are below {LARGEST_ID}", "fetch it again")
+    return library, last
 
 
 def missing_extra(what: str, library: str) -> DataError:

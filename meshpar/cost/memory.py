@@ -12,12 +12,28 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from meshpar.parallel.traffic import Widths
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import Placement
 
 LAYERS_AT_ONCE = 2
 """ZeRO-3 holds the layer that is computed, and the next, which is gathered meanwhile."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of an element in each of the precisions of a step.
+
+    Args:
+      params: of a stored parameter.
+      compute: of an activation, and of a parameter as it is gathered.
+      gradients: of a gradient as it is reduced.
+      sums: of the loss, and of the sums in it: at least 4.
+    """
+
+    params: int
+    compute: int
+    gradients: int
+    sums: int
 
 
 @dataclass(frozen=True)

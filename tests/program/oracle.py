@@ -1,8 +1,10 @@
-"""The closed forms: bytes that a device sends in one step of the manual lowering, by the axes that it sends over.
+"""The textbooks' formulas: bytes that a device sends in a step of a decoder, by the axes that it sends over.
 
-They count what `parallel.data` and `parallel.tensor` say; compiled programs are held to them, exactly. A collective
-over n devices with a whole buffer of S bytes sends (n-1)/n S a device if it is an all-gather or a reduce-scatter, and
-twice that if it is an all-reduce.
+An oracle that shares nothing with the count of the traced step: it knows the layers of a decoder, and no program. A
+collective over n devices with a whole buffer of S bytes sends (n-1)/n S a device if it is an all-gather or a
+reduce-scatter, and twice that if it is an all-reduce.
+
+XLA's CPU compiler moves collectives out of loops and makes one of two equal ones; `on_cpu` says whether that counts.
 """
 
 from __future__ import annotations
@@ -10,17 +12,21 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from fractions import Fraction
 from typing import Any
 
 from meshpar.collectives import stream
+from meshpar.cost import memory
 from meshpar.mesh.layout import AXES
-from meshpar.parallel.buckets import bucket_shapes
 from meshpar.parallel.data import copies, streamed, summed_axes
+from meshpar.parallel.pipeline.execute import num_permutes
+from meshpar.prepared import Prepared
+from meshpar.run import Precision
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.tree import flatten_with_paths
+from tests.collectives.oracle import bucket_shapes, scatter_sent, sum_sent
 
 Axes = tuple[str, ...]
 Traffic = dict[Axes, Fraction]
@@ -29,21 +35,13 @@ Sums = defaultdict[Axes, Fraction]
 
 
 @dataclass(frozen=True)
-class Widths:
-    """Bytes of an element in each of the precisions of a step.
+class Widths(memory.Widths):
+    """As of memory, and on the way.
 
     Args:
-      params: of a stored parameter.
-      compute: of an activation, and of a parameter as it is gathered.
-      gradients: of a gradient as it is reduced.
-      sums: of the loss, and of the sums in it: at least 4.
       declared: of a gradient as a declared `Reduce` sends it, which no compiler widens.
     """
 
-    params: int
-    compute: int
-    gradients: int
-    sums: int
     declared: int = 4
 
 
@@ -94,6 +92,58 @@ def share(n: int, whole_bytes: int | Fraction) -> Fraction:
     Fraction(700, 1)
     """
     return Fraction(n - 1, n) * whole_bytes
+
+
+def flops_per_token(matmul_params: int, num_layers: int, seq_len: int, attention_width: int) -> int:
+    """Operations that a decoder needs for a token, forward and backward: 6 for each weight, and half of its scores.
+
+    Args:
+      matmul_params: weights of the products that a token takes part in: not the embedding table, unless it is tied.
+      attention_width: num_heads x head_dim.
+
+    >>> flops_per_token(100, 2, 10, 4)
+    1080
+    """
+    return 6 * matmul_params + 6 * num_layers * seq_len * attention_width
+
+
+def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
+    """What a step of a prepared run sends; its optimizer works element by element, and a layer learns.
+
+    Args:
+      on_cpu: what XLA:CPU makes of it, as it optimizes by default.
+    """
+    rows = run.run.data.batch_size // math.prod(run.mesh.shape[axis] for axis in run.how.axes("batch"))
+    model, tokens = run.run.model, rows * run.run.data.seq_len
+    layers, stages = _in_stages(run, tokens) if run.pipeline else (model.num_layers, None)
+    activations = Activations(layers, tokens, model.width, model.remat != "none", model.remat == "full")
+    widths = _widths(run.run.precision)
+    sent = step_traffic(
+        run.placement.sharded, run.how, widths, activations, run.how.num_microbatches, on_cpu, stages,
+        run.placement.frozen,
+    )  # fmt: skip
+    if not run.taught_by:
+        return sent
+    teacher = run.taught_by.run.model
+    activations = Activations(teacher.num_layers, tokens, teacher.width, False, False)
+    more = teacher_traffic(run.taught_by.placement.sharded, run.teacher.how, widths, activations)
+    return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
+
+
+def _widths(precision: Precision) -> Widths:
+    """XLA:CPU widens what travels in 16 bits."""
+    of = precision.widths
+    return Widths(*(max(width, 4) for width in astuple(of)), declared=of.gradients)
+
+
+def _in_stages(run: Prepared, tokens: int) -> tuple[int, Stages]:
+    """Layers that a stage computes, and what the pipeline sends."""
+    ticks, cut = run.pipeline.plan(run.how)
+    passes, moves, permutes = run.run.num_microbatches, run.pipeline.moves(run.how), num_permutes(len(cut.layers))
+    moved = moves.num_permutes * moves.unit if moves else 0
+    shared = "table" if run.run.model.tied else None
+    per_microbatch = tokens // run.how.num_microbatches
+    return cut.layers[0].size, Stages(ticks.num_ticks * passes, permutes, passes, moved, per_microbatch, shared)
 
 
 def step_traffic(
@@ -225,7 +275,7 @@ def _add_scatter(sent: Sums, placement: Placement, how: Lowering, width: int, ti
     stored = [axes for dim in dims if (axes := how.storage(dim))]
     size = math.prod(placement.local_shape) // layers * math.prod(_size(how, axes) for axes in stored)
     for axes in reversed(stored):
-        for spanned, num_bytes in how.reduce.scatter_sent(size, width, axes, sizes).items():
+        for spanned, num_bytes in scatter_sent(how.reduce, size, width, axes, sizes).items():
             sent[spanned] += times * layers * num_bytes
         size //= _size(how, axes)
 
@@ -237,7 +287,7 @@ def _add_buckets(sent: Sums, placements: Iterable[Placement], how: Lowering, wid
         streams[copies(one.spec.dims, how), sharding_axes([one])].append(one.local_shape)
     for (axes, _), shapes in streams.items():
         for shape in bucket_shapes(shapes, how.reduce, width) if any(axes) else ():
-            for spanned, num_bytes in how.reduce.sum_sent(shape, width, *axes, how.mesh.shape).items():
+            for spanned, num_bytes in sum_sent(how.reduce, shape, width, *axes, how.mesh.shape).items():
                 sent[spanned] += num_bytes
 
 

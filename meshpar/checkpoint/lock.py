@@ -1,0 +1,105 @@
+"""One writer in a folder at a time. The system itself frees the lock of a process that ends, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import jax
+
+from meshpar.checkpoint.agree import on_all
+from meshpar.checkpoint.durable import make_folder
+from meshpar.errors import CheckpointError
+
+FILE = ".lock"
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[bool]:
+    """Holds a folder, which is made if it is missing. All processes call it; the first one takes the lock.
+
+    Yields:
+      Whether the folder is locked: some network file systems have no locks, which a warning says.
+
+    Raises:
+      CheckpointError: another process holds the folder, or nothing can be written there.
+    """
+    with ExitStack() as stack:
+        locked = True
+
+        def take() -> None:
+            nonlocal locked
+            locked = stack.enter_context(_locked(folder))
+
+        on_all(take if jax.process_index() == 0 else lambda: None)
+        yield locked
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    path = folder / FILE
+    try:
+        make_folder(folder)
+        file = _take(path)
+    except BlockingIOError:
+        what = f"{folder} is in use by {_holder(path)}; set another run_dir, or stop that process"
+        raise CheckpointError(f"run_dir: {what}") from None
+    except OSError as error:
+        raise CheckpointError(f"run_dir: {folder} cannot be written: {error.strerror}") from None
+    if file is None:
+        warnings.warn(f"{folder} is on a file system without locks: let no second run write there", stacklevel=3)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with suppress(OSError):  # the folder may have been removed meanwhile
+            path.unlink()
+        os.close(file)
+
+
+def _take(path: Path) -> int | None:
+    """The locked file; None where the file system knows no locks.
+
+    Raises:
+      BlockingIOError: another process holds it.
+    """
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_still_there(path, file):  # its holder removed it just now
+                os.close(file)
+                continue
+            os.ftruncate(file, 0)
+            started = datetime.now(UTC).isoformat(timespec="seconds")
+            os.write(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}).encode())
+            return file
+        except OSError as error:
+            os.close(file)
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                return None
+            raise
+
+
+def _is_still_there(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _holder(path: Path) -> str:
+    try:
+        told = json.loads(path.read_text())
+        return f"process {told['pid']} on {told['host']}, since {told['started']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it is writing this very moment
+        return "another process"

@@ -1,0 +1,88 @@
+"""`meshpar env`."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import platform
+import re
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+import typer
+
+from meshpar.cli.app import AsJson, app
+from meshpar.errors import printable
+
+PACKAGES = ("meshpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+EXTRAS = {
+    "data": ("tokenizers", "pyarrow"),
+    "plot": ("matplotlib",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "tpu-target": ("libtpu",),
+    "gpu-target": ("jax_plugins",),
+}
+"""Extra -> the modules that it brings."""
+VARIABLES = re.compile(
+    r"(JAX|XLA|TPU|LIBTPU|CUDA|NCCL|ROCR|HIP|TF_CPP|SLURM|OMPI|MESHPAR)_|LD_PRELOAD$|OMP_NUM_THREADS$"
+)
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|JWT", re.IGNORECASE)
+
+
+@app.command()
+def env(json: AsJson = False) -> None:
+    """Says which versions, devices, extras and environment variables a run would have here."""
+    found = {
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "versions": {name: _version(name) for name in PACKAGES},
+        "extras": [extra for extra, modules in EXTRAS.items() if all(find_spec(module) for module in modules)],
+        "devices": _devices(),
+        "variables": {name: _shown(name) for name in sorted(os.environ) if VARIABLES.match(name)},
+    }
+    typer.echo(json_format.dumps(found, indent=2) if json else _text(found))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> dict[str, Any]:
+    """What JAX finds; or why it cannot start, for which this verb is asked most often."""
+    try:
+        import jax
+
+        devices = jax.devices()
+    except Exception as error:  # a broken plugin may raise anything
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {
+        "platform": devices[0].platform,
+        "kind": devices[0].device_kind,
+        "count": len(devices),
+        "processes": jax.process_count(),
+    }
+
+
+def _shown(name: str) -> str:
+    return "set, and not shown" if SECRET.search(name) else os.environ[name]
+
+
+def _text(found: dict[str, Any]) -> str:
+    devices = found["devices"]
+    if "error" in devices:
+        said = f"JAX cannot start: {devices['error']}"
+    else:
+        said = f"{devices['count']} {devices['platform']} ({devices['kind']}), processes: {devices['processes']}"
+    rows = [
+        ("python", found["python"]),
+        *((name, version or "not installed") for name, version in found["versions"].items()),
+        ("devices", said),
+        ("extras", ", ".join(found["extras"]) or "none"),
+        *found["variables"].items(),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {printable(value)}" for name, value in rows)

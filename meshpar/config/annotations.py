@@ -1,0 +1,66 @@
+"""Which config models a field may hold, and which of them the data mean."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import pydantic
+
+
+def models(annotation: Any) -> list[type[pydantic.BaseModel]]:
+    """The config models in an annotation: itself, or those of its union or sequence."""
+    if is_sequence(annotation):
+        return [model for part in get_args(annotation) for model in models(part)]
+    if get_origin(annotation) is not None:
+        return [model for part in alternatives(annotation) if part != annotation for model in models(part)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel) else []
+
+
+def alternatives(annotation: Any) -> list[Any]:
+    """The types of a union, or the only one, without what is annotated to them.
+
+    >>> alternatives(Annotated[int, "at least 1"] | tuple[str, ...] | None)
+    [<class 'int'>, tuple[str, ...], <class 'NoneType'>]
+    """
+    if get_origin(annotation) is Annotated:
+        return alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [found for part in get_args(annotation) for found in alternatives(part)]
+    return [annotation]
+
+
+def is_sequence(annotation: Any) -> bool:
+    return get_origin(annotation) in (tuple, list)
+
+
+def item_of(annotation: Any) -> Any:
+    """What an item of a sequence may be."""
+    return get_args(annotation)[0] if is_sequence(annotation) else Any
+
+
+def kind_of(model: type[pydantic.BaseModel]) -> str | None:
+    return model.model_fields["kind"].default if "kind" in model.model_fields else None
+
+
+def kinds(annotation: Any) -> list[str]:
+    return [kind for model in models(annotation) if (kind := kind_of(model))]
+
+
+def chosen(annotation: Any, data: Any) -> Any:
+    """The model that an annotation means for this data: of a union, the one of its kind."""
+    found = models(annotation)
+    kind = data.get("kind") if isinstance(data, dict) else None
+    return next((model for model in found if kind_of(model) == kind), found[0] if found else None)
+
+
+def fields(model: Any) -> Mapping[str, Any]:
+    """Field -> annotation; nothing, where it is no model."""
+    return {name: field.annotation for name, field in model.model_fields.items()} if model in models(model) else {}
+
+
+def reachable(model: type[pydantic.BaseModel]) -> set[type[pydantic.BaseModel]]:
+    """The model, and all that its fields may hold."""
+    inner = (found for annotation in fields(model).values() for found in models(annotation))
+    return {model}.union(*map(reachable, inner))

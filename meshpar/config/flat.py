@@ -1,0 +1,41 @@
+"""Configs as dotted keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshpar.config.model import Config
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Dotted key -> value, of everything that can be set."""
+    return flatten_json(config.model_dump(mode="json"))
+
+
+def flatten_json(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, of a config as JSON data.
+
+    >>> flatten_json({"mesh": {"data": 8}, "seed": 0})
+    {'mesh.data': 8, 'seed': 0}
+    """
+    return dict(_leaves(data, "")) if data else {}
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Dotted key -> the two values, where two configs as JSON data differ; None where one has no such key.
+
+    >>> changed({"mesh": {"data": 8}, "seed": 0}, {"mesh": {"data": 2, "fsdp": 4}, "seed": 0})
+    {'mesh.data': [8, 2], 'mesh.fsdp': [None, 4]}
+    """
+    old, new = flatten_json(before), flatten_json(after)
+    keys = [*old, *(key for key in new if key not in old)]
+    return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
+
+
+def _leaves(value: Any, at: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{at}.{key}" if at else key)
+    else:
+        yield at, value

@@ -1,0 +1,78 @@
+"""The JSON schema of a config file, for editors: all that a file may hold, shorthands among it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from itertools import pairwise
+from typing import Any
+
+from meshpar.config.annotations import kind_of, reachable
+from meshpar.config.model import Config
+
+_E_NOTATION = r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"
+"""YAML 1.1, which some editors read, has texts where `1e-3` is a number for everybody else."""
+
+
+def schema(root: type[Config]) -> dict[str, Any]:
+    """The JSON schema of a file for `root`, with the text that stands below each field.
+
+    A file that extends another may leave out any key, so nothing is required but what a whole file lacks at its root.
+    """
+    described = root.model_json_schema()
+    required = described.pop("required", [])
+    models: dict[str, Any] = {model.__name__: model for model in reachable(root)}
+    definitions = described.pop("$defs", {})
+    for name, definition in [*definitions.items(), (root.__name__, described)]:
+        definition.pop("required", None)
+        for field, text in _field_docs(models[name]).items():
+            definition["properties"][field]["description"] = text
+    inherited = {"type": "string", "description": "A file whose keys hold where this one says nothing."}
+    described["properties"]["extends"] = inherited
+    described["anyOf"] = [{"required": ["extends"]}, {"required": required}]
+    written = {name: _as_written(definition, models[name]) for name, definition in definitions.items()}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **_lenient(described),
+        "$defs": _lenient(written),
+    }
+
+
+def _as_written(definition: dict[str, Any], model: type[Config]) -> dict[str, Any]:
+    """The mapping, or the bare value that stands for it."""
+    if model.shorthand is None:
+        return definition
+    about = definition["properties"][model.shorthand]
+    bare = {key: value for key, value in about.items() if key not in ("default", "description", "title")}
+    if bare.get("type") == "array":  # one glob, one preset
+        bare = {"anyOf": [bare, bare["items"]]}
+        definition["properties"][model.shorthand] = bare | {"description": about["description"]}
+    return {"anyOf": [definition, bare if model.shorthand != "kind" else {"const": kind_of(model)}]}
+
+
+def _lenient(described: Any) -> Any:
+    """Numbers as YAML 1.1 writes them; and any of a union, for a file that extends another may leave `kind` out."""
+    if isinstance(described, list):
+        return [_lenient(item) for item in described]
+    if not isinstance(described, dict):
+        return described
+    lenient = {key: _lenient(value) for key, value in described.items()}
+    if "discriminator" in lenient:
+        lenient["anyOf"] = lenient.pop("oneOf")
+        del lenient["discriminator"]
+    if lenient.get("type") == "number":
+        about = {key: lenient.pop(key) for key in ("default", "description", "title") if key in lenient}
+        return {"anyOf": [lenient, {"type": "string", "pattern": _E_NOTATION}], **about}
+    return lenient
+
+
+def _field_docs(model: type[Config]) -> dict[str, str]:
+    """Field -> the string that follows it in the source of the class or of one that it inherits from."""
+    docs: dict[str, str] = {}
+    for cls in reversed([c for c in model.__mro__ if issubclass(c, Config)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # pyright: ignore
+        for field, text in pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                docs[field.target.id] = inspect.cleandoc(str(text.value.value))  # pyright: ignore
+    return {field: text for field, text in docs.items() if field in model.model_fields}

@@ -1,0 +1,56 @@
+"""`key=value` on the command line: a value sets one key, a mapping replaces what was there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from meshpar.config.merging import Whole, merge
+from meshpar.config.model import Config
+from meshpar.config.yaml_text import MAX_DEPTH, MAX_KEY, NotRead, read
+from meshpar.errors import Problems, excerpt
+
+COMMAND_LINE = "command line"
+
+
+def override(
+    root: type[Config], data: Any, overrides: Sequence[str], sources: dict[str, str], problems: Problems
+) -> Any:
+    """The data under all overrides; `sources` gets their keys."""
+    parsed = list(_parsed(overrides, sources, problems))
+    # A change of kind says which other keys there are, so it comes before them, and an outer one before an inner one.
+    of_kinds = sorted([item for item in parsed if item[0][-1] == "kind"], key=lambda item: len(item[0]))
+    others = [item for item in parsed if item[0][-1] != "kind"]
+    for keys, value in of_kinds + others:
+        dropped = {other[-1]: None for other, null in parsed if null is None and other[:-1] == keys[:-1]}
+        nested: Any = {**(dropped if keys[-1] == "kind" else {}), keys[-1]: value}
+        for key in reversed(keys[:-1]):
+            nested = {key: nested}
+        if isinstance(value, Whole):
+            inside = ".".join(keys) + "."
+            for known in [known for known in sources if known.startswith(inside)]:
+                sources[known] = COMMAND_LINE
+        data = merge(root, data, nested, "", sources, problems)
+    return data
+
+
+def _parsed(
+    overrides: Sequence[str], sources: dict[str, str], problems: Problems
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The keys and the value of each override."""
+    for text in overrides:
+        name, equals, written = text.partition("=")
+        keys = tuple(name.split("."))
+        if not equals or not all(keys):
+            problems.add(f"{excerpt(text)} ({COMMAND_LINE})", "not an override", "write key=value, as in mesh.tensor=4")
+        elif len(keys) > MAX_DEPTH or max(map(len, keys)) > MAX_KEY:
+            problems.add(f"{excerpt(name)} ({COMMAND_LINE})", "too long for a key")
+        else:
+            try:
+                value = read(written, name, lambda line: COMMAND_LINE, sources, problems)
+            except NotRead as error:
+                fix = "quote it, or close its brackets" if error.is_syntax else ""
+                problems.add(f"{name} ({COMMAND_LINE})", f"{excerpt(repr(written))} {error}", fix)
+                continue
+            sources[name] = COMMAND_LINE
+            yield keys, Whole(value) if isinstance(value, dict) else value

@@ -1,0 +1,69 @@
+"""What plain data stand for: a bare value for a mapping, a list for a tuple, a text for a path.
+
+`Config` reads its keys by this module, from a file and from Python alike. Files are merged in between, which needs the
+shorthands written out before.
+"""
+
+from __future__ import annotations
+
+import numbers
+from pathlib import Path, PurePath
+from typing import Any, get_args, get_origin
+
+import pydantic
+
+from meshpar.config.annotations import alternatives, chosen, fields, is_sequence, item_of, kind_of, models
+
+
+def expand(annotation: Any, data: Any) -> Any:
+    """The data with every shorthand written out. Lists stay lists, so that the data can still be merged."""
+    if isinstance(data, (list, tuple)) and is_sequence(annotation):
+        return [expand(item_of(annotation), item) for item in data]
+    data = unfold(annotation, data)
+    if not isinstance(data, dict):
+        return data
+    known = fields(chosen(annotation, data))
+    return {key: expand(known.get(key), value) for key, value in data.items()}
+
+
+def unfold(annotation: Any, data: Any) -> Any:
+    """A bare value as the mapping that it stands for; one text as a list of it, where the mapping wants a list."""
+    model = chosen(annotation, data)
+    if model is None or is_sequence(annotation) or data is None or isinstance(data, pydantic.BaseModel):
+        return data
+    short = getattr(model, "shorthand", None)
+    if short is None:
+        return data
+    if not isinstance(data, dict):
+        kind = {"kind": kind_of(model)} if len(models(annotation)) > 1 else {}
+        data = kind | {short: data}
+    if isinstance(data.get(short), str) and is_sequence(fields(model)[short]):
+        data = data | {short: [data[short]]}
+    return data
+
+
+def typed(annotation: Any, value: Any, is_json: bool) -> Any:
+    """A value in the type that its field has, where plain data write another. A text is never read as a number.
+
+    Args:
+      is_json: pydantic parses JSON, from which it makes paths itself.
+    """
+    holds = alternatives(annotation)
+    if isinstance(value, (list, tuple)):
+        sequence = next(filter(is_sequence, holds), None)
+        # A key without a field may be a rule of AxisRules, which holds a tuple too.
+        if sequence is None and annotation is not None:
+            return value
+        return tuple(typed(item_of(sequence), item, is_json) for item in value)
+    if isinstance(value, dict):
+        mapping = next((part for part in holds if get_origin(part) is dict), None)
+        return {key: typed(get_args(mapping)[1], item, is_json) for key, item in value.items()} if mapping else value
+    if isinstance(value, str) and Path in holds and not is_json:
+        return Path(value)
+    if isinstance(value, PurePath) and str in holds:
+        return str(value)
+    if isinstance(value, numbers.Integral) and not isinstance(value, int):  # one of NumPy's
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
+        return float(value)
+    return value

@@ -1,0 +1,126 @@
+"""Floating point operations of the products in a traced program: nothing is compiled.
+
+A product of K terms an element is 2K operations an element. What is no product (norms, softmax, the optimizer) is not
+counted, by the convention of Megatron-LM and PaLM. What remat computes again stands in the trace, and so it counts.
+
+`inspection.flops` counts the products of what a compiler made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from meshpar.cost.walk import walk
+from meshpar.errors import ProgramError
+
+HALF_MASKED = "half_masked"
+"""A named scope for products that compute the scores of every query and key, of which a causal model needs half."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """The matrix products or convolutions of one equation.
+
+    Args:
+      kind: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
+      num_flops: of one run: a device's inside of a manual region (`shard_map`), those of whole arrays outside, which
+        GSPMD divides as it likes.
+      num_shards: how many devices run it on other shards; 1 outside of manual regions.
+      times: how often one call of the program runs it.
+      is_half_masked: whether it stands in the scope `HALF_MASKED`.
+    """
+
+    kind: str
+    num_flops: int
+    num_shards: int = 1
+    times: Fraction = Fraction(1)
+    is_half_masked: bool = False
+
+    @property
+    def total(self) -> Fraction:
+        """Operations of all devices in one call of the program."""
+        return self.times * self.num_flops * self.num_shards
+
+
+def traced_products(program: ClosedJaxpr) -> list[Product]:
+    """The products of a traced program, in its order.
+
+    Args:
+      program: of `jax.make_jaxpr`.
+
+    Raises:
+      ProgramError: a `while` of unknown length multiplies.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> power = lambda x: jax.lax.scan(lambda y, _: (y @ x, None), x, None, length=3)[0]
+      >>> flops(traced_products(jax.make_jaxpr(power)(jnp.ones((8, 8)))))
+      {'dot_general': Fraction(3072, 1)}
+    """
+    found = []
+    for visit in walk(program):
+        if visit.primitive not in _COUNTS:
+            continue
+        if visit.times is None:
+            raise ProgramError(f"{visit.primitive}: in a while loop, which may run any number of times")
+        num_flops = 2 * _COUNTS[visit.primitive](visit.equation)
+        is_half_masked = HALF_MASKED in visit.scope
+        found.append(Product(visit.primitive, num_flops, visit.num_shards, visit.times, is_half_masked))
+    return found
+
+
+def flops(found: Iterable[Product], num_devices: int = 1) -> dict[str, Fraction]:
+    """Operations by kind of product: of each of so many devices, if GSPMD divides evenly what no manual region does."""
+    total: dict[str, Fraction] = defaultdict(Fraction)
+    for one in found:
+        total[one.kind] += one.total / num_devices
+    return dict(total)
+
+
+def needed_flops(found: Iterable[Product]) -> Fraction:
+    """Operations that a model needs: all, but only half of those that are half masked."""
+    return sum((one.total / 2 if one.is_half_masked else one.total for one in found), Fraction(0))
+
+
+def _dot_terms(equation: Any) -> int:
+    """Products that a matrix product sums; also of a ragged one, each of whose rows meets one group alone."""
+    left, right = (operand.aval for operand in equation.invars[:2])
+    if "dimension_numbers" in equation.params:
+        numbers, groups = equation.params["dimension_numbers"], ()
+    else:
+        ragged = equation.params["ragged_dot_dimension_numbers"]
+        numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+    (_, contracted), (_, batched) = numbers
+    shared = {*contracted, *batched, *groups}
+    return left.size * math.prod(size for dim, size in enumerate(right.shape) if dim not in shared)
+
+
+def _convolution_terms(equation: Any) -> int:
+    """Products that a convolution sums, those with padding and between dilated elements left out."""
+    params, numbers = equation.params, equation.params["dimension_numbers"]
+    image, kernel = (operand.aval.shape for operand in equation.invars)
+    (out,) = (result.aval.shape for result in equation.outvars)
+    terms = out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * kernel[numbers.rhs_spec[1]]
+    windows = zip(
+        numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:],
+        params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"], strict=True,
+    )  # fmt: skip
+    for i, k, o, stride, (before, _), of_image, of_kernel in windows:
+        at = np.arange(out[o])[:, None] * stride - before + np.arange(kernel[k]) * of_kernel
+        terms *= int(((at >= 0) & (at <= (image[i] - 1) * of_image) & (at % of_image == 0)).sum())
+    return terms
+
+
+_COUNTS: dict[str, Callable[[Any], int]] = {
+    "dot_general": _dot_terms,
+    "ragged_dot_general": _dot_terms,
+    "conv_general_dilated": _convolution_terms,
+}

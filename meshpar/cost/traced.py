@@ -1,0 +1,145 @@
+"""What a program communicates, read from its jaxpr: nothing is compiled.
+
+A manual region (`shard_map`) names each collective that it runs, so its jaxpr gives the bytes of any model, on any
+mesh, for every backend.
+
+A compiler may send less: XLA:CPU moves a collective out of a loop in which its operand does not change, and makes one
+of two equal ones. `inspection.hlo` reads what was compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from meshpar.cost.walk import Visit, walk
+from meshpar.errors import ProgramError
+from meshpar.mesh.layout import AXES
+from meshpar.sharding.resolve import Placement
+
+Axes = tuple[str, ...]
+Traffic = dict[Axes, Fraction]
+"""Axes, in the order of the mesh -> bytes that a device sends over them in one call of a program."""
+
+_KINDS = {
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "ragged_all_to_all": "ragged_all_to_all",
+    "ppermute": "collective_permute",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a traced program.
+
+    Args:
+      kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `ragged_all_to_all` or `collective_permute`.
+      axes: the mesh axes that its groups span, none of size 1, in the order of the mesh.
+      full_bytes: S, the whole buffer of a group: what an all-gather makes, what a reduce-scatter takes.
+      group_size: n, devices of a group.
+      times: how often one call of the program runs it.
+    """
+
+    kind: str
+    axes: Axes
+    full_bytes: int
+    group_size: int
+    times: Fraction = Fraction(1)
+
+    @property
+    def sent_bytes(self) -> Fraction:
+        """Bytes that a device sends in one run; of devices that differ, the one that sends most.
+
+        Communication: (n-1)/n S; 2(n-1)/n S for an all-reduce; S for a permute.
+        """
+        if self.kind == "collective_permute":
+            return Fraction(self.full_bytes)
+        share = Fraction(self.group_size - 1, self.group_size) * self.full_bytes
+        return 2 * share if self.kind == "all_reduce" else share
+
+
+def traced_collectives(program: ClosedJaxpr, float_bytes: int = 1) -> list[Collective]:
+    """The collectives of a traced program, in its order.
+
+    Args:
+      program: of `jax.make_jaxpr`.
+      float_bytes: the least bytes of a float on its way; 4 for XLA:CPU, which widens 16-bit floats.
+
+    Raises:
+      ProgramError: a `while` of unknown length communicates.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from meshpar.mesh.layout import MeshLayout
+      >>> total = lambda x: jax.lax.psum(x, "data")
+      >>> mesh = MeshLayout(data=4).abstract()
+      >>> summed = jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P())
+      >>> traffic(traced_collectives(jax.make_jaxpr(summed)(jnp.ones(32, jnp.float32))))
+      {('data',): Fraction(48, 1)}
+    """
+    visits = (visit for visit in walk(program) if visit.primitive in _KINDS)
+    return [one for visit in visits for one in _collectives(visit, float_bytes)]
+
+
+def gathers(before: Iterable[Placement], after: Iterable[Placement], float_bytes: int = 1) -> list[Collective]:
+    """The all-gathers with which GSPMD takes arrays from one placement to another that is sharded over fewer axes."""
+    found = []
+    for old, new in zip(before, after, strict=True):
+        dropped = {axis for axes in old.axes for axis in axes} - {axis for axes in new.axes for axis in axes}
+        axes = tuple(axis for axis in AXES if axis in dropped)
+        if axes:
+            width = max(new.spec.dtype.itemsize, float_bytes)
+            group_size = math.prod(new.mesh.shape[axis] for axis in axes)
+            found.append(Collective("all_gather", axes, math.prod(new.local_shape) * width, group_size))
+    return found
+
+
+def traffic(found: Iterable[Collective]) -> Traffic:
+    """Bytes that a device sends, by axes."""
+    sent: Traffic = defaultdict(Fraction)
+    for one in found:
+        sent[one.axes] += one.times * one.sent_bytes
+    return {axes: num_bytes for axes, num_bytes in sent.items() if num_bytes}
+
+
+def _collectives(visit: Visit, float_bytes: int) -> Iterator[Collective]:
+    """One for each operand; none over axes of size 1."""
+    params, sizes = visit.equation.params, visit.axis_sizes
+    names = params["axes"] if "axes" in params else params["axis_name"]
+    names = (names,) if isinstance(names, str) else names
+    group_size = math.prod(sizes[axis] for axis in names)
+    kind = _KINDS[visit.primitive]
+    spanned = _moved(params["perm"], names, sizes) if kind == "collective_permute" else names
+    axes = tuple(axis for axis in AXES if axis in spanned and sizes[axis] > 1)
+    if not axes:
+        return
+    if visit.times is None:
+        raise ProgramError(f"{kind} over {', '.join(axes)}: in a while loop, which may run any number of times")
+    for operand in visit.equation.invars:
+        dtype = operand.aval.dtype
+        width = max(dtype.itemsize, float_bytes) if jnp.issubdtype(dtype, jnp.floating) else dtype.itemsize
+        num_bytes = operand.aval.size * width
+        full = num_bytes * group_size if kind == "all_gather" else num_bytes
+        yield Collective(kind, axes, full, group_size, visit.times)
+
+
+def _moved(pairs: Iterable[tuple[int, int]], axes: Axes, sizes: Mapping[str, int]) -> Axes:
+    """The axes along which any source of a permute differs from its target."""
+    shape = tuple(sizes[axis] for axis in axes)
+    moves = [(np.unravel_index(source, shape), np.unravel_index(target, shape)) for source, target in pairs]
+    return tuple(axis for i, axis in enumerate(axes) if any(source[i] != target[i] for source, target in moves))

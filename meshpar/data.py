@@ -1,0 +1,26 @@
+"""What a run trains on, and tokenizers.
+
+>>> from meshpar import data
+>>> data.Text(path="texts", tokenizer=data.Bytes()).vocab_size
+257
+"""
+
+from meshpar.train.data import (
+    Arrow,
+    Bytes,
+    Ids,
+    Jsonl,
+    Mixture,
+    Numpy,
+    Parquet,
+    Part,
+    StandardLibrary,
+    Synthetic,
+    Text,
+    TokenizerFile,
+)
+
+__all__ = [
+    "Arrow", "Bytes", "Ids", "Jsonl", "Mixture", "Numpy", "Parquet", "Part", "StandardLibrary", "Synthetic", "Text",
+    "TokenizerFile",
+]  # fmt: skip

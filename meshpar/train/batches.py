@@ -1,0 +1,130 @@
+"""The arrays that a user gives as a batch: each has the same rows, and they can be cut into equal parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshpar.errors import DataError, Problems, nearest
+from meshpar.sharding.constrain import Lowering
+from meshpar.sharding.spec import ArraySpec
+
+ROWS = "rows"
+"""The name under which a step adds the index of each row to a batch."""
+
+
+def batch_specs(
+    batch: Mapping[str, Any], batch_dims: Mapping[str, tuple[str, ...]], how: Lowering
+) -> dict[str, ArraySpec]:
+    """The specs of an example of a batch.
+
+    Args:
+      batch_dims: name -> a name for each dim; default: `batch`, and the others without a name.
+      how: the mesh and the rules that cut the rows, and the number of microbatches.
+
+    Raises:
+      DataError: lists every array without rows or of another library, and every name in `batch_dims` without an array;
+        or the rows cannot be cut into equal parts.
+    """
+    problems, specs = Problems(), {}
+    if not batch:
+        problems.add("batch", "has no array", "an example: {name: array}")
+    for name, x in batch.items():
+        if reason := _unfit(x):
+            problems.add(f"batch[{name!r}]", *reason)
+        elif name == ROWS:
+            problems.add(f"batch[{name!r}]", "a step adds the index of each row under this name", "another name")
+        elif (dims := batch_dims.get(name, ("batch", *[""] * (x.ndim - 1)))) and len(dims) != x.ndim:
+            shape = f"{np.dtype(x.dtype)}{list(x.shape)}"
+            problems.add(f"batch_dims[{name!r}]", f"{len(dims)} names for {shape}", "a name for each dim")
+        else:
+            specs[name] = ArraySpec(tuple(x.shape), np.dtype(x.dtype), tuple(dims))
+            _check_dims(name, specs[name], how, problems)
+    for name in (name for name in batch_dims if name not in batch):
+        near = nearest(name, batch)
+        fix = f"did you mean {near}?" if near else f"the arrays are {', '.join(batch)}"
+        problems.add(f"batch_dims[{name!r}]", "the batch has no such array", fix)
+    _check_rows(specs, how, problems)
+    problems.raise_any(DataError, "this batch cannot be trained on:")
+    return specs
+
+
+def check_batch(batch: Mapping[str, Any], structs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Checks that a batch is like the one that the step was compiled for.
+
+    Raises:
+      DataError: lists every array that is missing, that is not known, or that has another shape or dtype.
+    """
+    problems = Problems()
+    for name in (name for name in structs if name not in batch):
+        problems.add(f"batch[{name!r}]", "is missing", f"the step was compiled for {', '.join(structs)}")
+    for name, x in batch.items():
+        if name not in structs:
+            near = nearest(name, structs)
+            fix = f"did you mean {near}?" if near else f"the step was compiled for {', '.join(structs)}"
+            problems.add(f"batch[{name!r}]", "the step knows no such array", fix)
+        elif (reason := _unfit(x)) or (reason := _unlike(x, structs[name])):
+            problems.add(f"batch[{name!r}]", *reason)
+    problems.raise_any(DataError, "this batch is not like the one that the step was compiled for:")
+
+
+def _unfit(x: Any) -> tuple[str, str] | None:
+    """Why something is no array with rows, and what would be."""
+    library = type(x).__module__.partition(".")[0]
+    if library in ("torch", "tensorflow"):
+        return f"is a tensor of {library}, and JAX reads NumPy's arrays", "x.numpy(), in the data pipeline"
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return f"is a {type(x).__name__}, not an array", "numpy.asarray(x)"
+    if not x.shape:
+        fix = "repeat it for each row; or let the loss close over it, if it never changes"
+        return "is a scalar, and each array of a batch has a first dim of rows", fix
+    return None
+
+
+def _unlike(x: Any, struct: jax.ShapeDtypeStruct) -> tuple[str, str] | None:
+    expected = f"{struct.dtype}{list(struct.shape)}"
+    got = f"{x.dtype}{list(x.shape)}"
+    if x.shape[1:] == struct.shape[1:] and x.shape[0] < struct.shape[0]:
+        fix = "leave out a shorter last batch; or fill it with rows that do not count, see meshpar.Tally"
+        return f"has {x.shape[0]} rows, and the step was compiled for {struct.shape[0]}", fix
+    if tuple(x.shape) != struct.shape:
+        return f"is {got}, and the step was compiled for {expected}", "batches of one shape, or a step for each"
+    if jax.dtypes.canonicalize_dtype(x.dtype) != struct.dtype:
+        return f"is {got}, and the step was compiled for {expected}", f"x.astype({str(struct.dtype)!r})"
+    return None
+
+
+def _check_dims(name: str, spec: ArraySpec, how: Lowering, problems: Problems) -> None:
+    """Adds which dims, beside the rows, have no rule or are not divisible."""
+    for size, dim in zip(spec.shape, spec.dims, strict=True):
+        where = f"batch_dims[{name!r}]: {dim} = {size}"
+        if dim and dim not in how.rules.table:
+            near = nearest(dim, how.rules.table)
+            fix = f"rules.{dim}=[] to leave it whole" + (f", or did you mean {near}?" if near else "")
+            problems.add(where, "no rule covers it", fix)
+        elif dim not in ("", "batch") and size % how.shards(dim):
+            problems.add(where, f"is not divisible by its {how.shards(dim)} shards", f"rules.{dim}=[]")
+
+
+def _check_rows(specs: Mapping[str, ArraySpec], how: Lowering, problems: Problems) -> None:
+    """Adds why the rows cannot be cut into equal parts."""
+    counts = {name: spec.shape[0] for name, spec in specs.items() if spec.dims[0] == "batch"}
+    if how.num_microbatches > 1:
+        for name in (name for name in specs if name not in counts):
+            what = f"has no rows to cut into {how.num_microbatches} microbatches"
+            problems.add(f"batch_dims[{name!r}]", what, "batch as the name of the first dim, or num_microbatches=1")
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        problems.add("batch", f"its arrays have different numbers of rows: {listed}", "the same rows in each array")
+        return
+    if not {*how.rules.activation_axes("batch")} <= {*how.mesh.shape}:
+        return  # an axis that the mesh has not is a fault of the rules, which `resolve` reports
+    parts = how.shards("batch") * how.num_microbatches
+    for count in set(counts.values()):
+        if count % parts:
+            what = f"{count} rows cannot be cut into {parts} equal parts"
+            cause = f"({how.shards('batch')} devices x {how.num_microbatches} microbatches)"
+            problems.add("batch", f"{what} {cause}", f"a multiple of {parts} rows")

@@ -1,0 +1,124 @@
+"""SIGINT and SIGTERM: the first ends a run after its step, with a checkpoint; the second ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
+
+from meshpar.errors import ConfigError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: schedulers start such a job again."""
+GRACE_S = 2.0
+_SHOW_CURSOR = b"\033[?25h"
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was ended by a signal; the same command goes on with it."""
+
+    exit_code = EXIT_CODE
+
+
+class Signals:
+    """What has been asked for by signals. Without `listening`, nothing ever is.
+
+    A run goes through three phases. Before its first step there is nothing to save, and `Interrupted` is raised at
+    once. JAX may compile for minutes without running any Python, so a thread ends a process that does not answer in
+    `GRACE_S`. While it steps, `caught` says that it shall end. While it waits for a batch, `Interrupted` is raised.
+
+    Args:
+      caught: the first signal that came.
+    """
+
+    def __init__(self) -> None:
+        self.caught: signal.Signals | None = None
+        self._has_begun = False
+        self._raises = True
+        self._answered = threading.Event()
+        self._stderr = 2
+
+    @property
+    def name(self) -> str:
+        return self.caught.name if self.caught else "a signal to another process"
+
+    def nothing_to_save(self) -> str:
+        what = f"stopped by {self.name} before the first step"
+        return f"{what}: there was nothing to save; the same command starts it again"
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handles both signals within, and puts back what handled them before. A signal that is ignored stays so.
+
+        Raises:
+          ConfigError: this is not the main thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError("signals can be handled in the main thread only: call fit there, or without signals=True")
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        with ExitStack() as stack:
+            receive, send = (stack.enter_context(end) for end in socket.socketpair())
+            send.setblocking(False)
+            with suppress(OSError):  # there may be no standard error
+                self._stderr = os.dup(2)
+                stack.callback(os.close, self._stderr)
+            thread = threading.Thread(target=self._watch, args=(receive,), name="signals", daemon=True)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(send.shutdown, socket.SHUT_RDWR)
+            stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False))
+            for number, handler in before.items():
+                if handler != signal.SIG_IGN:
+                    signal.signal(number, self._handle)
+                    stack.callback(signal.signal, number, handler)
+            yield
+
+    def begin(self) -> None:
+        """From here on there are steps to save: a signal is only noted."""
+        self._raises = False
+        self._has_begun = True
+        if self.caught:
+            raise Interrupted(self.nothing_to_save())
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Within, a signal raises `Interrupted`."""
+        self._raises = True
+        try:
+            if self.caught:
+                raise Interrupted
+            yield
+        finally:
+            self._raises = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.caught = signal.Signals(number)
+        for each in SIGNALS:
+            if signal.getsignal(each) == self._handle:
+                signal.signal(each, signal.SIG_DFL)
+        self._answered.set()
+        if self._raises:
+            raise Interrupted(self.nothing_to_save())
+
+    def _watch(self, receive: socket.socket) -> None:
+        """Hears signals though the main thread runs no Python."""
+        num_heard = 0
+        while number := receive.recv(1):
+            if number[0] not in SIGNALS:
+                continue
+            num_heard += 1
+            if num_heard > 1:
+                if self._answered.wait(GRACE_S / 4):
+                    os.kill(os.getpid(), number[0])
+                os._exit(128 + number[0])
+            if not self._has_begun and not self._answered.wait(GRACE_S):
+                self.caught = signal.Signals(number[0])
+                end = f"meshpar: {self.nothing_to_save()}\n".encode()
+                with suppress(OSError):
+                    os.write(self._stderr, _SHOW_CURSOR * os.isatty(self._stderr) + end)
+                os._exit(EXIT_CODE)

@@ -1,0 +1,141 @@
+"""Every fix that an error proposes as `key=value` is applied here, and has to mend what it was proposed for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+
+from meshpar.errors import MeshparError
+from meshpar.prepared import Prepared, prepare
+from meshpar.run import load
+
+CONFIG = """\
+model: {kind: llama, num_layers: 4, width: 32, num_heads: 8, num_kv_heads: 2, mlp_width: 48, vocab_size: 96}
+data: {kind: synthetic, vocab_size: 96, batch_size: 24, seq_len: 16}
+optim: {kind: adamw, lr: 1e-3}
+mesh: {fsdp: 2, tensor: 2}
+rules: [fsdp, megatron]
+num_steps: 4
+run_dir: runs/test
+"""
+PIPE_MESH = ["mesh=null", "mesh={pipe: 2}"]
+PIPE = [*PIPE_MESH, "rules=pipeline"]
+ONE_F_ONE_B = "pipeline={kind: 1f1b, num_microbatches: 4}"
+WSD = "optim.schedule={kind: wsd, warmup_steps: 3, decay_fraction: 0.5}"
+GPT = "{kind: gpt, num_layers: 2, width: 32, num_heads: 8, mlp_width: 48, vocab_size: 96, max_seq_len: 8}"
+
+MISFITS = {
+    "kv_heads over tensor": ["mesh.tensor=4"],
+    "heads between two sizes": ["mesh.tensor=3", "model.num_heads=16", "model.num_kv_heads=16"],
+    "a dim over two axes": ["mesh.expert=5", "rules.mlp=[tensor, expert]"],
+    "a prime dim": ["model.mlp_width=31"],
+    "an axis that no rule uses": ["mesh.context=2"],
+    "no rules": ["mesh=null", "mesh={data: 2}", "rules=[]"],
+    "no rules on one device": ["mesh=null", "mesh={data: 1}", "rules=[]"],
+    "a dim without a rule": [
+        "rules={batch: [fsdp], layers: [], heads: [], kv_heads: [], head_dim: [], mlp: [], embed: [tensor, fsdp]}",
+        "lowering=auto",
+    ],
+    "two dims over one axis": ["rules.head_dim=[fsdp]"],
+    "head_dim": ["rules.head_dim=[tensor]", "rules.heads=[]", "rules.kv_heads=[]"],
+    "embed": ["rules.embed=[fsdp, tensor]", "rules.heads=[]", "rules.kv_heads=[]", "rules.mlp=[]", "rules.vocab=[]"],
+    "layers": ["rules.layers=[fsdp]", "rules.embed=[]"],
+    "layers and no stages": [*PIPE_MESH, "rules={preset: pipeline, stage: []}"],
+    "seq": ["rules.seq=[tensor]"],
+    "seq over the batch": ["rules.seq=[fsdp]"],
+    "norm_seq without vocab": ["rules=[fsdp, megatron_sp]", "rules.vocab=[]"],
+    "kv_heads without heads": ["rules.heads=[]"],
+    "stages under GSPMD": [*PIPE, "lowering=auto"],
+    "1 layer on 2 stages": [*PIPE, ONE_F_ONE_B, "model.num_layers=1"],
+    "1 padded layer on 2 stages": [*PIPE, ONE_F_ONE_B, "model.num_layers=1", "model.layers_multiple=3"],
+    "3 layers on 2 stages": [*PIPE, ONE_F_ONE_B, "model.num_layers=3"],
+    "3 layers with zbv on 2": [*PIPE, "pipeline={kind: zbv, num_microbatches: 4}", "model.num_layers=3"],
+    "a cut of other layers": [*PIPE, "pipeline={kind: 1f1b, num_microbatches: 4, cut: [1, 2]}"],
+    "microbatches in groups": [*PIPE, "pipeline={kind: interleaved, num_microbatches: 3}"],
+    "stages in no order": [*PIPE],
+    "a pipeline under GSPMD": ["pipeline={kind: 1f1b, num_microbatches: 4}", "lowering=auto"],
+    "a reduction beside a pipeline": [*PIPE, ONE_F_ONE_B, "reduce={}"],
+    "a reduction under GSPMD": ["lowering=auto", "reduce={}"],
+    "an overlap under GSPMD": ["rules=[fsdp, megatron_sp]", "lowering=auto", "tensor.overlap=ring"],
+    "nothing to overlap": ["tensor.overlap=ring"],
+    "no weights to overlap": ["mesh=null", "mesh={data: 2}", "rules=replicated", "fsdp.overlap=ring"],
+    "weights that are gathered once": ["rules=[zero2, megatron]", "fsdp.overlap=ring"],
+    "two overlaps": ["rules=[fsdp, megatron_sp]", "fsdp.overlap=ring", "tensor.overlap=ring"],
+    "a reduction of chunks": ["fsdp.overlap=ring", "reduce={}"],
+    "LoRA beside an overlap": ["fsdp.overlap=ring", "adapt={}"],
+    "token ids": ["model.vocab_size=64"],
+    "positions": [f"model={GPT}"],
+    "a warm-up longer than the run": ["optim.schedule={kind: linear, warmup_steps: 9}"],
+    "a decay that grows with the run": [WSD],
+    "a decay of steps": ["optim.schedule={kind: wsd, warmup_steps: 3, decay_steps: 3}"],
+    "an evaluation to judge by": ["checkpoints={every: 2, keep_best: 1}"],
+}  # fmt: skip
+LEAVES = {
+    # What a fix brings up: it mends one thing, and the config does not fit as a whole yet.
+    "heads between two sizes": "heads must be sharded over the same axes",
+    "a dim over two axes": "no rule uses this axis",
+    "a reduction beside a pipeline": "in which order they work",
+    "head_dim": "no rule uses this axis",
+    "embed": "no rule uses this axis",
+    "layers and no stages": "no rule uses this axis|in which order they work",
+    "stages under GSPMD": "in which order they work|no rule uses this axis|cannot be sharded",
+}
+PROPOSAL = re.compile(r"[a-z_]+(?:\.[a-z_]+)*=(?:\[[^\]]*\]|\{[^}]*\}|[^\s,;]+)")
+
+
+def problems(text: str) -> list[tuple[str, str, str]]:
+    """(where, what, fix) of each problem in the text of an error; a fix may be empty."""
+    blocks = re.findall(r"^  (\S.*)\n((?:    .*\n?)+)", text, re.MULTILINE)
+    split = [(where, [line.strip() for line in body.splitlines()]) for where, body in blocks]
+    return [(where, lines[0], lines[1] if len(lines) > 1 else "") for where, lines in split]
+
+
+def prepared(folder: Path, overrides: list[str]) -> Prepared:
+    run = load(folder / "config.yaml", overrides)
+    return prepare(run, run.mesh.abstract())
+
+
+def traced(folder: Path, overrides: list[str]) -> None:
+    """All of a step but its compilation."""
+    found = prepared(folder, overrides)
+    jax.eval_shape(found.step, found.placement.structs, found.batch)
+
+
+def what_is_left(goes_on_to: Callable[..., object], folder: Path, overrides: list[str]) -> str:
+    """The text of the error, if there is one."""
+    try:
+        goes_on_to(folder, overrides)
+    except MeshparError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def test_the_config_that_they_start_from_fits(folder):
+    traced(folder, [])
+
+
+@pytest.mark.parametrize("goes_on_to", [prepared, pytest.param(traced, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", MISFITS)
+def test_each_proposed_fix_mends_what_it_is_proposed_for(folder, case, goes_on_to):
+    with pytest.raises(MeshparError) as refused:
+        prepared(folder, MISFITS[case])
+    found = problems(str(refused.value))
+    proposals = [(where, what, fix) for where, what, text in found for fix in PROPOSAL.findall(text)]
+    before = [(where, what) for where, what, _ in found]
+    assert proposals, f"no fix is proposed:\n{refused.value}"
+    for where, what, fix in dict.fromkeys(proposals):
+        error = what_is_left(goes_on_to, folder, [*MISFITS[case], fix])
+        left = [(where, what) for where, what, _ in problems(error)]
+        assert (where, what) not in left, f"{fix} does not mend {where}:\n{error}"
+        new = [what for where, what in left if (where, what) not in before]
+        assert all(re.search(LEAVES.get(case, "^$"), what) for what in new), f"{fix} makes:\n{error}"

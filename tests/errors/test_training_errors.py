@@ -1,0 +1,313 @@
+"""What a user of `meshpar.training` reads who gave a batch, a loss or an argument that does not fit."""
+
+from __future__ import annotations
+
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from meshpar import AxisRules, ConfigError, DataError, MeshLayout, ShardingError, Synthetic, Tally, training
+
+ROWS = {"x": np.ones((16, 4), "f"), "y": np.ones(16, "f")}
+RULES = AxisRules(preset="replicated", unnamed=())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _promotion():
+    """Users' own code runs under JAX's usual promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def rows_loss(params, batch):
+    return jnp.square(batch["x"] @ params["w"] - batch["y"])
+
+
+def mean_loss(params, batch, key):
+    return rows_loss(params, batch).mean()
+
+
+def made(batch=ROWS, loss=mean_loss, tx=None, init=lambda key: {"w": jnp.ones(4)}, rules=RULES, **more):
+    return training(init, loss, tx or optax.sgd(0.1), batch, mesh=MeshLayout(data=8), rules=rules, **more)
+
+
+def traced(**more):
+    """As far as the first thing that JAX does with it."""
+    new = made(**more)
+    return jax.eval_shape(new.step, new.placement.structs, new.batch)
+
+
+class Tensor:
+    """As PyTorch's, which the tests need not import for this."""
+
+    shape, dtype = (16, 4), "torch.float32"
+
+
+Tensor.__module__ = "torch"
+
+BATCHES = {
+    "a scalar": (
+        {"t": np.float32(3)},
+        "batch['t']\n    is a scalar, and each array of a batch has a first dim of rows",
+    ),
+    "a number": ({"t": 3.0}, "batch['t']\n    is a float, not an array\n    numpy.asarray(x)"),
+    "a tensor": ({"t": Tensor()}, "batch['t']\n    is a tensor of torch, and JAX reads NumPy's arrays\n    x.numpy()"),
+    "fewer rows": ({"t": np.ones((8, 2))}, "different numbers of rows: x has 16, y has 16, t has 8\n    the same rows"),
+    "a taken name": ({"rows": np.ones(16)}, "batch['rows']\n    a step adds the index of each row under this name"),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_an_example_that_is_no_batch(case):
+    more, told = BATCHES[case]
+    with pytest.raises(DataError) as error:
+        made(batch=ROWS | more)
+    assert str(error.value).startswith("this batch cannot be trained on:\n  batch")
+    assert told in str(error.value)
+
+
+def test_rows_that_microbatches_do_not_divide():
+    with pytest.raises(DataError) as error:
+        made(num_microbatches=3)
+    assert str(error.value).splitlines()[2:] == [
+        "    16 rows cannot be cut into 24 equal parts (8 devices x 3 microbatches)",
+        "    a multiple of 24 rows",
+    ]
+
+
+PUTS = {
+    "a shorter last batch": ({"x": ROWS["x"][:5], "y": ROWS["y"][:5]}, "batch['x']\n    has 5 rows, and the step was"),
+    "an array too few": ({"x": ROWS["x"]}, "batch['y']\n    is missing\n    the step was compiled for x, y"),
+    "an array too many": (ROWS | {"z": ROWS["x"]}, "batch['z']\n    the step knows no such array"),
+    "another dtype": (ROWS | {"y": np.ones(16, "i4")}, "is int32[16], and the step was compiled for float32[16]"),
+    "another shape": (ROWS | {"y": np.ones((16, 2), "f")}, "is float32[16, 2], and the step was compiled for float32"),
+    "a tensor": (ROWS | {"x": Tensor()}, "batch['x']\n    is a tensor of torch"),
+}
+
+
+@pytest.mark.parametrize("case", PUTS)
+def test_a_batch_unlike_the_example(case):
+    batch, told = PUTS[case]
+    new = made()
+    assert set(new.put(ROWS)) == {"x", "y"}
+    with pytest.raises(DataError) as error:
+        new.put(batch)
+    assert told in str(error.value)
+
+
+LOSSES = {
+    "no scalar": (lambda p, b, key: rows_loss(p, b), "the loss\n    has the shape [16], and has to be one number"),
+    "an integer": (lambda p, b, key: jnp.int32(3), "the loss\n    is int32, which has no gradient"),
+    "nothing": (lambda p, b, key: None, "the loss returns (NoneType); give a mean, (mean, metrics), or (mean, metrics"),
+    "a vector metric": (
+        lambda p, b, key: (mean_loss(p, b, key), {"m": b["x"].mean(0)}),
+        "metrics['m']\n    has the shape [4], and has to be one number",
+    ),
+    "a metric without a name": (lambda p, b, key: (mean_loss(p, b, key), b["x"].mean()), "the loss returns (array, ar"),
+    "a pmean over devices": (
+        lambda p, b, key: jax.lax.pmean(mean_loss(p, b, key), "devices"),
+        "the loss communicates over 'devices', which only pmap, vmap or shard_map would bind; the rows of all devices",
+    ),
+    "an axis of another mesh": (
+        lambda p, b, key: jax.lax.with_sharding_constraint(b["x"], P("dp")).mean() * p["w"].sum(),
+        "the model is sharded over an axis 'dp', and the mesh has replica, data, ",
+    ),
+    "an explicit sharding": (
+        lambda p, b, key: jnp.einsum("ab,b->a", b["x"], p["w"], out_sharding=P("data")).mean(),
+        "the model gives out_sharding to a JAX function, which asks for a mesh of explicit axes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_loss_that_cannot_be_trained_on(case):
+    loss, told = LOSSES[case]
+    with pytest.raises(ConfigError) as error:
+        traced(loss=loss)
+    assert told in str(error.value)
+
+
+ARGUMENTS = {
+    "an unknown keyword": (
+        {"microbatches": 2},
+        "microbatches\n    training has no such argument\n    did you mean num_m",
+    ),
+    "one of Training's own": ({"specs": {}}, "specs\n    training has no such argument\n    there are manual, dtype"),
+    "a loss without a key": (
+        {"loss": lambda params, batch: 0.0},
+        "loss\n    is called with 3 arguments\n    def loss(params, batch, key)",
+    ),
+    "an evaluation without what is carried": (
+        {"carried": lambda key: {"n": jnp.ones(())}, "loss": lambda p, b, k, c: 0.0, "evaluation": mean_loss},
+        "evaluation\n    is called with 4 arguments\n    def evaluation(params, batch, key, carried)",
+    ),
+    "a glob": ({"dims": {"v": ("embed",)}}, "dims['v']\n    matches no array\n    the arrays are w"),
+    "names": ({"dims": {"w": ("embed", "mlp")}}, "w  float32[4]\n    has 2 names: embed, mlp\n    a name for each dim"),
+    "an axis": ({"axes": {"tp": "tnsor"}}, "axes: tp\n    tnsor is no axis of a mesh"),
+    "whole variables": (
+        {"init": lambda key: {"params": {"w": jnp.ones(4)}, "batch_stats": {"mean": jnp.ones(4)}}},
+        "batch_stats.mean\n    is a batch statistic, which the forward changes",
+    ),
+    "a counter": ({"init": lambda key: {"w": jnp.ones(4), "n": jnp.int32(0)}}, "n\n    is int32[], which has no"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_that_do_not_fit(case):
+    more, told = ARGUMENTS[case]
+    with pytest.raises(ConfigError) as error:
+        made(**more)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ({"X": ("batch", "")}, "batch_dims['X']\n    the batch has no such array\n    did you mean x?"),
+        ({"x": ("batch",)}, "batch_dims['x']\n    1 names for float32[16, 4]\n    a name for each dim"),
+        ({"x": ("batch", "height")}, "batch_dims['x']: height = 4\n    no rule covers it\n    rules.height=[] to l"),
+    ],
+)
+def test_names_of_the_batch_that_do_not_fit(names, told):
+    with pytest.raises(DataError) as error:
+        made(batch_dims=names)
+    assert told in str(error.value)
+
+
+def test_a_rule_for_a_name_that_nothing_has():
+    rules = RULES | AxisRules(height=())
+    with pytest.raises(ShardingError, match=r"if only activations have it, say so: activation_dims=\[height\]"):
+        _ = made(rules=rules).placement
+    _ = made(rules=rules, activation_dims=["height"]).placement
+    _ = made(rules=rules, batch_dims={"x": ("batch", "height")}).placement
+
+
+# Masks --------------------------------------------------------------------------------------------------------------
+
+MASK = ROWS | {"mask": np.arange(16, dtype="f") / 16}
+
+
+def masked_mean(params, batch, key):
+    return (rows_loss(params, batch) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def masked_sums(params, batch, key):
+    return Tally((rows_loss(params, batch) * batch["mask"]).sum(), batch["mask"].sum())
+
+
+def loss_of(loss, num_microbatches):
+    new = made(batch=MASK, loss=loss, num_microbatches=num_microbatches)
+    batch = MASK | {"y": np.arange(16, dtype="f")}
+    return float(new.compile_step()(new.compile_init()(), new.put(batch))[1]["loss"])
+
+
+def test_a_sum_and_its_weight_do_not_depend_on_microbatches():
+    """The weights of a microbatch may sum to less than 1."""
+    assert loss_of(masked_sums, 2) == pytest.approx(loss_of(masked_mean, 1), rel=1e-6)
+
+
+def test_a_masked_mean_in_microbatches_is_another_number_and_warned_of():
+    with pytest.warns(UserWarning, match=r"the batch has mask: .* return meshpar.Tally\(sum, count\), which is exact"):
+        assert abs(loss_of(masked_mean, 2) - loss_of(masked_mean, 1)) > 0.1
+
+
+def test_a_mean_without_a_mask_is_not_warned_of():
+    with warnings.catch_warnings(action="error"):
+        traced(num_microbatches=2)
+        traced(batch=MASK, loss=masked_mean)
+
+
+# NNX state that the forward changes ---------------------------------------------------------------------------------
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.up(x)).mean()
+
+
+GRAPH, _, STATE = nnx.split(Normed(nnx.Rngs(0)), nnx.Param, ...)
+
+
+def state(*filters):
+    return lambda key: nnx.state(Normed(nnx.Rngs(key)), *filters)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"init": state(), "loss": mean_loss}, "norm.mean\n    is BatchStat of NNX, which the forward changes"),
+        ({"loss": lambda p, b, k: nnx.merge(GRAPH, p)(b["x"])}, "merges the parameters alone; give it as carried=lam"),
+        ({"loss": lambda p, b, k: nnx.merge(GRAPH, p, STATE)(b["x"])}, "state that was made outside of it, and the ch"),
+        (
+            {"loss": lambda p, b, k, c: nnx.merge(GRAPH, p, c)(b["x"]), "carried": state(nnx.BatchStat)},
+            "the loss is given norm to carry, and does not return what becomes of it; return (mean, metrics, carried)",
+        ),
+    ],
+)
+def test_state_that_would_be_lost_is_refused(more, told):
+    with pytest.raises(ConfigError) as error:
+        traced(**{"init": state(nnx.Param)} | more)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [nnx.BatchStat, nnx.Cache])
+def test_state_that_is_returned_is_carried(kind):
+    """Also where there is none of the kind that is asked for."""
+
+    def loss(params, batch, key, carried):
+        model = nnx.merge(GRAPH, params, carried or zeros())
+        return model(batch["x"]), {}, nnx.state(model, kind)
+
+    traced(init=state(nnx.Param), loss=loss, carried=state(kind))
+
+
+def zeros():
+    return jax.tree.map(jnp.zeros_like, STATE)
+
+
+def test_what_is_carried_has_to_stay_as_it_is():
+    def loss(params, batch, key, carried):
+        return mean_loss(params, batch, key), {}, {"sum": jnp.ones(3)}
+
+    with pytest.raises(ConfigError) as error:
+        traced(loss=loss, carried=lambda key: {"sum": jnp.ones(2), "n": jnp.ones(())})
+    assert "carried.n\n    is not returned" in str(error.value)
+    assert "carried.sum\n    is float32[2] before the step and float32[3] after it" in str(error.value)
+
+
+# Others -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_takes_no_keyword_within_a_chain():
+    with pytest.raises(ConfigError, match=r"got an unexpected keyword.*goes by itself, outside of optax\.chain"):
+        traced(tx=optax.chain(optax.clip(1.0), optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))))
+
+
+def test_a_config_that_is_made_in_python_is_told_as_one_in_a_file():
+    with pytest.raises(ConfigError) as error:
+        Synthetic(vocab_size=2, batchsize=3)
+    assert str(error.value) == (
+        "2 problems in Synthetic:\n"
+        "  vocab_size\n    must be at least 3, got 2\n"
+        "  batchsize\n    unknown key\n    did you mean batch_size?"
+    )
+
+
+def test_flaxs_own_message_stays_where_meshpar_knows_no_better():
+    def loss(params, batch, key):
+        return nn.Dense(3).apply({"params": {}}, batch["x"]).mean()
+
+    with pytest.raises(Exception, match="kernel"):
+        traced(loss=loss)

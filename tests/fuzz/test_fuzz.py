@@ -1,0 +1,67 @@
+"""Whatever a user writes: exit code 0, 1 or 2, within a minute, and never a traceback.
+
+`pytest -m slow tests/fuzz` runs 500 configs and 200 command lines for each of several seeds; MESHPAR_FUZZ_SEED=7,8
+chooses others.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.fuzz.harness import Case, faults
+from tests.fuzz.mutate import FILES, command_case, config_case, generated
+
+SEEDS = [int(seed) for seed in os.environ.get("MESHPAR_FUZZ_SEED", "1,2,3").split(",")]
+
+
+def assert_no_faults(make, seed: int, count: int) -> dict[int, int]:
+    found, codes = faults(generated(make, seed, count))
+    assert not found, f"{len(found)} of {count} cases:\n" + "\n".join(map(str, found))
+    assert sum(codes.values()) == count
+    return codes
+
+
+def test_a_sample_of_configs_and_command_lines_ends_with_a_message():
+    codes = assert_no_faults(config_case, seed=0, count=40)
+    assert codes[0] and codes[2], "some fit, and some do not"
+    assert_no_faults(command_case, seed=0, count=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_500_configs_end_with_a_message(seed):
+    assert_no_faults(config_case, seed, 500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_200_command_lines_end_with_a_message(seed):
+    assert_no_faults(command_case, seed, 200)
+
+
+def test_control_a_crash_is_seen():
+    assert "KeyError: 'planted'" in planted("crash")
+
+
+def test_control_what_does_not_end_is_seen_and_the_next_case_runs():
+    assert planted("hang") == "no end in 5 s"
+
+
+def test_control_what_devours_memory_is_seen():
+    assert "MemoryError" in planted("devour")
+
+
+def planted(plant: str) -> str:
+    """What the harness says of a verb that does this, between two that are in order."""
+    fine = Case(("schema",), FILES)
+    found, codes = faults([fine, Case(("explain", "config.yaml"), FILES, plant), fine], timeout_s=5)
+    assert len(found) == 1
+    assert codes == {0: 2}
+    return found[0].what
+
+
+def test_the_same_seed_gives_the_same_cases():
+    first, again, other = (list(generated(config_case, seed, 5)) for seed in (1, 1, 2))
+    assert first == again != other

@@ -1,0 +1,151 @@
+"""What is read of a downloaded folder, or copied from it, lies in it and is a regular file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshpar.errors import Problems
+from meshpar.io.export import copy_companions, whole_or_not
+from meshpar.io.folder import check_inside
+from meshpar.regular import open_regular
+from tests.io.pretrained import saved
+
+NAMES = ("config.json", "model.safetensors", "tokenizer_config.json", "tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = saved("smollm", tmp_path_factory.mktemp("smollm"), "bfloat16")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def hf(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(there, tmp_path / "hf")
+    (tmp_path / "secret").write_text("not for others")
+    (tmp_path / "secret").chmod(0o600)
+    return tmp_path / "hf"
+
+
+def outside(path: Path) -> None:
+    path.symlink_to("../secret")
+
+
+def whole_folder_outside(path: Path) -> None:
+    path.parent.joinpath("up").symlink_to("..")
+    path.symlink_to("up/secret")
+
+
+def nowhere(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def circle(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "outside": (outside, "it is a link that leads out of the folder, to "),
+    "through a folder outside": (whole_folder_outside, "it is a link that leads out of the folder, to "),
+    "nowhere": (nowhere, "No such file or directory"),
+    "circle": (circle, "Symlink loop"),
+    "device": (device, "it is a link that leads out of the folder, to /dev/zero"),
+    "pipe": (os.mkfifo, "it is a pipe, not a regular file"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_that_leads_out_of_its_folder_is_refused(name: str, fault: str, hf: Path, command):
+    (hf / name).unlink()
+    make, what = FAULTS[fault]
+    make(hf / name)
+    said = command("convert", "run", "--from-hf", "hf")
+    assert said.code == 2
+    assert f"hf/{name}\n    cannot be {'copied' if 'tokenizer' in name else 'read'}: {what}" in said.err
+    assert sorted(path.name for path in hf.parent.iterdir()) == ["hf", "secret"]
+
+
+def test_a_shard_that_is_a_pipe_is_not_waited_for(hf: Path, command):
+    (hf / "model.safetensors").unlink()
+    os.mkfifo(hf / "a.safetensors")
+    (hf / "b.safetensors").symlink_to("../secret")
+    (hf / "model.safetensors.index.json").write_text('{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}')
+    said = command("convert", "run", "--from-hf", "hf")
+    assert said.code == 2
+    assert "hf/a.safetensors\n    cannot be read: it is a pipe, not a regular file" in said.err
+    assert "hf/b.safetensors\n    cannot be read: it is a link that leads out of the folder" in said.err
+
+
+def test_an_export_hands_no_file_from_outside_on_and_control_converts_the_folder_without_a_fault(
+    hf: Path, tmp_path: Path, command
+):
+    """The links that lie in a run may have been copied by an older version."""
+    assert command("convert", "run", "--from-hf", "hf", "mesh.data=8").code == 0
+    companion = tmp_path / "run/hugging_face/tokenizer_config.json"
+    companion.unlink()
+    companion.symlink_to(tmp_path / "secret")
+    said = command("convert", "run", "--to-hf", "out")
+    assert said.code == 2 and "it is a link that leads out of the folder" in said.err
+    assert not (tmp_path / "out").exists()
+    companion.unlink()
+    companion.symlink_to("tokenizer.json")  # within the folder
+    assert command("convert", "run", "--to-hf", "out").code == 0
+    assert (tmp_path / "out/tokenizer_config.json").read_text() == "{}"
+
+
+def test_a_snapshot_in_the_cache_of_the_hub_is_read(hf: Path, tmp_path: Path):
+    snapshot, blobs = tmp_path / "model/snapshots/1a2b", tmp_path / "model/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "3c4d").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/3c4d")
+    check_inside(snapshot, "tokenizer.json")
+    (tmp_path / "to").mkdir()
+    copy_companions(snapshot, tmp_path / "to")
+    assert (tmp_path / "to/tokenizer.json").read_text() == "{}"
+    blobs.rename(tmp_path / "elsewhere")
+    blobs.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="leads out of the folder"):
+        check_inside(snapshot, "tokenizer.json")
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o700), (0o022, 0o755), (0o002, 0o775)])
+def test_what_is_written_has_the_modes_that_the_umask_asks_for(mask: int, mode: int, tmp_path: Path):
+    before = os.umask(mask)
+    try:
+        with whole_or_not(tmp_path / "made") as made:
+            (made / "file").write_text("x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == mode
+    assert stat.S_IMODE((tmp_path / "made/file").stat().st_mode) == mode & 0o666
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_only_regular_files_are_opened(make: Callable[[Path], None], tmp_path: Path):
+    make(tmp_path / "x")
+    with pytest.raises(OSError, match=r"it is a (folder|pipe), not a regular file"):
+        open_regular(tmp_path / "x")
+
+
+def test_a_file_that_is_no_json_is_a_problem(tmp_path: Path):
+    from meshpar.io.folder import read_json
+
+    for content in (b"", b"{", b"[1]", b"\xff", b"9" * 5000, b"[" * 10**5, b"NaN"):
+        (tmp_path / "x.json").write_bytes(content)
+        problems = Problems()
+        assert read_json(tmp_path, "x.json", problems) == {} and len(problems) == 1, content

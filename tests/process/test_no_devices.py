@@ -1,0 +1,29 @@
+"""What needs no devices looks for none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+from pathlib import Path
+from jax._src import xla_bridge
+from meshpar.flow import explain
+from meshpar.prepared import prepare
+from meshpar.run import load
+
+run = load(Path("configs/tensor.yaml"))
+assert str(explain(run))
+forms = {platform: prepare(run, run.mesh.abstract(), platform).traced_bytes for platform in ("cpu", "cuda")}
+print(all(forms.values()), xla_bridge._backends)
+"""
+
+
+def test_explain_and_a_traced_step_start_no_backend():
+    """A GPU is asked for, and there is none: whoever looks for it dies."""
+    environment = os.environ | {"JAX_PLATFORMS": "cuda"}
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout.split()) == (0, ["True", "{}"]), ended.stderr

@@ -1,0 +1,35 @@
+"""What the step of a collective matmul over more than eight devices sends, and what the traced step says.
+
+JAX_NUM_CPU_DEVICES=9 python -m tests.program.more_devices ring none
+"""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+
+from meshpar import AdamW, AxisRules, Llama, MeshLayout, Run, Synthetic, prepare
+from meshpar.sharding.overlap import TensorParallel
+from tests.program.test_bytes import sent_as_written
+
+
+def main(way: str, remat: str) -> None:
+    n = jax.device_count()
+    run = Run(
+        model=Llama(num_layers=2, width=2 * n, num_heads=n, mlp_width=4 * n, vocab_size=2 * n, remat=remat),
+        data=Synthetic(batch_size=2, seq_len=2 * n, vocab_size=2 * n),
+        optim=AdamW(lr=1e-3),
+        mesh=MeshLayout(tensor=n),
+        rules=AxisRules(preset="megatron_sp"),
+        tensor=TensorParallel(overlap=way),
+        num_steps=1,
+        run_dir="unused",
+    )
+    step = prepare(run)
+    sent = sent_as_written(step)
+    print("equal" if sent == step.traced_bytes else f"sends {sent}, says {step.traced_bytes}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,232 @@
+"""FLOPs of a traced program: products by hand, loops, branches, shards; and what a model needs."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+
+from meshpar import GPT, AdamW, AxisRules, Llama, LoRA, MeshLayout, Run, Synthetic, flow, prepare
+from meshpar.cost import walk
+from meshpar.cost.flops import HALF_MASKED, flops, needed_flops, traced_products
+from meshpar.errors import ProgramError
+from meshpar.inspection.inspect import inspect
+from meshpar.mesh import hardware
+from meshpar.tree import flatten_with_paths
+from tests import pipelines
+from tests.program.oracle import flops_per_token
+
+X = jnp.ones((16, 16))
+ONE = 2 * 16**3
+
+
+def traced(function, *arguments) -> int | Fraction:
+    return sum(flops(traced_products(jax.make_jaxpr(function)(*arguments))).values())
+
+
+def compiled(function, *arguments) -> int:
+    return inspect(jax.jit(function).lower(*arguments).compile()).flops
+
+
+def convolved(image, kernel, **how):
+    how = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")} | how
+    return lax.conv_general_dilated(image, kernel, **how)
+
+
+IMAGE, KERNEL = jnp.ones((2, 8, 8, 2)), jnp.ones((3, 3, 2, 4))
+CONVOLUTIONS = {
+    "plain": {},
+    "strided": {"window_strides": (2, 1), "padding": ((1, 0), (0, 2))},
+    "dilated": {"lhs_dilation": (2, 1), "rhs_dilation": (1, 2), "padding": ((3, -1), (0, 0))},
+    "grouped": {"feature_group_count": 2},
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_and_its_gradients_count_as_their_compiled_program(name):
+    how = CONVOLUTIONS[name]
+    kernel = KERNEL[:, :, : 2 // how.get("feature_group_count", 1)]
+
+    def forward(image, kernel):
+        return convolved(image, kernel, **how)
+
+    gradients = jax.grad(lambda image, kernel: jnp.square(forward(image, kernel)).sum(), (0, 1))
+    for function in (forward, gradients):
+        assert traced(function, IMAGE, kernel) == compiled(function, IMAGE, kernel) > 0
+
+
+def test_an_edge_of_an_image_meets_two_of_three_rows():
+    image, kernel = X.reshape(1, 16, 16, 1), jnp.ones((3, 3, 1, 4))
+    assert traced(convolved, image, kernel) == 2 * 4 * (14 * 3 + 2 * 2) ** 2
+
+
+def test_loops_multiply_and_what_nothing_needs_does_not_count():
+    nested = lambda x: lax.fori_loop(0, 3, lambda _, x: lax.fori_loop(0, 5, lambda _, x: x @ x, x), x)
+    assert traced(nested, X) == 15 * ONE
+    assert traced(lambda x: (x @ x, x + 1)[1], X) == 0
+    batched = lambda x: jnp.einsum("bij,bjk->bik", x.reshape(4, 8, 8), x.reshape(4, 8, 8))
+    assert traced(batched, X) == 4 * 2 * 8**3
+
+
+def test_a_branch_counts_by_the_share_of_turns_that_its_scope_names():
+    def turn(x, i):
+        with jax.named_scope("taken_2_of_8"):
+            return lax.cond(i < 2, lambda x: x @ x, lambda x: x, x), None
+
+    def unnamed(x, i):
+        return lax.cond(i < 2, lambda x: x @ x, lambda x: x, x), None
+
+    of = lambda turn: traced(lambda x: lax.scan(turn, x, jnp.arange(8))[0], X)
+    assert (of(turn), of(unnamed)) == (2 * ONE, 8 * ONE)
+
+
+def test_remat_counts_what_it_computes_again():
+    loss = lambda x: jnp.tanh(jnp.tanh(x @ x) @ x).sum()
+    assert traced(jax.value_and_grad(loss), X) == 6 * ONE
+    assert traced(jax.value_and_grad(jax.checkpoint(loss)), X) == 8 * ONE
+
+
+def test_rows_of_a_ragged_product_meet_one_group_each():
+    rows, groups, sizes = jnp.ones((8, 4)), jnp.ones((2, 4, 3)), jnp.array([3, 5])
+    product = lambda rows, groups: lax.ragged_dot(rows, groups, sizes)
+    gradients = jax.grad(lambda rows, groups: product(rows, groups).sum(), (0, 1))
+    assert traced(product, rows, groups) == 2 * 8 * 4 * 3
+    assert traced(gradients, rows, groups) == 2 * 2 * 8 * 4 * 3
+    assert {one.kind for one in traced_products(jax.make_jaxpr(product)(rows, groups))} == {"ragged_dot_general"}
+    assert compiled(product, rows, groups) == 2 * traced(product, rows, groups)  # XLA:CPU: each row, and each group
+
+
+def test_a_kernel_runs_for_each_place_of_its_grid():
+    def kernel(x, y, out):
+        out[...] = x[...] @ y[...]
+
+    block, whole = pl.BlockSpec((4, 16), lambda i: (i, 0)), pl.BlockSpec((16, 16), lambda i: (0, 0))
+    shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    product = pl.pallas_call(kernel, shape, grid=(4,), in_specs=[block, whole], out_specs=block)
+    assert traced(product, X, X) == ONE
+
+
+def test_shards_count_on_each_device_and_whole_arrays_once():
+    mesh = MeshLayout(data=4, tensor=2).abstract()
+    local = jax.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    (product,) = traced_products(jax.make_jaxpr(local)(X))
+    assert (product.num_flops, product.num_shards) == (2 * 4 * 4 * 16, 8)
+    assert flops([product], num_devices=8) == {"dot_general": 2 * 4 * 4 * 16}
+    assert [one.num_shards for one in traced_products(jax.make_jaxpr(lambda x: x @ x)(X))] == [1]
+    partly = jax.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    assert [one.num_shards for one in traced_products(jax.make_jaxpr(partly)(X))] == [4]
+
+
+def test_a_loop_of_unknown_length_cannot_be_counted():
+    def until(x):
+        return lax.while_loop(lambda x: x.sum() < 1e3, lambda x: x @ x, x)
+
+    with pytest.raises(ProgramError, match="dot_general: in a while loop"):
+        traced(until, X)
+    assert traced(lambda x: lax.while_loop(lambda x: x.sum() < 1e3, lambda x: x + x, x), X) == 0
+
+
+def test_bytes_and_flops_come_from_one_walk(monkeypatch):
+    """Where the walk forgets how long its loops are, both counts are too small."""
+    right = run_of(MODELS["llama"])
+    num_flops, num_bytes = right.traced_flops["dot_general"], right.traced_bytes["tensor",]
+    monkeypatch.setattr(walk, "_repeats", lambda visit: Fraction(1))
+    wrong = run_of(MODELS["llama"])
+    assert wrong.traced_flops["dot_general"] < num_flops
+    assert wrong.traced_bytes["tensor",] < num_bytes
+
+
+# What a model needs ----------------------------------------------------------------------------------------------
+
+SIZES = {"num_layers": 3, "width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": 32}
+MODELS = {
+    "llama": Llama(**SIZES),
+    "llama_kv": Llama(**SIZES, num_kv_heads=2, head_dim=8, attn_bias="all", remat="full", window=4),
+    "llama_padded": Llama(**SIZES | {"vocab_size": 29}, vocab_multiple=8, layers_multiple=2, tied=True),
+    "gpt": GPT(**SIZES, max_seq_len=8, tied=True, dropout=0.1),
+    "gpt_untied": GPT(**SIZES, max_seq_len=8),
+}
+SEQ, ROWS = 8, 4
+
+
+def run_of(model, **more):
+    data = Synthetic(batch_size=ROWS, seq_len=SEQ, vocab_size=29)
+    mesh, rules = MeshLayout(fsdp=2, tensor=2), AxisRules(preset=("fsdp", "megatron"))
+    settings = {"mesh": mesh, "rules": rules, "lowering": "manual", "num_steps": 2, "run_dir": "unused"} | more
+    run = Run(model=model, data=data, optim=AdamW(lr=1e-3), **settings)
+    return prepare(run, run.mesh.build(jax.devices()[: run.mesh.requested()]))
+
+
+def by_the_formula(run) -> int:
+    """Each kernel multiplies each token; of stacked layers those that are no padding do."""
+    model = run.run.model
+    kernels = {path: spec for path, spec in flatten_with_paths(run.specs).items() if path.endswith("kernel")}
+    params = sum(spec.size * model.num_layers // model.stacked_layers for spec in kernels.values())
+    params += model.padded_vocab * model.width
+    data = run.run.data
+    each = flops_per_token(params, model.num_layers, data.seq_len, model.num_heads * model.head_size)
+    return data.batch_size * data.seq_len * each
+
+
+def test_flops_of_a_model_that_was_counted_by_hand():
+    """One layer of width 8, 2 heads of 4, mlp 16 (two matrices), a head of 32 tokens, 10 tokens of context.
+
+    A token's matmuls are 4 x 8 x 8 + 2 x 8 x 16 + 8 x 32 = 768 multiply-adds, 6 operations each; its scores and the
+    sum of values by them 2 x 8 multiply-adds for each of 10 tokens, half of them masked.
+    """
+    assert flops_per_token(768, 1, 10, 8) == 6 * 768 + 6 * (2 * 8 * 10 // 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_decoder_needs_what_the_formula_says(name):
+    run = run_of(MODELS[name])
+    assert run.model_flops == by_the_formula(run)
+
+
+@pytest.mark.parametrize("lowering", ["manual", "auto"])
+def test_neither_mesh_nor_microbatches_nor_lowering_change_what_a_model_needs(lowering):
+    run = run_of(MODELS["llama"], lowering=lowering, num_microbatches=2)
+    assert run.model_flops == by_the_formula(run)
+
+
+def test_nor_do_the_stages_of_a_pipeline():
+    schedule = pipelines.scheduled("1f1b", "pipe2", 4)
+    run = pipelines.prepared(pipelines.MODELS["tied"](4), "pipe2", schedule, precision="float32")
+    assert run.model_flops == by_the_formula(run)
+
+
+def test_an_adapter_is_needed_too():
+    plain, adapted = (run_of(MODELS["llama"], adapt=adapt) for adapt in (None, LoRA(rank=2)))
+    thin = 2 * 3 * 4 * (16 + 16)  # rank, layers, projections
+    assert adapted.model_flops - plain.model_flops == 6 * thin * ROWS * SEQ
+
+
+def test_scores_that_are_not_half_masked_count_whole():
+    def scores(x):
+        with jax.named_scope(HALF_MASKED):
+            return jnp.einsum("id,jd->ij", x, x)
+
+    masked, whole = (traced_products(jax.make_jaxpr(f)(X)) for f in (scores, lambda x: jnp.einsum("id,jd->ij", x, x)))
+    assert 2 * needed_flops(masked) == needed_flops(whole) == ONE
+
+
+@pytest.fixture
+def chip(monkeypatch):
+    """A chip of 1e12 operations a second in place of the CPU."""
+    chip = hardware.Chip("test", ("cpu",), 1e12, 1e9, 1e9)
+    monkeypatch.setattr(flow, "chip_of", lambda device: chip)
+    return chip
+
+
+def test_the_utilization_is_what_the_model_needs_over_what_the_chips_can_do(chip):
+    run = run_of(MODELS["gpt"])
+    assert flow._mfu(run)(1e6) == pytest.approx(1e6 * by_the_formula(run) / (ROWS * SEQ) / (4 * 1e12))
+
+
+def test_without_the_chips_speed_there_is_none():
+    assert flow._mfu(run_of(MODELS["llama"])) is None

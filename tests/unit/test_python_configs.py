@@ -1,0 +1,179 @@
+"""A config in Python reads as a file does: the same shorthands, the same types, the same words for what is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pydantic
+import pytest
+import yaml
+
+import meshpar
+from meshpar.collectives import Int8
+from meshpar.config import load, to_yaml
+from meshpar.errors import ConfigError
+from meshpar.run import Run
+from meshpar.sharding.rules import PRESETS
+from meshpar.train.freeze import Freeze
+
+PLAIN = {
+    "model": {"kind": "llama", "num_layers": 1, "width": 8, "num_heads": 2, "mlp_width": 8},
+    "data": {"kind": "synthetic"},
+    "optim": {"kind": "adamw", "lr": 1},
+    "num_steps": 3,
+    "run_dir": "runs/one",
+}
+INDENTED = "\n    "
+
+
+def in_a_file(folder: Path, keys: dict) -> Run:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(PLAIN | keys))
+    return load(Run, path)
+
+
+SHORT = {
+    "a preset": ({"rules": "fsdp"}, "rules", meshpar.AxisRules(preset=("fsdp",))),
+    "presets": ({"rules": ["fsdp", "megatron"]}, "rules", meshpar.AxisRules(preset=("fsdp", "megatron"))),
+    "a rule": ({"rules": {"embed": ["fsdp"]}}, "rules", meshpar.AxisRules(embed=("fsdp",))),
+    "one preset by its key": ({"rules": {"preset": "fsdp"}}, "rules", meshpar.AxisRules(preset=("fsdp",))),
+    "a glob": ({"freeze": ["blocks.**"]}, "freeze", (Freeze(paths=("blocks.**",)),)),
+    "globs": ({"freeze": [["a", "b"], {"paths": "c"}]}, "freeze", (Freeze(paths=("a", "b")), Freeze(paths=("c",)))),
+    "steps between checkpoints": ({"checkpoints": 5}, "checkpoints", meshpar.Kept(every=5)),
+    "a kind of logger": ({"loggers": ["wandb"]}, "loggers", (meshpar.WandB(),)),
+    "a loss of one's own": ({"loss": "mine:loss"}, "loss", meshpar.Criterion(target="mine:loss")),
+    "a kind of compression": ({"reduce": {"across": "int8"}}, "reduce", meshpar.Reduce(across=Int8())),
+    "a limit": ({"expects": {"all_to_all": 0}}, "expects", meshpar.Contract(all_to_all={"times": 0})),
+    "a tokenizer file": (
+        {"data": {"kind": "text", "path": "texts", "tokenizer": "tokenizer.json"}},
+        "data",
+        meshpar.Text(path="texts", tokenizer=meshpar.TokenizerFile(path="tokenizer.json")),
+    ),
+    "a kind among others": (
+        {"pipeline": {"kind": "1f1b", "num_microbatches": 4, "cut": [1, 2]}},
+        "pipeline",
+        meshpar.OneFOneB(num_microbatches=4, cut=(1, 2)),
+    ),
+    "a text for a path": ({"init": {"from_hf": "a/b"}}, "init", meshpar.Init(from_hf=Path("a/b"))),
+    "an integer for a number": ({"optim": {"kind": "sgd", "lr": 1}}, "optim", meshpar.SGD(lr=1.0)),
+}
+
+
+@pytest.mark.parametrize("case", SHORT)
+def test_plain_data_mean_in_python_what_they_mean_in_a_file(case, tmp_path):
+    keys, field, meant = SHORT[case]
+    run = Run(**PLAIN | keys)
+    assert getattr(run, field) == meant
+    assert run == in_a_file(tmp_path, keys) == Run.model_validate(PLAIN | keys)
+    (tmp_path / "again.yaml").write_text(to_yaml(run))
+    assert run == load(Run, tmp_path / "again.yaml")
+    assert run == Run.model_validate_json(run.model_dump_json())
+    assert run == Run.model_validate(run.model_dump()) == Run(**run.model_dump(mode="json"))
+
+
+def test_tuples_paths_and_numpy_numbers_are_plain_data_too(tmp_path):
+    run = Run(**PLAIN | {"num_steps": np.int64(3), "run_dir": tmp_path}, loggers=("wandb",))
+    assert (type(run.num_steps), run.run_dir, run.loggers) == (int, tmp_path, (meshpar.WandB(),))
+    assert meshpar.AdamW(lr=np.float32(0.5)).lr == 0.5
+    assert meshpar.Text(path=tmp_path).path == str(tmp_path)
+
+
+def test_a_config_within_another_stays_what_it_is():
+    class OwnModel(meshpar.Llama):
+        """A user's own."""
+
+    model = OwnModel(**PLAIN["model"])
+    assert Run(**PLAIN | {"model": model}).model is model
+
+
+def test_a_copy_with_changes_keeps_the_rest():
+    run = Run(**PLAIN)
+    copy = run.model_copy(update={"num_steps": 5})
+    assert (copy.num_steps, copy.optim, run.num_steps) == (5, run.optim, 3)
+
+
+WRONG = {
+    "a synonym": ({"mesh": {"tp": 2}}, ["mesh.tp", "unknown key", "did you mean mesh.tensor?"]),
+    "a slip": ({"mesh": {"fsd": 2}}, ["mesh.fsd", "unknown key", "did you mean mesh.fsdp?"]),
+    "a key of another section": ({"learning_rate": 1}, ["learning_rate", "unknown key", "did you mean optim.lr?"]),
+    "a bound": ({"optim": {"kind": "adamw", "lr": -1}}, ["optim.lr", "must be greater than 0.0, got -1"]),
+    "a text for an integer": ({"num_steps": "3"}, ["num_steps", "expected an integer, got '3'"]),
+    "a number with a point": ({"num_steps": 3.0}, ["num_steps", "expected an integer, got 3.0"]),
+    "a truth for an integer": ({"mesh": {"data": True}}, ["mesh.data", "expected an integer, got True"]),
+    "a text for a number": ({"optim": {"kind": "sgd", "lr": "1"}}, ["optim.lr", "expected a number, got '1'"]),
+    "a number for a path": ({"run_dir": 3}, ["run_dir", "expected a path, got 3"]),
+    "a text for a list": ({"freeze": "blocks.**"}, ["freeze", "expected a list, got 'blocks.**'"]),
+    "a text for a rule": ({"rules": {"embed": "fsdp"}}, ["rules.embed", "expected a list, got 'fsdp'"]),
+    "a text for a section": ({"mesh": "fsdp"}, ["mesh", "expected a mapping, got 'fsdp'"]),
+    "a preset": (
+        {"rules": "fsd"},
+        [
+            "rules.preset",
+            f"no preset is called 'fsd'; did you mean fsdp? There are {', '.join(PRESETS)}",
+        ],
+    ),
+    "a kind": (
+        {"optim": {"kind": "adam", "lr": 1}},
+        ["optim", "no kind is called 'adam'", "did you mean adamw? There are adamw, lion, sgd, adafactor, muon"],
+    ),
+    "a kind in short": (
+        {"reduce": {"across": "int9"}},
+        [
+            "reduce.across",
+            "no kind is called 'int9'",
+            "did you mean int8? There are exact, bf16, int8, fp8, onebit, powersgd",
+        ],
+    ),
+    "a kind in a list": (
+        {"loggers": ["tensorboard", "wand"]},
+        ["loggers.1", "no kind is called 'wand'", "did you mean wandb? There are tensorboard, wandb, mlflow"],
+    ),
+    "a value in short": ({"checkpoints": "often"}, ["checkpoints.every", "expected an integer, got 'often'"]),
+    "a file in short": (
+        {"data": {"kind": "text", "path": "a", "tokenizer": 3}},
+        ["data.tokenizer.path", "expected a text, got 3"],
+    ),
+    "no kind": ({"optim": {"lr": 1}}, ["optim", "has no kind", "kind: adamw or lion or sgd or adafactor or muon"]),
+    "two keys": (
+        {"early_stopping": {"patience": 3}},
+        ["Run", "early_stopping looks at evaluations: set eval_every, the steps between them"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_python_says_what_is_wrong_in_the_words_of_a_file(case, tmp_path):
+    keys, (where, *lines) = WRONG[case]
+    with pytest.raises(ConfigError) as in_python:
+        Run(**PLAIN | keys)
+    assert str(in_python.value) == f"1 problem in Run:\n  {where}{INDENTED}{INDENTED.join(lines)}"
+    assert in_python.value.__cause__ is in_python.value.__context__ is None, "the user would read pydantic's error too"
+    with pytest.raises(ConfigError) as of_file:
+        in_a_file(tmp_path, keys)
+    problem = re.sub(r" \(\S+:\d+\)$", "", str(of_file.value), flags=re.M).partition("\n")[2]
+    assert problem.replace("  the file\n", "  Run\n") == str(in_python.value).partition("\n")[2]
+
+
+def test_all_problems_are_said_at_once_also_those_in_sections():
+    with pytest.raises(ConfigError) as refused:
+        Run(**PLAIN | {"num_steps": 0, "optim": {"kind": "adamw", "lr": -1, "beta1": 0.9}}, mesh={"fsd": 2}, freeze=[3])
+    wheres = re.findall(r"^  (\S+)$", str(refused.value), re.M)
+    assert sorted(wheres) == ["freeze.0.paths", "mesh.fsd", "num_steps", "optim.beta1", "optim.lr"]
+
+
+def test_a_config_alone_names_its_own_keys():
+    with pytest.raises(ConfigError, match=r"in MeshLayout:\n  fsd\n    unknown key\n    did you mean fsdp\?$"):
+        meshpar.MeshLayout(fsd=2)
+    with pytest.raises(ConfigError, match=r"^1 problem in AdamW:\n  lr\n    must be greater than 0.0, got -1$"):
+        meshpar.AdamW(lr=-1)
+    with pytest.raises(ConfigError, match="must be finite, got nan"):
+        meshpar.AdamW(lr=float("nan"))
+
+
+def test_control_pydantics_own_entrances_keep_its_own_error():
+    with pytest.raises(pydantic.ValidationError):
+        Run.model_validate(PLAIN | {"num_steps": 0})
+    with pytest.raises(pydantic.ValidationError):
+        Run.model_validate_json("{}")

@@ -1,0 +1,209 @@
+"""A signal ends a run after its step, with a checkpoint from which it goes on to the same numbers; a second at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from meshpar.checkpoint.kept import Kept
+from meshpar.errors import ConfigError
+from meshpar.train.signals import EXIT_CODE, Interrupted, Signals
+from tests.unit.test_loop import Numbers, recorded, run, saved_steps, steps_of, toy
+
+
+@dataclass
+class Signalled(Numbers):
+    """A data set that sends this process a signal when batch `at` is asked for, which never comes if it stalls."""
+
+    at: int = 5
+    number: signal.Signals = signal.SIGTERM
+    stalls: bool = False
+
+    def batches(self, start: int = 0, rows: Any = None) -> Iterator[dict[str, np.ndarray]]:
+        for index in range(start, self.length):
+            if index == self.at:
+                os.kill(os.getpid(), self.number)
+                if self.stalls:
+                    threading.Event().wait(60)
+                    raise AssertionError("nobody ended the wait")
+            yield self.batch(index)
+
+
+@dataclass(frozen=True)
+class Signalling:
+    """A step that sends this process a signal while it runs."""
+
+    at: int
+    number: signal.Signals
+    batch: Any
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        state, metrics = toy().step(state, batch)
+        if int(jax.device_get(state.step)) == self.at:
+            os.kill(os.getpid(), self.number)
+        return state, metrics
+
+
+def interrupted(run_dir: Path, **changed: Any) -> str:
+    signals = Signals()
+    with pytest.raises(Interrupted) as ended, signals.listening():
+        run(run_dir, signals=signals, **changed)
+    return str(ended.value)
+
+
+def assert_goes_on_as_unbroken(tmp_path: Path, **changed: Any) -> None:
+    unbroken = run(tmp_path / "unbroken", log_every=1, **changed)
+    resumed = run(tmp_path / "run", log_every=1, **changed)
+    np.testing.assert_array_equal(np.asarray(resumed.params["w"]), np.asarray(unbroken.params["w"]))
+    for kind in ("train", "evaluation"):
+        told = [[(r["step"], r["loss"]) for r in recorded(tmp_path / name, kind)] for name in ("run", "unbroken")]
+        assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_step_is_finished_and_saved_and_the_run_goes_on_to_the_same_numbers(tmp_path, number):
+    said = interrupted(tmp_path / "run", log_every=1, step=Signalling(4, number, toy().step.batch))
+    where = tmp_path / "run" / "checkpoints" / "4"
+    assert said == f"stopped by {number.name} at step 4; checkpoint in {where}; the same command goes on from it"
+    assert saved_steps(tmp_path / "run") == [4]
+    assert_goes_on_as_unbroken(tmp_path)
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_batch_is_awaited_saves_the_step_before(tmp_path, number, stalls):
+    said = interrupted(tmp_path / "run", log_every=1, train=Signalled(number=number, stalls=stalls))
+    assert f"stopped by {number.name} at step 5;" in said
+    assert saved_steps(tmp_path / "run") == [5]
+    assert_goes_on_as_unbroken(tmp_path)
+
+
+def test_a_step_that_was_saved_already_is_not_saved_again(tmp_path):
+    interrupted(tmp_path / "run", log_every=1, train=Signalled(at=6), kept=Kept(every=3))
+    assert saved_steps(tmp_path / "run") == [3, 6]
+
+
+@pytest.mark.parametrize("at", [4, 10])
+def test_an_evaluation_is_broken_off_and_made_up_for(tmp_path, at):
+    rule = {"eval_every": 4}
+    held_out = Signalled(length=3, at=1)
+    calls = []
+
+    class AtSecond(Signalled):
+        def batches(self, start: int = 0, rows: Any = None) -> Iterator[dict[str, np.ndarray]]:
+            calls.append(start)
+            its = held_out if len(calls) == {4: 1, 10: 3}[at] else Numbers(length=3)
+            return its.batches(start, rows)
+
+    said = interrupted(tmp_path / "run", log_every=1, held_out=AtSecond(), **rule)
+    assert f"at step {at};" in said
+    assert at not in steps_of(tmp_path / "run", "evaluation")
+    assert_goes_on_as_unbroken(tmp_path, **rule)
+
+
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
+    signals = Signals()
+    with pytest.raises(Interrupted) as ended, signals.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+    told = "stopped by SIGTERM before the first step: there was nothing to save; the same command starts it again"
+    assert (str(ended.value), ended.value.exit_code) == (told, EXIT_CODE)
+
+
+def test_the_first_batch_never_comes(tmp_path):
+    assert "before the first step" in interrupted(tmp_path, train=Signalled(at=0, stalls=True))
+    assert saved_steps(tmp_path) == []
+
+
+def test_what_handled_the_signals_before_handles_them_again(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], signal.set_wakeup_fd(-1)
+    interrupted(tmp_path, train=Signalled())
+    assert (
+        [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        signal.set_wakeup_fd(-1),
+    ) == before
+    assert "signals" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Signals().listening():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_control_without_listening_a_keyboard_interrupt_saves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt) as ended:
+        run(tmp_path, train=Signalled(number=signal.SIGINT))
+    assert type(ended.value) is KeyboardInterrupt
+    assert saved_steps(tmp_path) == []
+
+
+def test_in_another_thread_it_is_refused():
+    refused: list[str] = []
+
+    def listen() -> None:
+        try:
+            with Signals().listening():
+                pass
+        except ConfigError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert refused == ["signals can be handled in the main thread only: call fit there, or without signals=True"]
+
+
+# The main thread runs no Python while it hashes, as when XLA compiles.
+BUSY = """
+import hashlib, sys, time
+from meshpar.train.signals import Signals
+signals = Signals()
+with signals.listening():
+    if sys.argv[1] == "stepping":
+        signals.begin()
+    print("ready", flush=True)
+    if sys.argv[2] == "python":
+        while True:
+            time.sleep(0.01)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+"""
+
+
+def ended(phase: str, what: str, *pauses: float) -> tuple[int, str]:
+    """Exit code and standard error of a process that gets a SIGTERM after each pause."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY, phase, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout and process.stdout.readline() == "ready\n"
+            for pause in pauses:
+                time.sleep(pause)
+                process.send_signal(signal.SIGTERM)
+            return process.wait(60), process.stderr.read() if process.stderr else ""
+        finally:
+            process.kill()
+
+
+def test_a_process_that_compiles_ends_soon():
+    told = "stopped by SIGTERM before the first step: there was nothing to save; the same command starts it again"
+    assert ended("compiling", "C", 0.1) == (75, f"meshpar: {told}\n")
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    assert ended("stepping", "python", 0.1, 0.5) == (-signal.SIGTERM, "")
+    assert ended("stepping", "C", 0.1, 0.5) == (128 + signal.SIGTERM, "")

@@ -1,0 +1,67 @@
+"""A source of data that stalls is named, at distances that double; a clock that the test moves says when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshpar.train import stall as stall_module
+from meshpar.train.stall import Stall
+from tests.unit.test_loop import Numbers, run
+
+
+def test_the_first_warning_comes_after_a_while_and_the_others_when_the_wait_has_doubled():
+    now = [1000.0]
+    stall = Stall("jsonl corpus", clock=lambda: now[0])
+    told = {}
+    with stall.waiting(44):
+        for second in range(250):
+            now[0] = 1000.0 + second
+            if text := stall.warning():
+                told[second] = text
+    assert list(told) == [30, 60, 120, 240]
+    assert told[60].startswith("step 44 has waited 60 s for a batch, since ")
+    assert told[60].endswith(": data from jsonl corpus stalls")
+    now[0] += 1000
+    assert stall.warning() is None
+
+
+def test_control_a_source_that_is_only_slow_is_not_named():
+    now = [0.0]
+    stall = Stall("jsonl corpus", clock=lambda: now[0])
+    for step in range(100):
+        with stall.waiting(step):
+            now[0] += 29
+            assert stall.warning() is None
+
+
+@dataclass
+class Stalling(Numbers):
+    """A data set whose batch 5 comes when the warning has been printed."""
+
+    warned: threading.Event = field(default_factory=threading.Event)
+
+    def batches(self, start: int = 0, rows: Any = None) -> Iterator[dict[str, np.ndarray]]:
+        for index in range(start, self.length):
+            if index == 5:
+                assert self.warned.wait(60)
+            yield self.batch(index)
+
+
+def test_the_loop_warns_while_it_waits_and_then_goes_on(tmp_path, monkeypatch):
+    data, told = Stalling(), []
+
+    def say(text: str) -> None:
+        told.append(text)
+        data.warned.set()
+
+    now = iter(range(0, 10**9, 40))  # each look at the clock takes 40 s
+    monkeypatch.setattr(stall_module, "say", say)
+    monkeypatch.setattr(stall_module, "LOOK_S", 0.001)
+    monkeypatch.setattr("meshpar.train.loop.Stall", lambda source: Stall(source, clock=lambda: float(next(now))))
+    assert run(tmp_path, train=data, source="jsonl corpus").step == 10
+    assert any("step 6 has waited" in text and "data from jsonl corpus stalls" in text for text in told)

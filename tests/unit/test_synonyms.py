@@ -1,0 +1,83 @@
+"""A user who knows another framework is told our word for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshpar.config import schema
+from meshpar.errors import ConfigError, nearest
+from meshpar.mesh.layout import AXES
+from meshpar.run import Run, load
+from meshpar.sharding.rules import PRESETS
+from meshpar.synonyms import SYNONYMS
+from tests.config.test_configs import CONFIGS
+
+QUICKSTART = next(path for path in CONFIGS if path.stem == "quickstart")
+MEANT = {
+    "learning_rate": "optim.lr",
+    "optim.learning_rate": "optim.lr",
+    "model.hidden_size": "model.width",
+    "hidden_size": "model.width",
+    "model.n_layers": "model.num_layers",
+    "model.num_hidden_layers": "model.num_layers",
+    "model.intermediate_size": "model.mlp_width",
+    "model.num_key_value_heads": "model.num_kv_heads",
+    "mesh.tp": "mesh.tensor",
+    "mesh.TP": "mesh.tensor",
+    "tp": "mesh.tensor",
+    "mesh.dp": "mesh.data",
+    "mesh.pp": "mesh.pipe",
+    "mesh.cp": "mesh.context",
+    "mesh.ep": "mesh.expert",
+    "mesh.FSDP": "mesh.fsdp",
+    "batch": "data.batch_size",
+    "data.per_device_train_batch_size": "data.batch_size",
+    "batch_size": "data.batch_size",
+    "max_steps": "num_steps",
+    "gradient_accumulation_steps": "num_microbatches",
+    "optim.schedule.num_warmup_steps": "optim.schedule.warmup_steps",
+    "save_steps": "checkpoints.every",
+    "model.num_layer": "model.num_layers",
+}
+
+
+@pytest.mark.parametrize("key", MEANT)
+def test_a_key_of_another_framework_names_ours(key):
+    with pytest.raises(ConfigError) as refused:
+        load(QUICKSTART, [f"{key}=1"])
+    assert str(refused.value).endswith(f"  {key} (command line)\n    unknown key\n    did you mean {MEANT[key]}?")
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "ours"),
+    [
+        ("FSDP", PRESETS, "fsdp"),
+        ("tp", PRESETS, "megatron"),
+        ("TP", AXES, "tensor"),
+        ("Adam", ["adamw", "lion", "sgd"], "adamw"),
+        ("AdamW", ["adamw", "lion", "sgd"], "adamw"),
+        ("tensr", AXES, "tensor"),
+        ("zebra", AXES, None),
+        ("learning_rate", AXES, None),
+    ],
+)
+def test_a_name_of_another_framework_is_near_to_ours(name, names, ours):
+    assert nearest(name, names) == ours
+
+
+def test_every_word_of_the_table_is_one_of_ours():
+    described = schema(Run)
+    properties = [described["properties"], *(_properties(one) for one in described["$defs"].values())]
+    ours = {key for one in properties for key in one} | set(PRESETS)
+    kinds = {one["kind"]["const"] for one in properties if "kind" in one and "const" in one["kind"]}
+    named = {word.rpartition(".")[2] for meant in SYNONYMS.values() for word in meant}
+    assert named - ours - kinds == {"bfloat16", "float32", "float64"}
+
+
+def _properties(definition: dict) -> dict:
+    return definition.get("properties") or definition["anyOf"][0]["properties"]
+
+
+def test_a_preset_of_another_framework_names_ours():
+    with pytest.raises(ConfigError, match="no preset is called 'FSDP'; did you mean fsdp\\?"):
+        load(QUICKSTART, ["rules=[FSDP]"])
