@@ -31,6 +31,7 @@ from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
 from .nn.lora import LoRA
+from .parallel.context import constrain
 from .parallel.pipeline.schedule import (
     ZBV,
     GPipe,
@@ -41,14 +42,13 @@ from .parallel.pipeline.schedule import (
     ZeroBubbleH1,
     ZeroBubbleH2,
 )
+from .parallel.strategies import FullySharded, TensorParallel
 from .plan.fit import Judgement
 from .prepared import Prepared, prepare
 from .proof.prove import prove
 from .proof.verdict import Proof
 from .run import Init, Precision, Run, load
 from .serve.generate import Completion, Generated, generate
-from .sharding.constrain import constrain
-from .sharding.overlap import FullySharded, TensorParallel
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -19,7 +19,7 @@ from meshpar.errors import ConfigError, Problems, nearest
 from meshpar.mesh.layout import AXES, MeshLayout
 from meshpar.nn.declared import changing, declared_dims, flax_rules, lazily, unboxed
 from meshpar.nn.keys import KEY_DATA, as_data, as_keys, key_implementations
-from meshpar.sharding.constrain import Lowering, current
+from meshpar.parallel.context import ParallelContext, current
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -84,7 +84,8 @@ def training(
         `Tally`.
       evaluation: the loss where nothing is learned, if it is another: of a model with batch statistics, for instance.
       draws: whether the loss draws random numbers; it gets a key of its own for each step then, else None.
-      more: as of `Training`: manual, dtype, seed, num_microbatches.
+      more: `seed`, and as of `ParallelContext`: manual, parallel, compute_dtype (float32 by default), accum_dtype,
+        num_microbatches.
 
     Raises:
       ConfigError: an argument is not known, a glob matches nothing, or a loss has other arguments.
@@ -105,9 +106,10 @@ def training(
     mesh = mesh.build() if isinstance(mesh, MeshLayout) else mesh  # first: it may have devices to simulate
     check_axes(axes or {})
     _check_arguments(more, {"loss": loss, "evaluation": evaluation}, carried is not None)
-    seed = more.get("seed", 0)
-    passes = more.get("num_microbatches", 1)
-    how = Lowering(mesh, rules, False, num_microbatches=passes, activation_dims=tuple(activation_dims))
+    seed = more.pop("seed", 0)
+    ctx = ParallelContext(
+        mesh=mesh, rules=rules, activation_dims=tuple(activation_dims), **{"compute_dtype": jnp.float32} | more
+    )
     specs, carried_specs = specs_of(init, carried, seed, dims or {})
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
         raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have such a dim too; leave it out")
@@ -121,12 +123,10 @@ def training(
         loss=tallied(loss, names, carried is not None, keys, axes),
         evaluation=evaluation and tallied(evaluation, names, carried is not None, keys, axes, hands_on=False),
         update=Update(tx),
-        batch_specs=batch_specs(batch, batch_dims or {}, how),
-        mesh=mesh,
-        rules=with_axes(rules, axes or {}, (specs, carried_specs)),
-        activation_dims=tuple(activation_dims),
+        batch_specs=batch_specs(batch, batch_dims or {}, ctx),
+        ctx=replace(ctx, rules=with_axes(rules, axes or {}, (specs, carried_specs))),
         key=partial(step_key, seed) if draws else None,
-        **more,
+        seed=seed,
     )
 
 
@@ -277,8 +277,8 @@ def _explained() -> Iterator[None]:
 
 def _check_arguments(more: Mapping[str, Any], losses: Mapping[str, Callable[..., Any] | None], carries: bool) -> None:
     problems = Problems()
-    known = [field.name for field in fields(Training) if field.name not in signature(training).parameters]
-    known = [name for name in known if name not in ("specs", "init_carried", "update", "batch_specs", "key")]
+    known = [field.name for field in fields(ParallelContext) if field.name not in signature(training).parameters]
+    known.append("seed")
     for name in (name for name in more if name not in known):
         near = nearest(name, [*known, *signature(training).parameters])
         fix = f"did you mean {near}?" if near else f"there are {', '.join(known)}"

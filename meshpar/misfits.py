@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.models import Import
 from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder
+from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.cut import cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.simulate import simulate as simulate_schedule
 from meshpar.run import Run
-from meshpar.sharding.constrain import Lowering
-from meshpar.sharding.overlap import Overlap
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.loss import Criterion
+
+FEATURES: Mapping[str, Callable[[Run], bool]] = {
+    "loss": lambda run: run.loss != Criterion(),
+    "distill": lambda run: run.distill is not None,
+    "freeze": lambda run: bool(run.freeze),
+    "adapt": lambda run: run.adapt is not None,
+    "parallel.pipeline": lambda run: run.parallel.pipeline is not None,
+    "parallel.gradient_reduction": lambda run: run.parallel.gradient_reduction is not None,
+    "parallel.tensor.overlap": lambda run: run.parallel.tensor.overlap != "none",
+    "parallel.fsdp.overlap": lambda run: run.parallel.fsdp.overlap != "none",
+}
+"""Key -> whether a run uses what it stands for: features that cannot each be combined with every other."""
+
+_UNPROVEN = "is not proven beside {other}, and so not allowed"
+_IN_CHUNKS = "a kernel that is gathered in chunks has its gradient scattered in chunks, by no declared reduction"
+REFUSED: Mapping[tuple[str, str], str] = {
+    **{(key, "parallel.pipeline"): _UNPROVEN for key in FEATURES if key != "parallel.pipeline"},
+    ("adapt", "parallel.tensor.overlap"): _UNPROVEN,
+    ("adapt", "parallel.fsdp.overlap"): _UNPROVEN,
+    ("freeze", "parallel.tensor.overlap"): _UNPROVEN,
+    ("freeze", "parallel.fsdp.overlap"): _UNPROVEN,
+    ("parallel.gradient_reduction", "parallel.fsdp.overlap"): _IN_CHUNKS,
+}
+"""(feature, other feature) -> why a run may not use both. The docs' table of combinations and the tests read it."""
+
+_NAMES = {"parallel.pipeline": "a pipeline"} | dict.fromkeys(
+    ("parallel.tensor.overlap", "parallel.fsdp.overlap"), "a collective matmul"
+)
+_OFF = dict.fromkeys(("parallel.tensor.overlap", "parallel.fsdp.overlap"), "none") | {"parallel.pipeline": "null"}
 
 
 def check(run: Run, mesh: AnyMesh) -> None:
@@ -24,87 +53,81 @@ def check(run: Run, mesh: AnyMesh) -> None:
     Raises:
       ConfigError: with all of it.
     """
-    how, problems = Lowering(mesh, run.rules, run.lowering == "manual"), Problems()
-    num_microbatches = run.num_microbatches * (run.pipeline.num_microbatches if run.pipeline else 1)
-    rows = how.shards("batch") * num_microbatches
-    if run.data.batch_size % rows:
-        what = f"{run.data.batch_size} rows cannot be cut into {rows} equal parts"
-        parts = f"({rows // num_microbatches} devices x {num_microbatches} microbatches)"
-        problems.add("data.batch_size", f"{what} {parts}", f"a multiple of {rows}")
-    for dim in ("seq", "norm_seq"):
-        shards = how.shards(dim)
-        if run.data.seq_len % shards:
-            problems.add(
-                "data.seq_len",
-                f"{run.data.seq_len} is not divisible by the {shards} shards of {dim}",
-                f"a multiple of {shards}",
-            )
+    ctx = run.context(mesh)
+    problems = Problems()
+    _check_batch(run, ctx, problems)
     if isinstance(run.model, Import):
-        if how.manual:
+        if ctx.manual:
             problems.add("lowering", "a model that is imported is lowered by GSPMD", "lowering=auto")
     else:
         _check_decoder(run, run.model, problems)
-        check_supported(how, problems)
-    Overlap(run.tensor.overlap, run.fsdp.overlap).check(run.rules, how.manual, problems)
-    _check_pipeline(run, how, problems)
+        check_supported(ctx, problems)
+    run.parallel.check_overlaps(run.rules, ctx.manual, problems)
+    _check_pipeline(run, ctx, problems)
     _check_kept(run, problems)
-    if run.reduce and run.lowering == "auto":
-        problems.add(
-            "reduce", "under lowering: auto, XLA reduces gradients as it chooses", "lowering=manual, or reduce=null"
-        )
-    if (run.adapt or run.freeze) and (run.tensor.overlap, run.fsdp.overlap) != ("none", "none"):
-        key = "adapt" if run.adapt else "freeze"
-        overlaps = {"tensor.overlap": run.tensor.overlap, "fsdp.overlap": run.fsdp.overlap}
-        fix = f"no {key}, or " + " and ".join(f"{name}=none" for name, way in overlaps.items() if way != "none")
-        problems.add(key, "is not proven beside a collective matmul, and so not allowed", fix)
-    if run.reduce and run.fsdp.overlap != "none":
-        what = "a kernel that is gathered in chunks has its gradient scattered in chunks, by no declared reduction"
-        problems.add("reduce", what, "fsdp.overlap=none, or no reduce")
+    if run.parallel.gradient_reduction and not ctx.manual:
+        fix = "lowering=manual, or parallel.gradient_reduction=null"
+        problems.add("parallel.gradient_reduction", "under lowering: auto, XLA reduces gradients as it chooses", fix)
+    _check_combinations(run, problems)
     run.optim.schedule.check(run.num_steps, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
 
 
-def _check_pipeline(run: Run, how: Lowering, problems: Problems) -> None:
-    num_stages = how.shards("stage")
-    if run.pipeline is None:
-        if how.manual and num_stages > 1:
+def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:
+    rows = ctx.shards("batch") * ctx.num_passes
+    if run.data.batch_size % rows:
+        what = f"{run.data.batch_size} rows cannot be cut into {rows} equal parts"
+        parts = f"({ctx.shards('batch')} devices x {ctx.num_passes} microbatches)"
+        problems.add("data.batch_size", f"{what} {parts}", f"a multiple of {rows}")
+    for dim in ("seq", "norm_seq"):
+        shards = ctx.shards(dim)
+        if run.data.seq_len % shards:
+            what = f"{run.data.seq_len} is not divisible by the {shards} shards of {dim}"
+            problems.add("data.seq_len", what, f"a multiple of {shards}")
+
+
+def _check_combinations(run: Run, problems: Problems) -> None:
+    """Adds each feature that cannot be combined with others that the run uses, and which to leave out."""
+    for key in FEATURES:
+        others = [other for (one, other) in REFUSED if one == key and FEATURES[key](run) and FEATURES[other](run)]
+        reasons = {REFUSED[key, other].format(other=_NAMES[other]): None for other in others}
+        for why in reasons:
+            without = [o for o in others if REFUSED[key, o].format(other=_NAMES[o]) == why]
+            fix = " and ".join(f"{other}={_OFF[other]}" for other in without)
+            problems.add(key, why, f"no {key}, or {fix}")
+
+
+def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:
+    pipeline = run.parallel.pipeline
+    num_stages = ctx.shards("stage")
+    if pipeline is None:
+        if ctx.manual and num_stages > 1:
             what = f"the rules cut the model into {num_stages} stages, and nothing says in which order they work"
-            rows = run.data.batch_size // (how.shards("batch") * run.num_microbatches)
-            fix = f"pipeline={{kind: 1f1b, num_microbatches: {math.gcd(rows, 8)}}}, or no preset pipeline"
-            problems.add("pipeline", what, fix)
+            rows = run.data.batch_size // (ctx.shards("batch") * run.num_microbatches)
+            schedule = f"{{kind: 1f1b, num_microbatches: {math.gcd(rows, 8)}}}"
+            problems.add("parallel.pipeline", what, f"parallel.pipeline={schedule}, or no preset pipeline")
         return
-    if not how.manual:
-        problems.add("pipeline", "GSPMD knows no pipeline", "lowering=manual, or pipeline=null")
+    if not ctx.manual:
+        problems.add("parallel.pipeline", "GSPMD knows no pipeline", "lowering=manual, or parallel.pipeline=null")
     elif not isinstance(run.model, Import):
         before = len(problems)
-        _check_layers(run.model, run.pipeline, how, problems)
-        run.pipeline.check(num_stages, problems)
+        _check_layers(run.model, pipeline, ctx, problems)
+        pipeline.check(num_stages, problems)
         if len(problems) == before:
             try:
-                simulate_schedule(run.pipeline, num_stages)
+                simulate_schedule(pipeline, num_stages)
             except ScheduleError as error:
-                problems.add("pipeline", str(error))
-    beside = {
-        "loss": run.loss != Criterion(),
-        "distill": run.distill is not None,
-        "freeze": bool(run.freeze),
-        "adapt": run.adapt is not None,
-        "reduce": run.reduce is not None,
-        "tensor.overlap": run.tensor.overlap != "none",
-        "fsdp.overlap": run.fsdp.overlap != "none",
-    }
-    for key in (key for key, is_set in beside.items() if is_set):
-        problems.add(key, "is not proven beside a pipeline, and so not allowed", f"no {key}, or pipeline=null")
+                problems.add("parallel.pipeline", str(error))
 
 
-def _check_layers(model: Decoder, schedule: Schedule, how: Lowering, problems: Problems) -> None:
+def _check_layers(model: Decoder, schedule: Schedule, ctx: ParallelContext, problems: Problems) -> None:
     """Every fix that is proposed has been tried."""
-    num_stages, num_shards = how.shards("stage"), how.shards("layers")
+    num_stages, num_shards = ctx.shards("stage"), ctx.shards("layers")
     why = _why_not_cut(model, schedule, num_stages)
     if why and schedule.cut:
         even = schedule.model_copy(update={"cut": None})
-        fix = "pipeline.cut=null to cut as evenly as possible"
-        problems.add("pipeline.cut", why, "" if _why_not_cut(model, even, num_stages) else fix)
+        fix = "parallel.pipeline.cut=null to cut as evenly as possible"
+        problems.add("parallel.pipeline.cut", why, "" if _why_not_cut(model, even, num_stages) else fix)
         return
     over = -model.stacked_layers % num_shards
     if not why and not over:

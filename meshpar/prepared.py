@@ -33,10 +33,7 @@ from meshpar.nn.lora import is_lora
 from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder, Transformer
-from meshpar.parallel.pipeline.execute import Pipeline
-from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
 from meshpar.run import Run
-from meshpar.sharding.overlap import Overlap
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.data.packing import ARRAYS
@@ -44,7 +41,7 @@ from meshpar.train.ema import with_ema
 from meshpar.train.freeze import Freeze, for_good, frozen_until
 from meshpar.train.frozen import without
 from meshpar.train.gradients import STALE
-from meshpar.train.loss import TEACHER, Distill, next_token_loss, summed_cross_entropy
+from meshpar.train.loss import Distill, next_token_loss, summed_cross_entropy
 from meshpar.train.master import with_master
 from meshpar.train.step import Step, Update
 from meshpar.train.teacher import Teacher
@@ -82,8 +79,7 @@ class Prepared(Training):
 
     @cached_property
     def _traced_step(self) -> ClosedJaxpr:
-        given = {TEACHER: self.teacher.structs} if self.teacher else {}
-        return jax.make_jaxpr(replace(self, manual=True).step)(self.placement.structs, self.batch | given)
+        return jax.make_jaxpr(self.on(manual=True).step)(self.placement.structs, self.batch | self.given)
 
     def collectives(self, step: ClosedJaxpr) -> list[Collective]:
         """Those of a traced step of the manual lowering, ZeRO-1's gathers of updated parameters included."""
@@ -102,7 +98,7 @@ class Prepared(Training):
         if self.teacher and not self.teacher.is_aligned:
             return False
         problems = Problems()
-        check_supported(replace(self.how, manual=True), problems)
+        check_supported(replace(self.ctx, manual=True), problems)
         return not problems.found
 
     @cached_property
@@ -111,7 +107,7 @@ class Prepared(Training):
         placed = self.placement
         sharded, stored, optimizer = map(jax.tree.leaves, (placed.sharded, placed.params, placed.opt_state))
         frozen = [path in placed.frozen for path in flatten_with_paths(placed.sharded)]
-        return model_states(sharded, stored, optimizer, self.how, self.run.precision.widths, frozen)
+        return model_states(sharded, stored, optimizer, self.ctx, self.run.precision.widths, frozen)
 
     @property
     def about(self) -> About:
@@ -134,21 +130,21 @@ class Prepared(Training):
         Warns:
           ContractWarning: the compiled step sends more than the traced one says.
         """
-        meant = planned_by(self.how, self.placement.sharded, self.placement.opt_state)
-        told = inspection.inspect(step.compiled, self.mesh, warnings=step.warnings, planned=meant)
-        passes = getattr(self.run.model, "num_layers", 1) * self.how.num_microbatches
-        if self.how.manual and step.jaxpr and self._says_all:
-            said = traffic(self.collectives(step.jaxpr))
+        meant = planned_by(self.ctx, self.placement.sharded, self.placement.opt_state)
+        told = inspection.inspect(step.compiled, self.mesh, warnings=step.program.warnings, planned=meant)
+        passes = getattr(self.run.model, "num_layers", 1) * self.ctx.num_passes
+        if self.ctx.manual and step.program.jaxpr and self._says_all:
+            said = traffic(self.collectives(step.program.jaxpr))
         else:
             said = self.traced_bytes
         if self.run.expects:
             broken = self.run.expects.check(told, said, passes)
             broken.raise_any(ContractError, "the compiled step breaks its contract:")
-        if self.how.manual and said is not None and (more := beyond(told, said)):
+        if self.ctx.manual and said is not None and (more := beyond(told, said)):
             text = "\n".join(["the compiled step sends more than the traced step says:", *map(str, more.found)])
             warnings.warn(text, ContractWarning, stacklevel=2)
         traced = {axes_name(axes): round(num_bytes) for axes, num_bytes in (said or {}).items()}
-        return replace(told, traced=traced or None, model_states=asdict(self.states) if self.how.manual else None)
+        return replace(told, traced=traced or None, model_states=asdict(self.states) if self.ctx.manual else None)
 
 
 def prepare(run: Run, mesh: AnyMesh | None = None, abstract_platform: str = "cpu") -> Prepared:
@@ -176,10 +172,11 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     frozen = _frozen(run, specs)
     never = for_good(frozen)
     tx = _optimizer(run, jax.tree.map(lambda spec: spec.dims, without(specs, never)), frozen and without(frozen, never))
-    if run.pipeline and run.pipeline.is_stale:
+    if run.parallel.pipeline and run.parallel.pipeline.is_stale:
         init = model["init"]
         model |= {"carried": {STALE: specs}, "init_carried": lambda key: {STALE: init(key)}}
-    master, sums = run.precision.master, run.precision.gradients
+    master = run.precision.master
+    ctx = replace(run.context(mesh), rules=model.pop("rules"), activation_dims=model.pop("activation_dims", None))
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
     batch_specs = {name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS}
     prepared = Prepared(
@@ -189,16 +186,9 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         frozen=frozen,
         update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master and np.dtype(master)),
         batch_specs=batch_specs,
-        mesh=mesh,
-        manual=run.lowering == "manual",
-        dtype=np.dtype(run.precision.compute),
-        sums=sums and np.dtype(sums),
+        ctx=ctx,
         seed=run.seed,
-        num_microbatches=run.num_microbatches,
         taught_by=taught_by,
-        reduce=run.reduce,
-        slow=tuple(axis for axis, size in run.mesh.dcn.sizes.items() if size > 1) if run.mesh.dcn else (),
-        overlap=Overlap(run.tensor.overlap, run.fsdp.overlap),
     )
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 
@@ -247,7 +237,7 @@ def _decoder(run: Run) -> Decoder:
 def _teaching(taught_by: Prepared, student: Prepared) -> Teacher:
     model, rules = _decoder(taught_by.run), taught_by.rules
     apply = functional(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
-    return Teacher(apply, taught_by.specs, rules, student.how, student.batch_specs, model.padded_vocab)
+    return Teacher(apply, taught_by.specs, rules, student.ctx, student.batch_specs, model.padded_vocab)
 
 
 def _built(run: Run, model: Decoder) -> dict[str, Any]:
@@ -266,13 +256,9 @@ def _built(run: Run, model: Decoder) -> dict[str, Any]:
         "loss": run.loss.build(functional(abstract), model.vocab_size, run.distill),
         "evaluation": next_token_loss(functional(abstract), model.vocab_size),
         "key": partial(step_key, run.seed) if model.dropout else None,
-        "pipeline": run.pipeline and _pipeline(run.pipeline, abstract),
+        "stages": parts(abstract, partial(summed_cross_entropy, vocab_size=model.vocab_size)),
         "rules": run.rules,
     }
-
-
-def _pipeline(schedule: Schedule, model: Transformer) -> Pipeline:
-    return Pipeline(parts(model, partial(summed_cross_entropy, vocab_size=model.model.vocab_size)), schedule)
 
 
 def _imported(run: Run) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import pydantic
 
 from meshpar import config, imports
 from meshpar.checkpoint.kept import Kept
-from meshpar.collectives.reduction import Reduce
 from meshpar.config import Config, Positive, Seed
 from meshpar.cost.memory import Widths
 from meshpar.inspection.contract import Contract
@@ -19,8 +18,9 @@ from meshpar.mesh import process
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Model
 from meshpar.nn.lora import LoRA
-from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
-from meshpar.sharding.overlap import FullySharded, TensorParallel
+from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.strategies import Parallel
+from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Data
 from meshpar.train.freeze import Freeze
@@ -91,16 +91,12 @@ class Run(Config):
     rules: AxisRules = AxisRules(preset=("replicated",))
     lowering: Literal["manual", "auto"] = "manual"
     """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses it."""
-    tensor: TensorParallel = TensorParallel()
-    fsdp: FullySharded = FullySharded()
+    parallel: Parallel = Parallel()
+    """Strategies of the manual lowering: overlaps, a pipeline, how gradients are reduced."""
     precision: Precision = Precision()
-    reduce: Reduce | None = None
-    """How the manual lowering sums gradients over devices. Default: XLA's own collectives."""
     num_steps: Positive
     num_microbatches: Positive = 1
     """A batch is computed in so many parts, one after the other; gradients are reduced once."""
-    pipeline: Schedule | None = None
-    """How each of these parts goes through the stages of axis pipe: `{kind: 1f1b, num_microbatches: 16}`."""
     expects: Contract | None = None
     """What the compiled step may send and hold; it is refused if it goes beyond."""
     seed: Seed = 0
@@ -125,6 +121,21 @@ class Run(Config):
         if self.early_stopping and not self.eval_every:
             raise ValueError("early_stopping looks at evaluations: set eval_every, the steps between them")
         return self
+
+    def context(self, mesh: AnyMesh) -> ParallelContext:
+        """How the run's programs use a mesh."""
+        dcn = self.mesh.dcn.sizes if self.mesh.dcn else {}
+        accum = self.precision.gradients
+        return ParallelContext(
+            mesh=mesh,
+            rules=self.rules,
+            manual=self.lowering == "manual",
+            parallel=self.parallel,
+            compute_dtype=np.dtype(self.precision.compute),
+            accum_dtype=accum and np.dtype(accum),
+            num_microbatches=self.num_microbatches,
+            dcn_axes=tuple(axis for axis, size in dcn.items() if size > 1),
+        )
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Run:

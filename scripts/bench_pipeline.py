@@ -35,7 +35,7 @@ def prepared(kind: str, stages: int, microbatches: int, layers: int) -> Prepared
         optim=AdamW(lr=1e-3),
         mesh=MeshLayout(pipe=stages),
         rules=AxisRules(preset=("pipeline",)),
-        pipeline=named(kind, stages, microbatches),
+        parallel={"pipeline": named(kind, stages, microbatches)},
         num_steps=1,
         run_dir="unused",
     )

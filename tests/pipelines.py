@@ -55,7 +55,7 @@ def prepared(
         precision=Precision(params=precision, compute=precision),
         num_steps=2,
         run_dir="unused",
-        pipeline=schedule,
+        parallel={"pipeline": schedule},
         **more,
     )
     return prepare(run, layout.build(jax.devices()[: layout.requested()]))

@@ -16,10 +16,10 @@ from meshpar.models import GPT, Llama
 from meshpar.nn.describe import functional
 from meshpar.nn.rotary import Llama3
 from meshpar.nn.transformer import Decoder
+from meshpar.parallel.context import ParallelContext
 from meshpar.serve.decoding import Decoding, for_tokens
 from meshpar.serve.generator import Generator
 from meshpar.serve.sampling import Sampling
-from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.state import structs
 
@@ -63,8 +63,8 @@ def decoding(model: str, layout: str, lowering: str, sampling: Sampling = Sampli
     mesh = mesh.build(jax.devices()[: mesh.requested()])
     float64 = np.dtype("float64")
     sizes = {"num_rows": len(PROMPTS), "prompt_len": 6, "max_tokens": MAX_TOKENS} | sizes
-    how = for_tokens(Lowering(mesh, rules, lowering == "manual", float64))
-    return Decoding(model=MODELS[model], how=how, dtype=float64, sampling=sampling, **sizes)
+    ctx = for_tokens(ParallelContext(mesh=mesh, rules=rules, manual=lowering == "manual", compute_dtype=float64))
+    return Decoding(model=MODELS[model], ctx=ctx, dtype=float64, sampling=sampling, **sizes)
 
 
 def generator(model: str, layout: str, lowering: str, sampling: Sampling = Sampling(), **sizes: Any) -> Generator:  # noqa: B008

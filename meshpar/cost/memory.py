@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from meshpar.sharding.constrain import Lowering
+from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.resolve import Placement
 
 LAYERS_AT_ONCE = 2
@@ -61,7 +61,7 @@ def model_states(
     sharded: Iterable[Placement],
     stored: Iterable[Placement],
     optimizer: Iterable[Placement],
-    how: Lowering,
+    ctx: ParallelContext,
     widths: Widths,
     frozen: Collection[bool] = (),
 ) -> ModelStates:
@@ -75,11 +75,11 @@ def model_states(
     """
     placements = list(sharded)
     flags = frozen or [False] * len(placements)
-    parts = [_Part(placement, how, widths, flag) for placement, flag in zip(placements, flags, strict=True)]
+    parts = [_Part(placement, ctx, widths, flag) for placement, flag in zip(placements, flags, strict=True)]
     return ModelStates(
         parameters=sum(placement.local_bytes for placement in stored),
         gathered=sum(part.gathered for part in parts),
-        gradients=sum(part.gradients for part in parts) + _on_the_way(parts, how),
+        gradients=sum(part.gradients for part in parts) + _on_the_way(parts, ctx),
         optimizer=sum(placement.local_bytes for placement in optimizer),
     )
 
@@ -89,14 +89,14 @@ class _Part:
     """One parameter."""
 
     placement: Placement
-    how: Lowering
+    ctx: ParallelContext
     widths: Widths
     is_frozen: bool
 
     @property
     def storage(self) -> tuple[str, ...]:
         """The axes on which it is only stored, and gathered for use."""
-        return tuple(axis for dim in self.placement.spec.dims for axis in self.how.storage(dim))
+        return tuple(axis for dim in self.placement.spec.dims for axis in self.ctx.storage(dim))
 
     @property
     def num_layers(self) -> int:
@@ -111,22 +111,22 @@ class _Part:
     @property
     def whole(self) -> int:
         """Elements on a device, once it is gathered."""
-        return math.prod(self.placement.without(self.storage).local_shape)
+        return math.prod(self.placement.gathered(self.ctx.rules).local_shape)
 
     @property
     def scattered_in_layer(self) -> bool:
-        return self.how.gathers_in_layers and bool(self.storage)
+        return self.ctx.gathers_in_layers and bool(self.storage)
 
     @property
     def gathered(self) -> int:
-        stage, computed = self.how.rules.zero_stage if self.storage else 0, self.whole * self.widths.compute
+        stage, computed = self.ctx.rules.zero_stage if self.storage else 0, self.whole * self.widths.compute
         if stage == 3:
             return computed * min(LAYERS_AT_ONCE, self.num_layers) // max(1, self.num_layers)
         return computed if stage == 2 or self.widths.compute != self.widths.params else 0
 
     @property
     def gradients(self) -> int:
-        summed, several = self.widths.gradients, self.how.num_microbatches > 1
+        summed, several = self.widths.gradients, self.ctx.num_passes > 1
         if self.is_frozen:
             return 0
         if self.scattered_in_layer:
@@ -145,7 +145,7 @@ class _Part:
         return 0 if self.is_frozen else self.whole * (compute + (summed if summed != compute else 0))
 
 
-def _on_the_way(parts: Sequence[_Part], how: Lowering) -> int:
+def _on_the_way(parts: Sequence[_Part], ctx: ParallelContext) -> int:
     """What is whole for a moment, where gradients are scattered in the layer.
 
     In a layer's backward its gradient; outside the layers a parameter and its gradient, or, if it is used at both
@@ -155,7 +155,7 @@ def _on_the_way(parts: Sequence[_Part], how: Lowering) -> int:
     inside, outside = [p for p in scattered if p.num_layers], [p for p in scattered if not p.num_layers]
     layer = sum(part.gradient // part.num_layers for part in inside)
     gathered = sum(part.gathered for part in inside)
-    kept = sum(part.whole * part.widths.compute for part in outside if how.rules.zero_stage == 3)
+    kept = sum(part.whole * part.widths.compute for part in outside if ctx.rules.zero_stage == 3)
     gradient = max((part.gradient for part in outside), default=0)
-    at_the_ends = kept + gradient - (gathered if how.rules.zero_stage == 3 else 0)
+    at_the_ends = kept + gradient - (gathered if ctx.rules.zero_stage == 3 else 0)
     return max(layer, kept, at_the_ends)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from meshpar.inspection.finding import Axes, Planned
-from meshpar.sharding.constrain import Lowering
+from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.resolve import Placement
 from meshpar.tree import flatten_with_paths
 
 
-def planned_by(how: Lowering, params: Any, opt_state: Any) -> Planned:
+def planned_by(ctx: ParallelContext, params: Any, opt_state: Any) -> Planned:
     """The plan of a step `step(state, batch)`.
 
     Args:
@@ -18,22 +18,22 @@ def planned_by(how: Lowering, params: Any, opt_state: Any) -> Planned:
       opt_state: tree of `Placement`.
     """
     state = {f"state.params.{path}": one for path, one in flatten_with_paths(params).items()}
-    stored = {path: _stored(one, how) for path, one in state.items()}
+    stored = {path: _stored(one, ctx) for path, one in state.items()}
     state |= {f"state.opt_state.{path}": one for path, one in flatten_with_paths(opt_state).items()}
     return Planned(
         gathered=stored,
         # ZeRO-3 never holds a whole gradient, and so reduces in each layer of each microbatch.
-        reduced_in_loop=stored if how.manual and how.rules.zero_stage == 3 else {},
-        whole=("batch.**", *(path for path, one in state.items() if _is_whole_on_purpose(one, how))),
+        reduced_in_loop=stored if ctx.manual and ctx.rules.zero_stage == 3 else {},
+        whole=("batch.**", *(path for path, one in state.items() if _is_whole_on_purpose(one, ctx))),
         dims={path: one.spec.dims for path, one in state.items()},
     )
 
 
-def _stored(one: Placement, how: Lowering) -> Axes:
-    return tuple(axis for dim in one.spec.dims for axis in how.storage(dim))
+def _stored(one: Placement, ctx: ParallelContext) -> Axes:
+    return tuple(axis for dim in one.spec.dims for axis in ctx.storage(dim))
 
 
-def _is_whole_on_purpose(one: Placement, how: Lowering) -> bool:
+def _is_whole_on_purpose(one: Placement, ctx: ParallelContext) -> bool:
     """Whether the user wrote down that it is replicated: by a preset that says so, or a rule for a dim of it."""
-    of_stage_1 = how.rules.zero_stage == 1 and any(one.axes)
-    return "replicated" in how.rules.preset or of_stage_1 or not how.rules.explicit.keys().isdisjoint(one.spec.dims)
+    of_stage_1 = ctx.rules.zero_stage == 1 and any(one.axes)
+    return "replicated" in ctx.rules.preset or of_stage_1 or not ctx.rules.explicit.keys().isdisjoint(one.spec.dims)

@@ -18,9 +18,9 @@ from meshpar.errors import ShardingError
 from meshpar.nn.cache import CachedLayer
 from meshpar.nn.layers import Projection, RMSNorm, enter, leave
 from meshpar.nn.rotary import Rotation, rotate
+from meshpar.parallel.context import constrain, manual_axes
 from meshpar.parallel.local import varies_over, varying
 from meshpar.parallel.precision import wide
-from meshpar.sharding.constrain import constrain, manual_axes
 
 Bias = Literal["none", "qkv", "all"]
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from meshpar.sharding.constrain import constrain
+from meshpar.parallel.context import constrain
 
 CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
 

@@ -12,7 +12,7 @@ from flax import nnx
 from flax.core import meta
 from jax.sharding import AbstractMesh, Mesh
 
-from meshpar.sharding.constrain import current
+from meshpar.parallel.context import current
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.tree import path_name
 
@@ -63,17 +63,17 @@ def flax_rules(axes: Mapping[str, str] | None = None) -> Iterator[None]:
     Args:
       axes: the model's name of a mesh axis -> meshpar's. Within, the axis has the model's name.
     """
-    how = current()
-    if how is None or how.manual:
+    ctx = current()
+    if ctx is None or ctx.manual:
         yield
         return
     called = {axis: name for name, axis in (axes or {}).items()}
     own = set(called.values())
     rules = []
-    for dim in how.rules.table if how.mesh.size > 1 else ():
-        over = (dim,) if dim in own else tuple(called.get(axis, axis) for axis in how.axes(dim))
+    for dim in ctx.rules.table if ctx.mesh.size > 1 else ():
+        over = (dim,) if dim in own else tuple(called.get(axis, axis) for axis in ctx.axes(dim))
         rules.append((dim, over or None))
-    mesh = _abstract(how.mesh)
+    mesh = _abstract(ctx.mesh)
     names = tuple(called.get(axis, axis) for axis in map(str, mesh.axis_names))
     renamed = AbstractMesh(mesh.axis_sizes, names, axis_types=mesh.axis_types) if called else mesh
     with nn.logical_axis_rules(rules), jax.sharding.use_abstract_mesh(renamed), nn.intercept_methods(_without_mesh):

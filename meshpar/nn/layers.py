@@ -16,10 +16,10 @@ from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.parallel import linear
+from meshpar.parallel.context import constrain, current, manual_axes
 from meshpar.parallel.data import streamed
 from meshpar.parallel.linear import Weights
 from meshpar.parallel.precision import wide
-from meshpar.sharding.constrain import constrain, current, manual_axes
 
 
 def normal(rngs: nnx.Rngs, shape: Sequence[int], std: float, dims: Sequence[str]) -> nnx.Param:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from meshpar.errors import Problems
-from meshpar.sharding.constrain import Lowering
+from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.rules import ACTIVATION_DIMS
 
 
@@ -56,44 +56,44 @@ AUTO: Mapping[str, Supported] = {
 """Under `lowering: auto`, where XLA communicates whatever a rule needs."""
 
 
-def check_supported(how: Lowering, problems: Problems) -> None:
+def check_supported(ctx: ParallelContext, problems: Problems) -> None:
     """Adds every rule that shards a dim in a way that the layers are not written for."""
-    for dim, supported in (MANUAL if how.manual else AUTO).items():
-        if dim in how.rules.table:
-            _check(dim, supported, how, problems)
+    for dim, supported in (MANUAL if ctx.manual else AUTO).items():
+        if dim in ctx.rules.table:
+            _check(dim, supported, ctx, problems)
 
 
-def _check(dim: str, supported: Supported, how: Lowering, problems: Problems) -> None:
-    stored, partition = how.storage(dim), how.axes(dim)
+def _check(dim: str, supported: Supported, ctx: ParallelContext, problems: Problems) -> None:
+    stored, partition = ctx.storage(dim), ctx.axes(dim)
     if stored and not supported.storage:
-        _refuse(dim, stored, _NOTHING_STORED if dim in ACTIVATION_DIMS else supported.why, how, problems)
+        _refuse(dim, stored, _NOTHING_STORED if dim in ACTIVATION_DIMS else supported.why, ctx, problems)
     if partition and not supported.partition:
-        _refuse(dim, partition, supported.why, how, problems)
+        _refuse(dim, partition, supported.why, ctx, problems)
         return
     other = supported.same_as or supported.within
     if not partition or other is None:
         return
-    theirs = how.axes(other) if other in how.rules.table else ()
+    theirs = ctx.axes(other) if other in ctx.rules.table else ()
     fits = partition == theirs if supported.same_as else set(partition) <= set(theirs)
     if not fits:
-        _add_mismatch(dim, other, supported, how, problems)
+        _add_mismatch(dim, other, supported, ctx, problems)
 
 
-def _refuse(dim: str, axes: tuple[str, ...], why: str, how: Lowering, problems: Problems) -> None:
-    left = [axis for axis in how.rules[dim] if axis not in axes]
+def _refuse(dim: str, axes: tuple[str, ...], why: str, ctx: ParallelContext, problems: Problems) -> None:
+    left = [axis for axis in ctx.rules[dim] if axis not in axes]
     problems.add(f"rules.{dim}", f"cannot be sharded over {', '.join(axes)}: {why}", f"rules.{dim}={_text(left)}")
 
 
-def _add_mismatch(dim: str, other: str, supported: Supported, how: Lowering, problems: Problems) -> None:
-    partition = how.axes(dim)
-    rule = how.rules[other] if other in how.rules.table else ()
+def _add_mismatch(dim: str, other: str, supported: Supported, ctx: ParallelContext, problems: Problems) -> None:
+    partition = ctx.axes(dim)
+    rule = ctx.rules[other] if other in ctx.rules.table else ()
     if supported.same_as:
-        kept = [axis for axis in rule if axis not in how.axes(other)]
+        kept = [axis for axis in rule if axis not in ctx.axes(other)]
         what = f"is sharded over {', '.join(partition)}, so {other} must be sharded over the same axes"
     else:
         kept = [axis for axis in rule if axis not in partition]
         what = f"is sharded over {', '.join(partition)}, so {other} must be, too"
-    whole = [axis for axis in how.rules[dim] if axis not in partition]
+    whole = [axis for axis in ctx.rules[dim] if axis not in partition]
     fix = f"rules.{dim}={_text(whole)}, or rules.{other}={_text([*kept, *partition])}"
     problems.add(f"rules.{dim}", f"{what}: not {_text(rule)}", fix)
 

@@ -21,9 +21,9 @@ from meshpar.nn.cache import CachedLayer, KVCache
 from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal, within_layer
 from meshpar.nn.rotary import Rotation, Scaling, rotation
 from meshpar.parallel import linear, tensor
+from meshpar.parallel.context import constrain, current
 from meshpar.parallel.data import gather_in_layer, gathering_again, streamed
 from meshpar.parallel.linear import Weights
-from meshpar.sharding.constrain import constrain, current
 
 Batch = dict[str, Int[Array, "..."]]
 

@@ -23,15 +23,17 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from meshpar.collectives.matmul import PRODUCT
 from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.buckets import Copied, sum_copies
+from meshpar.parallel.context import ParallelContext, current, manual
 from meshpar.parallel.local import Axes, varying
-from meshpar.parallel.precision import summed_in
-from meshpar.sharding.constrain import Lowering, manual
+from meshpar.parallel.precision import summed_in, wide
+from meshpar.sharding.resolve import sharding_axes
 
 Dims = tuple[str, ...]
 Stored = tuple[tuple[int, Axes], ...]
@@ -52,21 +54,21 @@ def gather_in_layer(params: Any, dims: Any) -> Any:
     Communication: all-gather forward, (n-1)/n of the bytes; the transpose is a reduce-scatter, in float32 at least.
     Numerics: the gradient of a stored parameter is never rounded to the dtype of the computation.
     """
-    how = manual()
-    if how is None or not how.gathers_in_layers:
+    ctx = manual()
+    if ctx is None or not ctx.gathers_in_layers:
         return params
-    return jax.tree.map(lambda x, names: _whole(x, names, how), params, dims)
+    return jax.tree.map(lambda x, names: _whole(x, names, ctx), params, dims)
 
 
-def streamed(dims: Dims, how: Lowering | None) -> Stored:
+def streamed(dims: Dims, ctx: ParallelContext | None) -> Stored:
     """Where the kernel of a layer's linear map is stored, if it is gathered while it is multiplied; else nothing.
 
     Args:
       dims: of the kernel, within its layer.
     """
-    if how is None or not how.manual or how.overlap.fsdp == "none" or not how.gathers_in_layers:
+    if ctx is None or not ctx.manual or ctx.parallel.fsdp.overlap == "none" or not ctx.gathers_in_layers:
         return ()
-    stored = _stored(dims, how)
+    stored = _stored(dims, ctx)
     return stored if len(stored) == 1 else ()
 
 
@@ -77,11 +79,11 @@ def gathering_again(policy: Policy) -> Policy:
     Views and masks are never kept either: they cost nothing to make, and a view of a gathered parameter would keep
     it alive. A collective matmul is kept where a plain one would be.
     """
-    how = manual()
+    ctx = manual()
 
     def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
         if _is_all_gather(primitive, params):
-            return how is not None and how.rules.zero_stage == 2
+            return ctx is not None and ctx.rules.zero_stage == 2
         if primitive.name == "name" and params["name"] == PRODUCT:
             return policy(lax.dot_general_p, *avals, dimension_numbers=(((), ()), ((), ())))
         return primitive.name not in _FREE and policy(primitive, *avals, **params)
@@ -89,31 +91,34 @@ def gathering_again(policy: Policy) -> Policy:
     return keeps
 
 
-def enter(params: Any, dims: Any, learns: Any = None) -> Any:
-    """What the microbatches of a step compute with, in the dtype of the computation: once a step, before their loop.
+def enter(params: Any, dims: Any, trainable: Any = None) -> Any:
+    """The parameters that microbatches compute with, in the compute dtype: once a step, before their loop.
 
     Args:
-      learns: like the parameters, whether each has a gradient; default: all have.
+      trainable: like the parameters, whether each has a gradient; default: all have.
 
-    Communication: ZeRO-2's all-gather, if there are several microbatches; else none.
+    Communication: in the manual lowering ZeRO-2's all-gather, if there are several microbatches; else none.
     """
-    how = _manual()
+    ctx = _context()
+    if not ctx.manual:
+        return jax.tree.map(lambda x: x.astype(ctx.compute_dtype or x.dtype), params)
 
-    def one(x: jax.Array, names: Dims, learns: bool) -> jax.Array:
-        if how.gathers_in_layers and _stored(names, how):
-            return (
-                summed_in(x, how.sums) if learns else x
-            )  # its gradient comes in this dtype; it is cast where it is gathered
-        return _whole(x, names, how) if how.rules.zero_stage == 2 else x.astype(how.dtype or x.dtype)
+    def entered(x: jax.Array, names: Dims, is_trainable: bool) -> jax.Array:
+        if ctx.gathers_in_layers and _stored(names, ctx):
+            # It is cast where it is gathered: so its gradient comes in the dtype of the sums.
+            return summed_in(x, ctx.accum_dtype) if is_trainable else x
+        return _whole(x, names, ctx) if ctx.rules.zero_stage == 2 else x.astype(ctx.compute_dtype or x.dtype)
 
-    learns = jax.tree.map(lambda _: True, params) if learns is None else learns
-    return jax.tree.map(lambda x, names, on: varying(one(x, names, on), summed_axes(how)), params, dims, learns)
+    trainable = jax.tree.map(lambda _: True, params) if trainable is None else trainable
+    return jax.tree.map(lambda x, *of: varying(entered(x, *of), ctx.gradient_axes), params, dims, trainable)
 
 
 def reduce(
     grads: Any, dims: Any, kept: Any = None, *, key: jax.Array | None = None, order: Sequence[int] | None = None
 ) -> tuple[Any, Any]:
-    """The sum over all devices of what `enter`'s results got for gradients; once a step, after the loop.
+    """The sum over all devices of the gradients of `enter`'s results; once a step, after the loop.
+
+    Under GSPMD gradients are whole arrays already, and XLA sums them.
 
     Args:
       kept: what a declared `Reduce` left in the last step: name -> tree like the gradients.
@@ -126,65 +131,77 @@ def reduce(
     Communication: reduce-scatter over the storage axes (ZeRO-1, 2), all-reduce over those over which the
       parameter is copied.
     """
-    how = _manual()
-    if how.rules.zero_stage and not how.gathers_in_layers:
-        grads = jax.tree.map(lambda grad, names: _reduce_scatter_layers(grad, names, how), grads, dims)
-    if how.reduce is None:
-        return jax.tree.map(lambda grad, names: _sum(grad, sum(copies(names, how), ())), grads, dims), {}
+    ctx = _context()
+    if not ctx.manual:
+        return grads, {}
+    if ctx.rules.zero_stage and not ctx.gathers_in_layers:
+        grads = jax.tree.map(lambda grad, names: _reduce_scatter_layers(grad, names, ctx), grads, dims)
+    if ctx.gradient_reduction is None:
+        return jax.tree.map(lambda grad, names: _psum(grad, sum(ctx.copy_axes(names), ())), grads, dims), {}
     leaves, tree = jax.tree.flatten(grads)
     states = {name: tree.flatten_up_to(state) for name, state in (kept or {}).items()}
     gradients = [
-        Copied(grad, *copies(names, how), {name: state[i] for name, state in states.items() if state[i] is not None})
+        Copied(grad, *ctx.copy_axes(names), {name: state[i] for name, state in states.items() if state[i] is not None})
         for i, (grad, names) in enumerate(zip(leaves, tree.flatten_up_to(dims), strict=True))
     ]
-    summed, left = zip(*sum_copies(gradients, order or range(len(leaves)), how.reduce, key), strict=True)
+    summed, left = zip(*sum_copies(gradients, order or range(len(leaves)), ctx.gradient_reduction, key), strict=True)
     return tree.unflatten(summed), {name: tree.unflatten([state.get(name) for state in left]) for name in states}
 
 
-def copies(names: Dims, how: Lowering) -> tuple[Axes, Axes]:
-    """The axes over which a gradient is yet to be summed once it is scattered: inside a slice, and across slices.
+def summed(sums: Any) -> Any:
+    """Sums of losses and counts over the devices that have other tokens; under GSPMD they are whole already.
 
-    Where no axis is declared to go across, all do.
+    Communication: an all-reduce of the scalars over the loss axes.
     """
-    sharded = {axis for name in names for axis in how.storage(name) + how.axes(name)}
-    axes = tuple(axis for axis in summed_axes(how) if axis not in sharded)
-    slow = tuple(axis for axis in axes if not how.slow or axis in how.slow)
-    return tuple(axis for axis in axes if axis not in slow), slow
+    ctx = _context()
+    return _psum(sums, ctx.loss_axes) if ctx.manual else sums
 
 
-def summed_axes(how: Lowering) -> Axes:
-    """The axes over which devices see different tokens or layers, so that gradients are summed over them."""
-    return how.axes("batch") + how.axes("norm_seq") + how.axes("stage")
+def global_norm(grads: Any, placements: Any) -> jax.Array:
+    """The norm of the whole gradient. From local shards, those with copies are counted in parts.
+
+    Communication: in the manual lowering an all-reduce of one scalar over every axis that shards a parameter.
+    """
+    if not _context().manual:
+        return jnp.sqrt(sum(map(_square, jax.tree.leaves(grads))))
+    placed = jax.tree.leaves(placements)
+    axes = sharding_axes(placed)
+    shares = [_square(g) / p.copies(axes) for g, p in zip(jax.tree.leaves(grads), placed, strict=True)]
+    return jnp.sqrt(_psum(sum(varying(share, axes) for share in shares), axes))
 
 
-def _manual() -> Lowering:
-    how = manual()
-    assert how is not None, "only within the manual lowering"
-    return how
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.square(wide(x)).sum()
 
 
-def _stored(names: Dims, how: Lowering) -> Stored:
-    return tuple((i, how.storage(name)) for i, name in enumerate(names) if how.storage(name))
+def _psum(x: Any, axes: Axes) -> Any:
+    return lax.psum(x, axes) if axes else x
 
 
-def _whole(x: jax.Array, names: Dims, how: Lowering) -> jax.Array:
-    to, stored = np.dtype(how.dtype or x.dtype), _stored(names, how)
+def _context() -> ParallelContext:
+    ctx = current()
+    assert ctx is not None, "only within a program"
+    return ctx
+
+
+def _stored(names: Dims, ctx: ParallelContext) -> Stored:
+    return tuple((i, ctx.storage(name)) for i, name in enumerate(names) if ctx.storage(name))
+
+
+def _whole(x: jax.Array, names: Dims, ctx: ParallelContext) -> jax.Array:
+    to, stored = np.dtype(ctx.compute_dtype or x.dtype), _stored(names, ctx)
     if not stored:
         return x.astype(to)
     # Collectives run along the slowest dim. With the gathered dims in front no compiler has to lay what is kept for
     # the backward out anew: XLA:GPU did, and held a second copy of all layers' output projections.
     order = [i for i, _ in stored] + [i for i in range(x.ndim) if i not in dict(stored)]
     front = tuple((place, axes) for place, (_, axes) in enumerate(stored))
-    whole: jax.Array = _all_gather(x.transpose(order), front, to, np.dtype(x.dtype), how.reduce)
+    whole: jax.Array = _all_gather(x.transpose(order), front, to, np.dtype(x.dtype), ctx.gradient_reduction)
     return whole.transpose(np.argsort(order))
 
 
-def _sum(grad: jax.Array, axes: Axes) -> jax.Array:
-    return lax.psum(grad, axes) if axes else grad
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _all_gather(x: jax.Array, stored: Stored, to: np.dtype, back: np.dtype, how: Reduce | None) -> jax.Array:
+def _all_gather(x: jax.Array, stored: Stored, to: np.dtype, back: np.dtype, reduction: Reduce | None) -> jax.Array:
     """Gathers in dtype `to`; the gradient is summed as declared, and comes in `back`, the dtype of x."""
     x = x.astype(to)
     for dim, axes in stored:
@@ -200,23 +217,27 @@ def _is_all_gather(primitive: Any, params: dict[str, Any]) -> bool:
 
 
 def _all_gather_backward(
-    stored: Stored, to: np.dtype, back: np.dtype, how: Reduce | None, _: None, grad: jax.Array
+    stored: Stored, to: np.dtype, back: np.dtype, reduction: Reduce | None, _: None, grad: jax.Array
 ) -> tuple[jax.Array]:
     # bf16 has 8 bits: a sum over hundreds of devices wants more, whatever the forward travels in.
-    return (_reduce_scatter(grad.astype(back), stored, how),)
+    return (_reduce_scatter(grad.astype(back), stored, reduction),)
 
 
-_all_gather.defvjp(lambda x, *how: (_all_gather(x, *how), None), _all_gather_backward)
+_all_gather.defvjp(lambda x, *settings: (_all_gather(x, *settings), None), _all_gather_backward)
 
 
-def _reduce_scatter_layers(grad: jax.Array, names: Dims, how: Lowering) -> jax.Array:
+def _reduce_scatter_layers(grad: jax.Array, names: Dims, ctx: ParallelContext) -> jax.Array:
     """One layer after the other: a stack would be laid out anew as a whole, which takes its size once more."""
-    if names[0] != "layers" or not _stored(names, how):
-        return _reduce_scatter(grad, _stored(names, how), how.reduce)
-    return lax.map(lambda layer: _reduce_scatter(layer, _stored(names[1:], how), how.reduce), grad)
+    if names[0] != "layers" or not _stored(names, ctx):
+        return _reduce_scatter(grad, _stored(names, ctx), ctx.gradient_reduction)
+    return lax.map(lambda layer: _reduce_scatter(layer, _stored(names[1:], ctx), ctx.gradient_reduction), grad)
 
 
-def _reduce_scatter(x: jax.Array, stored: Stored, how: Reduce | None) -> jax.Array:
+def _reduce_scatter(x: jax.Array, stored: Stored, reduction: Reduce | None) -> jax.Array:
     for dim, axes in reversed(stored):
-        x = how.scatter(x, axes, dim) if how else lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        x = (
+            reduction.scatter(x, axes, dim)
+            if reduction
+            else lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        )
     return x

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
 from meshpar.collectives.stream import Ring
 from meshpar.parallel import tensor
+from meshpar.parallel.context import manual
 from meshpar.parallel.data import Stored
-from meshpar.sharding.constrain import manual
 
 _BATCH, _INPUTS, _OUTPUTS = "bs", "ijk", "xyz"
 
@@ -103,17 +103,17 @@ def _product(x: jax.Array, weights: Weights) -> jax.Array:
     """
     if not weights.stored:
         return jnp.tensordot(x, weights.kernel, axes=weights.num_inputs)
-    how, [(position, axes)] = manual(), weights.stored
-    assert how is not None, "only there parameters are stored in shards"
+    ctx, [(position, axes)] = manual(), weights.stored
+    assert ctx is not None, "only there parameters are stored in shards"
     of_x, of_kernel, of_y = weights.equation.replace("->", ",").split(",")
-    ring = Ring(axes, both_ways=how.overlap.fsdp == "bidirectional")
+    ring = Ring(axes, both_ways=ctx.parallel.fsdp.overlap == "bidirectional")
     equation = f"{of_kernel},{of_x}->{of_y}"
     return all_gather_matmul(equation, weights.kernel, [x], ring, dim=of_kernel[position])[0]
 
 
 def _sequence_ring(dim: str) -> Ring | None:
     """The ring round which the parts of the sequence travel, if they do so while they are multiplied."""
-    how = manual()
-    if how is None or not how.overlaps(dim):
+    ctx = manual()
+    if ctx is None or not ctx.overlaps(dim):
         return None
-    return Ring(how.axes(dim), both_ways=how.overlap.tensor == "bidirectional")
+    return Ring(ctx.axes(dim), both_ways=ctx.parallel.tensor.overlap == "bidirectional")

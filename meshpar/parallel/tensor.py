@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from meshpar.parallel.context import constrain, manual_axes
 from meshpar.parallel.local import shard, varying
 from meshpar.parallel.precision import wide
-from meshpar.sharding.constrain import constrain, manual_axes
 
 SEQ = 1
 """The position of the sequence dim in activations [batch, seq, ...]."""

@@ -55,9 +55,11 @@ def prove(subject: Run | Training, batches: Batches | None = None) -> Proof:
       >>> prove(run).is_equal
       True
     """
-    if subject.reduce and subject.reduce.rounds:
-        fix = "prove it with reduce.within=exact reduce.across=exact"
-        raise ProofError(f"reduce rounds what it sums: it is near one device's numbers, not equal to them; {fix}")
+    parallel = subject.parallel if isinstance(subject, Run) else subject.ctx.parallel
+    if (reduction := parallel.gradient_reduction) and reduction.rounds:
+        key = "parallel.gradient_reduction"
+        fix = f"prove it with {key}.within=exact {key}.across=exact"
+        raise ProofError(f"{key} rounds what it sums: it is near one device's numbers, not equal to them; {fix}")
     with jax.enable_x64(True):
         if isinstance(subject, Run):
             small = shrink(subject)
@@ -86,7 +88,7 @@ class _Court:
         self.training, self.batches, self.half = training, batches, len(batches) // 2
         self.sizes = {axis: size for axis, size in dict(training.mesh.shape).items() if size > 1}
         # What is carried from one microbatch to the next, as batch statistics are, depends on how many there are.
-        num_microbatches = training.num_microbatches if training.carried else 1
+        num_microbatches = training.ctx.num_microbatches if training.carried else 1
         self.plain = on(training, _mesh({}), manual=False, num_microbatches=num_microbatches)
         self.reference = self.plain.run(self.plain.start(), batches)[1]
         self.undecided = without_gradient(self.reference)
@@ -139,8 +141,9 @@ class _Court:
         return compare(got, self.reference[skipped:], self.undecided, 1 + skipped)
 
     def _name_here(self) -> str:
-        microbatches = f", {self.training.num_microbatches} microbatches" * (self.training.num_microbatches > 1)
-        return f"one device, {'manual' if self.training.manual else 'auto'}{microbatches}"
+        ctx = self.training.ctx
+        microbatches = f", {ctx.num_microbatches} microbatches" if ctx.num_microbatches > 1 else ""
+        return f"one device, {ctx.lowering}{microbatches}"
 
 
 def _said(error: Exception) -> str:
@@ -154,7 +157,7 @@ def _said(error: Exception) -> str:
 def _widened(training: Training) -> Training:
     widened = lambda tree: jax.tree.map(lambda spec: replace(spec, dtype=_wide_dtype(spec)), tree)
     trees = {name: widened(getattr(training, name)) for name in ("specs", "carried", "batch_specs")}
-    return replace(training, dtype=np.dtype("float64"), **trees)
+    return replace(training.on(compute_dtype=np.dtype("float64")), **trees)
 
 
 def _wide(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

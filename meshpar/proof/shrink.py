@@ -31,8 +31,9 @@ def shrink(run: Run) -> Run:
     imported = isinstance(run.model, Import)  # nothing is known of its sizes
     model = run.model.model_dump() | ({} if imported else _model(run, cut))
     num_microbatches = least_factor(run.num_microbatches)
-    pipeline = run.pipeline and _pipeline(run.pipeline, mesh.pipe)
-    passes = num_microbatches * (pipeline.num_microbatches if pipeline else 1)
+    schedule = run.parallel.pipeline
+    parallel = run.parallel.model_copy(update={"pipeline": schedule and _pipeline(schedule, mesh.pipe)})
+    passes = num_microbatches * parallel.num_microbatches
     batch_size, seq_len = 2 * passes * cut.now("batch"), _seq_len(cut)
     vocab_size = run.data.vocab_size if imported else model["vocab_size"]
     changes = {
@@ -40,7 +41,7 @@ def shrink(run: Run) -> Run:
         "data": Synthetic(batch_size=batch_size, seq_len=seq_len, vocab_size=vocab_size),
         "mesh": mesh,
         "num_microbatches": num_microbatches,
-        "pipeline": pipeline,
+        "parallel": parallel,
         "precision": Precision(params="float64", compute="float64", master=run.precision.master and "float64"),
         "expects": None,
     }
@@ -134,9 +135,9 @@ def _model(run: Run, cut: _Cut) -> dict[str, Any]:
 def _num_layers(run: Run, cut: _Cut) -> int:
     """Two; in a pipeline one for each part of it, and one more if they were not alike."""
     layers = run.model.num_layers  # pyright: ignore[reportAttributeAccessIssue]
-    if run.pipeline is None:
+    if run.parallel.pipeline is None:
         return min(layers, 2)
-    chunks = run.pipeline.chunks_per_stage
+    chunks = run.parallel.pipeline.chunks_per_stage
     return cut.now("stage") * chunks + (layers % (cut.was("stage") * chunks) > 0)
 
 

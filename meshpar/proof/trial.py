@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class Trial:
 
 def on(training: Training, mesh: Any, **changes: Any) -> Trial:
     """The same training on another mesh."""
-    return Trial(replace(training, mesh=mesh, **changes))
+    return Trial(training.on(mesh=mesh, **changes))
 
 
 def _taken(metrics: Any, grads: Any, state: TrainState) -> Taken:

@@ -7,12 +7,12 @@ import numpy as np
 
 from meshpar.nn.cache import CACHE_DIMS, KVCache
 from meshpar.nn.transformer import Decoder
-from meshpar.sharding.constrain import Lowering
+from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.resolve import Placement
 from meshpar.sharding.spec import ArraySpec
 
 
-def cache_placement(model: Decoder, how: Lowering, num_rows: int, num_slots: int) -> KVCache:
+def cache_placement(model: Decoder, ctx: ParallelContext, num_rows: int, num_slots: int) -> KVCache:
     """Places a cache, in the dtype of the computation.
 
     Args:
@@ -25,10 +25,10 @@ def cache_placement(model: Decoder, how: Lowering, num_rows: int, num_slots: int
     Memory: 2 layers rows slots kv_heads head_dim elements over all devices; a device holds its rows and its heads.
     """
     shape = (model.num_layers, num_rows, num_slots, model.kv_heads, model.head_size)
-    spec = ArraySpec(shape, np.dtype(how.dtype), CACHE_DIMS)
-    axes = tuple(how.axes(dim) for dim in spec.dims)
-    reason = tuple(f"{dim} -> {', '.join(how.rules[dim]) or '[]'}   ({how.rules.source(dim)})" for dim in spec.dims)
-    placed = Placement(spec, how.mesh, axes, reason)
+    spec = ArraySpec(shape, np.dtype(ctx.compute_dtype), CACHE_DIMS)
+    axes = tuple(ctx.axes(dim) for dim in spec.dims)
+    reason = tuple(f"{dim} -> {', '.join(ctx.rules[dim]) or '[]'}   ({ctx.rules.source(dim)})" for dim in spec.dims)
+    placed = Placement(spec, ctx.mesh, axes, reason)
     return KVCache(placed, placed)  # pyright: ignore[reportArgumentType]
 
 

@@ -11,19 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from meshpar.errors import Problems, ShardingError
 from meshpar.nn.cache import KVCache
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.transformer import Batch, Decoder
+from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.strategies import Parallel
 from meshpar.serve.cache import cache_placement
 from meshpar.serve.sampling import Sampling, sample
-from meshpar.sharding.constrain import Lowering, lowering
 from meshpar.sharding.resolve import resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.state import shardings, stored, structs
+from meshpar.train.program import compile_program, on_shards, pspecs, shardings, structs, trace
+from meshpar.train.state import stored
 
 
 class Turn(NamedTuple):
@@ -44,7 +46,7 @@ class Decoding:
 
     Args:
       model: its sizes.
-      how: mesh, rules, lowering, and the dtype of the computation; see `for_tokens`.
+      ctx: mesh, rules, lowering, and the dtype of the computation; see `for_tokens`.
       dtype: of the parameters as they are stored.
       sampling: how tokens are chosen.
       num_rows: a multiple of the batch's shards.
@@ -56,7 +58,7 @@ class Decoding:
     """
 
     model: Decoder
-    how: Lowering
+    ctx: ParallelContext
     dtype: np.dtype
     sampling: Sampling
     num_rows: int
@@ -66,7 +68,7 @@ class Decoding:
     def __post_init__(self) -> None:
         problems = Problems()
         for dim in ("seq", "norm_seq", "layers"):
-            if axes := dim in self.how.rules.table and self.how.axes(dim):
+            if axes := dim in self.ctx.rules.table and self.ctx.axes(dim):
                 fix = f"mesh.{axes[0]}=1, or rules.{dim}=[]: a checkpoint is restored to any mesh"
                 problems.add(f"rules.{dim}", f"one token cannot be divided over {', '.join(axes)}", fix)
         problems.raise_any(ShardingError, "the rules do not fit generation:")
@@ -76,12 +78,12 @@ class Decoding:
         """Tree of `Placement`: the parameters."""
         abstract = nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0)))
         specs = jax.tree.map(lambda s: ArraySpec(s.shape, self.dtype, s.dims), describe(abstract))
-        return stored(resolve(specs, self.how.rules, self.how.mesh), self.how.rules)
+        return stored(resolve(specs, self.ctx.rules, self.ctx.mesh), self.ctx.rules)
 
     @cached_property
     def cache(self) -> KVCache:
         """`KVCache` of `Placement`s."""
-        return cache_placement(self.model, self.how, self.num_rows, self.prompt_len + self.max_tokens)
+        return cache_placement(self.model, self.ctx, self.num_rows, self.prompt_len + self.max_tokens)
 
     @property
     def prompts(self) -> Turn:
@@ -101,7 +103,7 @@ class Decoding:
             positions = jnp.broadcast_to(jnp.arange(self.prompt_len, dtype=jnp.int32), tokens.shape)
             return self._take(params, tokens, positions, lengths - 1, empty)
 
-        return jax.jit(prefill, out_shardings=self._out).lower(structs(self.params), self.prompts).compile()
+        return compile_program(trace(prefill, (structs(self.params), self.prompts), self._out))
 
     def compile_decode(self) -> Callable[..., Any]:
         """(params, turn, cache) -> (the next turn, cache). The cache is donated, and written in place."""
@@ -110,17 +112,18 @@ class Decoding:
             last = jnp.zeros_like(turn.positions)
             return self._take(params, turn.tokens[:, None], turn.positions[:, None], last, cache)
 
-        jitted = jax.jit(decode, out_shardings=self._out, donate_argnums=2)
-        return jitted.lower(structs(self.params), self.turn, structs(self.cache)).compile()
+        arguments = (structs(self.params), self.turn, structs(self.cache))
+        return compile_program(trace(decode, arguments, self._out, donate=(2,)))
 
     def logits(self, params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """`Transformer.extend` on global arrays, in either lowering."""
-        rows, placed = self._pspec("batch"), self._pspecs(self.cache)
-        out = self._pspec("batch", "vocab"), placed
-        return self._lowered(self._extend, (self._pspecs(self.params), rows, placed), out)(params, batch, cache)
+        placed = pspecs(self.cache)
+        in_specs = (pspecs(self.params), self.ctx.pspec("batch"), placed)
+        out_specs = (self.ctx.pspec("batch", "vocab"), placed)
+        return on_shards(self._extend, self.ctx, in_specs, out_specs)(params, batch, cache)
 
     def _extend(self, params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        return self._apply(jax.tree.map(lambda x: x.astype(self.how.dtype), params), batch, cache)
+        return self._apply(jax.tree.map(lambda x: x.astype(self.ctx.compute_dtype), params), batch, cache)
 
     def _take(
         self, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array, cache: KVCache
@@ -134,34 +137,16 @@ class Decoding:
 
     def _choose(self, logits: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
         choose = partial(sample, how=self.sampling, vocab_size=self.model.vocab_size)
-        per_row = self._pspec("batch")
-        return self._lowered(choose, (self._pspec("batch", "vocab"), per_row, per_row), per_row)(
-            logits, rows, positions
-        )
-
-    def _lowered(self, traced: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """A function of global arrays, of one that sees local shards in the manual lowering."""
-
-        def local(*args: Any) -> Any:
-            with lowering(self.how):
-                return traced(*args)
-
-        if not self.how.manual:
-            return local
-        return jax.shard_map(local, mesh=self.how.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+        per_row = self.ctx.pspec("batch")
+        in_specs = (self.ctx.pspec("batch", "vocab"), per_row, per_row)
+        return on_shards(choose, self.ctx, in_specs, per_row)(logits, rows, positions)
 
     @cached_property
     def _apply(self) -> Callable[..., Any]:
         return functional(nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0))), "extend")
 
-    def _pspecs(self, placements: Any) -> Any:
-        return jax.tree.map(lambda placed: placed.pspec, placements)
-
-    def _pspec(self, *dims: str) -> PartitionSpec:
-        return PartitionSpec(*(self.how.axes(dim) or None for dim in dims))
-
     def _per_row(self, *shape: int) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(self.how.mesh, self._pspec("batch"))  # pyright: ignore
+        sharding = NamedSharding(self.ctx.mesh, self.ctx.pspec("batch"))  # pyright: ignore
         return jax.ShapeDtypeStruct((self.num_rows, *shape), jnp.int32, sharding=sharding)
 
     @property
@@ -169,8 +154,8 @@ class Decoding:
         return shardings((self.turn, structs(self.cache)))
 
 
-def for_tokens(how: Lowering) -> Lowering:
-    """Without sequence parallelism: one token cannot be divided, and no parameter lies otherwise for it."""
-    rules = how.rules
+def for_tokens(ctx: ParallelContext) -> ParallelContext:
+    """The context without sequence parallelism, microbatches and strategies: a step of decoding has one token a row."""
+    rules = ctx.rules
     whole = AxisRules(preset=rules.preset, zero=rules.zero, **rules.explicit | {"norm_seq": ()})  # pyright: ignore
-    return replace(how, rules=whole)
+    return replace(ctx, rules=whole, parallel=Parallel(), num_microbatches=1)

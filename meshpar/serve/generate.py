@@ -128,11 +128,11 @@ def _opened(source: Source | Run | Path | str, overrides: Sequence[str]) -> Sour
 
 
 def _decoding(source: Source, ids: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> Decoding:
-    how = source.how(source.run.mesh.build())
-    shards = how.shards("batch")
+    ctx = source.ctx(source.run.mesh.build())
+    shards = ctx.shards("batch")
     dtype, num_rows = np.dtype(source.run.precision.params), -(-len(ids) // shards) * shards
     return Decoding(
-        model=source.model, how=how, dtype=dtype, sampling=sampling, num_rows=num_rows,
+        model=source.model, ctx=ctx, dtype=dtype, sampling=sampling, num_rows=num_rows,
         prompt_len=max(map(len, ids)), max_tokens=max_tokens,
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def _generated(decoding: Decoding, clock: Clock, prompts: Sequence[Prompt], answ
         Completion(prompt, answer.text, answer.tokens, answer.finish)
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    mesh = describe_sizes(dict(decoding.how.mesh.shape))
+    mesh = describe_sizes(dict(decoding.ctx.mesh.shape))
     return Generated(completions, mesh, device_bytes(decoding.cache), clock.prefill_s, clock.decode_s)
 
 

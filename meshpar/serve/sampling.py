@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel import tensor
+from meshpar.parallel.context import constrain, manual_axes
 from meshpar.parallel.local import shard
 from meshpar.parallel.precision import wide
-from meshpar.sharding.constrain import constrain, manual_axes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from meshpar import config
 from meshpar.checkpoint.saved import META, find, find_all
 from meshpar.checkpoint.selection import PARAMS
@@ -18,9 +16,9 @@ from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.io.folder import check_inside, read_json
 from meshpar.io.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.nn.transformer import Decoder
+from meshpar.parallel.context import ParallelContext
 from meshpar.run import Run
 from meshpar.serve.decoding import for_tokens
-from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.data import Synthetic
 from meshpar.train.data.tokenizer import Ids, Tokenizer, TokenizerFile
@@ -72,10 +70,9 @@ class Source:
         opening = self.language.opening if self.language else (self.tokenizer.bos,)
         return [*opening, *self.tokenizer.encode(prompt).tolist()]
 
-    def how(self, mesh: AnyMesh) -> Lowering:
-        """The run's lowering, as far as it makes sense for single tokens."""
-        run = self.run
-        return for_tokens(Lowering(mesh, run.rules, run.lowering == "manual", np.dtype(run.precision.compute)))
+    def ctx(self, mesh: AnyMesh) -> ParallelContext:
+        """The run's parallel context, without what single tokens cannot use."""
+        return for_tokens(self.run.context(mesh))
 
 
 def open_source(path: Path, overrides: Sequence[str] = ()) -> Source:

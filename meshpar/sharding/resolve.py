@@ -57,9 +57,10 @@ class Placement:
         mine = {axis for axes in self.axes for axis in axes}
         return math.prod(self.mesh.shape[axis] for axis in axes if axis not in mine)
 
-    def without(self, axes: tuple[str, ...]) -> Placement:
-        """The same array once it is gathered over `axes`."""
-        return replace(self, axes=tuple(tuple(a for a in mine if a not in axes) for mine in self.axes))
+    def gathered(self, rules: AxisRules) -> Placement:
+        """The same array once it is gathered over the axes that only store it."""
+        dims = zip(self.spec.dims, self.axes, strict=True)
+        return replace(self, axes=tuple(tuple(a for a in axes if rules.use(dim, a) != "storage") for dim, axes in dims))
 
 
 def live(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -115,7 +116,12 @@ def _place(spec: ArraySpec, rules: AxisRules, mesh: AnyMesh) -> Placement:
 
 
 def _rule(rules: AxisRules, dim: str) -> str:
-    return f"{dim} -> {', '.join(rules[dim]) or '[]'}   ({rules.source(dim)})"
+    """The rule of a dim, where it comes from, and how its axes are used."""
+    axes = rules[dim]
+    uses = {rules.use(dim, axis) for axis in axes}
+    if len(uses) > 1:
+        uses = {f"{rules.use(dim, axis)} over {axis}": None for axis in axes}
+    return f"{dim} -> {', '.join(axes) or '[]'}   ({', '.join([rules.source(dim), *uses])})"
 
 
 def _check_rules(

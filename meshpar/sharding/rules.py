@@ -1,10 +1,12 @@
 """Rules: which mesh axes each dim is sharded over.
 
-Two laws give all of parallelism from one table, with no second table for activations:
+Three laws say how an axis is used for a dim, with no second table for activations:
 
-- Axes that carry the batch carry nothing else in an *activation*. A parameter that is sharded over such an
-  axis is merely *stored* there: before use it is gathered over it. That is ZeRO, and `zero` says when.
-- All other axes shard parameters and activations alike. That is tensor parallelism.
+- **storage**: an axis that carries the batch carries nothing else in an *activation*. A parameter that is sharded over
+  such an axis is stored there in shards, and gathered before use. That is ZeRO; `zero` says when it is gathered.
+- **dispatch**: a dim that owns its part of the work (`experts`) is not gathered over an axis that carries the batch:
+  devices exchange tokens instead.
+- **partition**: every other axis shards parameters and activations alike. That is tensor parallelism.
 """
 
 from __future__ import annotations
@@ -22,6 +24,10 @@ DIMS = (
     "rank", "layers", "stage", "key_data",
 )  # fmt: skip
 ACTIVATION_DIMS = ("batch", "seq", "norm_seq", "stage")
+DISPATCHED = ("experts",)
+"""Dims whose parts stay where they are stored: tokens travel to them."""
+
+Use = Literal["partition", "storage", "dispatch"]
 
 _BATCH = {"batch": ("replica", "data", "fsdp")}
 _SHARDED = _BATCH | {"embed": ("fsdp",)}
@@ -123,14 +129,24 @@ class AxisRules(Config):
             return f"rules.{dim}"
         return f"preset {_join(self.preset)[dim][1]}" if dim in _join(self.preset) else "default"
 
-    def activation_axes(self, dim: str) -> tuple[str, ...]:
+    def use(self, dim: str, axis: str) -> Use:
+        """How an axis is used for a dim that is sharded over it.
+
+        >>> rules = AxisRules(preset=("fsdp", "megatron"), experts=("fsdp",))
+        >>> rules.use("embed", "fsdp"), rules.use("heads", "tensor"), rules.use("experts", "fsdp")
+        ('storage', 'partition', 'dispatch')
+        """
+        if dim == "batch" or axis not in self["batch"]:
+            return "partition"
+        return "dispatch" if dim in DISPATCHED else "storage"
+
+    def partition_axes(self, dim: str) -> tuple[str, ...]:
         """The axes of a dim of an activation: the batch's own, or those that carry no batch."""
-        batch = self["batch"]
-        return batch if dim == "batch" else tuple(a for a in self.table.get(dim, ()) if a not in batch)
+        return tuple(axis for axis in self.table.get(dim, ()) if self.use(dim, axis) == "partition")
 
     def storage_axes(self, dim: str) -> tuple[str, ...]:
-        """The axes over which a dim of a parameter is stored, and gathered before use."""
-        return tuple(a for a in self[dim] if a in self["batch"])
+        """The axes over which a dim of a parameter is stored in shards, and gathered before use."""
+        return tuple(axis for axis in self[dim] if self.use(dim, axis) == "storage")
 
 
 def _join(presets: Sequence[str]) -> dict[str, tuple[Any, str]]:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from meshpar.errors import DataError, Problems, nearest
-from meshpar.sharding.constrain import Lowering
+from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.spec import ArraySpec
 
 ROWS = "rows"
@@ -17,13 +17,13 @@ ROWS = "rows"
 
 
 def batch_specs(
-    batch: Mapping[str, Any], batch_dims: Mapping[str, tuple[str, ...]], how: Lowering
+    batch: Mapping[str, Any], batch_dims: Mapping[str, tuple[str, ...]], ctx: ParallelContext
 ) -> dict[str, ArraySpec]:
     """The specs of an example of a batch.
 
     Args:
       batch_dims: name -> a name for each dim; default: `batch`, and the others without a name.
-      how: the mesh and the rules that cut the rows, and the number of microbatches.
+      ctx: the mesh and the rules that cut the rows, and the number of microbatches.
 
     Raises:
       DataError: lists every array without rows or of another library, and every name in `batch_dims` without an array;
@@ -42,12 +42,12 @@ def batch_specs(
             problems.add(f"batch_dims[{name!r}]", f"{len(dims)} names for {shape}", "a name for each dim")
         else:
             specs[name] = ArraySpec(tuple(x.shape), np.dtype(x.dtype), tuple(dims))
-            _check_dims(name, specs[name], how, problems)
+            _check_dims(name, specs[name], ctx, problems)
     for name in (name for name in batch_dims if name not in batch):
         near = nearest(name, batch)
         fix = f"did you mean {near}?" if near else f"the arrays are {', '.join(batch)}"
         problems.add(f"batch_dims[{name!r}]", "the batch has no such array", fix)
-    _check_rows(specs, how, problems)
+    _check_rows(specs, ctx, problems)
     problems.raise_any(DataError, "this batch cannot be trained on:")
     return specs
 
@@ -97,34 +97,34 @@ def _unlike(x: Any, struct: jax.ShapeDtypeStruct) -> tuple[str, str] | None:
     return None
 
 
-def _check_dims(name: str, spec: ArraySpec, how: Lowering, problems: Problems) -> None:
+def _check_dims(name: str, spec: ArraySpec, ctx: ParallelContext, problems: Problems) -> None:
     """Adds which dims, beside the rows, have no rule or are not divisible."""
     for size, dim in zip(spec.shape, spec.dims, strict=True):
         where = f"batch_dims[{name!r}]: {dim} = {size}"
-        if dim and dim not in how.rules.table:
-            near = nearest(dim, how.rules.table)
+        if dim and dim not in ctx.rules.table:
+            near = nearest(dim, ctx.rules.table)
             fix = f"rules.{dim}=[] to leave it whole" + (f", or did you mean {near}?" if near else "")
             problems.add(where, "no rule covers it", fix)
-        elif dim not in ("", "batch") and size % how.shards(dim):
-            problems.add(where, f"is not divisible by its {how.shards(dim)} shards", f"rules.{dim}=[]")
+        elif dim not in ("", "batch") and size % ctx.shards(dim):
+            problems.add(where, f"is not divisible by its {ctx.shards(dim)} shards", f"rules.{dim}=[]")
 
 
-def _check_rows(specs: Mapping[str, ArraySpec], how: Lowering, problems: Problems) -> None:
+def _check_rows(specs: Mapping[str, ArraySpec], ctx: ParallelContext, problems: Problems) -> None:
     """Adds why the rows cannot be cut into equal parts."""
     counts = {name: spec.shape[0] for name, spec in specs.items() if spec.dims[0] == "batch"}
-    if how.num_microbatches > 1:
+    if ctx.num_microbatches > 1:
         for name in (name for name in specs if name not in counts):
-            what = f"has no rows to cut into {how.num_microbatches} microbatches"
+            what = f"has no rows to cut into {ctx.num_microbatches} microbatches"
             problems.add(f"batch_dims[{name!r}]", what, "batch as the name of the first dim, or num_microbatches=1")
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
         problems.add("batch", f"its arrays have different numbers of rows: {listed}", "the same rows in each array")
         return
-    if not {*how.rules.activation_axes("batch")} <= {*how.mesh.shape}:
+    if not {*ctx.rules.partition_axes("batch")} <= {*ctx.mesh.shape}:
         return  # an axis that the mesh has not is a fault of the rules, which `resolve` reports
-    parts = how.shards("batch") * how.num_microbatches
+    parts = ctx.shards("batch") * ctx.num_microbatches
     for count in set(counts.values()):
         if count % parts:
             what = f"{count} rows cannot be cut into {parts} equal parts"
-            cause = f"({how.shards('batch')} devices x {how.num_microbatches} microbatches)"
+            cause = f"({ctx.shards('batch')} devices x {ctx.num_microbatches} microbatches)"
             problems.add("batch", f"{what} {cause}", f"a multiple of {parts} rows")

@@ -7,18 +7,27 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel import data
-from meshpar.sharding.constrain import Lowering, lowering
+from meshpar.parallel.context import ParallelContext
+from meshpar.sharding.spec import ArraySpec
 from meshpar.train.ema import averaged
-from meshpar.train.gradients import Objective, batch_pspecs
+from meshpar.train.gradients import Objective
 from meshpar.train.kept import of_loss
 from meshpar.train.loss import Batch, Tally
-from meshpar.train.state import StatePlacement, TrainState, structs
-from meshpar.train.step import with_rows
+from meshpar.train.program import (
+    WHOLE,
+    batch_pspecs,
+    batch_structs,
+    on_shards,
+    pspecs,
+    structs,
+    trace,
+    whole,
+    with_rows,
+)  # fmt: skip
+from meshpar.train.state import StatePlacement, TrainState
 
 Evaluation = Callable[[Any, Batch, Any], dict[str, jax.Array]]
 """(params, batch, carried) -> `loss` f32[], `tokens` int32[] and the loss's own metrics, sums over all devices.
@@ -54,7 +63,7 @@ def called(callbacks: Sequence[Callback], state: TrainState, step: int, taken: S
 
 
 def trace_evaluation(
-    objective: Objective, how: Lowering, placement: StatePlacement, batch: dict[str, jax.ShapeDtypeStruct]
+    objective: Objective, ctx: ParallelContext, placement: StatePlacement, batch: dict[str, ArraySpec]
 ) -> jax.stages.Traced:
     """Traces an `Evaluation` with the same layers, lowering and placements as the step; dropout is off.
 
@@ -63,26 +72,17 @@ def trace_evaluation(
     dims = jax.tree.map(lambda p: p.spec.dims, placement.sharded)
 
     def local(params: Any, batch: Batch, carried: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        with lowering(how):
-            if not how.manual:
-                return objective.loss(objective.cast(params), batch, None, carried).sums
-            entered = data.enter(params, dims)
-            if objective.pipeline:
-                sums = Tally(*objective.pipeline.evaluation(entered, batch)).sums
-            else:
-                sums = objective.loss(entered, batch, None, of_loss(carried)).sums
-            axes = how.axes("batch") + how.axes("stage")
-            return lax.psum(sums, axes) if axes else sums
+        entered = data.enter(params, dims)
+        if objective.pipeline:
+            return data.summed(Tally(*objective.pipeline.evaluation(entered, batch)).sums)
+        return data.summed(objective.loss(entered, batch, None, of_loss(carried)).sums)
 
-    if how.manual:
-        params, carried = (jax.tree.map(lambda p: p.pspec, tree) for tree in (placement.params, placement.carried))
-        specs = (params, batch_pspecs(how, batch), carried)
-        local = jax.shard_map(local, mesh=how.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=True)
+    in_specs = (pspecs(placement.params), batch_pspecs(ctx, batch), pspecs(placement.carried))
+    sums = on_shards(local, ctx, in_specs, WHOLE)
 
     def evaluate(params: Any, batch: Batch, carried: Any) -> dict[str, jax.Array]:
-        loss, tokens, metrics = local(params, with_rows(batch), carried)
+        loss, tokens, metrics = sums(params, with_rows(batch), carried)
         return metrics | {"loss": loss, "tokens": tokens}
 
-    whole = NamedSharding(how.mesh, PartitionSpec())  # pyright: ignore
-    arguments = structs(averaged(placement)), batch, structs(placement.carried)
-    return jax.jit(evaluate, out_shardings=whole).trace(*arguments)
+    arguments = structs(averaged(placement)), batch_structs(ctx, batch), structs(placement.carried)
+    return trace(evaluate, arguments, whole(ctx.mesh))

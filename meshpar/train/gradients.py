@@ -1,4 +1,4 @@
-"""Loss and gradients of one step, in three ways that must agree: on one device, manual, and under GSPMD."""
+"""Loss and gradients of a step, one function for every lowering."""
 
 from __future__ import annotations
 
@@ -9,47 +9,38 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from meshpar.parallel import data
 from meshpar.parallel.buckets import order_of
+from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.local import varying, varying_like
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.precision import summed_in, wide
-from meshpar.sharding.constrain import Lowering, lowering, manual_axes
-from meshpar.sharding.resolve import sharding_axes
+from meshpar.sharding.spec import ArraySpec
 from meshpar.train.freeze import for_good, thawed
 from meshpar.train.frozen import filled, without
 from meshpar.train.kept import REDUCE, of_loss
 from meshpar.train.loss import Batch, Loss, Tally
+from meshpar.train.program import WHOLE, batch_pspecs, on_shards, pspecs
 from meshpar.train.state import StatePlacement
 from meshpar.tree import map_with_path
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimized, and how a step goes about it; the same for every lowering.
+    """What is minimized; the same for every lowering.
 
     Args:
       loss: (params, batch, key, carried) -> `Tally`.
       key: step -> the step's random key, or None where the model draws nothing.
-      num_microbatches: how many parts the batch is computed in, one after the other.
-      dtype: of the parameters in the computation; that of the state is its own.
-      sums: in which gradients are summed over microbatches and devices; None for float32 at least.
       frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
       pipeline: how the manual lowering computes `loss` in stages; None where there are none.
     """
 
     loss: Loss
     key: Callable[[jax.Array], jax.Array | None] = lambda step: None
-    num_microbatches: int = 1
-    dtype: Any = jnp.float32
-    sums: Any = None
     frozen: Any = None
     pipeline: Pipeline | None = None
-
-    def cast(self, params: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(self.dtype), params)
 
 
 @dataclass(frozen=True)
@@ -76,66 +67,41 @@ class Gradients:
 jax.tree_util.register_dataclass(Gradients, [field.name for field in fields(Gradients)], [])
 
 
-def auto(objective: Objective, how: Lowering | None) -> Callable[..., Gradients]:
-    """(params, batch, step, carried) -> `Gradients`, on global arrays: XLA chooses the collectives.
-
-    Args:
-      how: None on one device.
-    """
-
-    def gradients(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
-        with lowering(how):
-            got, grads = _accumulate(objective, objective.cast(params), batch, step, carried)
-        loss, metrics, grads = _means(got, grads)
-        norm = jnp.sqrt(sum(map(_square, jax.tree.leaves(grads))))
-        return Gradients(loss, got.count, norm, grads, metrics, got.carried)
-
-    return gradients
-
-
-def manual(
-    objective: Objective,
-    how: Lowering,
-    placement: StatePlacement,
-    batch: dict[str, jax.ShapeDtypeStruct],
-    seed: int = 0,
+def gradients(
+    objective: Objective, ctx: ParallelContext, placement: StatePlacement, batch: dict[str, ArraySpec], seed: int = 0
 ) -> Callable[..., Gradients]:
-    """(params, batch, step, carried) -> `Gradients`, in one `shard_map` over all axes: communication is what it says.
+    """(params, batch, step, carried) -> `Gradients`, on global arrays, in the lowering of `ctx`.
 
     Args:
-      batch: the arrays of a batch, with shardings; without `rows`.
-      seed: the run's, for a reduction that rounds by chance.
+      batch: the arrays of a batch, without `rows`.
+      seed: the run's, for a reduction with stochastic rounding.
 
-    Communication: that of `parallel.data` and `parallel.tensor`, and all-reduces of the scalars.
+    Communication: in the manual lowering that of `parallel.data` and `parallel.tensor`, and all-reduces of the scalars;
+      under GSPMD XLA chooses it.
     """
     dims = jax.tree.map(lambda p: p.spec.dims, placement.sharded)
+    trainable = map_with_path(lambda path, _: path not in placement.frozen, placement.sharded)
     trained = placement.trained
-    learns = map_with_path(lambda path, _: path not in placement.frozen, placement.sharded)
     trained_dims = jax.tree.map(lambda p: p.spec.dims, trained)
 
     def local(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
-        def gradients(params: Any) -> tuple[Tally, Any]:
-            return _accumulate(objective, params, batch, step, of_loss(carried))
+        def accumulated(params: Any) -> tuple[Tally, Any]:
+            return _accumulate(objective, ctx, params, batch, step, of_loss(carried))
 
-        with lowering(how):
-            entered = data.enter(params, dims, learns)
-            got, grads = gradients(entered)
-            order = order_of(lambda params: gradients(params)[1], entered) if how.reduce else None
-            kept = jax.tree.map(lambda x: x[0], carried.get(REDUCE, {}))
-            grads, kept = data.reduce(grads, trained_dims, kept, key=_rounding_key(seed, step), order=order)
-            got = _summed(got, how)
-            loss, metrics, grads = _means(got, grads)
-            norm = _global_norm(grads, trained)
-            return Gradients(loss, got.count, norm, grads, metrics, got.carried | _kept(kept))
+        entered = data.enter(params, dims, trainable)
+        sums, grads = accumulated(entered)
+        order = order_of(lambda params: accumulated(params)[1], entered) if ctx.gradient_reduction else None
+        kept = jax.tree.map(lambda x: x[0], carried.get(REDUCE, {}))
+        grads, kept = data.reduce(grads, trained_dims, kept, key=_rounding_key(seed, step), order=order)
+        loss, count, metrics = data.summed(sums.sums)
+        loss, metrics, grads = _means(count, (loss, metrics, grads))
+        norm = data.global_norm(grads, trained)
+        return Gradients(loss, count, norm, grads, metrics, sums.carried | _kept(kept))
 
-    learned = jax.tree.map(lambda p: p.pspec, trained)
-    scalar, carried = PartitionSpec(), jax.tree.map(lambda p: p.pspec, placement.carried)
-    stored = jax.tree.map(lambda p: p.pspec, placement.params)
-    return jax.shard_map(
-        local, mesh=how.mesh,
-        in_specs=(stored, batch_pspecs(how, batch), scalar, carried),
-        out_specs=Gradients(scalar, scalar, scalar, learned, scalar, carried), check_vma=True,  # pyright: ignore
-    )  # fmt: skip
+    carried = pspecs(placement.carried)
+    in_specs = (pspecs(placement.params), batch_pspecs(ctx, batch), WHOLE, carried)
+    out_specs = Gradients(WHOLE, WHOLE, WHOLE, pspecs(trained), WHOLE, carried)  # pyright: ignore
+    return on_shards(local, ctx, in_specs, out_specs)
 
 
 def _rounding_key(seed: int, step: jax.Array) -> jax.Array:
@@ -165,20 +131,15 @@ def stale(gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
     return at_stale
 
 
-def batch_pspecs(how: Lowering, batch: dict[str, jax.ShapeDtypeStruct]) -> dict[str, PartitionSpec]:
-    """How the arrays of a batch are sharded, and the indices of its rows."""
-    given = {name: struct.sharding.spec for name, struct in batch.items()}  # pyright: ignore
-    return given | {"rows": PartitionSpec(how.axes("batch") or None)}
-
-
-def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array, carried: Any) -> tuple[Tally, Any]:
+def _accumulate(
+    objective: Objective, ctx: ParallelContext, params: Any, batch: Batch, step: jax.Array, carried: Any
+) -> tuple[Tally, Any]:
     """Sums of losses and of gradients over the microbatches; each gets what the one before it carried."""
-
     trained = without(params, for_good(objective.frozen))
 
-    def one(batch: Batch, carried: Any) -> tuple[Tally, Any]:
+    def of_microbatch(batch: Batch, carried: Any) -> tuple[Tally, Any]:
         if objective.pipeline:
-            total, count, grads = objective.pipeline.gradients(params, batch, objective.key(step), objective.sums)
+            total, count, grads = objective.pipeline.gradients(params, batch, objective.key(step), ctx.accum_dtype)
             return Tally(total, count, carried=carried), grads
 
         def loss(trained: Any) -> tuple[jax.Array, Tally]:
@@ -187,60 +148,33 @@ def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array
             return tally.loss, tally
 
         grads, tally = jax.grad(loss, has_aux=True)(trained)
-        return tally, jax.tree.map(lambda g: summed_in(g, objective.sums), grads)
+        return tally, jax.tree.map(lambda g: summed_in(g, ctx.accum_dtype), grads)
 
-    def add(sums: Any, micro: Batch) -> tuple[Any, tuple[jax.Array, dict[str, jax.Array]]]:
+    def add(sums: Any, batch: Batch) -> tuple[Any, tuple[jax.Array, dict[str, jax.Array]]]:
         total, grads, carried = sums
-        tally, more = one(micro, carried)
+        tally, more = of_microbatch(batch, carried)
         new = jax.tree.map(jnp.add, (total, grads), (tally.loss, more))
         return (*new, tally.carried), (tally.count, tally.metrics)
 
-    num = objective.num_microbatches
-    if num == 1:
-        return one(batch, carried)
-    zeros = (*_zeros(objective, trained, batch), carried)
-    (total, grads, carried), sums = lax.scan(add, zeros, _microbatches(batch, num))
+    if ctx.num_microbatches == 1:
+        return of_microbatch(batch, carried)
+    zeros = (*_zeros(ctx, trained, batch), carried)
+    (total, grads, carried), sums = lax.scan(add, zeros, _microbatches(batch, ctx.num_microbatches))
     count, metrics = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), sums)
     return Tally(total, count, metrics, carried), grads
 
 
-def _zeros(objective: Objective, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
-    grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, objective.sums)), p), params)
-    total = wide(jnp.zeros((), jax.tree.leaves(params)[0].dtype))
-    sum_of = lambda zero: varying(varying_like(zero, batch["rows"]), manual_axes("stage"))
-    return sum_of(total), grads
+def _zeros(ctx: ParallelContext, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, ctx.accum_dtype)), p), params)
+    total = varying_like(wide(jnp.zeros((), jax.tree.leaves(params)[0].dtype)), batch["rows"])
+    return varying(total, ctx.loss_axes) if ctx.manual else total, grads
 
 
 def _microbatches(batch: Batch, num: int) -> Batch:
-    """[batch, ...] -> [num, batch / num, ...], each device keeping the rows that it has."""
+    """[batch, ...] -> [num, batch / num, ...]; each device keeps its own rows."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0] // num, num, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
-def _summed(tally: Tally, how: Lowering) -> Tally:
-    """Over the devices that hold other rows, or the last stage."""
-    loss, count, metrics = _psum((tally.loss, tally.count, tally.metrics), how.axes("batch") + how.axes("stage"))
-    return Tally(loss, count, metrics, tally.carried)
-
-
-def _means(sums: Tally, grads: Any) -> tuple[jax.Array, dict[str, jax.Array], Any]:
-    count = jnp.where(sums.count > 0, sums.count, jnp.ones_like(sums.count))  # weights may sum to less than 1
-    return jax.tree.map(lambda x: x / count.astype(x.dtype), (sums.loss, sums.metrics, grads))
-
-
-def _global_norm(grads: Any, placements: Any) -> jax.Array:
-    """The norm of the whole gradient from local shards, those with copies counted in parts.
-
-    Communication: an all-reduce of one scalar over every axis that shards a parameter.
-    """
-    placed = jax.tree.leaves(placements)
-    axes = sharding_axes(placed)
-    shares = [_square(g) / p.copies(axes) for g, p in zip(jax.tree.leaves(grads), placed, strict=True)]
-    return jnp.sqrt(_psum(sum(varying(share, axes) for share in shares), axes))
-
-
-def _psum(x: Any, axes: tuple[str, ...]) -> Any:
-    return lax.psum(x, axes) if axes else x
-
-
-def _square(x: jax.Array) -> jax.Array:
-    return jnp.square(wide(x)).sum()
+def _means(count: jax.Array, sums: Any) -> Any:
+    count = jnp.where(count > 0, count, jnp.ones_like(count))  # weights may sum to less than 1
+    return jax.tree.map(lambda x: x / count.astype(x.dtype), sums)

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.parallel.data import copies
-from meshpar.sharding.constrain import Lowering
+from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.sharding.spec import ArraySpec
 
@@ -20,16 +19,16 @@ COPIES = "copies"
 """The dim that tells apart what devices with the same part of a gradient keep of it."""
 
 
-def place_kept(sharded: Any, how: Lowering) -> dict[str, Any]:
+def place_kept(sharded: Any, ctx: ParallelContext) -> dict[str, Any]:
     """`carried`, of the reduction alone: {reduce: {name: tree of `Placement`}}, or nothing.
 
     Args:
       sharded: tree of `Placement`: the gradients.
     """
-    if how.reduce is None or not how.manual:
+    if ctx.gradient_reduction is None:
         return {}
-    names = how.reduce.state(())
-    trees = {name: jax.tree.map(lambda p, name=name: _place(p, name, how), sharded) for name in names}
+    names = ctx.gradient_reduction.state(())
+    trees = {name: jax.tree.map(lambda p, name=name: _place(p, name, ctx), sharded) for name in names}
     return {REDUCE: trees} if any(map(jax.tree.leaves, trees.values())) else {}
 
 
@@ -43,16 +42,17 @@ def of_loss(carried: Any) -> Any:
     return {key: value for key, value in carried.items() if key != REDUCE} if REDUCE in carried else carried
 
 
-def _place(gradient: Placement, name: str, how: Lowering) -> Placement | None:
-    """Of one gradient; None if it lies on no two devices."""
-    inside, slow = copies(gradient.spec.dims, how)
-    if not inside + slow:
+def _place(gradient: Placement, name: str, ctx: ParallelContext) -> Placement | None:
+    """Of one gradient; None if no two devices have the same part of it."""
+    inside, across = ctx.copy_axes(gradient.spec.dims)
+    axes = inside + across
+    if not axes or ctx.gradient_reduction is None:
         return None
-    shape, axes = how.reduce.state(gradient.local_shape)[name], inside + slow
+    shape = ctx.gradient_reduction.state(gradient.local_shape)[name]
     if shape == gradient.local_shape:
         return _stack(gradient, axes, gradient.spec.shape, gradient.spec.dims, gradient.axes)
-    whole = axes + tuple(axis for axis in sharding_axes([gradient]) if axis not in axes)
-    return _stack(gradient, whole, shape, ("one",) * len(shape), ((),) * len(shape))
+    over = axes + tuple(axis for axis in sharding_axes([gradient]) if axis not in axes)
+    return _stack(gradient, over, shape, ("one",) * len(shape), ((),) * len(shape))
 
 
 def _stack(of: Placement, over: tuple[str, ...], shape: Any, dims: Any, axes: Any) -> Placement:

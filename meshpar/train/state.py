@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import Problems, ShardingError
 from meshpar.sharding.resolve import AnyMesh, Placement, resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.frozen import without
+from meshpar.train.program import compile_program, shardings, structs, trace, whole
 from meshpar.tree import flatten_with_paths, map_with_path
 
 OWN = 64
@@ -75,7 +75,7 @@ class StatePlacement:
     @property
     def structs(self) -> TrainState:
         """The state as `ShapeDtypeStruct`s with shardings, for compile, init and restore."""
-        scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))  # pyright: ignore
+        scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole(self.mesh))
         return TrainState(scalar, structs(self.params), structs(self.opt_state), scalar, structs(self.carried))
 
     @property
@@ -83,16 +83,6 @@ class StatePlacement:
         """Path -> names of the dims, of each array of the state that has some."""
         placed = flatten_with_paths({"params": self.params, "opt_state": self.opt_state, "carried": self.carried})
         return {path: placement.spec.dims for path, placement in placed.items()}
-
-
-def structs(placements: Any) -> Any:
-    """A tree of placements as `ShapeDtypeStruct`s."""
-    return jax.tree.map(lambda p: p.struct, placements)
-
-
-def shardings(tree: Any) -> Any:
-    """The shardings of a tree of `ShapeDtypeStruct`s."""
-    return jax.tree.map(lambda s: s.sharding, tree)
 
 
 def place(
@@ -126,7 +116,7 @@ def stored(sharded: Any, rules: AxisRules) -> Any:
     """The placements of parameters between steps: whole over the storage axes under ZeRO-1."""
     if rules.zero_stage != 1:
         return sharded
-    return jax.tree.map(lambda p: p.without(rules["batch"]), sharded)
+    return jax.tree.map(lambda p: p.gathered(rules), sharded)
 
 
 def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMesh) -> Any:
@@ -158,21 +148,26 @@ def _inherit(leaf: Any, owner: Placement | None, mesh: AnyMesh) -> Placement | N
     A factored one has some of the parameter's dims; a memory of several steps has dims before them; what is of no
     parameter, and tiny, is the optimizer's own.
     """
-    whole = lambda why: Placement(spec(("own",) * leaf.ndim), mesh, ((),) * leaf.ndim, (why,) * leaf.ndim)
-    spec = lambda dims: ArraySpec(leaf.shape, _dtype(leaf), dims)
+
+    def placed(dims: tuple[str, ...], axes: tuple[tuple[str, ...], ...], reason: tuple[str, ...]) -> Placement:
+        return Placement(ArraySpec(leaf.shape, _dtype(leaf), dims), mesh, axes, reason)
+
+    def unsharded(reason: str) -> Placement:
+        return placed(("own",) * leaf.ndim, ((),) * leaf.ndim, (reason,) * leaf.ndim)
+
     if leaf.size == 1:
-        return whole("scalar")
+        return unsharded("scalar")
     if owner is None:
-        return whole("the optimizer's own") if leaf.size <= OWN else None
+        return unsharded("the optimizer's own") if leaf.size <= OWN else None
     more = leaf.ndim - len(owner.axes)
     if more > 0 and leaf.shape[more:] == owner.spec.shape:
-        dims, why = ("memory",) * more + owner.spec.dims, ("memory",) * more + owner.reason
-        return Placement(spec(dims), mesh, ((),) * more + owner.axes, why)
+        memory = ("memory",) * more
+        return placed(memory + owner.spec.dims, ((),) * more + owner.axes, memory + owner.reason)
     kept = _subsequence(leaf.shape, owner.spec.shape)
     if kept is None:
         return None
-    pick = lambda values: tuple(values[i] for i in kept)
-    return Placement(spec(pick(owner.spec.dims)), mesh, pick(owner.axes), pick(owner.reason))
+    dims, axes, reason = zip(*((owner.spec.dims[i], owner.axes[i], owner.reason[i]) for i in kept), strict=True)
+    return placed(dims, axes, reason)
 
 
 def _dtype(leaf: Any) -> Any:
@@ -185,7 +180,8 @@ def _subsequence(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int, ...]
     >>> _subsequence((2, 64), (2, 64, 16))
     (0, 1)
     """
-    kept, start = [], 0
+    kept = []
+    start = 0
     for size in shape:
         found = next((i for i in range(start, len(of)) if of[i] == size), None)
         if found is None:
@@ -215,7 +211,8 @@ def compile_init(
 
     Communication: none: JAX's random numbers are a function of the element's position.
     """
-    target, given = placement.structs, given or {}
+    target = placement.structs
+    given = given or {}
 
     def init(given: dict[str, jax.Array]) -> TrainState:
         key = jax.random.key(seed)
@@ -227,8 +224,7 @@ def compile_init(
         return TrainState(jnp.int32(0), params, opt_state, jnp.int32(0), carried)
 
     placed = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in given.items()}
-    lowered = jax.jit(init, out_shardings=shardings(target), donate_argnums=0).lower(placed)
-    return partial(lowered.compile(compiler_options=options), given)
+    return partial(compile_program(trace(init, (placed,), shardings(target), donate=(0,)), options), given)
 
 
 def _cast(arrays: Any, structs: Any) -> Any:

@@ -11,17 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr
-from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import ConfigError
-from meshpar.inspection.compiling import compiling
-from meshpar.sharding.constrain import Lowering
-from meshpar.sharding.spec import ArraySpec
 from meshpar.train.frozen import as_in, filled
 from meshpar.train.gradients import Gradients
 from meshpar.train.loss import Batch
-from meshpar.train.state import StatePlacement, TrainState, shardings, structs
+from meshpar.train.program import Program, compile_program, shardings, structs, trace, whole, with_rows
+from meshpar.train.state import StatePlacement, TrainState
 
 Metrics = dict[str, jax.Array]
 
@@ -139,21 +135,22 @@ class Step:
     """A compiled training step: `state, metrics = step(state, batch)`. The state is donated.
 
     Args:
-      compiled: the executable.
-      batch: tree of `ShapeDtypeStruct`: what it takes for a batch.
-      warnings: what XLA said while it compiled, see `inspection.compiling`.
-      given: what every call gets beside its batch: name -> tree of arrays, or of structs until they are there.
-      jaxpr: the traced program.
+      program: the step's.
+      batch: tree of `ShapeDtypeStruct`: the batch it takes.
+      given: what every call gets alongside its batch: name -> tree of arrays, or of structs until they exist.
     """
 
-    compiled: jax.stages.Compiled
+    program: Program
     batch: dict[str, jax.ShapeDtypeStruct]
-    warnings: tuple[str, ...] = ()
     given: dict[str, Any] = field(default_factory=dict)
-    jaxpr: ClosedJaxpr | None = None
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return self.compiled(state, batch | self.given)
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """The executable."""
+        return self.program.compiled
 
     @property
     def text(self) -> str:
@@ -167,7 +164,7 @@ def step_function(
     """The step before it is compiled: enough to trace it for a machine that is not here.
 
     Args:
-      gradients: (params, batch, step, carried) -> `Gradients`, of `train.gradients.manual` or `auto`.
+      gradients: (params, batch, step, carried) -> `Gradients`, see `train.gradients`.
     """
     sharded = shardings(structs(placement.trained))
 
@@ -192,30 +189,10 @@ def compile_step(
 
     Args:
       batch: structs with shardings, see `batch_structs`.
-      given: what every call gets beside its batch, trees of structs.
+      given: what every call gets alongside its batch, trees of structs.
       options: the compiler's.
     """
     state = placement.structs
-    whole = NamedSharding(placement.mesh, PartitionSpec())  # pyright: ignore
-    jitted = jax.jit(step, out_shardings=(shardings(state), whole), donate_argnums=0)
-    traced = jitted.trace(state, batch | (given or {}))
-    lowered = traced.lower()
-    with compiling() as warnings:
-        compiled = lowered.compile(compiler_options=options)
-    return Step(compiled, batch, tuple(warnings), given or {}, traced.jaxpr)
-
-
-def with_rows(batch: Batch) -> Batch:
-    """The batch, and the index of each row: what dropout derives its masks from."""
-    num_rows = next(iter(batch.values())).shape[0]
-    return batch | {"rows": jnp.arange(num_rows, dtype=jnp.int32)}
-
-
-def batch_structs(how: Lowering, specs: dict[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a batch as structs, each sharded as the rules say of its dims; one without a name is whole."""
-
-    def one(spec: ArraySpec) -> jax.ShapeDtypeStruct:
-        pspec = PartitionSpec(*((dim and how.axes(dim)) or None for dim in spec.dims))
-        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(how.mesh, pspec))  # pyright: ignore
-
-    return {name: one(spec) for name, spec in specs.items()}
+    out = (shardings(state), whole(placement.mesh))
+    traced = trace(step, (state, batch | (given or {})), out, donate=(0,))
+    return Step(compile_program(traced, options), batch, given or {})

@@ -10,16 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
 
 from meshpar.parallel import data
-from meshpar.sharding.constrain import Lowering, lowering
+from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.gradients import Gradients, batch_pspecs
+from meshpar.train.gradients import Gradients
 from meshpar.train.loss import TEACHER, Batch
-from meshpar.train.state import place, structs
-from meshpar.train.step import batch_structs
+from meshpar.train.program import batch_pspecs, on_shards, pspecs, structs
+from meshpar.train.state import place
 
 LOGITS = ("batch", "seq", "vocab")
 
@@ -35,7 +34,7 @@ class Teacher:
       apply: (params, batch, key) -> logits [batch, seq, vocab], local shards of the vocabulary.
       specs: tree of `ArraySpec`, of its parameters.
       rules: of its parameters and activations.
-      student: how the step is lowered; its mesh, and the dtype of the computation, are the teacher's too.
+      student: the context of the step; its mesh and compute dtype are the teacher's too.
       batch_specs: name -> `ArraySpec` of an array of a batch.
       vocab: rows of both models' vocabulary, padding included.
 
@@ -47,12 +46,13 @@ class Teacher:
     apply: Callable[..., jax.Array]
     specs: Any
     rules: AxisRules
-    student: Lowering
+    student: ParallelContext
     batch_specs: dict[str, ArraySpec]
     vocab: int
 
     @cached_property
-    def how(self) -> Lowering:
+    def ctx(self) -> ParallelContext:
+        """The student's, with the teacher's rules: all rows of a step at once."""
         return replace(self.student, rules=self.rules, num_microbatches=1)
 
     @cached_property
@@ -68,12 +68,12 @@ class Teacher:
     @cached_property
     def logits(self) -> ArraySpec:
         shape = next(iter(self.batch_specs.values())).shape[:2]
-        return ArraySpec((*shape, self.vocab), np.dtype(self.how.dtype), LOGITS)
+        return ArraySpec((*shape, self.vocab), np.dtype(self.ctx.compute_dtype), LOGITS)
 
     @property
     def is_aligned(self) -> bool:
         """Whether its logits come as the student needs them."""
-        return all(self.how.axes(dim) == self.student.axes(dim) for dim in LOGITS)
+        return all(self.ctx.axes(dim) == self.student.axes(dim) for dim in LOGITS)
 
     def teaching(self, gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
         """Puts the teacher's logits where a batch has its parameters."""
@@ -86,17 +86,9 @@ class Teacher:
 
     def __call__(self, params: Any, batch: Batch) -> jax.Array:
         """Logits [batch, seq, vocab] of a batch, the global array."""
-        local, how = self._local, self.how
-        if how.manual:
-            pspecs = jax.tree.map(lambda p: p.pspec, self.placement)
-            given = pspecs, batch_pspecs(how, batch_structs(how, self.batch_specs))
-            out = PartitionSpec(*(how.axes(dim) or None for dim in LOGITS))
-            local = jax.shard_map(local, mesh=how.mesh, in_specs=given, out_specs=out, check_vma=True)
-        return local(params, batch)
+        in_specs = (pspecs(self.placement), batch_pspecs(self.ctx, self.batch_specs))
+        return on_shards(self._local, self.ctx, in_specs, self.ctx.pspec(*LOGITS))(params, batch)
 
     def _local(self, params: Any, batch: Batch) -> jax.Array:
-        with lowering(self.how):
-            dims = jax.tree.map(lambda spec: spec.dims, self.specs)
-            cast = lambda x: x.astype(self.logits.dtype)
-            entered = data.enter(params, dims) if self.how.manual else jax.tree.map(cast, params)
-            return cast(self.apply(entered, batch, None))
+        dims = jax.tree.map(lambda spec: spec.dims, self.specs)
+        return self.apply(data.enter(params, dims), batch, None).astype(self.logits.dtype)

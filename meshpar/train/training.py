@@ -6,59 +6,48 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 
-from meshpar.collectives.reduction import Reduce
 from meshpar.cost.flops import needed_flops, traced_products
+from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.execute import Pipeline
-from meshpar.sharding.constrain import Lowering
-from meshpar.sharding.overlap import Overlap
+from meshpar.parallel.pipeline.parts import Parts
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import check_batch
 from meshpar.train.evaluate import Evaluation, trace_evaluation
 from meshpar.train.freeze import for_good
-from meshpar.train.gradients import Gradients, Objective, auto, manual, stale
+from meshpar.train.gradients import Gradients, Objective, gradients, stale
 from meshpar.train.kept import place_kept, zeros
 from meshpar.train.loss import TEACHER, Batch, Loss
+from meshpar.train.program import batch_structs, compile_program
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place
-from meshpar.train.step import Metrics, Step, Update, batch_structs, compile_step, step_function
+from meshpar.train.step import Metrics, Step, Update, compile_step, step_function
 from meshpar.train.teacher import Teacher
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a step computes, and where: the same declaration on another mesh is `replace(training, mesh=...)`.
+    """What a step computes, and on which mesh: the same declaration on another mesh is `training.on(mesh=...)`.
 
     Args:
       specs: tree of `ArraySpec`, of the parameters as they are stored.
       init: key -> the first parameters, of any dtype.
-      loss: (params, batch, key, carried) -> `Tally` of the rows at hand.
+      loss: (params, batch, key, carried) -> `Tally` of the local rows.
       update: the optimizer.
       batch_specs: name -> `ArraySpec` of an array of a batch; its first dim is `batch`.
-      mesh: real or abstract.
-      rules: dim -> axes.
-      manual: whether the step is one `shard_map`, for a loss that is written for local shards; else GSPMD's.
+      ctx: mesh, rules, lowering, strategies, precisions and number of microbatches.
       key: step -> the step's random key; None where the loss draws nothing.
-      dtype: in which the loss is computed.
-      sums: in which gradients are summed over microbatches and devices; None for float32 at least.
-      seed: of the first parameters, and of gradients that are rounded by chance.
-      num_microbatches: how many parts a batch is computed in, one after the other.
-      overlap: what the manual lowering communicates in chunks while others are multiplied.
-      pipeline: the model in stages, each of these parts in microbatches of its own; None without.
+      seed: of the first parameters, and of gradients with stochastic rounding.
+      stages: the model in stages, for a pipeline; None without.
       carried: tree of `ArraySpec`, of what the loss hands from step to step beside the parameters.
       init_carried: key -> the first of it.
       frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
       teacher: a model whose logits the loss finds in the batch; each step is given its parameters.
       evaluation: the loss where nothing is learned; default: `loss` without a key.
-      reduce: how the manual lowering sums gradients; None leaves it to XLA.
-      slow: axes that go across slices.
-      activation_dims: names that only activations have, beside those of the batch: the rules may name them. None where
-        the model is meshpar's own.
     """
 
     specs: Any
@@ -66,64 +55,60 @@ class Training:
     loss: Loss
     update: Update
     batch_specs: dict[str, ArraySpec]
-    mesh: AnyMesh
-    rules: AxisRules
-    manual: bool = False
+    ctx: ParallelContext
     key: Callable[[jax.Array], jax.Array] | None = None
-    dtype: Any = jnp.float32
-    sums: Any = None
     seed: int = 0
-    num_microbatches: int = 1
-    overlap: Overlap = field(default_factory=Overlap)
-    pipeline: Pipeline | None = None
+    stages: Parts | None = None
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     frozen: Any = None
     teacher: Teacher | None = None
     evaluation: Loss | None = None
-    reduce: Reduce | None = None
-    slow: tuple[str, ...] = ()
-    activation_dims: tuple[str, ...] | None = None
+
+    def on(self, **changes: Any) -> Self:
+        """The same training with another mesh, lowering or anything else of its context."""
+        return replace(self, ctx=replace(self.ctx, **changes))
+
+    @property
+    def mesh(self) -> AnyMesh:
+        return self.ctx.mesh
+
+    @property
+    def rules(self) -> AxisRules:
+        return self.ctx.rules
 
     @cached_property
     def placement(self) -> StatePlacement:
-        dims = None if self.activation_dims is None else {*self.activation_dims, *self._batch_dims}
-        placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, for_good(self.frozen), dims)
-        kept = place_kept(placed.trained, self.how)
+        dims = None
+        if self.ctx.activation_dims is not None:
+            of_batch = {dim for spec in self.batch_specs.values() for dim in spec.dims if dim}
+            dims = {*self.ctx.activation_dims, *of_batch}
+        frozen = for_good(self.frozen)
+        placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, frozen, dims)
+        kept = place_kept(placed.trained, self.ctx)
         return replace(placed, carried=placed.carried | kept) if kept else placed
-
-    @property
-    def _batch_dims(self) -> set[str]:
-        return {dim for spec in self.batch_specs.values() for dim in spec.dims if dim}
-
-    @cached_property
-    def how(self) -> Lowering:
-        passes = self.num_microbatches * (self.pipeline.schedule.num_microbatches if self.pipeline else 1)
-        return Lowering(
-            self.mesh, self.rules, self.manual, self.dtype, self.sums, passes, self.reduce, self.slow, self.overlap,
-            self.activation_dims or (),
-        )  # fmt: skip
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of a batch, as structs with shardings."""
-        return batch_structs(self.how, self.batch_specs)
+        return batch_structs(self.ctx, self.batch_specs)
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The model and its schedule, in the manual lowering of a model in stages."""
+        schedule = self.ctx.schedule
+        return Pipeline(self.stages, schedule) if self.stages and schedule else None
 
     @property
     def objective(self) -> Objective:
-        key = self.key or (lambda step: None)
-        pipeline = self.pipeline if self.manual else None
-        return Objective(self.loss, key, self.num_microbatches, self.dtype, self.sums, self.frozen, pipeline)
+        return Objective(self.loss, self.key or (lambda step: None), self.frozen, self.pipeline)
 
     @property
     def gradients(self) -> Callable[..., Gradients]:
         """(params, batch, step, carried) -> `Gradients`; with a teacher, the batch holds its parameters."""
         specs = self.batch_specs | ({TEACHER: self.teacher.logits} if self.teacher else {})
-        if self.manual:
-            found = manual(self.objective, self.how, self.placement, batch_structs(self.how, specs), self.seed)
-        else:
-            found = auto(self.objective, self.how)
-        if self.manual and self.pipeline and self.pipeline.schedule.is_stale:
+        found = gradients(self.objective, self.ctx, self.placement, specs, self.seed)
+        if self.pipeline and self.pipeline.schedule.is_stale:
             found = stale(found)
         return self.teacher.teaching(found) if self.teacher else found
 
@@ -131,6 +116,11 @@ class Training:
     def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The step, not yet compiled."""
         return step_function(self.gradients, self.update, self.placement)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What every step gets alongside its batch, as structs: the teacher's parameters."""
+        return {TEACHER: self.teacher.structs} if self.teacher else {}
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """The arrays of a batch on the devices, each device its own rows.
@@ -142,11 +132,10 @@ class Training:
         return {name: jax.device_put(x, self.batch[name].sharding) for name, x in batch.items()}
 
     def compile_step(self, options: dict[str, Any] | None = None) -> Step:
-        given = {TEACHER: self.teacher.structs} if self.teacher else {}
-        return compile_step(self.step, self.placement, self.batch, given, options)
+        return compile_step(self.step, self.placement, self.batch, self.given, options)
 
     def compile_evaluation(self) -> Evaluation:
-        return self._evaluation(self.how).lower().compile()
+        return compile_program(self._evaluation(self.ctx))
 
     @cached_property
     def model_flops(self) -> Fraction:
@@ -159,17 +148,18 @@ class Training:
         Raises:
           ProgramError: the model multiplies in a `while` of unknown length.
         """
-        forward = self._evaluation(replace(self.how, manual=False)).jaxpr
+        forward = self._evaluation(replace(self.ctx, manual=False)).jaxpr
         return 3 * needed_flops(traced_products(forward))
 
-    def _evaluation(self, how: Lowering) -> jax.stages.Traced:
-        objective = replace(self.objective, loss=self.evaluation or self.loss)
-        return trace_evaluation(objective, how, self.placement, self.batch)
+    def _evaluation(self, ctx: ParallelContext) -> jax.stages.Traced:
+        pipeline = self.pipeline if ctx.manual else None
+        objective = replace(self.objective, loss=self.evaluation or self.loss, pipeline=pipeline)
+        return trace_evaluation(objective, ctx, self.placement, self.batch_specs)
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:
-        kept = place_kept(self.placement.trained, self.how)
-        first = (lambda key: self.init_carried(key) | zeros(kept)) if kept else self.init_carried
-        return compile_init(self.init, first, self.update.tx, self.placement, self.seed, options, given)
+        kept = place_kept(self.placement.trained, self.ctx)
+        init_carried = (lambda key: self.init_carried(key) | zeros(kept)) if kept else self.init_carried
+        return compile_init(self.init, init_carried, self.update.tx, self.placement, self.seed, options, given)
 
 
 def step_key(seed: int, step: jax.Array) -> jax.Array:

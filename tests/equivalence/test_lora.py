@@ -10,8 +10,8 @@ from jax import lax
 
 from meshpar.nn.layers import LowRank
 from meshpar.nn.lora import is_lora
+from meshpar.parallel.context import manual_axes
 from meshpar.parallel.local import varies_over, varying_like
-from meshpar.sharding.constrain import manual_axes
 from meshpar.tree import flatten_with_paths
 from tests.equivalence.conftest import on_one_device, outcome, prepared
 

@@ -29,7 +29,7 @@ CASES = [
 @pytest.mark.parametrize(("model", "section", "layout", "way", "accumulation", "unrolled"), CASES)
 def test_overlapped_it_equals_one_device(model, section, layout, way, accumulation, unrolled, monkeypatch):
     monkeypatch.setattr(stream, "UNROLLED", unrolled)
-    run = prepared(model, layout, "manual", accumulation, **{section: {"overlap": way}})
+    run = prepared(model, layout, "manual", accumulation, parallel={section: {"overlap": way}})
     assert outcome(run).difference(on_one_device(model)) < 1e-10
 
 
@@ -37,5 +37,5 @@ def test_a_chunk_that_is_taken_for_anothers_is_seen(monkeypatch):
     monkeypatch.setattr(stream, "UNROLLED", 2)  # a ring of its own, so that no right trace is found in a cache
     rank = stream.Ring.rank
     monkeypatch.setattr(stream.Ring, "rank", lambda ring, distance=0: rank(ring, -distance))
-    run = prepared("llama", "zero3", "manual", 1, fsdp={"overlap": "ring"})
+    run = prepared("llama", "zero3", "manual", 1, parallel={"fsdp": {"overlap": "ring"}})
     assert outcome(run).difference(on_one_device("llama")) > 1e-3

@@ -157,12 +157,12 @@ def faulty(monkeypatch):
 def test_a_slot_too_few_is_seen(monkeypatch):
     run, plan = faulty(monkeypatch), execute.Pipeline.plan
 
-    def fewer(self, how, forward_only=False):
-        ticks, cut = plan(self, how, forward_only)
+    def fewer(self, ctx, forward_only=False):
+        ticks, cut = plan(self, ctx, forward_only)
         return replace(ticks, rows=ticks.rows._replace(residual=np.zeros_like(ticks.rows.residual))), cut
 
     monkeypatch.setattr(execute.Pipeline, "plan", fewer)
-    assert isinstance(run.pipeline.plan(run.how)[0], Ticks)
+    assert isinstance(run.pipeline.plan(run.ctx)[0], Ticks)
     assert difference(run, "tied", 8) > 1e-6
 
 
@@ -197,8 +197,8 @@ def test_what_does_not_fit_is_told_at_once():
     with pytest.raises(ConfigError) as error:
         prepared(MODELS["tied"](3), "pipe4", Interleaved(num_microbatches=6), rules={"layers": ()})
     assert "6 microbatches go through 4 stages in groups of 4" in str(error.value)
-    either = "pipeline.num_microbatches=4 or pipeline.num_microbatches=8"
-    assert f"{either}, or pipeline={{kind: 1f1b, num_microbatches: 6}}" in str(error.value)
+    either = "parallel.pipeline.num_microbatches=4 or parallel.pipeline.num_microbatches=8"
+    assert f"{either}, or parallel.pipeline={{kind: 1f1b, num_microbatches: 6}}" in str(error.value)
     assert "3 layers cannot be cut into 8 parts (4 stages x 2 chunks)" in str(error.value)
     with pytest.raises(ConfigError, match="nothing says in which order they work"):
         prepared(MODELS["tied"](8), "pipe4")

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from meshpar.parallel import data, tensor
-from meshpar.sharding.constrain import Lowering
+from meshpar.parallel.context import ParallelContext
 from meshpar.train import gradients
 from tests.equivalence.conftest import on_one_device, outcome, prepared
 
@@ -51,8 +51,8 @@ def test_a_loss_averaged_by_device_is_seen(monkeypatch):
 
 
 def test_a_rule_that_the_layers_do_not_follow_is_seen(monkeypatch):
-    axes = Lowering.axes
-    monkeypatch.setattr(Lowering, "axes", lambda how, dim: () if dim == "vocab" else axes(how, dim))
+    axes = ParallelContext.axes
+    monkeypatch.setattr(ParallelContext, "axes", lambda ctx, dim: () if dim == "vocab" else axes(ctx, dim))
     with pytest.raises((ValueError, TypeError)):
         difference("tensor4")
 

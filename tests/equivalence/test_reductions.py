@@ -26,7 +26,9 @@ SMALL = "3KiB"
 
 
 def difference(reduce: Reduce, layout: str, num_microbatches: int = 1, **settings) -> float:
-    got = outcome(prepared("llama", layout, "manual", num_microbatches, reduce=reduce, **settings))
+    got = outcome(
+        prepared("llama", layout, "manual", num_microbatches, parallel={"gradient_reduction": reduce}, **settings)
+    )
     return got.difference(on_one_device("llama"))
 
 

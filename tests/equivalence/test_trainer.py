@@ -51,7 +51,7 @@ def teaching(run: Prepared, rules: AxisRules) -> Teacher:
     """A teacher with random parameters, greater than its student, where rules of its own put it."""
     model = nnx.eval_shape(lambda: GREATER.build(nnx.Rngs(0)))
     specs = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype("float64")), greater().specs)
-    return Teacher(functional(model), specs, rules, run.how, run.batch_specs, GREATER.padded_vocab)
+    return Teacher(functional(model), specs, rules, run.ctx, run.batch_specs, GREATER.padded_vocab)
 
 
 @lru_cache

@@ -24,7 +24,7 @@ run_dir: runs/test
 """
 PIPE_MESH = ["mesh=null", "mesh={pipe: 2}"]
 PIPE = [*PIPE_MESH, "rules=pipeline"]
-ONE_F_ONE_B = "pipeline={kind: 1f1b, num_microbatches: 4}"
+ONE_F_ONE_B = "parallel.pipeline={kind: 1f1b, num_microbatches: 4}"
 WSD = "optim.schedule={kind: wsd, warmup_steps: 3, decay_fraction: 0.5}"
 GPT = "{kind: gpt, num_layers: 2, width: 32, num_heads: 8, mlp_width: 48, vocab_size: 96, max_seq_len: 8}"
 
@@ -53,20 +53,20 @@ MISFITS = {
     "1 layer on 2 stages": [*PIPE, ONE_F_ONE_B, "model.num_layers=1"],
     "1 padded layer on 2 stages": [*PIPE, ONE_F_ONE_B, "model.num_layers=1", "model.layers_multiple=3"],
     "3 layers on 2 stages": [*PIPE, ONE_F_ONE_B, "model.num_layers=3"],
-    "3 layers with zbv on 2": [*PIPE, "pipeline={kind: zbv, num_microbatches: 4}", "model.num_layers=3"],
-    "a cut of other layers": [*PIPE, "pipeline={kind: 1f1b, num_microbatches: 4, cut: [1, 2]}"],
-    "microbatches in groups": [*PIPE, "pipeline={kind: interleaved, num_microbatches: 3}"],
+    "3 layers with zbv on 2": [*PIPE, "parallel.pipeline={kind: zbv, num_microbatches: 4}", "model.num_layers=3"],
+    "a cut of other layers": [*PIPE, "parallel.pipeline={kind: 1f1b, num_microbatches: 4, cut: [1, 2]}"],
+    "microbatches in groups": [*PIPE, "parallel.pipeline={kind: interleaved, num_microbatches: 3}"],
     "stages in no order": [*PIPE],
-    "a pipeline under GSPMD": ["pipeline={kind: 1f1b, num_microbatches: 4}", "lowering=auto"],
-    "a reduction beside a pipeline": [*PIPE, ONE_F_ONE_B, "reduce={}"],
-    "a reduction under GSPMD": ["lowering=auto", "reduce={}"],
-    "an overlap under GSPMD": ["rules=[fsdp, megatron_sp]", "lowering=auto", "tensor.overlap=ring"],
-    "nothing to overlap": ["tensor.overlap=ring"],
-    "no weights to overlap": ["mesh=null", "mesh={data: 2}", "rules=replicated", "fsdp.overlap=ring"],
-    "weights that are gathered once": ["rules=[zero2, megatron]", "fsdp.overlap=ring"],
-    "two overlaps": ["rules=[fsdp, megatron_sp]", "fsdp.overlap=ring", "tensor.overlap=ring"],
-    "a reduction of chunks": ["fsdp.overlap=ring", "reduce={}"],
-    "LoRA beside an overlap": ["fsdp.overlap=ring", "adapt={}"],
+    "a pipeline under GSPMD": ["parallel.pipeline={kind: 1f1b, num_microbatches: 4}", "lowering=auto"],
+    "a reduction beside a pipeline": [*PIPE, ONE_F_ONE_B, "parallel.gradient_reduction={}"],
+    "a reduction under GSPMD": ["lowering=auto", "parallel.gradient_reduction={}"],
+    "an overlap under GSPMD": ["rules=[fsdp, megatron_sp]", "lowering=auto", "parallel.tensor.overlap=ring"],
+    "nothing to overlap": ["parallel.tensor.overlap=ring"],
+    "no weights to overlap": ["mesh=null", "mesh={data: 2}", "rules=replicated", "parallel.fsdp.overlap=ring"],
+    "weights that are gathered once": ["rules=[zero2, megatron]", "parallel.fsdp.overlap=ring"],
+    "two overlaps": ["rules=[fsdp, megatron_sp]", "parallel.fsdp.overlap=ring", "parallel.tensor.overlap=ring"],
+    "a reduction of chunks": ["parallel.fsdp.overlap=ring", "parallel.gradient_reduction={}"],
+    "LoRA beside an overlap": ["parallel.fsdp.overlap=ring", "adapt={}"],
     "token ids": ["model.vocab_size=64"],
     "positions": [f"model={GPT}"],
     "a warm-up longer than the run": ["optim.schedule={kind: linear, warmup_steps: 9}"],

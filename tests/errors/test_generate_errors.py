@@ -120,9 +120,9 @@ def test_what_a_user_reads(case, meshpar):
 
 @pytest.mark.parametrize("dim", ["seq", "layers"])
 def test_rules_that_would_divide_one_token_are_refused(dim):
-    how = decoding("llama", "data2", "manual").how
+    ctx = decoding("llama", "data2", "manual").ctx
     with pytest.raises(ShardingError) as error:
-        replace(decoding("llama", "data2", "manual"), how=replace(how, rules=AxisRules(batch=(), **{dim: ("data",)})))
+        replace(decoding("llama", "data2", "manual"), ctx=replace(ctx, rules=AxisRules(batch=(), **{dim: ("data",)})))
     assert f"rules.{dim}\n    one token cannot be divided over data\n    mesh.data=1" in str(error.value)
 
 

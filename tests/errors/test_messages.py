@@ -110,7 +110,7 @@ meshpar: the rules do not fit mesh (fsdp=2, pipe=2, tensor=2):
             "model.num_layers=3",
             "mesh={fsdp: 2, pipe: 2, tensor: 2}",
             "rules=[pipeline, fsdp, megatron]",
-            "pipeline={kind: 1f1b, num_microbatches: 2}",
+            "parallel.pipeline={kind: 1f1b, num_microbatches: 2}",
         ],
         """\
 meshpar: the parts of this config do not fit each other:

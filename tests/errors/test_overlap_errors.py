@@ -20,10 +20,10 @@ REFUSED = {
         {"rules": ["zero2", "megatron"], **BOTH},
         """\
 the parts of this config do not fit each other:
-  tensor.overlap
+  parallel.tensor.overlap
     the rules shard no norm_seq: each layer has the whole sequence
-    tensor.overlap=none, or the preset megatron_sp
-  fsdp.overlap
+    parallel.tensor.overlap=none, or the preset megatron_sp
+  parallel.fsdp.overlap
     the rules gather no weights in the layers, again for the backward
     rules.zero=3""",
     ),
@@ -31,9 +31,9 @@ the parts of this config do not fit each other:
         {"rules": ["replicated", "megatron"], "mesh": MeshLayout(data=2, tensor=2), "fsdp": RING},
         """\
 the parts of this config do not fit each other:
-  fsdp.overlap
+  parallel.fsdp.overlap
     the rules gather no weights in the layers, again for the backward
-    fsdp.overlap=none, or the preset fsdp""",
+    parallel.fsdp.overlap=none, or the preset fsdp""",
     ),
     "GSPMD": (
         {"rules": ["fsdp", "megatron_sp"], "lowering": "auto", "tensor": RING},
@@ -47,9 +47,9 @@ the parts of this config do not fit each other:
         {"rules": ["fsdp", "megatron_sp"], **BOTH},
         """\
 the parts of this config do not fit each other:
-  fsdp.overlap
-    tensor.overlap is on, too: a product goes by the chunks of one operand
-    tensor.overlap=none, or fsdp.overlap=none""",
+  parallel.fsdp.overlap
+    parallel.tensor.overlap is on, too: a product goes by the chunks of one operand
+    parallel.tensor.overlap=none, or parallel.fsdp.overlap=none""",
     ),
 }
 

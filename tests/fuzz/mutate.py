@@ -25,13 +25,13 @@ SECTIONS: tuple[dict[str, Any], ...] = tuple(
 {rules: {preset: [fsdp], heads: [tensor]}}
 {rules: {preset: [], embed: []}}
 {rules: {preset: [megatron_sp], seq: [context]}, mesh: {tensor: 2, context: 2}}
-{pipeline: {kind: 1f1b, num_microbatches: 4}, rules: [pipeline], mesh: {pipe: 2}}
-{pipeline: {kind: interleaved, num_microbatches: 4, num_chunks: 2}, rules: [pipeline], mesh: {pipe: 2}}
-{pipeline: {kind: zbv, num_microbatches: 4}, rules: [pipeline, megatron], mesh: {pipe: 2, tensor: 2}}
-{pipeline: {kind: written, num_microbatches: 4, path: /dev/zero}, rules: [pipeline], mesh: {pipe: 2}}
+{parallel: {pipeline: {kind: 1f1b, num_microbatches: 4}}, rules: [pipeline], mesh: {pipe: 2}}
+{parallel: {pipeline: {kind: interleaved, num_microbatches: 4, num_chunks: 2}}, rules: [pipeline], mesh: {pipe: 2}}
+{parallel: {pipeline: {kind: zbv, num_microbatches: 4}}, rules: [pipeline, megatron], mesh: {pipe: 2, tensor: 2}}
+{parallel: {pipeline: {kind: written, num_microbatches: 4, path: /dev/zero}}, rules: [pipeline], mesh: {pipe: 2}}
 {adapt: {kind: lora, rank: 4}}
-{reduce: {within: bf16, across: {kind: powersgd, rank: 2}}}
-{reduce: {within: int8}}
+{parallel: {gradient_reduction: {within: bf16, across: {kind: powersgd, rank: 2}}}}
+{parallel: {gradient_reduction: {within: int8}}}
 {freeze: [table, {paths: ["blocks.**"], until: 10}]}
 {distill: {teacher: nowhere}}
 {init: {from_checkpoint: nowhere, leave: [params.head]}}
@@ -43,7 +43,7 @@ SECTIONS: tuple[dict[str, Any], ...] = tuple(
 {optim: {kind: muon, lr: 0.01, schedule: {kind: wsd, decay_steps: 10}}}
 {optim: {kind: adafactor, lr: 0.01, ema: 0.999}}
 {optim: {kind: sgd, lr: 0.01, schedule: {kind: linear}}}
-{tensor: {overlap: ring}, fsdp: {overlap: ring}}
+{parallel: {tensor: {overlap: ring}, fsdp: {overlap: ring}}}
 {mesh: {data: -1, dcn: {data: 2}}}
 {loss: {label_smoothing: 0.1, z_loss: 0.001}}
 {model: {kind: import, target: "model:build", arguments: {width: 4}}, lowering: auto}
@@ -212,7 +212,7 @@ def special(rng: random.Random) -> Case:
 def override(rng: random.Random) -> str:
     """`key=value`, more or less."""
     keys = [rng.choice(KEYS) for _ in range(rng.choice((1, 2, 2, 2, 3)))]
-    top = rng.choice(["model", "data", "optim", "mesh", "rules", "precision", "pipeline", "", "expects"])
+    top = rng.choice(["model", "data", "optim", "mesh", "rules", "precision", "parallel", "", "expects"])
     name = ".".join([top, keys[0]] if top and rng.random() < 0.7 else keys)
     form = rng.randrange(6)
     if form == 0:

@@ -10,7 +10,7 @@ import sys
 import jax
 
 from meshpar import AdamW, AxisRules, Llama, MeshLayout, Run, Synthetic, prepare
-from meshpar.sharding.overlap import TensorParallel
+from meshpar.parallel.strategies import Parallel, TensorParallel
 from tests.program.test_bytes import sent_as_written
 
 
@@ -22,7 +22,7 @@ def main(way: str, remat: str) -> None:
         optim=AdamW(lr=1e-3),
         mesh=MeshLayout(tensor=n),
         rules=AxisRules(preset="megatron_sp"),
-        tensor=TensorParallel(overlap=way),
+        parallel=Parallel(tensor=TensorParallel(overlap=way)),
         num_steps=1,
         run_dir="unused",
     )

@@ -19,11 +19,11 @@ from typing import Any
 from meshpar.collectives import stream
 from meshpar.cost import memory
 from meshpar.mesh.layout import AXES
-from meshpar.parallel.data import copies, streamed, summed_axes
+from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.data import streamed
 from meshpar.parallel.pipeline.execute import num_permutes
 from meshpar.prepared import Prepared
 from meshpar.run import Precision
-from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.tree import flatten_with_paths
 from tests.collectives.oracle import bucket_shapes, scatter_sent, sum_sent
@@ -113,20 +113,20 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
     Args:
       on_cpu: what XLA:CPU makes of it, as it optimizes by default.
     """
-    rows = run.run.data.batch_size // math.prod(run.mesh.shape[axis] for axis in run.how.axes("batch"))
+    rows = run.run.data.batch_size // math.prod(run.mesh.shape[axis] for axis in run.ctx.axes("batch"))
     model, tokens = run.run.model, rows * run.run.data.seq_len
     layers, stages = _in_stages(run, tokens) if run.pipeline else (model.num_layers, None)
     activations = Activations(layers, tokens, model.width, model.remat != "none", model.remat == "full")
     widths = _widths(run.run.precision)
     sent = step_traffic(
-        run.placement.sharded, run.how, widths, activations, run.how.num_microbatches, on_cpu, stages,
+        run.placement.sharded, run.ctx, widths, activations, run.ctx.num_passes, on_cpu, stages,
         run.placement.frozen,
     )  # fmt: skip
     if not run.taught_by:
         return sent
     teacher = run.taught_by.run.model
     activations = Activations(teacher.num_layers, tokens, teacher.width, False, False)
-    more = teacher_traffic(run.taught_by.placement.sharded, run.teacher.how, widths, activations)
+    more = teacher_traffic(run.taught_by.placement.sharded, run.teacher.ctx, widths, activations)
     return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
 
 
@@ -138,17 +138,17 @@ def _widths(precision: Precision) -> Widths:
 
 def _in_stages(run: Prepared, tokens: int) -> tuple[int, Stages]:
     """Layers that a stage computes, and what the pipeline sends."""
-    ticks, cut = run.pipeline.plan(run.how)
-    passes, moves, permutes = run.run.num_microbatches, run.pipeline.moves(run.how), num_permutes(len(cut.layers))
+    ticks, cut = run.pipeline.plan(run.ctx)
+    passes, moves, permutes = run.run.num_microbatches, run.pipeline.moves(run.ctx), num_permutes(len(cut.layers))
     moved = moves.num_permutes * moves.unit if moves else 0
     shared = "table" if run.run.model.tied else None
-    per_microbatch = tokens // run.how.num_microbatches
+    per_microbatch = tokens // run.ctx.num_passes
     return cut.layers[0].size, Stages(ticks.num_ticks * passes, permutes, passes, moved, per_microbatch, shared)
 
 
 def step_traffic(
     sharded: Any,
-    how: Lowering,
+    ctx: ParallelContext,
     widths: Widths,
     activations: Activations,
     num_microbatches: int = 1,
@@ -167,86 +167,92 @@ def step_traffic(
     """
     sent: Sums = defaultdict(Fraction)
     for path, placement in flatten_with_paths(sharded).items():
-        by_itself = _is_streamed(path, placement, how)
+        by_itself = _is_streamed(path, placement, ctx)
         again = _gathered_again(path, placement, activations, stages is not None)
         if by_itself and activations.with_products and not path.endswith("down.kernel"):
-            again += not _merges(_stored(placement, how), how, on_cpu)
+            again += not _merges(_stored(placement, ctx), ctx, on_cpu)
         in_loop = "layers" in placement.spec.dims or not on_cpu or stages is not None
         gathers = (1 + again) * (num_microbatches if in_loop else 1)
         num_users = 1 + (stages is not None and path == stages.at_both_ends)
-        _add_gathers(sent, placement, how, widths, num_users * gathers, path in frozen)
+        _add_gathers(sent, placement, ctx, widths, num_users * gathers, path in frozen)
         if path not in frozen:
-            _add_reductions(sent, path, placement, how, widths, num_users * num_microbatches, by_itself)
+            _add_reductions(sent, path, placement, ctx, widths, num_users * num_microbatches, by_itself)
         if stages:
-            _add_moves(sent, placement, how, widths, stages, on_cpu)
+            _add_moves(sent, placement, ctx, widths, stages, on_cpu)
     trained = {path: placement for path, placement in flatten_with_paths(sharded).items() if path not in frozen}
-    if how.reduce:
-        _add_buckets(sent, trained.values(), how, widths.declared)
+    if ctx.gradient_reduction:
+        _add_buckets(sent, trained.values(), ctx, widths.declared)
     embedding_learns = bool({"table", "positions"} & trained.keys())
-    _add_activations(sent, how, widths, activations, on_cpu, embedding_learns)
-    _add_scalars(sent, trained.values(), how, widths)
+    _add_activations(sent, ctx, widths, activations, on_cpu, embedding_learns)
+    _add_scalars(sent, trained.values(), ctx, widths)
     if stages:
-        part = how.shards("norm_seq")
+        part = ctx.shards("norm_seq")
         message = Fraction(stages.tokens * activations.width * widths.compute, part)
-        sent[how.axes("stage")] += stages.ticks * stages.permutes * message
+        sent[ctx.axes("stage")] += stages.ticks * stages.permutes * message
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
-def teacher_traffic(sharded: Any, how: Lowering, widths: Widths, activations: Activations) -> Traffic:
+def teacher_traffic(sharded: Any, ctx: ParallelContext, widths: Widths, activations: Activations) -> Traffic:
     """What distillation adds to a step: the forward of a decoder, and five numbers of each token for its divergence.
 
     Args:
       sharded: tree of `Placement`, of the teacher's parameters as its rules can shard them.
-      how: the teacher's; its rules shard the vocabulary as the student's do.
+      ctx: the teacher's; its rules shard the vocabulary as the student's do.
       activations: the teacher's.
     """
     sent: Sums = defaultdict(Fraction)
-    for placement in flatten_with_paths(sharded).values() if how.rules.zero_stage > 1 else ():
-        stored = _ordered(axis for dim in placement.spec.dims for axis in how.storage(dim))
-        n = _size(how, stored)
+    for placement in flatten_with_paths(sharded).values() if ctx.rules.zero_stage > 1 else ():
+        stored = _ordered(axis for dim in placement.spec.dims for axis in ctx.storage(dim))
+        n = _size(ctx, stored)
         sent[stored] += share(n, math.prod(placement.local_shape) * n * widths.compute)
     stream = activations.tokens * activations.width * widths.compute
     for dim, times in (("heads", activations.num_layers), ("mlp", activations.num_layers), ("vocab", 1)):
-        axes = _ordered(how.axes(dim))
-        sent[axes] += 2 * times * share(_size(how, axes), stream)
-    axes = _ordered(how.axes("vocab"))
-    sent[axes] += 2 * 5 * share(_size(how, axes), activations.tokens * widths.sums)
+        axes = _ordered(ctx.axes(dim))
+        sent[axes] += 2 * times * share(_size(ctx, axes), stream)
+    axes = _ordered(ctx.axes("vocab"))
+    sent[axes] += 2 * 5 * share(_size(ctx, axes), activations.tokens * widths.sums)
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
 def _add_gathers(
-    sent: Sums, placement: Placement, how: Lowering, widths: Widths, gathers: int, is_frozen: bool
+    sent: Sums, placement: Placement, ctx: ParallelContext, widths: Widths, gathers: int, is_frozen: bool
 ) -> None:
     """Of a parameter that is stored in shards; so many under ZeRO-3. Under ZeRO-1 what was updated is gathered."""
-    stored = _stored(placement, how)
-    n = _size(how, stored)
+    stored = _stored(placement, ctx)
+    n = _size(ctx, stored)
     each = {0: 0, 1: 0 if is_frozen else widths.params, 2: widths.compute, 3: gathers * widths.compute}
-    sent[stored] += share(n, math.prod(placement.local_shape) * n * each[how.rules.zero_stage])
+    sent[stored] += share(n, math.prod(placement.local_shape) * n * each[ctx.rules.zero_stage])
 
 
 def _add_reductions(
-    sent: Sums, path: str, placement: Placement, how: Lowering, widths: Widths, num_microbatches: int, by_itself: bool
+    sent: Sums,
+    path: str,
+    placement: Placement,
+    ctx: ParallelContext,
+    widths: Widths,
+    num_microbatches: int,
+    by_itself: bool,
 ) -> None:
     """Of a gradient: over the devices that store a shard, those that hold a copy, and those that share in the whole.
 
     Args:
       num_microbatches: in which ZeRO-3 scatters it, for each stage that uses it.
     """
-    stored, size, m = _stored(placement, how), math.prod(placement.local_shape), num_microbatches
-    n = _size(how, stored)
-    times = m if how.rules.zero_stage == 3 else bool(how.rules.zero_stage)
-    if how.reduce:
-        _add_scatter(sent, placement, how, widths.declared, times)
+    stored, size, m = _stored(placement, ctx), math.prod(placement.local_shape), num_microbatches
+    n = _size(ctx, stored)
+    times = m if ctx.rules.zero_stage == 3 else bool(ctx.rules.zero_stage)
+    if ctx.gradient_reduction:
+        _add_scatter(sent, placement, ctx, widths.declared, times)
     else:
         sent[stored] += times * share(n, size * n * widths.gradients)
-        copied = _ordered(sum(copies(placement.spec.dims, how), ()))
-        sent[copied] += 2 * share(_size(how, copied), size * widths.gradients)
-    users = _users(path, placement, how)
+        copied = _ordered(sum(ctx.copy_axes(placement.spec.dims), ()))
+        sent[copied] += 2 * share(_size(ctx, copied), size * widths.gradients)
+    users = _users(path, placement, ctx)
     summed = size * widths.gradients if by_itself else size * n * widths.compute
-    sent[users] += 2 * m * share(_size(how, users), summed)
+    sent[users] += 2 * m * share(_size(ctx, users), summed)
 
 
-def _users(path: str, placement: Placement, how: Lowering) -> Axes:
+def _users(path: str, placement: Placement, ctx: ParallelContext) -> Axes:
     """The axes whose devices each use the whole parameter, for heads or channels of their own.
 
     Their gradients of it are summed in each layer: of key heads that the rules do not shard, and of head norms. What
@@ -255,54 +261,56 @@ def _users(path: str, placement: Placement, how: Lowering) -> Axes:
     region = {"attn": "heads", "mlp": "mlp"}.get(path.split(".")[1] if "." in path else "")
     if region is None or path.endswith(("attn.o.bias", "mlp.down.bias")):
         return ()
-    return _ordered(set(how.axes(region)) - set(summed_axes(how)) - set(sharding_axes([placement])))
+    return _ordered(set(ctx.axes(region)) - set(ctx.gradient_axes) - set(sharding_axes([placement])))
 
 
-def _is_streamed(path: str, placement: Placement, how: Lowering) -> bool:
+def _is_streamed(path: str, placement: Placement, ctx: ParallelContext) -> bool:
     """Whether a parameter is the kernel of a projection that is gathered while it is multiplied.
 
     It is never whole: if the product is computed again, too, it is gathered a third time.
     """
     dims = tuple(dim for dim in placement.spec.dims if dim != "layers")
     in_layer = "layers" in placement.spec.dims and path.endswith(".kernel")
-    return in_layer and bool(streamed(dims, how))
+    return in_layer and bool(streamed(dims, ctx))
 
 
-def _add_scatter(sent: Sums, placement: Placement, how: Lowering, width: int, times: int) -> None:
+def _add_scatter(sent: Sums, placement: Placement, ctx: ParallelContext, width: int, times: int) -> None:
     """A declared reduce-scatter: dim after dim, and layer after layer."""
-    dims, sizes = placement.spec.dims, how.mesh.shape
+    dims, sizes = placement.spec.dims, ctx.mesh.shape
     layers = placement.local_shape[dims.index("layers")] if "layers" in dims else 1
-    stored = [axes for dim in dims if (axes := how.storage(dim))]
-    size = math.prod(placement.local_shape) // layers * math.prod(_size(how, axes) for axes in stored)
+    stored = [axes for dim in dims if (axes := ctx.storage(dim))]
+    size = math.prod(placement.local_shape) // layers * math.prod(_size(ctx, axes) for axes in stored)
     for axes in reversed(stored):
-        for spanned, num_bytes in scatter_sent(how.reduce, size, width, axes, sizes).items():
+        for spanned, num_bytes in scatter_sent(ctx.gradient_reduction, size, width, axes, sizes).items():
             sent[spanned] += times * layers * num_bytes
-        size //= _size(how, axes)
+        size //= _size(ctx, axes)
 
 
-def _add_buckets(sent: Sums, placements: Iterable[Placement], how: Lowering, width: int) -> None:
+def _add_buckets(sent: Sums, placements: Iterable[Placement], ctx: ParallelContext, width: int) -> None:
     """Declared sums over copies, of those that lie alike together."""
     streams: dict[Any, list[tuple[int, ...]]] = defaultdict(list)
     for one in placements:
-        streams[copies(one.spec.dims, how), sharding_axes([one])].append(one.local_shape)
+        streams[ctx.copy_axes(one.spec.dims), sharding_axes([one])].append(one.local_shape)
     for (axes, _), shapes in streams.items():
-        for shape in bucket_shapes(shapes, how.reduce, width) if any(axes) else ():
-            for spanned, num_bytes in sum_sent(how.reduce, shape, width, *axes, how.mesh.shape).items():
+        for shape in bucket_shapes(shapes, ctx.gradient_reduction, width) if any(axes) else ():
+            for spanned, num_bytes in sum_sent(ctx.gradient_reduction, shape, width, *axes, ctx.mesh.shape).items():
                 sent[spanned] += num_bytes
 
 
-def _add_moves(sent: Sums, placement: Placement, how: Lowering, widths: Widths, stages: Stages, on_cpu: bool) -> None:
+def _add_moves(
+    sent: Sums, placement: Placement, ctx: ParallelContext, widths: Widths, stages: Stages, on_cpu: bool
+) -> None:
     """A layer as the step computes with it, and its gradient as it is summed."""
     dims = placement.spec.dims
     if "layers" not in dims or not stages.moved:
         return
-    stored = [axis for dim in dims for axis in how.storage(dim)]
-    in_shards = bool(stored) and how.gathers_in_layers
+    stored = [axis for dim in dims for axis in ctx.storage(dim)]
+    in_shards = bool(stored) and ctx.gathers_in_layers
     layer = math.prod(placement.local_shape) // placement.local_shape[dims.index("layers")]
-    size = layer * (1 if in_shards else _size(how, stored))
+    size = layer * (1 if in_shards else _size(ctx, stored))
     # XLA for CPUs moves out of the loop over the parts of a batch what is the same in each.
     there = (widths.gradients if in_shards else widths.compute) * (1 if on_cpu else stages.num_passes)
-    sent[how.axes("stage")] += stages.moved * size * (there + stages.num_passes * widths.gradients)
+    sent[ctx.axes("stage")] += stages.moved * size * (there + stages.num_passes * widths.gradients)
 
 
 def _gathered_again(path: str, placement: Placement, of: Activations, in_stages: bool) -> int:
@@ -322,7 +330,7 @@ def _gathered_again(path: str, placement: Placement, of: Activations, in_stages:
 
 
 def _add_activations(
-    sent: Sums, how: Lowering, widths: Widths, of: Activations, on_cpu: bool, embedding_learns: bool
+    sent: Sums, ctx: ParallelContext, widths: Widths, of: Activations, on_cpu: bool, embedding_learns: bool
 ) -> None:
     """8(t-1)/t X a layer, X = b s d, with sequence parallelism or without; two more for recomputing, or three.
 
@@ -332,38 +340,38 @@ def _add_activations(
     """
     stream_bytes = of.tokens * of.width * widths.compute
     for dim in ("heads", "mlp"):
-        axes = _ordered(how.axes(dim))
-        again = _recomputed(dim, how, of, on_cpu)
-        sent[axes] += of.num_layers * (4 + again) * share(_size(how, axes), stream_bytes)
-    axes = _ordered(how.axes("vocab"))
+        axes = _ordered(ctx.axes(dim))
+        again = _recomputed(dim, ctx, of, on_cpu)
+        sent[axes] += of.num_layers * (4 + again) * share(_size(ctx, axes), stream_bytes)
+    axes = _ordered(ctx.axes("vocab"))
     # The gradient of what is looked up comes back only to who learns, and only a scattered one has to travel.
-    passes = 4 if embedding_learns or not how.axes("norm_seq") else 3
-    stream_bytes *= passes + (how.overlaps("vocab") and not _merges(axes, how, on_cpu))
-    sent[axes] += share(_size(how, axes), stream_bytes + 2 * 3 * of.tokens * widths.sums)
+    passes = 4 if embedding_learns or not ctx.axes("norm_seq") else 3
+    stream_bytes *= passes + (ctx.overlaps("vocab") and not _merges(axes, ctx, on_cpu))
+    sent[axes] += share(_size(ctx, axes), stream_bytes + 2 * 3 * of.tokens * widths.sums)
 
 
-def _recomputed(dim: str, how: Lowering, of: Activations, on_cpu: bool) -> int:
+def _recomputed(dim: str, ctx: ParallelContext, of: Activations, on_cpu: bool) -> int:
     """How often the backward of a region sends the residual stream beside its transposes."""
-    if how.overlaps(dim):
-        merged = _merges(how.axes(dim), how, on_cpu)
+    if ctx.overlaps(dim):
+        merged = _merges(ctx.axes(dim), ctx, on_cpu)
         return 1 + of.with_products * ((2 if dim == "heads" else 1) - merged)
-    return of.recomputed * (2 if dim == "heads" else 1 if how.axes("norm_seq") else 0)
+    return of.recomputed * (2 if dim == "heads" else 1 if ctx.axes("norm_seq") else 0)
 
 
-def _add_scalars(sent: Sums, placements: Iterable[Placement], how: Lowering, widths: Widths) -> None:
+def _add_scalars(sent: Sums, placements: Iterable[Placement], ctx: ParallelContext, widths: Widths) -> None:
     """The loss and the number of tokens; the squares of the gradient's norm."""
-    batch, sharding = _ordered(how.axes("batch") + how.axes("stage")), sharding_axes(placements)
-    sent[batch] += 2 * share(_size(how, batch), widths.sums + 4)
-    sent[sharding] += 2 * share(_size(how, sharding), widths.sums)
+    batch, sharding = _ordered(ctx.axes("batch") + ctx.axes("stage")), sharding_axes(placements)
+    sent[batch] += 2 * share(_size(ctx, batch), widths.sums + 4)
+    sent[sharding] += 2 * share(_size(ctx, sharding), widths.sums)
 
 
-def _merges(axes: Axes, how: Lowering, on_cpu: bool) -> bool:
+def _merges(axes: Axes, ctx: ParallelContext, on_cpu: bool) -> bool:
     """Whether the compiler makes one of two equal gathers: barriers are nothing to XLA's CPU compiler, loops are."""
-    return on_cpu and _size(how, axes) <= stream.UNROLLED
+    return on_cpu and _size(ctx, axes) <= stream.UNROLLED
 
 
-def _stored(placement: Placement, how: Lowering) -> Axes:
-    return _ordered(axis for dim in placement.spec.dims for axis in how.storage(dim))
+def _stored(placement: Placement, ctx: ParallelContext) -> Axes:
+    return _ordered(axis for dim in placement.spec.dims for axis in ctx.storage(dim))
 
 
 def _ordered(axes: Iterable[str]) -> Axes:
@@ -371,5 +379,5 @@ def _ordered(axes: Iterable[str]) -> Axes:
     return tuple(axis for axis in AXES if axis in given)
 
 
-def _size(how: Lowering, axes: Iterable[str]) -> int:
-    return math.prod(how.mesh.shape[axis] for axis in axes)
+def _size(ctx: ParallelContext, axes: Iterable[str]) -> int:
+    return math.prod(ctx.mesh.shape[axis] for axis in axes)

@@ -156,17 +156,21 @@ def test_so_does_each_other_model(model, layout):
 SEVERAL = {"num_microbatches": 2}
 GPT_FULL, LLAMA_KEPT = GPT(**SIZES, remat="full"), Llama(**SIZES, num_kv_heads=1, remat="dots")
 OVERLAPPED = {
-    "tensor": lambda way: prepared("tensor4_sp", tensor={"overlap": way}),
-    "tensor_recomputed": lambda way: prepared("tensor4_sp", tensor={"overlap": way}, model=GPT_FULL, **SEVERAL),
+    "tensor": lambda way: prepared("tensor4_sp", parallel={"tensor": {"overlap": way}}),
+    "tensor_recomputed": lambda way: prepared(
+        "tensor4_sp", parallel={"tensor": {"overlap": way}}, model=GPT_FULL, **SEVERAL
+    ),
     "tensor_fsdp_kept": lambda way: prepared(
-        "data2_fsdp2_tensor2", tensor={"overlap": way}, model=LLAMA_KEPT, rules={"kv_heads": ()}
+        "data2_fsdp2_tensor2", parallel={"tensor": {"overlap": way}}, model=LLAMA_KEPT, rules={"kv_heads": ()}
     ),
-    "fsdp": lambda way: prepared("zero3", fsdp={"overlap": way}, **SEVERAL),
-    "fsdp_recomputed": lambda way: prepared("hsdp2x4", fsdp={"overlap": way}, model=GPT_FULL),
+    "fsdp": lambda way: prepared("zero3", parallel={"fsdp": {"overlap": way}}, **SEVERAL),
+    "fsdp_recomputed": lambda way: prepared("hsdp2x4", parallel={"fsdp": {"overlap": way}}, model=GPT_FULL),
     "fsdp_tensor_kept": lambda way: prepared(
-        "data2_fsdp2_tensor2", fsdp={"overlap": way}, model=LLAMA_KEPT, rules={"kv_heads": ()}
+        "data2_fsdp2_tensor2", parallel={"fsdp": {"overlap": way}}, model=LLAMA_KEPT, rules={"kv_heads": ()}
     ),
-    "bfloat16": lambda way: prepared("zero3", fsdp={"overlap": way}, precision=Precision(compute="bfloat16")),
+    "bfloat16": lambda way: prepared(
+        "zero3", parallel={"fsdp": {"overlap": way}}, precision=Precision(compute="bfloat16")
+    ),
 }
 WAYS = {name: "bidirectional" if i % 2 else "ring" for i, name in enumerate(OVERLAPPED)}
 
@@ -205,7 +209,7 @@ def test_what_is_frozen_is_never_reduced():
 
 def total(run: Prepared) -> Fraction:
     """What a step sends for its parameters: all but the scalars, where no axis shards an activation."""
-    scalars = 2 * share(8, 4 + 4) + (2 * share(8, 4) if run.how.storage("embed") else 0)
+    scalars = 2 * share(8, 4 + 4) + (2 * share(8, 4) if run.ctx.storage("embed") else 0)
     return sum((run.traced_bytes or {}).values(), Fraction(0)) - scalars
 
 

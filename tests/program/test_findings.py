@@ -242,7 +242,7 @@ def test_what_is_sharded_small_or_meant_is_no_finding():
 
 def of_run(run: Prepared, threshold_bytes: int) -> tuple[Finding, ...]:
     step = run.compile_step()
-    meant = planned_by(run.how, run.placement.sharded, run.placement.opt_state)
+    meant = planned_by(run.ctx, run.placement.sharded, run.placement.opt_state)
     return inspect(
         step.compiled, run.mesh, warnings=step.warnings, planned=meant, threshold_bytes=threshold_bytes
     ).findings
@@ -437,12 +437,12 @@ def test_gspmd_reduces_the_gradient_of_every_parameter_in_every_microbatch(layou
 
 def test_the_reductions_of_zero3_are_planned_in_the_manual_lowering_alone():
     run = prepared("zero3", "manual", 4)
-    planned = planned_by(run.how, run.placement.sharded, run.placement.opt_state)
+    planned = planned_by(run.ctx, run.placement.sharded, run.placement.opt_state)
     assert set(planned.reduced_in_loop.values()) == {("fsdp",)}
     told = inspect(run.compile_step().compiled, run.mesh, planned=Planned(gathered=planned.gathered))
     assert {one.kind for one in told.findings} == {"reduction_in_loop"}
     auto = prepared("zero3", "auto")
-    assert planned_by(auto.how, auto.placement.sharded, auto.placement.opt_state).reduced_in_loop == {}
+    assert planned_by(auto.ctx, auto.placement.sharded, auto.placement.opt_state).reduced_in_loop == {}
 
 
 # For people and programs -----------------------------------------------------------------------------------------

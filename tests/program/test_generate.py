@@ -29,7 +29,7 @@ def compiled(layout: str, lowering: str, **sizes: int) -> jax.stages.Compiled:
 
 
 def found(layout: str, lowering: str) -> list[Collective]:
-    return collectives_of(compiled(layout, lowering).as_text(), decoding("llama", layout, lowering).how.mesh)
+    return collectives_of(compiled(layout, lowering).as_text(), decoding("llama", layout, lowering).ctx.mesh)
 
 
 @pytest.mark.parametrize(

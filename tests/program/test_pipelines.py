@@ -82,8 +82,8 @@ def test_an_even_cut_moves_no_layer():
 
 def test_nor_does_one_that_ends_with_padding():
     run = prepared(MODELS["tied"](7, layers_multiple=4), "pipe4", scheduled("1f1b", "pipe4", 4))
-    assert run.pipeline.moves(run.how) is None
-    assert run.pipeline.cut(run.how).layers.reshape(4, 2).tolist() == [[0, 1], [2, 3], [4, 5], [6, -1]]
+    assert run.pipeline.moves(run.ctx) is None
+    assert run.pipeline.cut(run.ctx).layers.reshape(4, 2).tolist() == [[0, 1], [2, 3], [4, 5], [6, -1]]
 
 
 # Bytes -----------------------------------------------------------------------------------------------------------

@@ -33,27 +33,29 @@ def sent_and_form(run):
     assert run.traced_bytes == closed_form(run)
     sent, num_flops = cost_as_written(run)
     # XLA turns products with a matrix of one row into multiplications: PowerSGD's four of the last norm's scale.
-    of_one_row = 4 * 2 * run.run.model.width if isinstance(run.run.reduce.across, PowerSGD) else 0
+    of_one_row = 4 * 2 * run.run.model.width if isinstance(run.run.parallel.gradient_reduction.across, PowerSGD) else 0
     assert (sent, num_flops + of_one_row) == cost_as_traced(run)
     return sent, run.traced_bytes
 
 
 @pytest.mark.parametrize(("name", "layout", "num_microbatches"), CASES)
 def test_the_step_sends_what_it_says(name, layout, num_microbatches):
-    sent, form = sent_and_form(prepared(layout, num_microbatches=num_microbatches, reduce=REDUCTIONS[name]))
+    sent, form = sent_and_form(
+        prepared(layout, num_microbatches=num_microbatches, parallel={"gradient_reduction": REDUCTIONS[name]})
+    )
     assert sent == form
 
 
 def test_over_slices_it_does_too():
     mesh = MeshLayout(data=2, fsdp=2, dcn=AxisSizes(replica=2))
-    run = prepared("hsdp2x4", reduce=REDUCTIONS["int8"])
+    run = prepared("hsdp2x4", parallel={"gradient_reduction": REDUCTIONS["int8"]})
     sent, form = sent_and_form(prepare(run.run.model_copy(update={"mesh": mesh})))
     assert sent == form
 
 
 def test_the_form_of_another_reduction_is_not_met():
-    sent, _ = sent_and_form(prepared("data8", reduce=REDUCTIONS["int8"]))
-    assert sent != prepared("data8", reduce=REDUCTIONS["bf16"]).traced_bytes
+    sent, _ = sent_and_form(prepared("data8", parallel={"gradient_reduction": REDUCTIONS["int8"]}))
+    assert sent != prepared("data8", parallel={"gradient_reduction": REDUCTIONS["bf16"]}).traced_bytes
 
 
 def test_int8_sends_at_most_52_percent_of_bfloat16_in_a_step_too():
@@ -61,7 +63,9 @@ def test_int8_sends_at_most_52_percent_of_bfloat16_in_a_step_too():
     from meshpar.models import Llama
 
     model = Llama(num_layers=8, width=1024, num_heads=8, mlp_width=4096, vocab_size=1024)
-    bytes_of = lambda across: gradients_of(prepared("data8", model=model, reduce=Reduce(across=across)))
+    bytes_of = lambda across: gradients_of(
+        prepared("data8", model=model, parallel={"gradient_reduction": Reduce(across=across)})
+    )
     assert bytes_of(Int8()) <= Fraction(52, 100) * bytes_of(Bfloat16())
     assert bytes_of(OneBit()) < Fraction(8, 100) * bytes_of(Bfloat16())
 
@@ -74,7 +78,7 @@ def gradients_of(run) -> Fraction:
 def test_exact_sums_of_narrow_gradients_travel_narrow():
     """XLA's own, on a CPU, would be widened to 4 bytes."""
     precision = Precision(params="bfloat16", compute="bfloat16", gradients="bfloat16", master="float32")
-    run = prepared("data8", precision=precision, reduce=Reduce())
+    run = prepared("data8", precision=precision, parallel={"gradient_reduction": Reduce()})
     sent, form = sent_and_form(run)
     assert sent == form
     assert sum(sent.values()) < Fraction(51, 100) * sum((prepared("data8").traced_bytes or {}).values())

@@ -15,8 +15,8 @@ from jax import lax
 from meshpar import AxisRules, MeshLayout, Proof, Tally, prove, training
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.parallel import data, tensor
+from meshpar.parallel.context import ParallelContext, manual, manual_axes
 from meshpar.parallel.local import varying
-from meshpar.sharding.constrain import Lowering, manual, manual_axes
 from meshpar.train import gradients
 from meshpar.train.step import Update
 from tests.proof import toy as toys
@@ -104,12 +104,12 @@ def test_clipping_by_a_local_norm(monkeypatch):
     """Each device's part of the sum of squares, taken for the whole: gradients are right, the norm is not."""
 
     def local_norm(grads, placements):
-        squares = sum(gradients._square(grad) for grad in jax.tree.leaves(grads))
-        axes = tuple(a for a in ("fsdp",) if a in data.summed_axes(manual()))
+        squares = sum(data._square(grad) for grad in jax.tree.leaves(grads))
+        axes = tuple(a for a in ("fsdp",) if a in manual().gradient_axes)
         return lax.pmean(jnp.sqrt(squares), axes) if axes else norm(grads, placements)
 
-    norm = gradients._global_norm
-    monkeypatch.setattr(gradients, "_global_norm", local_norm)
+    norm = data.global_norm
+    monkeypatch.setattr(data, "global_norm", local_norm)
     clipped = toy({"data": 2, "fsdp": 2}, "fsdp")
     proof = proof_of(replace(clipped, update=replace(clipped.update, clip_norm=1e-3)))
     assert list(guilty(proof)) == ["fsdp=2"]
@@ -121,8 +121,8 @@ def test_clipping_by_a_local_norm(monkeypatch):
 
 def test_a_wrong_rule(monkeypatch):
     """The parameters are cut by vocab, and the model is not told so."""
-    axes = Lowering.axes
-    monkeypatch.setattr(Lowering, "axes", lambda how, dim: () if dim == "vocab" else axes(how, dim))
+    axes = ParallelContext.axes
+    monkeypatch.setattr(ParallelContext, "axes", lambda ctx, dim: () if dim == "vocab" else axes(ctx, dim))
     proof = proof_of(toy(CUBE, *FSDP))
     assert list(guilty(proof)) == ["tensor=2"]
     assert "Error: " in guilty(proof)["tensor=2"]
@@ -188,13 +188,13 @@ def test_labels_shifted_within_a_shard(border):
 def test_a_wrong_transpose(monkeypatch):
     """The backward of the gather scatters the shards in another order."""
 
-    def backward(stored, to, back, how, residual, grad):
-        (mine,) = right(stored, to, back, how, residual, grad)
+    def backward(stored, to, back, ctx, residual, grad):
+        (mine,) = right(stored, to, back, ctx, residual, grad)
         return (lax.ppermute(mine, "fsdp", [(0, 1), (1, 0)]),)
 
     right = data._all_gather_backward
     crossed = jax.custom_vjp(data._all_gather.__wrapped__, nondiff_argnums=(1, 2, 3, 4))
-    crossed.defvjp(lambda x, *how: (crossed(x, *how), None), backward)
+    crossed.defvjp(lambda x, *ctx: (crossed(x, *ctx), None), backward)
     monkeypatch.setattr(data, "_all_gather", crossed)
     proof = proof_of(toy(CUBE, *FSDP))
     said = "step 1, gradient of down: the same numbers in other places (and 3 of 4 gradients beside it)"

@@ -80,7 +80,7 @@ def test_what_is_structure_is_kept():
 def test_layers_that_are_padded_stay_so():
     model = Llama(num_layers=70, layers_multiple=12, width=64, num_heads=4, mlp_width=64)
     schedule = OneFOneB(num_microbatches=24)
-    small = shrink(run_of(model, MeshLayout(pipe=12), AxisRules(preset="pipeline"), pipeline=schedule))
+    small = shrink(run_of(model, MeshLayout(pipe=12), AxisRules(preset="pipeline"), parallel={"pipeline": schedule}))
     assert (small.mesh.pipe, small.model.num_layers, small.model.stacked_layers) == (4, 5, 8)
     prepare(small, small.mesh.abstract())
 

@@ -11,8 +11,8 @@ from jax import lax
 from meshpar import AxisRules, MeshLayout, Tally, Training, training
 from meshpar.nn.layers import dropout
 from meshpar.parallel import tensor
+from meshpar.parallel.context import manual_axes
 from meshpar.parallel.data import gather_in_layer
-from meshpar.sharding.constrain import manual_axes
 
 VOCAB, PADDED, WIDTH, MLP, ROWS, SEQ = 13, 16, 8, 12, 8, 8
 DIMS = {

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.mesh.layout import MeshLayout
 from meshpar.parallel import tensor
-from meshpar.sharding.constrain import Lowering, lowering
+from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.loss import Distill
 
@@ -84,10 +84,10 @@ def test_optax_says_the_same_of_smoothing():
 def on_four_devices(logits, targets, teacher) -> tuple[Any, Any]:
     """The costs, and the gradient of their sum, where each device has a quarter of the vocabulary."""
     mesh = MeshLayout(tensor=4).build(jax.devices()[:4])
-    how = Lowering(mesh, AxisRules(preset="megatron"), manual=True)
+    ctx = ParallelContext(mesh=mesh, rules=AxisRules(preset="megatron"), manual=True)
 
     def local(logits, targets, teacher):
-        with lowering(how):
+        with tracing(ctx):
             total = lambda logits: (costs(logits, targets, teacher).sum(), costs(logits, targets, teacher))
             grads, found = jax.grad(total, has_aux=True)(logits)
             return found, grads

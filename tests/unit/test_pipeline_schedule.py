@@ -135,7 +135,9 @@ def test_a_bad_file_is_told_in_full(tmp_path):
 
 
 def test_interleaved_says_how_many_microbatches_it_takes():
-    with pytest.raises(ScheduleError, match=r"num_microbatches=4 or pipeline.num_microbatches=8, or pipeline={"):
+    with pytest.raises(
+        ScheduleError, match=r"num_microbatches=4 or parallel.pipeline.num_microbatches=8, or parallel.pipeline={"
+    ):
         named("interleaved", 4, 6)
 
 

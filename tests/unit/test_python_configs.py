@@ -44,7 +44,11 @@ SHORT = {
     "steps between checkpoints": ({"checkpoints": 5}, "checkpoints", meshpar.Kept(every=5)),
     "a kind of logger": ({"loggers": ["wandb"]}, "loggers", (meshpar.WandB(),)),
     "a loss of one's own": ({"loss": "mine:loss"}, "loss", meshpar.Criterion(target="mine:loss")),
-    "a kind of compression": ({"reduce": {"across": "int8"}}, "reduce", meshpar.Reduce(across=Int8())),
+    "a kind of compression": (
+        {"parallel": {"gradient_reduction": {"across": "int8"}}},
+        "parallel",
+        Parallel(gradient_reduction=meshpar.Reduce(across=Int8())),
+    ),
     "a limit": ({"expects": {"all_to_all": 0}}, "expects", meshpar.Contract(all_to_all={"times": 0})),
     "a tokenizer file": (
         {"data": {"kind": "text", "path": "texts", "tokenizer": "tokenizer.json"}},
@@ -119,9 +123,9 @@ WRONG = {
         ["optim", "no kind is called 'adam'", "did you mean adamw? There are adamw, lion, sgd, adafactor, muon"],
     ),
     "a kind in short": (
-        {"reduce": {"across": "int9"}},
+        {"parallel": {"gradient_reduction": {"across": "int9"}}},
         [
-            "reduce.across",
+            "parallel.gradient_reduction.across",
             "no kind is called 'int9'",
             "did you mean int8? There are exact, bf16, int8, fp8, onebit, powersgd",
         ],

@@ -24,8 +24,12 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 def test_as_it_is_written():
     keys = "{within: bf16, across: {kind: int8, error_feedback: true}, algorithm: ring, bucket_bytes: 1MiB}"
-    reduce = load(QUICKSTART, [f"reduce={keys}"]).reduce
-    assert reduce and (reduce.within.kind, reduce.across.kind, reduce.algorithm) == ("bf16", "int8", "ring")
+    reduce = load(QUICKSTART, [f"parallel.gradient_reduction={keys}"]).parallel.gradient_reduction
+    assert reduce and (
+        parallel.gradient_reduction.within.kind,
+        parallel.gradient_reduction.across.kind,
+        parallel.gradient_reduction.algorithm,
+    ) == ("bf16", "int8", "ring")
     assert reduce.bucket_size(4) == 1 << 18
     assert load(QUICKSTART).reduce is None
 
@@ -33,13 +37,13 @@ def test_as_it_is_written():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("reduce.across=int9", "no kind is called 'int9'"),
-        ("reduce={within: {kind: int8, error_feedback: true}}", "within keeps no error"),
-        ("reduce={within: {kind: int8, rounding: stochastic}}", "within rounds to the nearest"),
-        ("reduce.bucket_bytes=0", "a bucket holds a byte at least"),
-        ("reduce.bucket_bytes=many", "'many' is no number of bytes"),
-        ("reduce.algorithm=rong", "expected 'ring'"),
-        ("reduce={across: {kind: int8, block: 100}}", "block"),
+        ("parallel.gradient_reduction.across=int9", "no kind is called 'int9'"),
+        ("parallel.gradient_reduction={within: {kind: int8, error_feedback: true}}", "within keeps no error"),
+        ("parallel.gradient_reduction={within: {kind: int8, rounding: stochastic}}", "within rounds to the nearest"),
+        ("parallel.gradient_reduction.bucket_bytes=0", "a bucket holds a byte at least"),
+        ("parallel.gradient_reduction.bucket_bytes=many", "'many' is no number of bytes"),
+        ("parallel.gradient_reduction.algorithm=rong", "expected 'ring'"),
+        ("parallel.gradient_reduction={across: {kind: int8, block: 100}}", "block"),
     ],
 )
 def test_what_is_wrong_is_said(override, words):
@@ -49,16 +53,16 @@ def test_what_is_wrong_is_said(override, words):
 
 def test_xla_reduces_as_it_chooses():
     with pytest.raises(ConfigError, match="under lowering: auto, XLA reduces gradients as it chooses"):
-        prepared("data8", "auto", reduce=Reduce())
+        prepared("data8", "auto", parallel={"gradient_reduction": Reduce()})
 
 
 def test_an_algorithm_that_cannot_scatter():
     with pytest.raises(ConfigError, match="tree has no plan for reduce_scatter; there are ring"):
-        prepared("zero3", reduce=Reduce(algorithm="tree")).compile_step()
+        prepared("zero3", parallel={"gradient_reduction": Reduce(algorithm="tree")}).compile_step()
 
 
 def test_a_reduction_that_rounds_is_not_proven():
-    run = prepared("data8", reduce=Reduce(across=Int8())).run
+    run = prepared("data8", parallel={"gradient_reduction": Reduce(across=Int8())}).run
     with pytest.raises(ProofError, match="reduce rounds what it sums"):
         prove(run)
 
@@ -71,7 +75,7 @@ def test_a_reduction_that_rounds_is_not_proven():
     ],
 )
 def test_what_is_kept_is_sharded_and_checkpointed(layout, across, tmp_path):
-    run = prepared(layout, reduce=Reduce(across=across))
+    run = prepared(layout, parallel={"gradient_reduction": Reduce(across=across)})
     step = run.compile_step()
     put = lambda batch: {name: jax.device_put(x, step.batch[name].sharding) for name, x in batch.items()}
     first, second, _ = map(put, batches())
@@ -112,7 +116,7 @@ PRECISIONS = {
 def test_a_step_leaves_the_types_that_it_is_compiled_for(across, precision, layout, optim):
     """Else there is no second step."""
     with jax.enable_x64(True):
-        run = prepared(layout, reduce=Reduce(across=across)).run
+        run = prepared(layout, parallel={"gradient_reduction": Reduce(across=across)}).run
         run = prepare(run.model_copy(update={"precision": precision, "optim": optim}))
         before = run.placement.structs
         after, _ = jax.eval_shape(run.step, before, run.batch)
@@ -125,7 +129,7 @@ def test_gradients_are_rounded_by_the_seed_of_the_run():
 
     def norm(seed: int, rounding: str = "stochastic") -> float:
         across = Int8(rounding=rounding)
-        run = prepared("data8", reduce=Reduce(across=across)).run
+        run = prepared("data8", parallel={"gradient_reduction": Reduce(across=across)}).run
         run = prepare(run.model_copy(update={"seed": seed}))
         params = prepare(run.run.model_copy(update={"seed": 0})).compile_init()().params
         batch = {name: jax.device_put(x, run.batch[name].sharding) for name, x in batches()[0].items()}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshpar.errors import ShardingError
 from meshpar.mesh.layout import MeshLayout
-from meshpar.sharding.constrain import Lowering, constrain, lowering
+from meshpar.parallel.context import ParallelContext, constrain, tracing
 from meshpar.sharding.resolve import resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -35,7 +35,7 @@ def test_the_local_shape_is_the_one_that_jax_gives(dims, shape, sizes):
 
 def test_gathering_removes_the_storage_axes_alone():
     placement = resolve({"w": spec((8, 8), "embed", "mlp")}, RULES, MeshLayout(fsdp=4, tensor=2).abstract())["w"]
-    assert placement.without(RULES["batch"]).local_shape == (8, 4)
+    assert placement.gathered(RULES).local_shape == (8, 4)
 
 
 def test_axes_of_size_one_appear_nowhere():
@@ -94,7 +94,7 @@ def test_constrain_pins_under_gspmd_and_raises_where_jax_would_replicate():
     mesh = MeshLayout(fsdp=4, tensor=2).build()
 
     def f(x):
-        with lowering(Lowering(mesh, RULES, manual=False)):
+        with tracing(ParallelContext(mesh=mesh, rules=RULES)):
             return constrain(x, "batch", "mlp")
 
     out = jax.jit(f)(np.ones((4, 6), np.float32))

@@ -28,9 +28,9 @@ def test_presets_in_a_list_are_joined():
 
 def test_batch_axes_store_parameters_and_carry_nothing_else_in_activations():
     rules = AxisRules(preset=("fsdp", "megatron"))
-    assert rules.storage_axes("embed") == ("fsdp",) and rules.activation_axes("embed") == ()
-    assert rules.storage_axes("mlp") == () and rules.activation_axes("mlp") == ("tensor",)
-    assert rules.activation_axes("batch") == ("replica", "data", "fsdp")
+    assert rules.storage_axes("embed") == ("fsdp",) and rules.partition_axes("embed") == ()
+    assert rules.storage_axes("mlp") == () and rules.partition_axes("mlp") == ("tensor",)
+    assert rules.partition_axes("batch") == ("replica", "data", "fsdp")
 
 
 def test_or_joins_and_is_commutative_where_nothing_disagrees():

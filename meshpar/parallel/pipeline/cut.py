@@ -84,9 +84,7 @@ def _check(counts: tuple[int, ...], schedule: Schedule, num_stages: int, num_lay
     num_virtual = num_stages * schedule.chunks_per_stage
     parts = f"{num_virtual} parts ({num_stages} stages x {schedule.chunks_per_stage} chunks)"
     if len(counts) != num_virtual or sum(counts) != num_layers:
-        what = (
-            f"pipeline.cut has {len(counts)} parts of {sum(counts)} layers; there are {parts} and {num_layers} layers"
-        )
-        raise ScheduleError(what)
+        given = f"parallel.pipeline.cut has {len(counts)} parts of {sum(counts)} layers"
+        raise ScheduleError(f"{given}; there are {parts} and {num_layers} layers")
     if min(counts) < 1:
         raise ScheduleError(f"{num_layers} layers cannot be cut into {parts}, of a layer at least")

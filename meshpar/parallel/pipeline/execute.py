@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.parallel.data import summed_axes
+from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.local import varying, varying_like, zeros_of
 from meshpar.parallel.pipeline.cut import Cut, cut_layers
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
@@ -27,7 +27,6 @@ from meshpar.parallel.pipeline.simulate import check_complete
 from meshpar.parallel.pipeline.split import Split, split
 from meshpar.parallel.pipeline.ticks import KINDS, Row, Ticks, tick_table
 from meshpar.parallel.precision import summed_in, wide
-from meshpar.sharding.constrain import Lowering, manual
 
 Sums = tuple[jax.Array, jax.Array, Any]
 
@@ -56,28 +55,28 @@ class Pipeline:
         """Sums of losses and tokens alone: forwards, in the order in which the schedule has them."""
         return _Stage(self, params, batch, None, forward_only=True).evaluation()
 
-    def plan(self, how: Lowering, forward_only: bool = False) -> tuple[Ticks, Cut]:
+    def plan(self, ctx: ParallelContext, forward_only: bool = False) -> tuple[Ticks, Cut]:
         """The table, and which layers are where.
 
         Raises:
           ScheduleError: the schedule is not complete, or its stages wait for each other.
         """
-        num_stages = how.shards("stage")
+        num_stages = ctx.shards("stage")
         orders = self.schedule.orders(num_stages)
         check_complete(orders, self.schedule)
         if forward_only:
             orders = [[op for op in order if op.kind == "F"] for order in orders]
-        return tick_table(orders, self.schedule), self.cut(how)
+        return tick_table(orders, self.schedule), self.cut(ctx)
 
-    def cut(self, how: Lowering) -> Cut:
+    def cut(self, ctx: ParallelContext) -> Cut:
         return cut_layers(
-            self.schedule, how.shards("stage"), self.parts.num_layers, self.parts.head, self.parts.stacked_layers
+            self.schedule, ctx.shards("stage"), self.parts.num_layers, self.parts.head, self.parts.stacked_layers
         )
 
-    def moves(self, how: Lowering) -> Exchange | None:
+    def moves(self, ctx: ParallelContext) -> Exchange | None:
         """How layers come to where the schedule wants them; None if they lie there, or all on every stage."""
-        cut, stored = self.cut(how), self.parts.stacked_layers // how.shards("stage")
-        return exchange(cut, stored) if how.axes("layers") and not cut.lies_in_order(stored) else None
+        cut, stored = self.cut(ctx), self.parts.stacked_layers // ctx.shards("stage")
+        return exchange(cut, stored) if ctx.axes("layers") and not cut.lies_in_order(stored) else None
 
 
 class _Slots(NamedTuple):
@@ -103,20 +102,20 @@ class _Stage:
     def __init__(
         self, pipeline: Pipeline, params: Any, batch: Batch, key: jax.Array | None, forward_only: bool = False
     ):
-        self.how = how = _manual()
+        self.ctx = ctx = _manual()
         self.parts, self.key = pipeline.parts, key
-        self.ticks, self.cut = pipeline.plan(how, forward_only)
+        self.ticks, self.cut = pipeline.plan(ctx, forward_only)
         self.num_microbatches = pipeline.schedule.num_microbatches
         # [rows / m, m, ...]: a microbatch is read where it lies, and never laid out anew.
         self.batch = jax.tree.map(lambda a: a.reshape(-1, self.num_microbatches, *a.shape[1:]), batch)
         self.at_ends = (self.num_microbatches, self.num_microbatches * pipeline.schedule.chunks_per_stage)
-        self.axes, self.everywhere = how.axes("stage"), summed_axes(how)
+        self.axes, self.everywhere = ctx.stage_axes, ctx.gradient_axes
         self.stage = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
-        self.exchange = pipeline.moves(how)
+        self.exchange = pipeline.moves(ctx)
         self.layers = self._enter(params[self.parts.layers])
         self.outer = {name: value for name, value in params.items() if name != self.parts.layers}
-        self.indices = jnp.asarray(self.cut.layers.reshape(how.shards("stage"), -1))[self.stage]
-        self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if how.axes("layers") else self.indices
+        self.indices = jnp.asarray(self.cut.layers.reshape(ctx.shards("stage"), -1))[self.stage]
+        self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if ctx.axes("layers") else self.indices
         x = jax.eval_shape(partial(self._embed, self.outer), self._micro(jnp.int32(0)))
         self.x = varying(jnp.zeros(x.shape, x.dtype), self.everywhere)
         self.split = self._split()
@@ -151,7 +150,7 @@ class _Stage:
 
     def _hand_on(self, inbox: jax.Array, out: jax.Array, row: Row) -> jax.Array:
         """One permute to the right and one to the left; each stage keeps what its table says."""
-        n = self.how.shards("stage")
+        n = self.ctx.shards("stage")
         shifts = [(1, row.from_left), (-1, row.from_right)][: num_permutes(n)]
         for by, slot in shifts:
             message = lax.ppermute(out, self.axes, [(i, (i + by) % n) for i in range(n)])
@@ -254,7 +253,7 @@ class _Stage:
         )
 
     def _no_loss(self) -> tuple[jax.Array, jax.Array]:
-        axes = self.how.axes("batch") + self.axes
+        axes = self.ctx.loss_axes
         return varying(wide(jnp.zeros((), self.x.dtype)), axes), varying(jnp.int32(0), axes)
 
     def _table(self) -> Row:
@@ -302,7 +301,7 @@ def _added(sums: Any, grads: Any) -> Any:
     return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads)
 
 
-def _manual() -> Lowering:
-    how = manual()
-    assert how is not None, "only within the manual lowering"
-    return how
+def _manual() -> ParallelContext:
+    ctx = manual()
+    assert ctx is not None, "only within the manual lowering"
+    return ctx

@@ -92,7 +92,7 @@ class Schedule(Config):
         operations = num_stages * self.num_microbatches * self.chunks_per_stage
         if operations > MAX_OPERATIONS:
             what = f"{operations} forwards on all stages, of which at most {MAX_OPERATIONS} are put in order"
-            problems.add("pipeline.num_microbatches", what, "fewer microbatches, stages or chunks")
+            problems.add("parallel.pipeline.num_microbatches", what, "fewer microbatches, stages or chunks")
 
 
 class GPipe(Schedule):
@@ -147,9 +147,9 @@ class Interleaved(Schedule):
             what = f"{self.num_microbatches} microbatches go through {num_stages} stages in groups of {num_stages}"
             below = self.num_microbatches // num_stages * num_stages
             near = [n for n in (below, below + num_stages) if n]
-            fix = " or ".join(f"pipeline.num_microbatches={n}" for n in near)
-            other = f"pipeline={{kind: 1f1b, num_microbatches: {self.num_microbatches}}}"
-            problems.add("pipeline.num_microbatches", what, f"{fix}, or {other}")
+            fix = " or ".join(f"parallel.pipeline.num_microbatches={n}" for n in near)
+            other = f"parallel.pipeline={{kind: 1f1b, num_microbatches: {self.num_microbatches}}}"
+            problems.add("parallel.pipeline.num_microbatches", what, f"{fix}, or {other}")
 
 
 class ZeroBubbleH1(Schedule):
@@ -240,7 +240,7 @@ class Written(Schedule):
         try:
             lines = [line.split("#")[0] for line in read_text(self.path).splitlines()]
         except ConfigError as error:
-            raise ScheduleError(f"pipeline.path: {error}") from None
+            raise ScheduleError(f"parallel.pipeline.path: {error}") from None
         return parse([line for line in lines if line.strip()], num_stages)
 
 
@@ -255,7 +255,9 @@ def parse(lines: Sequence[str], num_stages: int) -> list[Order]:
     """
     problems = Problems()
     if len(lines) != num_stages:
-        problems.add("pipeline.path", f"orders of {len(lines)} stages, but there are {num_stages}", "a line a stage")
+        problems.add(
+            "parallel.pipeline.path", f"orders of {len(lines)} stages, but there are {num_stages}", "a line a stage"
+        )
     for number, line in enumerate(lines):
         wrong = [word for word in line.split() if not _OP.fullmatch(word)]
         if wrong:

@@ -1,0 +1,197 @@
+"""The parallel context: which mesh, rules and strategies a program uses, and which role each mesh axis plays in it.
+
+It is the one context variable of meshpar. Layers never receive a mesh. They ask here over which axes a dim is sharded,
+and get none when they run on one device. Inside the manual lowering's `shard_map` arrays are local shards and
+communication is explicit; under GSPMD `constrain` pins activations and XLA communicates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.collectives.reduction import Reduce
+from meshpar.errors import Problems, ShardingError, nearest
+from meshpar.mesh.varying import Axes
+from meshpar.parallel.pipeline.schedule import Schedule
+from meshpar.parallel.strategies import Parallel
+from meshpar.sharding.resolve import AnyMesh, live
+from meshpar.sharding.rules import ACTIVATION_DIMS, AxisRules
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelContext:
+    """A mesh, the rules on it, the strategies, and which of the two lowerings is traced.
+
+    Args:
+      manual: whether programs are one `shard_map` over all axes; else GSPMD partitions them.
+      parallel: the strategies of the manual lowering.
+      compute_dtype: in which the model computes; None for the dtype of its parameters.
+      accum_dtype: in which gradients are summed over microbatches and devices; None for float32 at least.
+      num_microbatches: how many parts of a batch are computed one after the other, before a pipeline cuts each.
+      dcn_axes: axes that cross slices.
+      activation_dims: dims that only activations of a user's model have: their axes may carry the batch. None where
+        the model is one of meshpar's own.
+    """
+
+    mesh: AnyMesh
+    rules: AxisRules
+    manual: bool = False
+    parallel: Parallel = field(default_factory=Parallel)
+    compute_dtype: Any = None
+    accum_dtype: Any = None
+    num_microbatches: int = 1
+    dcn_axes: Axes = ()
+    activation_dims: tuple[str, ...] | None = None
+
+    @property
+    def lowering(self) -> str:
+        return "manual" if self.manual else "auto"
+
+    def axes(self, dim: str) -> Axes:
+        """The axes over which an activation's dim is partitioned; those of size 1 left out."""
+        if dim in (self.activation_dims or ()):
+            return live(self.mesh, self.rules[dim])
+        return live(self.mesh, self.rules.partition_axes(dim))
+
+    def shards(self, dim: str) -> int:
+        """The number of parts into which an activation's dim is partitioned."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes(dim))
+
+    def storage(self, dim: str) -> Axes:
+        """The axes over which a parameter's dim is stored in shards, and gathered before use."""
+        return live(self.mesh, self.rules.storage_axes(dim))
+
+    def pspec(self, *dims: str | None) -> PartitionSpec:
+        """How an activation with these dims is sharded. A dim without a name is whole."""
+        return PartitionSpec(*((dim and self.axes(dim)) or None for dim in dims))
+
+    # Roles of axes -----------------------------------------------------------------------------------------------
+
+    @property
+    def stage_axes(self) -> Axes:
+        """The axes over which a pipeline's stages are placed."""
+        return self.axes("stage")
+
+    @property
+    def residual_axes(self) -> Axes:
+        """The axes over which the sequence of the residual stream is sharded: attention's, and those of norms."""
+        return self.axes("seq") + self.axes("norm_seq")
+
+    @property
+    def loss_axes(self) -> Axes:
+        """The axes over which the loss is a partial sum: devices have other tokens, or a stage that has no loss."""
+        return self.axes("batch") + self.axes("seq") + self.stage_axes
+
+    @property
+    def gradient_axes(self) -> Axes:
+        """The axes over which gradients are partial sums: devices have other tokens or layers."""
+        return self.axes("batch") + self.residual_axes + self.stage_axes
+
+    def copy_axes(self, dims: tuple[str, ...]) -> tuple[Axes, Axes]:
+        """The axes over which a parameter's gradient must be all-reduced: inside a slice, and across slices.
+
+        Where no axis is declared to cross slices, all count as crossing.
+        """
+        sharded = {axis for dim in dims for axis in live(self.mesh, self.rules[dim])}
+        axes = tuple(axis for axis in self.gradient_axes if axis not in sharded)
+        across = tuple(axis for axis in axes if not self.dcn_axes or axis in self.dcn_axes)
+        return tuple(axis for axis in axes if axis not in across), across
+
+    # Strategies --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_passes(self) -> int:
+        """How often the layers are computed for a batch: microbatches, those of the pipeline included."""
+        return self.num_microbatches * self.parallel.num_microbatches
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The pipeline's schedule, in the manual lowering."""
+        return self.parallel.pipeline if self.manual else None
+
+    @property
+    def gradient_reduction(self) -> Reduce | None:
+        """The declared reduction of gradients, in the manual lowering."""
+        return self.parallel.gradient_reduction if self.manual else None
+
+    @property
+    def gathers_in_layers(self) -> bool:
+        """Whether a layer gathers the parameters that are stored in shards, and scatters their gradients."""
+        return self.rules.zero_stage == 3 or (self.rules.zero_stage == 2 and self.num_passes == 1)
+
+    def overlaps(self, dim: str) -> bool:
+        """Whether layers whose weights' `dim` is sharded communicate activations while they multiply."""
+        sequence = self.axes("norm_seq")
+        return self.parallel.tensor.overlap != "none" and bool(sequence) and sequence == self.axes(dim)
+
+
+_current: ContextVar[ParallelContext | None] = ContextVar("meshpar_context", default=None)
+
+
+@contextmanager
+def tracing(ctx: ParallelContext | None) -> Iterator[None]:
+    """Within, code is traced for this context; for one device with None."""
+    token = _current.set(ctx)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current() -> ParallelContext | None:
+    """The context of the program that is being traced."""
+    return _current.get()
+
+
+def manual() -> ParallelContext | None:
+    """The context, if the code is traced inside the manual lowering's `shard_map`."""
+    ctx = _current.get()
+    return ctx if ctx is not None and ctx.manual else None
+
+
+def manual_axes(dim: str) -> Axes:
+    """The axes over which the code holds only a shard of `dim`; none when it holds the whole."""
+    ctx = manual()
+    return ctx.axes(dim) if ctx else ()
+
+
+def constrain(x: jax.Array, *dims: str) -> jax.Array:
+    """Pins an activation to its rules under GSPMD; the identity on one device and in the manual lowering.
+
+    Args:
+      x: an activation of any shape.
+      dims: a name for each dim.
+
+    Raises:
+      ShardingError: a dim is not divisible, where JAX would replicate silently; or it has no rule, or no name.
+
+    >>> constrain(jax.numpy.ones((4, 8)), "batch", "embed").shape
+    (4, 8)
+    """
+    ctx = _current.get()
+    if ctx is None or ctx.manual:
+        return x
+    _check(x.shape, dims, ctx)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(ctx.mesh, ctx.pspec(*dims)))  # pyright: ignore
+
+
+def _check(shape: tuple[int, ...], dims: tuple[str, ...], ctx: ParallelContext) -> None:
+    problems = Problems()
+    if len(shape) != len(dims):
+        problems.add(f"{len(shape)} dims {shape}", f"{len(dims)} names", "give a name for each dim")
+    for size, dim in zip(shape, dims, strict=False):
+        if dim not in ctx.rules.table and dim not in ACTIVATION_DIMS:
+            near = nearest(dim, set(ctx.rules.table))
+            problems.add(dim, "no rule covers it", f"rules.{dim}=[]" + (f", or did you mean {near}?" if near else ""))
+        elif size % ctx.shards(dim):
+            shards = " x ".join(f"{a} = {ctx.mesh.shape[a]}" for a in ctx.axes(dim))
+            problems.add(f"{dim} = {size}", f"is not divisible by {shards}", f"rules.{dim}=[] to leave it whole")
+    problems.raise_any(ShardingError, f"constrain{dims}:")

@@ -1,0 +1,67 @@
+"""The `parallel:` section of a config: the strategies of the manual lowering and their settings."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from meshpar.collectives.reduction import Reduce
+from meshpar.config import Config
+from meshpar.errors import Problems
+from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
+from meshpar.sharding.rules import AxisRules
+
+Overlap = Literal["none", "ring", "bidirectional"]
+
+
+class TensorParallel(Config):
+    """How layers with sequence parallelism communicate their activations."""
+
+    overlap: Overlap = "none"
+    """`ring`, `bidirectional`: in chunks that travel one way or both, each multiplied while others are on their way."""
+
+
+class FullySharded(Config):
+    """How layers communicate the weights that ZeRO-3 gathers."""
+
+    overlap: Overlap = "none"
+    """`ring`, `bidirectional`: in chunks that travel one way or both, each multiplied while others are on their way."""
+
+
+class Parallel(Config):
+    """The strategies by which the manual lowering communicates. Each reads its own field; all get this object whole."""
+
+    tensor: TensorParallel = TensorParallel()
+    fsdp: FullySharded = FullySharded()
+    pipeline: Schedule | None = None
+    """How each microbatch of a step goes through the stages of axis pipe: `{kind: 1f1b, num_microbatches: 16}`."""
+    gradient_reduction: Reduce | None = None
+    """How gradients are summed over devices. Default: XLA's own collectives."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Into how many microbatches the pipeline cuts each part of a batch."""
+        return self.pipeline.num_microbatches if self.pipeline else 1
+
+    @property
+    def overlaps(self) -> dict[str, str]:
+        """Key -> value, of the overlaps that are on."""
+        ways = {"parallel.tensor.overlap": self.tensor.overlap, "parallel.fsdp.overlap": self.fsdp.overlap}
+        return {key: way for key, way in ways.items() if way != "none"}
+
+    def check_overlaps(self, rules: AxisRules, is_manual: bool, problems: Problems) -> None:
+        """Adds why an overlap would have no effect under these rules."""
+        has_sequence = bool(rules.partition_axes("norm_seq"))
+        has_storage = any(rules.storage_axes(dim) for dim in rules.table if dim != "batch")
+        gathers_weights = rules.zero_stage == 3 and has_storage
+        tensor, fsdp = (f"parallel.{name}.overlap" for name in ("tensor", "fsdp"))
+        if tensor in self.overlaps and not has_sequence:
+            what = "the rules shard no norm_seq: each layer has the whole sequence"
+            problems.add(tensor, what, f"{tensor}=none, or the preset megatron_sp")
+        if fsdp in self.overlaps and not gathers_weights:
+            what = "the rules gather no weights in the layers, again for the backward"
+            problems.add(fsdp, what, "rules.zero=3" if has_storage else f"{fsdp}=none, or the preset fsdp")
+        if {tensor, fsdp} <= {*self.overlaps} and has_sequence and gathers_weights:
+            what = f"{tensor} is on, too: a product goes by the chunks of one operand"
+            problems.add(fsdp, what, f"{tensor}=none, or {fsdp}=none")
+        if self.overlaps and not is_manual:
+            problems.add("lowering", "auto: GSPMD chooses how it communicates, and overlaps nothing", "lowering=manual")

@@ -1,0 +1,127 @@
+"""Programs: functions of global arrays, traced for a parallel context and compiled from placements.
+
+This is the one place with a `shard_map`, and the one that says how arguments and results of programs are sharded. The
+step, the evaluation, a teacher's forward, the first state and the programs of generation all come through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.inspection.compiling import compiling
+from meshpar.parallel.context import ParallelContext, tracing
+from meshpar.sharding.spec import ArraySpec
+
+Batch = dict[str, jax.Array]
+WHOLE = PartitionSpec()
+"""Every device has the whole."""
+
+
+def on_shards(local: Callable[..., Any], ctx: ParallelContext, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """A function of local shards as one of global arrays: one `shard_map` over all axes in the manual lowering.
+
+    Under GSPMD `local` gets the global arrays themselves, and XLA partitions it.
+
+    Args:
+      local: traced with `ctx` as the current context.
+      in_specs, out_specs: trees of `PartitionSpec`, of its arguments and its result.
+    """
+
+    def traced(*args: Any) -> Any:
+        with tracing(ctx):
+            return local(*args)
+
+    if not ctx.manual:
+        return traced
+    return jax.shard_map(traced, mesh=ctx.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+
+def pspecs(placements: Any) -> Any:
+    """How the arrays of a tree of `Placement` are sharded."""
+    return jax.tree.map(lambda p: p.pspec, placements)
+
+
+def structs(placements: Any) -> Any:
+    """A tree of placements as `ShapeDtypeStruct`s."""
+    return jax.tree.map(lambda p: p.struct, placements)
+
+
+def shardings(tree: Any) -> Any:
+    """The shardings of a tree of `ShapeDtypeStruct`s."""
+    return jax.tree.map(lambda s: s.sharding, tree)
+
+
+def whole(mesh: Any) -> NamedSharding:
+    """The sharding of an array that each device has whole."""
+    return NamedSharding(mesh, WHOLE)
+
+
+def batch_structs(ctx: ParallelContext, specs: dict[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a batch as structs, each sharded as the rules say of its dims; a dim without a name is whole."""
+
+    def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(ctx.mesh, ctx.pspec(*spec.dims))  # pyright: ignore
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+
+    return {name: struct(spec) for name, spec in specs.items()}
+
+
+def batch_pspecs(ctx: ParallelContext, specs: dict[str, ArraySpec]) -> dict[str, PartitionSpec]:
+    """How the arrays of a batch are sharded, and the indices of its rows."""
+    return {name: ctx.pspec(*spec.dims) for name, spec in specs.items()} | {"rows": ctx.pspec("batch")}
+
+
+def with_rows(batch: Batch) -> Batch:
+    """The batch, and the index of each row: what dropout derives its masks from."""
+    num_rows = next(iter(batch.values())).shape[0]
+    return batch | {"rows": jnp.arange(num_rows, dtype=jnp.int32)}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled function of global arrays.
+
+    Args:
+      compiled: the executable.
+      warnings: what XLA said while it compiled, see `inspection.compiling`.
+      jaxpr: the traced program.
+    """
+
+    compiled: jax.stages.Compiled
+    warnings: tuple[str, ...]
+    jaxpr: ClosedJaxpr
+
+    def __call__(self, *args: Any) -> Any:
+        return self.compiled(*args)
+
+
+def trace(
+    function: Callable[..., Any], arguments: tuple[Any, ...], out_shardings: Any, donate: tuple[int, ...] = ()
+) -> jax.stages.Traced:
+    """Traces a function for arguments that need not exist.
+
+    Args:
+      arguments: trees of `ShapeDtypeStruct` with shardings.
+      out_shardings: of its result.
+      donate: positions of the arguments whose memory it may reuse.
+    """
+    return jax.jit(function, out_shardings=out_shardings, donate_argnums=donate).trace(*arguments)
+
+
+def compile_program(traced: jax.stages.Traced, options: dict[str, Any] | None = None) -> Program:
+    """Compiles a traced function; nothing is allocated.
+
+    Args:
+      options: the compiler's.
+    """
+    lowered = traced.lower()
+    with compiling() as warnings:
+        compiled = lowered.compile(compiler_options=options)
+    return Program(compiled, tuple(warnings), traced.jaxpr)
