@@ -31,7 +31,7 @@ from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
 from .nn.lora import LoRA
-from .parallel.context import constrain
+from .parallel.context import ParallelContext, constrain
 from .parallel.pipeline.schedule import (
     ZBV,
     GPipe,
@@ -42,7 +42,7 @@ from .parallel.pipeline.schedule import (
     ZeroBubbleH1,
     ZeroBubbleH2,
 )
-from .parallel.strategies import FullySharded, TensorParallel
+from .parallel.strategies import FullySharded, Parallel, TensorParallel
 from .plan.fit import Judgement
 from .prepared import Prepared, prepare
 from .proof.prove import prove
@@ -125,6 +125,8 @@ __all__ = [
     "Muon",
     "Numpy",
     "OneFOneB",
+    "Parallel",
+    "ParallelContext",
     "Parquet",
     "Part",
     "PipeDream2BW",

@@ -47,7 +47,7 @@ SHORT = {
     "a kind of compression": (
         {"parallel": {"gradient_reduction": {"across": "int8"}}},
         "parallel",
-        Parallel(gradient_reduction=meshpar.Reduce(across=Int8())),
+        meshpar.Parallel(gradient_reduction=meshpar.Reduce(across=Int8())),
     ),
     "a limit": ({"expects": {"all_to_all": 0}}, "expects", meshpar.Contract(all_to_all={"times": 0})),
     "a tokenizer file": (
@@ -56,9 +56,9 @@ SHORT = {
         meshpar.Text(path="texts", tokenizer=meshpar.TokenizerFile(path="tokenizer.json")),
     ),
     "a kind among others": (
-        {"pipeline": {"kind": "1f1b", "num_microbatches": 4, "cut": [1, 2]}},
-        "pipeline",
-        meshpar.OneFOneB(num_microbatches=4, cut=(1, 2)),
+        {"parallel": {"pipeline": {"kind": "1f1b", "num_microbatches": 4, "cut": [1, 2]}}},
+        "parallel",
+        meshpar.Parallel(pipeline=meshpar.OneFOneB(num_microbatches=4, cut=(1, 2))),
     ),
     "a text for a path": ({"init": {"from_hf": "a/b"}}, "init", meshpar.Init(from_hf=Path("a/b"))),
     "an integer for a number": ({"optim": {"kind": "sgd", "lr": 1}}, "optim", meshpar.SGD(lr=1.0)),

@@ -25,11 +25,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 def test_as_it_is_written():
     keys = "{within: bf16, across: {kind: int8, error_feedback: true}, algorithm: ring, bucket_bytes: 1MiB}"
     reduce = load(QUICKSTART, [f"parallel.gradient_reduction={keys}"]).parallel.gradient_reduction
-    assert reduce and (
-        parallel.gradient_reduction.within.kind,
-        parallel.gradient_reduction.across.kind,
-        parallel.gradient_reduction.algorithm,
-    ) == ("bf16", "int8", "ring")
+    assert reduce and (reduce.within.kind, reduce.across.kind, reduce.algorithm) == ("bf16", "int8", "ring")
     assert reduce.bucket_size(4) == 1 << 18
     assert load(QUICKSTART).reduce is None
 
@@ -63,7 +59,7 @@ def test_an_algorithm_that_cannot_scatter():
 
 def test_a_reduction_that_rounds_is_not_proven():
     run = prepared("data8", parallel={"gradient_reduction": Reduce(across=Int8())}).run
-    with pytest.raises(ProofError, match="reduce rounds what it sums"):
+    with pytest.raises(ProofError, match="gradient_reduction rounds what it sums"):
         prove(run)
 
 

@@ -30,14 +30,14 @@ SAMPLINGS = {
 }
 
 
-def reference(logits: np.ndarray, ctx: Sampling) -> np.ndarray:
+def reference(logits: np.ndarray, how: Sampling) -> np.ndarray:
     """The probability of each token, one after the other as the papers say it."""
-    probabilities = np.exp(logits[:VOCAB].astype(np.float64) / ctx.temperature)
-    order = np.argsort(-probabilities)[: ctx.top_k]
+    probabilities = np.exp(logits[:VOCAB].astype(np.float64) / how.temperature)
+    order = np.argsort(-probabilities)[: how.top_k]
     share = probabilities[order] / probabilities[order].sum()
     kept, total = [], 0.0
     for token, p in zip(order, share, strict=True):
-        if total >= ctx.top_p:
+        if total >= how.top_p:
             break
         kept.append(token)
         total += p
@@ -45,24 +45,24 @@ def reference(logits: np.ndarray, ctx: Sampling) -> np.ndarray:
     return left / left.sum()
 
 
-def draws(ctx: Sampling, logits: np.ndarray = LOGITS, num: int = NUM_DRAWS) -> np.ndarray:
+def draws(how: Sampling, logits: np.ndarray = LOGITS, num: int = NUM_DRAWS) -> np.ndarray:
     rows = jnp.arange(num, dtype=jnp.int32)
-    drawn = partial(sample, ctx=ctx, vocab_size=VOCAB)
+    drawn = partial(sample, how=how, vocab_size=VOCAB)
     return np.asarray(jax.jit(drawn)(jnp.broadcast_to(logits, (num, PADDED)), rows, rows % 7))
 
 
-def distance(ctx: Sampling, want: Sampling) -> float:
+def distance(how: Sampling, want: Sampling) -> float:
     """Total variation between what was drawn and what should be."""
-    counts = np.bincount(draws(ctx), minlength=PADDED) / NUM_DRAWS
+    counts = np.bincount(draws(how), minlength=PADDED) / NUM_DRAWS
     return 0.5 * float(abs(counts[:VOCAB] - reference(LOGITS, want)).sum() + counts[VOCAB:].sum())
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_draws_have_the_distribution_of_the_reference(name):
     """Of 29 frequencies in 4096 draws, the expected distance is below half the sum of their deviations, 0.034."""
-    ctx = SAMPLINGS[name]
-    assert distance(ctx, ctx) < 0.05
-    drawn, possible = set(draws(ctx).tolist()), set(np.flatnonzero(reference(LOGITS, ctx)).tolist())
+    how = SAMPLINGS[name]
+    assert distance(how, how) < 0.05
+    drawn, possible = set(draws(how).tolist()), set(np.flatnonzero(reference(LOGITS, how)).tolist())
     assert drawn <= possible
 
 
@@ -77,10 +77,10 @@ def test_another_distribution_is_seen(name):
     top_k=st.sampled_from([1, 5, 40]), top_p=st.sampled_from([0.05, 0.3, 0.7, 0.95, 1.0]),
 )  # fmt: skip
 def test_only_tokens_that_are_kept_are_drawn(logits, top_k, top_p):
-    ctx = Sampling(temperature=1.0, top_k=top_k, top_p=top_p)
+    how = Sampling(temperature=1.0, top_k=top_k, top_p=top_p)
     scores = np.float32([logits])
     least = float(_least_kept(tensor.top(jnp.asarray(scores), top_k), top_p)[0, 0])
-    want = reference(scores[0], ctx)
+    want = reference(scores[0], how)
     # A sum that rounds to the other side of top_p keeps one token more or less.
     assert abs(int((scores[0] >= least).sum()) - int((want > 0).sum())) <= 1
     assert scores[0].max() >= least
@@ -100,11 +100,11 @@ def test_greedy_takes_the_first_of_the_most_probable():
 
 
 def test_a_draw_depends_on_seed_row_and_position_alone():
-    ctx = SAMPLINGS["temperature"]
-    assert (draws(ctx) == draws(ctx)).all()
-    assert (draws(ctx, num=8) == draws(ctx)[:8]).all()
-    assert (draws(ctx) != draws(Sampling(temperature=0.7, seed=1))).any()
-    same_row = jax.jit(partial(sample, ctx=ctx, vocab_size=VOCAB))(
+    how = SAMPLINGS["temperature"]
+    assert (draws(how) == draws(how)).all()
+    assert (draws(how, num=8) == draws(how)[:8]).all()
+    assert (draws(how) != draws(Sampling(temperature=0.7, seed=1))).any()
+    same_row = jax.jit(partial(sample, how=how, vocab_size=VOCAB))(
         jnp.broadcast_to(LOGITS, (64, PADDED)), jnp.zeros(64, jnp.int32), jnp.arange(64, dtype=jnp.int32)
     )
     assert len(set(np.asarray(same_row).tolist())) > 5
@@ -112,17 +112,17 @@ def test_a_draw_depends_on_seed_row_and_position_alone():
 
 @pytest.mark.parametrize("name", ["greedy", "top_p", "top_k and top_p"])
 def test_shards_of_the_vocabulary_give_the_same_tokens(name):
-    ctx = SAMPLINGS.get(name, Sampling())
+    how = SAMPLINGS.get(name, Sampling())
     mesh, rows = MeshLayout(tensor=4).build(jax.devices()[:4]), jnp.arange(64, dtype=jnp.int32)
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(64, PADDED)), jnp.float32)
 
     def local(logits, rows):
         with tracing(ParallelContext(mesh=mesh, rules=AxisRules(preset=("megatron",)), manual=True)):
-            return sample(logits, rows, rows, ctx, VOCAB)
+            return sample(logits, rows, rows, how, VOCAB)
 
     specs = (PartitionSpec(None, "tensor"), PartitionSpec())
     sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec()))
-    whole = jax.jit(lambda logits, rows: sample(logits, rows, rows, ctx, VOCAB))
+    whole = jax.jit(lambda logits, rows: sample(logits, rows, rows, how, VOCAB))
     np.testing.assert_array_equal(sharded(logits, rows), whole(logits, rows))
 
 

@@ -80,7 +80,7 @@ def test_the_state_is_born_as_it_is_placed_and_no_device_holds_it_whole():
         assert x.sharding == placement.sharding
         assert {s.data.shape for s in x.addressable_shards} == {placement.local_shape}
     whole = sum(spec.num_bytes for spec in flatten_with_paths(run.specs).values())
-    memory = init.func.memory_analysis()
+    memory = init.func.compiled.memory_analysis()
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 3 * whole  # parameters and two moments, whole
 
 
