@@ -68,10 +68,10 @@ meshpar: 1 problem in config.yaml:
         """\
 meshpar: 2 arrays do not fit mesh (data=2, fsdp=2, tensor=4):
   blocks.attn.k.kernel  float32[2, 16, 2, 4]  (layers, embed, kv_heads, head_dim)
-    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (preset megatron)
+    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (preset megatron, partition)
     either mesh.tensor=2, or rules.kv_heads=[] to replicate it (at most +768 B per device)
   blocks.attn.v.kernel  float32[2, 16, 2, 4]  (layers, embed, kv_heads, head_dim)
-    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (preset megatron)
+    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (preset megatron, partition)
     either mesh.tensor=2, or rules.kv_heads=[] to replicate it (at most +768 B per device)
 """,
     ),

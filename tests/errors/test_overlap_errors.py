@@ -14,7 +14,7 @@ from meshpar.train.data import Synthetic
 from meshpar.train.optim import AdamW
 
 RING = {"overlap": "ring"}
-BOTH = {"tensor": RING, "fsdp": RING}
+BOTH = {"parallel": {"tensor": RING, "fsdp": RING}}
 REFUSED = {
     "nothing to hide": (
         {"rules": ["zero2", "megatron"], **BOTH},
@@ -28,7 +28,7 @@ the parts of this config do not fit each other:
     rules.zero=3""",
     ),
     "no weights in shards": (
-        {"rules": ["replicated", "megatron"], "mesh": MeshLayout(data=2, tensor=2), "fsdp": RING},
+        {"rules": ["replicated", "megatron"], "mesh": MeshLayout(data=2, tensor=2), "parallel": {"fsdp": RING}},
         """\
 the parts of this config do not fit each other:
   parallel.fsdp.overlap
@@ -36,7 +36,7 @@ the parts of this config do not fit each other:
     parallel.fsdp.overlap=none, or the preset fsdp""",
     ),
     "GSPMD": (
-        {"rules": ["fsdp", "megatron_sp"], "lowering": "auto", "tensor": RING},
+        {"rules": ["fsdp", "megatron_sp"], "lowering": "auto", "parallel": {"tensor": RING}},
         """\
 the parts of this config do not fit each other:
   lowering

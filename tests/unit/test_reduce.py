@@ -27,7 +27,7 @@ def test_as_it_is_written():
     reduce = load(QUICKSTART, [f"parallel.gradient_reduction={keys}"]).parallel.gradient_reduction
     assert reduce and (reduce.within.kind, reduce.across.kind, reduce.algorithm) == ("bf16", "int8", "ring")
     assert reduce.bucket_size(4) == 1 << 18
-    assert load(QUICKSTART).reduce is None
+    assert load(QUICKSTART).parallel.gradient_reduction is None
 
 
 @pytest.mark.parametrize(
