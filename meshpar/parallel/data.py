@@ -137,7 +137,7 @@ def reduce(
     if ctx.rules.zero_stage and not ctx.gathers_in_layers:
         grads = jax.tree.map(lambda grad, names: _reduce_scatter_layers(grad, names, ctx), grads, dims)
     if ctx.gradient_reduction is None:
-        return jax.tree.map(lambda grad, names: _psum(grad, sum(ctx.copy_axes(names), ())), grads, dims), {}
+        return jax.tree.map(lambda grad, names: sum_gradient(grad, sum(ctx.copy_axes(names), ())), grads, dims), {}
     leaves, tree = jax.tree.flatten(grads)
     states = {name: tree.flatten_up_to(state) for name, state in (kept or {}).items()}
     gradients = [
@@ -146,6 +146,11 @@ def reduce(
     ]
     summed, left = zip(*sum_copies(gradients, order or range(len(leaves)), ctx.gradient_reduction, key), strict=True)
     return tree.unflatten(summed), {name: tree.unflatten([state.get(name) for state in left]) for name in states}
+
+
+def sum_gradient(grad: jax.Array, axes: Axes) -> jax.Array:
+    """The sum of a gradient over the devices that have a copy of its parameter, by XLA's own collective."""
+    return _psum(grad, axes)
 
 
 def summed(sums: Any) -> Any:

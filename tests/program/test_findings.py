@@ -136,7 +136,7 @@ def test_the_warnings_of_a_runs_step_reach_its_inspection():
     step = crossing_step(run)
     with pytest.warns(ContractWarning):
         found = run.inspect(step).findings
-    assert len(step.warnings) == 2
+    assert len(step.program.warnings) == 2
     # On the way there, the table is gathered too, over an axis over which the rules shard it for good.
     assert sorted(one.kind for one in found) == ["rematerialization", "rematerialization", "unplanned_gather"]
     assert here("of a step") in {one.where for one in found}
@@ -244,7 +244,7 @@ def of_run(run: Prepared, threshold_bytes: int) -> tuple[Finding, ...]:
     step = run.compile_step()
     meant = planned_by(run.ctx, run.placement.sharded, run.placement.opt_state)
     return inspect(
-        step.compiled, run.mesh, warnings=step.warnings, planned=meant, threshold_bytes=threshold_bytes
+        step.compiled, run.mesh, warnings=step.program.warnings, planned=meant, threshold_bytes=threshold_bytes
     ).findings
 
 
