@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from meshpar.inspection.places import axes_name
-from meshpar.inspection.plain import PlainCollective, PlainInspection, PlainMemory, plain
-from meshpar.inspection.table import table
+from meshpar.inspection.report.places import axes_name
+from meshpar.inspection.report.plain import PlainCollective, PlainInspection, PlainMemory, plain
+from meshpar.inspection.report.table import table
 from meshpar.mesh.layout import describe_sizes
 from meshpar.tree import human_bytes
 

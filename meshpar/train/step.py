@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import ConfigError
-from meshpar.inspection.compiling import compiling
+from meshpar.inspection.program.compiling import compiling
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.frozen import as_in, filled
@@ -141,7 +141,7 @@ class Step:
     Args:
       compiled: the executable.
       batch: tree of `ShapeDtypeStruct`: what it takes for a batch.
-      warnings: what XLA said while it compiled, see `inspection.compiling`.
+      warnings: what XLA said while it compiled, see `inspection.program.compiling`.
       given: what every call gets beside its batch: name -> tree of arrays, or of structs until they are there.
       jaxpr: the traced program.
     """

@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar.errors import ProgramError
-from meshpar.inspection import hlo
-from meshpar.inspection.groups import find_groups, parse_groups
-from meshpar.inspection.hlo import Array, collectives_of, total_sent_bytes
+from meshpar.inspection.program import hlo
+from meshpar.inspection.program.groups import find_groups, parse_groups
+from meshpar.inspection.program.hlo import Array, collectives_of, total_sent_bytes
 from tests.program.test_hlo import ONE, compiled, compiled_text, make_mesh, repeat, shift
 
 EVENS = ((0, 2, 4, 6), (1, 3, 5, 7))

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import jax
 from jax.stages import Compiled
 
-from meshpar.inspection.flow import argument_path
-from meshpar.inspection.program import Instruction, Program
-from meshpar.inspection.walk import Visit
+from meshpar.inspection.program.flow import argument_path
+from meshpar.inspection.program.text import Instruction, Program
+from meshpar.inspection.program.walk import Visit
 
 _MAKES_NOTHING = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call",

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.stages import Compiled
 
-from meshpar.inspection.flow import Flow, argument_path
+from meshpar.inspection.program.flow import Flow, argument_path
 from meshpar.tree import flatten_with_paths
 
 

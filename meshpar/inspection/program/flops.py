@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from meshpar.inspection.program import Array, Instruction, Program
-from meshpar.inspection.walk import Visit
+from meshpar.inspection.program.text import Array, Instruction, Program
+from meshpar.inspection.program.walk import Visit
 
 _GEMM = re.compile(r"gemm|cublas|onednn|matmul", re.IGNORECASE)
 _LABELS = re.compile(r"dim_labels=(\w+?)_(\w+)->(\w+)")

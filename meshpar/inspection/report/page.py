@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-from meshpar.inspection import charts
-from meshpar.inspection.markup import code, heads, number, section, table, word
-from meshpar.inspection.places import Place, places, short_source
-from meshpar.inspection.plain import PlainFinding, PlainHeld, PlainInspection, plain
-from meshpar.inspection.style import STYLE
+from meshpar.inspection.report import charts
+from meshpar.inspection.report.markup import code, heads, number, section, table, word
+from meshpar.inspection.report.places import Place, places, short_source
+from meshpar.inspection.report.plain import PlainFinding, PlainHeld, PlainInspection, plain
+from meshpar.inspection.report.style import STYLE
 from meshpar.mesh.layout import describe_sizes
 from meshpar.tree import human_bytes, human_flops
 

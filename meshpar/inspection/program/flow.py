@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from meshpar.inspection.program import Instruction, Program
+from meshpar.inspection.program.text import Instruction, Program
 
 _VIEWS = {
     "copy", "bitcast", "convert", "transpose", "reshape", "slice", "dynamic-slice", "reduce-precision",

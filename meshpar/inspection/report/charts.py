@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from html import escape
 from itertools import accumulate
 
-from meshpar.inspection.bars import Part, colour_of, lane, pair, stack
-from meshpar.inspection.markup import number, row, section, swatch, table, word
-from meshpar.inspection.places import axes_name
-from meshpar.inspection.plain import PlainCollective, PlainInspection, PlainMemory
+from meshpar.inspection.report.bars import Part, colour_of, lane, pair, stack
+from meshpar.inspection.report.markup import number, row, section, swatch, table, word
+from meshpar.inspection.report.places import axes_name
+from meshpar.inspection.report.plain import PlainCollective, PlainInspection, PlainMemory
 from meshpar.tree import human_bytes
 
 _ORDER = (

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from meshpar.inspection.hlo import KINDS
-from meshpar.inspection.places import axes_name, short_source
-from meshpar.inspection.plain import PlainCollective
+from meshpar.inspection.program.hlo import KINDS
+from meshpar.inspection.report.places import axes_name, short_source
+from meshpar.inspection.report.plain import PlainCollective
 from meshpar.tree import human_bytes
 
 _NARROW_PX, _WIDE_PX = 340, 700

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshpar.inspection.finding import Axes, Planned
+from meshpar.inspection.findings.finding import Axes, Planned
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.resolve import Placement
 from meshpar.tree import flatten_with_paths

@@ -17,10 +17,10 @@ from fractions import Fraction
 from jax.stages import Compiled
 
 from meshpar.errors import Problems, ProgramError
-from meshpar.inspection.flow import Flow
-from meshpar.inspection.groups import Groups, differing_axes, find_groups, spanned_axes
-from meshpar.inspection.program import Array, Instruction, Program, arrays_of, unquoted
-from meshpar.inspection.walk import Visit, walk
+from meshpar.inspection.program.flow import Flow
+from meshpar.inspection.program.groups import Groups, differing_axes, find_groups, spanned_axes
+from meshpar.inspection.program.text import Array, Instruction, Program, arrays_of, unquoted
+from meshpar.inspection.program.walk import Visit, walk
 from meshpar.sharding.resolve import AnyMesh
 
 KINDS = {

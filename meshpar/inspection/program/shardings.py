@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from meshpar.inspection.groups import iota, numbers
+from meshpar.inspection.program.groups import iota, numbers
 from meshpar.sharding.resolve import AnyMesh
 
 Spec = tuple[tuple[str, ...], ...]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshpar.inspection.program import Instruction, Program
+from meshpar.inspection.program.text import Instruction, Program
 
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _TAKEN = re.compile(r"taken_(\d+)_of_(\d+)/cond$")
