@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
+import pydantic
 from jax.stages import Compiled
 
 from meshpar.inspection.program.flow import argument_path
 from meshpar.inspection.program.text import Instruction, Program
 from meshpar.inspection.program.walk import Visit
 
+Size = Annotated[int, pydantic.Field(ge=0)]
 _MAKES_NOTHING = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call",
     "optimization-barrier", "after-all", "partition-id", "replica-id",
@@ -30,15 +33,20 @@ class Memory:
       peak: what the compiler says is the most at one time; None where it does not (CPU).
     """
 
-    arguments: dict[str, int]
-    outputs: int
-    temporaries: int
-    peak: int | None
+    arguments: dict[str, Size]
+    outputs: Size
+    temporaries: Size
+    peak: Size | None
 
     @property
     def total(self) -> int:
         """The peak; without one, the sum of all, which is an upper bound."""
         return self.peak or sum(self.arguments.values()) + self.outputs + self.temporaries
+
+    def split_arguments(self) -> tuple[dict[str, int], int]:
+        """The arguments of at least 0.1% of the total, and the sum of the smaller ones."""
+        large = {name: size for name, size in self.arguments.items() if size >= self.total / 1000}
+        return large, sum(self.arguments.values()) - sum(large.values())
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class Held:
 
     name: str
     array: str
-    num_bytes: int
+    num_bytes: Size
     is_argument: bool
     source: str = ""
 

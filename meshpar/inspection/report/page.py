@@ -1,132 +1,156 @@
-"""An inspection as a page for a browser: one file, without scripts, fonts or anything else from elsewhere."""
+"""Renders an inspection as a page for a browser: one file, without scripts, fonts or links to other files.
+
+`page.html` is the template; this module computes what it draws. The widths of all bars are percentages of the page's
+width, so they are to scale on a screen of any size.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from html import escape
-from typing import Any
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from meshpar.inspection.report import charts
-from meshpar.inspection.report.markup import code, heads, number, section, table, word
-from meshpar.inspection.report.places import Place, places, short_source
-from meshpar.inspection.report.plain import PlainFinding, PlainHeld, PlainInspection, plain
-from meshpar.inspection.report.style import STYLE
+import jinja2
+
+from meshpar.inspection.program.hlo import KINDS
+from meshpar.inspection.report.places import axes_name, places, short_source
+from meshpar.inspection.report.plain import PlainCollective, PlainInspection, plain
 from meshpar.mesh.layout import describe_sizes
 from meshpar.tree import human_bytes, human_flops
 
-# Whatever a name may hold, a browser that reads this runs no script and asks nobody for anything.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-# Laid over what runs only in a branch. A style can only name it; it has to stand in the page.
-_HATCH = (
-    '<svg width="0" height="0" style="position: absolute; width: 0"><defs>'
-    '<pattern id="hatch" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<path d="M0 0V8"/></pattern></defs></svg>'
-)
+# The least width of the bars in px on a narrow screen, and on one wider than 700 px; page.css sets both.
+_NARROW_PX = 340
+_WIDE_PX = 700
 
 
-def page(told: Mapping[str, Any]) -> str:
-    """The page of an inspection, or of a judgement, from its plain data.
+def page(inspection: Mapping[str, Any]) -> str:
+    """Renders the page of an inspection, or of a judgement.
 
     Args:
-      told: what `as_json()` gives, or what was read from a file of `meshpar inspect --json`.
+      inspection: the plain data of `as_json()`, or of a file that `meshpar inspect --json` wrote.
 
     Returns:
-      A whole HTML document. Names of the user's are escaped.
+      A whole HTML document. All names from the user's program are escaped.
     """
-    it = plain(told)
-    sections = [
-        _header(it),
-        section("Findings", "", "".join(map(_finding, it.findings))),
-        charts.sent(it),
-        charts.order(it.collectives),
-        charts.held(it.memory, it.chip_bytes),
-        _places(places(it.collectives)),
-        _largest("Largest arguments", [one for one in it.largest if one.is_argument]),
-        _largest("Largest temporaries", [one for one in it.largest if not one.is_argument]),
-        _opaque(it.opaque),
-    ]
-    return _document("\n".join(filter(None, sections)))
-
-
-def _document(body: str) -> str:
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>A device, in one step</title>
-<style>{STYLE}</style>
-</head>
-<body>
-{_HATCH}
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
-
-
-def _header(it: PlainInspection) -> str:
-    mesh = f"mesh: {describe_sizes(it.mesh)}" if it.mesh else "no mesh was given"
-    seconds = it.products_s_estimate
+    report = plain(inspection)
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    functions = (human_bytes, human_flops, short_source)
+    templates.filters |= {function.__name__: function for function in functions}
+    templates.filters |= {"share": _share, "percent": _percent, "colour": _colour, "room": _room, "tooltip": _tooltip}
+    mesh = f"mesh: {describe_sizes(report.mesh)}" if report.mesh else "no mesh was given"
+    seconds = report.products_s_estimate
     at_least = "" if seconds is None else f", {1e3 * seconds:.3g} ms at the chip's peak"
-    tiles = [
-        _tile("sends", human_bytes(it.sent_bytes), f"{it.sent_bytes:,} bytes"),
-        _tile("matrix products", human_flops(it.flops), f"{it.flops:,} FLOPs{at_least}"),
-        _tile("holds", human_bytes(it.memory.total), "at its peak" if it.memory.peak else "at most"),
-    ]
-    heading = f'<h1>A device, in one step</h1><p class="soft">{escape(mesh)}</p>'
-    return f'<header>{heading}{_verdict(it)}<dl class="tiles">{"".join(tiles)}</dl></header>'
+    variables = _sends(report) | _order(report.collectives) | _holds(report)
+    return templates.get_template("page.html").render(
+        report=report,
+        mesh=mesh,
+        at_least=at_least,
+        places=places(report.collectives),
+        human_bytes=human_bytes,
+        **variables,
+    )
 
 
-def _verdict(it: PlainInspection) -> str:
-    if it.target is None or it.chip_bytes is None:
+def _sends(report: PlainInspection) -> dict[str, Any]:
+    """The bytes sent over each combination of axes, and those that the traced program names."""
+    form = report.traced_bytes_per_axis or {}
+    all_axes = list(dict.fromkeys([*report.sent_bytes_per_axis, *form]))
+    sent = {axes: report.sent_bytes_per_axis.get(axes, 0) for axes in all_axes}
+    traced = {axes: form.get(axes, 0) for axes in all_axes} if form else {}
+    against = {axes: _against(sent[axes], traced[axes]) if traced else "" for axes in all_axes}
+    most = max([*sent.values(), *traced.values()], default=0)
+    return {"sent": sent, "traced": traced, "against": against, "most_sent": most}
+
+
+def _against(sent: int, traced: int) -> str:
+    if sent == traced:
+        change = "equal"
+    elif traced:
+        change = f"{(sent - traced) / traced:+.1%}"
+    else:
+        change = "beyond it"
+    return f"/ as traced {traced:,}, {change}"
+
+
+def _order(collectives: Iterable[PlainCollective]) -> dict[str, Any]:
+    """The collectives in the order of the program, with the bytes sent before each, for each combination of axes."""
+    found = list(collectives)
+    starts = list(accumulate((one.total_bytes for one in found), initial=0.0))
+    lanes: dict[str, list[tuple[float, PlainCollective]]] = defaultdict(list)
+    for start, one in zip(starts, found, strict=False):
+        lanes[axes_name(one.axes)].append((start, one))
+    return {"lanes": lanes, "all_sent": starts[-1], "kinds": sorted({one.kind for one in found})}
+
+
+class _Part(NamedTuple):
+    """One kind of memory; `colour` is the name of a colour in page.css."""
+
+    name: str
+    num_bytes: int
+    colour: str
+    start: int
+
+
+def _holds(report: PlainInspection) -> dict[str, Any]:
+    """The kinds of memory, with the bytes before each, and the marks on their bar."""
+    large, small = report.memory.split_arguments()
+    kinds = [(name, size, f"m{i % 6}") for i, (name, size) in enumerate(large.items())]
+    kinds += [("other arguments", small, "rest"), ("outputs", report.memory.outputs, "outputs")]
+    kinds += [("temporaries", report.memory.temporaries, "temporaries")]
+    kinds = [kind for kind in kinds if kind[1]]
+    starts = list(accumulate((size for _, size, _ in kinds), initial=0))
+    marks = {"the peak": report.memory.peak, "the chip's memory": report.chip_bytes}
+    named = [f"{name}, {human_bytes(num_bytes)}" for name, num_bytes in marks.items() if num_bytes]
+    return {
+        "parts": [_Part(*kind, start) for kind, start in zip(kinds, starts, strict=False)],
+        "together": starts[-1],
+        "capacity": max(starts[-1], report.memory.total, report.chip_bytes or 0),
+        "marks": [num_bytes for num_bytes in marks.values() if num_bytes],
+        "marks_note": f" The marks: {'; '.join(named)}." if named else "",
+    }
+
+
+# Filters of the template ------------------------------------------------------------------------------------------
+
+
+def _share(size: float, whole: float) -> str:
+    return f"{100 * size / whole if whole else 0:.5g}%"
+
+
+def _percent(size: float, whole: float) -> str:
+    return f"{size / whole:.1%}"
+
+
+def _colour(kind: str) -> str:
+    """The name of the colour of a kind of collective."""
+    return kind if kind in KINDS.values() else "other"
+
+
+def _room(one: PlainCollective, all_sent: float) -> str:
+    """On which screens a block has room for its `12x`: `any`, `wide` ones only, or none (empty)."""
+    share = one.total_bytes / all_sent if all_sent else 0
+    needed_px = 7 * len(f"{one.times}x") + 8
+    if one.times == 1 or share * _WIDE_PX < needed_px:
         return ""
-    words, mark = ("fits", "fits") if it.fits else ("does not fit", "lacks")
-    share = f"{human_bytes(it.memory.total)} of {human_bytes(it.chip_bytes)} ({it.memory.total / it.chip_bytes:.1%})"
-    said = f"{it.target}: {words}. A device holds {share}. Compiled for it, not run."
-    return f'<p class="verdict {mark}">{escape(said)}</p>'
+    return "any" if share * _NARROW_PX >= needed_px else "wide"
 
 
-def _tile(name: str, value: str, more: str) -> str:
-    return f'<div class="tile"><dt>{name}</dt><dd>{value}</dd><dd class="soft">{escape(more)}</dd></div>'
-
-
-def _finding(one: PlainFinding) -> str:
-    cost = "" if one.bytes is None else f' <span class="soft">{human_bytes(one.bytes)}</span>'
-    lines = [f"where: {short_source(one.where)}"] * bool(one.where) + [f"fix: {one.fix}"] * bool(one.fix)
-    more = "".join(f'<br><span class="soft small">{escape(line)}</span>' for line in lines)
-    return f'<p class="finding"><strong>{escape(one.kind)}</strong>{cost}<br>{escape(one.what)}{more}</p>'
-
-
-def _places(found: Iterable[Place]) -> str:
-    head = heads(kind="word", over="word", times="number", bytes="number", what="what", where="where")
-    rows = [
-        word(one.kind + " in a branch" * one.in_branch)
-        + word(one.axes)
-        + number(f"{one.times}x")
-        + number(human_bytes(one.sent_bytes))
-        + code(one.what, "what", title=", ".join(one.names))
-        + code(short_source(one.source), "where", title=one.source)
-        for one in found
+def _tooltip(one: PlainCollective) -> str:
+    """What is known of a collective, one fact a line."""
+    lines = [
+        f"{one.kind} over {axes_name(one.axes)}",
+        f"{one.times}x {human_bytes(one.sent_bytes)} = {human_bytes(one.total_bytes)}",
+        ", ".join(one.tensors or one.arrays),
+        "in a branch of a conditional" if one.branches else "",
+        short_source(one.source),
     ]
-    note = "A row is one place in the code, and sums up all its collectives."
-    return section("Collectives by place", note, table(rows, head=head))
-
-
-def _largest(title: str, held: Iterable[PlainHeld]) -> str:
-    rows = [
-        number(human_bytes(one.num_bytes))
-        + code(one.array, "word")
-        + code(one.name, "what")
-        + code(short_source(one.source), "where", title=one.source)
-        for one in held
-    ]
-    return section(title, "", table(rows))
-
-
-def _opaque(targets: Iterable[str]) -> str:
-    note = "Nobody sees their insides: what they send and compute is not counted."
-    return section("Custom calls", note, table(code(target, "what") for target in targets))
+    return "\n".join(filter(None, lines))
