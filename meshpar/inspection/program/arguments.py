@@ -1,4 +1,4 @@
-"""What a program takes and gives: JAX's knowledge of the arrays, by the paths that the program's text knows them by."""
+"""Joins what JAX knows of a program's arguments and outputs with their paths in the program's text."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Passed:
     """An argument or output of a compiled program.
 
     Args:
-      path: `state.params.w`; an output's place among the outputs, `output 0.w`.
-      shape: of the whole array.
-      num_bytes: of the part that one device holds.
-      sharding: as JAX compiled it.
-      donated: whether the program may write over it; an output is not.
-      number: among those that are left of its kind in the program.
+      path: `state.params.w`; of an output, its path in the outputs, `output 0.w`.
+      shape: the shape of the whole array.
+      num_bytes: the size of one device's part.
+      sharding: the sharding that JAX compiled.
+      donated: whether the program may write over the argument; False for an output.
+      number: its position among the program's arguments or outputs.
     """
 
     path: str
@@ -39,42 +39,37 @@ class Passed:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each of several devices holds the whole array."""
+        """Whether there are several devices and each holds the whole array."""
         return len(self.sharding.device_set) > 1 and self.sharding.is_fully_replicated
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that shard it; none where JAX names none."""
+        """The mesh axes that shard it; empty if the sharding names no axes."""
         spec = getattr(self.sharding, "spec", ())
         entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
         return tuple(axis for entry in entries for axis in entry if self.sharding.mesh.shape[axis] > 1)
 
 
 def arguments(compiled: Compiled, flow: Flow) -> list[Passed]:
-    """The arguments that the program takes; JAX drops those that nothing reads."""
+    """The arguments of the program, without those that JAX drops because nothing reads them."""
     leaves = jax.tree.leaves(compiled.args_info)
     shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
-    kept = [pair for pair in zip(leaves, shardings, strict=True) if pair[1] is not None]
-    if len(kept) != len(flow.arguments):
+    used = [pair for pair in zip(leaves, shardings, strict=True) if pair[1] is not None]
+    if len(used) != len(flow.arguments):
         return []
-    return [
-        Passed(
-            argument_path(flow.arguments[number]), leaf.shape, flow.arguments[number].arrays[0].num_bytes,
-            sharding, leaf.donated, number,
-        )
-        for number, (leaf, sharding) in enumerate(kept)
-    ]  # fmt: skip
+    found = []
+    for number, (leaf, sharding) in enumerate(used):
+        one = flow.arguments[number]
+        found.append(Passed(argument_path(one), leaf.shape, one.arrays[0].num_bytes, sharding, leaf.donated, number))
+    return found
 
 
 def outputs(compiled: Compiled) -> list[Passed]:
-    """What it gives."""
+    """The outputs of the program."""
     leaves = flatten_with_paths(compiled.out_info)
     shardings = jax.tree.leaves(compiled.output_shardings)
-    return [
-        Passed(f"output {path}".rstrip(), leaf.shape, _local_bytes(leaf, sharding), sharding, False, number)
-        for number, ((path, leaf), sharding) in enumerate(zip(leaves.items(), shardings, strict=True))
-    ]
-
-
-def _local_bytes(leaf: Any, sharding: Any) -> int:
-    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    found = []
+    for number, ((path, leaf), sharding) in enumerate(zip(leaves.items(), shardings, strict=True)):
+        num_bytes = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        found.append(Passed(f"output {path}".rstrip(), leaf.shape, num_bytes, sharding, False, number))
+    return found

@@ -1,4 +1,4 @@
-"""What XLA says while it compiles, for it says it on standard error alone, past Python's streams."""
+"""Collects the warnings that XLA writes to standard error while it compiles, past Python's streams."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_SAYS_WARNING = b"Involuntary full rematerialization"
+_WARNING = b"Involuntary full rematerialization"
 _END = b"\0\n"
 _turn = threading.RLock()
 
 
 @contextmanager
 def compiling() -> Iterator[list[str]]:
-    """Collects the partitioner's warnings while the body of the `with` compiles; all other lines pass on.
+    """Collects the partitioner's warnings while the body of the `with` compiles, and forwards all other lines.
 
-    Standard error belongs to the process: two threads that compile so take turns, and what other threads write
-    meanwhile goes the same way as XLA's. A program that comes from the compilation cache, or a process started with
-    `TF_CPP_MIN_LOG_LEVEL=2`, has no warnings.
+    Standard error belongs to the process. Threads that use this wait for each other, and what other threads write
+    passes through the same pipe. There are no warnings for a program from the compilation cache, nor in a process
+    that was started with `TF_CPP_MIN_LOG_LEVEL=2`.
 
     Returns:
-      A list, complete at the end of the `with`; for `inspect(compiled, mesh, warnings=...)`.
+      A list for `inspect(compiled, mesh, warnings=...)`, complete at the end of the `with`.
 
     >>> import jax
     >>> with compiling() as warnings:
@@ -33,14 +33,14 @@ def compiling() -> Iterator[list[str]]:
     with _turn:
         try:
             stderr = os.dup(2)
-        except OSError:  # closed: nothing to hear
+        except OSError:  # standard error is closed
             yield warnings
             return
-        # A pipe that a thread empties while XLA compiles (without Python's lock), and no file that is read in the end:
-        # should XLA abort, its last words get out.
+        # A thread empties a pipe while XLA compiles without Python's lock. A file that is read at the end would lose
+        # XLA's last messages if it aborts.
         receive, send = os.pipe()
-        heard = threading.Event()
-        threading.Thread(target=_listen, args=(receive, stderr, warnings, heard), daemon=True).start()
+        finished = threading.Event()
+        threading.Thread(target=_forward, args=(receive, stderr, warnings, finished), daemon=True).start()
         os.dup2(send, 2)
         try:
             yield warnings
@@ -48,21 +48,24 @@ def compiling() -> Iterator[list[str]]:
             os.dup2(stderr, 2)
             os.write(send, _END)
             os.close(send)
-            heard.wait()
+            finished.wait()
 
 
-def _listen(receive: int, stderr: int, warnings: list[str], heard: threading.Event) -> None:
-    """Reads to the end of the pipe: a process that was started meanwhile can hold it open for long."""
+def _forward(receive: int, stderr: int, warnings: list[str], finished: threading.Event) -> None:
+    """Sorts the lines of the pipe, and sets `finished` at `_END`.
+
+    It reads on to the end of the pipe, because a process that was started meanwhile may still write to it.
+    """
     with open(receive, "rb", buffering=0) as pipe:
         rest = b""
-        while some := pipe.read(1 << 16):
-            *lines, rest = (rest + some).split(b"\n")
+        while received := pipe.read(1 << 16):
+            *lines, rest = (rest + received).split(b"\n")
             for line in lines:
-                said = line.removesuffix(_END[:1])
-                if _SAYS_WARNING in line:
-                    warnings.append(said.decode(errors="replace"))
+                text = line.removesuffix(_END[:1])
+                if _WARNING in line:
+                    warnings.append(text.decode(errors="replace"))
                 else:
-                    os.write(stderr, said if said != line else line + b"\n")
-                if said != line:
-                    heard.set()
+                    os.write(stderr, text if text != line else line + b"\n")
+                if text != line:
+                    finished.set()
     os.close(stderr)

@@ -1,4 +1,4 @@
-"""What a device holds while a program runs: arguments by their place in the tree, results, temporaries."""
+"""Reads the memory that a compiled program needs on a device: arguments, outputs and temporaries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshpar.inspection.program.text import Instruction, Program
 from meshpar.inspection.program.walk import Visit
 
 Size = Annotated[int, pydantic.Field(ge=0)]
-_MAKES_NOTHING = {
+_ALLOCATES_NOTHING = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call",
     "optimization-barrier", "after-all", "partition-id", "replica-id",
 }  # fmt: skip
@@ -27,10 +27,10 @@ class Memory:
     """Bytes on one device.
 
     Args:
-      arguments: by the first two names of their path: `state.params`, `state.opt_state`, `batch.tokens`.
-      outputs: those that are not written over a donated argument.
-      temporaries: what the compiler says that it needs besides, at most at one time.
-      peak: what the compiler says is the most at one time; None where it does not (CPU).
+      arguments: by the first two names of their paths: `state.params`, `state.opt_state`, `batch.tokens`.
+      outputs: of the outputs that are not written over a donated argument.
+      temporaries: the largest sum of temporary buffers at one time, as the compiler reports it.
+      peak: the largest sum of all buffers at one time, as the compiler reports it; None on CPU, which does not.
     """
 
     arguments: dict[str, Size]
@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The peak; without one, the sum of all, which is an upper bound."""
+        """The peak; if it is unknown, the sum of all kinds, which is an upper bound."""
         return self.peak or sum(self.arguments.values()) + self.outputs + self.temporaries
 
     def split_arguments(self) -> tuple[dict[str, int], int]:
@@ -54,10 +54,10 @@ class Held:
     """One array on one device.
 
     Args:
-      name: an argument's path; a temporary's name as JAX gives it.
-      array: its type, as `f32[8,4]`.
-      num_bytes: of the part that the device holds.
-      is_argument: or else it is a temporary.
+      name: the path of an argument; JAX's name for a temporary.
+      array: its type, such as `f32[8,4]`.
+      num_bytes: the size of the device's part of it.
+      is_argument: whether it is an argument; otherwise it is a temporary.
       source: `file:line`, of a temporary.
     """
 
@@ -69,47 +69,43 @@ class Held:
 
 
 def memory(program: Program, compiled: Compiled | None) -> Memory:
-    """Reads off a program what it holds.
+    """The memory of a program, by kind.
 
     Args:
-      compiled: where the compiler's own figures come from; without it there are none of temporaries.
+      compiled: the program with the compiler's own figures. Without it, outputs and temporaries are 0.
     """
     arguments: Counter[str] = Counter()
     for one in _parameters(program):
         arguments[".".join(argument_path(one).split(".")[:2])] += _bytes(one)
+    by_size = dict(arguments.most_common())
     stats = compiled.memory_analysis() if compiled is not None else None
-    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes if stats else 0
-    temporaries, peak = stats.temp_size_in_bytes if stats else 0, _peak(compiled)
-    if peak and not temporaries:  # as for TPUs
+    if compiled is None or stats is None:
+        return Memory(by_size, 0, 0, None)
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    platforms = {d.platform for s in jax.tree.leaves(compiled.input_shardings) for d in s.device_set}
+    # XLA's CPU compiler reports the bytes of the arguments as the peak.
+    peak = None if platforms <= {"cpu"} else stats.peak_memory_in_bytes
+    temporaries = stats.temp_size_in_bytes
+    if peak and not temporaries:  # on TPU
         temporaries = max(0, peak - sum(arguments.values()) - outputs)
-    return Memory(dict(arguments.most_common()), outputs, temporaries, peak)
+    return Memory(by_size, outputs, temporaries, peak)
 
 
 def largest(program: Program, visits: Iterable[Visit], number: int) -> list[Held]:
-    """The largest arguments, and the largest arrays that are made in between; each one `number` at most."""
-    given = [Held(argument_path(one), str(one.arrays[0]), _bytes(one), True) for one in _parameters(program)]
+    """The largest arguments, and the largest temporaries: at most `number` of each."""
+    arguments = [Held(argument_path(one), str(one.arrays[0]), _bytes(one), True) for one in _parameters(program)]
     fused = {name for one in program.instructions() if one.opcode == "fusion" for name in one.names("calls")}
     made = {
         visit.instruction.line: visit.instruction
         for visit in visits
-        if visit.instruction.opcode not in _MAKES_NOTHING and visit.instruction.computation not in fused
+        if visit.instruction.opcode not in _ALLOCATES_NOTHING and visit.instruction.computation not in fused
     }
-    between = [_temporary(program, one) for one in sorted(made.values(), key=_bytes, reverse=True)[:number]]
-    return sorted(given, key=lambda held: held.num_bytes, reverse=True)[:number] + between
-
-
-def _peak(compiled: Compiled | None) -> int | None:
-    stats = compiled.memory_analysis() if compiled is not None else None
-    devices = (
-        {d.platform for s in jax.tree.leaves(compiled.input_shardings) for d in s.device_set} if compiled else set()
-    )
-    # XLA's CPU compiler gives the arguments' bytes for a peak.
-    return None if stats is None or devices <= {"cpu"} else stats.peak_memory_in_bytes
-
-
-def _temporary(program: Program, one: Instruction) -> Held:
-    biggest = max(one.arrays, key=lambda array: array.num_bytes)
-    return Held(one.op_name or one.name, str(biggest), _bytes(one), False, next(program.sources(one), ""))
+    found = sorted(arguments, key=lambda held: held.num_bytes, reverse=True)[:number]
+    for one in sorted(made.values(), key=_bytes, reverse=True)[:number]:
+        array = max(one.arrays, key=lambda array: array.num_bytes)
+        source = next(program.sources(one), "")
+        found.append(Held(one.op_name or one.name, str(array), _bytes(one), False, source))
+    return found
 
 
 def _parameters(program: Program) -> list[Instruction]:
