@@ -21,12 +21,12 @@ from .errors import (
     ShardingError,
 )
 from .flow import explain, fit, inspect
-from .inspection.compiling import compiling
 from .inspection.contract import Allowed, Contract
-from .inspection.finding import Finding, Planned
-from .inspection.hlo import Collective, collectives_of, total_sent_bytes
+from .inspection.findings.finding import Finding, Planned
 from .inspection.inspect import Inspection
-from .inspection.report import Report
+from .inspection.program.compiling import compiling
+from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes
+from .inspection.report.report import Report
 from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama

@@ -17,11 +17,11 @@ from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Saved, find
 from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.errors import ContractWarning, MeshparError, ProgramError
-from meshpar.inspection.finding import Planned
-from meshpar.inspection.findings import THRESHOLD_BYTES
+from meshpar.inspection.findings.find import THRESHOLD_BYTES
+from meshpar.inspection.findings.finding import Planned
 from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.inspect import inspect as inspect_program
-from meshpar.inspection.report import Report, report
+from meshpar.inspection.report.report import Report, report
 from meshpar.io.huggingface import open_pretrained
 from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of

@@ -24,8 +24,8 @@ from meshpar.errors import ConfigError, ContractError, ContractWarning, MeshparE
 from meshpar.imported import imported
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import beyond
+from meshpar.inspection.findings.planned import planned_by
 from meshpar.inspection.inspect import Inspection, axes_name
-from meshpar.inspection.planned import planned_by
 from meshpar.misfits import check
 from meshpar.models import Import
 from meshpar.nn.describe import describe, functional

@@ -31,7 +31,7 @@ def busy(what: str, quiet: bool = False) -> Iterator[None]:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    # A copy of the stream: while XLA compiles, `inspection.compiling` holds back what goes to the stream itself.
+    # A copy of the stream: while XLA compiles, `compiling` holds back what goes to the stream itself.
     with open(os.dup(sys.stderr.fileno()), "w") as terminal:
         console = Console(file=terminal)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

@@ -26,7 +26,7 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, or 
 def ls(folder: Folder, json: AsJson = False) -> None:
     """Lists the checkpoints of a run. Verifies meta.json and the sizes of all files."""
     from meshpar.checkpoint.saved import find_all
-    from meshpar.inspection.table import table
+    from meshpar.inspection.report.table import table
 
     rows = _with_best([_row(saved) for saved in find_all(folder)])
     if json:
@@ -134,7 +134,7 @@ def _shown(saved: Saved) -> dict[str, Any]:
 
 def _text(saved: Saved) -> str:
     from meshpar.config import flatten_json
-    from meshpar.inspection.table import table
+    from meshpar.inspection.report.table import table
     from meshpar.tree import human_bytes
 
     told = _shown(saved)
@@ -163,7 +163,7 @@ def _text(saved: Saved) -> str:
 
 
 def _compared(told: Difference) -> str:
-    from meshpar.inspection.table import table
+    from meshpar.inspection.report.table import table
 
     plain = json_format.dumps
     changed = [f"  {key}  {plain(before)} -> {plain(after)}" for key, (before, after) in told.config.items()]

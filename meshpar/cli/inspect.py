@@ -58,7 +58,7 @@ def _inspection(config: Path, overrides: list[str], devices: int | None, target:
 def _difference(words: list[str], devices: int | None, target: str | None) -> Difference:
     from meshpar import flow, run
     from meshpar.inspection.difference import difference
-    from meshpar.inspection.plain import read
+    from meshpar.inspection.report.plain import read
 
     sides = [read(path) if path.suffix == ".json" else run.load(path, changes) for path, changes in _two(words)]
     configs = [side for side in sides if isinstance(side, run.Run)]
@@ -96,7 +96,7 @@ def _check_html(html: Path | None, diff: bool) -> None:
 
 
 def _draw(told: Inspection | Judgement, html: Path | None) -> None:
-    from meshpar.inspection.page import page
+    from meshpar.inspection.report.page import page
 
     if html:
         write("--html", html, page(told.as_json()))

@@ -3,7 +3,7 @@
 A product of K terms an element is 2K operations an element. What is no product (norms, softmax, the optimizer) is not
 counted, by the convention of Megatron-LM and PaLM. What remat computes again stands in the trace, and so it counts.
 
-`inspection.flops` counts the products of what a compiler made.
+`inspection.program.flops` counts the products of what a compiler made.
 """
 
 from __future__ import annotations

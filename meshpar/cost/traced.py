@@ -4,7 +4,7 @@ A manual region (`shard_map`) names each collective that it runs, so its jaxpr g
 mesh, for every backend.
 
 A compiler may send less: XLA:CPU moves a collective out of a loop in which its operand does not change, and makes one
-of two equal ones. `inspection.hlo` reads what was compiled.
+of two equal ones. `inspection.program.hlo` reads what was compiled.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ import pydantic
 
 from meshpar.config import Config, Count
 from meshpar.errors import Problems
-from meshpar.inspection.hlo import Collective, total_sent_bytes
 from meshpar.inspection.inspect import Inspection
-from meshpar.inspection.places import axes_name, short_source
+from meshpar.inspection.program.hlo import Collective, total_sent_bytes
+from meshpar.inspection.report.places import axes_name, short_source
 from meshpar.mesh.layout import AXES
 from meshpar.tree import human_bytes, parse_bytes
 

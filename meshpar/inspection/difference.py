@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from meshpar.inspection.places import axes_name
-from meshpar.inspection.plain import PlainCollective, PlainInspection, PlainMemory, plain
-from meshpar.inspection.table import table
+from meshpar.inspection.program.memory import Memory
+from meshpar.inspection.report.places import axes_name
+from meshpar.inspection.report.plain import PlainCollective, PlainInspection, plain
+from meshpar.inspection.report.table import table
 from meshpar.mesh.layout import describe_sizes
 from meshpar.tree import human_bytes
 
@@ -174,7 +175,7 @@ def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, C
     return {name: Change(before.get(name, 0), after.get(name, 0)) for name in dict.fromkeys([*before, *after])}
 
 
-def _kinds(memory: PlainMemory) -> dict[str, int]:
+def _kinds(memory: Memory) -> dict[str, int]:
     return memory.arguments | {"outputs": memory.outputs, "temporaries": memory.temporaries}
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 from jax.stages import Compiled
 
-from meshpar.inspection.finding import Finding, Planned
-from meshpar.inspection.findings import THRESHOLD_BYTES, Reading, find
-from meshpar.inspection.flops import opaque_calls, product_flops
-from meshpar.inspection.flow import Flow
-from meshpar.inspection.hlo import Collective, found_in, total_sent_bytes
-from meshpar.inspection.memory import Held, Memory, largest, memory
-from meshpar.inspection.places import axes_name, places, short_source
-from meshpar.inspection.program import Program
-from meshpar.inspection.table import table
-from meshpar.inspection.walk import walk
+from meshpar.inspection.findings.find import THRESHOLD_BYTES, Reading, find
+from meshpar.inspection.findings.finding import Finding, Planned
+from meshpar.inspection.program.flops import opaque_calls, product_flops
+from meshpar.inspection.program.flow import Flow
+from meshpar.inspection.program.hlo import Collective, found_in, total_sent_bytes
+from meshpar.inspection.program.memory import Held, Memory, largest, memory
+from meshpar.inspection.program.text import Program
+from meshpar.inspection.program.walk import walk
+from meshpar.inspection.report.places import axes_name, places, short_source
+from meshpar.inspection.report.table import table
 from meshpar.mesh.layout import describe_sizes
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.tree import human_bytes

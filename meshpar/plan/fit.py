@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh
 
 from meshpar.errors import MeshError
-from meshpar.inspection.hlo import Collective
 from meshpar.inspection.inspect import Inspection
+from meshpar.inspection.program.hlo import Collective
 from meshpar.plan.targets import Target
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.tree import human_bytes

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.inspection.compiling import compiling
+from meshpar.inspection.program.compiling import compiling
 from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.sharding.spec import ArraySpec
 
@@ -90,7 +90,7 @@ class Program:
 
     Args:
       compiled: the executable.
-      warnings: what XLA said while it compiled, see `inspection.compiling`.
+      warnings: what XLA said while it compiled, see `inspection.program.compiling`.
       jaxpr: the traced program.
     """
 

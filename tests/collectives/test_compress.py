@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from meshpar import ShardingError, collectives
 from meshpar.collectives import Float8, Int8, OneBit, PowerSGD
 from meshpar.cost.traced import traced_collectives, traffic
-from meshpar.inspection.hlo import collectives_of, total_sent_bytes
+from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from tests.collectives import oracle
 
 N = 4

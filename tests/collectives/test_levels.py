@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar.collectives import hierarchical_all_reduce
 from meshpar.collectives.ragged import ragged_all_to_all
-from meshpar.inspection.hlo import collectives_of, total_sent_bytes
+from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 
 WHOLE = P()
 

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
 from meshpar.collectives.stream import Ring
 from meshpar.errors import ShardingError
-from meshpar.inspection.hlo import collectives_of, total_sent_bytes
+from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 
 P = PartitionSpec
 WAYS = {"ring": False, "bidirectional": True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshpar.inspection.program import Instruction, Program
+from meshpar.inspection.program.text import Instruction, Program
 
 PRODUCTS = ("dot", "convolution")
 

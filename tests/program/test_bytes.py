@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import pytest
 
-from meshpar.inspection.hlo import Collective, collectives_of, total_sent_bytes
 from meshpar.inspection.inspect import inspect
+from meshpar.inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.nn.lora import LoRA

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives
 from meshpar.collectives.plan import Plan
-from meshpar.inspection.hlo import collectives_of
+from meshpar.inspection.program.hlo import collectives_of
 from tests.collectives.cases import PAIRS
 
 CHUNK = 24

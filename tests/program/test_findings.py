@@ -15,10 +15,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshpar.errors import ContractWarning
-from meshpar.inspection.compiling import compiling
-from meshpar.inspection.finding import Finding, Planned
+from meshpar.inspection.findings.finding import Finding, Planned
+from meshpar.inspection.findings.planned import planned_by
 from meshpar.inspection.inspect import Inspection, inspect
-from meshpar.inspection.planned import planned_by
+from meshpar.inspection.program.compiling import compiling
 from meshpar.mesh.layout import MeshLayout
 from meshpar.prepared import Prepared, prepare
 from meshpar.run import Run, load

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshpar.inspection.hlo import Collective, collectives_of
+from meshpar.inspection.program.hlo import Collective, collectives_of
 from meshpar.tree import flatten_with_paths
 from tests.program.test_bytes import found_in, prepared
 from tests.program.test_hlo import make_mesh

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshpar.inspection.hlo import Collective, collectives_of
+from meshpar.inspection.program.hlo import Collective, collectives_of
 from meshpar.models import Llama
 from meshpar.serve.cache import device_bytes
 from meshpar.train.state import structs

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from meshpar.errors import ProgramError
-from meshpar.inspection.groups import spanned_axes
-from meshpar.inspection.hlo import Array, collectives_of, total_sent_bytes
+from meshpar.inspection.program.groups import spanned_axes
+from meshpar.inspection.program.hlo import Array, collectives_of, total_sent_bytes
 
 AXES = ("replica", "data", "fsdp", "pipe", "expert", "context", "tensor")
 SIZES = (1, 2, 2, 1, 1, 1, 2)

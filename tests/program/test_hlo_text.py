@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar.errors import ProgramError
-from meshpar.inspection import hlo
-from meshpar.inspection.groups import find_groups, parse_groups
-from meshpar.inspection.hlo import Array, collectives_of, total_sent_bytes
+from meshpar.inspection.program import hlo
+from meshpar.inspection.program.groups import find_groups, parse_groups
+from meshpar.inspection.program.hlo import Array, collectives_of, total_sent_bytes
 from tests.program.test_hlo import ONE, compiled, compiled_text, make_mesh, repeat, shift
 
 EVENS = ((0, 2, 4, 6), (1, 3, 5, 7))
@@ -246,7 +246,7 @@ def test_a_kind_that_the_walk_misses_is_noticed(kind, monkeypatch):
     programs = [program for *program, (found, *_) in ONE.values() if found == known]
     assert programs
     monkeypatch.delitem(hlo.KINDS, kind)
-    with pytest.raises(ProgramError, match="of a kind that is not known"):
+    with pytest.raises(ProgramError, match="of an unknown kind"):
         collectives_of(compiled(*programs[0]))
 
 
@@ -263,7 +263,7 @@ def test_a_kind_that_the_walk_misses_is_noticed(kind, monkeypatch):
     ],
 )
 def test_communication_of_an_unknown_kind_raises(line):
-    with pytest.raises(ProgramError, match="of a kind that is not known"):
+    with pytest.raises(ProgramError, match="of an unknown kind"):
         collectives_of(module(f"ROOT %u = bf16[4,8]{{1,0}} {line}"))
 
 
@@ -284,9 +284,9 @@ def test_all_that_is_wrong_is_said_at_once():
     [
         ("", "no ENTRY computation"),
         ("module @m { func.func public @main() }", "no ENTRY computation"),
-        (module("ROOT %c = bf16[4,8]{1,0} call(%p), to_apply=%gone"), "'gone' that its text does not hold"),
+        (module("ROOT %c = bf16[4,8]{1,0} call(%p), to_apply=%gone"), "'gone' that its text does not contain"),
         (module("").replace("num_partitions=8", "replica_count=8"), "several replicas"),
-        (module(f"ROOT %r = () all-reduce(%p), channel_id=1, {HALVES}, to_apply=%add"), "makes no array"),
+        (module(f"ROOT %r = () all-reduce(%p), channel_id=1, {HALVES}, to_apply=%add"), "has no array as its result"),
         (module(f"ROOT %r = word[4] all-reduce(%p), channel_id=1, {HALVES}, to_apply=%add"), "unknown dtype word"),
     ],
 )

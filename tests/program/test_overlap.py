@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
 from meshpar.collectives.stream import Ring
-from meshpar.inspection.hlo import collectives_of, total_sent_bytes
+from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh import process
 from meshpar.models import GPT
 from meshpar.plan.targets import parse

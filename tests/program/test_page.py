@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshpar.inspection.inspect import inspect
-from meshpar.inspection.page import page
+from meshpar.inspection.report.page import page
 from meshpar.plan.fit import judge
 from meshpar.plan.targets import parse
 from tests.program.chromium import chromium, require

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from meshpar.inspection.hlo import collectives_of
-from meshpar.inspection.page import page
-from meshpar.inspection.picture import Picture
+from meshpar.inspection.program.hlo import collectives_of
+from meshpar.inspection.report.page import page
+from meshpar.inspection.report.picture import Picture
 from meshpar.mesh.layout import MeshLayout
 from meshpar.sharding.resolve import Placement, resolve
 from meshpar.sharding.rules import AxisRules

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from meshpar.inspection.compiling import compiling
+from meshpar.inspection.program.compiling import compiling
 
 SAYS = "W0101 [SPMD] Involuntary full rematerialization. {}\n"
 
@@ -90,7 +90,7 @@ def test_a_process_that_was_started_meanwhile_is_not_waited_for(capfd):
 
 DIES = """
 import os, time
-from meshpar.inspection.compiling import compiling
+from meshpar.inspection.program.compiling import compiling
 with compiling():
     os.write(2, b"last words\\n")
     time.sleep(1)  # as XLA, which prints its stack first
@@ -98,7 +98,7 @@ with compiling():
 """
 CLOSED = """
 import os
-from meshpar.inspection.compiling import compiling
+from meshpar.inspection.program.compiling import compiling
 os.close(2)
 with compiling() as warnings:
     pass

@@ -9,7 +9,7 @@ import pytest
 
 from meshpar.errors import ProgramError
 from meshpar.inspection.difference import Change, difference
-from meshpar.inspection.plain import read
+from meshpar.inspection.report.plain import read
 
 
 def collective(kind="all_gather", axes=("fsdp",), times=2, sent=100.0, tensors=("p.w",), source="/a/nn/x.py:3", **more):

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar.inspection.shardings import spec, spec_text, tiles
+from meshpar.inspection.program.shardings import spec, spec_text, tiles
 
 SIZES, NAMES = (2, 2, 2), ("data", "fsdp", "tensor")
 MESH = AbstractMesh(SIZES, NAMES)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from meshpar.errors import MeshError
-from meshpar.inspection.hlo import Collective
 from meshpar.inspection.inspect import inspect
-from meshpar.inspection.program import Array
+from meshpar.inspection.program.hlo import Collective
+from meshpar.inspection.program.text import Array
 from meshpar.mesh import process
 from meshpar.mesh.hardware import CHIPS, FOR_XLA
 from meshpar.plan import fit, targets

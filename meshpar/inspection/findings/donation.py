@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from meshpar.inspection.arguments import Passed
-from meshpar.inspection.finding import Finding
-from meshpar.inspection.flow import Flow
-from meshpar.inspection.program import Instruction, Program
+from meshpar.inspection.findings.finding import Finding
+from meshpar.inspection.program.arguments import Passed
+from meshpar.inspection.program.flow import Flow
+from meshpar.inspection.program.text import Instruction, Program
 
 _STRUCTURE = {"tuple", "get-tuple-element", "bitcast"}
 _VIEWS = {"copy", "bitcast", "convert", "reshape"}

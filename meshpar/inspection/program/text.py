@@ -1,7 +1,7 @@
-"""The text of a compiled program as computations of instructions; it knows neither loops nor collectives.
+"""Parses the text of a compiled program into computations of instructions.
 
-XLA prints one instruction a line. What a line calls (a loop's body, a branch, a fusion, an asynchronous call) stands
-in a computation of its own; tables of files and stack frames stand before the first.
+XLA prints one instruction a line. A loop's body, a branch, a fusion and an asynchronous call are computations of their
+own. Tables of files and stack frames precede the first computation. This module knows nothing of loops or collectives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INSTRUCTION = re.compile(
 )
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
-_LAYOUT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
+LAYOUT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
 _PASSED_THROUGH = re.compile(
     r"/(jax|flax|optax|jaxtyping|beartype|meshpar/mesh|meshpar/parallel|meshpar/collectives|meshpar/sharding)/|^<"
 )
@@ -30,7 +30,7 @@ _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
 @dataclass(frozen=True)
 class Array:
-    """An array in a program: `f32[8,4]` is `Array("f32", (8, 4))`."""
+    """The type of an array in a program: `f32[8,4]` is `Array("f32", (8, 4))`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,24 +51,25 @@ class Array:
 
 
 def arrays_of(type_: str) -> tuple[Array, ...]:
-    """The arrays of a type as XLA prints it, a tuple's one after the other.
+    """The arrays of a type that XLA prints; a tuple has several.
 
     >>> [str(array) for array in arrays_of("(f32[8,4]{1,0}, /*index=1*/s32[])")]
     ['f32[8,4]', 's32[]']
     """
-    found = _ARRAY.findall(_LAYOUT.sub("", type_))
+    found = _ARRAY.findall(LAYOUT.sub("", type_))
     return tuple(Array(dtype, tuple(int(size) for size in shape.split(",") if size)) for dtype, shape in found)
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a program.
+    """One instruction, which is one line of a program.
 
     Args:
-      line: its number in the text, from 1.
-      computation: the name of the one that it stands in.
-      type: of the result, as XLA prints it: `f32[8,4]{1,0}`, or a tuple of such.
-      rest: what follows `opcode(`: operands, attributes and metadata.
+      line: the number of the line in the text, from 1.
+      computation: the name of the computation that contains it.
+      type: the type of the result, as XLA prints it: `f32[8,4]{1,0}`, or a tuple of such types.
+      rest: the text after `opcode(`: operands, attributes and metadata.
+      is_root: whether the computation returns its result.
     """
 
     line: int
@@ -81,7 +82,7 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """What it makes."""
+        """The arrays of its result."""
         return arrays_of(self.type)
 
     @property
@@ -90,29 +91,29 @@ class Instruction:
 
     @property
     def attributes(self) -> str:
-        """`rest` without the contents of quotes, so that no name or comment of the user's is taken for an attribute."""
+        """`rest` without the contents of quotes, which may look like attributes."""
         return unquoted(self.rest)
 
     @property
     def op_name(self) -> str:
-        """Where in the user's program it comes from, as JAX names it; empty if XLA made it up."""
+        """JAX's name for the operation of the user's program; empty if XLA added the instruction."""
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
         return match[1] if match else ""
 
     def names(self, *attributes: str) -> list[str]:
-        """The computations that these attributes name: `body=%b`, `branch_computations={%b0, %b1}`."""
+        """The computations that the given attributes name: `body=%b`, `branch_computations={%b0, %b1}`."""
         if not any(f"{attribute}=" in self.rest for attribute in attributes):
-            return []  # most lines call nothing
+            return []  # a cheap test first: most instructions call nothing
         found = re.findall(rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|[%\w.\-]+)", self.attributes)
         return re.findall(r"[\w.\-]+", " ".join(found))
 
     def word(self, attribute: str) -> str:
-        """The value of `attribute=`, a single word; empty if there is none."""
+        """The single word after `attribute=`; empty if there is none."""
         return next(iter(self.names(attribute)), "")
 
 
 class Program:
-    """The computations of a program: name -> (instruction's name -> instruction).
+    """A compiled program, parsed from its text.
 
     Raises:
       ProgramError: the text is not that of a compiled program.
@@ -133,7 +134,7 @@ class Program:
                 self._computations[inside] = {}
                 self.entry = inside if match[1] else self.entry
             elif inside and (match := _INSTRUCTION.match(line)):
-                name, type_, opcode, rest = match["name"], match["type"], match["opcode"], match["rest"]
+                name, type_, opcode, rest = match.group("name", "type", "opcode", "rest")
                 one = Instruction(number, inside, name, type_, opcode, rest, bool(match["root"]))
                 self._computations[inside][name] = one
         if not self.entry:
@@ -141,26 +142,31 @@ class Program:
         self.num_devices = _num_devices(self.lines[0])
 
     def computation(self, name: str) -> dict[str, Instruction]:
+        """The instructions of a computation, by name.
+
+        Raises:
+          ProgramError: the text does not contain the computation.
+        """
         if name not in self._computations:
-            raise ProgramError(f"the program calls a computation {name!r} that its text does not hold")
+            raise ProgramError(f"the program calls a computation {name!r} that its text does not contain")
         return self._computations[name]
 
     def instructions(self) -> Iterator[Instruction]:
-        """All, in the order of the text."""
+        """All instructions, in the order of the text."""
         return (one for computation in self._computations.values() for one in computation.values())
 
     def root(self, name: str) -> Instruction:
-        """What a computation returns."""
+        """The instruction whose result a computation returns."""
         return next(one for one in reversed(self.computation(name).values()) if one.is_root)
 
     @cached_property
     def aliases(self) -> dict[int, int]:
-        """Output -> the number of the donated argument over which it is written."""
+        """Output number -> number of the donated argument whose buffer the output reuses."""
         match = re.search(r"input_output_alias=\{(.*?\)) \}", self.lines[0])
         return {int(out or 0): int(number) for out, number in _ALIAS.findall(match[1])} if match else {}
 
     def sources(self, one: Instruction) -> Iterator[str]:
-        """`file:line` of the frames that made an instruction, innermost first; none if XLA does not say."""
+        """`file:line` of each stack frame that created an instruction, innermost first."""
         frame = self._row("StackFrames", one.rest, "stack_frame_id")
         while frame:
             location = self._row("FileLocations", frame, "file_location_id")
@@ -168,23 +174,23 @@ class Program:
             line = re.search(r"\bline=(\d+)", location)
             if file and line:
                 yield f"{file}:{line[1]}"
-            # XLA prints the parent's number plus one: 1 for none.
+            # XLA prints the number of the parent plus one; 1 means no parent.
             parent = re.search(r"parent_frame_id=(\d+)", frame)
             frame = self._tables["StackFrames"].get(str(int(parent[1]) - 1), "") if parent else ""
 
     def source(self, one: Instruction) -> str:
-        """The innermost frame that is not one of those through which all programs pass; empty if there is none."""
+        """`file:line` of the innermost frame of a model or layer; of the innermost frame if there is none of these."""
         frames = list(self.sources(one))
         return next((frame for frame in frames if not _PASSED_THROUGH.search(frame)), next(iter(frames), ""))
 
     def _row(self, title: str, text: str, key: str) -> str:
-        """The row of table `title` whose number `text` gives as `key=`."""
+        """The row of table `title` whose number follows `key=` in `text`; empty if there is none."""
         number = re.search(rf"\b{key}=(\d+)", text)
         return self._tables.get(title, {}).get(number[1], "") if number else ""
 
     @cached_property
     def _tables(self) -> dict[str, dict[str, str]]:
-        """The tables before the first computation: title -> number -> row."""
+        """The tables that precede the first computation: title -> number -> row."""
         tables = {}
         for title in ("StackFrames", "FileLocations", "FileNames"):
             if title in self.lines:
@@ -194,13 +200,13 @@ class Program:
 
 
 def _num_devices(header: str) -> int:
-    """How many devices run the program, which its groups number from 0."""
-    # The layouts of all arguments come before it, so the header can be of any length.
+    """How many devices run the program; replica groups number them from 0."""
     if re.search(r"\breplica_count=(?!1\b)", unquoted(header)):
-        raise ProgramError("the program is of several replicas, as pmap makes them, not of partitions: use jit")
+        raise ProgramError("the program has several replicas, as pmap makes them, instead of partitions: use jit")
     match = re.search(r"\bnum_partitions=(\d+)", unquoted(header))
     return int(match[1]) if match else 1
 
 
 def unquoted(text: str) -> str:
+    """The text without the contents of its quotes."""
     return _QUOTED.sub('""', text)

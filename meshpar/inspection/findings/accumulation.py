@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshpar.inspection.flow import Flow, Value
-from meshpar.inspection.program import Instruction
-from meshpar.inspection.walk import trip_count
+from meshpar.inspection.program.flow import Flow, Value
+from meshpar.inspection.program.text import Instruction
+from meshpar.inspection.program.walk import trip_count
 
 _LINEAR = {
     "add", "subtract", "multiply", "divide", "negate", "convert", "select", "copy", "bitcast", "transpose", "reshape",

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshpar.inspection.finding import Finding
-from meshpar.inspection.hlo import Collective
-from meshpar.inspection.program import Array, Instruction, Program
-from meshpar.inspection.shardings import Spec, spec, spec_text, tiles
+from meshpar.inspection.findings.finding import Finding
+from meshpar.inspection.program.hlo import Collective
+from meshpar.inspection.program.shardings import Spec, spec, spec_text, tiles
+from meshpar.inspection.program.text import Array, Instruction, Program
 from meshpar.sharding.resolve import AnyMesh
 
 _WARNING = re.compile(

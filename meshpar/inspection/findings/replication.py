@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from meshpar.inspection.arguments import Passed
-from meshpar.inspection.finding import Finding, Planned
-from meshpar.inspection.shardings import spec_text
+from meshpar.inspection.findings.finding import Finding, Planned
+from meshpar.inspection.program.arguments import Passed
+from meshpar.inspection.program.shardings import spec_text
 from meshpar.tree import human_bytes
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshpar.errors import ConfigError, nearest
-from meshpar.inspection.picture import Picture, stacked
+from meshpar.inspection.report.picture import Picture, stacked
 from meshpar.mesh.layout import AXES, describe_sizes
 from meshpar.sharding.resolve import Placement
 from meshpar.tree import flatten_with_paths, human_bytes, matching

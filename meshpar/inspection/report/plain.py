@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import pydantic
 
 from meshpar.errors import Problem, ProgramError
+from meshpar.inspection.program.memory import Held, Memory
 
 Count = Annotated[int, pydantic.Field(ge=0)]
 Bytes = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
@@ -41,26 +42,6 @@ class PlainCollective(_Plain):
         return self.times * self.sent_bytes
 
 
-class PlainMemory(_Plain):
-    """As `Memory`, with its total."""
-
-    arguments: dict[str, Count]
-    outputs: Count
-    temporaries: Count
-    peak: Count | None
-    total: Count
-
-
-class PlainHeld(_Plain):
-    """As `Held`."""
-
-    name: str
-    array: str
-    num_bytes: Count
-    is_argument: bool
-    source: str = ""
-
-
 class PlainFinding(_Plain):
     """Something that the program does and that could be cheaper; `bytes` are what it costs, where that is known."""
 
@@ -80,8 +61,8 @@ class PlainInspection(_Plain):
     traced_bytes_per_axis: dict[str, Count] | None
     collectives: tuple[PlainCollective, ...]
     flops: Count
-    memory: PlainMemory
-    largest: tuple[PlainHeld, ...]
+    memory: Memory
+    largest: tuple[Held, ...]
     opaque: tuple[str, ...]
     findings: tuple[PlainFinding, ...] = ()
     target: str | None = None

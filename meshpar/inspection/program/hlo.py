@@ -1,10 +1,10 @@
-"""The collectives of a compiled program, read from its text: kind, axes, bytes, and how often each runs.
+"""Reads the collectives of a compiled program from its text: kind, axes, bytes, and how often each runs.
 
-The text is walked from its entry through every called computation, loops multiplied by their trip counts. Beside
-that, the raw lines are searched for anything that looks like communication, by other signs than the walk goes by; a
-line that looks so and was not counted is an error, so that nothing passes unseen.
+The walk starts at the entry, follows every call and multiplies by the trip counts of loops. Independently, all lines
+are searched for signs of communication. A line that has such a sign and was not counted is an error, so that no
+collective is missed.
 
-What is not seen: communication inside a custom call (a Pallas kernel's remote copies).
+Communication inside a custom call (the remote copies of a Pallas kernel) is not counted.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fractions import Fraction
 from jax.stages import Compiled
 
 from meshpar.errors import Problems, ProgramError
-from meshpar.inspection.flow import Flow
-from meshpar.inspection.groups import Groups, differing_axes, find_groups, spanned_axes
-from meshpar.inspection.program import Array, Instruction, Program, arrays_of, unquoted
-from meshpar.inspection.walk import Visit, walk
+from meshpar.inspection.program.flow import Flow
+from meshpar.inspection.program.groups import Groups, differing_axes, find_groups, spanned_axes
+from meshpar.inspection.program.text import LAYOUT, Array, Instruction, Program, arrays_of, unquoted
+from meshpar.inspection.program.walk import Visit, walk
 from meshpar.sharding.resolve import AnyMesh
 
 KINDS = {
@@ -33,8 +33,7 @@ KINDS = {
     "collective-broadcast": "collective_broadcast",
 }
 _ELEMENT = re.compile(r"\([^()]*\)|[a-z]\w*\[[^\]]*\]")
-_LAYOUT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
-# Deliberately not made from KINDS: it must also see what KINDS does not name.
+# Deliberately not made from KINDS, to find collectives that KINDS lacks.
 _COMMUNICATES = re.compile(
     r"\breplica_groups=|\bsource_target_pairs="
     r"|[\])}] (?:all-|collective|ragged|reduce-scatter|send)[\w\-]*(?<!-done)(?<!-update)\("
@@ -47,17 +46,18 @@ class Collective:
 
     Args:
       kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `collective_permute`, ...
-      arrays: that a device gets of it; several where XLA combined collectives, or splits its buffer.
-      full_bytes: S, the whole buffer of a group: what an all-gather makes, what a reduce-scatter takes.
-      groups: device numbers that communicate with each other; for a permute, pairs (from, to).
-      axes: the mesh axes that the groups span, none of size 1; None if no mesh was given, or they span part of one.
-      times: how often it runs in one call of the program, if every conditional takes its branch.
-      branches: the conditionals' branches in which it stands, outermost first.
-      op_name: where in the user's program it comes from, as JAX names it; empty if the compiler made it up.
-      source: `file:line` of the layer or model that it comes from; empty if the text does not say.
-      tensors: dotted paths of the arguments of which it gathers, or whose gradients it reduces; none if it moves
-        activations, or if what it moves was mixed on the way.
-      line: its number in the program's text.
+      arrays: the results on a device; several if XLA combined collectives, or split the buffer.
+      full_bytes: S, the whole buffer of a group: the output of an all-gather, the input of a reduce-scatter.
+      groups: numbers of the devices that communicate with each other; for a permute, pairs (source, target).
+      axes: the mesh axes that the groups span, without those of size 1; None without a mesh, or if a group spans only
+        a part of an axis.
+      times: how often it runs in one call of the program; every branch of a conditional counts as taken.
+      branches: the branches of conditionals that contain it, outermost first.
+      op_name: JAX's name for the operation of the user's program; empty if the compiler added the collective.
+      source: `file:line` of the layer or model that communicates; empty if unknown.
+      tensors: dotted paths of the parameters that it gathers, or whose gradients it reduces; empty for activations,
+        and for data that arithmetic mixed on the way.
+      line: the number of its line in the program's text.
     """
 
     kind: str
@@ -74,20 +74,20 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """n, devices of a group, the largest if they differ; of a permute, 2."""
+        """n, the number of devices of the largest group; 2 for a permute."""
         return max(map(len, self.groups), default=1)
 
     @property
     def place(self) -> str:
-        """`source`; what XLA made up or combined has none, but perhaps a tensor or a name."""
+        """`source`; if it is unknown, the first tensor or `op_name`."""
         return self.source or next(iter(self.tensors), self.op_name)
 
     @property
     def sent_bytes(self) -> Fraction:
-        """Bytes that a device sends each time; of devices that differ, the one that sends most.
+        """Bytes that a device sends in one execution; the maximum, if devices differ.
 
-        Communication: (n-1)/n S; 2(n-1)/n S for an all-reduce; S for a permute or broadcast that moves anything; for
-        a ragged all-to-all (n-1)/n S at most, as its sizes are data.
+        Communication: (n-1)/n S; 2(n-1)/n S for an all-reduce; S for a permute or broadcast between different
+        devices; at most (n-1)/n S for a ragged all-to-all, whose sizes are data.
         """
         if self.kind in ("collective_permute", "collective_broadcast"):
             return Fraction(self.full_bytes * any(len(set(group)) > 1 for group in self.groups))
@@ -96,22 +96,22 @@ class Collective:
 
 
 def collectives_of(compiled: Compiled | str, mesh: AnyMesh | None = None) -> list[Collective]:
-    """All collectives of an optimized program, in the order of its text from the entry on.
+    """All collectives of a compiled program, in the order of the walk from its entry.
 
     Args:
       compiled: the program, or its `as_text()`.
       mesh: the mesh it was compiled for, which names the axes of the groups.
 
     Raises:
-      ProgramError: lists every collective in the text that was not counted: of an unknown kind or form, out of
-        reach of the entry, or in a loop of unknown length.
+      ProgramError: lists every collective that cannot be counted: one of an unknown kind or form, one that the entry
+        does not reach, or one in a loop of unknown length.
     """
     program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
     return found_in(program, list(walk(program)), mesh)
 
 
 def found_in(program: Program, visits: list[Visit], mesh: AnyMesh | None, flow: Flow | None = None) -> list[Collective]:
-    """The same, of a program that was read and walked already, and its data flow."""
+    """`collectives_of` a program that was parsed and walked already."""
     if mesh is not None and mesh.size != program.num_devices:
         raise ProgramError(f"the program is for {program.num_devices} devices, the mesh has {mesh.size}")
     found = [(visit, kind) for visit in visits if (kind := _kind(visit.instruction))]
@@ -123,9 +123,13 @@ def found_in(program: Program, visits: list[Visit], mesh: AnyMesh | None, flow: 
 def total_sent_bytes(
     found: Iterable[Collective], kind: str | None = None, axes: Iterable[str] | None = None
 ) -> Fraction:
-    """Bytes that a device sends in one call: all, or of one kind, or over just these axes.
+    """Bytes that a device sends in one call of the program.
 
-    Branches of a conditional count as if each was taken: where they communicate, the sum is an upper bound.
+    Every branch of a conditional counts as taken, so the sum is an upper bound if branches communicate.
+
+    Args:
+      kind: counts only collectives of this kind.
+      axes: counts only collectives over exactly these axes.
     """
     wanted = None if axes is None else set(axes)
     of_kind = (c for c in found if kind in (None, c.kind))
@@ -134,13 +138,14 @@ def total_sent_bytes(
 
 def _kind(one: Instruction) -> str | None:
     kind = KINDS.get(one.opcode.removesuffix("-start"))
-    # TPU programs spell a reduce-scatter as a fusion of this name around an all-reduce and a slice.
+    # TPU programs express a reduce-scatter as a fusion of this name, of an all-reduce and a slice.
     scatters = kind == "all_reduce" and one.computation.startswith("all-reduce-scatter")
     return "reduce_scatter" if scatters else kind
 
 
 def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: AnyMesh | None) -> Collective:
-    one, permutes = visit.instruction, kind == "collective_permute"
+    one = visit.instruction
+    permutes = kind == "collective_permute"
     groups = find_groups(one.attributes, "source_target_pairs" if permutes else "replica_groups", program.num_devices)
     arrays = _results(one)
     share_of = max(map(len, groups), default=1) if one.opcode.startswith("reduce-scatter") else 1
@@ -161,13 +166,14 @@ def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: Any
 
 
 def _results(one: Instruction) -> tuple[Array, ...]:
-    """The arrays that a collective makes; a start but an all-reduce's is typed (operands, results, contexts...)."""
+    """The results of a collective."""
+    # The type of a start, except that of an all-reduce, is (operands, results, contexts...).
     type_ = one.type
     if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
-        type_ = _ELEMENT.findall(_LAYOUT.sub("", type_)[1:-1])[1]
+        type_ = _ELEMENT.findall(LAYOUT.sub("", type_)[1:-1])[1]
     arrays = arrays_of(type_)
     if not arrays:
-        raise ProgramError(f"line {one.line}: {one.opcode} makes no array: {one.type}")
+        raise ProgramError(f"line {one.line}: {one.opcode} has no array as its result: {one.type}")
     return arrays
 
 
@@ -180,16 +186,12 @@ def _require_all_counted(program: Program, visits: list[Visit], counted: list[Vi
     reached = {visit.instruction.line for visit in visits}
     lines = {visit.instruction.line for visit in counted}
     for number, line in enumerate(program.lines, start=1):
-        if number not in lines and _communicates(line):
-            what = "is of a kind that is not known" if number in reached else "is not reached from the entry"
+        # Sending to the host is a callback, unless the host forwards the data to another slice.
+        to_host = "is_host_transfer=true" in line and "megascale" not in line
+        if number not in lines and not to_host and _COMMUNICATES.search(unquoted(line)):
+            what = "is of an unknown kind" if number in reached else "is not reached from the entry"
             problems.add(_place(program, number), what)
     problems.raise_any(ProgramError, f"{len(problems)} collective{'s' * (len(problems) > 1)} cannot be counted:")
-
-
-def _communicates(line: str) -> bool:
-    # A send to the host is a callback's, unless the host passes it on to another slice.
-    to_host = "is_host_transfer=true" in line and "megascale" not in line
-    return not to_host and bool(_COMMUNICATES.search(unquoted(line)))
 
 
 def _place(program: Program, line: int) -> str:

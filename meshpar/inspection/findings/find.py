@@ -11,16 +11,16 @@ from functools import cached_property
 
 from jax.stages import Compiled
 
-from meshpar.inspection.accumulation import Accumulations
-from meshpar.inspection.arguments import Passed, arguments, outputs
-from meshpar.inspection.donation import find_copied
-from meshpar.inspection.finding import Axes, Finding, Planned
-from meshpar.inspection.flow import Flow
-from meshpar.inspection.hlo import Collective
-from meshpar.inspection.program import Instruction, Program
-from meshpar.inspection.remat import find_rematerializations
-from meshpar.inspection.replication import find_replicated
-from meshpar.inspection.walk import Visit
+from meshpar.inspection.findings.accumulation import Accumulations
+from meshpar.inspection.findings.donation import find_copied
+from meshpar.inspection.findings.finding import Axes, Finding, Planned
+from meshpar.inspection.findings.remat import find_rematerializations
+from meshpar.inspection.findings.replication import find_replicated
+from meshpar.inspection.program.arguments import Passed, arguments, outputs
+from meshpar.inspection.program.flow import Flow
+from meshpar.inspection.program.hlo import Collective
+from meshpar.inspection.program.text import Instruction, Program
+from meshpar.inspection.program.walk import Visit
 from meshpar.sharding.resolve import AnyMesh
 
 THRESHOLD_BYTES = 2**20

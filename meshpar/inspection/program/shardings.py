@@ -1,4 +1,4 @@
-"""XLA's shardings as `PartitionSpec`s: which mesh axes cut each dim, from any form in which XLA prints it."""
+"""Reads the shardings that XLA prints, and finds the mesh axes that shard each dim."""
 
 from __future__ import annotations
 
@@ -7,31 +7,28 @@ import re
 
 import numpy as np
 
-from meshpar.inspection.groups import iota, numbers
+from meshpar.inspection.program.groups import MESH, iota, named_mesh, numbers
 from meshpar.sharding.resolve import AnyMesh
 
 Spec = tuple[tuple[str, ...], ...]
-"""For each dim the axes that cut it, the one that varies slowest first."""
+"""For each dim the axes that shard it, the slowest first."""
 
 _TILED = re.compile(
     r"devices=\[(?P<tiles>[\d,]+)\]"
     r"(?:<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?|(?P<listed>[\d,]+))"
 )
-_MESH = re.compile(
-    r"mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\(\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))?"
-    r", \[(?P<dims>.*?)\]"
-)
+_MESH_DIMS = re.compile(MESH + r", \[(?P<dims>.*?)\]")
 
 
 def tiles(sharding: str) -> list[np.ndarray] | None:
-    """For each dim, the number of the tile that each device holds, as an array over the devices by number.
+    """For each dim, the number of the tile that each device holds, as an array over the device numbers.
 
     Args:
       sharding: `devices=[2,1,4]<=[8] last_tile_dim_replicate`, `mesh['a'=2,'b'=4], [{'a'}, {}]`, or `replicated`, which
-        cuts no dim.
+        gives an empty list.
 
     Returns:
-      None if the sharding has another form, as one with parts of axes.
+      None if the sharding has another form, such as one with parts of axes.
 
     >>> [tile.tolist() for tile in tiles("devices=[2,1,2]<=[2,2]T(1,0) last_tile_dim_replicate")]
     [[0, 1, 0, 1], [0, 0, 0, 0]]
@@ -40,13 +37,13 @@ def tiles(sharding: str) -> list[np.ndarray] | None:
         return []
     if match := _TILED.match(sharding):
         return _of_tiled(match, sharding)
-    if match := _MESH.match(sharding):
+    if match := _MESH_DIMS.match(sharding):
         return _of_mesh(match)
     return None
 
 
 def spec(sharding: str, mesh: AnyMesh | None) -> Spec | None:
-    """The axes of `mesh` that cut each dim; None if the sharding is not one of whole axes of this mesh.
+    """The axes of `mesh` that shard each dim; None if the sharding is not made of whole axes of this mesh.
 
     >>> from jax.sharding import AbstractMesh
     >>> spec("devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate", AbstractMesh((2, 4), ("data", "tensor")))
@@ -60,15 +57,14 @@ def spec(sharding: str, mesh: AnyMesh | None) -> Spec | None:
 
 
 def spec_text(axes: Spec) -> str:
-    """As it is written in a program.
+    """The axes as the `PartitionSpec` that a program would contain.
 
     >>> spec_text(((), ("data", "tensor"), ()))
     "P(None, ('data', 'tensor'))"
     """
-    entries = [repr(one if len(one) > 1 else one[0] if one else None) for one in axes]
-    while entries and entries[-1] == "None":
-        entries.pop()
-    return f"P({', '.join(entries)})"
+    last = max((i for i, of_dim in enumerate(axes, 1) if of_dim), default=0)
+    entries = [of_dim[0] if len(of_dim) == 1 else of_dim or None for of_dim in axes[:last]]
+    return f"P({', '.join(map(repr, entries))})"
 
 
 def _of_tiled(match: re.Match[str], sharding: str) -> list[np.ndarray] | None:
@@ -76,7 +72,7 @@ def _of_tiled(match: re.Match[str], sharding: str) -> list[np.ndarray] | None:
     devices = np.array(numbers(match["listed"])) if match["listed"] else iota(match["shape"], match["order"])
     if math.prod(counts) != devices.size:
         return None
-    # The last dims of the tiling can hold copies, and cut nothing.
+    # The last dims of the tiling can hold copies of the array instead of sharding it.
     subgroups = re.search(r"last_tile_dims=\{([^}]*)\}", sharding)
     copies = len(subgroups[1].split(",")) if subgroups else int("last_tile_dim_replicate" in sharding)
     return _places(devices, counts)[: len(counts) - copies]
@@ -85,25 +81,24 @@ def _of_tiled(match: re.Match[str], sharding: str) -> list[np.ndarray] | None:
 def _of_mesh(match: re.Match[str]) -> list[np.ndarray] | None:
     if re.search(r"'\s*:", match["dims"]):
         return None  # 'a':(1)2 is a part of axis a
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match["sizes"])}
-    devices = iota(match["shape"] or str(math.prod(sizes.values())), match["order"])
+    sizes, devices = named_mesh(match)
     index = dict(zip(sizes, _places(devices, tuple(sizes.values())), strict=True))
-    dims = [re.findall(r"'([^']+)'", dim) for dim in re.findall(r"\{([^}]*)\}", match["dims"])]
-    nothing = np.zeros(devices.size, int)
-    return [sum((_stride(axes, axis, sizes) * index[axis] for axis in axes), nothing) for axes in dims]
+    found = []
+    for dim in re.findall(r"\{([^}]*)\}", match["dims"]):
+        tile = np.zeros(devices.size, int)
+        for axis in re.findall(r"'([^']+)'", dim):
+            tile = tile * sizes[axis] + index[axis]
+        found.append(tile)
+    return found
 
 
 def _places(devices: np.ndarray, counts: tuple[int, ...]) -> list[np.ndarray]:
-    """For each dim of a grid of `counts`, filled with `devices`, where each device stands."""
+    """For each dim of a grid of shape `counts` that contains `devices`, the index of each device."""
     return list(np.unravel_index(np.argsort(devices.ravel()), counts))
 
 
-def _stride(axes: list[str], axis: str, sizes: dict[str, int]) -> int:
-    return math.prod(sizes[after] for after in axes[axes.index(axis) + 1 :])
-
-
 def _axes(tile: np.ndarray, mesh: AnyMesh) -> tuple[str, ...] | None:
-    """The axes along which the tile's number counts up, the slowest first; None if it is no such count."""
+    """The axes along which the tile number counts up, the slowest first; None if it does not count along axes."""
     grid = tile.reshape(tuple(mesh.shape.values()))
     steps = {axis: int(grid.take(-1, i).flat[0]) // (n - 1) for i, (axis, n) in enumerate(mesh.shape.items()) if n > 1}
     axes = sorted((axis for axis, step in steps.items() if step), key=lambda axis: steps[axis], reverse=True)

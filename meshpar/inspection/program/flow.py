@@ -1,9 +1,9 @@
-"""Which argument of a program a value stems from, or ends in: the data flow that gives a collective its tensor.
+"""Follows the data flow of a program between its arguments and its collectives.
 
-Two questions are asked of a collective. Is what it sends a *view* of an argument (a slice of stacked layers, in
-another dtype or layout)? Then it gathers that parameter. Does what it makes flow, element by element, into an output
-that is written over an argument? Then it reduces that parameter's gradient. Both are followed through fusions and
-loops; neither is followed through arithmetic that mixes elements, so an answer is right where there is one.
+It answers two questions about a collective. Is its operand a *view* of an argument (a slice of stacked layers, another
+dtype or layout)? Then the collective gathers that parameter. Does its result flow, element by element, into an output
+that is written over an argument? Then it reduces that parameter's gradient. Both directions pass through fusions and
+loops. Neither passes through arithmetic that mixes elements, so that each answer is correct.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from meshpar.inspection.program import Instruction, Program
+from meshpar.inspection.program.text import Instruction, Program
 
 _VIEWS = {
     "copy", "bitcast", "convert", "transpose", "reshape", "slice", "dynamic-slice", "reduce-precision",
@@ -26,7 +26,7 @@ _COLLECTIVES = ("all-", "reduce-scatter", "collective-permute", "collective-broa
 
 
 class Value(NamedTuple):
-    """A value in a computation; `index` of it, if it is a tuple."""
+    """The result of an instruction, or element `index` of it if it is a tuple."""
 
     computation: str
     name: str
@@ -34,32 +34,28 @@ class Value(NamedTuple):
 
 
 class Flow:
-    """The data flow of a program.
-
-    Args:
-      program: its text, read.
-    """
+    """The data flow of a program."""
 
     def __init__(self, program: Program):
         self.program = program
 
     @cached_property
     def arguments(self) -> dict[int, Instruction]:
-        """Number -> the entry's parameter."""
+        """Number -> parameter of the entry."""
         entry = self.program.computation(self.program.entry).values()
         return {_number(one): one for one in entry if one.opcode == "parameter"}
 
     def gathers(self, one: Instruction) -> tuple[str, ...]:
-        """The paths of the arguments of which the operands of an instruction are views."""
+        """The paths of the arguments that the operands of an instruction are views of."""
         found = (self._argument(Value(one.computation, name)) for name in one.operands)
         return tuple(dict.fromkeys(argument_path(a) for a in found if a is not None))
 
     def updates(self, one: Instruction) -> tuple[str, ...]:
-        """The paths of the arguments over which is written what an instruction makes."""
+        """The paths of the arguments over which the result of an instruction is written."""
         return tuple(self._updates.get(one.line, ()))
 
     def is_body(self, computation: str) -> bool:
-        """Whether it is the body of a loop."""
+        """Whether a computation is the body of a loop."""
         return any(caller.word("body") == computation for caller in self._callers[computation])
 
     @cached_property
@@ -70,10 +66,10 @@ class Flow:
                 callers[called].append(one)
         return callers
 
-    # Backward, through views -------------------------------------------------------------------------------------
+    # From a value to an argument, through views ------------------------------------------------------------------
 
     def _argument(self, value: Value) -> Instruction | None:
-        """The entry's parameter of which a value is a view."""
+        """The parameter of the entry that a value is a view of."""
         found = self._parameter(value)
         if found is None:
             return None
@@ -91,68 +87,78 @@ class Flow:
         return self._argument(Value(caller.computation, caller.operands[number], index))
 
     def _parameter(self, value: Value) -> tuple[int, int | None] | None:
-        """(number, index) of the parameter of its own computation of which a value is a view."""
+        """(number, index) of the parameter of its computation that a value is a view of."""
         computation = self.program.computation(value.computation)
-        name, index = value.name, value.index
+        name = value.name
+        index = value.index
         while (one := computation.get(name)) is not None:
             if one.opcode == "parameter":
                 return _number(one), index
             if one.opcode == "get-tuple-element":
-                name, index = one.operands[0], int(one.word("index"))
+                name = one.operands[0]
+                index = int(one.word("index"))
             elif one.opcode == "tuple" and index is not None:
-                name, index = one.operands[index], None
+                name = one.operands[index]
+                index = None
             elif one.opcode in _VIEWS:
-                name, index = one.operands[0], None
+                name = one.operands[0]
+                index = None
             elif one.opcode == "while" and index is not None and self._invariant(one.word("body"), index):
                 name = one.operands[0]
             elif one.opcode in ("fusion", "call"):
                 inner = self._parameter(self.result(one.names(*_CALLS)[0], index))
                 if inner is None:
                     return None
-                name, index = one.operands[inner[0]], inner[1]
+                number, index = inner
+                name = one.operands[number]
             else:
                 return None
         return None
 
     def _invariant(self, body: str, index: int) -> bool:
-        """Whether a loop hands on element `index` of what it carries as it got it."""
+        """Whether a loop leaves element `index` of its carry unchanged."""
         return self._parameter(self.result(body, index)) == (0, index)
 
     def result(self, computation: str, index: int | None = None) -> Value:
-        """What a computation returns, or one element of it."""
+        """The result of a computation, or one element of it."""
         return Value(computation, self.program.root(computation).name, index)
 
-    # From the outputs back, element by element -------------------------------------------------------------------
+    # From an output to its collectives, element by element -------------------------------------------------------
 
     @cached_property
     def _updates(self) -> dict[int, list[str]]:
-        """Line of a collective -> the arguments that what it makes is written over."""
+        """Line of a collective -> paths of the arguments over which its result is written."""
         found = defaultdict(list)
         for output, number in self.program.aliases.items():
             if self.arguments[number].arrays[0].size == 1:
-                continue  # counters and sums: of no tensor
+                continue  # a counter or a sum
             path = argument_path(self.arguments[number])
             for line in self._collectives_behind(self.result(self.program.entry, output)):
                 found[line].append(path)
         return {line: _owners(paths) for line, paths in found.items()}
 
     def _collectives_behind(self, output: Value) -> set[int]:
-        seen, lines, todo = set(), set(), [output]
+        """The lines of the collectives whose results become elements of an output."""
+        seen = set()
+        lines = set()
+        todo = [output]
         while todo:
             value = todo.pop()
-            if value in seen:
+            one = self.instruction(value)
+            if value in seen or one is None:
                 continue
             seen.add(value)
-            one = self.program.computation(value.computation).get(value.name)
-            if one is None:
-                continue
             if one.opcode.startswith(_COLLECTIVES) and not one.opcode.endswith("-done"):
                 lines.add(one.line)
             todo += self.sources(one, value)
         return lines
 
+    def instruction(self, value: Value) -> Instruction | None:
+        """The instruction that computes a value."""
+        return self.program.computation(value.computation).get(value.name)
+
     def sources(self, one: Instruction, value: Value) -> Iterator[Value]:
-        """The values whose elements become those of `value`."""
+        """The values whose elements become the elements of `value`, the result of instruction `one`."""
         here = value.computation
         if one.opcode == "parameter":
             yield from self.from_caller(one, value)
@@ -171,37 +177,36 @@ class Flow:
         elif one.opcode in _VIEWS or one.opcode == "dynamic-update-slice" or one.opcode.endswith("-done"):
             yield from (Value(here, name) for name in one.operands[:2])
         elif one.opcode not in _MIXES:
-            yield from (Value(here, name) for name in one.operands if self._same_size(one, name))
+            sizes = [array.size for array in one.arrays]
+            for name in one.operands:
+                operand = self.instruction(Value(here, name))
+                if operand is not None and [array.size for array in operand.arrays] == sizes:
+                    yield Value(here, name)
 
     def from_caller(self, one: Instruction, value: Value) -> Iterator[Value]:
-        """What the callers of a computation pass as the parameter `one`."""
+        """The values that the callers of a computation pass as its parameter `one`."""
         for caller in self._callers[value.computation]:
             number = 0 if caller.opcode == "while" else _number(one)
             yield from (Value(caller.computation, name, value.index) for name in caller.operands[number : number + 1])
 
-    def _same_size(self, one: Instruction, name: str) -> bool:
-        operand = self.program.computation(one.computation).get(name)
-        return operand is not None and [a.size for a in operand.arrays] == [a.size for a in one.arrays]
-
 
 def argument_path(one: Instruction) -> str:
-    """The dotted path of an argument, from JAX's name for it: `state.params['table']` -> `state.params.table`."""
+    """The dotted path of an argument: JAX names it `state.params['table']`, the path is `state.params.table`."""
     return re.sub(r"\[\\?'?([^\]\\']*)\\?'?\]", r".\1", one.op_name) or one.name
 
 
 def _owners(paths: list[str]) -> list[str]:
-    """The paths without those of an optimizer's state, which end as their parameter's, under a longer root."""
+    """Removes the paths of optimizer state: longer paths that end like that of their parameter.
 
-    def is_state(path: str) -> bool:
-        return any(path.endswith(tail) for other in paths if len(other) < len(path) for tail in _tails(other))
-
-    return [path for path in paths if not is_state(path)]
-
-
-def _tails(path: str) -> list[str]:
-    """The path below its first and below its second name: `params.w` and `state.params.w` have `.w` in common."""
-    names = path.split(".")
-    return ["." + ".".join(names[i:]) for i in (1, 2) if names[i:]]
+    The path of a parameter is compared without its first one or two names: `.w` of `params.w` and `state.params.w`.
+    """
+    owners = []
+    for path in paths:
+        shorter = [other.split(".") for other in paths if len(other) < len(path)]
+        tails = ["." + ".".join(names[i:]) for names in shorter for i in (1, 2) if names[i:]]
+        if not path.endswith(tuple(tails)):
+            owners.append(path)
+    return owners
 
 
 def _number(parameter: Instruction) -> int:

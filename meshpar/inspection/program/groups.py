@@ -1,10 +1,11 @@
-"""Replica groups of a collective, in every form in which XLA prints them, and the mesh axes that they span.
+"""Parses the replica groups of collectives, in every form that XLA prints, and finds the mesh axes that they span.
 
-A device's number in a program is its place in the mesh's flattened array of devices, whatever its own id.
+The number of a device in a program is its position in the flattened array of the mesh's devices, not its id.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 
@@ -17,18 +18,17 @@ Groups = tuple[tuple[int, ...], ...]
 
 _LISTED = re.compile(r"\{((?:\{[\d, ]+\},?\s*)+)\}$")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
-_MESH = re.compile(
-    r"mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\(\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))?"
-    r" ?\{(?P<axes>(?:'[^':]+',? ?)*)\}$"
-)
+MESH = r"mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\(\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))?"
+"""A regular expression of the mesh that XLA prints before groups and shardings; `named_mesh` reads its match."""
+_MESH_GROUPS = re.compile(MESH + r" ?\{(?P<axes>(?:'[^':]+',? ?)*)\}$")
 _FORM = r"\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\}"
 
 
 def find_groups(attributes: str, name: str, num_devices: int) -> Groups:
-    """Groups that an instruction's attributes give as `name=`; for a permute's pairs, (from, to).
+    """The groups after `name=` in the attributes of an instruction; for a permute, the pairs (source, target).
 
     Raises:
-      ProgramError: there are none, or of an unknown form, or for more devices.
+      ProgramError: there are none, they have an unknown form, or they name more devices than the program has.
 
     >>> find_groups("%p), channel_id=1, replica_groups={{0,1},{2,3}}, dimensions={0}", "replica_groups", 4)
     ((0, 1), (2, 3))
@@ -40,19 +40,19 @@ def find_groups(attributes: str, name: str, num_devices: int) -> Groups:
         return ()
     groups = parse_groups(match[1], num_devices)
     if any(number >= num_devices for group in groups for number in group):
-        raise ProgramError(f"{name}={match[1]} names a device that a program of {num_devices} does not have")
+        raise ProgramError(f"{name}={match[1]} names a device that a program of {num_devices} devices does not have")
     return groups
 
 
 def parse_groups(text: str, num_devices: int) -> Groups:
-    """Groups of device numbers.
+    """Parses groups of device numbers.
 
     Args:
       text: `{{0,1},{2,3}}`, `[2,4]<=[8]`, `[2,4]<=[4,2]T(1,0)`, `mesh['a'=2,'b'=4] {'a'}`, the same with
-        `, device_ids=([4,2]T(1,0))` after the bracket, or `{}` for one group of all.
+        `, device_ids=([4,2]T(1,0))` after the bracket, or `{}` for one group of all devices.
 
     Raises:
-      ProgramError: it has another form, as a mesh's with parts of axes.
+      ProgramError: the text has another form, such as a mesh with parts of axes.
 
     >>> parse_groups("[2,2]<=[2,2]T(1,0)", 4)
     ((0, 2), (1, 3))
@@ -63,15 +63,18 @@ def parse_groups(text: str, num_devices: int) -> Groups:
         return tuple(numbers(group) for group in re.findall(r"\{([\d, ]*)\}", match[1]))
     if match := _IOTA.match(text):
         return _rows(iota(match[2], match[3]).reshape(numbers(match[1])))
-    if match := _MESH.match(text):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match["sizes"])}
-        shape = match["shape"] or str(math.prod(sizes.values()))
-        return _mesh_groups(sizes, iota(shape, match["order"]), re.findall(r"'([^']+)'", match["axes"]))
+    if match := _MESH_GROUPS.match(text):
+        # A group for each index of the axes that are not named. Within a group the first named axis varies slowest.
+        sizes, devices = named_mesh(match)
+        axes = re.findall(r"'([^']+)'", match["axes"])
+        order = [list(sizes).index(axis) for axis in (*(name for name in sizes if name not in axes), *axes)]
+        grid = devices.reshape(list(sizes.values())).transpose(order)
+        return _rows(grid.reshape(-1, math.prod(sizes[axis] for axis in axes)))
     raise ProgramError(f"replica groups of an unknown form: {text}")
 
 
 def spanned_axes(groups: Groups, mesh: AnyMesh) -> tuple[str, ...] | None:
-    """The axes, none of size 1, along which the devices of a group differ; None if a group is but a part of those."""
+    """The axes that each group spans, without those of size 1; None if a group spans only a part of its axes."""
     axes = differing_axes(groups, mesh)
     size = math.prod(mesh.shape[axis] for axis in axes)
     return axes if all(len(set(group)) == size for group in groups) else None
@@ -83,24 +86,23 @@ def differing_axes(groups: Groups, mesh: AnyMesh) -> tuple[str, ...]:
     differ = np.zeros(len(mesh.axis_names), bool)
     for group in groups:
         differ |= (indices[list(group)] != indices[group[0]]).any(axis=0)
-    return tuple(axis for axis, does in zip(mesh.axis_names, differ, strict=True) if does)
+    return tuple(itertools.compress(mesh.axis_names, differ))
 
 
 def iota(shape: str, order: str | None) -> np.ndarray:
-    """Device numbers as `[4,2]T(1,0)` lays them out: counted up in `shape`, then transposed."""
+    """The device numbers of `[4,2]T(1,0)`: counted up in an array of `shape`, then transposed by `order`."""
     counted = np.arange(math.prod(numbers(shape))).reshape(numbers(shape))
     return counted.transpose(numbers(order)) if order else counted
 
 
-def _mesh_groups(sizes: dict[str, int], devices: np.ndarray, axes: list[str]) -> Groups:
-    """A group for each index of the axes that are not named; within it, the first named varies slowest."""
-    order = [*(name for name in sizes if name not in axes), *axes]
-    grid = devices.reshape(list(sizes.values())).transpose([list(sizes).index(name) for name in order])
-    return _rows(grid.reshape(-1, math.prod(sizes[name] for name in axes)))
+def named_mesh(match: re.Match[str]) -> tuple[dict[str, int], np.ndarray]:
+    """The sizes of the axes of a mesh that `MESH` matched, and its device numbers."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match["sizes"])}
+    return sizes, iota(match["shape"] or str(math.prod(sizes.values())), match["order"])
 
 
 def _rows(devices: np.ndarray) -> Groups:
-    return tuple(tuple(int(number) for number in row) for row in devices)
+    return tuple(map(tuple, devices.tolist()))
 
 
 def numbers(text: str) -> tuple[int, ...]:

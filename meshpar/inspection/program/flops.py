@@ -1,0 +1,84 @@
+"""Counts the floating point operations of the products in a compiled program.
+
+XLA's own cost analysis counts the body of a loop once; here it counts as often as it runs. A matrix product that sums K
+terms for each element of its result has 2K operations for each. Other operations (norms, softmax, the optimizer) are
+not counted, by the convention of Megatron-LM and PaLM.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from meshpar.inspection.program.text import Array, Instruction, Program
+from meshpar.inspection.program.walk import Visit
+
+_GEMM = re.compile(r"gemm|cublas|onednn|matmul", re.IGNORECASE)
+_LABELS = re.compile(r"dim_labels=(\w+?)_(\w+)->(\w+)")
+# Custom calls of TPU and GPU programs that only allocate, assert or wait.
+_EMPTY = re.compile(r"Allocate|Assume|AsyncCollective|Sharding|SPMD")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+
+
+def product_flops(program: Program, visits: Iterable[Visit]) -> int:
+    """FLOPs of all matrix products and convolutions in one call of the program, on one device.
+
+    Args:
+      visits: the instructions that the program executes, from `walk`. Every branch of a conditional counts.
+    """
+    return sum((visit.times or 0) * _flops(program, visit.instruction) for visit in visits)
+
+
+def opaque_calls(visits: Iterable[Visit]) -> tuple[str, ...]:
+    """The targets of custom calls whose operations and communication are unknown, such as Pallas kernels."""
+    targets = {_target(visit.instruction) for visit in visits if visit.instruction.opcode == "custom-call"}
+    return tuple(sorted(target for target in targets if not _GEMM.search(target) and not _EMPTY.search(target)))
+
+
+def _flops(program: Program, one: Instruction) -> int:
+    inputs = program.computation(one.computation)
+    if one.opcode == "dot" or (one.opcode == "custom-call" and _GEMM.search(_target(one))):
+        return 2 * one.arrays[0].size * _contracted(one, inputs[one.operands[0]].arrays[0])
+    if one.opcode == "convolution":
+        return 2 * _convolution_terms(one, *(inputs[name].arrays[0] for name in one.operands[:2]))
+    return 0
+
+
+def _contracted(one: Instruction, left: Array) -> int:
+    """K, the product of the left operand's contracted dims. A GEMM call has them in its backend config."""
+    match = re.search(r'lhs_contracting_dim(?:s|ensions)"?[=:][\[{]([\d,"]*)[\]}]', one.rest)
+    dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [-1]
+    return math.prod(left.shape[dim] for dim in dims)
+
+
+def _convolution_terms(one: Instruction, image: Array, kernel: Array) -> int:
+    """The number of products that a convolution sums, without those of padding and of the holes of a dilation.
+
+    TPU programs express batched matrix products as dilated convolutions. All but the diagonal of these are holes.
+    """
+    labels = _LABELS.search(one.attributes)
+    assert labels is not None, f"a convolution without dim_labels: {one.rest[:160]}"
+    arrays = (image, kernel, one.arrays[0])
+    of_image, of_kernel, of_out = (
+        dict(zip(label, array.shape, strict=True)) for label, array in zip(labels.groups(), arrays, strict=True)
+    )
+    window = re.search(r"window=\{([^}]*)\}", one.attributes)
+    fields = dict(field.split("=") for field in window[1].split()) if window else {}
+    terms = of_out["b"] * of_out["f"] * of_kernel["i"]
+    for i in range(len(image.shape) - 2):
+        # Stride, padding before and dilations of one spatial dim.
+        sizes = {name: int(values.split("x")[i].split("_")[0]) for name, values in fields.items()}
+        dilation = sizes.get("lhs_dilate", 1)
+        at = np.arange(of_out[str(i)])[:, None] * sizes.get("stride", 1) - sizes.get("pad", 0)
+        at = at + np.arange(of_kernel[str(i)]) * sizes.get("rhs_dilate", 1)
+        last = (of_image[str(i)] - 1) * dilation
+        terms *= int(((at >= 0) & (at <= last) & (at % dilation == 0)).sum())
+    return terms
+
+
+def _target(one: Instruction) -> str:
+    match = _TARGET.search(one.rest)
+    return match[1] if match else ""

@@ -1,0 +1,116 @@
+"""Reads the memory that a compiled program needs on a device: arguments, outputs and temporaries."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated
+
+import jax
+import pydantic
+from jax.stages import Compiled
+
+from meshpar.inspection.program.flow import argument_path
+from meshpar.inspection.program.text import Instruction, Program
+from meshpar.inspection.program.walk import Visit
+
+Size = Annotated[int, pydantic.Field(ge=0)]
+_ALLOCATES_NOTHING = {
+    "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call",
+    "optimization-barrier", "after-all", "partition-id", "replica-id",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Args:
+      arguments: by the first two names of their paths: `state.params`, `state.opt_state`, `batch.tokens`.
+      outputs: of the outputs that are not written over a donated argument.
+      temporaries: the largest sum of temporary buffers at one time, as the compiler reports it.
+      peak: the largest sum of all buffers at one time, as the compiler reports it; None on CPU, which does not.
+    """
+
+    arguments: dict[str, Size]
+    outputs: Size
+    temporaries: Size
+    peak: Size | None
+
+    @property
+    def total(self) -> int:
+        """The peak; if it is unknown, the sum of all kinds, which is an upper bound."""
+        return self.peak or sum(self.arguments.values()) + self.outputs + self.temporaries
+
+    def split_arguments(self) -> tuple[dict[str, int], int]:
+        """The arguments of at least 0.1% of the total, and the sum of the smaller ones."""
+        large = {name: size for name, size in self.arguments.items() if size >= self.total / 1000}
+        return large, sum(self.arguments.values()) - sum(large.values())
+
+
+@dataclass(frozen=True)
+class Held:
+    """One array on one device.
+
+    Args:
+      name: the path of an argument; JAX's name for a temporary.
+      array: its type, such as `f32[8,4]`.
+      num_bytes: the size of the device's part of it.
+      is_argument: whether it is an argument; otherwise it is a temporary.
+      source: `file:line`, of a temporary.
+    """
+
+    name: str
+    array: str
+    num_bytes: Size
+    is_argument: bool
+    source: str = ""
+
+
+def memory(program: Program, compiled: Compiled | None) -> Memory:
+    """The memory of a program, by kind.
+
+    Args:
+      compiled: the program with the compiler's own figures. Without it, outputs and temporaries are 0.
+    """
+    arguments: Counter[str] = Counter()
+    for one in _parameters(program):
+        arguments[".".join(argument_path(one).split(".")[:2])] += _bytes(one)
+    by_size = dict(arguments.most_common())
+    stats = compiled.memory_analysis() if compiled is not None else None
+    if compiled is None or stats is None:
+        return Memory(by_size, 0, 0, None)
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    platforms = {d.platform for s in jax.tree.leaves(compiled.input_shardings) for d in s.device_set}
+    # XLA's CPU compiler reports the bytes of the arguments as the peak.
+    peak = None if platforms <= {"cpu"} else stats.peak_memory_in_bytes
+    temporaries = stats.temp_size_in_bytes
+    if peak and not temporaries:  # on TPU
+        temporaries = max(0, peak - sum(arguments.values()) - outputs)
+    return Memory(by_size, outputs, temporaries, peak)
+
+
+def largest(program: Program, visits: Iterable[Visit], number: int) -> list[Held]:
+    """The largest arguments, and the largest temporaries: at most `number` of each."""
+    arguments = [Held(argument_path(one), str(one.arrays[0]), _bytes(one), True) for one in _parameters(program)]
+    fused = {name for one in program.instructions() if one.opcode == "fusion" for name in one.names("calls")}
+    made = {
+        visit.instruction.line: visit.instruction
+        for visit in visits
+        if visit.instruction.opcode not in _ALLOCATES_NOTHING and visit.instruction.computation not in fused
+    }
+    found = sorted(arguments, key=lambda held: held.num_bytes, reverse=True)[:number]
+    for one in sorted(made.values(), key=_bytes, reverse=True)[:number]:
+        array = max(one.arrays, key=lambda array: array.num_bytes)
+        source = next(program.sources(one), "")
+        found.append(Held(one.op_name or one.name, str(array), _bytes(one), False, source))
+    return found
+
+
+def _parameters(program: Program) -> list[Instruction]:
+    return [one for one in program.computation(program.entry).values() if one.opcode == "parameter"]
+
+
+def _bytes(one: Instruction) -> int:
+    return sum(array.num_bytes for array in one.arrays if array.dtype != "token")

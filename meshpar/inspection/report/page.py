@@ -1,0 +1,156 @@
+"""Renders an inspection as a page for a browser: one file, without scripts, fonts or links to other files.
+
+`page.html` is the template; this module computes what it draws. The widths of all bars are percentages of the page's
+width, so they are to scale on a screen of any size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+
+from meshpar.inspection.program.hlo import KINDS
+from meshpar.inspection.report.places import axes_name, places, short_source
+from meshpar.inspection.report.plain import PlainCollective, PlainInspection, plain
+from meshpar.mesh.layout import describe_sizes
+from meshpar.tree import human_bytes, human_flops
+
+# The least width of the bars in px on a narrow screen, and on one wider than 700 px; page.css sets both.
+_NARROW_PX = 340
+_WIDE_PX = 700
+
+
+def page(inspection: Mapping[str, Any]) -> str:
+    """Renders the page of an inspection, or of a judgement.
+
+    Args:
+      inspection: the plain data of `as_json()`, or of a file that `meshpar inspect --json` wrote.
+
+    Returns:
+      A whole HTML document. All names from the user's program are escaped.
+    """
+    report = plain(inspection)
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    functions = (human_bytes, human_flops, short_source)
+    templates.filters |= {function.__name__: function for function in functions}
+    templates.filters |= {"share": _share, "percent": _percent, "colour": _colour, "room": _room, "tooltip": _tooltip}
+    mesh = f"mesh: {describe_sizes(report.mesh)}" if report.mesh else "no mesh was given"
+    seconds = report.products_s_estimate
+    at_least = "" if seconds is None else f", {1e3 * seconds:.3g} ms at the chip's peak"
+    variables = _sends(report) | _order(report.collectives) | _holds(report)
+    return templates.get_template("page.html").render(
+        report=report,
+        mesh=mesh,
+        at_least=at_least,
+        places=places(report.collectives),
+        human_bytes=human_bytes,
+        **variables,
+    )
+
+
+def _sends(report: PlainInspection) -> dict[str, Any]:
+    """The bytes sent over each combination of axes, and those that the traced program names."""
+    form = report.traced_bytes_per_axis or {}
+    all_axes = list(dict.fromkeys([*report.sent_bytes_per_axis, *form]))
+    sent = {axes: report.sent_bytes_per_axis.get(axes, 0) for axes in all_axes}
+    traced = {axes: form.get(axes, 0) for axes in all_axes} if form else {}
+    against = {axes: _against(sent[axes], traced[axes]) if traced else "" for axes in all_axes}
+    most = max([*sent.values(), *traced.values()], default=0)
+    return {"sent": sent, "traced": traced, "against": against, "most_sent": most}
+
+
+def _against(sent: int, traced: int) -> str:
+    if sent == traced:
+        change = "equal"
+    elif traced:
+        change = f"{(sent - traced) / traced:+.1%}"
+    else:
+        change = "beyond it"
+    return f"/ as traced {traced:,}, {change}"
+
+
+def _order(collectives: Iterable[PlainCollective]) -> dict[str, Any]:
+    """The collectives in the order of the program, with the bytes sent before each, for each combination of axes."""
+    found = list(collectives)
+    starts = list(accumulate((one.total_bytes for one in found), initial=0.0))
+    lanes: dict[str, list[tuple[float, PlainCollective]]] = defaultdict(list)
+    for start, one in zip(starts, found, strict=False):
+        lanes[axes_name(one.axes)].append((start, one))
+    return {"lanes": lanes, "all_sent": starts[-1], "kinds": sorted({one.kind for one in found})}
+
+
+class _Part(NamedTuple):
+    """One kind of memory; `colour` is the name of a colour in page.css."""
+
+    name: str
+    num_bytes: int
+    colour: str
+    start: int
+
+
+def _holds(report: PlainInspection) -> dict[str, Any]:
+    """The kinds of memory, with the bytes before each, and the marks on their bar."""
+    large, small = report.memory.split_arguments()
+    kinds = [(name, size, f"m{i % 6}") for i, (name, size) in enumerate(large.items())]
+    kinds += [("other arguments", small, "rest"), ("outputs", report.memory.outputs, "outputs")]
+    kinds += [("temporaries", report.memory.temporaries, "temporaries")]
+    kinds = [kind for kind in kinds if kind[1]]
+    starts = list(accumulate((size for _, size, _ in kinds), initial=0))
+    marks = {"the peak": report.memory.peak, "the chip's memory": report.chip_bytes}
+    named = [f"{name}, {human_bytes(num_bytes)}" for name, num_bytes in marks.items() if num_bytes]
+    return {
+        "parts": [_Part(*kind, start) for kind, start in zip(kinds, starts, strict=False)],
+        "together": starts[-1],
+        "capacity": max(starts[-1], report.memory.total, report.chip_bytes or 0),
+        "marks": [num_bytes for num_bytes in marks.values() if num_bytes],
+        "marks_note": f" The marks: {'; '.join(named)}." if named else "",
+    }
+
+
+# Filters of the template ------------------------------------------------------------------------------------------
+
+
+def _share(size: float, whole: float) -> str:
+    return f"{100 * size / whole if whole else 0:.5g}%"
+
+
+def _percent(size: float, whole: float) -> str:
+    return f"{size / whole:.1%}"
+
+
+def _colour(kind: str) -> str:
+    """The name of the colour of a kind of collective."""
+    return kind if kind in KINDS.values() else "other"
+
+
+def _room(one: PlainCollective, all_sent: float) -> str:
+    """On which screens a block has room for its `12x`: `any`, `wide` ones only, or none (empty)."""
+    share = one.total_bytes / all_sent if all_sent else 0
+    needed_px = 7 * len(f"{one.times}x") + 8
+    if one.times == 1 or share * _WIDE_PX < needed_px:
+        return ""
+    return "any" if share * _NARROW_PX >= needed_px else "wide"
+
+
+def _tooltip(one: PlainCollective) -> str:
+    """What is known of a collective, one fact a line."""
+    lines = [
+        f"{one.kind} over {axes_name(one.axes)}",
+        f"{one.times}x {human_bytes(one.sent_bytes)} = {human_bytes(one.total_bytes)}",
+        ", ".join(one.tensors or one.arrays),
+        "in a branch of a conditional" if one.branches else "",
+        short_source(one.source),
+    ]
+    return "\n".join(filter(None, lines))
