@@ -9,7 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshpar import flow, imports
+from meshpar import flow
+from meshpar.interop import user_code
 from meshpar.mesh.hardware import Chip
 
 MODULE = """
@@ -121,8 +122,8 @@ DROPPING = ["model.target=own_model:Dropping", "model.arguments={width: 16}", "m
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch, tmp_path):
     """A folder with a module and a config; nothing was permitted before."""
-    monkeypatch.setattr(imports, "_named", [])
-    monkeypatch.setattr(imports, "_permitted", {})
+    monkeypatch.setattr(user_code, "_named", [])
+    monkeypatch.setattr(user_code, "_permitted", {})
     monkeypatch.setattr(sys, "path", list(sys.path))
     here = tmp_path / "here"
     here.mkdir()
@@ -358,7 +359,7 @@ def test_a_link_out_of_the_working_directory_is_not_followed(meshpar, tmp_path):
 
 def test_a_config_that_was_not_read_from_a_file_imports_nothing():
     with pytest.raises(Exception, match="was not permitted"):
-        imports.load("own_model:Own")
+        user_code.load("own_model:Own")
 
 
 @pytest.mark.parametrize(

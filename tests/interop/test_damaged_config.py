@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from meshpar.errors import CheckpointError
-from meshpar.io import architectures
-from meshpar.io.huggingface import open_pretrained
+from meshpar.interop import architectures
+from meshpar.interop.huggingface import open_pretrained
 from tests.damage import at_most
-from tests.io.pretrained import saved
+from tests.interop.pretrained import saved
 
 KINDS = ("llama3_rope", "qwen2", "gpt2")
 VALUES: list[Any] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from meshpar.io.huggingface import Pretrained
+from meshpar.interop.huggingface import Pretrained
 from meshpar.train.state import TrainState
 from meshpar.train.training import Training
 from meshpar.tree import flatten_with_paths

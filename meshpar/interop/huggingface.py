@@ -17,9 +17,9 @@ from flax import nnx
 
 from meshpar.config import flatten
 from meshpar.errors import CheckpointError, ConfigError, Problems
-from meshpar.io import architectures
-from meshpar.io.folder import check_inside, read_json
-from meshpar.io.safetensors import Tensor, tensors_in
+from meshpar.interop import architectures
+from meshpar.interop.folder import check_inside, read_json
+from meshpar.interop.safetensors import Tensor, tensors_in
 from meshpar.models.foreign import Foreign, Names, Shape
 from meshpar.nn.describe import describe
 from meshpar.nn.transformer import Decoder

@@ -17,14 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
-
-import pydantic
+from typing import Any
 
 from meshpar.errors import ConfigError, MeshparError, nearest
-
-Target = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
-"""`package.module:name`."""
 
 _named: list[Path] = []
 _permitted: dict[str, Path] = {}

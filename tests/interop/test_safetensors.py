@@ -11,7 +11,7 @@ import safetensors
 import safetensors.numpy
 
 from meshpar.errors import CheckpointError, Problems
-from meshpar.io.safetensors import Written, tensors_in, write
+from meshpar.interop.safetensors import Written, tensors_in, write
 
 ARRAYS = {
     "a": np.arange(12, dtype=np.float32).reshape(3, 4),

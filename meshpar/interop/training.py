@@ -16,9 +16,9 @@ import numpy as np
 import optax
 
 from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.interop.declared import changing, declared_dims, flax_rules, lazily, unboxed
+from meshpar.interop.keys import KEY_DATA, as_data, as_keys, key_implementations
 from meshpar.mesh.layout import AXES, MeshLayout
-from meshpar.nn.declared import changing, declared_dims, flax_rules, lazily, unboxed
-from meshpar.nn.keys import KEY_DATA, as_data, as_keys, key_implementations
 from meshpar.sharding.constrain import Lowering, current
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules

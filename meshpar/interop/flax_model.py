@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshpar import imports
-from meshpar.adopt import Init, arrays_of, check_axes, specs_of, takes, tallied, with_axes
 from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.interop import user_code
+from meshpar.interop.declared import lazily, unboxed
+from meshpar.interop.keys import key_implementations
+from meshpar.interop.training import Init, arrays_of, check_axes, specs_of, takes, tallied, with_axes
 from meshpar.models.imported import Import
-from meshpar.nn.declared import lazily, unboxed
-from meshpar.nn.keys import key_implementations
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loss import Batch, Criterion, Loss, Tally, next_token_loss
@@ -72,7 +72,7 @@ def imported(model: Import, criterion: Criterion, rules: AxisRules, seq_len: int
       ConfigError: the target is no Flax model, or was not permitted to be imported.
     """
     check_axes(model.axes)
-    with imports.blamed(model.target):
+    with user_code.blamed(model.target):
         user = _built(model, seq_len)
         specs, carried = specs_of(user.init, user.carried, seed, model.dims)
         keys = key_implementations(jax.eval_shape(lazily(user.carried), jax.random.key(seed)))
@@ -99,7 +99,7 @@ def _next_token(target: str, user: _Model, build: Callable[..., Loss], learns: b
     """The loss of the next token, as a user would write it."""
 
     def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any = None) -> Tally:
-        with imports.blamed(target):
+        with user_code.blamed(target):
             logits, after = user.apply(params, carried or {}, batch["tokens"], learns)
         tally = build(lambda params, batch, key: logits)(params, batch, key, {})
         return replace(tally, carried=after)
@@ -109,21 +109,21 @@ def _next_token(target: str, user: _Model, build: Callable[..., Loss], learns: b
 
 def _own(target: str, made: Any, carries: bool) -> Callable[..., Any]:
     """The loss that a config names."""
-    given = imports.load(target)
+    given = user_code.load(target)
     arguments = ("model", "params", "batch", "key", *(["carried"] if carries else []))
     if not takes(given, len(arguments)):
         name = target.rpartition(":")[2]
         raise ConfigError(f"{target} is called with {len(arguments)} arguments; def {name}({', '.join(arguments)})")
 
     def loss(*arguments: Any) -> Any:
-        with imports.blamed(target):
+        with user_code.blamed(target):
             return given(made, *arguments)
 
     return loss
 
 
 def _built(model: Import, seq_len: int) -> _Model:
-    build = imports.load(model.target)
+    build = user_code.load(model.target)
     if not callable(build):
         raise ConfigError(f"{model.target} is {type(build).__name__}; give a function that makes a Flax model")
     parameters = signature(build.__init__ if isinstance(build, type) else build).parameters
@@ -200,7 +200,7 @@ def _vocab_size(model: Import, user: _Model, seq_len: int) -> int:
         params, carried = unboxed(lazily(user.init)(key)), unboxed(lazily(user.carried)(key))
         return user.apply(params, carried, tokens, False)[0]
 
-    with imports.blamed(model.target):
+    with user_code.blamed(model.target):
         found = jax.eval_shape(logits, jax.random.key(0), tokens)
     if getattr(found, "ndim", 0) != 3:
         shape = getattr(found, "shape", type(found).__name__)

@@ -17,10 +17,10 @@ import numpy as np
 
 from meshpar.checkpoint.durable import sync, sync_tree
 from meshpar.errors import CheckpointError, Problems
-from meshpar.io import architectures
-from meshpar.io.folder import check_inside, read_json
-from meshpar.io.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, names_of
-from meshpar.io.safetensors import Written, write
+from meshpar.interop import architectures
+from meshpar.interop.folder import check_inside, read_json
+from meshpar.interop.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, names_of
+from meshpar.interop.safetensors import Written, write
 from meshpar.models.foreign import Foreign, Shape
 from meshpar.nn.transformer import Decoder
 from meshpar.regular import open_regular
