@@ -64,11 +64,7 @@ class About:
     def at(self, step: int, state: Any) -> dict[str, Any]:
         """The content of `meta.json` for a step, without its metric."""
         arrays = {
-            path: {
-                "dtype": str(np.dtype(x.dtype)),
-                "shape": list(x.shape),
-                "dims": list(self.dims[path]) if path in self.dims else None,
-            }
+            path: {"dtype": str(np.dtype(x.dtype)), "shape": list(x.shape), "dims": self.dims.get(path)}
             for path, x in flatten_with_paths(state).items()
         }
         rows = None if self.batch_size is None else step * self.batch_size

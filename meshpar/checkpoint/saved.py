@@ -15,7 +15,8 @@ import pydantic
 
 from meshpar.checkpoint import arrays, checksums, meta
 from meshpar.checkpoint.agree import on_all
-from meshpar.checkpoint.selection import EVERYTHING, Selection, Side, select
+from meshpar.checkpoint.selection import EVERYTHING, Selection, select
+from meshpar.config import changed
 from meshpar.errors import CheckpointError, DamagedError, DamagedWarning, Problems
 from meshpar.tree import flatten_with_paths, map_with_path, matching
 
@@ -123,8 +124,8 @@ class Saved:
         Args:
           config: of the run, as JSON data: an error lists the keys that differ from the checkpoint's.
         """
-        saved = Side(self.described, self.meta["config"] if config else {})
-        return select(saved, Side(describe(abstract), config or {}), take, leave, str(self.folder))
+        changes = changed(self.meta["config"], config) if config else {}
+        return select(self.described, describe(abstract), take, leave, changes, str(self.folder))
 
     def restore(self, abstract: Any, take: Sequence[str] = EVERYTHING, leave: Sequence[str] = ()) -> Any:
         """Restores the arrays that `take` matches and `leave` does not, each device reading its own shard.

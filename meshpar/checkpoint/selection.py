@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from meshpar.config import changed
 from meshpar.errors import CheckpointError, Problems, nearest
 from meshpar.tree import matching
 
@@ -31,39 +30,34 @@ class Selection:
     unused: list[str]
 
 
-@dataclass(frozen=True)
-class Side:
-    """The arrays and the config of a checkpoint, or of a run.
-
-    Args:
-      arrays: path -> dtype and shape.
-      config: as JSON data.
-    """
-
-    arrays: Mapping[str, str]
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-
-def select(saved: Side, wanted: Side, take: Sequence[str], leave: Sequence[str], where: str) -> Selection:
+def select(
+    saved: Mapping[str, str],
+    wanted: Mapping[str, str],
+    take: Sequence[str],
+    leave: Sequence[str],
+    changes: Mapping[str, Sequence[Any]],
+    where: str,
+) -> Selection:
     """Selects the arrays that `take` matches and `leave` does not. Checkpoint and run must agree on each of them.
 
     Args:
+      saved, wanted: path -> dtype and shape, in the checkpoint and in the run.
+      changes: key of the config -> its values in the checkpoint and in the run, where they differ.
       where: the checkpoint's folder, for the error.
 
     Raises:
       CheckpointError: lists the globs that match nothing, or each selected array that differs.
     """
-    paths = sorted(saved.arrays.keys() | wanted.arrays.keys())
+    paths = sorted(saved.keys() | wanted.keys())
     _check_globs({"take": take, "leave": leave}, paths)
     included = {path for glob in take for path in matching(paths, glob)}
     excluded = {path for glob in leave for path in matching(paths, glob)}
     selected = sorted(included - excluded)
-    _check_same(saved, wanted, selected, where, whole=tuple(take) == EVERYTHING and not leave)
-    return Selection(
-        taken=selected,
-        made=sorted(wanted.arrays.keys() - selected),
-        unused=sorted(saved.arrays.keys() - selected),
-    )
+    differ = {
+        path: _difference(saved.get(path), wanted.get(path)) for path in selected if saved.get(path) != wanted.get(path)
+    }
+    _check_same(differ, changes, where, whole=tuple(take) == EVERYTHING and not leave)
+    return Selection(selected, sorted(wanted.keys() - selected), sorted(saved.keys() - selected))
 
 
 def _check_globs(globs: Mapping[str, Sequence[str]], paths: Sequence[str]) -> None:
@@ -78,12 +72,18 @@ def _check_globs(globs: Mapping[str, Sequence[str]], paths: Sequence[str]) -> No
     problems.raise_any(CheckpointError, "cannot select what to restore:")
 
 
-def _check_same(saved: Side, wanted: Side, paths: Sequence[str], where: str, *, whole: bool) -> None:
-    differ = [path for path in paths if saved.arrays.get(path) != wanted.arrays.get(path)]
+def _difference(saved: str | None, wanted: str | None) -> str:
+    if saved is None:
+        return f"{wanted} in this run, missing in the checkpoint"
+    in_run = f"{wanted} in this run" if wanted else "unknown to this run"
+    return f"{saved} in the checkpoint, {in_run}"
+
+
+def _check_same(differ: Mapping[str, str], changes: Mapping[str, Sequence[Any]], where: str, *, whole: bool) -> None:
+    """Raises if arrays differ: path -> how; or, of a whole state, the kind of the optimizer."""
     # The optimizer's arrays have the shapes of the parameters: they are listed only where no parameter differs.
     of_model = [path for path in differ if not path.startswith("opt_state.")]
     problems = Problems()
-    changes = changed(saved.config, wanted.config)
     # Another optimizer may have arrays of the same names with another meaning.
     if not differ and not (whole and "optim.kind" in changes):
         return
@@ -91,14 +91,7 @@ def _check_same(saved: Side, wanted: Side, paths: Sequence[str], where: str, *, 
         if whole or key.partition(".")[0] in SHAPING:
             problems.add(key, f"{before} in the checkpoint, {now} in this run")
     for path in of_model or differ:
-        in_checkpoint = saved.arrays.get(path)
-        in_run = wanted.arrays.get(path)
-        if in_checkpoint is None:
-            problems.add(path, f"{in_run} in this run, missing in the checkpoint")
-        elif in_run is None:
-            problems.add(path, f"{in_checkpoint} in the checkpoint, unknown to this run")
-        else:
-            problems.add(path, f"{in_checkpoint} in the checkpoint, {in_run} in this run")
+        problems.add(path, differ[path])
     other = "model" if of_model else "optimizer"
     num = len(of_model or differ)
     count = f": {num} array{'s differ' if num > 1 else ' differs'}" if num else ""
