@@ -119,9 +119,7 @@ def _config(model: Decoder, companions: Path | None) -> dict[str, Any]:
     config = architectures.write(model, read)
     if config is None:
         known = ", ".join(architectures.ARCHITECTURES)
-        raise CheckpointError(
-            f"none of the supported Hugging Face architectures computes what this model does: {known}"
-        )
+        raise CheckpointError(f"none of the supported architectures computes what this model does: {known}")
     return config
 
 

@@ -301,6 +301,6 @@ meshpar: what is frozen does not fit the model:
 def test_a_model_that_no_architecture_computes_is_not_exported(there, tmp_path):
     pretrained = convert.open_pretrained(there)
     odd = pretrained.model.model_copy(update={"attn_bias": "qkv", "head_norm": True})
-    with pytest.raises(convert.CheckpointError, match="none of the supported Hugging Face architectures computes"):
+    with pytest.raises(convert.CheckpointError, match="none of the supported architectures computes"):
         convert.export(tmp_path / "x", odd, {"table": np.zeros((96, 32))})
     assert not (tmp_path / "x").exists()

@@ -82,7 +82,7 @@ def _text(text):
 WHOLE = _with()
 LIES = {
     "cut in the data": (lambda *file: WHOLE(*file)[:-1], "is truncated: it has .* bytes, and its header needs"),
-    "cut in the header": (lambda *file: WHOLE(*file)[:20], "is truncated, or no safetensors file: it has 20 bytes, and says"),
+    "cut in the header": (lambda *file: WHOLE(*file)[:20], "is truncated, or no safetensors file: it has 20 bytes,"),
     "cut in the length": (lambda *file: b"\x01\x00", "it has 2 bytes"),
     "empty": (lambda *file: b"", "it has 0 bytes"),
     "a length beyond all files": (lambda *file: b"\xff" * 8 + WHOLE(*file)[8:], "its header alone has 18446744"),
