@@ -1,5 +1,4 @@
 from . import collectives, convert, data, loggers, models, optim, pipeline
-from .adopt import training
 from .checkpoint.checkpoints import About, Checkpoints, checkpoints
 from .checkpoint.kept import Kept
 from .checkpoint.saved import Saved
@@ -27,6 +26,7 @@ from .inspection.inspect import Inspection
 from .inspection.program.compiling import compiling
 from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.report.report import Report
+from .interop.training import training
 from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama

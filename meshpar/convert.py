@@ -15,12 +15,12 @@ from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.saved import FOLDER, Saved, find
 from meshpar.checkpoint.selection import PARAMS
 from meshpar.errors import CheckpointError
-from meshpar.io.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
-from meshpar.io.huggingface import CONFIG, Pretrained, open_pretrained
+from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
+from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
+from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.transformer import Decoder
 from meshpar.prepared import Prepared, prepare
-from meshpar.pretrained import PretrainedBeginning
 from meshpar.run import Precision, Run, load, simulate
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic

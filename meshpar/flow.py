@@ -22,14 +22,14 @@ from meshpar.inspection.findings.finding import Planned
 from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.inspect import inspect as inspect_program
 from meshpar.inspection.report.report import Report, report
-from meshpar.io.huggingface import open_pretrained
+from meshpar.interop.huggingface import open_pretrained
+from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of
 from meshpar.models import Import
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.prepared import Prepared, prepare
-from meshpar.pretrained import PretrainedBeginning
 from meshpar.progress import busy, say
 from meshpar.run import Run
 from meshpar.sharding.resolve import AnyMesh

@@ -21,11 +21,11 @@ from meshpar.cost.flops import flops, traced_products
 from meshpar.cost.memory import ModelStates, model_states
 from meshpar.cost.traced import Collective, Traffic, gathers, traced_collectives, traffic
 from meshpar.errors import ConfigError, ContractError, ContractWarning, MeshparError, Problems
-from meshpar.imported import imported
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import beyond
 from meshpar.inspection.findings.planned import planned_by
 from meshpar.inspection.inspect import Inspection, axes_name
+from meshpar.interop.flax_model import imported
 from meshpar.misfits import check
 from meshpar.models import Import
 from meshpar.nn.describe import describe, functional

@@ -9,11 +9,12 @@ from typing import Literal
 import numpy as np
 import pydantic
 
-from meshpar import config, imports
+from meshpar import config
 from meshpar.checkpoint.kept import Kept
 from meshpar.config import Config, Positive, Seed
 from meshpar.cost.memory import Widths
 from meshpar.inspection.contract import Contract
+from meshpar.interop import user_code
 from meshpar.mesh import process
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Model
@@ -142,14 +143,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
     """Reads a config file, with `key=value` overrides.
 
     Raises:
-      ConfigError: with all problems of the config; or it names code that it may not import, see `meshpar.imports`.
+      ConfigError: with all problems of the config; or it names code that it may not import, see `interop.user_code`.
     """
     loaded = config.load(Run, path, overrides)
     targets = {("model.target",): getattr(loaded.model, "target", None), ("loss", "loss.target"): loaded.loss.target}
     for keys, target in targets.items():
         if target:
             is_on_command_line = any(f"{key}={target}" in overrides for key in keys)
-            imports.permit(target, None if is_on_command_line else path)
+            user_code.permit(target, None if is_on_command_line else path)
     return loaded
 
 

@@ -1,4 +1,4 @@
-"""What all processes must do alike."""
+"""Agreement between processes: each raises if one does, and a number is the same everywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshpar.errors import CheckpointError, DamagedError
 
 
 def on_all(check: Callable[[], None]) -> None:
-    """Raises on every process if one of them does: else the others would wait for it in the next collective.
+    """Runs a check, and raises on every process if it fails on one: the others would hang in the next collective.
 
     Raises:
       DamagedError, CheckpointError: the check's own; on the other processes, which process raised it.
@@ -34,7 +34,7 @@ def on_all(check: Callable[[], None]) -> None:
 
 
 def of_first(number: int) -> int:
-    """The number that the first process gives."""
+    """The number that the first process passes, on every process."""
     if not are_several():
         return number
     with jax.transfer_guard("allow"):
@@ -42,5 +42,5 @@ def of_first(number: int) -> int:
 
 
 def are_several() -> bool:
-    """Whether there are other processes. Alone, this begins no backend: devices may be simulated afterwards."""
+    """Whether there are other processes. A single process starts no backend here: devices can still be simulated."""
     return jax.distributed.is_initialized() and jax.process_count() > 1

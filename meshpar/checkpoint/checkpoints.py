@@ -1,16 +1,16 @@
-"""The checkpoints that a run writes, and goes on from.
+"""The checkpoints that a run writes, and from which it resumes.
 
     checkpoints/300/state/        the arrays, a folder each
-    checkpoints/300/meta.json     step, time, config; of each array type, shape and dims; data position, keys, metric
+    checkpoints/300/meta.json     step, time, config; dtype, shape and dims of each array; data position, keys, metric
     checkpoints/300/sha256.json   a checksum of each of these files
 
-A step is written as `300.1a2b3c.partial`, synced, and gets its name, checksums and all, by one rename: a folder with a
-number is whole, whether the process was killed or the power was cut. One process writes at a time, and each writer has
-partial folders of its own. A checkpoint that is too old loses its number before its files are removed.
+A step is written as `300.1a2b3c.partial`, synced, and renamed to `300`: a folder with a number is complete, even after
+a kill or a power cut. One process writes at a time, and each writer has its own partial folders. An old checkpoint is
+renamed before its files are removed.
 
-A checkpoint does not know the mesh: it is restored to whatever shardings are asked for. Orbax takes a flipped bit for
-data, hence the checksums, which are compared before anything is restored. If the latest checkpoint is damaged, a run
-goes on from the one before it, and renames the damaged one `300.damaged` when it saves its next one.
+A checkpoint does not depend on the mesh: it can be restored to any shardings. Orbax does not notice a flipped bit, so
+checksums are compared before anything is restored. If the latest checkpoint is damaged, the run resumes from the one
+before it, and renames the damaged one to `300.damaged` at its next save.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,14 +45,14 @@ from meshpar.tree import flatten_with_paths
 
 @dataclass(frozen=True)
 class About:
-    """What a checkpoint says of its run, for whoever asks.
+    """What `meta.json` records about the run.
 
     Args:
-      config: JSON data.
+      config: of the run, as JSON data.
       dims: path of an array -> names of its dims.
-      seed: of the order of the data, and of the random keys.
-      batch_size: rows a batch.
-      files: name -> checksum of each file of the data.
+      seed: of the data order and of the random keys.
+      batch_size: rows per batch.
+      files: name -> checksum of each data file.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -62,34 +62,36 @@ class About:
     files: Mapping[str, str] = field(default_factory=dict)
 
     def at(self, step: int, state: Any) -> dict[str, Any]:
-        """JSON data about a step."""
+        """The content of `meta.json` for a step, without its metric."""
+        arrays = {
+            path: {"dtype": str(np.dtype(x.dtype)), "shape": list(x.shape), "dims": self.dims.get(path)}
+            for path, x in flatten_with_paths(state).items()
+        }
         rows = None if self.batch_size is None else step * self.batch_size
+        data = {"next_batch": step, "rows_read": rows, "seed": self.seed}
+        if self.files:
+            data["files"] = self.files
         return {
             "format": FORMAT,
             "step": step,
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
             "config": self.config,
-            "arrays": {path: self._array(path, x) for path, x in flatten_with_paths(state).items()},
-            "data": {"next_batch": step, "rows_read": rows, "seed": self.seed}
-            | ({"files": self.files} if self.files else {}),
+            "arrays": arrays,
+            "data": data,
             "random": {"seed": self.seed, "impl": jax.config.jax_default_prng_impl, "folded_in": step},  # pyright: ignore
         }
-
-    def _array(self, path: str, x: Any) -> dict[str, Any]:
-        dims = self.dims.get(path)
-        return {"dtype": str(np.dtype(x.dtype)), "shape": list(x.shape), "dims": dims and list(dims)}
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-      directory: made if it is not there; one that all processes see.
-      kept: which stay.
-      about: what each says of the run.
+      directory: created if missing; on a file system that all processes share.
+      kept: which checkpoints to keep.
+      about: what each records about the run.
 
     Raises:
-      CheckpointError: nothing can be written there.
+      CheckpointError: the directory cannot be written.
 
     Example:
       >>> import jax.numpy as jnp
@@ -106,7 +108,12 @@ class Checkpoints:
         self.kept = kept or Kept()
         self.about = about or About()
         self.damaged: dict[Path, str] = {}
-        _check_writable(self.directory)
+        try:
+            make_folder(self.directory)
+            with tempfile.TemporaryFile(dir=self.directory):  # permission bits are unreliable, and root ignores them
+                pass
+        except OSError as error:
+            raise CheckpointError(f"run_dir: {self.directory} cannot be written: {error.strerror}") from None
         self._arrays = Writer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -115,20 +122,20 @@ class Checkpoints:
         self._is_locked = False
 
     def latest(self) -> int | None:
-        """The last step of which there is a checkpoint that was not found to be damaged; see `newest`."""
+        """The step of the last checkpoint that is not known to be damaged; see `newest`."""
         found = (step for step in steps(self.directory) if self.directory / str(step) not in self.damaged)
         return max(found, default=None)
 
     def newest(self, abstract: Any) -> Saved | None:
-        """The last checkpoint that is whole; None if there is no checkpoint. All processes call it.
+        """The last undamaged checkpoint; None if there is no checkpoint. All processes call it.
 
-        A warning tells of each damaged one after it. They are listed in `damaged`, and renamed at the next save.
+        It warns about each later, damaged one, adds it to `damaged`, and renames it at the next save.
 
         Args:
-          abstract: tree of `ShapeDtypeStruct`s: what will be restored, and is verified.
+          abstract: tree of `ShapeDtypeStruct`s that will be restored; only their files are verified.
 
         Raises:
-          CheckpointError: all are damaged; or it lists each array that is not as in `abstract`.
+          CheckpointError: all are damaged; or it lists each array that differs from `abstract`.
         """
         found = [Saved(self.directory / str(step)) for step in steps(self.directory)]
         if not found:
@@ -137,21 +144,22 @@ class Checkpoints:
         return newest
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Copies a state to the host, and writes it while the caller goes on: the state may be donated at once.
+        """Copies a state to the host and writes it in the background: the state may be donated at once.
 
-        Waits for the save before this one. All processes call it.
+        Waits for the previous save. All processes call it.
 
         Args:
           state: tree of arrays.
           metrics: of the evaluation at this step, if there was one.
 
         Raises:
-          CheckpointError: there is a checkpoint of this step; nothing is ever overwritten. Another process writes into
-            this folder. Or the state is being written, but the best cannot be told, since the metric is not among
-            `metrics`.
+          CheckpointError: this step has a checkpoint already, and nothing is overwritten; or another process writes
+            into this folder; or the metric that ranks checkpoints is not in `metrics` (the state is written anyway).
         """
         self.wait()
-        self._begin_writing()
+        if self._writer is None:  # only writers need the lock
+            self._is_locked = self._held.enter_context(lock.hold(self.directory))
+            self._writer = f"{of_first(secrets.randbits(31)):08x}"
         folder = self.directory / str(step)
         if folder.is_dir() and folder not in self.damaged:
             raise self._exists(step)
@@ -159,8 +167,7 @@ class Checkpoints:
         metrics = metrics or {}
         value = metrics.get(name)
         finite = value if value is not None and math.isfinite(value) else None  # JSON has no NaN
-        metric = {"name": name, "best": self.kept.best, "value": finite}
-        meta = self.about.at(step, state) | {"metric": metric}
+        meta = self.about.at(step, state) | {"metric": {"name": name, "best": self.kept.best, "value": finite}}
         if jax.process_index() == 0 and self._is_locked:
             for partial in self.directory.glob("*.partial"):  # their writers were killed
                 shutil.rmtree(partial)
@@ -170,16 +177,17 @@ class Checkpoints:
             raise CheckpointError(f"checkpoints.metric: an evaluation has no {name}, but {', '.join(metrics)}")
 
     def wait(self) -> None:
-        """Returns when the last save is on disk; raises what went wrong there."""
-        pending, self._pending = self._pending, None
+        """Returns when the last save is on disk; raises its error if it failed."""
+        pending = self._pending
+        self._pending = None
         if pending:
             pending.result()
 
     def restore(self, abstract: Any) -> Any:
-        """The latest state that is whole: see `newest`, and `Saved.restore`.
+        """The state of the last undamaged checkpoint: see `newest` and `Saved.restore`.
 
         Raises:
-          CheckpointError: there is none; or it lists each array that is not as in `abstract`.
+          CheckpointError: there is no checkpoint; or it lists each array that differs from `abstract`.
         """
         newest = self.newest(abstract)
         if newest is None:
@@ -187,19 +195,13 @@ class Checkpoints:
         return newest.restore(abstract)
 
     def close(self) -> None:
-        """Waits, ends the thread, and lets others write."""
+        """Waits for the last save, ends the thread and releases the lock."""
         with self._held:
             try:
                 self.wait()
             finally:
                 self._thread.shutdown()
                 self._arrays.close()
-
-    def _begin_writing(self) -> None:
-        """Who only reads needs no lock."""
-        if self._writer is None:
-            self._is_locked = self._held.enter_context(lock.hold(self.directory))
-            self._writer = f"{of_first(secrets.randbits(31)):08x}"
 
     def _commit(self, step: int, meta: dict[str, Any]) -> None:
         try:
@@ -213,7 +215,7 @@ class Checkpoints:
         self.damaged = {}
 
     def _name(self, step: int, meta: dict[str, Any]) -> None:
-        """Gives a step its number, once it would survive a power cut; then removes what is too old."""
+        """Renames a step to its number once it would survive a power cut; then removes old checkpoints."""
         partial = self._partial(step)
         (partial / META).write_text(json.dumps(meta, indent=2))
         checksums.write(partial)
@@ -222,23 +224,23 @@ class Checkpoints:
         try:
             partial.rename(self.directory / str(step))
         except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # another writer's, where there are no locks
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # by another writer, on a file system without locks
                 raise self._exists(step) from None
             raise
         sync(self.directory)
         self._prune()
 
     def _move_aside(self, step: int) -> None:
-        """Renames damaged checkpoints, which would stay the latest, and a file that bears the number of the step."""
-        named = self.directory / str(step)
-        for path in [*self.damaged, *([named] if named.is_file() else [])]:
+        """Renames damaged checkpoints, which would stay the latest, and a file whose name is the step's number."""
+        blocking = [path for path in [self.directory / str(step)] if path.is_file()]
+        for path in [*self.damaged, *blocking]:
             aside = path.with_name(f"{path.name}.damaged")
             while aside.exists():
                 aside = path.with_name(f"{aside.name}-again")
             path.rename(aside)
 
     def _prune(self) -> None:
-        """Removes what is too old, after it has lost its number. What is damaged stays where it is."""
+        """Removes old checkpoints, renamed first. Damaged ones stay."""
         metrics: dict[int, float | None] = {}
         for step in steps(self.directory):
             with suppress(CheckpointError):
@@ -259,19 +261,6 @@ class Checkpoints:
 
 @contextmanager
 def checkpoints(directory: Path, kept: Kept | None = None, about: About | None = None) -> Iterator[Checkpoints]:
-    """`Checkpoints`, closed at the end: what was saved is on disk then."""
-    opened = Checkpoints(directory, kept, about)
-    try:
+    """`Checkpoints`, opened and closed by a `with` statement; when it ends, all that was saved is on disk."""
+    with closing(Checkpoints(directory, kept, about)) as opened:
         yield opened
-    finally:
-        opened.close()
-
-
-def _check_writable(directory: Path) -> None:
-    """By writing: permission bits do not tell the whole truth, and root ignores them."""
-    try:
-        make_folder(directory)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise CheckpointError(f"run_dir: {directory} cannot be written: {error.strerror}") from None

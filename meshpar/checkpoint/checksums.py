@@ -1,4 +1,4 @@
-"""Checksums and sizes of files: the arrays' library takes a flipped bit for data."""
+"""Checksums and sizes of a checkpoint's files: Orbax itself does not notice a flipped bit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pydantic
 from meshpar.errors import Problems
 
 FILE = "sha256.json"
-THREADS = 4  # hashing releases Python's lock
+THREADS = 4  # hashing releases the GIL
 
 
 class File(pydantic.BaseModel):
-    """What was written: SHA-256, and bytes, which checkpoints of the first format do not say."""
+    """SHA-256 and size of a file as it was written; checkpoints of format 1 have no size."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
@@ -27,7 +27,7 @@ class File(pydantic.BaseModel):
 
 
 class Listing(pydantic.BaseModel):
-    """The content of `FILE`, and a checksum of `files` itself."""
+    """The content of `FILE`, with a checksum of `files` itself."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
@@ -42,17 +42,17 @@ def write(folder: Path) -> None:
     """Writes the SHA-256 and the size of every file below `folder` into `FILE`, by path."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(THREADS) as threads:
-        sums = threads.map(sha256, (folder / name for name in names))
+        digests = threads.map(sha256, (folder / name for name in names))
         files = {
             name: File(sha256=digest, bytes=(folder / name).stat().st_size)
-            for name, digest in zip(names, sums, strict=True)
+            for name, digest in zip(names, digests, strict=True)
         }
     listing = Listing(files=files, sha256=_own(files))
     (folder / FILE).write_text(listing.model_dump_json(indent=2))
 
 
 def read(folder: Path) -> dict[str, File]:
-    """Path -> what was written.
+    """Path -> checksum and size of each file as it was written.
 
     Raises:
       OSError, ValueError: `FILE` is missing, is not what was written, or names a file outside of the folder.
@@ -71,7 +71,7 @@ def read(folder: Path) -> dict[str, File]:
 
 
 def compare(folder: Path, files: Mapping[str, File], names: Iterable[str]) -> Problems:
-    """Reads files: each one that is not what was written is a problem."""
+    """Reads files and compares their checksums; each one that was changed is a problem."""
     problems = Problems()
     names = list(names)
     with ThreadPoolExecutor(THREADS) as threads:
@@ -82,7 +82,7 @@ def compare(folder: Path, files: Mapping[str, File], names: Iterable[str]) -> Pr
 
 
 def compare_sizes(folder: Path, files: Mapping[str, File]) -> Problems:
-    """Without reading them: files that are missing, or longer or shorter than they were."""
+    """Compares sizes without reading the files; each one that is missing or has another size is a problem."""
     problems = Problems()
     for name, file in files.items():
         path = folder / name

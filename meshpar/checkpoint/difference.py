@@ -1,8 +1,7 @@
-"""What differs between two checkpoints."""
+"""The differences between two checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,18 +11,18 @@ from meshpar.checkpoint.saved import Saved
 from meshpar.config import changed
 
 BLOCK = 2**20
-"""Elements that are compared at once: differences are float64."""
+"""Elements compared at a time, as float64."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """An array that is not the same.
+    """An array that differs between two checkpoints.
 
     Args:
-      before, after: type and shape; None where it is missing.
-      num_different: elements that differ; None where shapes do, as for the next two.
-      largest: the largest absolute difference; NaN where one of the two is.
-      relative: that, over the largest absolute value before.
+      before, after: dtype and shape; None where the array is missing.
+      num_different: elements that differ; this and the next two are None where the shapes differ.
+      largest: the largest absolute difference; NaN where either value is NaN.
+      relative: `largest` over the largest absolute value before.
     """
 
     path: str
@@ -36,13 +35,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Difference:
-    """From one checkpoint to another.
+    """The differences from one checkpoint to another.
 
     Args:
-      folders, steps: of the two.
+      folders, steps: of the two checkpoints.
       config: dotted key -> the two values.
-      arrays: those that are not the same.
-      num_same: arrays that are equal.
+      arrays: the arrays that differ.
+      num_same: the number of arrays that are equal.
     """
 
     folders: tuple[str, str]
@@ -52,22 +51,24 @@ class Difference:
     num_same: int
 
     def as_json(self) -> dict[str, Any]:
-        """For programs; numbers that are not finite are null."""
-        finite = lambda value: None if isinstance(value, float) and not np.isfinite(value) else value
-        arrays = [{name: finite(value) for name, value in asdict(change).items()} for change in self.arrays]
-        return asdict(self) | {"arrays": arrays}
+        """JSON data for programs; numbers that are not finite are null."""
+        data = asdict(self)
+        for change in data["arrays"]:
+            for name, value in change.items():
+                if isinstance(value, float) and not np.isfinite(value):
+                    change[name] = None
+        return data
 
 
 def difference(before: Saved, after: Saved) -> Difference:
     """Compares two checkpoints, array by array.
 
     Raises:
-      CheckpointError: a file of one of them was changed.
+      CheckpointError: a file of either checkpoint is damaged.
 
-    Memory: the largest array, twice.
+    Memory: twice the largest array.
     """
-    old, new = before.described, after.described
-    paths = sorted(old.keys() | new.keys())
+    paths = sorted(before.described.keys() | after.described.keys())
     changes = [change for path in paths if (change := _change(before, after, path))]
     return Difference(
         (str(before.folder), str(after.folder)),
@@ -79,7 +80,8 @@ def difference(before: Saved, after: Saved) -> Difference:
 
 
 def _change(before: Saved, after: Saved, path: str) -> Change | None:
-    old, new = before.described.get(path), after.described.get(path)
+    old = before.described.get(path)
+    new = after.described.get(path)
     shapes = [saved.meta["arrays"].get(path, {}).get("shape") for saved in (before, after)]
     if old is None or new is None or shapes[0] != shapes[1]:
         return Change(path, old, new)
@@ -88,19 +90,16 @@ def _change(before: Saved, after: Saved, path: str) -> Change | None:
 
 
 def _compare(before: np.ndarray, after: np.ndarray) -> tuple[int, float, float]:
-    """How many differ, by how much at most, and relative to the largest before."""
-    num_different, largest, scale = 0, 0.0, 0.0
-    for old, new in _blocks(before, after):
+    """The number of different elements, the largest difference, and its ratio to the largest value before."""
+    num_different = 0
+    largest = 0.0
+    scale = 0.0
+    for start in range(0, before.size, BLOCK):
+        old, new = (x.reshape(-1)[start : start + BLOCK].astype(np.float64) for x in (before, after))
         same = (old == new) | (np.isnan(old) & np.isnan(new))
         num_different += int((~same).sum())
-        with np.errstate(invalid="ignore"):  # inf - inf, where both are
-            apart = np.abs(np.where(same, 0.0, new - old))
-        largest = np.maximum(largest, apart.max(initial=0.0))
+        with np.errstate(invalid="ignore"):  # inf - inf
+            difference = np.abs(np.where(same, 0.0, new - old))
+        largest = np.maximum(largest, difference.max(initial=0.0))
         scale = np.fmax(scale, np.abs(old).max(initial=0.0))
     return num_different, float(largest), float(largest / scale) if scale else float(largest)
-
-
-def _blocks(*arrays: np.ndarray) -> Iterator[list[np.ndarray]]:
-    flat = [array.reshape(-1) for array in arrays]
-    for start in range(0, flat[0].size, BLOCK):
-        yield [array[start : start + BLOCK].astype(np.float64) for array in flat]

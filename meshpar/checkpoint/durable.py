@@ -1,4 +1,4 @@
-"""Files that survive a power cut: what is only written stays in the system's memory for up to half a minute."""
+"""Files that survive a power cut: without fsync, written bytes stay in the page cache for up to half a minute."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 THREADS = 16
-"""Files that are synced at once: the file system writes its journal for all of them together."""
+"""Files synced at a time: the file system commits its journal for all of them together."""
 
 
 def sync(path: Path) -> None:
-    """Returns when the disk holds a file's bytes, or a folder's names."""
+    """Returns when a file's bytes, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems have no sync for folders
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 def sync_tree(folder: Path) -> None:
-    """Syncs every file and folder below `folder`, and the folder itself; its own name is synced with its parent."""
+    """Syncs `folder` and all files and folders below it. To sync the name of `folder`, sync its parent."""
     with ThreadPoolExecutor(THREADS) as threads:
         for _ in threads.map(sync, [folder, *folder.rglob("*")]):
-            pass  # an error is raised here
+            pass  # raises the error of a failed sync
 
 
 def make_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints a run writes, and which of them stay."""
+"""How often a run writes checkpoints, and which of them it keeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshpar.config import Config, Count, Positive
 
 
 class Kept(Config):
-    """How often a checkpoint is written, and which stay: the latest, and the best.
+    """How often a checkpoint is written, and which are kept: the latest and the best.
 
     >>> sorted(Kept(keep=1, keep_best=2).chosen({1: 3.0, 2: 2.0, 3: 2.5, 4: None, 5: float("nan")}))
     [2, 3, 5]
@@ -21,20 +21,20 @@ class Kept(Config):
     shorthand: ClassVar[str | None] = "every"
 
     every: Positive | None = None
-    """Steps between checkpoints; default: only by time, and at the end."""
+    """Steps between checkpoints; by default they are written only by time, and at the end of the run."""
     every_minutes: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] | None = 15.0
-    """Minutes after which a checkpoint is written too; null for never."""
+    """Minutes between checkpoints; null for no checkpoints by time."""
     keep: Positive = 2
-    """So many of the latest stay."""
+    """How many of the latest checkpoints to keep."""
     keep_best: Count = 0
-    """And so many of the best, by `metric`."""
+    """How many of the best checkpoints by `metric` to keep as well."""
     metric: str = "loss"
-    """Of the evaluation at the checkpoint's step."""
+    """The metric by which checkpoints are ranked, from the evaluation at the same step."""
     best: Literal["lowest", "highest"] = "lowest"
-    """Which value of the metric is the best."""
+    """Whether the lowest or the highest value of the metric is the best."""
 
     def without_end(self) -> Kept:
-        """All of the latest stay.
+        """A copy that keeps every checkpoint.
 
         >>> sorted(Kept(keep=1).without_end().chosen({1: None, 2: None}))
         [1, 2]
@@ -42,15 +42,15 @@ class Kept(Config):
         return self.model_copy(update={"keep": sys.maxsize})
 
     def ranked(self, metrics: Mapping[int, float | None]) -> list[int]:
-        """Steps from the best to the worst, of equals the latest first; without those that have no number."""
+        """Steps from best to worst, ties latest first; steps whose metric is None or NaN are left out."""
         sign = 1 if self.best == "lowest" else -1
         known = {step: sign * value for step, value in metrics.items() if value is not None and value == value}
         return sorted(known, key=lambda step: (known[step], -step))
 
     def chosen(self, metrics: Mapping[int, float | None]) -> set[int]:
-        """Which of the steps stay.
+        """The steps to keep.
 
         Args:
-          metrics: the metric of each step that is there; None where it was not evaluated.
+          metrics: step of each checkpoint -> its metric; None where there was no evaluation.
         """
         return {*sorted(metrics)[-self.keep :], *self.ranked(metrics)[: self.keep_best]}

@@ -1,4 +1,4 @@
-"""One writer in a folder at a time. The system itself frees the lock of a process that ends, however it ends."""
+"""A lock that lets one run write into a folder. The kernel releases it when its process ends, even by SIGKILL."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FILE = ".lock"
 
 @contextmanager
 def hold(folder: Path) -> Iterator[bool]:
-    """Holds a folder, which is made if it is missing. All processes call it; the first one takes the lock.
+    """Locks a folder, and creates it if it is missing. All processes call it; the first one holds the lock.
 
     Yields:
-      Whether the folder is locked: some network file systems have no locks, which a warning says.
+      Whether the folder is locked. Some network file systems have no locks; then it warns and yields False.
 
     Raises:
       CheckpointError: another process holds the folder, or nothing can be written there.
@@ -35,11 +35,11 @@ def hold(folder: Path) -> Iterator[bool]:
     with ExitStack() as stack:
         locked = True
 
-        def take() -> None:
+        def acquire() -> None:
             nonlocal locked
             locked = stack.enter_context(_locked(folder))
 
-        on_all(take if jax.process_index() == 0 else lambda: None)
+        on_all(acquire if jax.process_index() == 0 else lambda: None)
         yield locked
 
 
@@ -48,7 +48,7 @@ def _locked(folder: Path) -> Iterator[bool]:
     path = folder / FILE
     try:
         make_folder(folder)
-        file = _take(path)
+        file = _acquire(path)
     except BlockingIOError:
         what = f"{folder} is in use by {_holder(path)}; set another run_dir, or stop that process"
         raise CheckpointError(f"run_dir: {what}") from None
@@ -61,13 +61,13 @@ def _locked(folder: Path) -> Iterator[bool]:
     try:
         yield True
     finally:
-        with suppress(OSError):  # the folder may have been removed meanwhile
+        with suppress(OSError):  # the folder may have been removed
             path.unlink()
         os.close(file)
 
 
-def _take(path: Path) -> int | None:
-    """The locked file; None where the file system knows no locks.
+def _acquire(path: Path) -> int | None:
+    """The descriptor of the locked file; None where the file system has no locks.
 
     Raises:
       BlockingIOError: another process holds it.
@@ -76,7 +76,7 @@ def _take(path: Path) -> int | None:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_still_there(path, file):  # its holder removed it just now
+            if not _is_still_there(path, file):  # the previous holder removed it before this lock was granted
                 os.close(file)
                 continue
             os.ftruncate(file, 0)
@@ -99,7 +99,7 @@ def _is_still_there(path: Path, file: int) -> bool:
 
 def _holder(path: Path) -> str:
     try:
-        told = json.loads(path.read_text())
-        return f"process {told['pid']} on {told['host']}, since {told['started']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it is writing this very moment
+        holder = json.loads(path.read_text())
+        return f"process {holder['pid']} on {holder['host']}, since {holder['started']}"
+    except (OSError, ValueError, KeyError, TypeError):  # the holder has not written the file yet
         return "another process"

@@ -1,4 +1,4 @@
-"""What `meta.json` must say. Its checksum may be right and its content wrong: another program may have written it."""
+"""The schema of `meta.json`: its checksum may be right and its content wrong, if another program wrote it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pydantic
 from meshpar.errors import CheckpointError
 
 FORMAT = 2
-"""Of the checkpoints that are written. The first format had no such number, and no sizes in `sha256.json`."""
+"""The version of the format that is written. Version 1 had no such number, and no sizes in `sha256.json`."""
 
 Count = Annotated[int, pydantic.Field(ge=0)]
 
 
 class _Part(pydantic.BaseModel):
-    """Keys that are not named here stay: others may add theirs."""
+    """A part of `meta.json`. Unknown keys are allowed and preserved."""
 
     model_config = pydantic.ConfigDict(extra="allow", strict=True)
 
@@ -71,10 +71,10 @@ class _Format(pydantic.BaseModel):
 
 
 def parse(text: bytes, path: Path) -> dict[str, Any]:
-    """The content of a `meta.json`.
+    """The validated content of a `meta.json`.
 
     Raises:
-      pydantic.ValidationError: it is not what a checkpoint says.
+      pydantic.ValidationError: it does not follow the schema.
       CheckpointError: a newer meshpar wrote it.
     """
     number = _Format.model_validate_json(text, strict=True).format

@@ -1,4 +1,4 @@
-"""A checkpoint that is on disk: what it says of itself, and its arrays. Reading needs no folder that can be written."""
+"""A checkpoint on disk: its metadata and its arrays. Reading works in a read-only folder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ import pydantic
 
 from meshpar.checkpoint import arrays, checksums, meta
 from meshpar.checkpoint.agree import on_all
-from meshpar.checkpoint.selection import EVERYTHING, Selection, Side, select
+from meshpar.checkpoint.selection import EVERYTHING, Selection, select
+from meshpar.config import changed
 from meshpar.errors import CheckpointError, DamagedError, DamagedWarning, Problems
 from meshpar.tree import flatten_with_paths, map_with_path, matching
 
-STATE, META, FOLDER = "state", "meta.json", "checkpoints"
+STATE = "state"
+META = "meta.json"
+FOLDER = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Saved:
     """One checkpoint.
 
     Args:
-      folder: of one step; `find` knows it from a run's.
+      folder: of one step; `find` finds it in a run's folder.
 
     Example:
       >>> import tempfile
@@ -47,11 +50,11 @@ class Saved:
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """What stands in `meta.json`: step, time, config, arrays, data position, random keys, metric.
+        """The content of `meta.json`: step, time, config, arrays, data position, random keys, metric.
 
         Raises:
           DamagedError: it cannot be read, or is not what was written.
-          CheckpointError: the folder bears the number of another step, or a newer meshpar wrote it.
+          CheckpointError: the folder's name is another step, or a newer meshpar wrote it.
         """
         self._compare([META])
         path = self.folder / META
@@ -73,21 +76,21 @@ class Saved:
 
     @property
     def described(self) -> dict[str, str]:
-        """Path -> type and shape: `params.embed.table` -> `float32[257, 64]`."""
+        """Path -> dtype and shape: `params.embed.table` -> `float32[257, 64]`."""
         return {path: f"{array['dtype']}{array['shape']}" for path, array in self.meta["arrays"].items()}
 
     @cached_property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum((self.folder / name).stat().st_size for name in self._files if (self.folder / name).is_file())
 
     @property
     def num_files(self) -> int:
-        """Without `sha256.json`."""
+        """The number of files, without `sha256.json`."""
         return len(self._files)
 
     def check_sizes(self) -> None:
-        """Looks for missing and cut files, without reading the arrays.
+        """Checks that no file is missing or truncated, without reading the arrays.
 
         Raises:
           DamagedError, CheckpointError: see `meta`.
@@ -105,9 +108,9 @@ class Saved:
         _ = self.meta
         chunks = self._chunks()
         self._compare(self._files.keys() - chunks)
-        folders = {name: name.removeprefix(f"{STATE}/").rpartition("/")[0] for name in chunks}
-        taken = {path for glob in take for path in matching(set(folders.values()), glob)}
-        self._compare(name for name, path in folders.items() if path in taken)
+        paths = {name: name.removeprefix(f"{STATE}/").rpartition("/")[0] for name in chunks}
+        matched = {path for glob in take for path in matching(set(paths.values()), glob)}
+        self._compare(name for name, path in paths.items() if path in matched)
 
     def select(
         self,
@@ -116,36 +119,36 @@ class Saved:
         leave: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> Selection:
-        """What `restore` would take; raises as it does. Reads no array.
+        """The arrays that `restore` would restore; raises the same errors. Reads no array.
 
         Args:
-          config: of the run, as JSON data: an error lists the keys by which it differs.
+          config: of the run, as JSON data: an error lists the keys that differ from the checkpoint's.
         """
-        mine = Side(self.described, self.meta["config"] if config else {})
-        return select(mine, Side(describe(abstract), config or {}), take, leave, str(self.folder))
+        changes = changed(self.meta["config"], config) if config else {}
+        return select(self.described, describe(abstract), take, leave, changes, str(self.folder))
 
     def restore(self, abstract: Any, take: Sequence[str] = EVERYTHING, leave: Sequence[str] = ()) -> Any:
-        """The state, each device reading its own shard: all that `take` matches, less what `leave` does.
+        """Restores the arrays that `take` matches and `leave` does not, each device reading its own shard.
 
         All processes call it.
 
         Args:
-          abstract: tree of `ShapeDtypeStruct`s; their shardings may be other than those of the state that was saved.
+          abstract: tree of `ShapeDtypeStruct`s; their shardings may differ from those of the saved state.
           take, leave: globs of paths, such as `params.**`.
 
         Returns:
-          The tree with arrays. What was not taken is the `ShapeDtypeStruct` that it was.
+          The tree with arrays in place of the restored structs; the other structs stay.
 
         Raises:
-          CheckpointError: a file was changed; or it lists each array that is not as in `abstract`, or each glob that
+          CheckpointError: a file is damaged; or it lists each array that differs from `abstract`, or each glob that
             matches nothing.
 
-        Memory: see `arrays.read`. Files are verified before any is restored, and no more of them than are read.
+        Memory: see `arrays.read`. Each file that will be read is verified before the first array is restored.
         """
         on_all(lambda: self.check(abstract, take, leave))
         structs = self._structs(abstract, take, leave)
-        got = arrays.read(self.folder / STATE, structs)
-        return map_with_path(lambda path, struct: got.get(path, struct), abstract)
+        restored = arrays.read(self.folder / STATE, structs)
+        return map_with_path(lambda path, struct: restored.get(path, struct), abstract)
 
     def check(
         self,
@@ -154,7 +157,7 @@ class Saved:
         leave: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Whether `restore` can: raises as it does, on this process alone. Each file is verified once."""
+        """Raises the errors of `restore`, on this process alone. Each file is verified once."""
         self.select(abstract, take, leave, config)
         chunks = self._chunks()
         self._compare(self._files.keys() - chunks)
@@ -167,19 +170,25 @@ class Saved:
         self._compare(chunks & read)
 
     def on_host(self, path: str) -> np.ndarray:
-        """One array, whole."""
+        """One whole array."""
         self._compare(name for name in self._files if name.startswith(f"{STATE}/{path}/"))
         return arrays.read_on_host(self.folder / STATE, path)
 
     def _structs(self, abstract: Any, take: Sequence[str], leave: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
+        """The structs to restore, by path; those without a sharding are placed on the first device."""
         wanted = flatten_with_paths(abstract)
-        return {path: _placed(wanted[path]) for path in self.select(abstract, take, leave).taken}
+        found: dict[str, jax.ShapeDtypeStruct] = {}
+        for path in self.select(abstract, take, leave).taken:
+            struct = wanted[path]
+            sharding = struct.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            found[path] = jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+        return found
 
     def _chunks(self) -> set[str]:
         return {name for name in self._files if name.startswith(f"{STATE}/") and arrays.is_chunk(name)}
 
     def _compare(self, names: Iterable[str]) -> None:
-        """Raises if one of these files is damaged; reads none twice."""
+        """Raises if one of these files is damaged. A file is read once."""
         new = sorted(set(names) - self._verified)
         if problems := checksums.compare(self.folder, self._files, new):
             raise self._damaged(problems)
@@ -188,15 +197,11 @@ class Saved:
     def _damaged(self, problems: Problems) -> DamagedError:
         heading = f"the checkpoint {self.folder} is damaged"
         if _is_step(self.folder.name):
-            earlier = self._earlier()
+            before = [step for step in steps(self.folder.parent) if step < int(self.folder.name)]
+            folders = (self.folder.with_name(str(step)) for step in reversed(before))
+            earlier = next(filter(_seems_whole, folders), None)
             heading += f"; the one before it is {earlier}" if earlier else "; there is no whole one before it"
         return DamagedError("\n".join([f"{heading}:", *map(str, problems.found)]))
-
-    def _earlier(self) -> Path | None:
-        """The checkpoint before this one, less those that one sees to be damaged without reading their arrays."""
-        before = [step for step in steps(self.folder.parent) if step < int(self.folder.name)]
-        folders = (self.folder.with_name(str(step)) for step in reversed(before))
-        return next(filter(_seems_whole, folders), None)
 
     @cached_property
     def _verified(self) -> set[str]:
@@ -216,13 +221,16 @@ class Saved:
 
 
 def steps(directory: Path) -> list[int]:
-    """The steps of which there are checkpoints in a folder."""
+    """The steps of the checkpoints in a folder, sorted."""
     found = directory.iterdir() if directory.is_dir() else ()
     return sorted(int(path.name) for path in found if _is_step(path.name) and path.is_dir())
 
 
 def find_all(folder: Path) -> list[Saved]:
-    """The checkpoints of a run, by its folder, that of its checkpoints, or that of one of them.
+    """The checkpoints of a run.
+
+    Args:
+      folder: the run's folder, the folder of its checkpoints, or one checkpoint.
 
     Raises:
       CheckpointError: there is none.
@@ -238,13 +246,13 @@ def find_all(folder: Path) -> list[Saved]:
 
 
 def find(folder: Path, take: Sequence[str] = EVERYTHING) -> Saved:
-    """The latest of `find_all` that is whole; of a folder that is a checkpoint itself, that one, whole or not.
+    """The last undamaged checkpoint of `find_all`. A folder that is a checkpoint itself is returned unchecked.
 
     Args:
-      take: globs of the arrays that will be read. Damage to other arrays does no harm, and is not looked for.
+      take: globs of the arrays that will be read; other arrays are not verified.
 
     Raises:
-      CheckpointError: there is none, or none is whole.
+      CheckpointError: there is none, or all are damaged.
     """
     found = find_all(folder)
     if found[0].folder == folder.absolute():
@@ -253,13 +261,13 @@ def find(folder: Path, take: Sequence[str] = EVERYTHING) -> Saved:
 
 
 def newest_whole(found: Sequence[Saved], check: Callable[[Saved], None]) -> tuple[Saved, dict[Path, str]]:
-    """The last checkpoint that is not damaged, and what is wrong with each folder after it, of which a warning tells.
+    """The last undamaged checkpoint, and folder -> damage of each later one. All processes find the same one.
 
-    All processes agree on it.
+    It warns about each damaged checkpoint.
 
     Args:
       found: in order of steps.
-      check: raises `DamagedError`, and any other error where the search should end.
+      check: raises `DamagedError` for a damaged checkpoint; any other error ends the search.
 
     Raises:
       DamagedError: all are damaged. It lists the damage to each.
@@ -271,8 +279,8 @@ def newest_whole(found: Sequence[Saved], check: Callable[[Saved], None]) -> tupl
         except DamagedError as error:
             damaged[saved.folder] = str(error)
             continue
-        for what in damaged.values():
-            warnings.warn(f"{what}\n{saved.folder} is used instead", DamagedWarning, stacklevel=3)
+        for damage in damaged.values():
+            warnings.warn(f"{damage}\n{saved.folder} is used instead", DamagedWarning, stacklevel=3)
         return saved, damaged
     where = found[-1].folder.parent
     fix = f"no checkpoint in {where} is whole; set another run_dir, or move {where} away to begin anew"
@@ -280,7 +288,7 @@ def newest_whole(found: Sequence[Saved], check: Callable[[Saved], None]) -> tupl
 
 
 def describe(state: Any) -> dict[str, str]:
-    """Path -> type and shape of each array of a tree."""
+    """Path -> dtype and shape of each array of a tree."""
     return {path: f"{np.dtype(x.dtype)}{list(x.shape)}" for path, x in flatten_with_paths(state).items()}
 
 
@@ -289,16 +297,9 @@ def _is_step(name: str) -> bool:
 
 
 def _seems_whole(folder: Path) -> bool:
+    """Whether a checkpoint's metadata and file sizes are right; the arrays are not read."""
     try:
         files = checksums.read(folder)
     except (OSError, ValueError):
         return False
     return META in files and not (checksums.compare(folder, files, [META]) or checksums.compare_sizes(folder, files))
-
-
-def _placed(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """On the first device, if it is not said where."""
-    if struct.sharding is not None:
-        return struct
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=device)

@@ -14,8 +14,6 @@ from typing import Annotated
 
 import typer
 
-from meshpar import imports
-
 # In being imported, a verb joins the app.
 from meshpar.cli import (  # noqa: F401
     bench,
@@ -34,6 +32,7 @@ from meshpar.cli import (  # noqa: F401
 )
 from meshpar.cli.app import app
 from meshpar.errors import MeshparError, excerpt, printable
+from meshpar.interop import user_code
 
 
 def _version(asked: bool) -> None:
@@ -56,7 +55,7 @@ def _meshpar(
 ) -> None:
     """Declare a mesh and a name for each dim; train on any layout of devices, with the same numbers."""
     for path in named or []:
-        imports.name(path)
+        user_code.name(path)
 
 
 def main() -> None:

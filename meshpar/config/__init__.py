@@ -8,10 +8,10 @@ from meshpar.config.files import read_text
 from meshpar.config.flat import changed, flatten, flatten_json
 from meshpar.config.json_schema import schema
 from meshpar.config.loading import build, load
-from meshpar.config.model import Config, Count, Positive, Seed
+from meshpar.config.model import Config, Count, Positive, Seed, Target
 from meshpar.config.yaml_text import to_yaml
 
 __all__ = [
-    "Config", "Count", "Positive", "Seed", "build", "changed", "flatten", "flatten_json", "load", "read_text", "schema",
-    "to_yaml",
+    "Config", "Count", "Positive", "Seed", "Target", "build", "changed", "flatten", "flatten_json", "load", "read_text",
+    "schema", "to_yaml",
 ]  # fmt: skip

@@ -20,6 +20,8 @@ Count = Annotated[int, pydantic.Field(ge=0, le=LARGEST)]
 """A number of things of which there may be none."""
 Seed = Annotated[int, pydantic.Field(ge=0, lt=2**32)]
 """JAX uses the lower 32 bits of a seed: beyond them, two seeds would draw the same numbers."""
+Target = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+"""`package.module:name` of a user's own code; `meshpar.interop.user_code` imports it."""
 
 
 class Config(pydantic.BaseModel):

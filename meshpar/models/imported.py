@@ -1,4 +1,4 @@
-"""A model of the user's own, named by a config; what it is, `meshpar.imported` says."""
+"""A model of the user's own, named by a config; what it is, `meshpar.interop.flax_model` says."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from meshpar.config import Config
-from meshpar.imports import Target
+from meshpar.config import Config, Target
 
 
 class Import(Config):

@@ -13,8 +13,8 @@ from meshpar.checkpoint.saved import META, find, find_all
 from meshpar.checkpoint.selection import PARAMS
 from meshpar.convert import COMPANIONS, run_of
 from meshpar.errors import CheckpointError, ConfigError, Problems
-from meshpar.io.folder import check_inside, read_json
-from meshpar.io.huggingface import CONFIG, Pretrained, open_pretrained
+from meshpar.interop.folder import check_inside, read_json
+from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.nn.transformer import Decoder
 from meshpar.parallel.context import ParallelContext
 from meshpar.run import Run

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 
-from meshpar.config import Config
+from meshpar.config import Config, Target
 from meshpar.errors import ConfigError, Problems
-from meshpar.imports import Target
 from meshpar.parallel import tensor
 from meshpar.sharding.rules import AxisRules
 from meshpar.tree import flatten_with_paths, map_with_path
@@ -158,7 +157,7 @@ class Criterion(Config):
 
     shorthand: ClassVar = "target"
     target: Target | None = None
-    """Of a model that is imported: `package.module:name` of its own loss; see `meshpar.imported`."""
+    """Of a model that is imported: `package.module:name` of its own loss; see `meshpar.interop.flax_model`."""
     label_smoothing: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
     """The part of the target's probability that is spread evenly over the vocabulary."""
     z_loss: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0

@@ -38,6 +38,8 @@ FAULTS = {
     "sideways": ("nn/planted.py", "from meshpar.train import loop", "A module imports only"),
     "in no layer": ("planted.py", "", "A module imports only"),
     "flax below nn": ("parallel/planted.py", "import flax", "no Flax"),
+    "in no layer of interop": ("interop/planted.py", "", "In interop"),
+    "train in a reader of files": ("interop/folder.py", "from meshpar.train import loop", "knows no training"),
     "orbax elsewhere": ("train/planted.py", "import orbax.checkpoint", "Orbax only in"),
     "grain elsewhere": ("train/planted.py", "import grain", "Grain only in"),
     "yaml elsewhere": ("models/planted.py", "import yaml", "YAML only in"),

@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshpar import AxisRules, MeshLayout, adopt, prove, training
+from meshpar import AxisRules, MeshLayout, prove, training
+from meshpar.interop import training as interop_training
 from meshpar.proof.compare import compare, without_gradient
 from meshpar.proof.prove import _wide, _widened
 from meshpar.proof.trial import Trial
@@ -200,8 +201,8 @@ def test_a_frozen_parameter_that_is_trained_is_seen(monkeypatch):
 
 def test_random_keys_that_are_not_carried_as_they_are_are_seen(monkeypatch):
     on_one_device("regularized")
-    as_data = adopt.as_data
-    monkeypatch.setattr(adopt, "as_data", lambda tree: jax.tree.map(_other_key, as_data(tree)))
+    as_data = interop_training.as_data
+    monkeypatch.setattr(interop_training, "as_data", lambda tree: jax.tree.map(_other_key, as_data(tree)))
     assert first_difference("regularized", trained("regularized", "data8")[1]).kind == "loss"
 
 
@@ -223,5 +224,7 @@ def test_an_optimizer_that_is_told_of_other_gradients_is_seen(monkeypatch):
 
 def test_a_key_that_depends_on_the_mesh_is_seen(monkeypatch):
     on_one_device("mlp")
-    monkeypatch.setattr("meshpar.adopt.step_key", lambda seed, step: jax.random.fold_in(jax.random.key(seed), step + 8))
+    monkeypatch.setattr(
+        "meshpar.interop.training.step_key", lambda seed, step: jax.random.fold_in(jax.random.key(seed), step + 8)
+    )
     assert first_difference("mlp", trained("mlp", "data8")[1]).kind == "loss"

@@ -64,7 +64,7 @@ def test_each_array_that_differs_is_listed(saved: Checkpoints):
     assert (
         message(saved, structs({"step": jnp.int32(0), "params": other, "opt_state": {"mu": other}}))
         == f"""\
-{saved.directory}/1 is of another model, by 4 arrays; run_dir=... makes this a run of its own:
+{saved.directory}/1 holds another model: 4 arrays differ; run_dir=... makes this a run of its own:
   params.a
     float32[4, 256] in the checkpoint, float32[4, 128] in this run
   params.b
@@ -81,7 +81,7 @@ def test_of_another_optimizer(saved: Checkpoints):
     assert (
         said
         == f"""\
-{saved.directory}/1 is of another optimizer, by 1 array; run_dir=... makes this a run of its own:
+{saved.directory}/1 holds another optimizer: 1 array differs; run_dir=... makes this a run of its own:
   opt_state.mu.c
     float32[2] in the checkpoint, bfloat16[2] in this run"""
     )
@@ -185,7 +185,7 @@ def test_of_another_optimizer_that_keeps_arrays_of_the_same_names(saved: Checkpo
     assert (
         str(error.value)
         == f"""\
-{saved.directory}/1 is of another optimizer; run_dir=... makes this a run of its own:
+{saved.directory}/1 holds another optimizer; run_dir=... makes this a run of its own:
   optim.kind
     sgd in the checkpoint, lion in this run"""
     )
@@ -204,7 +204,7 @@ def test_globs_that_match_nothing(saved: Checkpoints):
     assert (
         part_message(saved, ["parms.**", "params.a"], ("params.head.**", "zzz"))
         == """\
-what to restore cannot be told:
+cannot select what to restore:
   take: parms.**
     matches no array of the checkpoint, and none of the run
     did you mean params.**?
@@ -222,7 +222,7 @@ def test_a_part_that_differs(saved: Checkpoints):
     assert (
         part_message(saved, ["params.**"], params=new)
         == f"""\
-{saved.directory}/1 is of another model, by 3 arrays; leave those that this run makes itself:
+{saved.directory}/1 holds another model: 3 arrays differ; leave=... excludes what this run initializes itself:
   params.a
     float32[4, 256] in the checkpoint, float32[4, 128] in this run
   params.c

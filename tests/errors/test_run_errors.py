@@ -73,7 +73,7 @@ def test_a_start_and_an_end_that_inform_and_a_run_that_trains_nothing(train):
     ]
     other = train("num_steps=2", "optim.kind=lion", "optim.lr=0.01")
     assert other.code == 2
-    assert "of another optimizer" in other.err and "run_dir=... makes this a run of its own" in other.err
+    assert "holds another optimizer" in other.err and "run_dir=... makes this a run of its own" in other.err
     assert "optim.kind\n    adamw in the checkpoint, lion in this run" in other.err
 
 

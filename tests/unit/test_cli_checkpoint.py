@@ -109,7 +109,7 @@ def test_a_folder_that_is_no_checkpoint(verb: str, refused: Any, folder: Path):
 def test_another_optimizer(refused: Any, folder: Path):
     lines = refused("train", "config.yaml", "optim.kind=lion", "optim.lr=1e-2").splitlines()
     assert lines[0] == (
-        f"meshpar: {folder}/run/checkpoints/3 is of another optimizer, by 12 arrays; "
+        f"meshpar: {folder}/run/checkpoints/3 holds another optimizer: 12 arrays differ; "
         "run_dir=... makes this a run of its own:"
     )
     assert lines[1:3] == ["  optim.kind", "    adamw in the checkpoint, lion in this run"]
@@ -121,7 +121,7 @@ def test_another_optimizer(refused: Any, folder: Path):
 
 def test_another_master(refused: Any):
     lines = refused("train", "config.yaml", "precision.master=float32").splitlines()
-    assert "is of another optimizer" in lines[0]
+    assert "holds another optimizer" in lines[0]
     assert lines[1:3] == ["  precision.master", "    None in the checkpoint, float32 in this run"]
 
 
@@ -129,7 +129,7 @@ def test_a_backbone_of_another_model(refused: Any, out: Any, folder: Path):
     """A vocabulary of another size: table and head are new, the rest is taken."""
     words = ["train", "config.yaml", "run_dir=tuned", "init.from_checkpoint=run", "model.vocab_size=40", "--json"]
     lines = refused(*words).splitlines()
-    assert lines[0].endswith("by 2 arrays; leave those that this run makes itself:")
+    assert lines[0].endswith("2 arrays differ; leave=... excludes what this run initializes itself:")
     assert lines[1:4] == ["  model.vocab_size", "    32 in the checkpoint, 40 in this run", "  params.head"]
 
     records = [json.loads(line) for line in out(*words, "init.leave=[params.head,params.table]").splitlines()]

@@ -138,7 +138,7 @@ def test_damage_to_arrays_that_are_not_read_does_no_harm(folder: Path):
 
 def test_another_model_is_refused_and_no_older_one_is_tried(folder: Path):
     other = STRUCTS | {"params": {"w": jax.ShapeDtypeStruct((8,), jnp.float32)}}
-    with checkpoints(folder) as saved, pytest.raises(CheckpointError, match="30 is of another model"):
+    with checkpoints(folder) as saved, pytest.raises(CheckpointError, match="30 holds another model"):
         saved.restore(other)
 
 

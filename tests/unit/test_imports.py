@@ -9,7 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshpar import flow, imports
+from meshpar import flow
+from meshpar.interop import user_code
 from meshpar.mesh.hardware import Chip
 
 MODULE = """
@@ -121,8 +122,8 @@ DROPPING = ["model.target=own_model:Dropping", "model.arguments={width: 16}", "m
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch, tmp_path):
     """A folder with a module and a config; nothing was permitted before."""
-    monkeypatch.setattr(imports, "_named", [])
-    monkeypatch.setattr(imports, "_permitted", {})
+    monkeypatch.setattr(user_code, "_named", [])
+    monkeypatch.setattr(user_code, "_permitted", {})
     monkeypatch.setattr(sys, "path", list(sys.path))
     here = tmp_path / "here"
     here.mkdir()
@@ -248,12 +249,12 @@ def test_a_mean_in_microbatches_is_warned_of(meshpar):
             ["model.arguments={widht: 8, height: 3}"],
             "own_model:Own cannot be called with these arguments:\n"
             "  model.arguments.widht\n    own_model:Own has no such argument\n    did you mean width?\n"
-            "  model.arguments.height\n    own_model:Own has no such argument\n    it takes width, batch_norm",
+            "  model.arguments.height\n    own_model:Own has no such argument\n    it has width, batch_norm",
         ),
         (
             ["model.target=own_model:OwnNNX"],
             "own_model:OwnNNX cannot be called with these arguments:\n"
-            "  model.arguments.width\n    own_model:OwnNNX requires it\n    it takes width",
+            "  model.arguments.width\n    own_model:OwnNNX requires it\n    it has width",
         ),
         (
             ["model.target=own_model:OwnNNX", "model.arguments={width: wide}"],
@@ -358,7 +359,7 @@ def test_a_link_out_of_the_working_directory_is_not_followed(meshpar, tmp_path):
 
 def test_a_config_that_was_not_read_from_a_file_imports_nothing():
     with pytest.raises(Exception, match="was not permitted"):
-        imports.load("own_model:Own")
+        user_code.load("own_model:Own")
 
 
 @pytest.mark.parametrize(
@@ -367,8 +368,8 @@ def test_a_config_that_was_not_read_from_a_file_imports_nothing():
         ("model.target=own_model:Onw", "own_model:Onw: {here}/own_model.py has no Onw; did you mean Own?"),
         (
             "model.target=own_model:number",
-            "own_model:number gives int, which is no Linen module, and takes no rngs, as NNX's do; "
-            "give a function that makes a Flax model",
+            "own_model:number returns int: no Linen module, and has no argument rngs for NNX; "
+            "name a function that returns a Flax model",
         ),
         ("model.target=decimal:Own", "decimal:Own: there is no decimal.py in the working directory, {here}"),
         ("data.vocab_size=70", "the data has 70 token ids, the logits of own_model:Own are of 64"),
@@ -389,7 +390,7 @@ def test_a_module_that_fails_says_where(meshpar, tmp_path):
     code, told = meshpar("explain", "config.yaml")
     assert code == 2
     where = tmp_path / "here" / "own_model.py"
-    assert told == f"meshpar: {where} cannot be imported: ZeroDivisionError: division by zero (line 2)\n"
+    assert told == f"meshpar: {where}:2 cannot be imported: ZeroDivisionError: division by zero\n"
 
 
 def test_a_module_cannot_take_the_name_of_an_installed_one(meshpar, tmp_path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshpar.parallel.context import ParallelContext
 from meshpar.inspection.findings.finding import Axes, Planned
+from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.resolve import Placement
 from meshpar.tree import flatten_with_paths
 

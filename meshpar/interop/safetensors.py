@@ -1,10 +1,11 @@
-"""safetensors files: headers that are checked before they are believed, reads of byte ranges, a writer.
+"""safetensors files: checks of their headers, reads of slices of tensors, and a writer.
 
     8 bytes    N, little endian
     N bytes    JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, and "__metadata__"
     the rest   the tensors, row-major, without gaps
 
-A range is read, not mapped: what a process holds are the bytes that it asked for, once.
+A slice is read with `preadv`. The library's `safe_open` maps the file instead: a process then holds whole pages around
+each row, and a bus error kills it if the file is truncated meanwhile.
 
 Source: github.com/huggingface/safetensors, "Format".
 """
@@ -37,10 +38,10 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies.
+    """A tensor in a file, not read yet.
 
     Args:
-      begin: of its first byte, in the file.
+      begin: offset of its first byte in the file.
     """
 
     file: Path
@@ -49,14 +50,15 @@ class Tensor:
     begin: int
 
     def read(self, rows: slice = slice(None), columns: slice = slice(None)) -> np.ndarray:
-        """`[rows, columns]` of a matrix, or `[rows]` of a vector; no other bytes are read.
+        """Reads `[rows, columns]` of a matrix, or `[rows]` of a vector, and no other bytes.
 
         Raises:
-          CheckpointError: the file ends, though its header was right: it was changed meanwhile.
+          CheckpointError: the file was truncated after its header was checked.
         """
         first, last, _ = rows.indices(self.shape[0])
         left, right, _ = columns.indices(self.shape[1] if len(self.shape) > 1 else 1)
-        width, size = math.prod(self.shape[1:]), self.dtype.itemsize
+        width = math.prod(self.shape[1:])
+        size = self.dtype.itemsize
         part = np.empty((last - first, right - left), self.dtype)
         file = os.open(self.file, os.O_RDONLY)
         try:
@@ -74,8 +76,9 @@ class Tensor:
         while buffer:
             num_read = os.preadv(file, [buffer], offset)
             if not num_read:
-                raise CheckpointError(f"{self.file} ends while it is read: it was changed meanwhile")
-            buffer, offset = buffer[num_read:], offset + num_read
+                raise CheckpointError(f"{self.file} was truncated while it was read")
+            buffer = buffer[num_read:]
+            offset += num_read
 
 
 def _bytes(array: np.ndarray) -> memoryview:
@@ -83,27 +86,27 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 def tensors_in(path: Path, problems: Problems) -> dict[str, Tensor]:
-    """The tensors of a file by name, or none and what is wrong with it.
+    """The tensors of a file by name; none if the header is wrong.
 
     Args:
-      problems: gets all that the header says and the file is not.
+      problems: gets everything that is wrong with the header.
     """
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, LONGEST_HEADER):
-                what = (
-                    f"{size} bytes long, and says that its header alone has {length}" if size >= 8 else f"{size} bytes"
-                )
-                problems.add(str(path), f"is cut short, or no safetensors file: it is {what}", "fetch it again")
+                what = f"it has {size} bytes"
+                if size >= 8:
+                    what += f", and says that its header alone has {length}"
+                problems.add(str(path), f"is truncated, or no safetensors file: {what}", "download it again")
                 return {}
             header = _parse(file.read(length))
     except OSError as error:
         problems.add(str(path), f"cannot be read: {error.strerror}")
         return {}
     except ValueError as error:
-        problems.add(str(path), f"has a header that is not one of safetensors: {error}", "fetch it again")
+        problems.add(str(path), f"has no safetensors header: {error}", "download it again")
         return {}
     return _checked(path, header, 8 + length, size, problems)
 
@@ -112,9 +115,9 @@ def _parse(text: bytes) -> dict[str, dict[str, Any]]:
     try:
         header = json.loads(text.decode(), object_pairs_hook=_without_doubles)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(header, dict):
-        raise ValueError("it is no mapping of names")
+        raise ValueError("it is not a JSON object")
     header.pop("__metadata__", None)
     for name, entry in header.items():
         if not _is_entry(entry):
@@ -125,7 +128,7 @@ def _parse(text: bytes) -> dict[str, dict[str, Any]]:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = dict(pairs)
     if len(names) < len(pairs):
-        raise ValueError("a name stands in it twice")
+        raise ValueError("a name is in it twice")
     return names
 
 
@@ -133,7 +136,7 @@ def _is_entry(entry: Any) -> bool:
     if not isinstance(entry, dict) or entry.get("dtype") not in CODES.values():
         return False
     offsets = entry.get("data_offsets")
-    return _are_counts(entry.get("shape")) and _are_counts(offsets) and len(offsets or []) == 2
+    return _are_counts(entry.get("shape")) and _are_counts(offsets) and len(offsets) == 2
 
 
 def _are_counts(values: Any) -> bool:
@@ -141,13 +144,14 @@ def _are_counts(values: Any) -> bool:
 
 
 def _checked(path: Path, header: dict[str, Any], start: int, size: int, problems: Problems) -> dict[str, Tensor]:
-    """Every tensor has as many bytes as its shape, and together they are the file: no gap, no overlap, no rest."""
+    """The tensors, if each has as many bytes as its shape needs, and they fill the file without gap or overlap."""
     before = len(problems)
     for name, entry in header.items():
-        (begin, end), needed = entry["data_offsets"], math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
+        begin, end = entry["data_offsets"]
+        needed = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
         if end - begin != needed:
-            what = f"{entry['dtype']}{entry['shape']} takes {needed} bytes, but its header gives it {end - begin}"
-            problems.add(f"{path}: {name}", what, "fetch the file again")
+            what = f"{entry['dtype']}{entry['shape']} needs {needed} bytes, but its header gives it {end - begin}"
+            problems.add(f"{path}: {name}", what, "download the file again")
     ranges = [(0, 0, "the header"), *sorted((*entry["data_offsets"], name) for name, entry in header.items())]
     for (_, end, earlier), (begin, _, name) in pairwise(ranges):
         if begin != end:
@@ -155,8 +159,8 @@ def _checked(path: Path, header: dict[str, Any], start: int, size: int, problems
             problems.add(f"{path}: {name}", f"begins at byte {begin}: it {how} {earlier}, which ends at {end}")
     end = start + max(end for _, end, _ in ranges)
     if size != end:
-        what = f"is cut short: it has {size} bytes" if size < end else f"is too long: it has {size} bytes"
-        problems.add(str(path), f"{what}, and its header accounts for {end}", "fetch it again")
+        what = "truncated" if size < end else "too long"
+        problems.add(str(path), f"is {what}: it has {size} bytes, and its header needs {end}", "download it again")
     if len(problems) > before:
         return {}
     return {
@@ -167,7 +171,7 @@ def _checked(path: Path, header: dict[str, Any], start: int, size: int, problems
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor to be written: made when its turn comes, so that only one is in memory."""
+    """A tensor to write. `make` is called when it is written, so only one is in memory at a time."""
 
     name: str
     dtype: np.dtype
@@ -180,21 +184,25 @@ class Written:
 
 
 def write(path: Path, tensors: Iterable[Written]) -> None:
-    """Writes a new file. The header is filled up to a multiple of 8 bytes, as PyTorch's readers like it.
+    """Writes a new file. The header is padded to a multiple of 8 bytes, as the format asks, and marked as PyTorch's.
 
     Raises:
-      FileExistsError: there is one already.
+      FileExistsError: the file exists.
     """
     tensors = list(tensors)
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for one in tensors:
-        offsets, end = [end, end + one.num_bytes], end + one.num_bytes
-        header[one.name] = {"dtype": CODES[one.dtype], "shape": [*one.shape], "data_offsets": offsets}  # pyright: ignore
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for tensor in tensors:
+        end = begin + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": CODES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end],
+        }  # fmt: skip
+        begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for one in tensors:
-            made = np.ascontiguousarray(one.make(), one.dtype)
-            assert made.shape == one.shape, (one.name, made.shape, one.shape)
-            file.write(_bytes(made))
+        for tensor in tensors:
+            array = np.ascontiguousarray(tensor.make(), tensor.dtype)
+            assert array.shape == tensor.shape, (tensor.name, array.shape, tensor.shape)
+            file.write(_bytes(array))

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from meshpar.errors import Problems
-from meshpar.io.export import copy_companions, whole_or_not
-from meshpar.io.folder import check_inside
+from meshpar.interop.export import copy_companions, whole_or_not
+from meshpar.interop.folder import check_inside
 from meshpar.regular import open_regular
-from tests.io.pretrained import saved
+from tests.interop.pretrained import saved
 
 NAMES = ("config.json", "model.safetensors", "tokenizer_config.json", "tokenizer.json")
 
@@ -143,7 +143,7 @@ def test_only_regular_files_are_opened(make: Callable[[Path], None], tmp_path: P
 
 
 def test_a_file_that_is_no_json_is_a_problem(tmp_path: Path):
-    from meshpar.io.folder import read_json
+    from meshpar.interop.folder import read_json
 
     for content in (b"", b"{", b"[1]", b"\xff", b"9" * 5000, b"[" * 10**5, b"NaN"):
         (tmp_path / "x.json").write_bytes(content)

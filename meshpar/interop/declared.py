@@ -1,4 +1,4 @@
-"""What Flax models declare: names of dims in Linen's boxes and NNX's variables, and constraints on activations."""
+"""Reads the names of dims that Flax models declare, and applies rules to their constraints on activations."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from flax.core import meta
 from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.parallel.context import current
-from meshpar.sharding.resolve import AnyMesh
 from meshpar.tree import path_name
 
-# NNX's key for names, and those that it had before; `dims` is meshpar's own.
+# NNX's present and earlier metadata keys for names; `dims` is meshpar's.
 _KEYS = ("dims", "out_sharding", "sharding_names", "sharding")
 
 
 def declared_dims(tree: Any) -> dict[str, tuple[str | None, ...]]:
-    """Path -> names of dims, of the parameters that carry any.
+    """Path -> names of dims, for the parameters that have any. A dim over several axes has their names joined by `+`.
 
     Args:
-      tree: parameters as a model's init makes them: with Linen's boxes (`nn.with_partitioning`,
-        `nn.with_logical_partitioning`, and what `nn.scan` and `nn.vmap` add), or an `nnx.State`.
+      tree: parameters from a model's init: with Linen's boxes (`nn.with_partitioning`,
+        `nn.with_logical_partitioning`, also from `nn.scan` and `nn.vmap`), or an `nnx.State`.
     """
     boxes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_box)
     named = ((path_name(path), _names(box)) for path, box in boxes)
-    return {path: tuple(map(_joined, names)) for path, names in named if names}
+    joined = ((path, ["+".join(x) if isinstance(x, tuple) else x for x in names or ()]) for path, names in named)
+    return {path: tuple(names) for path, names in joined if names}
 
 
 def changing(tree: Any) -> dict[str, str]:
-    """Path -> kind, of the NNX variables that no optimizer changes, but the forward: statistics, keys, caches."""
+    """Path -> kind of the NNX variables that the forward changes: statistics, keys, caches."""
     kinds = (nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate)
     boxes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_box)
     return {path_name(path): type(box).__name__ for path, box in boxes if isinstance(box, kinds)}
 
 
 def unboxed(tree: Any) -> Any:
-    """The same parameters without Linen's boxes; NNX's variables stay, for `nnx.merge` wants them."""
+    """The parameters without Linen's boxes; NNX's variables stay, since `nnx.merge` needs them."""
     return jax.tree.map(lambda x: x.unbox() if isinstance(x, meta.AxisMetadata) else x, tree, is_leaf=_is_box)
 
 
 def lazily(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
-    """`init`, whose annotated NNX variables do not ask for a mesh when they are made."""
+    """`init`, whose annotated NNX variables need no mesh when they are created."""
 
     def made(key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False):
@@ -56,12 +56,12 @@ def lazily(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
 
 @contextmanager
 def flax_rules(axes: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Within, Flax's `with_logical_constraint` follows the rules of the lowering that is being traced.
+    """Makes Flax's `with_logical_constraint` follow the rules of the lowering that is being traced.
 
-    Without it they would do nothing, and say nothing. A `jax.shard_map` of the model's own finds the mesh.
+    Without it, these constraints silently do nothing. A `jax.shard_map` inside the model finds the mesh.
 
     Args:
-      axes: the model's name of a mesh axis -> meshpar's. Within, the axis has the model's name.
+      axes: the model's name of a mesh axis -> meshpar's. Inside, the axis has the model's name.
     """
     ctx = current()
     if ctx is None or ctx.manual:
@@ -73,7 +73,7 @@ def flax_rules(axes: Mapping[str, str] | None = None) -> Iterator[None]:
     for dim in ctx.rules.table if ctx.mesh.size > 1 else ():
         over = (dim,) if dim in own else tuple(called.get(axis, axis) for axis in ctx.axes(dim))
         rules.append((dim, over or None))
-    mesh = _abstract(ctx.mesh)
+    mesh = ctx.mesh.abstract_mesh if isinstance(ctx.mesh, Mesh) else ctx.mesh
     names = tuple(called.get(axis, axis) for axis in map(str, mesh.axis_names))
     renamed = AbstractMesh(mesh.axis_sizes, names, axis_types=mesh.axis_types) if called else mesh
     with nn.logical_axis_rules(rules), jax.sharding.use_abstract_mesh(renamed), nn.intercept_methods(_without_mesh):
@@ -81,28 +81,19 @@ def flax_rules(axes: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 def _without_mesh(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-    """Flax's `DenseGeneral` draws a kernel of two dims, and under a mesh would constrain it by the names of all."""
+    """Hides the mesh from `DenseGeneral`: it would constrain its flattened kernel by the names of all its dims."""
     if not isinstance(context.module, nn.DenseGeneral):
         return call(*args, **kwargs)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         return call(*args, **kwargs)
 
 
-def _abstract(mesh: AnyMesh) -> AbstractMesh:
-    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-
-
 def _is_box(x: Any) -> bool:
     return isinstance(x, (meta.AxisMetadata, nnx.Variable))
 
 
-def _joined(name: Any) -> str | None:
-    """A dim that is sharded over several axes, as a `PartitionSpec` may say, has their names joined."""
-    return "+".join(name) if isinstance(name, tuple) else name
-
-
 def _names(box: Any) -> Any:
     if isinstance(box, nnx.Variable):
-        found = box.get_metadata()
-        return next((found[key] for key in _KEYS if found.get(key)), None)
+        metadata = box.get_metadata()
+        return next((metadata[key] for key in _KEYS if metadata.get(key)), None)
     return getattr(box, "names", None)

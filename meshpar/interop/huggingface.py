@@ -1,10 +1,11 @@
-"""A model from a folder as Hugging Face's libraries write it: `config.json`, and safetensors in one file or several."""
+"""Reads a model from a Hugging Face folder: `config.json`, and safetensors in one or several files."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,28 +18,30 @@ from flax import nnx
 
 from meshpar.config import flatten
 from meshpar.errors import CheckpointError, ConfigError, Problems
-from meshpar.io import architectures
-from meshpar.io.folder import check_inside, read_json
-from meshpar.io.safetensors import Tensor, tensors_in
+from meshpar.interop import architectures
+from meshpar.interop.folder import check_inside, read_json
+from meshpar.interop.safetensors import Tensor, tensors_in
 from meshpar.models.foreign import Foreign, Names, Shape
 from meshpar.nn.describe import describe
 from meshpar.nn.transformer import Decoder
 from meshpar.tree import flatten_with_paths
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-# What older versions of transformers wrote beside the parameters: masks, and what follows from the config.
+# Buffers that older versions of transformers saved with the parameters: masks and rotary frequencies. They are ignored.
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where one of our parameters lies.
+    """The place of one of our parameters in the tensors of a folder.
 
     Args:
-      name: of its tensor, with `*` for the number of the layer.
-      shape: of one layer's, without padding of the vocabulary.
-      begin: its first output in the tensor.
+      name: of the tensor, with `*` for the number of the layer.
+      shape: of the parameter in one layer, without padding of the vocabulary.
+      begin: index of the parameter's first output in the tensor.
     """
 
     name: str
@@ -49,10 +52,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A folder that was found whole: its config is understood, and every tensor is there, as long as it should be.
+    """A checked folder: its config is supported, and its files hold every tensor, with the right shape.
 
     Args:
-      tensors: by name.
+      config: the content of `config.json`.
+      tensors: by name; not read yet.
     """
 
     folder: Path
@@ -62,19 +66,19 @@ class Pretrained:
 
     @property
     def dtype(self) -> np.dtype:
-        """That of the most elements."""
-        sizes: dict[np.dtype, int] = {}
+        """The dtype of the most elements."""
+        sizes = Counter[np.dtype]()
         for tensor in self.tensors.values():
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + math.prod(tensor.shape)
-        return max(sizes, key=lambda dtype: sizes[dtype])
+            sizes[tensor.dtype] += math.prod(tensor.shape)
+        return sizes.most_common(1)[0][0]
 
     def params(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Our parameters, each device reading its own shard; what several of a process hold is read once.
+        """Reads our parameters, each device its own shard. A shard on several devices of a process is read once.
 
         Args:
-          structs: path -> type, shape and sharding; padding, of the vocabulary or of the layers, gets zeros.
+          structs: path -> dtype, shape and sharding; padding of the vocabulary or of the layers is filled with zeros.
 
-        Memory: beside the arrays a second time one of them; the largest come first.
+        Memory: the arrays, and a second copy of one of them at a time; the largest are read first.
         """
         order = sorted(structs, key=lambda path: -math.prod(structs[path].shape))
         read = {path: jax.block_until_ready(self._array(path, structs[path])) for path in order}
@@ -86,63 +90,67 @@ class Pretrained:
         def shard(index: Any) -> np.ndarray:
             ranges = tuple(dim.indices(size)[:2] for dim, size in zip(index, struct.shape, strict=True))
             if ranges not in shards:
-                shards[ranges] = self._shard(self._parts[path], [slice(*one) for one in ranges], struct.dtype)
+                shards[ranges] = self._shard(self._parts[path], [slice(*dim) for dim in ranges], struct.dtype)
             return shards[ranges]
 
         return jax.make_array_from_callback(struct.shape, struct.sharding, shard)
 
     def _shard(self, part: Part, index: list[slice], dtype: np.dtype) -> np.ndarray:
-        made = np.zeros([dim.stop - dim.start for dim in index], dtype)
+        """A shard of a parameter, with zeros where it is padding."""
+        shard = np.zeros([dim.stop - dim.start for dim in index], dtype)
         layers = range(*index.pop(0).indices(self.model.num_layers)) if "*" in part.name else None
-        there = [slice(dim.start, min(dim.stop, size)) for dim, size in zip(index, part.shape, strict=True)]
-        into = tuple(slice(0, max(0, dim.stop - dim.start)) for dim in there)
+        stored = [slice(dim.start, min(dim.stop, size)) for dim, size in zip(index, part.shape, strict=True)]
+        into = tuple(slice(0, max(0, dim.stop - dim.start)) for dim in stored)
         if any(not dim.stop for dim in into):
-            return made
+            return shard
         if layers is None:
-            made[into] = self._block(part, part.name, there)
-        for place, layer in enumerate(layers or ()):
-            made[place][into] = self._block(part, part.name.replace("*", str(layer)), there)
-        return made
+            shard[into] = self._block(part, part.name, stored)
+        for position, layer in enumerate(layers or ()):
+            shard[position][into] = self._block(part, part.name.replace("*", str(layer)), stored)
+        return shard
 
     def _block(self, part: Part, name: str, index: list[slice]) -> np.ndarray:
-        """A part of one layer's parameter, in the dtype of the file."""
+        """A slice of one layer's parameter, in the dtype of the file."""
         num = part.foreign.inputs
-        (left, right), sizes_in = _flat(index[:num], part.shape[:num])
-        (first, last), sizes_out = _flat(index[num:], part.shape[num:])
-        outputs, inputs = slice(part.begin + first, part.begin + last), slice(left, right)
+        inputs, sizes_in = _flat(index[:num], part.shape[:num])
+        outputs, sizes_out = _flat(index[num:], part.shape[num:])
+        outputs = slice(part.begin + outputs.start, part.begin + outputs.stop)
         if not num:
             block = self.tensors[name].read(outputs)
         elif part.foreign.outputs_first:
             block = self.tensors[name].read(outputs, inputs).T
         else:
             block = self.tensors[name].read(inputs, outputs)
-        # What is beyond the first of several dims that are one there is cut only now.
-        rest = lambda group: [slice(None), *group[1:]][: len(group)]
-        return block.reshape(*sizes_in, *sizes_out)[tuple(rest(index[:num]) + rest(index[num:]))]
+        # Dims that Hugging Face stores as one are split here; the first of each group was sliced in the file.
+        rest = tuple(slice(None) if dim in (0, num) else part for dim, part in enumerate(index))
+        return block.reshape(*sizes_in, *sizes_out)[rest]
 
     def check(self, model: object) -> None:
-        """Compares with the model of a run.
+        """Checks that a run's model is the folder's.
 
         Raises:
-          ConfigError: it is not one of meshpar's own; or each size that it has otherwise.
+          ConfigError: the run's model is imported; or lists each key that differs.
         """
-        where, problems = self.folder / CONFIG, Problems()
+        where = self.folder / CONFIG
+        problems = Problems()
         if not isinstance(model, Decoder):
             raise ConfigError(f"init.from_hf: {where} describes a model of meshpar's own, and model is another")
-        here, there = (flatten(architectures.canonical(one)) for one in (model, self.model))
-        for key in sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key)):
-            mine, other = json.dumps(here.get(key)), json.dumps(there.get(key))
-            problems.add(f"model.{key}", f"{mine} in this run, {other} in {where}", f"model.{key}={other}")
-        problems.raise_any(ConfigError, "the model of init.from_hf is another one than the run's:")
+        in_run = flatten(architectures.canonical(model))
+        in_folder = flatten(architectures.canonical(self.model))
+        for key in sorted(key for key in in_run.keys() | in_folder.keys() if in_run.get(key) != in_folder.get(key)):
+            ours, theirs = (json.dumps(keys.get(key)) for keys in (in_run, in_folder))
+            problems.add(f"model.{key}", f"{ours} in this run, {theirs} in {where}", f"model.{key}={theirs}")
+        problems.raise_any(ConfigError, "the model of init.from_hf differs from the run's:")
 
     @property
     def paths(self) -> list[str]:
-        """Of the parameters that are here."""
+        """The paths of the parameters."""
         return list(self._parts)
 
     @cached_property
     def _parts(self) -> dict[str, Part]:
-        shapes, found = layer_shapes(self.model), {}
+        shapes = layer_shapes(self.model)
+        found: dict[str, Part] = {}
         for name, foreign in names_of(self.model, self.config["model_type"]).items():
             begin = 0
             for path in foreign.parts:
@@ -151,23 +159,23 @@ class Pretrained:
         return found
 
 
-def _flat(index: list[slice], sizes: Shape) -> tuple[tuple[int, int], Shape]:
-    """The range of a group of dims that are one dim there, and the sizes of what it holds of each."""
+def _flat(index: list[slice], sizes: Shape) -> tuple[slice, Shape]:
+    """The slice of a group of dims that the file stores as one, and the shape of the group in it."""
     if not index:
-        return (0, 1), ()
+        return slice(0, 1), ()
     rest = math.prod(sizes[1:])
-    return (index[0].start * rest, index[0].stop * rest), (index[0].stop - index[0].start, *sizes[1:])
+    return slice(index[0].start * rest, index[0].stop * rest), (index[0].stop - index[0].start, *sizes[1:])
 
 
 def names_of(model: Decoder, kind: str) -> Names:
-    """The names of a model's tensors: those of its architecture whose parameters it has."""
+    """The tensors of an architecture whose parameters the model has, by name."""
     shapes = layer_shapes(model)
     names = architectures.ARCHITECTURES[kind].names.items()
     return {name: foreign for name, foreign in names if foreign.parts[0] in shapes}
 
 
 def layer_shapes(model: Decoder) -> dict[str, Shape]:
-    """Path -> shape of a parameter, of one layer, without padding of the vocabulary."""
+    """Path -> shape of a parameter in one layer, without padding of the vocabulary."""
     plain = model.model_copy(update={"vocab_multiple": 1})
     specs = flatten_with_paths(describe(nnx.eval_shape(lambda: plain.build(nnx.Rngs(0)))))
     return {path: spec.shape[1:] if spec.dims[0] == "layers" else spec.shape for path, spec in specs.items()}
@@ -180,8 +188,8 @@ def open_pretrained(folder: Path) -> Pretrained:
     """Reads the config and the headers of a folder, and no tensor.
 
     Raises:
-      CheckpointError: lists all that is wrong with them: an unknown architecture, a file that is cut short or whose
-        header lies, a tensor that is missing, too many, or of another shape than the config says.
+      CheckpointError: lists all that is wrong with them: an unknown architecture, a truncated file, a false header, a
+        missing or an unknown tensor, or a shape that differs from the config's.
     """
     problems = Problems()
     config = read_json(folder, CONFIG, problems)
@@ -191,7 +199,10 @@ def open_pretrained(folder: Path) -> Pretrained:
     problems.raise_any(CheckpointError, f"{folder} cannot be imported:")
     assert model is not None
     names = names_of(model, config["model_type"])
-    tensors = {_canonical(name, names): tensor for name, tensor in found.items()}
+    prefix = next(iter(names)).partition(".")[0] + "."  # missing in checkpoints without an output projection
+    tensors = {
+        name if name.startswith((prefix, "lm_head.")) else prefix + name: tensor for name, tensor in found.items()
+    }
     expected = dict(_expected(model, names))
     _compare(folder, tensors, expected, model, problems)
     problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
@@ -219,12 +230,14 @@ def _indexed(folder: Path, problems: Problems) -> dict[str, Tensor]:
         if Path(file).name != file:
             problems.add(f"{folder / INDEX}: weight_map", f"{file!r} is not the name of a file in this folder")
             continue
-        before, there = len(problems), _tensors_of(folder, file, problems)
-        named = [name for name in where if where[name] == file]
-        for name in named if len(problems) == before else ():
-            if name not in there:
+        before = len(problems)
+        tensors = _tensors_of(folder, file, problems)
+        is_readable = len(problems) == before
+        for name in (name for name in where if where[name] == file):
+            if name in tensors:
+                found[name] = tensors[name]
+            elif is_readable:
                 problems.add(str(folder / file), f"has no {name}, though the index says so")
-        found |= {name: there[name] for name in named if name in there}
     return found
 
 
@@ -235,12 +248,6 @@ def _tensors_of(folder: Path, file: str, problems: Problems) -> dict[str, Tensor
         problems.add(str(folder / file), f"cannot be read: {error.strerror}")
         return {}
     return tensors_in(folder / file, problems)
-
-
-def _canonical(name: str, names: Names) -> str:
-    """The name with its model's prefix, which a checkpoint without output projection does not have."""
-    prefix = next(iter(names)).partition(".")[0] + "."
-    return name if name.startswith((prefix, "lm_head.")) else prefix + name
 
 
 def _expected(model: Decoder, names: Names) -> Iterator[tuple[str, Shape]]:
@@ -256,18 +263,15 @@ def _compare(
     for name, shape in expected.items():
         tensor = tensors.get(name)
         if tensor is None:
-            problems.add(name, f"is missing; {CONFIG} makes it {list(shape)}", _untied(name))
+            fix = "or tie_word_embeddings: true is missing there" if name == "lm_head.weight" else ""
+            problems.add(name, f"is missing; {CONFIG} requires {list(shape)}", fix)
         elif tensor.shape != shape:
             of_vocabulary = model.vocab_size in shape and model.vocab_size not in tensor.shape
-            fix = f"vocab_size is {model.vocab_size} there" if of_vocabulary else ""
-            problems.add(name, f"is {list(tensor.shape)} in {tensor.file.name}, {CONFIG} makes it {list(shape)}", fix)
+            fix = f"{CONFIG} has vocab_size {model.vocab_size}" if of_vocabulary else ""
+            problems.add(name, f"is {list(tensor.shape)} in {tensor.file.name}, {CONFIG} requires {list(shape)}", fix)
         elif tensor.dtype.name not in FLOATS:
             problems.add(name, f"is {tensor.dtype} in {tensor.file.name}, and only {', '.join(FLOATS)} are read")
     tied = {"lm_head.weight"} if model.tied else set()
     for name in tensors.keys() - expected.keys() - tied:
         if not name.endswith(BUFFERS):
             problems.add(name, f"is in {tensors[name].file.name}, but is no parameter of this model")
-
-
-def _untied(name: str) -> str:
-    return "or is tie_word_embeddings: true missing there?" if name == "lm_head.weight" else ""

@@ -1,10 +1,10 @@
-"""Code of the user's own that a config names: it is found, permitted, and only then imported.
+"""Imports a user's own code that a config names, if the config is allowed to import it.
 
-A config is data, and may come from anywhere; it must not bring code with it. So a config may import a module only if
-the two stand side by side in the working directory: the config's file, and the module's file or the folder of its top
-package. A config in any other folder, such as `downloads/it/config.yaml`, imports nothing. Whoever trusts it says so on
-the command line: `--import FILE` permits a module's file, wherever it is, and `model.target=package.module:name`
-permits that target, found from the working directory.
+A config is data and may come from anywhere, so it must not bring code with it. A config may import a module only if
+both are in the working directory: the config's file, and the module's file or its top package. A config in any other
+folder, such as `downloads/it/config.yaml`, imports nothing. To trust such a config, say so on the command line:
+`--import FILE` permits a module's file anywhere, and `model.target=package.module:name` permits that target, searched
+from the working directory.
 """
 
 from __future__ import annotations
@@ -17,24 +17,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
-
-import pydantic
+from typing import Any
 
 from meshpar.errors import ConfigError, MeshparError, nearest
-
-Target = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
-"""`package.module:name`."""
 
 _named: list[Path] = []
 _permitted: dict[str, Path] = {}
 
 
 def name(path: Path) -> None:
-    """Permits a module's file, wherever it lies: what `meshpar --import FILE` does.
+    """Permits a module's file anywhere, as `meshpar --import FILE` asks.
 
     Raises:
-      ConfigError: there is no such file, or it holds no Python.
+      ConfigError: the file does not exist, or is not a Python file.
     """
     if path.suffix != ".py" or not path.is_file():
         raise ConfigError(f"--import {path}: there is no such Python file")
@@ -42,13 +37,13 @@ def name(path: Path) -> None:
 
 
 def permit(target: str, config: Path | None) -> None:
-    """Finds the file of a target that a config names, and permits it to be imported.
+    """Finds the file of a target that a config names, and permits its import.
 
     Args:
-      config: the file that names it; None where the command line does.
+      config: the file that names the target; None if the command line does.
 
     Raises:
-      ConfigError: there is no such module, or nobody said that this config may import it.
+      ConfigError: the module does not exist, or this config may not import it.
     """
     module = target.partition(":")[0]
     for path in _named:
@@ -67,10 +62,10 @@ def permit(target: str, config: Path | None) -> None:
 
 
 def load(target: str) -> Any:
-    """What a target names.
+    """Imports a permitted target.
 
     Raises:
-      ConfigError: it was not permitted; the module cannot be imported, or has no such name.
+      ConfigError: the target was not permitted, its module cannot be imported, or has no such name.
     """
     module, _, attribute = target.partition(":")
     if target not in _permitted:
@@ -85,25 +80,23 @@ def load(target: str) -> Any:
 
 @contextmanager
 def blamed(target: str) -> Iterator[None]:
-    """Within, what the code of a target raises becomes one line that names its file and line.
+    """Turns an exception of a target's code into one line that names its file and line.
 
     Raises:
-      ConfigError: in place of any other exception.
+      ConfigError: in place of any exception that is not meshpar's.
     """
     try:
         yield
     except MeshparError:
         raise
     except Exception as error:
-        path = _permitted[target].resolve()
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        where = f"{path}:{lines[-1]}" if lines else str(path)
+        where = _where(error, _permitted[target])
         first = next(iter(str(error).strip().splitlines()), "")
         raise ConfigError(f"{target} failed at {where}: {type(error).__name__}: {first}") from error
 
 
 def _in_working_directory(module: str) -> Path | None:
-    """The module's file, unless a link leads out of the working directory."""
+    """The module's file in the working directory; None if it is missing, or a link leads out of the directory."""
     stem = Path.cwd().joinpath(*module.split("."))
     here = Path.cwd().resolve()
     candidates = (stem.with_suffix(".py"), stem / "__init__.py")
@@ -114,7 +107,7 @@ def _import(module: str, path: Path) -> ModuleType:
     num_above = len(module.split(".")) - 1 + (path.name == "__init__.py")
     root = path.resolve().parents[num_above]
     if str(root) not in sys.path:
-        sys.path.append(str(root))  # at the end: it hides no other module
+        sys.path.append(str(root))  # last, so that it hides no other module
     importlib.invalidate_caches()
     first = importlib.util.find_spec(module.partition(".")[0])
     if first is None or not Path(first.origin or root).resolve().is_relative_to(root):
@@ -122,10 +115,11 @@ def _import(module: str, path: Path) -> ModuleType:
     try:
         return importlib.import_module(module)
     except Exception as error:
-        raise ConfigError(f"{path} cannot be imported: {_told(error, path)}") from error
+        raise ConfigError(f"{_where(error, path)} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _told(error: Exception, path: Path) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    where = f" (line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {error}{where}"
+def _where(error: Exception, path: Path) -> str:
+    """`file:line` of the last frame of a traceback that is in the file; the file alone if there is none."""
+    file = str(path.resolve())
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{file}:{lines[-1]}" if lines else file

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from meshpar.config import Config
-from meshpar.io import huggingface
-from meshpar.io.safetensors import Tensor
+from meshpar.interop import huggingface
+from meshpar.interop.pretrained import PretrainedBeginning
+from meshpar.interop.safetensors import Tensor
 from meshpar.models import Llama
 from meshpar.prepared import prepare
-from meshpar.pretrained import PretrainedBeginning
 from meshpar.run import Precision, Run
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import SGD

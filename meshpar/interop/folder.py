@@ -1,4 +1,4 @@
-"""A folder that was downloaded: what is read of it, or copied from it, lies in it."""
+"""Reads files of a downloaded folder, and none outside of it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ LONGEST_JSON = 100_000_000
 
 
 def check_inside(folder: Path, name: str) -> None:
-    """Checks that a file of the folder lies in it.
+    """Checks that a file is inside the folder, after links are resolved.
 
-    A link may lead to another file of the folder. Where the folder is a snapshot in the cache of Hugging Face's
-    library, a link may also lead to the `blobs` beside the snapshots.
+    If the folder is a snapshot in Hugging Face's cache, a link may also lead to the `blobs` next to the snapshots.
 
     Raises:
-      OSError: the file is not there, or leads out of the folder.
+      OSError: the file is missing, or a link leads out of the folder.
     """
     try:
-        whole, there = folder.resolve(), (folder / name).resolve(strict=True)
+        root = folder.resolve()
+        file = (folder / name).resolve(strict=True)
     except (RuntimeError, ValueError) as error:  # links in a circle, a zero byte
         raise OSError(errno.EINVAL, str(error).splitlines()[0], str(folder / name)) from None
-    # `blobs` is not resolved: if it is a link itself, the files behind it are not beside the snapshots.
-    blobs = [whole.parents[1] / "blobs"] if whole.parent.name == "snapshots" else []
-    if not any(there.is_relative_to(allowed) for allowed in [whole, *blobs]):
-        raise OSError(errno.EPERM, f"it is a link that leads out of the folder, to {there}", str(folder / name))
+    # `blobs` is not resolved: if it is a link itself, the files behind it are somewhere else.
+    blobs = [root.parents[1] / "blobs"] if root.parent.name == "snapshots" else []
+    if not any(file.is_relative_to(allowed) for allowed in [root, *blobs]):
+        raise OSError(errno.EPERM, f"it is a link that leads out of the folder, to {file}", str(folder / name))
 
 
 def read_json(folder: Path, name: str, problems: Problems) -> dict[str, Any]:
-    """A JSON object that a file of the folder holds; an empty one, and the problem, if it holds none."""
+    """The JSON object in a file of the folder; an empty one, and a problem, if there is none."""
     where = str(folder / name)
     try:
         check_inside(folder, name)
@@ -47,6 +47,7 @@ def read_json(folder: Path, name: str, problems: Problems) -> dict[str, Any]:
         problems.add(where, f"is not JSON: {error}")
         return {}
     if not isinstance(read, dict) or not read:
-        problems.add(where, "holds no mapping of keys" if read is not None else "holds no mapping of keys, or too many")
+        too_long = f", or more than {LONGEST_JSON} bytes" if read is None else ""
+        problems.add(where, f"holds no JSON object{too_long}")
         return {}
     return read

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshpar.io import architectures
-from meshpar.io.huggingface import _expected, names_of
-from meshpar.io.safetensors import Written, write
+from meshpar.interop import architectures
+from meshpar.interop.huggingface import _expected, names_of
+from meshpar.interop.safetensors import Written, write
 from meshpar.models import Llama
-from tests.io.memory import SIZES
+from tests.interop.memory import SIZES
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 def peak(folder, how):
     """(bytes of the state, bytes by which the process grew at most)"""
-    command = [sys.executable, "-m", "tests.io.memory", str(folder), how]
+    command = [sys.executable, "-m", "tests.interop.memory", str(folder), how]
     environment = {"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

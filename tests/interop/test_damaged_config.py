@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from meshpar.errors import CheckpointError
-from meshpar.io import architectures
-from meshpar.io.huggingface import open_pretrained
+from meshpar.interop import architectures
+from meshpar.interop.huggingface import open_pretrained
 from tests.damage import at_most
-from tests.io.pretrained import saved
+from tests.interop.pretrained import saved
 
 KINDS = ("llama3_rope", "qwen2", "gpt2")
 VALUES: list[Any] = [
@@ -100,7 +100,7 @@ def test_layers_are_counted_before_each_is_named(folders: dict[str, Path], tmp_p
         open_pretrained(folder)
     assert str(error.value) == (
         f"{folder} cannot be imported:\n  {folder}/config.json: num_hidden_layers\n"
-        "    is 1000000000, and the tensors are enough for 27 layers at most"
+        "    is 1000000000, but there are tensors for at most 27 layers"
     )
 
 

@@ -13,7 +13,7 @@ import transformers
 from meshpar import convert
 from meshpar.errors import Problems
 from meshpar.flow import fit
-from meshpar.io.safetensors import Written, tensors_in, write
+from meshpar.interop.safetensors import Written, tensors_in, write
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.lora import LoRA
 from meshpar.run import Init, Run, load
@@ -21,8 +21,8 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.optim import AdamW
 from meshpar.tree import flatten_with_paths
-from tests.io.pretrained import VOCAB, logits, saved
-from tests.io.test_huggingface import TOKENS, _same_bits, our_logits, params
+from tests.interop.pretrained import VOCAB, logits, saved
+from tests.interop.test_huggingface import TOKENS, _same_bits, our_logits, params
 
 
 @pytest.fixture(scope="module")
@@ -142,21 +142,21 @@ REFUSED = {
     "cut short": (cut, """\
 meshpar: hf cannot be imported:
   hf/model.safetensors
-    is cut short: it has 45361 bytes, and its header accounts for 45368
-    fetch it again
+    is truncated: it has 45361 bytes, and its header needs 45368
+    download it again
 """),
     "a header that lies": (lying, """\
 meshpar: hf cannot be imported:
   hf/model.safetensors: model.embed_tokens.weight
-    BF16[99, 32] takes 6336 bytes, but its header gives it 6144
-    fetch the file again
+    BF16[99, 32] needs 6336 bytes, but its header gives it 6144
+    download the file again
 """),
     "missing tensors": (tensors(lambda arrays: [arrays.pop(name) for name in (DOWN, UP)]), f"""\
 meshpar: hf does not hold what its config.json describes:
   {UP}
-    is missing; config.json makes it [64, 32]
+    is missing; config.json requires [64, 32]
   {DOWN}
-    is missing; config.json makes it [32, 64]
+    is missing; config.json requires [32, 64]
 """),
     "a tensor too many": (tensors(lambda arrays: arrays.update({"model.layers.0.extra": arrays[UP]})), """\
 meshpar: hf does not hold what its config.json describes:
@@ -171,26 +171,26 @@ meshpar: hf does not hold what its config.json describes:
     "another vocabulary": (config(vocab_size=100), """\
 meshpar: hf does not hold what its config.json describes:
   model.embed_tokens.weight
-    is [96, 32] in model.safetensors, config.json makes it [100, 32]
-    vocab_size is 100 there
+    is [96, 32] in model.safetensors, config.json requires [100, 32]
+    config.json has vocab_size 100
 """),
     "an unknown architecture": (config(model_type="lama"), """\
 meshpar: hf cannot be imported:
   hf/config.json: model_type
-    no model is called 'lama'
-    did you mean llama? There are llama, mistral, qwen2, qwen3, phi3, gpt2
+    'lama' is not supported
+    supported: llama, mistral, qwen2, qwen3, phi3, gpt2; did you mean llama?
 """),
     "rope, activation and quantization": (
         config(rope_parameters={"rope_type": "yarn"}, hidden_act="gelu", quantization_config={"bits": 4}), """\
 meshpar: hf cannot be imported:
   hf/config.json: quantization_config
-    quantized checkpoints are not read
-    fetch the one in bfloat16
+    quantized checkpoints are not supported
+    download the one in bfloat16
   hf/config.json: hidden_act
-    there is no 'gelu' for this model, only silu
+    'gelu' is not supported for this model, only silu
   hf/config.json: rope_parameters
-    there is no rope_type 'yarn'
-    there are default, linear, llama3
+    rope_type 'yarn' is not supported
+    supported: default, linear, llama3
 """),
     "a key of another type": (config(hidden_size="32", num_hidden_layers=None), """\
 meshpar: hf cannot be imported:
@@ -260,7 +260,7 @@ run_dir: run
 def test_a_run_whose_model_is_another_is_refused(copied, meshpar, tmp_path):
     (tmp_path / "mine.yaml").write_text(MINE)
     assert meshpar("train", "mine.yaml", "mesh.data=8") == (2, """\
-meshpar: the model of init.from_hf is another one than the run's:
+meshpar: the model of init.from_hf differs from the run's:
   model.max_seq_len
     2048 in this run, 64 in hf/config.json
     model.max_seq_len=64
@@ -301,6 +301,6 @@ meshpar: what is frozen does not fit the model:
 def test_a_model_that_no_architecture_computes_is_not_exported(there, tmp_path):
     pretrained = convert.open_pretrained(there)
     odd = pretrained.model.model_copy(update={"attn_bias": "qkv", "head_norm": True})
-    with pytest.raises(convert.CheckpointError, match="no architecture of Hugging Face's is known that computes"):
+    with pytest.raises(convert.CheckpointError, match="none of the supported architectures computes"):
         convert.export(tmp_path / "x", odd, {"table": np.zeros((96, 32))})
     assert not (tmp_path / "x").exists()

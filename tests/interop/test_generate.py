@@ -7,7 +7,7 @@ import pytest
 
 from meshpar import generate
 from meshpar.convert import from_hf
-from tests.io.pretrained import made, saved
+from tests.interop.pretrained import made, saved
 
 NUM = 6
 PROMPTS = [[5, 17, 3], [9, 2, 2, 40, 77]]

@@ -1,11 +1,11 @@
-"""How a training begins with a model of Hugging Face's."""
+"""Starts a training from a Hugging Face model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from meshpar.io.huggingface import Pretrained
+from meshpar.interop.huggingface import Pretrained
 from meshpar.train.state import TrainState
 from meshpar.train.training import Training
 from meshpar.tree import flatten_with_paths
@@ -13,19 +13,19 @@ from meshpar.tree import flatten_with_paths
 
 @dataclass(frozen=True)
 class PretrainedBeginning:
-    """The first state of a training whose parameters are read, and those drawn that the folder has not: LoRA's."""
+    """The first state of a training: parameters from the folder; what it lacks, such as LoRA's, is initialized."""
 
     training: Training
     source: Pretrained
 
     def state(self) -> TrainState:
-        """Reads the parameters, each device its own shards, and makes the rest."""
-        placed = flatten_with_paths(self.training.placement.structs.params)
-        read = self.source.params({path: placed[path] for path in self.source.paths})
-        return self.training.compile_init(given={f"params.{path}": array for path, array in read.items()})()
+        """Reads the parameters, each device its own shards, and initializes the rest."""
+        structs = flatten_with_paths(self.training.placement.structs.params)
+        params = self.source.params({path: structs[path] for path in self.source.paths})
+        return self.training.compile_init(given={f"params.{path}": array for path, array in params.items()})()
 
     def record(self) -> dict[str, Any]:
-        """For the run's records: what was taken from where."""
+        """For the run's records: the source, and which parameters were restored and initialized."""
         taken = [f"params.{path}" for path in self.source.paths]
         made = [f"params.{path}" for path in flatten_with_paths(self.training.specs) if path not in self.source.paths]
         return {"source": str(self.source.folder), "taken": taken, "made": made, "unused": [], "changed": {}}

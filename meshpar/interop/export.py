@@ -1,4 +1,4 @@
-"""A model to a folder as Hugging Face's libraries read it."""
+"""Writes a model as a folder that Hugging Face's libraries read."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ import numpy as np
 
 from meshpar.checkpoint.durable import sync, sync_tree
 from meshpar.errors import CheckpointError, Problems
-from meshpar.io import architectures
-from meshpar.io.folder import check_inside, read_json
-from meshpar.io.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, names_of
-from meshpar.io.safetensors import Written, write
+from meshpar.interop import architectures
+from meshpar.interop.folder import check_inside, read_json
+from meshpar.interop.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, names_of
+from meshpar.interop.safetensors import Written, write
 from meshpar.models.foreign import Foreign, Shape
 from meshpar.nn.transformer import Decoder
 from meshpar.regular import open_regular
 
 LARGEST_FILE = 5 * 10**9
-"""Bytes of tensors in a file, if there are several."""
+"""Bytes of tensors per file, if there are several tensors."""
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
               "chat_template*", "generation_config.json")  # fmt: skip
-"""What lies beside a model, is not read here, and goes with it."""
+"""Files that are copied with a model, unread."""
 
 
 def export(
@@ -39,17 +39,17 @@ def export(
     companions: Path | None = None,
     largest_file: int = LARGEST_FILE,
 ) -> None:
-    """Writes `config.json` and the parameters, in the dtype that they have.
+    """Writes `config.json` and the parameters, in their own dtype.
 
     Args:
-      folder: is made, whole or not at all.
+      folder: created, complete or not at all.
       params: by path.
-      companions: a folder with the `config.json` from which the model came, and the files of its tokenizer.
+      companions: a folder with the `config.json` from which the model came, and its tokenizer's files.
 
-    Memory: beside the parameters one tensor.
+    Memory: the parameters, and a copy of one tensor.
 
     Raises:
-      CheckpointError: the folder exists; or no architecture of Hugging Face's computes what the model does.
+      CheckpointError: the folder exists; or no supported architecture computes what the model does.
     """
     config = _config(model, companions)
     dtype = np.dtype(next(iter(params.values())).dtype)
@@ -63,10 +63,10 @@ def export(
 
 @contextmanager
 def whole_or_not(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which gets the name `folder` when it is on the disk, if nothing was raised.
+    """A temporary folder to write into, synced and renamed to `folder` unless an error is raised.
 
     Raises:
-      CheckpointError: there is something of that name already; nothing is ever overwritten. Or it cannot be written.
+      CheckpointError: `folder` exists, and nothing is overwritten; or it cannot be written.
     """
     check_free(folder)
     made = folder.with_name(f".{folder.name}.{uuid4().hex}")
@@ -87,30 +87,29 @@ def whole_or_not(folder: Path) -> Iterator[Path]:
 
 
 def check_free(folder: Path) -> None:
-    """Raises CheckpointError: there is something of that name already."""
+    """Raises CheckpointError if the folder exists."""
     if os.path.lexists(folder):
-        raise CheckpointError(f"{folder} exists, and nothing is overwritten: give another name, or remove it")
+        raise CheckpointError(f"{folder} exists, and nothing is overwritten: choose another name, or remove it")
 
 
 def copy_companions(source: Path | None, to: Path) -> None:
-    """Copies the files of a tokenizer, where there are any.
+    """Copies the tokenizer's files, if there are any.
 
     Raises:
-      CheckpointError: lists those that lead out of the folder, or are no regular files.
+      CheckpointError: lists the links out of the folder, and what is no regular file.
     """
     problems = Problems()
-    names = {path.name for pattern in COMPANIONS for path in source.glob(pattern)} if source else set()
-    for name in sorted(names):
-        path = source / name  # pyright: ignore[reportOptionalOperand]
+    paths = {path for pattern in COMPANIONS for path in source.glob(pattern)} if source else set()
+    for path in sorted(paths):
         if path.is_dir():
             continue
         try:
-            check_inside(path.parent, name)
-            with open_regular(path) as file, (to / name).open("xb") as copy:
+            check_inside(path.parent, path.name)
+            with open_regular(path) as file, (to / path.name).open("xb") as copy:
                 shutil.copyfileobj(file, copy)
         except OSError as error:
             problems.add(str(path), f"cannot be copied: {error.strerror}", "put a copy of the file there, or remove it")
-    problems.raise_any(CheckpointError, f"the tokenizer of {source} cannot be taken along:")
+    problems.raise_any(CheckpointError, f"the tokenizer of {source} cannot be copied:")
 
 
 def _config(model: Decoder, companions: Path | None) -> dict[str, Any]:
@@ -120,7 +119,7 @@ def _config(model: Decoder, companions: Path | None) -> dict[str, Any]:
     config = architectures.write(model, read)
     if config is None:
         known = ", ".join(architectures.ARCHITECTURES)
-        raise CheckpointError(f"no architecture of Hugging Face's is known that computes what this model does: {known}")
+        raise CheckpointError(f"none of the supported architectures computes what this model does: {known}")
     return config
 
 
@@ -128,13 +127,14 @@ def _tensors(model: Decoder, kind: str, params: Mapping[str, jax.Array], dtype: 
     shapes = layer_shapes(model)
     for name, foreign in names_of(model, kind).items():
         for layer in range(model.num_layers) if "*" in name else (None,):
-            make = partial(_made, foreign, shapes, params, layer)
+            make = partial(_tensor, foreign, shapes, params, layer)
             yield Written(name.replace("*", str(layer)), dtype, foreign.shape(shapes), make)
 
 
-def _made(
+def _tensor(
     foreign: Foreign, shapes: Mapping[str, Shape], params: Mapping[str, jax.Array], layer: int | None
 ) -> np.ndarray:
+    """One tensor of the folder, from the parameters of one layer, or of no layer."""
     parts = []
     for path in foreign.parts:
         param = params[path] if layer is None else params[path][layer]
@@ -142,8 +142,8 @@ def _made(
         part = np.asarray(jax.device_get(param))[without_padding]
         size_in = int(np.prod(shapes[path][: foreign.inputs]))
         parts.append(part.reshape(size_in, -1) if foreign.inputs else part.reshape(-1))
-    made = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-    return made.T if foreign.outputs_first else made
+    tensor = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    return tensor.T if foreign.outputs_first else tensor
 
 
 def _write_files(folder: Path, tensors: list[Written], largest_file: int) -> None:
@@ -155,16 +155,16 @@ def _write_files(folder: Path, tensors: list[Written], largest_file: int) -> Non
     for number, file in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         write(folder / name, file)
-        where |= {one.name: name for one in file}
-    index = {"metadata": {"total_size": sum(one.num_bytes for one in tensors)}, "weight_map": where}
+        where |= {tensor.name: name for tensor in file}
+    index = {"metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)}, "weight_map": where}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _files(tensors: list[Written], largest_file: int) -> list[list[Written]]:
-    """In order, as many in a file as there is place for, and one at least."""
+    """The tensors of each file, in order: as many as fit, and at least one."""
     files: list[list[Written]] = [[]]
-    for one in tensors:
-        if files[-1] and sum(other.num_bytes for other in files[-1]) + one.num_bytes > largest_file:
+    for tensor in tensors:
+        if files[-1] and sum(other.num_bytes for other in files[-1]) + tensor.num_bytes > largest_file:
             files.append([])
-        files[-1].append(one)
+        files[-1].append(tensor)
     return files

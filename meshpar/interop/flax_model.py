@@ -1,4 +1,4 @@
-"""The training of a model that a config imports: its specs, its init and its loss."""
+"""Turns a Flax model that a config imports into what a training needs: specs, init and loss."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshpar import imports
-from meshpar.adopt import Init, arrays_of, check_axes, specs_of, takes, tallied, with_axes
 from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.interop import user_code
+from meshpar.interop.declared import lazily, unboxed
+from meshpar.interop.keys import key_implementations
+from meshpar.interop.training import Init, arrays_of, check_axes, specs_of, takes, tallied, with_axes
 from meshpar.models.imported import Import
-from meshpar.nn.declared import lazily, unboxed
-from meshpar.nn.keys import key_implementations
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loss import Batch, Criterion, Loss, Tally, next_token_loss
@@ -26,10 +26,10 @@ from meshpar.train.loss import Batch, Criterion, Loss, Tally, next_token_loss
 
 @dataclass(frozen=True)
 class Imported:
-    """What a user's model is to a training; see `Training` for the fields.
+    """A user's model, as a training needs it; see `Training` for the fields.
 
     Args:
-      vocab_size: how many token ids the logits are of; None where the loss is the user's own.
+      vocab_size: the last dim of the logits; None if the loss is the user's own.
     """
 
     specs: Any
@@ -45,61 +45,64 @@ class Imported:
 
 @dataclass(frozen=True)
 class _Model:
-    """A user's model, of Linen or of NNX.
+    """A user's model in Linen or NNX.
 
     Args:
-      made: the Linen module, or the `GraphDef` of the NNX one.
+      module: the Linen module, or the `GraphDef` of the NNX module.
       init: key -> parameters.
-      carried: key -> what the forward changes.
-      apply: (params, carried, tokens, whether it learns) -> logits and what is carried on.
+      carried: key -> the first state that the forward changes, such as batch statistics.
+      apply: (params, carried, tokens, learns) -> logits, and the next `carried`.
     """
 
-    made: Any
+    module: Any
     init: Init
     carried: Init
     apply: Callable[[Any, Any, jax.Array, bool], tuple[jax.Array, Any]]
 
 
 def imported(model: Import, criterion: Criterion, rules: AxisRules, seq_len: int, seed: int) -> Imported:
-    """Imports a model, and its loss if there is one of its own, and asks what its arrays are.
+    """Imports a model, and its own loss if the config names one.
 
     Args:
-      criterion: its target is (model, params, batch, key) -> as of `meshpar.training`; the model is the Linen module,
-        or the `GraphDef` of the NNX one. With collections that change there is a fifth argument, `carried`, and a third
-        result. Default: the next token's cross entropy of the logits, `model(tokens)`.
+      criterion: its target is a function (model, params, batch, key) with the results of a loss of `meshpar.training`;
+        `model` is the Linen module, or the `GraphDef` of the NNX module. If the model has collections that change,
+        there is a fifth argument, `carried`, and a third result. Without a target, the loss is the cross entropy of
+        the next token, from the logits `model(tokens)`.
 
     Raises:
-      ConfigError: the target is no Flax model, or was not permitted to be imported.
+      ConfigError: the target is not a Flax model, or may not be imported.
     """
     check_axes(model.axes)
-    with imports.blamed(model.target):
+    with user_code.blamed(model.target):
         user = _built(model, seq_len)
         specs, carried = specs_of(user.init, user.carried, seed, model.dims)
         keys = key_implementations(jax.eval_shape(lazily(user.carried), jax.random.key(seed)))
     as_sums = partial(tallied, arrays=set(ARRAYS), carries=bool(carried), keys=keys, axes=model.axes)
     if criterion.target is None:
-        if carried and isinstance(user.made, nn.Module):
+        if carried and isinstance(user.module, nn.Module):
             what = f"{model.target} has collections that change: {', '.join(map(str, carried))}"
             raise ConfigError(f"{what}; it needs a loss of its own, loss: package.module:name")
         vocab_size = _vocab_size(model, user, seq_len)
-        of_rows = as_sums(_next_token(model.target, user, partial(criterion.build, vocab_size=vocab_size), True))
-        plain = as_sums(_next_token(model.target, user, partial(next_token_loss, vocab_size=vocab_size), False))
+        build = partial(criterion.build, vocab_size=vocab_size)
+        build_plain = partial(next_token_loss, vocab_size=vocab_size)
+        loss = as_sums(_next_token(model.target, user, build, learns=True))
+        evaluation = as_sums(_next_token(model.target, user, build_plain, learns=False))
     else:
         vocab_size = None
-        of_rows, plain = (
-            as_sums(_own(criterion.target, user.made, bool(carried)), hands_on=on) for on in (True, False)
-        )
+        own = _own(criterion.target, user.module, bool(carried))
+        loss = as_sums(own)
+        evaluation = as_sums(own, hands_on=False)
     return Imported(
-        specs, arrays_of(user.init), of_rows, plain, carried, arrays_of(user.carried),
+        specs, arrays_of(user.init), loss, evaluation, carried, arrays_of(user.carried),
         with_axes(rules, model.axes, (specs, carried)), criterion.target is not None, vocab_size,
     )  # fmt: skip
 
 
 def _next_token(target: str, user: _Model, build: Callable[..., Loss], learns: bool) -> Callable[..., Tally]:
-    """The loss of the next token, as a user would write it."""
+    """The loss of the next token, in the form of a user's own loss."""
 
     def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any = None) -> Tally:
-        with imports.blamed(target):
+        with user_code.blamed(target):
             logits, after = user.apply(params, carried or {}, batch["tokens"], learns)
         tally = build(lambda params, batch, key: logits)(params, batch, key, {})
         return replace(tally, carried=after)
@@ -107,44 +110,44 @@ def _next_token(target: str, user: _Model, build: Callable[..., Loss], learns: b
     return loss
 
 
-def _own(target: str, made: Any, carries: bool) -> Callable[..., Any]:
+def _own(target: str, module: Any, carries: bool) -> Callable[..., Any]:
     """The loss that a config names."""
-    given = imports.load(target)
+    user_loss = user_code.load(target)
     arguments = ("model", "params", "batch", "key", *(["carried"] if carries else []))
-    if not takes(given, len(arguments)):
+    if not takes(user_loss, len(arguments)):
         name = target.rpartition(":")[2]
         raise ConfigError(f"{target} is called with {len(arguments)} arguments; def {name}({', '.join(arguments)})")
 
     def loss(*arguments: Any) -> Any:
-        with imports.blamed(target):
-            return given(made, *arguments)
+        with user_code.blamed(target):
+            return user_loss(module, *arguments)
 
     return loss
 
 
 def _built(model: Import, seq_len: int) -> _Model:
-    build = imports.load(model.target)
+    build = user_code.load(model.target)
     if not callable(build):
-        raise ConfigError(f"{model.target} is {type(build).__name__}; give a function that makes a Flax model")
+        raise ConfigError(f"{model.target} is {type(build).__name__}, not a function that returns a Flax model")
     parameters = signature(build.__init__ if isinstance(build, type) else build).parameters
-    own = ("self", "parent", "name") if isinstance(build, type) else ()  # Linen's modules have the last two
-    _check_arguments(model, {name: p for name, p in parameters.items() if name not in own})
+    hidden = ("self", "parent", "name") if isinstance(build, type) else ()  # Linen adds the last two to its modules
+    _check_arguments(model, {name: p for name, p in parameters.items() if name not in hidden})
     if "rngs" in parameters:
         return _of_nnx(partial(build, **model.arguments))
-    made = build(**model.arguments)
-    if isinstance(made, nn.Module):
-        return _of_linen(made, seq_len)
-    what = f"{model.target} gives {type(made).__name__}, which is no Linen module, and takes no rngs, as NNX's do"
-    raise ConfigError(f"{what}; give a function that makes a Flax model")
+    module = build(**model.arguments)
+    if isinstance(module, nn.Module):
+        return _of_linen(module, seq_len)
+    what = f"{model.target} returns {type(module).__name__}: no Linen module, and has no argument rngs for NNX"
+    raise ConfigError(f"{what}; name a function that returns a Flax model")
 
 
 def _check_arguments(model: Import, parameters: Mapping[str, Parameter]) -> None:
-    """Holds the arguments of the config against those of the user's function."""
+    """Checks the arguments in the config against the parameters of the user's function."""
     problems = Problems()
     by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     named = {name: p for name, p in parameters.items() if name != "rngs" and p.kind in by_name}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    listed = f"it takes {', '.join(named)}" if named else "it takes none"
+    listed = f"it has {', '.join(named)}" if named else "it has none"
     for name in model.arguments:
         if name not in named and not takes_any:
             near = nearest(name, named)
@@ -156,19 +159,19 @@ def _check_arguments(model: Import, parameters: Mapping[str, Parameter]) -> None
     problems.raise_any(ConfigError, f"{model.target} cannot be called with these arguments:")
 
 
-def _of_linen(made: nn.Module, seq_len: int) -> _Model:
+def _of_linen(module: nn.Module, seq_len: int) -> _Model:
     tokens = jnp.zeros((1, seq_len), jnp.int32)
 
     def variables(key: jax.Array) -> dict[str, Any]:
-        return dict(made.init(key, tokens))
+        return dict(module.init(key, tokens))
 
     def carried(key: jax.Array) -> dict[str, Any]:
         return {name: value for name, value in variables(key).items() if name != "params"}
 
     def apply(params: Any, carried: Any, tokens: jax.Array, learns: bool) -> tuple[jax.Array, Any]:
-        return made.apply({"params": params}, tokens), carried  # pyright: ignore
+        return module.apply({"params": params}, tokens), carried  # pyright: ignore
 
-    return _Model(made, lambda key: variables(key)["params"], carried, apply)
+    return _Model(module, lambda key: variables(key)["params"], carried, apply)
 
 
 def _of_nnx(build: Callable[..., nnx.Module]) -> _Model:
@@ -197,12 +200,14 @@ def _vocab_size(model: Import, user: _Model, seq_len: int) -> int:
     tokens = jax.ShapeDtypeStruct((1, seq_len), jnp.int32)
 
     def logits(key: jax.Array, tokens: jax.Array) -> Any:
-        params, carried = unboxed(lazily(user.init)(key)), unboxed(lazily(user.carried)(key))
+        params = unboxed(lazily(user.init)(key))
+        carried = unboxed(lazily(user.carried)(key))
         return user.apply(params, carried, tokens, False)[0]
 
-    with imports.blamed(model.target):
-        found = jax.eval_shape(logits, jax.random.key(0), tokens)
-    if getattr(found, "ndim", 0) != 3:
-        shape = getattr(found, "shape", type(found).__name__)
-        raise ConfigError(f"{model.target}: model(tokens[1, {seq_len}]) gives {shape}, not logits [batch, seq, vocab]")
-    return found.shape[-1]
+    with user_code.blamed(model.target):
+        output = jax.eval_shape(logits, jax.random.key(0), tokens)
+    if getattr(output, "ndim", 0) != 3:
+        shape = getattr(output, "shape", type(output).__name__)
+        call = f"model(tokens[1, {seq_len}])"
+        raise ConfigError(f"{model.target}: {call} returns {shape}, not logits [batch, seq, vocab]")
+    return output.shape[-1]

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from meshpar.io.export import export
-from meshpar.io.huggingface import Pretrained, open_pretrained
-from meshpar.io.safetensors import Tensor
+from meshpar.interop.export import export
+from meshpar.interop.huggingface import Pretrained, open_pretrained
+from meshpar.interop.safetensors import Tensor
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.describe import describe, functional, nested
 from meshpar.nn.lora import LoRA
@@ -22,7 +22,7 @@ from meshpar.nn.transformer import Decoder
 from meshpar.sharding.resolve import resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.tree import flatten_with_paths
-from tests.io.pretrained import KINDS, SEQ, VOCAB, logits, made, saved
+from tests.interop.pretrained import KINDS, SEQ, VOCAB, logits, made, saved
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, SEQ))
 

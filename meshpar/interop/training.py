@@ -1,4 +1,4 @@
-"""Any Flax model, or any pytree of parameters, with a loss of the user's own: put on a mesh as it is."""
+"""Trains any Flax model, or any pytree of parameters, on a mesh, without a change to the model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import numpy as np
 import optax
 
 from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.interop.declared import changing, declared_dims, flax_rules, lazily, unboxed
+from meshpar.interop.keys import KEY_DATA, as_data, as_keys, key_implementations
 from meshpar.mesh.layout import AXES, MeshLayout
-from meshpar.nn.declared import changing, declared_dims, flax_rules, lazily, unboxed
-from meshpar.nn.keys import KEY_DATA, as_data, as_keys, key_implementations
 from meshpar.parallel.context import ParallelContext, current
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
@@ -30,12 +30,12 @@ from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths, map_with_path, matching
 
 UNNAMED = "unnamed"
-"""The name of each dim of a parameter that has none. `AxisRules(..., unnamed=())` leaves it whole."""
+"""The name of every dim that neither the model nor the user names. `AxisRules(..., unnamed=())` replicates it."""
 AXIS_NAME = "batch"
-"""The name by which a loss may take means over the batch, `BatchNorm(axis_name="batch")`: it has all rows already."""
+"""A loss may use this axis name, as in `BatchNorm(axis_name="batch")`. The batch has all rows, so its size is 1."""
 
 CARRY = (
-    "give it as carried=lambda key: nnx.state(Model(nnx.Rngs(key)), nnx.Not(nnx.Param)), merge it in the loss, "
+    "pass carried=lambda key: nnx.state(Model(nnx.Rngs(key)), nnx.Not(nnx.Param)), merge it in the loss, "
     "nnx.merge(graph, params, carried), and return (mean, metrics, nnx.state(model, nnx.Not(nnx.Param)))"
 )
 
@@ -60,36 +60,37 @@ def training(
     draws: bool = False,
     **more: Any,
 ) -> Training:
-    """The training of a model that knows nothing of meshpar: any pytree of parameters, and a loss.
+    """The training of a user's own model: any pytree of parameters, and a loss.
 
-    Names of dims are those that a Flax model declares: Linen's `with_partitioning` and `with_logical_partitioning`,
-    NNX's `with_partitioning` (its `out_sharding`), also where `scan` and `vmap` stack layers. Its
+    Dims have the names that a Flax model declares: with Linen's `with_partitioning` and `with_logical_partitioning`, or
+    NNX's `with_partitioning` (its `out_sharding`), also where `scan` and `vmap` stack layers. Flax's
     `with_logical_constraint` follows the same rules.
 
     Args:
       init: key -> the first parameters: `model.init(key, x)["params"]`, `nnx.state(Model(nnx.Rngs(key)), nnx.Param)`,
         or any tree of arrays.
       loss: (params, batch, key) -> the mean over the rows, a scalar; or (mean, metrics), with a dict of other means;
-        or a `Tally` of sums, where rows count differently.
-      batch: an example: name -> array, or struct, the same rows first in each.
-      mesh: where; a `MeshLayout` is laid on the devices that are here.
-      dims: path glob -> a name for each dim of the arrays that it matches, the first that does; goes before what
-        the model declares. A dim of which neither says anything is called `unnamed`.
-      batch_dims: name -> a name for each dim of an array of the batch; default: `batch`, and the others whole.
-      activation_dims: names that only activations have, in `with_logical_constraint`: the rules may name them too.
-      axes: the model's own name of a mesh axis -> meshpar's, `{"tp": "tensor"}`, for a model that names axes of a mesh
-        and not dims. The axes of meshpar keep their names.
-      carried: key -> the first of what a step hands to the next beside the parameters, such as batch statistics and
-        random keys: the loss is (params, batch, key, carried) then, and returns (mean, metrics, carried), or a
+        or a `Tally` of sums, if rows have different weights.
+      batch: an example: name -> array or struct, with the rows as first dim.
+      mesh: the mesh; a `MeshLayout` is built on the available devices.
+      dims: path glob -> a name for each dim of the arrays that it matches. The first match counts, and overrides the
+        model's declaration. A dim that has no name from either is called `unnamed`.
+      batch_dims: name -> a name for each dim of an array of the batch; by default only the first dim is sharded, as
+        `batch`.
+      activation_dims: names that only activations have, in `with_logical_constraint`; rules may use them.
+      axes: the model's own name of a mesh axis -> meshpar's, `{"tp": "tensor"}`, for a model that names mesh axes
+        instead of dims. meshpar's names of axes work as well.
+      carried: key -> the first state that a step passes to the next beside the parameters, such as batch statistics
+        and random keys. The loss is then (params, batch, key, carried), and returns (mean, metrics, carried) or a
         `Tally`.
-      evaluation: the loss where nothing is learned, if it is another: of a model with batch statistics, for instance.
-      draws: whether the loss draws random numbers; it gets a key of its own for each step then, else None.
-      more: `seed`, and as of `ParallelContext`: manual, parallel, compute_dtype (float32 by default), accum_dtype,
+      evaluation: the loss of an evaluation, if it differs, as with batch statistics.
+      draws: whether the loss draws random numbers: if so, it gets a new key at each step, else None.
+      more: `seed`, and fields of `ParallelContext`: manual, parallel, compute_dtype (float32 by default), accum_dtype,
         num_microbatches.
 
     Raises:
-      ConfigError: an argument is not known, a glob matches nothing, or a loss has other arguments.
-      DataError: the batch has an array that is not like the others, or rows that cannot be cut into equal parts.
+      ConfigError: an argument is unknown, a glob matches nothing, or a loss has other parameters.
+      DataError: an array of the batch has other rows than the rest, or the rows cannot be split equally.
 
     Example:
       >>> rows = {"x": jnp.ones((8, 4)), "y": jnp.ones(8)}
@@ -103,7 +104,7 @@ def training(
       >>> int(state.step)
       1
     """
-    mesh = mesh.build() if isinstance(mesh, MeshLayout) else mesh  # first: it may have devices to simulate
+    mesh = mesh.build() if isinstance(mesh, MeshLayout) else mesh  # first: it may simulate devices
     check_axes(axes or {})
     _check_arguments(more, {"loss": loss, "evaluation": evaluation}, carried is not None)
     seed = more.pop("seed", 0)
@@ -131,16 +132,17 @@ def training(
 
 
 def specs_of(init: Init, carried: Init | None, seed: int, dims: Dims) -> tuple[Any, Any]:
-    """Trees of `ArraySpec`, of what an init makes and of what it carries; see `training`.
+    """Trees of `ArraySpec` of the parameters and of the carried state; see `training`.
 
     Raises:
-      ConfigError: a glob matches nothing, or the init makes what no optimizer changes.
+      ConfigError: a glob matches nothing, or `init` returns arrays that no optimizer can change.
     """
-    problems, first = Problems(), jax.random.key(seed)
-    made = jax.eval_shape(lazily(init), first)
-    _check_trainable(made, problems)
+    problems = Problems()
+    first = jax.random.key(seed)
+    params = jax.eval_shape(lazily(init), first)
+    _check_trainable(params, problems)
     problems.raise_any(ConfigError, "an optimizer cannot change these:")
-    specs = _specs(made, dims, problems)
+    specs = _specs(params, dims, problems)
     carried_specs = _specs(jax.eval_shape(lazily(carried), first), dims, problems) if carried else {}
     paths = [path.removesuffix(".value") for path in (*flatten_with_paths(specs), *flatten_with_paths(carried_specs))]
     for glob in dims:
@@ -152,9 +154,9 @@ def specs_of(init: Init, carried: Init | None, seed: int, dims: Dims) -> tuple[A
     return specs, carried_specs
 
 
-def _specs(made: Any, dims: Dims, problems: Problems) -> Any:
-    keys = key_implementations(made)
-    boxed = jax.eval_shape(as_data, made)
+def _specs(tree: Any, dims: Dims, problems: Problems) -> Any:
+    keys = key_implementations(tree)
+    boxed = jax.eval_shape(as_data, tree)
     declared = declared_dims(boxed)
 
     def spec(path: str, struct: jax.ShapeDtypeStruct) -> ArraySpec:
@@ -171,38 +173,38 @@ def _specs(made: Any, dims: Dims, problems: Problems) -> Any:
     return map_with_path(spec, unboxed(boxed))
 
 
-def _check_trainable(made: Any, problems: Problems) -> None:
-    """Adds which of the parameters are none."""
+def _check_trainable(params: Any, problems: Problems) -> None:
+    """Reports arrays that an optimizer cannot change: NNX state, integers, batch statistics."""
     fix = "init: nnx.state(model, nnx.Param); carried: nnx.state(model, nnx.Not(nnx.Param))"
-    kinds = changing(made)
+    kinds = changing(params)
     for path, kind in kinds.items():
         problems.add(path, f"is {kind} of NNX, which the forward changes", fix)
-    for path, struct in flatten_with_paths(made).items():
+    for path, struct in flatten_with_paths(params).items():
         of_nnx = path.removesuffix(".value") in kinds
         if not of_nnx and not jnp.issubdtype(struct.dtype, jnp.inexact):
             what = f"is {struct.dtype}{list(struct.shape)}, which has no gradient"
-            problems.add(path, what, "let the loss close over it, or give it as `carried`")
+            problems.add(path, what, "let the loss close over it, or pass it as `carried`")
         elif path.startswith("batch_stats."):
             what = "is a batch statistic, which the forward changes"
             problems.add(path, what, 'init: model.init(...)["params"]; carried: {"batch_stats": ...}')
 
 
-def arrays_of(make: Init) -> Init:
-    """`make`, without Linen's boxes, and random keys as integers."""
-    return lambda key: as_data(unboxed(lazily(make)(key)))
+def arrays_of(init: Init) -> Init:
+    """`init` without Linen's boxes, and with random keys as integers."""
+    return lambda key: as_data(unboxed(lazily(init)(key)))
 
 
 def with_axes(rules: AxisRules, axes: Mapping[str, str], trees: Any) -> AxisRules:
-    """The rules, and one for each dim that a model calls by the axes over which it is sharded."""
-    meant = {axis: (axis,) for axis in AXES} | {name: (axis,) for name, axis in axes.items()}
-    found = {dim for spec in jax.tree.leaves(trees) for dim in spec.dims if axes and dim not in rules.table}
-    parts = {dim: dim.split("+") for dim in found}
-    over = {dim: sum((meant[part] for part in of), ()) for dim, of in parts.items() if {*of} <= {*meant}}
-    return rules | AxisRules(**over) if over else rules  # pyright: ignore
+    """The rules, and a rule for each dim whose name is that of the mesh axes over which it is sharded."""
+    known = {axis: axis for axis in AXES} | {**axes}
+    dims = {dim for spec in jax.tree.leaves(trees) for dim in spec.dims if axes and dim not in rules.table}
+    parts = {dim: dim.split("+") for dim in dims}
+    extra = {dim: tuple(known[name] for name in names) for dim, names in parts.items() if {*names} <= {*known}}
+    return rules | AxisRules(**extra) if extra else rules  # pyright: ignore
 
 
 def check_axes(axes: Mapping[str, str]) -> None:
-    """Checks a model's own names of axes, see `training`."""
+    """Checks a model's own names of mesh axes; see `training`."""
     problems = Problems()
     for name, axis in axes.items():
         if axis not in AXES or list(axes.values()).count(axis) > 1:
@@ -219,26 +221,26 @@ def tallied(
     axes: Mapping[str, str] | None = None,
     hands_on: bool = True,
 ) -> Loss:
-    """A user's loss, as one that gives sums.
+    """Wraps a user's loss as one that returns a `Tally`.
 
     Args:
-      arrays: the names of those that the user gave, of which alone the loss is told.
-      carries: whether it is given what it carries, as a fourth argument.
+      arrays: the names of the batch's arrays that the loss gets.
+      carries: whether it gets the carried state as a fourth argument.
       keys: as of `key_implementations`.
-      hands_on: whether it has to return what it carries: an evaluation need not.
+      hands_on: whether it must return the next carried state; an evaluation need not.
     """
 
     def tallied(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> Tally:
-        given = {name: x for name, x in batch.items() if name in arrays}
+        inputs = {name: x for name, x in batch.items() if name in arrays}
 
         def of_batch(params: Any, carried: Any) -> Any:
             with flax_rules(axes), _explained():
                 more = (as_keys(carried, keys),) if carries else ()
-                found = loss(params, given, key, *more)
+                result = loss(params, inputs, key, *more)
             passes = getattr(current(), "num_microbatches", 1)
-            if hands_on and passes > 1 and not isinstance(found, Tally):
+            if hands_on and passes > 1 and not isinstance(result, Tally):
                 warn_of_masks(arrays, passes)
-            return as_tally(as_data(found), batch["rows"], carried, hands_on)
+            return as_tally(as_data(result), batch["rows"], carried, hands_on)
 
         if getattr(current(), "manual", False):
             return of_batch(params, carried)
@@ -250,24 +252,24 @@ def tallied(
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turns the errors of JAX and Flax that a model written for another way of training meets here into plain ones."""
+    """Replaces the errors of JAX and Flax that a loss written for pmap or another mesh causes by plain ones."""
     try:
         yield
     except Exception as error:
-        said = str(error)
-        if unbound := re.search(r"unbound axis name: (\w+)", said):
+        message = str(error)
+        if unbound := re.search(r"unbound axis name: (\w+)", message):
             what = f"the loss communicates over {unbound[1]!r}, which only pmap, vmap or shard_map would bind"
             fix = f'the rows of all devices are one batch here: leave axis_name out, or say axis_name="{AXIS_NAME}"'
-        elif missing := re.search(r"Resource axis: (\w+) of .* is not found in mesh", said):
+        elif missing := re.search(r"Resource axis: (\w+) of .* is not found in mesh", message):
             what = f"the model is sharded over an axis {missing[1]!r}, and the mesh has {', '.join(AXES)}"
             fix = f'say which it is, axes={{"{missing[1]}": "tensor"}}; in a config, model.axes'
-        elif "of type Auto or Manual" in said:
+        elif "of type Auto or Manual" in message:
             what = "the model gives out_sharding to a JAX function, which asks for a mesh of explicit axes"
             fix = "leave out_sharding out of the forward; or say jax.lax.with_sharding_constraint(x, spec) instead"
-        elif "different trace level" in said:
+        elif "different trace level" in message:
             what = "the loss changes NNX state that was made outside of it, and the change would be lost"
             fix = CARRY
-        elif "Incorrect number of leaves" in said:
+        elif "Incorrect number of leaves" in message:
             what = "the NNX model has state beside its parameters, and the loss merges the parameters alone"
             fix = CARRY
         else:
@@ -291,11 +293,11 @@ def _check_arguments(more: Mapping[str, Any], losses: Mapping[str, Callable[...,
 
 
 def takes(loss: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with so many arguments."""
+    """Whether a function can be called with `count` positional arguments."""
     try:
         signature(loss).bind(*range(count))
     except TypeError:
         return False
-    except ValueError:  # of a function that does not tell
+    except ValueError:  # a builtin without a signature
         return True
     return True

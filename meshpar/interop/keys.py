@@ -1,4 +1,4 @@
-"""Random keys in a tree, as the integers that they consist of: a checkpoint and a sharding know only arrays."""
+"""Converts random keys in a tree to integers and back: checkpoints and shardings support only plain arrays."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from meshpar.tree import flatten_with_paths, map_with_path
 
 KEY_DATA = "key_data"
-"""The name of the dim that an array of keys has more as integers: that of the words of each key."""
+"""The name of the last dim of keys that were converted to integers: the words of a key."""
 
 
 def as_data(tree: Any) -> Any:
-    """The tree with `uint32[..., words]` in place of each array of keys.
+    """The tree with each array of keys replaced by `uint32[..., words]`.
 
     >>> as_data({"key": jax.random.key(3), "count": 0})["key"].tolist()
     [0, 3]
@@ -37,10 +37,10 @@ def as_keys(tree: Any, implementations: Mapping[str, Any]) -> Any:
 
 
 def key_implementations(tree: Any) -> dict[str, Any]:
-    """Path -> the random number generator, of each array of keys.
+    """Path -> random number generator of each array of keys.
 
     Args:
-      tree: of arrays, or of their structs.
+      tree: of arrays or structs.
     """
     found: dict[str, Any] = {}
 

@@ -11,7 +11,7 @@ import safetensors
 import safetensors.numpy
 
 from meshpar.errors import CheckpointError, Problems
-from meshpar.io.safetensors import Written, tensors_in, write
+from meshpar.interop.safetensors import Written, tensors_in, write
 
 ARRAYS = {
     "a": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -81,23 +81,23 @@ def _text(text):
 
 WHOLE = _with()
 LIES = {
-    "cut in the data": (lambda *file: WHOLE(*file)[:-1], "is cut short: it has .* bytes, and its header accounts for"),
-    "cut in the header": (lambda *file: WHOLE(*file)[:20], "is cut short, or no safetensors file: it is 20 bytes long"),
-    "cut in the length": (lambda *file: b"\x01\x00", "it is 2 bytes"),
-    "empty": (lambda *file: b"", "it is 0 bytes"),
+    "cut in the data": (lambda *file: WHOLE(*file)[:-1], "is truncated: it has .* bytes, and its header needs"),
+    "cut in the header": (lambda *file: WHOLE(*file)[:20], "is truncated, or no safetensors file: it has 20 bytes,"),
+    "cut in the length": (lambda *file: b"\x01\x00", "it has 2 bytes"),
+    "empty": (lambda *file: b"", "it has 0 bytes"),
     "a length beyond all files": (lambda *file: b"\xff" * 8 + WHOLE(*file)[8:], "its header alone has 18446744"),
-    "a shape that is longer": (_with(shape=[4, 4]), r"a\n.*F32\[4, 4\] takes 64 bytes, but its header gives it 48"),
-    "a shape that overflows": (_with(shape=[2**40, 2**40]), "takes 4835703278458516698824704 bytes"),
-    "an offset beyond the file": (_with(data_offsets=[0, 480], shape=[30, 4]), "overlaps with|is cut short"),
+    "a shape that is longer": (_with(shape=[4, 4]), r"a\n.*F32\[4, 4\] needs 64 bytes, but its header gives it 48"),
+    "a shape that overflows": (_with(shape=[2**40, 2**40]), "needs 4835703278458516698824704 bytes"),
+    "an offset beyond the file": (_with(data_offsets=[0, 480], shape=[30, 4]), "overlaps with|is truncated"),
     "an overlap": (_with(data_offsets=[8, 56]), "overlaps with|leaves a gap"),
-    "a negative offset": (_with(data_offsets=[-48, 0]), "has a header that is not one of safetensors: a has"),
+    "a negative offset": (_with(data_offsets=[-48, 0]), "has no safetensors header: a has"),
     "a dtype of its own": (_with(dtype="F7"), "dtypes are F64"),
     "a shape that is no list": (_with(shape=12), "a has"),
-    "no JSON": (_text(b"{'a': 1}"), "has a header that is not one of safetensors"),
-    "a list": (_text(b"[]"), "it is no mapping of names"),
-    "a name twice": (_text(b'{"a": 1, "a": 2}'), "a name stands in it twice"),
-    "too deep": (_text(b'{"a":' * 100_000), "nested too deep|not one of safetensors"),
-    "no text": (_text(b"\xff\xfe"), "has a header that is not one of safetensors"),
+    "no JSON": (_text(b"{'a': 1}"), "has no safetensors header"),
+    "a list": (_text(b"[]"), "it is not a JSON object"),
+    "a name twice": (_text(b'{"a": 1, "a": 2}'), "a name is in it twice"),
+    "too deep": (_text(b'{"a":' * 100_000), "nested too deeply|no safetensors header"),
+    "no text": (_text(b"\xff\xfe"), "has no safetensors header"),
     "a rest": (lambda *file: WHOLE(*file) + b"more", "is too long: it has"),
 }  # fmt: skip
 
@@ -125,5 +125,5 @@ def test_a_file_that_is_not_there_is_told(tmp_path):
 def test_a_file_that_shrinks_while_it_is_read_is_told(file):
     tensors = opened(file)
     file.write_bytes(file.read_bytes()[:-60])
-    with pytest.raises(CheckpointError, match="was changed meanwhile"):
+    with pytest.raises(CheckpointError, match="was truncated while it was read"):
         tensors["a"].read(), tensors["b"].read()

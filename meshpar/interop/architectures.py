@@ -1,4 +1,4 @@
-"""`config.json` of Hugging Face's models to a model of meshpar, and back."""
+"""Converts the `config.json` of a Hugging Face model to a model of meshpar, and back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -32,15 +33,14 @@ LLAMA3_KEYS = {
     "original_max_position_embeddings": "original_seq_len",
 }  # fmt: skip
 
-
 LARGEST = 2**31 - 1
-"""Of a size: what is beyond it is no size of a model, and overflows when sizes are multiplied."""
+"""The largest size that is read: products of larger ones overflow."""
 Number = Annotated[float, pydantic.Field(allow_inf_nan=False)]
 Size = Annotated[int, pydantic.Field(ge=0, le=LARGEST)]
 
 
 class Rope(pydantic.BaseModel):
-    """`rope_parameters` as transformers 5 writes it, `rope_scaling` as those before did."""
+    """`rope_parameters`, which transformers 5 writes, or `rope_scaling`, which earlier versions wrote."""
 
     model_config = pydantic.ConfigDict(strict=True)
 
@@ -57,12 +57,12 @@ class Rope(pydantic.BaseModel):
     @classmethod
     def _one_for_all_layers(cls, data: Any) -> Any:
         if isinstance(data, dict) and any(isinstance(value, dict) for value in data.values()):
-            raise ValueError("other positions for each type of layer are not read")
+            raise ValueError("rope parameters that differ between layer types are not supported")
         return data
 
 
 class Given(pydantic.BaseModel):
-    """What is read of a `config.json` beside the sizes of the model; a key that is null is as good as none."""
+    """The keys of a `config.json` that are read, apart from sizes. A null key counts as missing."""
 
     model_config = pydantic.ConfigDict(strict=True)
 
@@ -91,11 +91,11 @@ class Architecture:
     """One `model_type`.
 
     Args:
-      called: its class in transformers.
-      names: of its tensors.
-      keys: of `config.json` -> field of our model.
-      read: what follows from the config beside `keys`; adds what is not supported to the problems.
-      write: what stands in the config beside `keys`, for a model that this architecture may fit or not.
+      called: the name of its class in transformers.
+      names: its tensors.
+      keys: key of `config.json` -> field of our model.
+      read: our model's other fields, from the config; reports what is not supported.
+      write: the config's other keys, from our model.
     """
 
     model: type[Llama] | type[GPT]
@@ -107,19 +107,18 @@ class Architecture:
 
 
 def read(config: Json, where: str, problems: Problems, most_layers: int = LARGEST) -> Decoder | None:
-    """The model that a `config.json` describes; None, and why, if there is none.
+    """The model that a `config.json` describes; None if it is not supported, with the reasons in `problems`.
 
     Args:
-      where: what the problems call it.
-      most_layers: that there can be: a file that says 1e9 is refused before each is named.
+      where: the file's name in the problems.
+      most_layers: an upper bound on the number of layers: 1e9 layers are refused before a tensor of each is listed.
     """
-    kind, found = config.get("model_type"), Problems()
+    kind = config.get("model_type")
+    found = Problems()
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         near = nearest(str(kind), ARCHITECTURES)
-        meant = f"did you mean {near}? " if near else ""
-        problems.add(
-            f"{where}: model_type", f"no model is called {kind!r}", f"{meant}There are {', '.join(ARCHITECTURES)}"
-        )
+        fix = f"supported: {', '.join(ARCHITECTURES)}" + (f"; did you mean {near}?" if near else "")
+        problems.add(f"{where}: model_type", f"{kind!r} is not supported", fix)
         return None
     architecture = ARCHITECTURES[kind]
     given = {key: value for key, value in config.items() if value is not None}
@@ -130,46 +129,46 @@ def read(config: Json, where: str, problems: Problems, most_layers: int = LARGES
     try:
         model = architecture.model.model_validate_json(json.dumps(extra | sizes), strict=True)
     except pydantic.ValidationError as invalid:
-        keys = {field: key for key, field in architecture.keys.items()}
-        _tell(invalid, keys, found)
+        _report(invalid, {field: key for key, field in architecture.keys.items()}, found)
     for problem in found.found:
         problems.add(f"{where}: {problem.where}", problem.what, problem.fix)
     return None if found else model
 
 
 def _check_sizes(sizes: Json, architecture: Architecture, most_layers: int, found: Problems) -> None:
-    """What would be computed with for a long time, or overflow."""
+    """Reports sizes that would overflow, or take very long to compute with."""
     for key, field in architecture.keys.items():
         value = sizes.get(field)
         if isinstance(value, float) and not math.isfinite(value):
-            found.add(key, f"{value} is no number to compute with")
+            found.add(key, f"{value} is not finite")
         elif isinstance(value, (int, float)) and value > LARGEST:
-            found.add(key, f"is beyond {LARGEST}")
+            found.add(key, f"is larger than {LARGEST}")
         elif isinstance(value, int) and field == "num_layers" and value > most_layers:
-            found.add(key, f"is {value}, and the tensors are enough for {most_layers} layers at most")
+            found.add(key, f"is {value}, but there are tensors for at most {most_layers} layers")
 
 
 def _extra(architecture: Architecture, given: Json, found: Problems) -> Json:
-    """What follows from the config beside the sizes."""
+    """Our model's fields that are not sizes, from the config."""
     try:
         read = Given.model_validate(given)
     except pydantic.ValidationError as invalid:
-        _tell(invalid, {}, found)
+        _report(invalid, {}, found)
         return {}
     if read.quantization_config:
-        found.add("quantization_config", "quantized checkpoints are not read", "fetch the one in bfloat16")
+        found.add("quantization_config", "quantized checkpoints are not supported", "download the one in bfloat16")
     return architecture.read(read, found)
 
 
-def _tell(invalid: pydantic.ValidationError, keys: Mapping[str, str], found: Problems) -> None:
-    """Adds what pydantic found, under the keys of the file; of what is a problem already, no second one."""
+def _report(invalid: pydantic.ValidationError, keys: Mapping[str, str], found: Problems) -> None:
+    """Adds pydantic's errors, under the keys of the file, except for keys that have a problem already."""
     known = {problem.where for problem in found.found}
     for error in invalid.errors(include_url=False):
         name = ".".join(map(str, error["loc"])) or "sizes"
         key = keys.get(name, name)
         if key not in known:
-            missing = error["type"] == "missing"
-            found.add(key, "required, but missing" if missing else f"{error['msg']}, got {shortened(error['input'])}")
+            is_missing = error["type"] == "missing"
+            what = "required, but missing" if is_missing else f"{error['msg']}, got {shortened(error['input'])}"
+            found.add(key, what)
 
 
 def shortened(value: Any) -> str:
@@ -178,14 +177,16 @@ def shortened(value: Any) -> str:
 
 
 def write(model: Decoder, original: Json | None = None) -> Json | None:
-    """A `config.json` for a model; None if no architecture computes what it does.
+    """A `config.json` for a model; None if no architecture computes the same.
 
     Args:
-      original: a config from which it may have come: if it fits, it stays.
+      original: the config from which the model may have come: if it still describes the model, it is returned.
     """
-    candidates = [original or {}, *(_written(model, kind) for kind in ARCHITECTURES)]
-    same = (config for config in candidates if _same(read(config, "", Problems(), model.num_layers), model))
-    return next(same, None)
+    for config in [original or {}, *(_written(model, kind) for kind in ARCHITECTURES)]:
+        described = read(config, "", Problems(), model.num_layers)
+        if described is not None and canonical(described) == canonical(model):
+            return config
+    return None
 
 
 def _written(model: Decoder, kind: str) -> Json:
@@ -198,27 +199,20 @@ def _written(model: Decoder, kind: str) -> Json:
 
 
 def canonical(model: Decoder) -> Decoder:
-    """The model with its defaults written out, without what is of its training only."""
+    """The model with its defaults written out, without the fields that matter only for training."""
     sizes = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
     return model.model_copy(update=sizes | {"vocab_multiple": 1, "layers_multiple": 1, "dropout": 0.0, "remat": "none"})
 
 
-def _same(a: Decoder | None, b: Decoder) -> bool:
-    return a is not None and canonical(a) == canonical(b)
+# Llama and the models that share its class ------------------------------------------------------------------------
 
 
-# Llama and its kin --------------------------------------------------------------------------------------------
-
-
-def _llama(kind: str) -> Callable[[Given, Problems], Json]:
-    def read(given: Given, found: Problems) -> Json:
-        if given.hidden_act not in ("silu", "swish"):
-            found.add("hidden_act", f"there is no {shortened(given.hidden_act)} for this model, only silu")
-        attn_bias = "qkv" if kind == "qwen2" else "all" if kind != "mistral" and given.attention_bias else "none"
-        biases = {"attn_bias": attn_bias, "mlp_bias": kind == "llama" and given.mlp_bias}
-        return biases | {"head_norm": kind == "qwen3"} | _window(kind, given, found) | _rope(kind, given, found)
-
-    return read
+def _read_llama(kind: str, given: Given, found: Problems) -> Json:
+    if given.hidden_act not in ("silu", "swish"):
+        found.add("hidden_act", f"{shortened(given.hidden_act)} is not supported for this model, only silu")
+    attn_bias = "qkv" if kind == "qwen2" else "all" if kind != "mistral" and given.attention_bias else "none"
+    biases = {"attn_bias": attn_bias, "mlp_bias": kind == "llama" and given.mlp_bias}
+    return biases | {"head_norm": kind == "qwen3"} | _window(kind, given, found) | _rope(kind, given, found)
 
 
 def _window(kind: str, given: Given, found: Problems) -> Json:
@@ -249,16 +243,16 @@ def _rope(kind: str, given: Given, found: Problems) -> Json:
         parts = rope.model_dump() | {"original_max_position_embeddings": original}
         scaling = {"kind": "llama3"} | {field: parts[key] for key, field in LLAMA3_KEYS.items()}
     elif type_ != "default":
-        found.add(key, f"there is no rope_type {shortened(type_)}", "there are default, linear, llama3")
+        found.add(key, f"rope_type {shortened(type_)} is not supported", "supported: default, linear, llama3")
     fraction = given.partial_rotary_factor if rope.partial_rotary_factor is None else rope.partial_rotary_factor
     if fraction != 1 and kind != "phi3":
-        found.add("partial_rotary_factor", f"a {kind} turns whole heads, here it is {fraction}")
+        found.add("partial_rotary_factor", f"is {fraction}, and a {kind} is supported with 1 only")
     theta = given.rope_theta if rope.rope_theta is None else rope.rope_theta
     return {"rope_theta": theta, "rope_scaling": scaling, "rotary_fraction": fraction}
 
 
 def _write_llama(model: Llama) -> Json:
-    """A key that a `model_type` does not know is of no effect there: `write` sees that, and takes another."""
+    """Keys that a `model_type` ignores do no harm: `write` reads each config back before it chooses one."""
     layers = ["full_attention" if i in model.full_layers else "sliding_attention" for i in range(model.num_layers)]
     windows = {"layer_types": layers, "max_window_layers": 0} if model.window and model.full_layers else {}
     scaling = model.rope_scaling and model.rope_scaling.model_dump()
@@ -281,11 +275,10 @@ def _write_llama(model: Llama) -> Json:
 # GPT-2 --------------------------------------------------------------------------------------------------------
 
 
-def _gpt2(given: Given, found: Problems) -> Json:
+def _read_gpt2(given: Given, found: Problems) -> Json:
     if given.activation_function not in ("gelu_new", "gelu_pytorch_tanh"):
-        found.add(
-            "activation_function", f"there is no {shortened(given.activation_function)} for this model, only gelu_new"
-        )
+        what = f"{shortened(given.activation_function)} is not supported for this model, only gelu_new"
+        found.add("activation_function", what)
     if not given.scale_attn_weights:
         found.add("scale_attn_weights", "only true is supported")
     if given.scale_attn_by_inverse_layer_idx:
@@ -293,20 +286,19 @@ def _gpt2(given: Given, found: Problems) -> Json:
     return {"tied": True} | ({"mlp_width": 4 * given.n_embd} if given.n_embd else {})
 
 
-def _write_gpt2(model: GPT) -> Json:
-    return {"activation_function": "gelu_new", "bos_token_id": None, "eos_token_id": None}
-
-
-def _kin(kind: str, called: str, names: Names = llama.HUGGING_FACE) -> Architecture:
-    return Architecture(Llama, called, names, LLAMA_KEYS, _llama(kind), _write_llama)
+def _llama_like(kind: str, called: str, names: Names = llama.HUGGING_FACE) -> Architecture:
+    return Architecture(Llama, called, names, LLAMA_KEYS, partial(_read_llama, kind), _write_llama)
 
 
 ARCHITECTURES = {
-    "llama": _kin("llama", "LlamaForCausalLM"),
-    "mistral": _kin("mistral", "MistralForCausalLM"),
-    "qwen2": _kin("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": _kin("qwen3", "Qwen3ForCausalLM"),
-    "phi3": _kin("phi3", "Phi3ForCausalLM", llama.PHI3),
-    "gpt2": Architecture(GPT, "GPT2LMHeadModel", gpt.HUGGING_FACE, GPT2_KEYS, _gpt2, _write_gpt2),
-}
-"""By `model_type`; of several that compute the same, the first is written."""
+    "llama": _llama_like("llama", "LlamaForCausalLM"),
+    "mistral": _llama_like("mistral", "MistralForCausalLM"),
+    "qwen2": _llama_like("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": _llama_like("qwen3", "Qwen3ForCausalLM"),
+    "phi3": _llama_like("phi3", "Phi3ForCausalLM", llama.PHI3),
+    "gpt2": Architecture(
+        GPT, "GPT2LMHeadModel", gpt.HUGGING_FACE, GPT2_KEYS, _read_gpt2,
+        lambda model: {"activation_function": "gelu_new", "bos_token_id": None, "eos_token_id": None},
+    ),
+}  # fmt: skip
+"""By `model_type`. `write` chooses the first one that computes the same."""
