@@ -1,7 +1,7 @@
-"""Typed, frozen config models, YAML and `key=value` overrides; knows no component.
+"""Typed, frozen config models that are read from YAML and `key=value` overrides. Independent of all components.
 
-A config file is data: a mapping, with at most one `extends: other.yaml` beside its keys. All that is wrong in it,
-or on the command line, is reported at once, by dotted path and by file and line.
+A config file is data: a mapping, whose key `extends: other.yaml` may name another file. All problems in files and on
+the command line are reported at once, by dotted path, file and line.
 """
 
 from meshpar.config.files import read_text

@@ -1,4 +1,4 @@
-"""Which config models a field may hold, and which of them the data mean."""
+"""Finds the config models that a field's annotation allows, and the one that given data select."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def models(annotation: Any) -> list[type[pydantic.BaseModel]]:
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """The types of a union, or the only one, without what is annotated to them.
+    """The members of a union, or the type itself, without `Annotated` metadata.
 
     >>> alternatives(Annotated[int, "at least 1"] | tuple[str, ...] | None)
     [<class 'int'>, tuple[str, ...], <class 'NoneType'>]
@@ -36,7 +36,7 @@ def is_sequence(annotation: Any) -> bool:
 
 
 def item_of(annotation: Any) -> Any:
-    """What an item of a sequence may be."""
+    """The annotation of a sequence's items."""
     return get_args(annotation)[0] if is_sequence(annotation) else Any
 
 
@@ -49,18 +49,18 @@ def kinds(annotation: Any) -> list[str]:
 
 
 def chosen(annotation: Any, data: Any) -> Any:
-    """The model that an annotation means for this data: of a union, the one of its kind."""
+    """The model in an annotation whose kind is that of the data; the first model where none has that kind."""
     found = models(annotation)
     kind = data.get("kind") if isinstance(data, dict) else None
     return next((model for model in found if kind_of(model) == kind), found[0] if found else None)
 
 
 def fields(model: Any) -> Mapping[str, Any]:
-    """Field -> annotation; nothing, where it is no model."""
+    """Field -> annotation; empty where `model` is no config model."""
     return {name: field.annotation for name, field in model.model_fields.items()} if model in models(model) else {}
 
 
 def reachable(model: type[pydantic.BaseModel]) -> set[type[pydantic.BaseModel]]:
-    """The model, and all that its fields may hold."""
+    """The model, and all models that its fields allow, at any depth."""
     inner = (found for annotation in fields(model).values() for found in models(annotation))
     return {model}.union(*map(reachable, inner))

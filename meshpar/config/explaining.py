@@ -1,4 +1,4 @@
-"""What pydantic finds wrong, in words of the config and none of pydantic's."""
+"""Rewrites pydantic's errors in the words of a config file."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from meshpar.errors import excerpt, nearest
 from meshpar.synonyms import words
 
 _EXPECTED = {
-    "int": "an integer", "float": "a number", "bool": "true or false", "string": "a text", "tuple": "a list",
+    "int": "an integer", "float": "a number", "bool": "true or false", "string": "a string", "tuple": "a list",
     "list": "a list", "dict": "a mapping", "model": "a mapping", "path": "a path",
 }  # fmt: skip
 _BOUNDS = {
-    "greater_than": "greater than",
-    "greater_than_equal": "at least",
-    "less_than": "less than",
-    "less_than_equal": "at most",
+    # pydantic's error type: (our words, the key of the bound in its context)
+    "greater_than": ("greater than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
 }
-_LIMITS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
 
 
-def explain(
-    root: type[pydantic.BaseModel], data: Any, invalid: pydantic.ValidationError
-) -> Iterator[tuple[str, str, str]]:
-    """(dotted path, what, fix) of each error, once."""
-    told: set[tuple[str, str, str]] = set()
+def explain(root: type[pydantic.BaseModel], data: Any, invalid: pydantic.ValidationError) -> list[tuple[str, str, str]]:
+    """(dotted path, what is wrong, fix) of each error, without repetitions. The path of the whole data is empty."""
+    found = []
     for error in invalid.errors():
         keys, model = _locate(root, data, error["loc"])
-        one = (".".join(keys) or "the file", *_words(root, data, error, keys, model))
-        if one not in told:
-            told.add(one)
-            yield one
+        found.append((".".join(keys), *_words(root, data, error, keys, model)))
+    return list(dict.fromkeys(found))
 
 
 def _words(root: type[pydantic.BaseModel], data: Any, error: Any, keys: list[str], model: Any) -> tuple[str, str]:
-    kind, context, got = error["type"], error.get("ctx", {}), excerpt(repr(error["input"]))
+    """What is wrong, and the fix."""
+    kind = error["type"]
+    context = error.get("ctx", {})
+    got = excerpt(repr(error["input"]))
     if kind == "extra_forbidden":
         return "unknown key", _known_key(root, data, keys, model)
     if kind == "missing":
@@ -47,8 +46,8 @@ def _words(root: type[pydantic.BaseModel], data: Any, error: Any, keys: list[str
         return "has no kind", f"kind: {' or '.join(kinds(model))}"
     if kind == "union_tag_invalid":
         near = nearest(context["tag"], kinds(model))
-        did = f"did you mean {near}? " if near else ""
-        return f"no kind is called {excerpt(repr(context['tag']))}", f"{did}There are {', '.join(kinds(model))}"
+        fix = f"did you mean {near}? " if near else ""
+        return f"no kind is called {excerpt(repr(context['tag']))}", f"{fix}There are {', '.join(kinds(model))}"
     if kind == "value_error":
         return str(context["error"]).replace("\n", "\n    "), ""
     if kind == "literal_error":
@@ -58,18 +57,19 @@ def _words(root: type[pydantic.BaseModel], data: Any, error: Any, keys: list[str
     if kind == "is_instance_of":
         return f"expected a {context['class'].lower()}, got {got}", ""
     if kind in _BOUNDS:
-        return f"must be {_BOUNDS[kind]} {context[_LIMITS[kind]]}, got {got}", ""
+        relation, bound = _BOUNDS[kind]
+        return f"must be {relation} {context[bound]}, got {got}", ""
     expected = _EXPECTED.get(kind.split("_")[0])
-    return (f"expected {expected}, got {got}", "") if expected else (error["msg"], "")
+    return (f"expected {expected}, got {got}" if expected else error["msg"]), ""
 
 
 def _known_key(root: type[pydantic.BaseModel], data: Any, keys: list[str], model: Any) -> str:
-    """The key that was meant: one beside it, or one of another section that another framework calls so."""
+    """Suggests a key: one of the same section, or one of another section that other frameworks give this name."""
     *section, name = keys
     everywhere = list(_paths(root, data, ()))
     for word in words(name):
-        beside = [".".join([*section, key]) for key in fields(model) if key == word]
-        found = beside or [path for path in everywhere if path == word or path.endswith(f".{word}")]
+        siblings = [".".join([*section, key]) for key in fields(model) if key == word]
+        found = siblings or [path for path in everywhere if path == word or path.endswith(f".{word}")]
         if found:
             return f"did you mean {found[0]}?"
     if near := nearest(name, fields(model)):
@@ -78,7 +78,7 @@ def _known_key(root: type[pydantic.BaseModel], data: Any, keys: list[str], model
 
 
 def _paths(annotation: Any, data: Any, at: tuple[str, ...]) -> Iterator[str]:
-    """The dotted paths of all keys, those of a section before those inside of them."""
+    """The dotted paths of all keys; those of a section come before those of its subsections."""
     known = fields(chosen(annotation, data))
     yield from (".".join([*at, key]) for key in known)
     for key, inner in known.items():

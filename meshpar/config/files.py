@@ -1,16 +1,16 @@
-"""Config files: their text, and what they extend."""
+"""Reads config files and the files that they extend."""
 
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
 from meshpar.config.merging import merge
 from meshpar.config.model import Config
-from meshpar.config.yaml_text import NotRead, read
+from meshpar.config.yaml_text import UnreadableYaml, read
 from meshpar.errors import ConfigError, Problems
+from meshpar.regular import open_regular
 
 MAX_BYTES = 256 * 1024
 
@@ -18,22 +18,27 @@ MAX_BYTES = 256 * 1024
 def read_file(
     root: type[Config], path: Path, sources: dict[str, str], problems: Problems, seen: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The mapping of a file, merged over those that it extends; `sources` gets file and line of each key."""
+    """The mapping of a file, merged over the files that it extends.
+
+    Args:
+      sources: receives `file:line` of each dotted path.
+      seen: the real paths of the files that extend this one.
+    """
     real = os.path.realpath(path)
     if real in seen:
-        problems.add(str(path), "extends itself, by way of others", "remove one extends")
+        problems.add(str(path), "extends itself through other files", "remove one extends")
         return {}
     own: dict[str, str] = {}
     data = _parse(path, own, problems)
     parent = data.pop("extends", None)
     inherited: dict[str, Any] = {}
     if parent is not None:
-        within = isinstance(parent, str) and not Path(parent).is_absolute() and ".." not in Path(parent).parts
-        if within:
+        is_inside = isinstance(parent, str) and not Path(parent).is_absolute() and ".." not in Path(parent).parts
+        if is_inside:
             inherited = read_file(root, path.parent / parent, sources, problems, (*seen, real))
         else:
-            what = f"{parent!r} is not a path within this folder"
-            problems.add(f"extends ({own['extends']})", what, "a relative path")
+            what = f"{parent!r} is not a path inside this file's folder"
+            problems.add(f"extends ({own['extends']})", what, "write a path relative to this folder, without '..'")
     sources.update(own)
     return merge(root, inherited, data, "", sources, problems)
 
@@ -41,7 +46,7 @@ def read_file(
 def _parse(path: Path, sources: dict[str, str], problems: Problems) -> dict[str, Any]:
     try:
         value = read(read_text(path), "", lambda line: f"{path}:{line}", sources, problems)
-    except NotRead as error:
+    except UnreadableYaml as error:
         raise ConfigError(f"{path}{error.place} {error}") from None
     if value is None:
         return {}
@@ -52,28 +57,20 @@ def _parse(path: Path, sources: dict[str, str], problems: Problems) -> dict[str,
 
 
 def read_text(path: Path) -> str:
-    """The text of a small regular file; of a pipe or a device it is not waited for.
+    """The text of a regular file of at most 256 KiB. A pipe or a device is an error, and is never waited for.
 
     Raises:
-      ConfigError: it cannot be read, is too large, or holds no text.
+      ConfigError: the file cannot be read, is too large, or is not UTF-8.
     """
     try:
-        return _text(path)
+        if path.is_symlink() and not path.exists():
+            raise ConfigError(f"{path} cannot be read: it is a link to {path.readlink()}, which does not exist")
+        with open_regular(path) as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{path} cannot be read: it has more than {MAX_BYTES // 1024} KiB")
+        return content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: {error}") from None
-
-
-def _text(path: Path) -> str:
-    if path.is_symlink() and not path.exists():
-        raise ConfigError(f"{path} cannot be read: it is a link to {path.readlink()}, which does not exist")
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
-        if not stat.S_ISREG(mode):
-            what = "Is a directory" if stat.S_ISDIR(mode) else "it is not a regular file"
-            raise ConfigError(f"{path} cannot be read: {what}")
-        found = file.read(MAX_BYTES + 1)
-    if len(found) > MAX_BYTES:
-        raise ConfigError(f"{path} cannot be read: it has more than {MAX_BYTES // 1024} KiB")
-    return found.decode("utf-8")

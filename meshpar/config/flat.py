@@ -1,4 +1,4 @@
-"""Configs as dotted keys."""
+"""Represents configs as dotted keys."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from meshpar.config.model import Config
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Dotted key -> value, of everything that can be set."""
+    """Dotted key -> value, for every key that can be set."""
     return flatten_json(config.model_dump(mode="json"))
 
 
 def flatten_json(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, of a config as JSON data.
+    """`flatten` for a config that is JSON data already.
 
     >>> flatten_json({"mesh": {"data": 8}, "seed": 0})
     {'mesh.data': 8, 'seed': 0}
@@ -23,14 +23,14 @@ def flatten_json(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Dotted key -> the two values, where two configs as JSON data differ; None where one has no such key.
+    """Dotted key -> [old value, new value] where two configs as JSON data differ; None where a config has no such key.
 
     >>> changed({"mesh": {"data": 8}, "seed": 0}, {"mesh": {"data": 2, "fsdp": 4}, "seed": 0})
     {'mesh.data': [8, 2], 'mesh.fsdp': [None, 4]}
     """
-    old, new = flatten_json(before), flatten_json(after)
-    keys = [*old, *(key for key in new if key not in old)]
-    return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
+    old = flatten_json(before)
+    new = flatten_json(after)
+    return {key: [old.get(key), new.get(key)] for key in old | new if old.get(key) != new.get(key)}
 
 
 def _leaves(value: Any, at: str) -> Iterator[tuple[str, Any]]:

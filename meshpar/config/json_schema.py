@@ -1,4 +1,4 @@
-"""The JSON schema of a config file, for editors: all that a file may hold, shorthands among it."""
+"""Describes config files, shorthands included, as a JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from meshpar.config.annotations import kind_of, reachable
 from meshpar.config.model import Config
 
 _E_NOTATION = r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"
-"""YAML 1.1, which some editors read, has texts where `1e-3` is a number for everybody else."""
+"""`1e-3` is a string in YAML 1.1, which some editors use, and a number here."""
 
 
 def schema(root: type[Config]) -> dict[str, Any]:
-    """The JSON schema of a file for `root`, with the text that stands below each field.
+    """The JSON schema of a file for `root`; each field is described by the docstring below it.
 
-    A file that extends another may leave out any key, so nothing is required but what a whole file lacks at its root.
+    A file that extends another may omit any key, so keys are required only at the root of a file without `extends`.
     """
     described = root.model_json_schema()
     required = described.pop("required", [])
@@ -28,7 +28,7 @@ def schema(root: type[Config]) -> dict[str, Any]:
         definition.pop("required", None)
         for field, text in _field_docs(models[name]).items():
             definition["properties"][field]["description"] = text
-    inherited = {"type": "string", "description": "A file whose keys hold where this one says nothing."}
+    inherited = {"type": "string", "description": "A file that supplies the keys which this one leaves out."}
     described["properties"]["extends"] = inherited
     described["anyOf"] = [{"required": ["extends"]}, {"required": required}]
     written = {name: _as_written(definition, models[name]) for name, definition in definitions.items()}
@@ -40,19 +40,19 @@ def schema(root: type[Config]) -> dict[str, Any]:
 
 
 def _as_written(definition: dict[str, Any], model: type[Config]) -> dict[str, Any]:
-    """The mapping, or the bare value that stands for it."""
+    """Allows a model's mapping, or the bare value that stands for it."""
     if model.shorthand is None:
         return definition
     about = definition["properties"][model.shorthand]
     bare = {key: value for key, value in about.items() if key not in ("default", "description", "title")}
-    if bare.get("type") == "array":  # one glob, one preset
+    if bare.get("type") == "array":  # a single glob or preset
         bare = {"anyOf": [bare, bare["items"]]}
         definition["properties"][model.shorthand] = bare | {"description": about["description"]}
     return {"anyOf": [definition, bare if model.shorthand != "kind" else {"const": kind_of(model)}]}
 
 
 def _lenient(described: Any) -> Any:
-    """Numbers as YAML 1.1 writes them; and any of a union, for a file that extends another may leave `kind` out."""
+    """Allows numbers as YAML 1.1 reads them, and a section without `kind`, which an extended file may supply."""
     if isinstance(described, list):
         return [_lenient(item) for item in described]
     if not isinstance(described, dict):
@@ -68,7 +68,7 @@ def _lenient(described: Any) -> Any:
 
 
 def _field_docs(model: type[Config]) -> dict[str, str]:
-    """Field -> the string that follows it in the source of the class or of one that it inherits from."""
+    """Field -> the docstring below it, in the source of the class or of a base class."""
     docs: dict[str, str] = {}
     for cls in reversed([c for c in model.__mro__ if issubclass(c, Config)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # pyright: ignore

@@ -1,41 +1,47 @@
-"""What every config model has in common, and the integers that its fields hold."""
+"""The base class of all config models, and the integer types that their fields share."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
 import pydantic
+from pydantic_core import from_json
 
 from meshpar.config.annotations import fields
 from meshpar.config.explaining import explain
 from meshpar.config.shorthand import expand, typed
 from meshpar.errors import ConfigError, Problems
 
+T = TypeVar("T")
+
 LARGEST = 2**31 - 1
-"""Sizes and counts end here: steps, token ids and the indices of an array are 32-bit integers in JAX."""
+"""The largest size or count: JAX's steps, token ids and array indices are 32-bit integers."""
 
 Positive = Annotated[int, pydantic.Field(gt=0, le=LARGEST)]
-"""A size, or a number of things of which there is at least one."""
+"""A size, or a count that is at least one."""
 Count = Annotated[int, pydantic.Field(ge=0, le=LARGEST)]
-"""A number of things of which there may be none."""
+"""A count that may be zero."""
 Seed = Annotated[int, pydantic.Field(ge=0, lt=2**32)]
-"""JAX uses the lower 32 bits of a seed: beyond them, two seeds would draw the same numbers."""
+"""JAX uses the lower 32 bits of a seed, so larger seeds would repeat the numbers of smaller ones."""
 Target = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
 """`package.module:name` of a user's own code; `meshpar.interop.user_code` imports it."""
 
 
 class Config(pydantic.BaseModel):
-    """Base of everything that can be written in a config file: frozen, keyword-only, no unknown keys.
+    """The base of everything that a config file can contain: frozen, keyword-only, without unknown keys.
 
-    Python may write the keys as a file does: a bare value for a mapping, a mapping with its `kind` for a config, a list
-    for a tuple, a text for a path. Types are as strict as in a file: a text is no number.
+    Python code may pass what a file may contain: a bare value for a mapping, a mapping with its `kind` for a config, a
+    list for a tuple, a string for a path. Types are as strict as in a file: a string is not read as a number.
+    `model_validate` and `model_validate_json` raise ConfigError, as the constructor does.
     """
 
-    # Pydantic builds a validator when it is first used: importing meshpar should cost next to nothing.
+    # Pydantic builds a validator at its first use, so importing meshpar stays cheap.
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False, strict=True)
 
     shorthand: ClassVar[str | None] = None
-    """The key that a bare value in place of a mapping stands for."""
+    """The key that a bare value stands for, where a mapping is expected."""
 
     def __init__(self, /, **data: Any) -> None:
         """Checks the keys as those of a file.
@@ -43,17 +49,24 @@ class Config(pydantic.BaseModel):
         Raises:
           ConfigError: lists every problem.
         """
-        name = type(self).__name__
-        problems = Problems()
-        try:
-            super().__init__(**data)
-        except pydantic.ValidationError as invalid:
-            for where, what, fix in explain(type(self), expand(type(self), data), invalid):
-                problems.add(name if where == "the file" else where, what, fix)
-        problems.raise_any(ConfigError, f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in {name}:")
+        _checked(type(self), data, partial(super().__init__, **data))
 
     # Within another config, pydantic validates this one itself, and reports all problems at once.
     __init__.__pydantic_base_init__ = True  # pyright: ignore
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """pydantic's `model_validate`, with the errors of the constructor."""
+        return _checked(cls, obj, partial(super().model_validate, obj, **options))
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """pydantic's `model_validate_json`, with the errors of the constructor."""
+        try:
+            data = from_json(json_data)
+        except ValueError:
+            data = None  # pydantic reports why it is not JSON
+        return _checked(cls, data, partial(super().model_validate_json, json_data, **options))
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -63,3 +76,37 @@ class Config(pydantic.BaseModel):
             return data
         known = fields(cls)
         return {key: typed(known.get(key), value, info.mode == "json") for key, value in data.items()}
+
+
+def _checked(model: type[Config], data: Any, validate: Callable[[], T]) -> T:
+    """The result of `validate`, whose errors become one ConfigError that names the class."""
+    return check(model, data, validate, model.__name__, model.__name__, {}, Problems())
+
+
+def check(
+    model: type[Config], data: Any, validate: Callable[[], T], name: str, whole: str, sources: Mapping[str, str],
+    problems: Problems,
+) -> T:  # fmt: skip
+    """The result of `validate`.
+
+    Args:
+      data: what `validate` validates, for the error.
+      name: names the data in the heading of the error.
+      whole: names the data where a problem concerns no single key.
+      sources: the place of each dotted path, for the error.
+      problems: found before, and reported with those of `validate`.
+
+    Raises:
+      ConfigError: lists every problem.
+    """
+    result = None
+    try:
+        result = validate()
+    except pydantic.ValidationError as invalid:
+        for where, what, fix in explain(model, expand(model, data), invalid):
+            key = where
+            while key and key not in sources:  # a missing key has the source of the section around it
+                key = key.rpartition(".")[0]
+            problems.add(f"{where or whole} ({sources[key]})" if key else where or whole, what, fix)
+    problems.raise_any(ConfigError, f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in {name}:")
+    return cast(T, result)

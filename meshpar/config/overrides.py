@@ -1,4 +1,4 @@
-"""`key=value` on the command line: a value sets one key, a mapping replaces what was there."""
+"""Applies `key=value` from the command line: a plain value sets one key, a mapping replaces a whole section."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from meshpar.config.merging import Whole, merge
 from meshpar.config.model import Config
-from meshpar.config.yaml_text import MAX_DEPTH, MAX_KEY, NotRead, read
+from meshpar.config.yaml_text import MAX_DEPTH, MAX_KEY, UnreadableYaml, read
 from meshpar.errors import Problems, excerpt
 
 COMMAND_LINE = "command line"
@@ -16,20 +16,21 @@ COMMAND_LINE = "command line"
 def override(
     root: type[Config], data: Any, overrides: Sequence[str], sources: dict[str, str], problems: Problems
 ) -> Any:
-    """The data under all overrides; `sources` gets their keys."""
+    """The data with all overrides applied; `sources` receives their keys."""
     parsed = list(_parsed(overrides, sources, problems))
-    # A change of kind says which other keys there are, so it comes before them, and an outer one before an inner one.
+    # A kind determines which other keys exist, so kinds are set first, and those of outer sections before inner ones.
     of_kinds = sorted([item for item in parsed if item[0][-1] == "kind"], key=lambda item: len(item[0]))
     others = [item for item in parsed if item[0][-1] != "kind"]
     for keys, value in of_kinds + others:
-        dropped = {other[-1]: None for other, null in parsed if null is None and other[:-1] == keys[:-1]}
-        nested: Any = {**(dropped if keys[-1] == "kind" else {}), keys[-1]: value}
+        nested: Any = {keys[-1]: value}
+        if keys[-1] == "kind":
+            dropped = {other[-1]: None for other, null in parsed if null is None and other[:-1] == keys[:-1]}
+            nested = dropped | nested
         for key in reversed(keys[:-1]):
             nested = {key: nested}
         if isinstance(value, Whole):
             inside = ".".join(keys) + "."
-            for known in [known for known in sources if known.startswith(inside)]:
-                sources[known] = COMMAND_LINE
+            sources.update({known: COMMAND_LINE for known in sources if known.startswith(inside)})
         data = merge(root, data, nested, "", sources, problems)
     return data
 
@@ -48,7 +49,7 @@ def _parsed(
         else:
             try:
                 value = read(written, name, lambda line: COMMAND_LINE, sources, problems)
-            except NotRead as error:
+            except UnreadableYaml as error:
                 fix = "quote it, or close its brackets" if error.is_syntax else ""
                 problems.add(f"{name} ({COMMAND_LINE})", f"{excerpt(repr(written))} {error}", fix)
                 continue

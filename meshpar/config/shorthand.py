@@ -1,7 +1,7 @@
-"""What plain data stand for: a bare value for a mapping, a list for a tuple, a text for a path.
+"""Expands shorthands and converts plain data: a bare value for a mapping, a list for a tuple, a string for a path.
 
-`Config` reads its keys by this module, from a file and from Python alike. Files are merged in between, which needs the
-shorthands written out before.
+`Config` uses this module for the keys of files and of Python code alike. Files are expanded earlier, before they are
+merged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshpar.config.annotations import alternatives, chosen, fields, is_sequence
 
 
 def expand(annotation: Any, data: Any) -> Any:
-    """The data with every shorthand written out. Lists stay lists, so that the data can still be merged."""
+    """The data with every shorthand expanded. Lists remain lists, so that the data can still be merged."""
     if isinstance(data, (list, tuple)) and is_sequence(annotation):
         return [expand(item_of(annotation), item) for item in data]
     data = unfold(annotation, data)
@@ -27,7 +27,7 @@ def expand(annotation: Any, data: Any) -> Any:
 
 
 def unfold(annotation: Any, data: Any) -> Any:
-    """A bare value as the mapping that it stands for; one text as a list of it, where the mapping wants a list."""
+    """Expands the outermost level: a bare value to the mapping that it stands for, a single string to a list."""
     model = chosen(annotation, data)
     if model is None or is_sequence(annotation) or data is None or isinstance(data, pydantic.BaseModel):
         return data
@@ -43,15 +43,15 @@ def unfold(annotation: Any, data: Any) -> Any:
 
 
 def typed(annotation: Any, value: Any, is_json: bool) -> Any:
-    """A value in the type that its field has, where plain data write another. A text is never read as a number.
+    """Converts a plain value to the type of its field: tuples, paths, NumPy's numbers. Strings never become numbers.
 
     Args:
-      is_json: pydantic parses JSON, from which it makes paths itself.
+      is_json: pydantic validates JSON, and converts its paths itself.
     """
     holds = alternatives(annotation)
     if isinstance(value, (list, tuple)):
         sequence = next(filter(is_sequence, holds), None)
-        # A key without a field may be a rule of AxisRules, which holds a tuple too.
+        # A key without a field may be a rule of AxisRules, whose value is a tuple too.
         if sequence is None and annotation is not None:
             return value
         return tuple(typed(item_of(sequence), item, is_json) for item in value)
@@ -62,7 +62,7 @@ def typed(annotation: Any, value: Any, is_json: bool) -> Any:
         return Path(value)
     if isinstance(value, PurePath) and str in holds:
         return str(value)
-    if isinstance(value, numbers.Integral) and not isinstance(value, int):  # one of NumPy's
+    if isinstance(value, numbers.Integral) and not isinstance(value, int):  # a NumPy integer
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
         return float(value)

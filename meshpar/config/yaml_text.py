@@ -1,7 +1,10 @@
-"""YAML to plain data, with the place of each key, and back. A file and an override are read by the same reader.
+"""Converts YAML to plain data, with the line of each key, and back. Files and overrides are read by the same code.
 
-What is read is bounded, for a file may come from anywhere: how deep it is nested, how many values its aliases make, how
-long a key and how large an integer is. Tags, which ask for other objects than plain data, are refused.
+A file may come from anywhere, so these are limited: the depth of nesting, the number of values that aliases expand to,
+the length of a key, and the size of an integer. Tags, which could create other objects than plain data, are refused.
+
+PyYAML alone reports no positions, no duplicate keys and no limits; ruamel.yaml reports positions, but only the first
+duplicate key, interprets keys and dates, and has no limits either.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ _INTEGERS = range(-(2**63), 2**64)
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 
-class NotRead(ValueError):
-    """Text that is no config: where in it, and why."""
+class UnreadableYaml(ValueError):
+    """The text is not YAML, or exceeds what a config may contain; `place` is `:line:column` in the text."""
 
     def __init__(self, why: str, mark: Any = None, is_syntax: bool = False):
         super().__init__(f"is not YAML: {why}" if is_syntax else f"cannot be read: {why}")
@@ -33,20 +36,21 @@ class NotRead(ValueError):
 
 
 def to_yaml(config: Config) -> str:
-    """The whole config, defaults written out, such that it loads to the same."""
+    """The whole config with its defaults; loading it gives an equal config."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 def read(text: str, at: str, source: Callable[[int], str], sources: dict[str, str], problems: Problems) -> Any:
-    """The value that a text holds; None where it is empty.
+    """The value of a YAML text; None where it is empty.
 
     Args:
       at: the dotted path of the value.
-      source: number of a line -> how errors call it.
-      sources: gets the source of each dotted path.
+      source: line number -> the name of this place in errors.
+      sources: receives the source of each dotted path.
+      problems: receives duplicate keys.
 
     Raises:
-      NotRead: it is no YAML, or more than plain data of a bounded size.
+      UnreadableYaml: the text is not YAML, or is more than plain data within the limits.
     """
     try:
         loader = _Loader(text)
@@ -54,24 +58,26 @@ def read(text: str, at: str, source: Callable[[int], str], sources: dict[str, st
         return _Reading(loader, source, sources, problems).value(node, at) if node else None
     except yaml.YAMLError as error:
         why = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise NotRead(why, getattr(error, "problem_mark", None), is_syntax=True) from None
-    except NotRead:
+        raise UnreadableYaml(why, getattr(error, "problem_mark", None), is_syntax=True) from None
+    except UnreadableYaml:
         raise
-    except (ValueError, OverflowError) as error:  # of int() and chr(), which PyYAML lets through
-        raise NotRead(str(error), is_syntax=True) from None
+    except (ValueError, OverflowError) as error:  # PyYAML passes on the errors of int() and chr()
+        raise UnreadableYaml(str(error), is_syntax=True) from None
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader without dates and tags, of bounded depth, which reads 1e-3 as the number that everybody means."""
+    """SafeLoader without dates and tags and with limited depth, which reads 1e-3 as a number, as YAML 1.2 does."""
 
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         if getattr(event, "tag", None):
-            raise NotRead(f"the tag {excerpt(event.tag)} asks for more than plain data", event.start_mark)
+            raise UnreadableYaml(
+                f"the tag {excerpt(event.tag)} is refused: a config holds only plain data", event.start_mark
+            )
         if self.depth == MAX_DEPTH:
-            raise NotRead(f"it is nested more than {MAX_DEPTH} deep", event.start_mark)
+            raise UnreadableYaml(f"it is nested more than {MAX_DEPTH} levels deep", event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -87,14 +93,14 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper, which quotes the texts that `_Loader` would read as something else: '0E0'."""
+    """SafeDumper, which quotes strings that `_Loader` would read as another type, such as '0E0'."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 @dataclass
 class _Reading:
-    """Makes values of nodes; where SafeLoader would use the last of two equal keys, there is a problem."""
+    """Converts nodes to values, and reports duplicate keys, of which SafeLoader would silently use the last."""
 
     loader: _Loader
     source: Callable[[int], str]
@@ -106,19 +112,19 @@ class _Reading:
     def value(self, node: yaml.Node, at: str) -> Any:
         self.num_values += 1
         if self.num_values > MAX_VALUES:
-            raise NotRead(f"it holds more than {MAX_VALUES} values", node.start_mark)
+            raise UnreadableYaml(f"it holds more than {MAX_VALUES} values", node.start_mark)
         if any(node is outer for outer in self.enclosing):
-            raise NotRead("an alias stands inside of what it names", node.start_mark)
+            raise UnreadableYaml("an alias refers to the value that contains it", node.start_mark)
         self.sources[at] = self.source(node.start_mark.line + 1)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         self.enclosing.append(node)
-        value = self._mapping(node, at) if isinstance(node, yaml.MappingNode) else self._list(node, at)
+        if isinstance(node, yaml.MappingNode):
+            value = self._mapping(node, at)
+        else:
+            value = [self.value(item, f"{at}.{i}") for i, item in enumerate(node.value)]
         self.enclosing.pop()
         return value
-
-    def _list(self, node: yaml.Node, at: str) -> list[Any]:
-        return [self.value(item, f"{at}.{i}") for i, item in enumerate(node.value)]
 
     def _mapping(self, node: yaml.MappingNode, at: str) -> dict[str, Any]:
         value: dict[str, Any] = {}
@@ -127,17 +133,17 @@ class _Reading:
             inner = f"{at}.{key}" if at else key
             if key in value:
                 where = f"{inner} ({self.source(key_node.start_mark.line + 1)})"
-                self.problems.add(where, "this key stands twice", "keep one of the two")
+                self.problems.add(where, "this key appears twice", "remove one of the two")
             value[key] = self.value(value_node, inner)
         return value
 
     def _key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
-            raise NotRead("a list or a mapping stands as a key", node.start_mark)
+            raise UnreadableYaml("a list or a mapping is used as a key", node.start_mark)
         if node.tag.endswith(":merge"):
-            raise NotRead("<< does not merge here; use extends", node.start_mark)
+            raise UnreadableYaml("<< is not supported; use extends", node.start_mark)
         if len(node.value) > MAX_KEY:
-            raise NotRead(f"a key of {len(node.value)} characters", node.start_mark)
+            raise UnreadableYaml(f"a key has {len(node.value)} characters, more than {MAX_KEY}", node.start_mark)
         return self._text(node)
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
@@ -145,13 +151,13 @@ class _Reading:
             return self._text(node)
         try:
             value = self.loader.construct_object(node)
-        except ValueError:  # more digits than Python converts, or none after 0x
-            raise NotRead(f"{excerpt(node.value)} is not a number", node.start_mark) from None
+        except ValueError:  # too many digits for Python, or none after 0x
+            raise UnreadableYaml(f"{excerpt(node.value)} is not a number", node.start_mark) from None
         if isinstance(value, int) and value not in _INTEGERS:
-            raise NotRead(f"{excerpt(node.value)} is beyond 64 bits", node.start_mark)
+            raise UnreadableYaml(f"{excerpt(node.value)} is beyond 64 bits", node.start_mark)
         return value
 
     def _text(self, node: yaml.ScalarNode) -> str:
         if found := _UNWRITABLE.search(node.value):
-            raise NotRead(f"a text holds the character {found.group()!r}", node.start_mark)
+            raise UnreadableYaml(f"a string holds the character {found.group()!r}", node.start_mark)
         return node.value

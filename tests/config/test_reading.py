@@ -30,22 +30,22 @@ def bomb(levels: int) -> str:
 DIGITS = "9" * 5000
 REFUSED = {
     "aliases that explode": (bomb(9), "holds more than 20000 values"),
-    "an alias within itself": ("&a [*a]", "an alias stands inside of what it names"),
-    "an alias within itself, by a key": ("&a {b: {c: *a}}", "an alias stands inside of what it names"),
-    "brackets 5000 deep": ("[" * 5000 + "]" * 5000, "nested more than 32 deep"),
-    "braces 500 deep": ("{a: " * 500 + "1" + "}" * 500, "nested more than 32 deep"),
-    "a set": ("!!set {a}", "the tag tag:yaml.org,2002:set asks for more than plain data"),
-    "binary": ("!!binary aGk=", "asks for more than plain data"),
-    "an object": ("!!python/object/apply:os.system [ls]", "asks for more than plain data"),
+    "an alias within itself": ("&a [*a]", "an alias refers to the value that contains it"),
+    "an alias within itself, by a key": ("&a {b: {c: *a}}", "an alias refers to the value that contains it"),
+    "brackets 5000 deep": ("[" * 5000 + "]" * 5000, "nested more than 32 levels deep"),
+    "braces 500 deep": ("{a: " * 500 + "1" + "}" * 500, "nested more than 32 levels deep"),
+    "a set": ("!!set {a}", "the tag tag:yaml.org,2002:set is refused: a config holds only plain data"),
+    "binary": ("!!binary aGk=", "is refused: a config holds only plain data"),
+    "an object": ("!!python/object/apply:os.system [ls]", "is refused: a config holds only plain data"),
     "5000 digits": (DIGITS, "(5000 characters) is not a number"),
     "5000 binary digits": ("0b" + "1" * 5000, "(5002 characters) is beyond 64 bits"),
     "an integer beyond 64 bits": (str(2**64), "18446744073709551616 is beyond 64 bits"),
     "no hexadecimal digit": ("0x_", "0x_ is not a number"),
-    "a list as a key": ("{[a]: 1}", "a list or a mapping stands as a key"),
-    "a long key": (f"{{{'k' * 500}: 1}}", "a key of 500 characters"),
-    "a merge": ("{<<: {a: 1}}", "<< does not merge here"),
-    "a NUL": ('"\\0"', r"a text holds the character '\x00'"),
-    "a surrogate": ('"\\ud800"', r"a text holds the character '\ud800'"),
+    "a list as a key": ("{[a]: 1}", "a list or a mapping is used as a key"),
+    "a long key": (f"{{{'k' * 500}: 1}}", "a key has 500 characters, more than 200"),
+    "a merge": ("{<<: {a: 1}}", "<< is not supported; use extends"),
+    "a NUL": ('"\\0"', r"a string holds the character '\x00'"),
+    "a surrogate": ('"\\ud800"', r"a string holds the character '\ud800'"),
     "no character": ('"\\UFFFFFFFF"', "is not YAML"),
     "no version": (f"%YAML 1.{DIGITS}\n--- a", "is not YAML"),
 }
@@ -85,12 +85,12 @@ def test_keys_are_the_text_that_was_written(tmp_path):
 
 def fifo(path: Path) -> str:
     os.mkfifo(path)
-    return "it is not a regular file"
+    return "it is a pipe, not a regular file"
 
 
 def folder(path: Path) -> str:
     path.mkdir()
-    return "Is a directory"
+    return "it is a folder, not a regular file"
 
 
 def dangling(path: Path) -> str:
@@ -100,7 +100,7 @@ def dangling(path: Path) -> str:
 
 def device(path: Path) -> str:
     path.symlink_to("/dev/zero")
-    return "it is not a regular file"
+    return "it is a device, not a regular file"
 
 
 def huge(path: Path) -> str:

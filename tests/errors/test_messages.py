@@ -217,11 +217,11 @@ def test_a_key_that_stands_twice_and_an_extends_that_leaves_the_folder(meshpar):
         == """\
 meshpar: 2 problems in config.yaml:
   num_steps (config.yaml:9)
-    this key stands twice
-    keep one of the two
+    this key appears twice
+    remove one of the two
   extends (config.yaml:1)
-    '../other.yaml' is not a path within this folder
-    a relative path
+    '../other.yaml' is not a path inside this file's folder
+    write a path relative to this folder, without '..'
 """
     )
 

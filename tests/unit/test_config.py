@@ -94,8 +94,8 @@ def test_an_extending_file_is_merged_over_the_other(write):
 
 SQUARE = "shape: {kind: square, side: 3, border: 2.0}\n"
 LOST = """\
-    kind circle does not know side, set for kind square
-    shape.side=null to drop it, or shape={kind: circle, ...} to begin anew"""
+    kind circle does not have side, set for kind square
+    shape.side=null to drop it, or shape={kind: circle, ...} to start from its defaults"""
 
 
 def test_another_kind_keeps_what_both_kinds_know_and_names_what_it_does_not(write):
@@ -132,7 +132,7 @@ def test_a_mapping_on_the_command_line_replaces_and_a_key_sets_one(write):
 def test_what_was_kept_of_a_config_takes_another_kind_with_its_own_defaults():
     kept = Drawing(shape=Square(border=2.0)).model_dump(mode="json")
     assert build(Drawing, kept, "kept", ["shape.kind=circle"]).shape == Circle(border=2.0)
-    with pytest.raises(ConfigError, match="does not know side"):
+    with pytest.raises(ConfigError, match="does not have side"):
         build(Drawing, Drawing(shape=Square(side=2)).model_dump(mode="json"), "kept", ["shape.kind=circle"])
 
 
@@ -143,7 +143,7 @@ def test_a_shorthand_is_written_out_before_it_is_merged(write):
 
 @pytest.mark.parametrize("parent", ["/etc/passwd", "../up.yaml", "a/../../up.yaml", "[a.yaml]"])
 def test_extends_stays_within_the_folder(write, parent):
-    with pytest.raises(ConfigError, match="not a path within this folder"):
+    with pytest.raises(ConfigError, match="not a path inside this file's folder"):
         load(Drawing, write(f"extends: {parent}\n{CIRCLE}"))
 
 
@@ -154,7 +154,7 @@ def test_files_that_extend_each_other_are_an_error(write):
 
 
 def test_yaml_makes_no_objects(write):
-    with pytest.raises(ConfigError, match="asks for more than plain data"):
+    with pytest.raises(ConfigError, match="holds only plain data"):
         load(Drawing, write("shape: !!python/object/apply:os.system [ls]\n"))
 
 

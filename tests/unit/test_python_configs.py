@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -137,7 +138,7 @@ WRONG = {
     "a value in short": ({"checkpoints": "often"}, ["checkpoints.every", "expected an integer, got 'often'"]),
     "a file in short": (
         {"data": {"kind": "text", "path": "a", "tokenizer": 3}},
-        ["data.tokenizer.path", "expected a text, got 3"],
+        ["data.tokenizer.path", "expected a string, got 3"],
     ),
     "no kind": ({"optim": {"lr": 1}}, ["optim", "has no kind", "kind: adamw or lion or sgd or adafactor or muon"]),
     "two keys": (
@@ -176,8 +177,26 @@ def test_a_config_alone_names_its_own_keys():
         meshpar.AdamW(lr=float("nan"))
 
 
-def test_control_pydantics_own_entrances_keep_its_own_error():
+@pytest.mark.parametrize("case", WRONG)
+def test_pydantics_entrances_raise_the_error_of_the_constructor(case):
+    keys, _ = WRONG[case]
+    with pytest.raises(ConfigError) as in_python:
+        Run(**PLAIN | keys)
+    with pytest.raises(ConfigError) as of_data:
+        Run.model_validate(PLAIN | keys)
+    with pytest.raises(ConfigError) as of_json:
+        Run.model_validate_json(json.dumps(PLAIN | keys))
+    assert str(of_data.value) == str(in_python.value)
+    # Where JSON has no path, pydantic expects a string.
+    assert str(of_json.value).replace("a string", "a path") == str(in_python.value).replace("a string", "a path")
+    assert of_data.value.__cause__ is of_data.value.__context__ is None
+
+
+def test_text_that_is_not_json_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"^1 problem in Run:\n  Run\n    Invalid JSON: EOF while parsing"):
+        Run.model_validate_json("{")
+
+
+def test_control_a_type_adapter_raises_pydantics_own_error():
     with pytest.raises(pydantic.ValidationError):
-        Run.model_validate(PLAIN | {"num_steps": 0})
-    with pytest.raises(pydantic.ValidationError):
-        Run.model_validate_json("{}")
+        pydantic.TypeAdapter(Run).validate_python(PLAIN | {"num_steps": 0})
