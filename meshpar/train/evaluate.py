@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import ConfigError, Problems
+from meshpar.optim.ema import averaged
 from meshpar.parallel import data
 from meshpar.sharding.constrain import Lowering, lowering
-from meshpar.train.ema import averaged
 from meshpar.train.gradients import Objective, batch_pspecs
 from meshpar.train.kept import of_loss
 from meshpar.train.loss import Batch, Tally

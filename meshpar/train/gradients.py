@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from meshpar.optim.freeze import filled, for_good, thawed, without
 from meshpar.parallel import data
 from meshpar.parallel.buckets import order_of
 from meshpar.parallel.local import varying, varying_like
@@ -18,8 +19,6 @@ from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.sharding.constrain import Lowering, lowering, manual_axes
 from meshpar.sharding.resolve import sharding_axes
-from meshpar.train.freeze import for_good, thawed
-from meshpar.train.frozen import filled, without
 from meshpar.train.kept import REDUCE, of_loss
 from meshpar.train.loss import Batch, Loss, Tally
 from meshpar.train.state import StatePlacement

@@ -14,10 +14,10 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import Problems, ShardingError
+from meshpar.optim.freeze import without
 from meshpar.sharding.resolve import AnyMesh, Placement, resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.frozen import without
 from meshpar.tree import flatten_with_paths, map_with_path
 
 OWN = 64

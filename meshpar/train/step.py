@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import ConfigError
 from meshpar.inspection.compiling import compiling
+from meshpar.optim.freeze import as_in, filled
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.frozen import as_in, filled
 from meshpar.train.gradients import Gradients
 from meshpar.train.loss import Batch
 from meshpar.train.state import StatePlacement, TrainState, shardings, structs

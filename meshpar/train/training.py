@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from meshpar.collectives.reduction import Reduce
 from meshpar.cost.flops import needed_flops, traced_products
+from meshpar.optim.freeze import for_good
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.overlap import Overlap
@@ -21,7 +22,6 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import check_batch
 from meshpar.train.evaluate import Evaluation, trace_evaluation
-from meshpar.train.freeze import for_good
 from meshpar.train.gradients import Gradients, Objective, auto, manual, stale
 from meshpar.train.kept import place_kept, zeros
 from meshpar.train.loss import TEACHER, Batch, Loss

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 import typer
 
-from meshpar.train.metrics import read
+from meshpar.train.records.metrics import read
 from tests.command import Said
 
 CONFIG = """\

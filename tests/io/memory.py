@@ -15,11 +15,11 @@ from meshpar.config import Config
 from meshpar.io import huggingface
 from meshpar.io.safetensors import Tensor
 from meshpar.models import Llama
+from meshpar.optim import SGD
 from meshpar.prepared import prepare
 from meshpar.pretrained import PretrainedBeginning
 from meshpar.run import Precision, Run
 from meshpar.train.data import Synthetic
-from meshpar.train.optim import SGD
 
 SIZES = {"num_layers": 12, "width": 512, "num_heads": 8, "mlp_width": 2048, "vocab_size": 24576}
 

@@ -16,10 +16,10 @@ from meshpar.flow import fit
 from meshpar.io.safetensors import Written, tensors_in, write
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.lora import LoRA
+from meshpar.optim import AdamW
 from meshpar.run import Init, Run, load
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
-from meshpar.train.optim import AdamW
 from meshpar.tree import flatten_with_paths
 from tests.io.pretrained import VOCAB, logits, saved
 from tests.io.test_huggingface import TOKENS, _same_bits, our_logits, params

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar.train import ema as ema_module
-from meshpar.train.ema import averaged, with_ema
-from meshpar.train.master import with_master
+from meshpar.optim import ema as ema_module
+from meshpar.optim.ema import averaged, with_ema
+from meshpar.optim.master import with_master
 from meshpar.train.state import TrainState
 
 

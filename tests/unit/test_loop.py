@@ -18,12 +18,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.kept import Kept
 from meshpar.errors import RunError
-from meshpar.train import window as window_module
-from meshpar.train.loop import Loop, Stopwatch
-from meshpar.train.metrics import Record, read, recorder
+from meshpar.train.loop import window as window_module
+from meshpar.train.loop.loop import Loop, Stopwatch
+from meshpar.train.loop.window import IN_FLIGHT
+from meshpar.train.records.metrics import Record, read, recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
-from meshpar.train.window import IN_FLIGHT
 
 ROWS, SEQ = 8, 2
 

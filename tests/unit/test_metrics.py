@@ -15,7 +15,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from meshpar.errors import CheckpointError, RunError
-from meshpar.train.metrics import FILE, _append, read, recorder, summary
+from meshpar.train.records.metrics import FILE, _append, read, recorder, summary
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:

@@ -19,7 +19,7 @@ import pytest
 
 from meshpar.checkpoint.kept import Kept
 from meshpar.errors import ConfigError
-from meshpar.train.signals import EXIT_CODE, Interrupted, Signals
+from meshpar.train.loop.signals import EXIT_CODE, Interrupted, Signals
 from tests.unit.test_loop import Numbers, recorded, run, saved_steps, steps_of, toy
 
 
@@ -171,7 +171,7 @@ def test_in_another_thread_it_is_refused():
 # The main thread runs no Python while it hashes, as when XLA compiles.
 BUSY = """
 import hashlib, sys, time
-from meshpar.train.signals import Signals
+from meshpar.train.loop.signals import Signals
 signals = Signals()
 with signals.listening():
     if sys.argv[1] == "stepping":

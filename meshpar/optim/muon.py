@@ -12,7 +12,7 @@ import optax
 import optax.contrib
 
 from meshpar import config
-from meshpar.train.descent import TOKENS, Beta, Descent, Matrix, Positive, map_dims
+from meshpar.optim.base import TOKENS, Beta, Descent, Matrix, Positive, map_dims
 
 # Quintic Newton-Schulz coefficients of Keller Jordan, github.com/KellerJordan/Muon.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

@@ -16,19 +16,19 @@ from jax.experimental import multihost_utils
 
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import MeshparError, RunError
+from meshpar.optim.ema import averaged
 from meshpar.train.data import Dataset
-from meshpar.train.ema import averaged
 from meshpar.train.evaluate import Callback, Evaluation, called
-from meshpar.train.feed import local_rows, put
-from meshpar.train.loggers import Record
-from meshpar.train.metrics import Recorder, evaluations
-from meshpar.train.signals import Interrupted, Signals
-from meshpar.train.stall import Stall
+from meshpar.train.loop.feed import local_rows, put
+from meshpar.train.loop.signals import Interrupted, Signals
+from meshpar.train.loop.stall import Stall
+from meshpar.train.loop.stopping import EarlyStopping
+from meshpar.train.loop.window import Window
+from meshpar.train.records.loggers import Record
+from meshpar.train.records.metrics import Recorder, evaluations
+from meshpar.train.records.writing import writing
 from meshpar.train.state import TrainState
 from meshpar.train.step import Metrics, Step
-from meshpar.train.stopping import EarlyStopping
-from meshpar.train.window import Window
-from meshpar.train.writing import writing
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.errors import ConfigError, Problems
-from meshpar.train.loggers import Record
-from meshpar.train.metrics import FILE, read
+from meshpar.train.records.loggers import Record
+from meshpar.train.records.metrics import FILE, read
 
 SIZE, DOTS_PER_INCH = (8.0, 6.0), 120
 # Okabe and Ito's colours, which people of every colour vision tell apart; yellow left out, being pale on white.

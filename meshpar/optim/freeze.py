@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from optax import MaskedNode
 
 from meshpar.config import Config, Positive
 from meshpar.errors import ConfigError, Problems, nearest
@@ -111,3 +112,30 @@ def beginning(tx: optax.GradientTransformation, at: float) -> optax.GradientTran
 
 def _count(length: float) -> int:
     return jnp.iinfo(jnp.int32).max if length == math.inf else int(length)
+
+
+def without(tree: Any, frozen: Collection[str]) -> Any:
+    """The tree without the leaves of these paths.
+
+    >>> without({"table": 1, "head": 2}, {"table"})
+    {'head': 2, 'table': MaskedNode()}
+    """
+    return map_with_path(lambda path, leaf: MaskedNode() if path in frozen else leaf, tree) if frozen else tree
+
+
+def as_in(trained: Any, whole: Any) -> Any:
+    """The leaves of `whole` that `trained` has too."""
+    return jax.tree.map(lambda one, leaf: one if _is_masked(one) else leaf, trained, whole, is_leaf=_is_masked)
+
+
+def filled(trained: Any, whole: Any) -> Any:
+    """`trained`, with the leaves of `whole` in its gaps.
+
+    >>> filled({"head": 5, "table": MaskedNode()}, {"head": 2, "table": 1})
+    {'head': 5, 'table': 1}
+    """
+    return jax.tree.map(lambda one, leaf: leaf if _is_masked(one) else one, trained, whole, is_leaf=_is_masked)
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, MaskedNode)

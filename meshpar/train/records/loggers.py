@@ -17,7 +17,7 @@ import pydantic
 
 from meshpar.config import Config
 from meshpar.errors import ConfigError
-from meshpar.train.writing import writing
+from meshpar.train.records.writing import writing
 from meshpar.tree import flatten_with_paths
 
 FLUSH_S = 30.0

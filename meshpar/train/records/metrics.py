@@ -25,8 +25,8 @@ import jax
 
 from meshpar.errors import CheckpointError, Problems
 from meshpar.progress import say
-from meshpar.train.loggers import Logger, Record, Sink, TensorBoard
-from meshpar.train.writing import writing
+from meshpar.train.records.loggers import Logger, Record, Sink, TensorBoard
+from meshpar.train.records.writing import writing
 from meshpar.tree import shortened
 
 FILE = "metrics.jsonl"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshpar.train.descent import Descent, Matrix, NonNegative, Positive, map_dims
+from meshpar.optim.base import Descent, Matrix, NonNegative, Positive, map_dims
 
 # Adafactor's: a matrix of zeros still moves, and a gradient of zeros divides by something.
 SMALLEST_RMS = 1e-3

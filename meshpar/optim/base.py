@@ -20,8 +20,8 @@ import optax
 import pydantic
 
 from meshpar.config import Config
-from meshpar.train.freeze import beginning, keeping
-from meshpar.train.schedule import Constant, Schedule
+from meshpar.optim.freeze import beginning, keeping
+from meshpar.optim.schedule import Constant, Schedule
 
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
