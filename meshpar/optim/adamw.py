@@ -10,13 +10,16 @@ from meshpar.optim.base import Beta, Descent, Positive
 
 
 class AdamW(Descent):
-    """Source: Loshchilov and Hutter 2019, arXiv:1711.05101. Memory: two moments a parameter."""
+    """Adam with decoupled weight decay.
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101. Memory: two moments a parameter.
+    """
 
     kind: Literal["adamw"] = "adamw"
     b1: Beta = 0.9
-    """Decay of the mean of gradients."""
+    """Decay of the mean of the gradients."""
     b2: Beta = 0.95
-    """Decay of the mean of their squares."""
+    """Decay of the mean of the squared gradients."""
     eps: Positive = 1e-8
 
     def direction(self, dims: Any) -> optax.GradientTransformation:

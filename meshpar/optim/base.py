@@ -1,17 +1,16 @@
-"""Optimizers as frozen strategies: each says in which direction to go, their base how far.
+"""The base of all optimizers: it scales the direction that a subclass computes.
 
-All have one form, `params -= lr * (direction + weight_decay * params)`, with one schedule for all parameters.
-They are written for stacked parameters: the update of a leaf [layers, ...] is that of each layer alone. The
-names of the dims say which of them stack, and which are the inputs and the outputs of a matrix: `Matrix`.
+Every optimizer computes `params -= lr * (direction + weight_decay * params)`, with one schedule for all parameters.
+Parameters may be stacked: the update of a leaf [layers, ...] equals the updates of the layers alone. `Matrix` finds
+from the names of the dims which dims stack, and which are the inputs and outputs of a matrix.
 
-Gradients are not clipped here, but by the train step, which knows their global norm under every sharding.
+The train step clips gradients, because it knows their global norm under every sharding.
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
@@ -20,7 +19,7 @@ import optax
 import pydantic
 
 from meshpar.config import Config
-from meshpar.optim.freeze import beginning, keeping
+from meshpar.optim.freeze import starting_at
 from meshpar.optim.schedule import Constant, Schedule
 
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
@@ -34,11 +33,11 @@ TOKENS = ("vocab", "positions")
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter as a stack of matrices, by the indices of its dims.
+    """Describes a parameter as a stack of matrices, by the indices of its dims.
 
-    Leading dims named `layers`, `stage` or `experts` stack. Of the others, the last is the output (`head_dim`
-    together with its dim of heads), and those before it are the input. Where none are before it, as in a norm
-    or a bias, the parameter is a stack of vectors: matrices of one column.
+    Leading dims named `layers`, `stage` or `experts` stack. Of the other dims, the last is the output (`head_dim`
+    together with its dim of heads), and those before it are the input. If there are none before it, as in a norm
+    or a bias, the parameter is a stack of vectors: matrices with one column.
 
     >>> Matrix.of(("layers", "embed", "heads", "head_dim"))
     Matrix(inputs=(1,), outputs=(2, 3))
@@ -60,65 +59,66 @@ class Matrix:
 
 class Descent(Config):
     elementwise: ClassVar[bool] = True
-    """Whether it updates each element by itself, so that on sharded state it communicates nothing."""
+    """Whether each element is updated by itself, so that the update of sharded state needs no communication."""
     lr: Positive
     """The peak learning rate."""
     schedule: Schedule = Constant()
-    """How the learning rate goes, from the first step to `num_steps`."""
+    """The learning rate over the steps of the run, as a fraction of `lr`."""
     weight_decay: NonNegative = 0.1
-    """Decoupled, times the learning rate; on matrices, embeddings among them, not on norms and biases."""
+    """Decoupled, scaled by the learning rate; applies to matrices and embeddings, not to norms and biases."""
     clip_norm: Positive | None = 1.0
-    """The largest norm of the whole gradient; null for no limit."""
+    """Largest norm of the whole gradient; null for no limit."""
     ema: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
-    """Decay of an average of the parameters, which evaluations and exports use; 0.999 averages about 1000 updates."""
+    """Decay of the average of the parameters that evaluations and exports use; 0.999 averages about 1000 updates."""
 
     def build(self, num_steps: int, dims: Any, frozen: Any = None) -> optax.GradientTransformation:
-        """The Optax chain: a pure function of gradients, state and parameters, without clipping.
+        """Builds the Optax chain, without clipping.
 
         Args:
           num_steps: length of the run.
-          dims: like the parameters, of tuples of names of dims.
-          frozen: like the parameters, see `freeze.frozen_until`; the update wants the keyword `step` then.
+          dims: tree like the parameters; each leaf is a tuple of the names of its dims.
+          frozen: tree like the parameters: for how many steps each is frozen, see `freeze.frozen_until`, without
+            parameters that are never trained. The update then needs the keyword `step`.
 
-        Memory: beside the moments, a step count or two; all counts are of updates, not of skipped steps.
+        Memory: the moments, and a step count or two. All counts are of updates: skipped steps do not count.
 
         Raises:
           ConfigError: the schedule does not fit `num_steps`.
         """
-        return optax.chain(
-            self.direction(dims) if frozen is None else self._thawing(dims, frozen),
-            optax.add_decayed_weights(self.weight_decay, map_dims(lambda d: bool(Matrix.of(d).outputs), dims)),
-            optax.scale_by_learning_rate(self.learning_rate(num_steps)),
-            *([] if frozen is None else [keeping(frozen)]),
-        )
+        unscaled = self._unscaled(dims) if frozen is None else [self._partitioned(dims, frozen)]
+        return optax.chain(*unscaled, optax.scale_by_learning_rate(self.learning_rate(num_steps)))
 
-    def _thawing(self, dims: Any, frozen: Any) -> optax.GradientTransformation:
-        """A direction for each time at which parameters thaw: counts of updates begin there."""
+    def _unscaled(self, dims: Any) -> list[optax.GradientTransformation]:
+        """The direction and weight decay, before the learning rate."""
+        is_decayed = map_dims(lambda names: bool(Matrix.of(names).outputs), dims)
+        return [self.direction(dims), optax.add_decayed_weights(self.weight_decay, is_decayed)]
 
-        def only(at: float) -> Any:
-            mine = lambda names, until: names if until == at else optax.MaskedNode()
-            return jax.tree.map(mine, dims, frozen, is_leaf=_is_dims)
+    def _partitioned(self, dims: Any, frozen: Any) -> optax.GradientTransformation:
+        """One transformation for all parameters that thaw at the same step: its counts of updates start there."""
 
-        name = lambda at: {0: "always", math.inf: "never"}.get(at, f"from_{at}")
-        times = sorted(set(jax.tree.leaves(frozen)))
-        parts: dict[Hashable, optax.GradientTransformation] = {
-            name(at): beginning(self.direction(only(at)), at) for at in times
-        }
-        return optax.partition(parts, jax.tree.map(name, frozen))
+        def transform(first: float) -> optax.GradientTransformation:
+            group = jax.tree.map(
+                lambda names, until: names if until == first else optax.MaskedNode(), dims, frozen, is_leaf=_is_dims
+            )
+            return starting_at(int(first), optax.chain(*self._unscaled(group)))
+
+        groups = {f"from_{int(first)}": transform(first) for first in set(jax.tree.leaves(frozen))}
+        return optax.partition(groups, jax.tree.map(lambda first: f"from_{int(first)}", frozen))  # pyright: ignore
 
     def learning_rate(self, num_steps: int) -> optax.Schedule:
-        """Number of updates made -> learning rate, float32[]."""
+        """Returns a function: number of updates made -> learning rate, float32[]."""
         return self.schedule.build(self.lr, num_steps)
 
     @abstractmethod
     def direction(self, dims: Any) -> optax.GradientTransformation:
-        """Gradients -> what the learning rate is multiplied with, uphill."""
+        """Returns a transformation: gradients -> the uphill direction, which the learning rate scales."""
 
 
 def map_dims(fn: Callable[[tuple[str, ...]], Any], dims: Any) -> Any:
+    """Maps a function over a tree of tuples of names."""
     return jax.tree.map(fn, dims, is_leaf=_is_dims)
 
 
 def _is_dims(x: Any) -> bool:
-    """A tuple of names; Optax's own mark for a parameter that is another's is a tuple too."""
+    """Whether this is a tuple of names. `optax.MaskedNode` is a tuple too, but stands for a parameter elsewhere."""
     return isinstance(x, tuple) and not isinstance(x, optax.MaskedNode)

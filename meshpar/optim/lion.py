@@ -10,7 +10,9 @@ from meshpar.optim.base import Beta, Descent
 
 
 class Lion(Descent):
-    """The sign of an average. Source: Chen et al. 2023, arXiv:2302.06675. Memory: one moment a parameter.
+    """Updates by the sign of averaged gradients.
+
+    Source: Chen et al. 2023, arXiv:2302.06675. Memory: one moment a parameter.
 
     >>> import jax.numpy as jnp
     >>> tx = Lion(lr=0.5, weight_decay=0).build(10, {"w": ("embed", "mlp")})
@@ -22,9 +24,9 @@ class Lion(Descent):
 
     kind: Literal["lion"] = "lion"
     b1: Beta = 0.9
-    """Share of the past in the direction."""
+    """Weight of past gradients in the direction."""
     b2: Beta = 0.99
-    """Share of the past in the moment."""
+    """Weight of past gradients in the moment."""
 
     def direction(self, dims: Any) -> optax.GradientTransformation:
         return optax.scale_by_lion(self.b1, self.b2)

@@ -10,7 +10,7 @@ from meshpar.optim.base import Beta, Descent, NonNegative
 
 
 class SGD(Descent):
-    """Stochastic gradient descent. Memory: one moment a parameter; none without momentum."""
+    """Stochastic gradient descent. Memory: one moment a parameter, or none without momentum."""
 
     kind: Literal["sgd"] = "sgd"
     weight_decay: NonNegative = 0.0

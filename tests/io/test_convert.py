@@ -288,13 +288,13 @@ meshpar: LoRA adapts the projections of a model:
     there are blocks.attn.*, blocks.mlp.*
 """)  # fmt: skip
     assert meshpar("explain", "mine.yaml", "freeze=['**', tabel]") == (2, """\
-meshpar: what is frozen does not fit the model:
+meshpar: freeze does not fit the model:
   freeze.1.paths
     no parameter matches 'tabel'
     did you mean table?
   freeze
-    every parameter is frozen for good
-    leave one to train
+    every parameter is frozen for the whole run
+    leave at least one to train
 """)  # fmt: skip
 
 
