@@ -1,4 +1,4 @@
-"""Batches on their devices: each process reads the rows that its own devices hold, and no others."""
+"""Places batches on devices. Each process reads only the rows that its own devices hold."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ Structs = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def local_rows(structs: Structs) -> np.ndarray:
-    """Which rows of a batch lie on devices of this process: int64[n], ascending.
+    """The rows of a batch that devices of this process hold: int64[n], ascending.
 
     >>> whole = jax.ShapeDtypeStruct((4, 2), np.int32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     >>> local_rows({"tokens": whole}).tolist()
     [0, 1, 2, 3]
     """
-    held = {_bounds(index, s) for s in structs.values() for index in _indices(s)}
-    return np.array(sorted({row for bounds in held for row in range(*bounds)}), np.int64)
+    rows: set[int] = set()
+    for struct in structs.values():
+        indices = struct.sharding.addressable_devices_indices_map(struct.shape).values()  # pyright: ignore
+        for start, stop in {_bounds(index, struct) for index in indices}:
+            rows.update(range(start, stop))
+    return np.array(sorted(rows), np.int64)
 
 
 def put(batch: Mapping[str, np.ndarray], structs: Structs, rows: np.ndarray) -> dict[str, jax.Array]:
-    """The global arrays of a batch, of which this process gives its part.
+    """Makes the global arrays of a batch from the part that this process has read.
 
     Args:
-      batch: the rows `rows` of each array; in them, all that is not the first dim.
+      batch: the rows `rows` of each array; every other dim is whole.
       rows: `local_rows(structs)`.
     """
-    with jax.transfer_guard_host_to_device("allow"):  # JAX takes what a callback gives for an oversight
-        return {name: _global(array, structs[name], rows) for name, array in batch.items()}
+    with jax.transfer_guard_host_to_device("allow"):  # the guard counts what a callback returns as implicit
+        return {name: _global_array(array, structs[name], rows) for name, array in batch.items()}
 
 
-def _global(array: np.ndarray, struct: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:
-    def part(index: Any) -> np.ndarray:
+def _global_array(array: np.ndarray, struct: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:
+    def shard(index: Any) -> np.ndarray:
         start, stop = np.searchsorted(rows, _bounds(index, struct))
         return array[(slice(start, stop), *index[1:])]
 
-    return jax.make_array_from_callback(struct.shape, struct.sharding, part)  # pyright: ignore
-
-
-def _indices(struct: jax.ShapeDtypeStruct) -> Any:
-    return struct.sharding.addressable_devices_indices_map(struct.shape).values()  # pyright: ignore
+    return jax.make_array_from_callback(struct.shape, struct.sharding, shard)  # pyright: ignore
 
 
 def _bounds(index: Any, struct: jax.ShapeDtypeStruct) -> tuple[int, int]:
+    """The first row of a shard, and the row after its last."""
     return index[0].indices(struct.shape[0])[:2]

@@ -1,4 +1,4 @@
-"""What the disk refuses while a run goes on becomes one line."""
+"""Turns errors of the file system during a run into errors of one line."""
 
 from __future__ import annotations
 
@@ -10,41 +10,36 @@ from pathlib import Path
 
 from meshpar.errors import MeshparError, RunError
 
-# TensorStore raises a ValueError whose text holds that of the operating system.
-_REASONS = {
-    errno.ENOSPC: "when there is room again, the same command goes on from the last checkpoint",
-    errno.EDQUOT: "when there is room again, the same command goes on from the last checkpoint",
+_FIXES = {
+    errno.ENOSPC: "free some space; the same command then resumes from the last checkpoint",
+    errno.EDQUOT: "free some space; the same command then resumes from the last checkpoint",
     errno.ENOENT: "was the folder moved or removed while the run wrote to it?",
 }
 
 
 @contextmanager
 def writing(what: str, where: Path) -> Iterator[None]:
-    """Within, `what` is written to the file or folder `where`.
-
-    Raises:
-      RunError: it cannot be written.
+    """Raises RunError if `what`, which is written within to the file or folder `where`, cannot be written.
 
     >>> with writing("a record", Path("metrics.jsonl")):
     ...     raise OSError(errno.ENOSPC, "No space left on device")
     Traceback (most recent call last):
         ...
     meshpar.errors.RunError: a record cannot be written to metrics.jsonl: No space left on device;
-    when there is room again, the same command goes on from the last checkpoint
+    free some space; the same command then resumes from the last checkpoint
     """
     try:
         yield
     except MeshparError:
         raise
     except (OSError, ValueError) as error:
-        reason, fix = _told(error)
-        raise RunError(f"{what} cannot be written to {where}: {reason}" + (f"; {fix}" if fix else "")) from None
+        raise RunError(f"{what} cannot be written to {where}: {_reason(error)}") from None
 
 
-def _told(error: Exception) -> tuple[str, str]:
-    """Why, and what to do about it, if that is known."""
-    for number, fix in _REASONS.items():
+def _reason(error: Exception) -> str:
+    """The reason, and the fix if it is known. TensorStore's ValueError contains the operating system's text."""
+    for number, fix in _FIXES.items():
         reason = os.strerror(number)
         if getattr(error, "errno", None) == number or reason in str(error):
-            return reason, fix
-    return getattr(error, "strerror", None) or str(error).partition("\n")[0], ""
+            return f"{reason}; {fix}"
+    return getattr(error, "strerror", None) or str(error).partition("\n")[0]
