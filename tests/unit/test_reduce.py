@@ -59,7 +59,7 @@ def test_an_algorithm_that_cannot_scatter():
 
 def test_a_reduction_that_rounds_is_not_proven():
     run = prepared("data8", reduce=Reduce(across=Int8())).run
-    with pytest.raises(ProofError, match="reduce rounds what it sums"):
+    with pytest.raises(ProofError, match="reduce rounds gradients"):
         prove(run)
 
 
