@@ -31,6 +31,9 @@ from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
 from .nn.lora import LoRA
+from .optim import SGD, Adafactor, AdamW, Lion, Muon
+from .optim.ema import averaged
+from .optim.freeze import Freeze
 from .parallel.context import ParallelContext, constrain
 from .parallel.pipeline.schedule import (
     ZBV,
@@ -66,13 +69,10 @@ from .train.data import (
     Text,
     TokenizerFile,
 )
-from .train.ema import averaged
-from .train.freeze import Freeze
-from .train.loggers import MLflow, TensorBoard, WandB
+from .train.loop.signals import Interrupted
+from .train.loop.stopping import EarlyStopping
 from .train.loss import Criterion, Distill, Tally
-from .train.optim import SGD, Adafactor, AdamW, Lion, Muon
-from .train.signals import Interrupted
-from .train.stopping import EarlyStopping
+from .train.records.loggers import MLflow, TensorBoard, WandB
 from .train.training import Training
 
 __all__ = [

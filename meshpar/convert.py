@@ -20,11 +20,11 @@ from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.transformer import Decoder
+from meshpar.optim import AdamW
 from meshpar.prepared import Prepared, prepare
 from meshpar.run import Precision, Run, load, simulate
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
-from meshpar.train.optim import AdamW
 from meshpar.tree import flatten_with_paths
 
 __all__ = ["from_hf", "to_hf"]

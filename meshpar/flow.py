@@ -27,22 +27,22 @@ from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of
 from meshpar.models import Import
+from meshpar.optim.ema import averaged
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
 from meshpar.prepared import Prepared, prepare
 from meshpar.progress import busy, say
 from meshpar.run import Run
 from meshpar.sharding.resolve import AnyMesh
-from meshpar.train import announce
 from meshpar.train.begin import Beginning
 from meshpar.train.data import Ids
 from meshpar.train.data.fingerprint import changed_files
-from meshpar.train.ema import averaged
 from meshpar.train.evaluate import Callback
-from meshpar.train.loop import Loop
+from meshpar.train.loop.loop import Loop
+from meshpar.train.loop.signals import Signals
 from meshpar.train.loss import TEACHER, Distill
-from meshpar.train.metrics import recorder
-from meshpar.train.signals import Signals
+from meshpar.train.records import announce
+from meshpar.train.records.metrics import recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
 

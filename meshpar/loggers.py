@@ -5,6 +5,6 @@
 'meshpar'
 """
 
-from meshpar.train.loggers import MLflow, TensorBoard, WandB
+from meshpar.train.records.loggers import MLflow, TensorBoard, WandB
 
 __all__ = ["MLflow", "TensorBoard", "WandB"]

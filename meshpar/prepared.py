@@ -33,16 +33,15 @@ from meshpar.nn.lora import is_lora
 from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder, Transformer
+from meshpar.optim.ema import with_ema
+from meshpar.optim.freeze import Freeze, for_good, frozen_until, without
+from meshpar.optim.master import with_master
 from meshpar.run import Run
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.data.packing import ARRAYS
-from meshpar.train.ema import with_ema
-from meshpar.train.freeze import Freeze, for_good, frozen_until
-from meshpar.train.frozen import without
 from meshpar.train.gradients import STALE
 from meshpar.train.loss import Distill, next_token_loss, summed_cross_entropy
-from meshpar.train.master import with_master
 from meshpar.train.step import Step, Update
 from meshpar.train.teacher import Teacher
 from meshpar.train.training import Training, step_key

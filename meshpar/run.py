@@ -19,16 +19,16 @@ from meshpar.mesh import process
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Model
 from meshpar.nn.lora import LoRA
+from meshpar.optim import Optimizer
+from meshpar.optim.freeze import Freeze
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Data
-from meshpar.train.freeze import Freeze
-from meshpar.train.loggers import Logger, TensorBoard
+from meshpar.train.loop.stopping import EarlyStopping
 from meshpar.train.loss import Criterion, Distill
-from meshpar.train.optim import Optimizer
-from meshpar.train.stopping import EarlyStopping
+from meshpar.train.records.loggers import Logger, TensorBoard
 
 Paths = tuple[str, ...]
 Float = Literal["bfloat16", "float32", "float64"]

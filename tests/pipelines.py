@@ -10,13 +10,13 @@ import numpy as np
 
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
+from meshpar.optim import AdamW
 from meshpar.parallel.pipeline.named import named
 from meshpar.prepared import Prepared, prepare
 from meshpar.proof.trial import KINDS, Trial
 from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
-from meshpar.train.optim import AdamW
 
 ROWS, SEQ, VOCAB = 48, 8, 29
 SIZES = {"width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": VOCAB, "vocab_multiple": 8, "dropout": 0.2}

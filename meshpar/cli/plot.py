@@ -18,7 +18,7 @@ def plot(
     ] = None,
 ) -> None:
     """Draws loss and learning rate of one run, or of several over each other, from the records that they wrote."""
-    from meshpar.train.curves import draw
+    from meshpar.train.records.curves import draw
 
     out = out or runs[0] / "curves.png"
     draw(runs, out)

@@ -25,7 +25,7 @@ def train(
     SIGINT or SIGTERM ends it after the step that runs, with a checkpoint and exit code 75; a second signal at once.
     """
     from meshpar import flow, run
-    from meshpar.train.signals import Interrupted
+    from meshpar.train.loop.signals import Interrupted
 
     loaded = run.load(config, overrides or [])
     if dump_hlo:

@@ -1,4 +1,4 @@
-"""Batches that show what random tokens alone would not: holes, unevenly over the rows, and two documents a row."""
+"""Batches with two documents a row and an uneven number of targets, which show faults that plain tokens would not."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import numpy as np
 
 
 def token_batch(rng: np.random.Generator, batch_size: int, seq_len: int, vocab_size: int) -> dict[str, np.ndarray]:
-    """Arrays of a decoder's batch, int32[batch, seq].
+    """The arrays of a decoder's batch, int32[batch, seq].
 
-    Later rows have fewer targets that count, so that a mean of the devices' means is not the mean; the second
-    document begins off the middle, where no shard does.
+    Later rows have fewer targets that count, so that the mean of the devices' means is not the mean. The second
+    document starts off the middle of the row, where no shard starts.
 
     >>> batch = token_batch(np.random.default_rng(0), 2, 8, 5)
     >>> batch["positions"][0].tolist()
     [0, 1, 2, 3, 4, 0, 1, 2]
     """
-    column, shape = np.arange(seq_len), (batch_size, seq_len)
+    column = np.arange(seq_len)
+    shape = (batch_size, seq_len)
     second = column > seq_len // 2
     targets = rng.integers(0, vocab_size, shape)
     targets[rng.random(shape) < np.linspace(0, 0.9, batch_size)[:, None]] = -1

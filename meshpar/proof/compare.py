@@ -1,29 +1,30 @@
-"""Where two runs of the same steps differ first, by how much, and by what factor."""
+"""Compares two runs of the same steps: where they differ first, by how much, and by what factor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from meshpar.proof.trial import KINDS, Arrays, Taken
+from meshpar.proof.trial import KINDS, Arrays, StepResult
 
 TOLERANCE = 1e-10
-"""A right layout differs in the last bits, by 1e-14 or so; a wrong one by 1e-1 or so."""
+"""A correct layout differs by about 1e-14, from rounding; a wrong one by about 1e-1."""
 NOISE = 1e-13
-"""A gradient below this part of the largest one is what rounding left of a zero."""
+"""A gradient smaller than this fraction of the largest one is a zero plus rounding."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs first.
+    """The first difference.
 
     Args:
-      step: from 1.
+      step: counted from 1.
       kind: loss, gradients, norm, parameters or carried.
-      path: of the first array of this kind that differs; the others of `num_arrays` come after it in the tree.
-      how: `exactly 2x`, `zero`, `the same numbers in other places`, or by how much.
+      path: path of the first array of this kind that differs.
+      how: `exactly 2x`, `is zero`, `the same numbers in other places`, or the size of the difference.
+      num_differing: number of arrays of this kind that differ, out of `num_arrays`.
     """
 
     step: int
@@ -34,20 +35,23 @@ class Difference:
     num_arrays: int
 
     def __str__(self) -> str:
-        if self.kind in ("loss", "norm"):
-            what = "the loss" if self.kind == "loss" else "the norm of the gradient"
-            return f"step {self.step}, {what}: {self.how}"
-        one = {"gradients": "gradient of", "parameters": "parameter of", "carried": "carried"}[self.kind]
-        more = f" (and {self.num_differing - 1} of {self.num_arrays} {self.kind} beside it)" * (self.num_differing > 1)
-        return f"step {self.step}, {one} {self.path}: {self.how}{more}"
+        if self.kind == "loss":
+            return f"step {self.step}, the loss: {self.how}"
+        if self.kind == "norm":
+            return f"step {self.step}, the norm of the gradient: {self.how}"
+        noun = {"gradients": "gradient of", "parameters": "parameter of", "carried": "carried"}[self.kind]
+        more = (
+            f" (and {self.num_differing - 1} of {self.num_arrays} other {self.kind})" if self.num_differing > 1 else ""
+        )
+        return f"step {self.step}, {noun} {self.path}: {self.how}{more}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One run against another.
+    """The comparison of two runs.
 
     Args:
-      largest: kind -> the largest difference, over the largest number of that kind.
+      largest: kind -> the largest difference, relative to the largest number of that kind.
       first: None if nothing differs by more than the tolerance.
     """
 
@@ -55,66 +59,65 @@ class Comparison:
     first: Difference | None
 
 
-def compare(got: Sequence[Taken], reference: Sequence[Taken], undecided: Arrays, first_step: int = 1) -> Comparison:
+def compare(
+    got: Sequence[StepResult], reference: Sequence[StepResult], undecided: Arrays, first_step: int = 1
+) -> Comparison:
     """Compares runs step by step.
 
     Args:
-      undecided: path -> bool array: elements whose parameters are not compared, see `without_gradient`.
-      first_step: the number of the first of these steps.
+      undecided: path -> bool array: elements of parameters that are not compared, see `without_gradient`.
+      first_step: the number of the first step.
     """
     largest = {kind: 0.0 for kind in KINDS if getattr(reference[0], kind)}
-    differences = []
-    for step, (mine, its) in enumerate(zip(got, reference, strict=True), start=first_step):
-        for kind in (kind for kind in KINDS if getattr(its, kind)):
-            errors = _errors(getattr(mine, kind), getattr(its, kind), undecided if kind == "parameters" else {})
+    first = None
+    for step, results in enumerate(zip(got, reference, strict=True), start=first_step):
+        for kind in largest:
+            found, expected = (getattr(result, kind) for result in results)
+            errors = _errors(found, expected, undecided if kind == "parameters" else {})
             largest[kind] = max(largest[kind], *errors.values())
-            if wrong := [path for path, error in errors.items() if not error <= TOLERANCE]:
-                how = _how(getattr(mine, kind)[wrong[0]], getattr(its, kind)[wrong[0]])
-                differences.append(Difference(step, kind, wrong[0], how, len(wrong), len(errors)))
-    return Comparison(largest, next(iter(differences), None))
+            wrong = [path for path, error in errors.items() if not error <= TOLERANCE]
+            if wrong and first is None:
+                how = _describe(found[wrong[0]], expected[wrong[0]])
+                first = Difference(step, kind, wrong[0], how, len(wrong), len(errors))
+    return Comparison(largest, first)
 
 
-def without_gradient(reference: Sequence[Taken]) -> Arrays:
-    """path -> which elements have a gradient that is zero but for rounding.
+def without_gradient(reference: Sequence[StepResult]) -> Arrays:
+    """path -> bool array: the elements whose gradient is zero except for rounding.
 
-    An optimizer that divides by the gradient's size (Lion, Adafactor) makes a whole update of that rounding: no two
-    layouts agree on it, and none needs to, for the loss does not depend on such a parameter.
+    An optimizer that divides by the size of the gradient (Lion, Adafactor) turns that rounding into a whole update. No
+    two layouts agree on it, and they need not: the loss does not depend on such an element.
     """
     grads = reference[0].gradients
     noise = NOISE * max(np.abs(grad).max() for grad in grads.values())
     return {path: (grad != 0) & (np.abs(grad) <= noise) for path, grad in grads.items()}
 
 
-def _errors(mine: Arrays, its: Arrays, undecided: Arrays) -> dict[str, float]:
-    scale = max(np.abs(array).max() for array in its.values()) or 1.0
-    return {path: _largest(mine[path] - its[path], undecided.get(path)) / scale for path in its}
+def _errors(got: Arrays, reference: Arrays, undecided: Arrays) -> dict[str, float]:
+    """path -> the largest difference, relative to the largest number of all arrays."""
+    scale = max(np.abs(array).max() for array in reference.values()) or 1.0
+    errors = {}
+    for path, expected in reference.items():
+        difference = np.where(undecided.get(path, False), 0, np.abs(got[path] - expected))
+        errors[path] = float(np.nan_to_num(difference, nan=np.inf).max() / scale)
+    return errors
 
 
-def _largest(difference: np.ndarray, undecided: np.ndarray | None) -> float:
-    kept = difference if undecided is None else np.where(undecided, 0, difference)
-    return float(np.nan_to_num(np.abs(kept), nan=np.inf).max())
-
-
-def _how(got: np.ndarray, reference: np.ndarray) -> str:
-    """In the words that tell a fault: a missing sum is a factor, a wrong transpose an order."""
-    said = next(_explanations(got, reference), None)
-    difference, scale = np.abs(got - reference).max(), np.abs(reference).max()
-    return said or f"differs by up to {difference:.2g}, of {scale:.2g}"
-
-
-def _explanations(got: np.ndarray, reference: np.ndarray) -> Iterator[str]:
+def _describe(got: np.ndarray, reference: np.ndarray) -> str:
+    """Describes a difference so that it hints at the fault: a missing sum is a factor, a wrong transpose an order."""
     if not np.isfinite(got).all():
-        yield "is not finite"
+        return "is not finite"
     if not got.any():
-        yield "is zero"
+        return "is zero"
     if (factor := _factor(got, reference)) is not None:
-        yield f"exactly {factor}" if factor.endswith("x") else factor
+        return f"exactly {factor}" if factor.endswith("x") else factor
     if got.size > 1 and np.allclose(np.sort(got, axis=None), np.sort(reference, axis=None), rtol=1e-9, atol=0):
-        yield "the same numbers in other places"
+        return "the same numbers in other places"
+    return f"differs by up to {np.abs(got - reference).max():.2g}, of {np.abs(reference).max():.2g}"
 
 
 def _factor(got: np.ndarray, reference: np.ndarray) -> str | None:
-    """The factor between two arrays, if it is one for all elements: `2x`, `1/4x`, or `1.37 times as large`."""
+    """The factor between two arrays, if all elements have the same: `2x`, `1/4x`, or `1.37 times as large`."""
     counted = np.abs(reference) > 1e-6 * np.abs(reference).max()
     ratios = got[counted] / reference[counted]
     if not ratios.size or np.ptp(ratios) > 1e-8 * np.abs(ratios).max():

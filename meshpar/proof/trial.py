@@ -1,10 +1,10 @@
-"""A few steps of a training, and all that another layout must agree on."""
+"""Runs a few steps of a training and collects all quantities on which layouts must agree."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ from meshpar.tree import flatten_with_paths
 Batches = Sequence[dict[str, np.ndarray]]
 Arrays = dict[str, np.ndarray]
 
-# The programs are tiny: what XLA would gain by optimizing them is less than the time it takes.
+# The programs are tiny: optimizing them takes longer than it saves.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclass(frozen=True)
-class Taken:
-    """One step: kind of quantity -> path -> array, in the order in which a step computes them."""
+class StepResult:
+    """The arrays of one step by path, for each kind of quantity in the order in which a step computes them."""
 
     loss: Arrays
     gradients: Arrays
@@ -39,34 +39,34 @@ class Taken:
     carried: Arrays
 
 
-KINDS = ("loss", "gradients", "norm", "parameters", "carried")
+KINDS = tuple(field.name for field in fields(StepResult))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A training on one layout, compiled once and run as often as is asked."""
+    """A training on one layout. It is compiled once and can run several times."""
 
     training: Training
 
     @cached_property
     def start(self) -> Callable[[], TrainState]:
-        """Makes the first state."""
+        """The compiled function that makes the first state."""
         return self.training.compile_init(QUICK)
 
-    def run(self, state: TrainState, batches: Batches) -> tuple[TrainState, list[Taken]]:
-        """Takes a step for each batch.
+    def run(self, state: TrainState, batches: Batches) -> tuple[TrainState, list[StepResult]]:
+        """Runs a step on each batch.
 
         Raises:
-          ProofError: the loss is computed in less than float64.
+          ProofError: the loss is not computed in float64.
         """
-        taken = []
+        results = []
         for batch in batches:
             state, metrics, grads = self._step(state, self.training.put(batch))
-            taken.append(_taken(metrics, grads, state))
-        return state, taken
+            results.append(_result(metrics, grads, state))
+        return state, results
 
     def saved_and_restored(self, state: TrainState, there: Trial) -> TrainState:
-        """The state as it comes back from a checkpoint, on another layout or on the same."""
+        """Saves the state, and restores it on another layout or the same."""
         with tempfile.TemporaryDirectory() as folder, checkpoints(Path(folder) / "checkpoints") as saved:
             saved.save(int(state.step), state)
             saved.wait()
@@ -74,17 +74,18 @@ class Trial:
 
     @cached_property
     def _step(self) -> Callable[..., tuple[TrainState, Any, Any]]:
-        """The training's own step, which also returns the gradients."""
-        training, seen = self.training, []
+        """The training's step, compiled so that it also returns the gradients."""
+        training = self.training
+        computed: list[Gradients] = []
 
         def gradients(*args: Any) -> Gradients:
-            seen.append(training.gradients(*args))
-            return seen[-1]
+            computed.append(training.gradients(*args))
+            return computed[-1]
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Any, Any]:
-            seen.clear()
+            computed.clear()
             new, metrics = step_function(gradients, training.update, training.placement)(state, batch)
-            return new, metrics, seen[0].grads  # the others are those that an optimizer asked for
+            return new, metrics, computed[0].grads  # optimizers such as SAM may compute further ones
 
         structs = training.placement.structs
         whole = NamedSharding(training.mesh, PartitionSpec())  # pyright: ignore
@@ -92,17 +93,12 @@ class Trial:
         return lowered.compile(compiler_options=QUICK)
 
 
-def on(training: Training, mesh: Any, **changes: Any) -> Trial:
-    """The same training on another mesh."""
-    return Trial(training.on(mesh=mesh, **changes))
-
-
-def _taken(metrics: Any, grads: Any, state: TrainState) -> Taken:
+def _result(metrics: Any, grads: Any, state: TrainState) -> StepResult:
     metrics, grads, params, carried = jax.device_get((metrics, grads, state.params, state.carried))
     if metrics["loss"].dtype != np.float64:
-        what = f"the loss comes out in {metrics['loss'].dtype}, though the parameters are float64"
-        raise ProofError(f"{what}: rounding would hide what differs; build the model without a dtype of its own")
-    return Taken(
+        what = f"the loss is {metrics['loss'].dtype}, though the parameters are float64"
+        raise ProofError(f"{what}: rounding would hide differences; build the model without a dtype of its own")
+    return StepResult(
         {"loss": metrics["loss"]},
         flatten_with_paths(grads),
         {"norm": metrics["grad_norm"]},

@@ -1,9 +1,9 @@
-"""The verdict of a proof: a table of layouts, and the first that is guilty, with what differs in it."""
+"""The result of a proof: a table of layouts, and the first one that is wrong, with its first difference."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,18 +12,18 @@ from meshpar.proof.compare import TOLERANCE, Comparison, Difference
 from meshpar.proof.trial import KINDS
 
 CHECKPOINT = ("checkpoint",)
-"""In place of axes: what is wrong only after a restore."""
+"""Stands for the axes of a run that was interrupted and restored."""
 Sizes = dict[str, int]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One layout against one device.
+    """The comparison of one layout with one device.
 
     Args:
-      name: of the layout.
-      axes: those of more than one device.
-      compared: None if it could not be traced or run; `error` says why.
+      name: name of the layout.
+      axes: its axes of more than one device.
+      compared: None if the layout could not be traced or run; `error` is the reason.
     """
 
     name: str
@@ -42,16 +42,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Proof:
-    """The verdict.
+    """The result of a proof.
 
     Args:
-      sizes: of the mesh on which it was proved.
-      shrunk: key -> (value in the run, value here), of what was made smaller.
-      rows: whole mesh, each axis alone, one device; if the first is equal, resumed runs; pairs of axes, where only
-        these differ.
-      undecided: parameters of which some elements are not compared, as their gradient is zero.
-      draws: whether the training draws random numbers, as for dropout.
-      draws_guilty: whether it is right as soon as nothing is drawn.
+      sizes: axis -> size, of the mesh that was tested.
+      shrunk: key -> (value in the run, value in the proof), of each key that was made smaller.
+      rows: the whole mesh, each axis alone, and one device; resumed runs, if the whole mesh is equal; pairs of axes, if
+        the whole mesh differs and none of the axes alone does.
+      undecided: parameters with elements that are not compared, because their gradient is zero.
+      draws: whether the training draws random numbers, for dropout for example.
+      draws_guilty: whether the layouts are equal if nothing is drawn.
     """
 
     sizes: Sizes
@@ -63,17 +63,17 @@ class Proof:
 
     @property
     def is_equal(self) -> bool:
-        """Whether every layout computes what one device does."""
+        """Whether every layout computes the same as one device."""
         return all(row.is_equal for row in self.rows)
 
     @property
     def guilty(self) -> tuple[Row, ...]:
-        """The fewest axes that are wrong: one device before one axis, one before two, and all before checkpoints."""
+        """The wrong layouts with the fewest axes; checkpoints come last."""
         wrong = sorted((row for row in self.rows if not row.is_equal), key=_num_axes)
         return tuple(row for row in wrong if _num_axes(row) == _num_axes(wrong[0]))
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The result as plain data."""
         return {
             "equal": self.is_equal,
             "mesh": self.sizes,
@@ -87,43 +87,40 @@ class Proof:
         }
 
     def __str__(self) -> str:
-        parts = [f"{describe_sizes(self.sizes)}, in float64, against one device"]
-        parts += [_shrunk(self.shrunk)] if self.shrunk else []
-        parts += [_table(self.rows), *self._notes(), self._verdict()]
-        return "\n\n".join(parts)
-
-    def _notes(self) -> Iterator[str]:
+        parts = [f"{describe_sizes(self.sizes)}, in float64, compared with one device"]
+        if self.shrunk:
+            changes = ", ".join(f"{key} {before} -> {after}" for key, (before, after) in self.shrunk.items())
+            parts.append(f"made small: {changes}")
+        parts.append(_table(self.rows))
         if self.undecided:
-            which = ", ".join(self.undecided)
-            yield f"not compared, where the gradient is zero but for rounding: parameters of {which}"
+            paths = ", ".join(self.undecided)
+            parts.append(f"not compared, because the gradient is zero except for rounding: parameters of {paths}")
+        return "\n\n".join([*parts, self._verdict()])
 
     def _verdict(self) -> str:
         if self.is_equal:
-            masks = ", random draws included" * self.draws
-            return f"equal to one device{masks}: no difference is above {TOLERANCE:g}"
-        drawn = "\n  it is equal once nothing is drawn: the random draws differ" * self.draws_guilty
-        return "NOT equal to one device\n" + "\n".join(map(_blame, self.guilty)) + drawn
+            draws = ", including random draws" if self.draws else ""
+            return f"equal to one device{draws}: no difference is above {TOLERANCE:g}"
+        lines = ["NOT equal to one device"]
+        for row in self.guilty:
+            layout = {0: "on one device already", 1: row.name}.get(len(row.axes), f"{row.name}, together")
+            lines += [f"  guilty: {layout}", f"    {row.difference or row.error}"]
+        if self.draws_guilty:
+            lines.append("  it is equal if nothing is drawn: the random draws differ")
+        return "\n".join(lines)
 
 
 def _num_axes(row: Row) -> float:
     return math.inf if row.axes == CHECKPOINT else len(row.axes)
 
 
-def _shrunk(changes: dict[str, tuple[Any, Any]]) -> str:
-    return "made small: " + ", ".join(f"{key} {before} -> {after}" for key, (before, after) in changes.items())
-
-
 def _table(rows: Sequence[Row]) -> str:
     width = max(len(row.name) for row in rows)
     kinds = next((tuple(row.compared.largest) for row in rows if row.compared), KINDS)
     head = "  " + " " * width + "".join(f"  {kind:<10}" for kind in kinds)
-    lines = ["largest difference, as a part of the largest number of its kind", head.rstrip()]
+    lines = ["largest difference, relative to the largest number of its kind", head.rstrip()]
     for row in rows:
         cells = "".join(f"  {row.compared.largest[k]:<10.1e}" for k in kinds) if row.compared else "  fails"
-        lines.append(f"  {row.name:<{width}}{cells}".rstrip() + "  differs" * (row.difference is not None))
+        mark = "  differs" if row.difference else ""
+        lines.append(f"  {row.name:<{width}}{cells}".rstrip() + mark)
     return "\n".join(lines)
-
-
-def _blame(row: Row) -> str:
-    who = {0: "on one device already", 1: row.name}.get(len(row.axes), f"{row.name}, together")
-    return f"  guilty: {who}\n    {row.difference or row.error}"

@@ -1,4 +1,4 @@
-"""An answer as it comes, token by token: its text, what of it can be shown yet, and where it ends."""
+"""Decodes an answer token by token: its text, the part that can be shown, and where it ends."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Literal
 from meshpar.train.data.tokenizer import Tokenizer
 
 Finish = Literal["stop", "end", "length"]
-"""Why an answer ended: at a stop string, at the end of the document, or because it may be no longer."""
+"""Why an answer ended: at a stop string, at the end of the document, or at `max_tokens`."""
 
 
 class Answer:
-    """One row's answer.
+    """The answer to one prompt.
 
-    A character whose bytes come in several tokens is shown once it is whole; what might become a stop string, once it
-    cannot any more.
+    A character whose bytes span several tokens is shown when it is complete. Text that may be the beginning of a stop
+    string is shown when it is certain not to be.
 
     Args:
       stop: texts before which the answer ends.
-      max_tokens: the most tokens that it may have.
+      max_tokens: largest number of tokens.
 
     Example:
       >>> from meshpar.train.data.tokenizer import Bytes
@@ -34,48 +34,50 @@ class Answer:
         self.tokens: list[int] = []
         self.text = ""
         self.finish: Finish | None = None
-        self._tokenizer, self._stop, self._max_tokens = tokenizer, stop, max_tokens
-        self._closing = {tokenizer.bos, tokenizer.eos}
-        self._shown = self._read = self._context = 0
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._max_tokens = max_tokens
+        self._shown = 0  # characters
+        self._context = 0  # tokens before which nothing is decoded again
+        self._read = 0  # tokens whose text is complete
 
     def add(self, token: int) -> str:
-        """The next token; returns the text that can be shown now."""
+        """Adds the next token; returns the text that can be shown now."""
         assert self.finish is None, "the answer has ended"
-        if token in self._closing:
+        if token in (self._tokenizer.bos, self._tokenizer.eos):
             self.finish = "end"
         else:
             self.tokens.append(token)
             if len(self.tokens) == self._max_tokens:
                 self.finish = "length"
         self.text += self._decoded()
-        self._end_before_stop()
-        return self._show()
+        found = [at for stop in self._stop if (at := self.text.find(stop, self._shown)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.finish = "stop"
+        end = len(self.text)
+        if self.finish is None:
+            end -= max((_overlap(self.text[self._shown :], stop) for stop in self._stop), default=0)
+        shown = self.text[self._shown : end]
+        self._shown = end
+        return shown
 
     def _decoded(self) -> str:
-        """The text of the tokens that were not read yet; none while a character is not whole.
+        """The text of the tokens that were not read yet; empty while a character is incomplete.
 
-        They are decoded after those read last, for a tokenizer may write a token otherwise where a text begins.
+        They are decoded together with the tokens read last, because the text of a token may depend on the one before.
         """
         before = self._tokenizer.decode(self.tokens[self._context : self._read])
         text = self._tokenizer.decode(self.tokens[self._context :])
         if text.endswith("\ufffd") and self.finish is None:
             return ""
-        self._context, self._read = self._read, len(self.tokens)
+        self._context = self._read
+        self._read = len(self.tokens)
         return text[len(before) :]
-
-    def _end_before_stop(self) -> None:
-        found = [at for stop in self._stop if (at := self.text.find(stop, self._shown)) >= 0]
-        if found:
-            self.text, self.finish = self.text[: min(found)], "stop"
-
-    def _show(self) -> str:
-        held = 0 if self.finish else max((_overlap(self.text[self._shown :], stop) for stop in self._stop), default=0)
-        start, self._shown = self._shown, len(self.text) - held
-        return self.text[start : self._shown]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of a text could be the beginning of a stop string.
+    """The number of characters at the end of a text that may be the beginning of a stop string.
 
     >>> _overlap("the EN", "END"), _overlap("the ENDE", "END")
     (2, 1)

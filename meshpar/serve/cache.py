@@ -1,4 +1,4 @@
-"""Where the cache of keys and values lies: by the same rules as the heads that fill it."""
+"""Places the cache of keys and values by the same rules as the heads that fill it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def cache_placement(model: Decoder, ctx: ParallelContext, num_rows: int, num_slo
 
     Args:
       num_rows: a multiple of the batch's shards.
-      num_slots: tokens a row, prompt and answer together.
+      num_slots: tokens per row, prompt and answer together.
 
     Returns:
       A `KVCache` of `Placement`s.
 
-    Memory: 2 layers rows slots kv_heads head_dim elements over all devices; a device holds its rows and its heads.
+    Memory: 2 layers rows slots kv_heads head_dim elements on all devices together; each holds its rows and heads.
     """
     shape = (model.num_layers, num_rows, num_slots, model.kv_heads, model.head_size)
     spec = ArraySpec(shape, np.dtype(ctx.compute_dtype), CACHE_DIMS)
@@ -34,4 +34,4 @@ def cache_placement(model: Decoder, ctx: ParallelContext, num_rows: int, num_slo
 
 def device_bytes(placed: KVCache) -> int:
     """Bytes of the cache on one device."""
-    return sum(one.local_bytes for one in jax.tree.leaves(placed))
+    return sum(placement.local_bytes for placement in jax.tree.leaves(placed))

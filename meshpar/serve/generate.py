@@ -1,4 +1,4 @@
-"""Text from a trained model, on any mesh."""
+"""Generates text with a trained model, on any mesh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshpar.run import Run
 from meshpar.serve.answer import Answer, Finish
 from meshpar.serve.cache import device_bytes
 from meshpar.serve.decoding import Decoding
-from meshpar.serve.generator import Clock, Generator, Piece
+from meshpar.serve.generator import Generator, Piece
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.source import Source, of_run, open_source
 from meshpar.tree import human_bytes
@@ -25,12 +25,12 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model made of a prompt.
+    """The answer of a model to a prompt.
 
     Args:
-      prompt: as it was given.
+      prompt: as it was passed.
       text: the answer, without the prompt and without a stop string.
-      tokens: all that were chosen, those of a stop string included.
+      tokens: all sampled tokens, including those of a stop string.
       finish: `stop` at a stop string, `end` of the document, or `length`.
     """
 
@@ -42,14 +42,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Generated:
-    """The answers to a batch of prompts, and what they took.
+    """The answers to a batch of prompts, with the time and memory that they took.
 
     Args:
       completions: in the order of the prompts.
-      mesh: size of each axis that is used.
-      cache_bytes: of keys and values, on one device.
-      prefill_s: seconds until each row had its first token, compilation not included.
-      decode_s: seconds for the others.
+      mesh: the size of each axis.
+      cache_bytes: bytes of the cache of keys and values on one device.
+      prefill_s: seconds until each row had its first token, without compilation.
+      decode_s: seconds for all other tokens.
     """
 
     completions: list[Completion]
@@ -66,7 +66,7 @@ class Generated:
         return asdict(self)
 
     def __str__(self) -> str:
-        """What it took, in a line."""
+        """Speed and memory in one line."""
         num = sum(len(completion.tokens) for completion in self.completions)
         later = num - len(self.completions)
         rate = f", then {later / self.decode_s:.0f} tokens/s" if later and self.decode_s else ""
@@ -87,24 +87,24 @@ def generate(
     stop: Sequence[str] | str = (),
     show: Callable[[Piece], None] = lambda piece: None,
 ) -> Generated:
-    """Goes on from each prompt, all in one batch; the same tokens on any mesh.
+    """Answers all prompts in one batch. The tokens are the same on any mesh.
 
     Args:
       source: a run, its config file, or the folder that it wrote; its latest checkpoint is restored to its mesh.
-      prompts: texts, or token ids, which are taken as they are; or one text. A text opens a document.
-      overrides: `key=value`, as on the command line: `mesh.tensor=4`, of a file or folder.
-      max_tokens: the most tokens of an answer.
+      prompts: texts or lists of token ids; or one text. The tokens that open a document are added to texts only.
+      overrides: `key=value` as on the command line, such as `mesh.tensor=4`; for a file or a folder.
+      max_tokens: largest number of tokens of an answer.
       temperature, top_k, top_p, seed: see `Sampling`.
       stop: texts before which an answer ends.
-      show: called with each `Piece` of an answer as it comes.
+      show: called with each `Piece` of an answer as soon as it is known.
 
     Raises:
-      ConfigError: lists all that cannot be: empty prompts, prompts that are too long, settings without sense.
+      ConfigError: lists all problems: empty prompts, prompts that are too long, invalid settings.
       CheckpointError, MeshError, ShardingError: there is no checkpoint, or it does not fit the mesh.
 
-    Communication: per token, that of a forward pass of one token a row; see `sample` for the choice.
+    Communication: per token, that of a forward pass with one token per row, and that of `sample`.
 
-    Memory: the parameters as they are stored; and the cache, see `cache_placement`.
+    Memory: the parameters as they are stored, and the cache, see `cache_placement`.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     opened = _opened(source, overrides)
@@ -116,53 +116,48 @@ def generate(
     answers = [Answer(opened.tokenizer, stop, max_tokens) for _ in prompts]
     for piece in generator.stream(ids, answers):
         show(piece)
-    return _generated(generator.decoding, generator.clock, prompts, answers)
+    return Generated(
+        [Completion(prompt, x.text, x.tokens, x.finish) for prompt, x in zip(prompts, answers, strict=True)],
+        describe_sizes(dict(generator.decoding.ctx.mesh.shape)),
+        device_bytes(generator.decoding.cache),
+        generator.clock.prefill_s,
+        generator.clock.decode_s,
+    )
 
 
 def _opened(source: Source | Run | Path | str, overrides: Sequence[str]) -> Source:
     if isinstance(source, (str, Path)):
         return open_source(Path(source), overrides)
     if overrides:
-        raise ConfigError("overrides change what a file says: of a Run, change the fields")
+        raise ConfigError("overrides are for a config file or a folder: of a Run, change the fields")
     return of_run(source) if isinstance(source, Run) else source
 
 
 def _decoding(source: Source, ids: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> Decoding:
     ctx = source.ctx(source.run.mesh.build())
     shards = ctx.shards("batch")
-    dtype, num_rows = np.dtype(source.run.precision.params), -(-len(ids) // shards) * shards
     return Decoding(
-        model=source.model, ctx=ctx, dtype=dtype, sampling=sampling, num_rows=num_rows,
-        prompt_len=max(map(len, ids)), max_tokens=max_tokens,
+        model=source.model, ctx=ctx, dtype=np.dtype(source.run.precision.params), sampling=sampling,
+        num_rows=-(-len(ids) // shards) * shards, prompt_len=max(map(len, ids)), max_tokens=max_tokens,
     )  # fmt: skip
 
 
-def _generated(decoding: Decoding, clock: Clock, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> Generated:
-    completions = [
-        Completion(prompt, answer.text, answer.tokens, answer.finish)
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-    mesh = describe_sizes(dict(decoding.ctx.mesh.shape))
-    return Generated(completions, mesh, device_bytes(decoding.cache), clock.prefill_s, clock.decode_s)
-
-
 def _encoded(source: Source, prompt: Prompt) -> list[int]:
-    if isinstance(prompt, str):
-        return source.encode(prompt)
-    return list(prompt)
+    return source.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
 
 def _check(source: Source, prompts: Sequence[Prompt], max_tokens: int, stop: Sequence[str]) -> None:
-    problems, model = Problems(), source.model
+    problems = Problems()
+    model = source.model
     if (size := source.tokenizer.vocab_size) > model.vocab_size:
         what = f"the tokenizer has {size} ids, the model {model.vocab_size}"
         problems.add("model.vocab_size", what, "the tokenizer that the model was trained with")
     if max_tokens < 1:
         problems.add("max_tokens", f"{max_tokens} is not 1 or more", "1")
     if "" in stop:
-        problems.add("stop", "an empty text is everywhere", "leave it out")
+        problems.add("stop", "an empty text occurs everywhere", "leave it out")
     if not prompts:
-        problems.add("prompts", "there is none", "give one")
+        problems.add("prompts", "there is none", "pass at least one")
     for number, prompt in enumerate(prompts, 1):
         _check_prompt(f"prompt {number}", source, prompt, max_tokens, problems)
     problems.raise_any(ConfigError, "these prompts cannot be answered:")
@@ -170,9 +165,10 @@ def _check(source: Source, prompts: Sequence[Prompt], max_tokens: int, stop: Seq
 
 def _check_prompt(where: str, source: Source, prompt: Prompt, max_tokens: int, problems: Problems) -> None:
     if not prompt:
-        problems.add(where, "is empty", "give it at least one character")
+        problems.add(where, "is empty", "write at least one character")
         return
-    ids, model = _encoded(source, prompt), source.model
+    ids = _encoded(source, prompt)
+    model = source.model
     if not isinstance(prompt, str) and not all(0 <= token < model.vocab_size for token in ids):
         problems.add(where, f"has token ids outside of the model's vocabulary of {model.vocab_size}")
     if model.learned_positions and len(ids) + max_tokens > model.max_seq_len:

@@ -1,4 +1,4 @@
-"""A model that answers: its two programs, its parameters, and the loop between them."""
+"""Answers prompts: runs the programs for prefill and decoding, and streams the answers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy as np
 from meshpar.errors import ConfigError, Problems
 from meshpar.serve.answer import Answer, Finish
 from meshpar.serve.decoding import Decoding, Turn
-from meshpar.train.state import structs
+from meshpar.train.state import shardings, structs
 
 Ids = Sequence[int]
 
 
 class Piece(NamedTuple):
-    """What an answer grows by.
+    """The next piece of an answer.
 
     Args:
-      row: which prompt it answers.
+      row: index of the prompt.
       text: may be empty.
-      finish: why the answer ends with it; None if it goes on.
+      finish: why the answer ends with this piece; None if it continues.
     """
 
     row: int
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class Clock:
-    """Seconds that a batch took; `decode_s` is for all tokens but the first of each row."""
+    """Seconds that a batch took: `prefill_s` for the first token of each row, `decode_s` for all others."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -63,14 +63,12 @@ class Generator:
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
-        self.prefill, self.decode = self.decoding.compile_prefill(), self.decoding.compile_decode()
+        self.prefill = self.decoding.compile_prefill()
+        self.decode = self.decoding.compile_decode()
         self.params = self.restore(structs(self.decoding.params))
 
     def turns(self, prompts: Sequence[Ids]) -> Iterator[np.ndarray]:
-        """The tokens that are chosen in each turn, int32[prompts]; `max_tokens` turns.
-
-        A turn is read while the next is computed.
-        """
+        """The tokens of each of `max_tokens` turns, int32[prompts]. A turn is read while the next is computed."""
         turn, cache = self.prefill(self.params, self._placed(prompts))
         for _ in range(self.decoding.max_tokens - 1):
             following, cache = self.decode(self.params, turn, cache)
@@ -79,8 +77,9 @@ class Generator:
         yield np.asarray(turn.tokens)[: len(prompts)]
 
     def stream(self, prompts: Sequence[Ids], answers: Sequence[Answer]) -> Iterator[Piece]:
-        """Fills the answers, and gives each token's text as it comes."""
-        self.clock, start = Clock(), time.perf_counter()
+        """Fills the answers; yields a piece for each token."""
+        self.clock = Clock()
+        start = time.perf_counter()
         with closing(self.turns(prompts)) as turns:  # pyright: ignore
             for tokens in turns:
                 self.clock.tick(time.perf_counter() - start)
@@ -92,20 +91,21 @@ class Generator:
                 start = time.perf_counter()
 
     def _placed(self, prompts: Sequence[Ids]) -> Turn:
-        """Padded behind, to the length of the longest prompt and with rows of one token."""
+        """Pads prompts at their end, and the batch with rows of one token."""
         self._check(prompts)
-        shape = (self.decoding.num_rows, self.decoding.prompt_len)
-        tokens, lengths = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
+        tokens = np.zeros((self.decoding.num_rows, self.decoding.prompt_len), np.int32)
+        lengths = np.ones(self.decoding.num_rows, np.int32)
         for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-        put = lambda array, struct: jax.device_put(array, struct.sharding)
-        return jax.tree.map(put, Turn(tokens, lengths), self.decoding.prompts)
+            tokens[row, : len(prompt)] = prompt
+            lengths[row] = len(prompt)
+        return jax.device_put(Turn(tokens, lengths), shardings(self.decoding.prompts))
 
     def _check(self, prompts: Sequence[Ids]) -> None:
-        problems, most = Problems(), self.decoding.prompt_len
+        problems = Problems()
+        longest = self.decoding.prompt_len
         if len(prompts) > self.decoding.num_rows:
             problems.add("prompts", f"there are {len(prompts)}, and the cache has {self.decoding.num_rows} rows")
         for number, prompt in enumerate(prompts, 1):
-            if not 0 < len(prompt) <= most:
-                problems.add(f"prompt {number}", f"{len(prompt)} tokens, and the cache takes 1 to {most}")
-        problems.raise_any(ConfigError, "the prompts do not fit what was compiled:")
+            if not 0 < len(prompt) <= longest:
+                problems.add(f"prompt {number}", f"has {len(prompt)} tokens, and the cache holds 1 to {longest}")
+        problems.raise_any(ConfigError, "the prompts do not fit the compiled program:")

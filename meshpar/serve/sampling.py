@@ -1,4 +1,4 @@
-"""How the next token is chosen: one function of the logits and of a key, the same on every mesh."""
+"""Samples the next token from the logits, with the same result on every mesh."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from meshpar.parallel.precision import wide
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What the next token is drawn from.
+    """How the next token is sampled.
 
     Args:
-      temperature: divides the logits; 0 takes the most probable token.
-      top_k: only the k most probable tokens; None for all.
-      top_p: of those, only the most probable ones that together have this probability; 1 for all.
-      seed: of the draws. Each row and position draws for itself, on any mesh and in any batch alike.
+      temperature: divides the logits; 0 selects the most probable token.
+      top_k: sample from the k most probable tokens; None for all.
+      top_p: of these, sample from the most probable ones that together have this probability; 1 for all.
+      seed: seed of the random draws. They depend only on it, the row and the position: not on mesh or batch size.
 
     Raises:
-      ConfigError: lists all values that make no sense.
+      ConfigError: lists all invalid values.
 
-    Numerics: in float32 at least. Tokens as probable as the last that is kept are kept too.
+    Numerics: at least float32. Tokens as probable as the last one within top_k or top_p are included too.
 
     Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2019, arXiv:1904.09751 (top-p).
     """
@@ -41,7 +41,7 @@ class Sampling:
     def __post_init__(self) -> None:
         problems = Problems()
         if not 0 <= self.temperature < float("inf"):
-            problems.add("temperature", f"{self.temperature} is not 0 or more", "0 takes the most probable token")
+            problems.add("temperature", f"{self.temperature} is not 0 or more", "0 selects the most probable token")
         if self.top_k is not None and self.top_k < 1:
             problems.add("top_k", f"{self.top_k} is not 1 or more", "leave it out for all tokens")
         if not 0 < self.top_p <= 1:
@@ -49,27 +49,30 @@ class Sampling:
         if not 0 <= self.seed < 2**32:
             problems.add("seed", f"{self.seed} is not in [0, 2^32)", "0")
         if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
-            what = "temperature 0 takes the most probable token, whatever top_k and top_p are"
-            problems.add("temperature", what, "1, to draw from what the model says")
-        problems.raise_any(ConfigError, "the next token cannot be drawn so:")
+            what = "temperature 0 selects the most probable token, whatever top_k and top_p are"
+            problems.add("temperature", what, "1, to sample from the model's probabilities")
+        problems.raise_any(ConfigError, "these settings of sampling are invalid:")
 
 
 def sample(
     logits: Float[Array, "B V"], rows: Int[Array, "B"], positions: Int[Array, "B"], how: Sampling, vocab_size: int
 ) -> Int[Array, "B"]:
-    """The next token of each row, the same on every device that has the row.
+    """The next token of each row, the same on every device that holds the row.
 
-    A draw is the argmax of the logits and Gumbel noise, so that a sharded vocabulary is never gathered for it.
+    A draw is the argmax of the logits plus Gumbel noise, which does not gather a sharded vocabulary.
 
     Args:
       logits: [batch, vocab], local shard.
       rows: int32 [batch], indices in the global batch.
-      positions: int32 [batch], of the tokens that are drawn.
-      vocab_size: ids at or beyond it are padding, and never drawn.
+      positions: int32 [batch], the positions of the tokens that are drawn.
+      vocab_size: ids from here on are padding, and never drawn.
 
-    Communication: that of `tensor.argmax`; with top_k or top_p that of `tensor.top`.
+    Communication: that of `tensor.argmax`, and with top_k or top_p that of `tensor.top`.
     """
-    logits = _without_padding(wide(logits), vocab_size)
+    axes = manual_axes("vocab")
+    first = jax.lax.axis_index(axes) * logits.shape[-1] if axes else 0
+    is_token = first + jnp.arange(logits.shape[-1], dtype=jnp.int32) < vocab_size
+    logits = jnp.where(is_token, wide(logits), -jnp.inf)
     if how.temperature == 0:
         return tensor.argmax(logits)
     logits /= how.temperature
@@ -79,15 +82,9 @@ def sample(
     return tensor.argmax(logits + _noise(logits, rows, positions, how.seed))
 
 
-def _without_padding(logits: Float[Array, "B V"], vocab_size: int) -> Float[Array, "B V"]:
-    axes = manual_axes("vocab")
-    first = jax.lax.axis_index(axes) * logits.shape[-1] if axes else 0
-    return jnp.where(first + jnp.arange(logits.shape[-1], dtype=jnp.int32) < vocab_size, logits, -jnp.inf)
-
-
 def _least_kept(best: Float[Array, "B K"], top_p: float) -> Float[Array, "B 1"]:
-    """The smallest logit of the least set of most probable tokens that has probability `top_p`; `best` descends."""
-    if top_p == 1:  # of which the first ones have all, in float32, though the others have some
+    """The smallest logit of the smallest set of most probable tokens with probability `top_p`; `best` descends."""
+    if top_p == 1:  # in float32 the sum may reach 1 before the last token
         return best[:, -1:]
     probabilities = jax.nn.softmax(best, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
@@ -95,12 +92,12 @@ def _least_kept(best: Float[Array, "B K"], top_p: float) -> Float[Array, "B 1"]:
 
 
 def _noise(like: Float[Array, "B V"], rows: Int[Array, "B"], positions: Int[Array, "B"], seed: int) -> jax.Array:
-    """Gumbel noise of each row and position; a device draws the whole vocabulary's, and takes its shard."""
+    """Gumbel noise for each row and position. A device draws that of the whole vocabulary and selects its shard."""
     axes = manual_axes("vocab")
     size = like.shape[-1] * (jax.lax.axis_size(axes) if axes else 1)
 
-    def one(row: Int[Array, ""], position: Int[Array, ""]) -> Float[Array, "V"]:
+    def draw(row: Int[Array, ""], position: Int[Array, ""]) -> Float[Array, "V"]:
         key: PRNGKeyArray = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), position)
         return jax.random.gumbel(key, (size,), like.dtype)
 
-    return constrain(shard(jax.vmap(one)(rows, positions), axes, 1), "batch", "vocab")
+    return constrain(shard(jax.vmap(draw)(rows, positions), axes, 1), "batch", "vocab")

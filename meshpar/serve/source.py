@@ -1,4 +1,4 @@
-"""Where a model to generate from comes from: a run, by its config or by its folder; or a folder of Hugging Face's."""
+"""Opens a model to generate with: a run, by its config or its folder, or a model folder of Hugging Face's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Language:
-    """A tokenizer, and the ids that open a prompt: a run's are what opens a document, others have their own."""
+    """A tokenizer, and the ids before every prompt."""
 
     tokenizer: Tokenizer
     opening: tuple[int, ...]
@@ -37,15 +37,15 @@ class Language:
 
 @dataclass(frozen=True)
 class Source:
-    """A trained model, and where it is to run.
+    """A trained model and the mesh on which it runs.
 
     Args:
-      run: whose model, mesh, rules, lowering and precision are meant.
+      run: its model, mesh, rules, lowering and precision are used.
       restore: structs with shardings -> the parameters.
-      language: what its prompts are written in; default: that of the run's data.
+      language: the tokenizer; default: that of the run's data, with the token that opens a document.
 
     Raises:
-      ConfigError: the model is of the user's own.
+      ConfigError: the model is the user's own.
     """
 
     run: Run
@@ -54,7 +54,7 @@ class Source:
 
     def __post_init__(self) -> None:
         if not isinstance(self.run.model, Decoder):
-            what = "only meshpar's own decoders keep keys and values of tokens"
+            what = "only meshpar's own decoders can cache the keys and values of tokens"
             raise ConfigError(f"model.kind = {self.run.model.kind}: {what}")
 
     @property
@@ -66,7 +66,7 @@ class Source:
         return self.language.tokenizer if self.language else self.run.data.tokenizer
 
     def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt, with what opens it."""
+        """The tokens of a prompt, with those that open it."""
         opening = self.language.opening if self.language else (self.tokenizer.bos,)
         return [*opening, *self.tokenizer.encode(prompt).tolist()]
 
@@ -76,8 +76,7 @@ class Source:
 
 
 def open_source(path: Path, overrides: Sequence[str] = ()) -> Source:
-    """A run's model, by its config, by the folder that it wrote, or by that of one of its checkpoints; or a folder of
-    Hugging Face's, on as many devices as `overrides` say.
+    """Opens a model by a run's config, a run's folder, the folder of a checkpoint, or a Hugging Face folder.
 
     Raises:
       ConfigError, CheckpointError: there is no model, or it was not trained.
@@ -95,15 +94,16 @@ def of_run(run: Run, train: str = "train it first") -> Source:
     try:
         return _of_checkpoint(run.run_dir, run)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; an untrained model says nothing: {train}") from None
+        raise CheckpointError(f"{error}; an untrained model cannot generate: {train}") from None
 
 
 def _of_checkpoint(path: Path, run: Run) -> Source:
-    """The files of parameters are verified when they are read, so that other mistakes are told at once."""
+    """Checks the files of parameters only in `restore`, so that other mistakes are reported first."""
     converted = find_all(path)[-1].folder.parents[1] / COMPANIONS
-    # A run that was converted, and has had no data of its own, speaks as the model did.
-    speaks = converted.is_dir() and isinstance(run.data, Synthetic)
-    language = _language(converted, run.model.vocab_size) if speaks and isinstance(run.model, Decoder) else None
+    language = None
+    # A converted run that has no data of its own uses the tokenizer of the model it was converted from.
+    if converted.is_dir() and isinstance(run.data, Synthetic) and isinstance(run.model, Decoder):
+        language = _language(converted, run.model.vocab_size)
 
     def restore(structs: Any) -> Any:
         return find(path, PARAMS).restore({"params": structs}, PARAMS)["params"]
@@ -123,10 +123,10 @@ def _of_pretrained(pretrained: Pretrained, overrides: Sequence[str]) -> Source:
 
 
 def _language(folder: Path, vocab_size: int) -> Language:
-    """Of a folder of Hugging Face's; without a tokenizer prompts are ids.
+    """The tokenizer of a Hugging Face folder; without one, prompts are ids.
 
     Raises:
-      CheckpointError: its config cannot be read, or its tokenizer leads out of the folder.
+      CheckpointError: the config cannot be read, or the tokenizer is a link out of the folder.
     """
     problems = Problems()
     end = read_json(folder, CONFIG, problems).get("eos_token_id")
@@ -138,7 +138,7 @@ def _language(folder: Path, vocab_size: int) -> Language:
             check_inside(folder, TOKENIZER)
         except OSError as error:
             problems.add(str(path), f"cannot be read: {error.strerror}")
-    problems.raise_any(CheckpointError, f"{folder} has no language that can be read:")
+    problems.raise_any(CheckpointError, f"the tokenizer of {folder} cannot be read:")
     if not has_tokenizer:
         return Language(Ids(vocab_size=vocab_size, bos=vocab_size - 1 if end is None else end, eos=end), ())
     tokenizer = TokenizerFile(path=str(path))

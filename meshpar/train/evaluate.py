@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from meshpar.errors import ConfigError, Problems
+from meshpar.optim.ema import averaged
 from meshpar.parallel import data
 from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.ema import averaged
 from meshpar.train.gradients import Objective
 from meshpar.train.kept import of_loss
 from meshpar.train.loss import Batch, Tally

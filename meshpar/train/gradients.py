@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.optim.freeze import filled, for_good, thawed, without
 from meshpar.parallel import data
 from meshpar.parallel.buckets import order_of
 from meshpar.parallel.context import ParallelContext
@@ -17,8 +18,6 @@ from meshpar.parallel.local import varying, varying_like
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.freeze import for_good, thawed
-from meshpar.train.frozen import filled, without
 from meshpar.train.kept import REDUCE, of_loss
 from meshpar.train.loss import Batch, Loss, Tally
 from meshpar.train.program import WHOLE, batch_pspecs, on_shards, pspecs

@@ -13,10 +13,10 @@ import numpy as np
 import optax
 
 from meshpar.errors import Problems, ShardingError
+from meshpar.optim.freeze import without
 from meshpar.sharding.resolve import AnyMesh, Placement, resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.frozen import without
 from meshpar.train.program import compile_program, shardings, structs, trace, whole
 from meshpar.tree import flatten_with_paths, map_with_path
 

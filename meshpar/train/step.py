@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from meshpar.errors import ConfigError
-from meshpar.train.frozen import as_in, filled
+from meshpar.optim.freeze import as_in, filled
 from meshpar.train.gradients import Gradients
 from meshpar.train.loss import Batch
 from meshpar.train.program import Program, compile_program, shardings, structs, trace, whole, with_rows

@@ -11,6 +11,7 @@ from typing import Any, Self
 import jax
 
 from meshpar.cost.flops import needed_flops, traced_products
+from meshpar.optim.freeze import for_good
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.pipeline.parts import Parts
@@ -19,7 +20,6 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import check_batch
 from meshpar.train.evaluate import Evaluation, trace_evaluation
-from meshpar.train.freeze import for_good
 from meshpar.train.gradients import Gradients, Objective, gradients, stale
 from meshpar.train.kept import place_kept, zeros
 from meshpar.train.loss import TEACHER, Batch, Loss

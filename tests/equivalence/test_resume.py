@@ -22,11 +22,11 @@ from meshpar.checkpoint.saved import Saved
 from meshpar.flow import fit
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT
+from meshpar.optim import AdamW
 from meshpar.prepared import Prepared
 from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Dataset, Synthetic
-from meshpar.train.optim import AdamW
 from meshpar.tree import map_with_path
 from tests.layouts import LAYOUTS
 

@@ -13,12 +13,12 @@ from flax import nnx
 
 from meshpar.models import Llama
 from meshpar.nn.describe import functional
+from meshpar.optim import AdamW
+from meshpar.optim.ema import averaged
+from meshpar.optim.freeze import Freeze
 from meshpar.prepared import Prepared, prepare
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.ema import averaged
-from meshpar.train.freeze import Freeze
 from meshpar.train.loss import TEACHER, Criterion, Distill
-from meshpar.train.optim import AdamW
 from meshpar.train.step import Step
 from meshpar.train.teacher import Teacher
 from tests.equivalence.conftest import SIZES, batches, prepared

@@ -54,11 +54,11 @@ REFUSED = {
         """\
 meshpar: these prompts cannot be answered:
   stop
-    an empty text is everywhere
+    an empty text occurs everywhere
     leave it out
   prompt 1
     is empty
-    give it at least one character
+    write at least one character
   prompt 2
     11 tokens and 7 more do not fit model.max_seq_len = 16
     max_tokens=5
@@ -70,10 +70,10 @@ meshpar: these prompts cannot be answered:
     "sampling": (
         ["config.yaml", "--prompt", "a", "--temperature", "-0.5", "--top-p", "1.5"],
         """\
-meshpar: the next token cannot be drawn so:
+meshpar: these settings of sampling are invalid:
   temperature
     -0.5 is not 0 or more
-    0 takes the most probable token
+    0 selects the most probable token
   top_p
     1.5 is not a probability above 0
     1 for all tokens
@@ -93,12 +93,12 @@ meshpar: these prompts cannot be answered:
     ),
     "no checkpoint": (
         ["config.yaml", "run_dir=other", "--prompt", "a"],
-        "meshpar: other does not exist; an untrained model says nothing: meshpar train config.yaml\n",
+        "meshpar: other does not exist; an untrained model cannot generate: meshpar train config.yaml\n",
     ),
     "no run": (["empty", "--prompt", "a"], "meshpar: empty is no checkpoint, and holds none\n"),
     "a model of the user's own": (
         ["config.yaml", "model={kind: import, target: my.model:build}", "--prompt", "a"],
-        "meshpar: model.kind = import: only meshpar's own decoders keep keys and values of tokens\n",
+        "meshpar: model.kind = import: only meshpar's own decoders can cache the keys and values of tokens\n",
     ),
     "a misspelt key": (
         ["config.yaml", "mesh.tenser=2", "--prompt", "a"],
@@ -133,11 +133,11 @@ def test_a_batch_that_is_larger_than_what_was_compiled_is_refused(float64):
     assert (
         str(error.value)
         == """\
-the prompts do not fit what was compiled:
+the prompts do not fit the compiled program:
   prompts
     there are 2, and the cache has 1 rows
   prompt 1
-    3 tokens, and the cache takes 1 to 2
+    has 3 tokens, and the cache holds 1 to 2
   prompt 2
-    0 tokens, and the cache takes 1 to 2"""
+    has 0 tokens, and the cache holds 1 to 2"""
     )

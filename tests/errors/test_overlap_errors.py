@@ -7,11 +7,11 @@ import pytest
 from meshpar.errors import ConfigError
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
+from meshpar.optim import AdamW
 from meshpar.prepared import prepare
 from meshpar.run import Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
-from meshpar.train.optim import AdamW
 
 RING = {"overlap": "ring"}
 BOTH = {"parallel": {"tensor": RING, "fsdp": RING}}

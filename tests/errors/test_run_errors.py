@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 import typer
 
-from meshpar.train.metrics import read
+from meshpar.train.records.file import read
 from tests.command import Said
 
 CONFIG = """\
@@ -69,7 +69,7 @@ def test_a_start_and_an_end_that_inform_and_a_run_that_trains_nothing(train):
     assert again.err.splitlines()[2:] == [
         "meshpar: nothing was trained: run holds a run that ended at step 2",
         "  changed since then: optim.lr was 0.01, is 0.5",
-        "  run_dir=... makes this a run of its own; num_steps=..., above 2, trains the old one further",
+        "  run_dir=... starts a new run; num_steps=..., above 2, continues the old one",
     ]
     other = train("num_steps=2", "optim.kind=lion", "optim.lr=0.01")
     assert other.code == 2
@@ -105,7 +105,7 @@ def test_a_broken_record_is_told_before_anything_is_compiled(train):
     Path("run").mkdir()
     Path("run/metrics.jsonl").write_text('{"kind": "run", "step": 0}\n{"kind"\n{"kind": "run", "step": 0}\n')
     told = "run/metrics.jsonl:2\n    is no record of a run\n    remove this line: no other needs it"
-    assert train() == (2, "", f"meshpar: what was recorded cannot be read:\n  {told}\n")
+    assert train() == (2, "", f"meshpar: the records of the run cannot be read:\n  {told}\n")
 
 
 @pytest.mark.usefixtures("never_compiles")
@@ -161,7 +161,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(train, s
     told = said.err.splitlines()[-1].replace(f"{Path.cwd()}/", "")
     what = "(a record|a checkpoint|TensorBoard's events) cannot be written to disk/run/[a-z.]+: No space left on device"
     assert said.code == 1
-    assert re.fullmatch(f"meshpar: {what}; when there is room again, the same command goes on from .*", told), told
+    assert re.fullmatch(f"meshpar: {what}; free some space; the same command then resumes from .*", told), told
     assert "Traceback" not in said.err
     filler.unlink()
     subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
@@ -183,6 +183,6 @@ def test_sigterm_ends_the_command_with_75_and_a_checkpoint_and_the_same_command_
     saved = max(int(path.name) for path in Path("run/checkpoints").iterdir())
     where = f"checkpoint in run/checkpoints/{saved}"
     assert process.returncode == 75
-    assert told == f"meshpar: stopped by SIGTERM at step {saved}; {where}; the same command goes on from it"
+    assert told == f"meshpar: stopped by SIGTERM at step {saved}; {where}; the same command resumes from it"
     assert train(*LONG).code == 0
     assert losses("run") == losses_of_an_unbroken_run(train)

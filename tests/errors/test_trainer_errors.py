@@ -28,22 +28,22 @@ meshpar: 3 problems in config.yaml:
     "globs that match nothing, and steps that never come": (
         [EXTRA, "freeze=[block.**, {paths: [head], until: 2}]"],
         """\
-meshpar: what is frozen does not fit the model:
+meshpar: freeze does not fit the model:
   freeze.0.paths
     no parameter matches 'block.**'
     `meshpar explain` lists them
   freeze.1.until
     2 is not below num_steps = 2: these would never be trained
-    leave it out to freeze them for good
+    leave it out to freeze them for the whole run
 """,
     ),
     "everything is frozen": (
         [EXTRA, "freeze=['**']"],
         """\
-meshpar: what is frozen does not fit the model:
+meshpar: freeze does not fit the model:
   freeze
-    every parameter is frozen for good
-    leave one to train
+    every parameter is frozen for the whole run
+    leave at least one to train
 """,
     ),
     "a key in a list": (

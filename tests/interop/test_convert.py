@@ -16,10 +16,10 @@ from meshpar.flow import fit
 from meshpar.interop.safetensors import Written, tensors_in, write
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.lora import LoRA
+from meshpar.optim import AdamW
 from meshpar.run import Init, Run, load
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
-from meshpar.train.optim import AdamW
 from meshpar.tree import flatten_with_paths
 from tests.interop.pretrained import VOCAB, logits, saved
 from tests.interop.test_huggingface import TOKENS, _same_bits, our_logits, params
@@ -288,13 +288,13 @@ meshpar: LoRA adapts the projections of a model:
     there are blocks.attn.*, blocks.mlp.*
 """)  # fmt: skip
     assert meshpar("explain", "mine.yaml", "freeze=['**', tabel]") == (2, """\
-meshpar: what is frozen does not fit the model:
+meshpar: freeze does not fit the model:
   freeze.1.paths
     no parameter matches 'tabel'
     did you mean table?
   freeze
-    every parameter is frozen for good
-    leave one to train
+    every parameter is frozen for the whole run
+    leave at least one to train
 """)  # fmt: skip
 
 

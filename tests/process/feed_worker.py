@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from meshpar.train.data import Data, Dataset
 from meshpar.train.data.packing import ARRAYS
-from meshpar.train.feed import local_rows, put
+from meshpar.train.loop.feed import local_rows, put
 
 LAYOUTS = {"rows": PartitionSpec(("a", "b")), "rows and columns": PartitionSpec("b", "a"), "whole": PartitionSpec()}
 NUM_STEPS = 2

@@ -19,12 +19,12 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.nn.lora import LoRA
 from meshpar.nn.transformer import Decoder
+from meshpar.optim import AdamW
+from meshpar.optim.freeze import Freeze
 from meshpar.prepared import Prepared, prepare
 from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
-from meshpar.train.freeze import Freeze
-from meshpar.train.optim import AdamW
 from meshpar.train.step import Step
 from meshpar.tree import flatten_with_paths
 from tests.layouts import LAYOUTS

@@ -20,11 +20,11 @@ from meshpar.inspection.findings.planned import planned_by
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.inspection.program.compiling import compiling
 from meshpar.mesh.layout import MeshLayout
+from meshpar.optim import Adafactor, AdamW
 from meshpar.prepared import Prepared, prepare
 from meshpar.run import Run, load
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
-from meshpar.train.optim import Adafactor, AdamW
 from meshpar.train.step import compile_step
 from tests.program.test_bytes import MODEL, ROWS, SEQ, prepared
 

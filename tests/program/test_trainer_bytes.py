@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from meshpar.optim import AdamW
+from meshpar.optim.freeze import Freeze
 from meshpar.prepared import Prepared, prepare
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.freeze import Freeze
 from meshpar.train.loss import Criterion, Distill
-from meshpar.train.optim import AdamW
 from tests.errors.test_trainer_errors import teacher
 from tests.program import oracle
 from tests.program.oracle import closed_form

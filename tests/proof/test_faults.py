@@ -75,7 +75,7 @@ def test_a_doubled_reduction(monkeypatch):
     summed = data.sum_gradient
     monkeypatch.setattr(data, "sum_gradient", twice)
     proof = proof_of(toy(CUBE, *FSDP))
-    assert guilty(proof) == {"data=2": "step 1, gradient of down: exactly 2x (and 3 of 4 gradients beside it)"}
+    assert guilty(proof) == {"data=2": "step 1, gradient of down: exactly 2x (and 3 more of 4 gradients)"}
 
 
 def test_a_mean_of_means(monkeypatch):
@@ -197,7 +197,7 @@ def test_a_wrong_transpose(monkeypatch):
     crossed.defvjp(lambda x, *ctx: (crossed(x, *ctx), None), backward)
     monkeypatch.setattr(data, "_all_gather", crossed)
     proof = proof_of(toy(CUBE, *FSDP))
-    said = "step 1, gradient of down: the same numbers in other places (and 3 of 4 gradients beside it)"
+    said = "step 1, gradient of down: the same numbers in other places (and 3 more of 4 gradients)"
     assert guilty(proof) == {"fsdp=2": said}
 
 
@@ -217,7 +217,7 @@ def test_a_key_that_is_not_folded(monkeypatch):
     proof = proof_of(toy({"data": 2, "tensor": 2}, "megatron", draws=True))
     assert list(guilty(proof)) == ["data=2"]
     assert proof.draws_guilty
-    assert str(proof).endswith("it is equal once nothing is drawn: the random draws differ")
+    assert str(proof).endswith("it is equal if nothing is drawn: the random draws differ")
 
 
 # In what is kept ---------------------------------------------------------------------------------------------------
@@ -274,9 +274,7 @@ def test_two_axes_that_are_wrong_only_together(monkeypatch):
     summed = data.sum_gradient
     monkeypatch.setattr(data, "sum_gradient", confused)
     proof = proof_of(toy(CUBE, *FSDP))
-    assert guilty(proof) == {
-        "data=2, tensor=2": "step 1, gradient of down: exactly 3x (and 3 of 4 gradients beside it)"
-    }
+    assert guilty(proof) == {"data=2, tensor=2": "step 1, gradient of down: exactly 3x (and 3 more of 4 gradients)"}
     assert "guilty: data=2, tensor=2, together" in str(proof)
 
 

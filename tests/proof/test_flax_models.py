@@ -114,7 +114,7 @@ def test_a_model_that_computes_in_float32_is_refused():
     with pytest.raises(ProofError) as error:
         prove(half, [digits(seed, 4) for seed in range(2)])
     assert str(error.value) == (
-        "the loss comes out in float32, though the parameters are float64: rounding would hide what differs; "
+        "the loss is float32, though the parameters are float64: rounding would hide differences; "
         "build the model without a dtype of its own"
     )
 

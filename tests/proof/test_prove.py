@@ -46,13 +46,13 @@ def test_an_optimizer_that_divides_by_a_gradient_of_zero():
     assert proof.is_equal, str(proof)
     assert proof.undecided == ("blocks.attn.k.bias",)
     assert str(proof).splitlines()[-3:] == [
-        "not compared, where the gradient is zero but for rounding: parameters of blocks.attn.k.bias",
+        "not compared, because the gradient is zero except for rounding: parameters of blocks.attn.k.bias",
         "",
-        "equal to one device, random draws included: no difference is above 1e-10",
+        "equal to one device, including random draws: no difference is above 1e-10",
     ]
 
 
 def test_too_few_devices(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda platform=None: jax.local_devices()[:1])
     result = CliRunner().invoke(app, ["prove", "configs/quickstart.yaml"])
-    assert str(result.exception) == "8 CPU devices are needed, 1 are here; say meshpar.simulate(8) first"
+    assert str(result.exception) == "8 CPU devices are needed, 1 are available; call meshpar.simulate(8) first"

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar.train import ema as ema_module
-from meshpar.train.ema import averaged, with_ema
-from meshpar.train.master import with_master
+from meshpar.optim import ema as ema_module
+from meshpar.optim.ema import averaged, with_ema
+from meshpar.optim.master import with_master
 from meshpar.train.state import TrainState
 
 
@@ -38,7 +38,7 @@ def test_the_average_is_unbiased_from_the_first_update_on(decay, num_updates):
 
 
 def test_control_an_average_without_its_correction_is_seen(monkeypatch):
-    monkeypatch.setattr(ema_module, "_share_of_newest", lambda decay, count, dtype: jnp.asarray(1 - decay, dtype))
+    monkeypatch.setattr(ema_module, "_newest_weight", lambda decay, count, dtype: jnp.asarray(1 - decay, dtype))
     assert bias(0.99, 7) > 1
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from meshpar.errors import ConfigError
-from meshpar.train.loggers import MLflow, WandB
-from meshpar.train.metrics import recorder
+from meshpar.train.records.loggers import MLflow, WandB
+from meshpar.train.records.metrics import recorder
 
 
 def run(run_dir: Path, *loggers: Any, start: int = 0) -> None:

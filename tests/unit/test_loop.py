@@ -18,12 +18,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.kept import Kept
 from meshpar.errors import RunError
-from meshpar.train import window as window_module
-from meshpar.train.loop import Loop, Stopwatch
-from meshpar.train.metrics import Record, read, recorder
+from meshpar.train.loop import window as window_module
+from meshpar.train.loop.loop import Loop
+from meshpar.train.loop.stopwatch import Stopwatch
+from meshpar.train.loop.window import IN_FLIGHT
+from meshpar.train.records.file import read
+from meshpar.train.records.loggers import Record
+from meshpar.train.records.metrics import recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
-from meshpar.train.window import IN_FLIGHT
 
 ROWS, SEQ = 8, 2
 
@@ -409,7 +412,7 @@ def test_a_data_set_that_raises_on_the_way_is_one_line_and_the_run_goes_on_later
     with pytest.raises(RunError) as failed:
         run(tmp_path, train=Broken(), source="jsonl /data", kept=Kept(every=4))
     told = "step 7: jsonl /data raised OSError: [Errno 5] Input/output error: '/data/a.jsonl'"
-    assert str(failed.value) == f"{told}; the same command goes on from the last checkpoint"
+    assert str(failed.value) == f"{told}; the same command resumes from the last checkpoint"
     assert saved_steps(tmp_path) == [4]
     assert run(tmp_path).step == 10
 
@@ -441,7 +444,7 @@ def test_a_checkpoint_on_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: py
         with pytest.raises(RunError) as failed:
             run(tmp_path)
     told = f"a checkpoint cannot be written to {tmp_path / 'checkpoints'}: No space left on device"
-    assert str(failed.value).startswith(f"{told}; when there is room again")
+    assert str(failed.value).startswith(f"{told}; free some space")
     assert run(tmp_path).step == 10
 
 

@@ -15,7 +15,8 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from meshpar.errors import CheckpointError, RunError
-from meshpar.train.metrics import FILE, _append, read, recorder, summary
+from meshpar.train.records.file import FILE, append, read
+from meshpar.train.records.metrics import recorder, summary
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
@@ -111,7 +112,7 @@ def test_people_who_are_no_terminal_read_a_line_a_record(tmp_path: Path, capsys:
 run        step      0  begins
 train      step      1  loss 2.5000  norm 0.25  2,048 tokens/s  0.500 s/step  MFU 41.3%  lr 1.0e-03
 evaluation step      1  loss 2.7500
-run        step      1  goes on from a checkpoint
+run        step      1  resumes from a checkpoint
 """
     )
 
@@ -172,7 +173,7 @@ def test_any_other_broken_line_is_told_by_its_number_and_nothing_is_changed(tmp_
     with pytest.raises(CheckpointError) as refused, recorder(tmp_path, 10, as_json=True):
         pass
     told = "is no record of a run\n    remove this line: no other needs it"
-    assert str(refused.value) == f"what was recorded cannot be read:\n  {tmp_path / FILE}:2\n    {told}"
+    assert str(refused.value) == f"the records of the run cannot be read:\n  {tmp_path / FILE}:2\n    {told}"
     assert (tmp_path / FILE).read_bytes() == text
 
 
@@ -193,10 +194,10 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_record(tmp_path: Path):
     file = tmp_path / FILE
     with Full(file, "a") as lines:
         lines.room = 60
-        _append(file, lines, {"kind": "train", "step": 1, "loss": 1.0})
+        append(file, lines, {"kind": "train", "step": 1, "loss": 1.0})
         with pytest.raises(RunError) as refused:
-            _append(file, lines, {"kind": "train", "step": 2, "loss": 2.0})
-    fix = "when there is room again, the same command goes on from the last checkpoint"
+            append(file, lines, {"kind": "train", "step": 2, "loss": 2.0})
+    fix = "free some space; the same command then resumes from the last checkpoint"
     assert str(refused.value) == f"a record cannot be written to {file}: No space left on device; {fix}"
     assert refused.value.exit_code == 1
     assert (file.read_bytes().count(b"\n"), losses(tmp_path)) == (1, [(1, 1.0)])

@@ -18,11 +18,11 @@ from meshpar.errors import ShardingError
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT
 from meshpar.nn.describe import describe
+from meshpar.optim import SGD, Adafactor, AdamW, Lion, Muon, Optimizer
+from meshpar.optim.base import Matrix
+from meshpar.optim.schedule import WSD, Cosine, Linear
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.descent import Matrix
-from meshpar.train.optim import SGD, Adafactor, AdamW, Lion, Muon, Optimizer
-from meshpar.train.schedule import WSD, Cosine, Linear
 from meshpar.train.state import place
 from meshpar.tree import flatten_with_paths
 

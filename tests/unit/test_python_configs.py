@@ -15,9 +15,9 @@ import meshpar
 from meshpar.collectives import Int8
 from meshpar.config import load, to_yaml
 from meshpar.errors import ConfigError
+from meshpar.optim.freeze import Freeze
 from meshpar.run import Run
 from meshpar.sharding.rules import PRESETS
-from meshpar.train.freeze import Freeze
 
 PLAIN = {
     "model": {"kind": "llama", "num_layers": 1, "width": 8, "num_heads": 2, "mlp_width": 8},

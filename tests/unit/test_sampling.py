@@ -130,9 +130,9 @@ def test_settings_that_make_no_sense_are_listed_together():
     with pytest.raises(ConfigError) as error:
         Sampling(temperature=-1, top_k=0, top_p=0, seed=-1)
     assert [line for line in str(error.value).splitlines() if line[2] != " "] == [
-        "the next token cannot be drawn so:", "  temperature", "  top_k", "  top_p", "  seed",
+        "these settings of sampling are invalid:", "  temperature", "  top_k", "  top_p", "  seed",
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="temperature 0 takes the most probable token, whatever top_k"):
+    with pytest.raises(ConfigError, match="temperature 0 selects the most probable token, whatever top_k"):
         Sampling(top_k=3)
     with pytest.raises(ConfigError, match="nan is not 0 or more"):
         Sampling(temperature=float("nan"))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshpar.errors import ConfigError
-from meshpar.train.schedule import WSD, Constant, Cosine, Linear
+from meshpar.optim.schedule import WSD, Constant, Cosine, Linear
 
 PEAK = 0.5
 WARMUP, FINAL, FORM = st.integers(0, 20), st.floats(0, 1), st.sampled_from(["linear", "1-sqrt"])

@@ -19,7 +19,7 @@ import pytest
 
 from meshpar.checkpoint.kept import Kept
 from meshpar.errors import ConfigError
-from meshpar.train.signals import EXIT_CODE, Interrupted, Signals
+from meshpar.train.loop.signals import EXIT_CODE, Interrupted, Signals
 from tests.unit.test_loop import Numbers, recorded, run, saved_steps, steps_of, toy
 
 
@@ -76,7 +76,7 @@ def assert_goes_on_as_unbroken(tmp_path: Path, **changed: Any) -> None:
 def test_the_step_is_finished_and_saved_and_the_run_goes_on_to_the_same_numbers(tmp_path, number):
     said = interrupted(tmp_path / "run", log_every=1, step=Signalling(4, number, toy().step.batch))
     where = tmp_path / "run" / "checkpoints" / "4"
-    assert said == f"stopped by {number.name} at step 4; checkpoint in {where}; the same command goes on from it"
+    assert said == f"stopped by {number.name} at step 4; checkpoint in {where}; the same command resumes from it"
     assert saved_steps(tmp_path / "run") == [4]
     assert_goes_on_as_unbroken(tmp_path)
 
@@ -171,7 +171,7 @@ def test_in_another_thread_it_is_refused():
 # The main thread runs no Python while it hashes, as when XLA compiles.
 BUSY = """
 import hashlib, sys, time
-from meshpar.train.signals import Signals
+from meshpar.train.loop.signals import Signals
 signals = Signals()
 with signals.listening():
     if sys.argv[1] == "stepping":

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.train import stall as stall_module
-from meshpar.train.stall import Stall
+from meshpar.train.loop import stall as stall_module
+from meshpar.train.loop.stall import Stall
 from tests.unit.test_loop import Numbers, run
 
 
@@ -62,6 +62,6 @@ def test_the_loop_warns_while_it_waits_and_then_goes_on(tmp_path, monkeypatch):
     now = iter(range(0, 10**9, 40))  # each look at the clock takes 40 s
     monkeypatch.setattr(stall_module, "say", say)
     monkeypatch.setattr(stall_module, "LOOK_S", 0.001)
-    monkeypatch.setattr("meshpar.train.loop.Stall", lambda source: Stall(source, clock=lambda: float(next(now))))
+    monkeypatch.setattr("meshpar.train.loop.loop.Stall", lambda source: Stall(source, clock=lambda: float(next(now))))
     assert run(tmp_path, train=data, source="jsonl corpus").step == 10
     assert any("step 6 has waited" in text and "data from jsonl corpus stalls" in text for text in told)

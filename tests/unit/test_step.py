@@ -10,11 +10,11 @@ import pytest
 
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
+from meshpar.optim import SGD, Adafactor, AdamW, Lion, Muon
 from meshpar.prepared import Prepared, prepare
 from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
-from meshpar.train.optim import SGD, Adafactor, AdamW, Lion, Muon
 from meshpar.train.step import with_rows
 from meshpar.tree import flatten_with_paths
 

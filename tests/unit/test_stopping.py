@@ -10,8 +10,8 @@ import pytest
 
 from meshpar.checkpoint.kept import Kept
 from meshpar.errors import ConfigError
-from meshpar.train.ema import averaged
-from meshpar.train.stopping import EarlyStopping
+from meshpar.optim.ema import averaged
+from meshpar.train.loop.stopping import EarlyStopping
 from tests.unit.test_loop import Numbers, recorded, run, saved_steps, steps_of
 
 
@@ -61,7 +61,7 @@ def test_a_run_that_goes_on_remembers_how_long_it_has_waited(tmp_path):
 
 
 def test_control_a_run_that_forgot_would_end_later(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshpar.train.loop.evaluations", lambda file, start: [])
+    monkeypatch.setattr("meshpar.train.loop.loop.evaluations", lambda file, start: [])
     with pytest.raises(AssertionError):
         test_a_run_that_goes_on_remembers_how_long_it_has_waited(tmp_path)
 

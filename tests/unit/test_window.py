@@ -7,7 +7,7 @@ import pytest
 
 from meshpar.checkpoint.kept import Kept
 from meshpar.errors import RunError
-from meshpar.train.window import IN_FLIGHT, Window
+from meshpar.train.loop.window import IN_FLIGHT, Window
 from tests.unit.test_loop import Numbers, recorded, run, saved_steps
 
 

@@ -1,4 +1,4 @@
-"""Muon: momentum made orthogonal."""
+"""Muon: orthogonalized momentum."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import optax
 import optax.contrib
 
 from meshpar import config
-from meshpar.train.descent import TOKENS, Beta, Descent, Matrix, Positive, map_dims
+from meshpar.optim.base import TOKENS, Beta, Descent, Matrix, Positive, map_dims
 
 # Quintic Newton-Schulz coefficients of Keller Jordan, github.com/KellerJordan/Muon.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(Descent):
-    """Momentum made orthogonal, for hidden matrices; Adam for embeddings, the head, norms and biases.
+    """Orthogonalizes the momentum of hidden matrices; uses Adam for embeddings, the head, norms and biases.
 
-    Hidden is a matrix with neither of the dims `vocab` and `positions`. An update of a hidden matrix has all
-    singular values near 1, times `rms * sqrt(max(inputs, outputs))`.
+    A matrix is hidden if it has neither the dim `vocab` nor `positions`. All singular values of its update are near
+    1, times `rms * sqrt(max(inputs, outputs))`.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon;
         for `rms`, Liu et al. 2025, arXiv:2502.16982.
-    Memory: one moment a hidden parameter, two any other.
-    Communication: XLA's choice, for the products of a sharded matrix with itself.
+    Memory: one moment for a hidden parameter, two for any other.
+    Communication: chosen by XLA, for the products of a sharded matrix with itself.
     """
 
     elementwise: ClassVar = False
@@ -35,15 +35,15 @@ class Muon(Descent):
     momentum: Beta = 0.95
     nesterov: bool = True
     num_iterations: config.Positive = 5
-    """Of Newton-Schulz, which makes a matrix orthogonal by products alone."""
+    """Number of Newton-Schulz iterations, which orthogonalize a matrix by matrix products."""
     rms: Positive = 0.2
-    """Root mean square of an update's elements. Adam's have about 0.2, so one learning rate serves both."""
+    """Root mean square of the elements of an update. Adam's is about 0.2, so that one learning rate serves both."""
     b1: Beta = 0.9
-    """Adam's, for the other parameters."""
+    """Adam's b1, for the other parameters."""
     b2: Beta = 0.95
-    """Adam's."""
+    """Adam's b2."""
     eps: Positive = 1e-8
-    """Adam's."""
+    """Adam's eps."""
 
     def direction(self, dims: Any) -> optax.GradientTransformation:
         return optax.partition(
@@ -52,31 +52,31 @@ class Muon(Descent):
         )
 
     def _orthogonal(self, dims: Any) -> optax.GradientTransformation:
-        matrices = map_dims(lambda d: _muon_dims(d) if _is_hidden(d) else optax.MaskedNode(), dims)
+        def matrix(names: Sequence[str]) -> Any:
+            if not _is_hidden(names):
+                return optax.MaskedNode()
+            return optax.contrib.MuonDimensionNumbers(Matrix.of(names).inputs, Matrix.of(names).outputs)
+
+        def scale(update: jax.Array, matrix: optax.contrib.MuonDimensionNumbers) -> jax.Array:
+            """The root mean square of an m x n matrix with singular values 1 is 1 / sqrt(max(m, n))."""
+            num_inputs, num_outputs = (math.prod(update.shape[i] for i in dims) for dims in matrix)  # pyright: ignore
+            return update * (self.rms * math.sqrt(max(num_inputs, num_outputs)))
+
+        matrices = map_dims(matrix, dims)
         muon = optax.contrib.scale_by_muon(
             NEWTON_SCHULZ, self.num_iterations, self.momentum,
             nesterov=self.nesterov, weight_dimension_numbers=matrices,
         )  # fmt: skip
-        scale = optax.stateless(lambda updates, _: jax.tree.map(self._scaled, updates, matrices))
-        return optax.chain(_without_coefficients(muon), scale)
-
-    def _scaled(self, update: jax.Array, matrix: optax.contrib.MuonDimensionNumbers) -> jax.Array:
-        """Of an m x n matrix with singular values 1, the root mean square is 1 / sqrt(max(m, n))."""
-        num_inputs, num_outputs = (math.prod(update.shape[i] for i in dims) for dims in matrix)  # pyright: ignore
-        return update * (self.rms * math.sqrt(max(num_inputs, num_outputs)))
+        scaled = optax.stateless(lambda updates, _: jax.tree.map(scale, updates, matrices))
+        return optax.chain(_without_coefficients(muon), scaled)
 
 
 def _is_hidden(dims: Sequence[str]) -> bool:
     return bool(Matrix.of(dims).outputs) and not set(dims) & set(TOKENS)
 
 
-def _muon_dims(dims: Sequence[str]) -> optax.contrib.MuonDimensionNumbers:
-    matrix = Matrix.of(dims)
-    return optax.contrib.MuonDimensionNumbers(matrix.inputs, matrix.outputs)
-
-
 def _without_coefficients(muon: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Keeps the three constants out of the state: they are like no parameter, and need no checkpoint."""
+    """Removes the three constants from the state: they belong to no parameter, and checkpoints do not need them."""
 
     def init(params: Any) -> Any:
         return muon.init(params)._replace(ns_coeffs=())  # pyright: ignore

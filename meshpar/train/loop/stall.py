@@ -1,4 +1,4 @@
-"""A source of data that keeps a run waiting is named: after a while, and again at distances that double."""
+"""Warns when the data stalls: after a while, and again each time the wait has doubled."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LOOK_S = 1.0
 
 @dataclass
 class Stall:
-    """Watches how long a batch is waited for.
+    """Measures how long the run has been waiting for a batch.
 
     Args:
-      source: what the batches are read from, as people know it.
-      clock: seconds that only grow.
-      first_s: after so many seconds the first warning.
+      source: name of the data, for the warnings.
+      clock: monotonic time in seconds.
+      first_s: seconds until the first warning.
 
     >>> now = iter([0.0, 29.0, 30.0, 59.0, 60.0])
     >>> stall = Stall("jsonl corpus", clock=lambda: next(now))
@@ -40,7 +40,7 @@ class Stall:
 
     @contextmanager
     def waiting(self, step: int) -> Iterator[None]:
-        """Within, the batch of a step is waited for."""
+        """Counts the time within as waiting for the batch of a step."""
         self._step = step
         self._next_s = self.first_s
         self._since = self.clock()
@@ -50,7 +50,7 @@ class Stall:
             self._since = None
 
     def warning(self) -> str | None:
-        """What to say now, if anything: each time the wait has doubled."""
+        """The warning that is due now, if any."""
         since = self._since
         if since is None:
             return None
@@ -64,7 +64,7 @@ class Stall:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within, a thread prints the warnings."""
+        """Prints the warnings within, from a thread."""
         ended = threading.Event()
 
         def watch() -> None:

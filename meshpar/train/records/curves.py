@@ -1,4 +1,4 @@
-"""Loss and learning rate of runs as a picture, from the records that they wrote."""
+"""Plots the loss and the learning rate of runs from their records."""
 
 from __future__ import annotations
 
@@ -8,39 +8,50 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.errors import ConfigError, Problems
-from meshpar.train.loggers import Record
-from meshpar.train.metrics import FILE, read
+from meshpar.train.records.file import FILE, read
+from meshpar.train.records.loggers import Record
 
-SIZE, DOTS_PER_INCH = (8.0, 6.0), 120
-# Okabe and Ito's colours, which people of every colour vision tell apart; yellow left out, being pale on white.
+SIZE = (8.0, 6.0)
+DOTS_PER_INCH = 120
+# Okabe and Ito's colours, which can be distinguished with every colour vision; without yellow, which is pale on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 STYLES = ("-", "--", ":", "-.")
 
 
 def draw(run_dirs: Sequence[Path], out: Path) -> None:
-    """Draws training and held-out loss over learning rate, by step, several runs in one picture.
+    """Plots training and held-out loss, and below them the learning rate, over the steps of one or more runs.
 
     Args:
-      run_dirs: where `metrics.jsonl` lies; their names are the legend's.
-      out: a file; its ending says the format, `.png` or another of matplotlib's.
+      run_dirs: directories that contain `metrics.jsonl`; the legend names the runs after them.
+      out: a file; its ending is one of matplotlib's formats, such as `.png`.
 
     Raises:
       ConfigError: lists every directory without records; or matplotlib is not installed; or `out` cannot be written.
     """
     runs = dict(zip(_names(run_dirs), _all_records(run_dirs), strict=True))
-    figure: Any = _figure_class()(figsize=SIZE, dpi=DOTS_PER_INCH, layout="constrained")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("plot: matplotlib is not installed; pip install 'meshpar[plot]'") from None
+    figure: Any = Figure(figsize=SIZE, dpi=DOTS_PER_INCH, layout="constrained")
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for i, (name, records) in enumerate(runs.items()):
         _curves(losses, rates, name, records, COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)])
-    losses.set_ylabel(f"loss{_unit(list(runs.values()))}")
+    configs = [record["config"] for record in chain(*runs.values()) if record["kind"] == "run"]
+    is_own_loss = any((config.get("loss") or {}).get("target") for config in configs)
+    losses.set_ylabel("loss" if is_own_loss else "loss (nats per token)")
     rates.set(ylabel="learning rate", xlabel="step")
     rates.set_ylim(bottom=0)
     rates.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     for axes in (losses, rates):
         axes.grid(alpha=0.3)
-    # Below both, where it hides no curve however many runs there are.
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    _write(figure, out)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)  # below both, where it hides no curve
+    try:
+        figure.savefig(out)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
+    except ValueError as error:  # matplotlib does not know the ending
+        raise ConfigError(f"--out {out}: {error}") from None
 
 
 def _curves(losses: Any, rates: Any, name: str, records: Sequence[Record], colour: str, style: str) -> None:
@@ -51,7 +62,8 @@ def _curves(losses: Any, rates: Any, name: str, records: Sequence[Record], colou
 
 
 def _all_records(run_dirs: Sequence[Path]) -> list[list[Record]]:
-    problems, found = Problems(), []
+    problems = Problems()
+    found = []
     for run_dir in run_dirs:
         file = run_dir / FILE
         try:
@@ -66,39 +78,15 @@ def _all_records(run_dirs: Sequence[Path]) -> list[list[Record]]:
 
 
 def _series(records: Sequence[Record], kind: str, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values; what was not finite is recorded as null, and left out."""
+    """Steps and values, without values that were not finite, which are recorded as null."""
     points = [(r["step"], r[name]) for r in records if r["kind"] == kind and r.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def _names(run_dirs: Sequence[Path]) -> list[str]:
-    """The last part of each path, or as many as tell them apart."""
+    """The last part of each path, or as many parts as make the names differ."""
     for length in range(1, max(len(path.absolute().parts) for path in run_dirs)):
         names = ["/".join(path.absolute().parts[-length:]) for path in run_dirs]
         if len(set(names)) == len(names):
             return names
     return [f"{path} ({i})" for i, path in enumerate(run_dirs, start=1)]
-
-
-def _unit(runs: Sequence[list[Record]]) -> str:
-    """That of a cross entropy, if the loss of every run is one."""
-    configs = [record["config"] for record in chain(*runs) if record["kind"] == "run"]
-    are_own = any((config.get("loss") or {}).get("target") for config in configs)
-    return "" if are_own else " (nats per token)"
-
-
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("plot: matplotlib is not installed; pip install 'meshpar[plot]'") from None
-    return Figure
-
-
-def _write(figure: Any, out: Path) -> None:
-    try:
-        figure.savefig(out)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
-    except ValueError as error:  # matplotlib's, of an ending that it does not know
-        raise ConfigError(f"--out {out}: {error}") from None

@@ -1,4 +1,4 @@
-"""An exponential moving average of the parameters, which evaluations and exports use in their place."""
+"""The exponential moving average of the parameters, which evaluations and exports use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meshpar.optim.freeze import filled
 from meshpar.parallel.precision import wide
-from meshpar.train.frozen import filled
 
 
 class EmaState(NamedTuple):
-    """The average, of how many updates it is, and the state of the optimizer that made them."""
+    """The average, the number of updates in it, and the state of the wrapped optimizer."""
 
     ema: Any
     num_updates: jax.Array
@@ -22,17 +22,17 @@ class EmaState(NamedTuple):
 
 
 def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that keeps an average of the parameters that it makes, and changes nothing else.
+    """Wraps an optimizer so that its state also holds an average of the parameters. Updates do not change.
 
-    After t updates the average is `sum(decay^(t-i) p_i) / sum(decay^(t-i))` over i = 1..t: unbiased from the first
-    on, so that the initial parameters are in it no longer than they are in the parameters. It is a part of the
-    optimizer's state: sharded from ZeRO-1 on, and in checkpoints.
+    After t updates the average is `sum(decay^(t-i) p_i) / sum(decay^(t-i))` over i = 1..t. It is unbiased from the
+    first update on: the initial parameters are not in it. As a part of the optimizer's state it is sharded from
+    ZeRO-1 on and saved in checkpoints.
 
     Args:
       decay: in (0, 1); about 1 / (1 - decay) updates are averaged.
 
-    Numerics: in float32 at least, whatever the parameters are stored in.
-    Memory: beside the state of `tx`, a copy of the parameters. Communication: none.
+    Numerics: at least float32, whatever dtype the parameters are stored in.
+    Memory: a copy of the parameters in addition to the state of `tx`. Communication: none.
     Source: Polyak and Juditsky 1992, doi:10.1137/0330046; unbiased as in Kingma and Ba 2015, arXiv:1412.6980.
 
     >>> tx, params = with_ema(optax.sgd(1.0), 0.5), {"w": jnp.zeros(1)}
@@ -51,23 +51,26 @@ def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTr
     def update(grads: Any, state: EmaState, params: Any = None, **extra: Any) -> tuple[Any, EmaState]:
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
         num_updates = state.num_updates + 1
-        mix = lambda old, p, u: old + _share_of_newest(decay, num_updates, old.dtype) * (wide(p) + wide(u) - old)
+
+        def mix(old: jax.Array, param: jax.Array, change: jax.Array) -> jax.Array:
+            return old + _newest_weight(decay, num_updates, old.dtype) * (wide(param) + wide(change) - old)
+
         return updates, EmaState(jax.tree.map(mix, state.ema, params, updates), num_updates, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
 
 
 def averaged(state: Any) -> Any:
-    """The parameters that evaluation and export use: the average where the optimizer keeps one, else the parameters.
+    """The parameters that evaluation and export use: their average if the optimizer has one, else the parameters.
 
     Args:
       state: a `TrainState`, of arrays, structs or placements.
     """
     nodes = jax.tree.leaves(state.opt_state, is_leaf=lambda node: isinstance(node, EmaState))
-    kept = next((node.ema for node in nodes if isinstance(node, EmaState)), state.params)
-    return filled(kept, state.params)  # what is never trained has no average
+    average = next((node.ema for node in nodes if isinstance(node, EmaState)), state.params)
+    return filled(average, state.params)  # parameters that are never trained have no average
 
 
-def _share_of_newest(decay: float, count: jax.Array, dtype: Any) -> jax.Array:
-    """`(1 - decay) / (1 - decay^count)`, without the cancellation that a decay near 1 brings."""
+def _newest_weight(decay: float, count: jax.Array, dtype: Any) -> jax.Array:
+    """`(1 - decay) / (1 - decay^count)`, computed without cancellation for a decay near 1."""
     return (1 - decay) / -jnp.expm1(count.astype(dtype) * math.log(decay))

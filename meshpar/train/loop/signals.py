@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first ends a run after its step, with a checkpoint; the second ends the process at once."""
+"""Handles SIGINT and SIGTERM: the first signal ends a run after its step, the second ends the process at once."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from meshpar.errors import ConfigError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: schedulers start such a job again."""
+"""EX_TEMPFAIL of sysexits.h, on which schedulers restart a job."""
 GRACE_S = 2.0
 _SHOW_CURSOR = b"\033[?25h"
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was ended by a signal; the same command goes on with it."""
+    """A signal ended the run; the same command resumes it."""
 
     exit_code = EXIT_CODE
 
 
 class Signals:
-    """What has been asked for by signals. Without `listening`, nothing ever is.
+    """Notes signals within `listening`; outside of it, none are noticed.
 
-    A run goes through three phases. Before its first step there is nothing to save, and `Interrupted` is raised at
-    once. JAX may compile for minutes without running any Python, so a thread ends a process that does not answer in
-    `GRACE_S`. While it steps, `caught` says that it shall end. While it waits for a batch, `Interrupted` is raised.
+    A run has three phases. Before its first step there is nothing to save: `Interrupted` is raised at once. JAX may
+    compile for minutes without running any Python, so a thread ends a process that does not respond within `GRACE_S`.
+    During a step, the signal is only stored in `caught`, which the loop reads. While the run waits for a batch,
+    `Interrupted` is raised.
 
     Args:
       caught: the first signal that came.
@@ -53,7 +54,7 @@ class Signals:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handles both signals within, and puts back what handled them before. A signal that is ignored stays so.
+        """Handles both signals within, and restores the earlier handlers on exit. Signals that are ignored stay so.
 
         Raises:
           ConfigError: this is not the main thread.
@@ -79,7 +80,7 @@ class Signals:
             yield
 
     def begin(self) -> None:
-        """From here on there are steps to save: a signal is only noted."""
+        """Starts the steps: from here on a signal is only noted."""
         self._raises = False
         self._has_begun = True
         if self.caught:
@@ -87,7 +88,7 @@ class Signals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within, a signal raises `Interrupted`."""
+        """Makes signals raise `Interrupted` within."""
         self._raises = True
         try:
             if self.caught:
@@ -106,7 +107,7 @@ class Signals:
             raise Interrupted(self.nothing_to_save())
 
     def _watch(self, receive: socket.socket) -> None:
-        """Hears signals though the main thread runs no Python."""
+        """Receives signals in a thread, even while the main thread runs no Python."""
         num_heard = 0
         while number := receive.recv(1):
             if number[0] not in SIGNALS:
@@ -120,5 +121,5 @@ class Signals:
                 self.caught = signal.Signals(number[0])
                 end = f"meshpar: {self.nothing_to_save()}\n".encode()
                 with suppress(OSError):
-                    os.write(self._stderr, _SHOW_CURSOR * os.isatty(self._stderr) + end)
+                    os.write(self._stderr, _SHOW_CURSOR + end if os.isatty(self._stderr) else end)
                 os._exit(EXIT_CODE)

@@ -1,7 +1,7 @@
-"""Learning rates over the length of a run, as frozen strategies.
+"""Learning rate schedules.
 
 A schedule is a function of the number of updates made so far. It would be 0 one update before the first, and
-it would be at its end one update after the last: so no update of a run is wasted on a rate of zero.
+reaches its end one update after the last, so that no update of a run is wasted on a rate of zero.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Fraction = Annotated[float, pydantic.Field(ge=0, le=1)]
 
 
 class _Warmup(Config):
-    """A linear rise to the peak; subclasses say how it goes on."""
+    """A linear rise to the peak; subclasses define the rest."""
 
     warmup_steps: Count = 0
-    """How many updates are below the peak, at its start: update i has (i + 1) / (warmup_steps + 1) of it."""
+    """Number of updates before the peak: update i uses (i + 1) / (warmup_steps + 1) of it."""
 
     def build(self, peak: float, num_steps: int) -> optax.Schedule:
-        """The schedule of a run.
+        """Builds the schedule of a run.
 
         Args:
           peak: the largest learning rate.
@@ -52,21 +52,19 @@ class _Warmup(Config):
         return schedule
 
     def check(self, num_steps: int, problems: Problems) -> None:
-        """Adds what does not fit a run of `num_steps`."""
+        """Adds a problem for each field that does not fit a run of `num_steps`."""
         if self.warmup_steps > num_steps:
-            where, what = (
-                "optim.schedule.warmup_steps",
-                f"{self.warmup_steps} is more than num_steps = {num_steps}",
-            )
+            where = "optim.schedule.warmup_steps"
+            what = f"{self.warmup_steps} is more than num_steps = {num_steps}"
             problems.add(where, what, f"{where}={num_steps} or less, or num_steps={self.warmup_steps} or more")
 
     @abstractmethod
     def _after_warmup(self, now: jax.Array, num_steps: int) -> jax.Array:
-        """The fraction of the peak, 1 as long as the warm-up lasts."""
+        """The learning rate as a fraction of the peak; 1 during the warm-up."""
 
 
 class Constant(_Warmup):
-    """The peak, to the end.
+    """Stays at the peak to the end.
 
     >>> [round(float(Constant(warmup_steps=3).build(1.0, 8)(i)), 2) for i in range(6)]
     [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
@@ -79,10 +77,10 @@ class Constant(_Warmup):
 
 
 class _Decay(_Warmup):
-    """A fall from the peak to a fraction of it; subclasses say when it starts, and its form."""
+    """A decay from the peak to a fraction of it; subclasses define its start and its form."""
 
     final: Fraction = 0.0
-    """What is left at the end, as a fraction of the peak."""
+    """The learning rate at the end, as a fraction of the peak."""
 
     def _after_warmup(self, now: jax.Array, num_steps: int) -> jax.Array:
         start = self._start(num_steps)
@@ -90,16 +88,16 @@ class _Decay(_Warmup):
         return self.final + (1.0 - self.final) * self._fall(progress)
 
     def _start(self, num_steps: int) -> int:
-        """The number of updates before the fall."""
+        """The number of updates before the decay."""
         return self.warmup_steps
 
     @abstractmethod
     def _fall(self, progress: jax.Array) -> jax.Array:
-        """[0, 1] -> [1, 0], monotonic."""
+        """A monotonic function [0, 1] -> [1, 0]."""
 
 
 class Linear(_Decay):
-    """A straight line down, from the end of the warm-up.
+    """Decays along a straight line, from the end of the warm-up.
 
     >>> [round(float(Linear(warmup_steps=1).build(1.0, 5)(i)), 2) for i in range(6)]
     [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
@@ -112,7 +110,7 @@ class Linear(_Decay):
 
 
 class Cosine(_Decay):
-    """Half a cosine wave down, from the end of the warm-up.
+    """Decays along half a cosine wave, from the end of the warm-up.
 
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983.
 
@@ -127,7 +125,7 @@ class Cosine(_Decay):
 
 
 class WSD(_Decay):
-    """Warm-up, stable, decay: the peak until near the end, so that a run can be made longer before its decay.
+    """Warm-up, stable, decay: stays at the peak until near the end, so that a run can be extended before its decay.
 
     Source: Hu et al. 2024, arXiv:2404.06395; the form `1-sqrt`: Hägele et al. 2024, arXiv:2405.18392.
 
@@ -139,25 +137,25 @@ class WSD(_Decay):
     decay_steps: Positive | None = None
     """Length of the decay. Default: `decay_fraction` of the run."""
     decay_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
-    """Length of the decay, as a fraction of the run. Default: 0.2, where `decay_steps` is not given."""
+    """Length of the decay, as a fraction of the run. Default: 0.2, if `decay_steps` is not set."""
     shape: Literal["linear", "1-sqrt"] = "1-sqrt"
 
     @pydantic.model_validator(mode="after")
     def _one_length(self) -> Self:
         if self.decay_steps is not None and self.decay_fraction is not None:
-            raise ValueError("decay_steps and decay_fraction say the same thing: give one of them")
+            raise ValueError("decay_steps and decay_fraction both set its length: give one of them")
         return self
 
     def check(self, num_steps: int, problems: Problems) -> None:
         super().check(num_steps, problems)
-        length, room = self._length(num_steps), num_steps - self.warmup_steps
-        if length > room >= 0:
+        length = self._length(num_steps)
+        if length > num_steps - self.warmup_steps >= 0:
             where = f"optim.schedule.{'decay_fraction' if self.decay_steps is None else 'decay_steps'}"
             what = f"{self.warmup_steps} steps of warm-up and {length} of decay are more than {num_steps}"
             problems.add(where, what, f"a shorter decay{self._longer_run()}")
 
     def _longer_run(self) -> str:
-        """The proposal of a number of steps that suffices. A decay that is a fraction grows with the run."""
+        """Proposes a number of steps that suffices. A decay that is a fraction of the run grows with the run."""
         if self.decay_steps is not None:
             return f", or num_steps={self.warmup_steps + self.decay_steps} or more"
         stable = 1.0 - (self.decay_fraction or 0.2)

@@ -1,4 +1,4 @@
-"""Parameters that the optimizer keeps for itself, wider than those that are stored and sent."""
+"""Master weights: a wide copy of the parameters in the optimizer's state."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class MasterState(NamedTuple):
 
 
 def with_master(tx: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that works on a copy of the parameters in `dtype`; the parameters are roundings of it.
+    """Wraps an optimizer so that it updates a copy of the parameters in `dtype`; the parameters are the rounded copy.
 
-    In bfloat16 an update below 1/256 of a parameter is lost; in the copy it is kept. The copy is part of the
-    optimizer's state: sharded from ZeRO-1 on, and in checkpoints.
+    In bfloat16 an update below 1/256 of a parameter is lost; the copy accumulates it. As a part of the optimizer's
+    state the copy is sharded from ZeRO-1 on and saved in checkpoints.
 
-    Numerics: what the copy and the parameter differ by is the update, so that the sum rounds to the copy's rounding.
-    Memory: beside the state of `tx`, a copy of the parameters.
+    Numerics: the update returned is the copy less the parameter, so that their sum rounds to the rounded copy.
+    Memory: a copy of the parameters in addition to the state of `tx`.
     Source: Micikevicius et al. 2018, arXiv:1710.03740.
 
     >>> import jax.numpy as jnp
@@ -36,14 +36,15 @@ def with_master(tx: optax.GradientTransformation, dtype: Any) -> optax.GradientT
     [0.996] [0.996094]
     """
     inner_tx = optax.with_extra_args_support(tx)
-    wide = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)
 
     def init(params: Any) -> MasterState:
-        return MasterState(wide(params), tx.init(wide(params)))
+        master = jax.tree.map(lambda x: x.astype(dtype), params)
+        return MasterState(master, tx.init(master))
 
     def update(grads: Any, state: MasterState, params: Any = None, **extra: Any) -> tuple[Any, MasterState]:
         updates, inner = inner_tx.update(grads, state.inner, state.master, **extra)
         master = optax.apply_updates(state.master, updates)
-        return jax.tree.map(lambda new, old: new - old.astype(dtype), master, params), MasterState(master, inner)  # pyright: ignore
+        changes = jax.tree.map(lambda new, old: new - old.astype(dtype), master, params)
+        return changes, MasterState(master, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore

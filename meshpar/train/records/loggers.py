@@ -1,4 +1,4 @@
-"""Where a run's records go beside its own file: TensorBoard, Weights & Biases, MLflow. Only one process writes."""
+"""Services that receive a run's records: TensorBoard, Weights & Biases, MLflow. Only the first process sends."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ import pydantic
 
 from meshpar.config import Config
 from meshpar.errors import ConfigError
-from meshpar.train.writing import writing
+from meshpar.train.records.writing import writing
 from meshpar.tree import flatten_with_paths
 
 FLUSH_S = 30.0
 
 Record = dict[str, Any]
-"""`kind`, `step`, and what is recorded: numbers and texts; of the kind `run`, the config."""
+"""`kind`, `step`, and the recorded numbers and texts; a record of the kind `run` holds the config."""
 Sink = Callable[[Record], None]
 
 
 class _Logger(Config):
-    """In a config a bare kind is one with its defaults: `loggers: [tensorboard, {kind: wandb, mode: offline}]`."""
+    """In a config a bare kind selects the defaults: `loggers: [tensorboard, {kind: wandb, mode: offline}]`."""
 
     shorthand: ClassVar = "kind"
 
     @abstractmethod
     def open(self, run_dir: Path) -> AbstractContextManager[Sink]:
-        """Takes records until it is left. A run that goes on from a checkpoint is the same run there.
+        """A context that yields a function of a record. A run that resumes continues the same run of the service.
 
         Raises:
-          ConfigError: its package is not installed, or refuses to begin.
+          ConfigError: the package is not installed, or cannot start.
         """
 
 
@@ -62,10 +62,10 @@ class TensorBoard(_Logger):
 
 
 class Events:
-    """A file of events. It is written in the caller's thread: a thread of its own would die alone of a full disk.
+    """A file of TensorBoard events, written in the caller's thread, so that errors of the disk reach the caller.
 
     Args:
-      step: where the run begins, or goes on: TensorBoard hides the steps that are taken again.
+      step: the step from which the run starts or resumes: TensorBoard hides the earlier records of later steps.
     """
 
     def __init__(self, folder: Path, step: int):
@@ -95,28 +95,28 @@ class Events:
             with self._writing():
                 self._writer.flush()
         finally:
-            with suppress(OSError):  # of the same full disk
+            with suppress(OSError):  # the same error again
                 self._writer._py_recordio_writer.close()
 
-    def _add(self, step: int, **what: Any) -> None:
+    def _add(self, step: int, **content: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore
 
         with self._writing():
-            self._writer.write_event(Event(wall_time=time.time(), step=step, **what))
+            self._writer.write_event(Event(wall_time=time.time(), step=step, **content))
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing("TensorBoard's events", self._folder)
 
 
 class WandB(_Logger):
-    """Weights & Biases. Of steps that are taken again it keeps the first records. Extra: `meshpar[wandb]`."""
+    """Weights & Biases. If a resumed run repeats steps, it keeps their first records. Extra: `meshpar[wandb]`."""
 
     kind: Literal["wandb"] = "wandb"
     project: str = "meshpar"
     name: str | None = None
-    """Of the run; default: the run directory's."""
+    """Name of the run; default: that of the run directory."""
     mode: Literal["online", "offline"] = "online"
-    """`offline` writes to `run_dir/wandb`, for `wandb sync`; nothing is sent."""
+    """`offline` sends nothing: it writes to `run_dir/wandb`, for `wandb sync`."""
 
     @contextmanager
     def open(self, run_dir: Path) -> Iterator[Sink]:
@@ -126,14 +126,12 @@ class WandB(_Logger):
 
             def begin(config: dict[str, Any]) -> None:
                 nonlocal run
-                name, folder = self.name or run_dir.name, str(run_dir.absolute())
-                run_id = _kept(run_dir / "wandb.id", lambda: f"{time.time_ns():x}")
-                run = stack.enter_context(
-                    wandb.init(
-                        project=self.project, name=name, dir=folder, mode=self.mode, config=config,
-                        id=run_id, resume="allow" if self.mode == "online" else None,
-                    )
+                run_id = _stored(run_dir / "wandb.id", lambda: f"{time.time_ns():x}")
+                opened = wandb.init(
+                    project=self.project, name=self.name or run_dir.name, dir=str(run_dir.absolute()),
+                    mode=self.mode, config=config, id=run_id, resume="allow" if self.mode == "online" else None,
                 )  # fmt: skip
+                run = stack.enter_context(opened)
 
             yield _guarded("wandb", begin, lambda record: run.log(numbers(record), step=record["step"]))
 
@@ -144,27 +142,29 @@ class MLflow(_Logger):
     kind: Literal["mlflow"] = "mlflow"
     experiment: str = "meshpar"
     name: str | None = None
-    """Of the run; default: the run directory's."""
+    """Name of the run; default: that of the run directory."""
     tracking_uri: str | None = None
-    """A server or a database. Default: that of the environment, or else `run_dir/mlflow.db`, where nothing is sent."""
+    """A server or a database. Default: `MLFLOW_TRACKING_URI`, or else the file `run_dir/mlflow.db`."""
 
     @contextmanager
     def open(self, run_dir: Path) -> Iterator[Sink]:
         mlflow = _extra("mlflow")
         client: Any = None
-        run_id, status = "", "FAILED"
+        run_id = ""
+        status = "FAILED"
 
         def begin(config: dict[str, Any]) -> None:
             nonlocal client, run_id
             database = f"sqlite:///{run_dir.absolute() / 'mlflow.db'}"
             client = mlflow.MlflowClient(self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or database)
-            run_id = _kept(run_dir / "mlflow.id", lambda: self._create(mlflow, client, run_dir, config))
+            run_id = _stored(run_dir / "mlflow.id", lambda: self._create(mlflow, client, run_dir, config))
             client.update_run(run_id, status="RUNNING")
 
         def log(record: Record) -> None:
-            now, step = int(1000 * time.time()), record["step"]
-            found = [mlflow.entities.Metric(name, float(x), now, step) for name, x in numbers(record).items()]
-            client.log_batch(run_id, metrics=found)
+            now = int(1000 * time.time())
+            values = numbers(record).items()
+            metrics = [mlflow.entities.Metric(name, float(value), now, record["step"]) for name, value in values]
+            client.log_batch(run_id, metrics=metrics)
 
         try:
             yield _guarded("mlflow", begin, log)
@@ -178,7 +178,7 @@ class MLflow(_Logger):
         experiment = known.experiment_id if known else client.create_experiment(self.experiment)
         run_id = client.create_run(experiment, run_name=self.name or run_dir.name).info.run_id
         params = [mlflow.entities.Param(key, str(value)) for key, value in flatten_with_paths(config).items()]
-        for start in range(0, len(params), 100):  # as many as MLflow takes at once
+        for start in range(0, len(params), 100):  # MLflow's limit for a batch
             client.log_batch(run_id, params=params[start : start + 100])
         return run_id
 
@@ -187,7 +187,7 @@ Logger = Annotated[TensorBoard | WandB | MLflow, pydantic.Field(discriminator="k
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """What of a record can be drawn: `kind/name` -> number.
+    """The finite numbers of a record: `kind/name` -> number.
 
     >>> numbers({"kind": "train", "step": 3, "loss": 2.5, "lr": float("nan"), "why": "a text"})
     {'train/loss': 2.5}
@@ -197,7 +197,7 @@ def numbers(record: Record) -> dict[str, float]:
 
 
 def _guarded(name: str, begin: Callable[[dict[str, Any]], None], log: Sink) -> Sink:
-    """Beginning must succeed; a service that fails later is warned of once, and the training goes on without it."""
+    """Raises if a service cannot start. If it fails later, warns once and sends it no more records."""
     failed = False
 
     def write(record: Record) -> None:
@@ -206,7 +206,7 @@ def _guarded(name: str, begin: Callable[[dict[str, Any]], None], log: Sink) -> S
             try:
                 return begin(record["config"])
             except Exception as error:
-                raise ConfigError(f"loggers: {name} cannot begin: {error}") from error
+                raise ConfigError(f"loggers: {name} cannot start: {error}") from error
         try:
             return log(record) if numbers(record) and not failed else None
         except Exception as error:
@@ -224,8 +224,8 @@ def _extra(package: str) -> Any:
         raise ConfigError(f"loggers: {package} {what}; pip install 'meshpar[{package}]', or leave it out") from None
 
 
-def _kept(file: Path, make: Callable[[], str]) -> str:
-    """What a file holds, or what is made now and written there."""
+def _stored(file: Path, make: Callable[[], str]) -> str:
+    """The content of a file; if it does not exist, it is made and written first."""
     if not file.exists():
         file.write_text(make())
     return file.read_text().strip()

@@ -1,4 +1,4 @@
-"""The steps in flight, and how many of the last ones in a row were skipped."""
+"""Bounds the number of steps in flight, and of steps skipped in a row."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import jax
 from meshpar.errors import RunError
 from meshpar.train.step import Metrics
 
-# jax 0.10 on simulated devices stops for ever with more than about 32 steps in flight.
+# With more than about 32 steps in flight on simulated devices, jax 0.10 hangs.
 IN_FLIGHT = 8
 
 
 @dataclass
 class Window:
-    """Steps whose metrics nobody has waited for yet.
+    """The steps that have begun, and whose metrics were not waited for yet.
 
-    A step counts the skipped steps up to itself. Reading one number from a device takes as long as the Python of a
-    whole step, so the count is read once in `limit` steps, and of each of these only if it has changed.
+    The metrics of a step hold the number of steps skipped so far. Reading a number from a device takes as long as the
+    Python of a whole step. So only the last of `limit` steps is read, and the others only if the number has changed.
 
     Args:
-      step: the step before the first.
-      skipped: how many steps were skipped up to there.
-      limit: how many steps in a row may be skipped; None for any number.
-      in_a_row: how many of the last steps that were read were skipped.
+      step: the last step that was read.
+      skipped: number of steps skipped up to it.
+      limit: the run fails after this many skipped steps in a row; None for no limit.
+      in_a_row: number of skipped steps in a row up to `step`.
     """
 
     step: int
@@ -36,7 +36,7 @@ class Window:
     finished: list[jax.Array] = field(default_factory=list)
 
     def add(self, metrics: Metrics) -> None:
-        """Takes the metrics of a step that has begun, and waits for the step `IN_FLIGHT` before it.
+        """Adds the metrics of a step that has begun, and waits for the step `IN_FLIGHT` before it.
 
         Raises:
           RunError: `limit` steps in a row were skipped.
@@ -48,7 +48,7 @@ class Window:
                 self._read()
 
     def drain(self) -> int:
-        """Waits for all steps; returns how many of the last ones in a row were skipped. Raises as `add` does."""
+        """Waits for all steps; returns the number of skipped steps in a row at their end. Raises as `add` does."""
         while self.in_flight:
             self._wait()
         self._read()
@@ -71,12 +71,12 @@ class Window:
                 self.step += 1
                 self.in_a_row = self.in_a_row + 1 if count > self.skipped else 0
                 self.skipped = count
-                self._check()
+                if self.limit and self.in_a_row >= self.limit:
+                    raise self._error()
         self.finished = []
 
-    def _check(self) -> None:
-        if self.limit and self.in_a_row >= self.limit:
-            first = self.step - self.in_a_row + 1
-            what = f"loss or gradients were not finite in {self.in_a_row} steps in a row, from step {first} on"
-            fix = "a lower optim.lr, optim.clip_norm or a wider precision may help; max_skipped_steps sets the bound"
-            raise RunError(f"the run stopped after step {self.step}: {what}, and each was skipped; {fix}")
+    def _error(self) -> RunError:
+        first = self.step - self.in_a_row + 1
+        what = f"loss or gradients were not finite in {self.in_a_row} steps in a row, from step {first} on"
+        fix = "a lower optim.lr, optim.clip_norm or a wider precision may help; max_skipped_steps sets the bound"
+        return RunError(f"the run stopped after step {self.step}: {what}, and each was skipped; {fix}")

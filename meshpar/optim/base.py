@@ -1,0 +1,124 @@
+"""The base of all optimizers: it scales the direction that a subclass computes.
+
+Every optimizer computes `params -= lr * (direction + weight_decay * params)`, with one schedule for all parameters.
+Parameters may be stacked: the update of a leaf [layers, ...] equals the updates of the layers alone. `Matrix` finds
+from the names of the dims which dims stack, and which are the inputs and outputs of a matrix.
+
+The train step clips gradients, because it knows their global norm under every sharding.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self
+
+import jax
+import optax
+import pydantic
+
+from meshpar.config import Config
+from meshpar.optim.freeze import starting_at
+from meshpar.optim.schedule import Constant, Schedule
+
+Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+Beta = Annotated[float, pydantic.Field(ge=0, lt=1)]
+
+STACKING = ("layers", "stage", "experts")
+HEADS = (("heads", "head_dim"), ("kv_heads", "head_dim"))
+TOKENS = ("vocab", "positions")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Describes a parameter as a stack of matrices, by the indices of its dims.
+
+    Leading dims named `layers`, `stage` or `experts` stack. Of the other dims, the last is the output (`head_dim`
+    together with its dim of heads), and those before it are the input. If there are none before it, as in a norm
+    or a bias, the parameter is a stack of vectors: matrices with one column.
+
+    >>> Matrix.of(("layers", "embed", "heads", "head_dim"))
+    Matrix(inputs=(1,), outputs=(2, 3))
+    >>> Matrix.of(("layers", "heads", "head_dim"))
+    Matrix(inputs=(1, 2), outputs=())
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @classmethod
+    def of(cls, dims: Sequence[str]) -> Self:
+        start = next((i for i, dim in enumerate(dims) if dim not in STACKING), len(dims))
+        split = len(dims) - (2 if tuple(dims[-2:]) in HEADS else 1)
+        if split <= start:
+            return cls(tuple(range(start, len(dims))), ())
+        return cls(tuple(range(start, split)), tuple(range(split, len(dims))))
+
+
+class Descent(Config):
+    elementwise: ClassVar[bool] = True
+    """Whether each element is updated by itself, so that the update of sharded state needs no communication."""
+    lr: Positive
+    """The peak learning rate."""
+    schedule: Schedule = Constant()
+    """The learning rate over the steps of the run, as a fraction of `lr`."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled, scaled by the learning rate; applies to matrices and embeddings, not to norms and biases."""
+    clip_norm: Positive | None = 1.0
+    """Largest norm of the whole gradient; null for no limit."""
+    ema: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
+    """Decay of the average of the parameters that evaluations and exports use; 0.999 averages about 1000 updates."""
+
+    def build(self, num_steps: int, dims: Any, frozen: Any = None) -> optax.GradientTransformation:
+        """Builds the Optax chain, without clipping.
+
+        Args:
+          num_steps: length of the run.
+          dims: tree like the parameters; each leaf is a tuple of the names of its dims.
+          frozen: tree like the parameters: for how many steps each is frozen, see `freeze.frozen_until`, without
+            parameters that are never trained. The update then needs the keyword `step`.
+
+        Memory: the moments, and a step count or two. All counts are of updates: skipped steps do not count.
+
+        Raises:
+          ConfigError: the schedule does not fit `num_steps`.
+        """
+        unscaled = self._unscaled(dims) if frozen is None else [self._partitioned(dims, frozen)]
+        return optax.chain(*unscaled, optax.scale_by_learning_rate(self.learning_rate(num_steps)))
+
+    def _unscaled(self, dims: Any) -> list[optax.GradientTransformation]:
+        """The direction and weight decay, before the learning rate."""
+        is_decayed = map_dims(lambda names: bool(Matrix.of(names).outputs), dims)
+        return [self.direction(dims), optax.add_decayed_weights(self.weight_decay, is_decayed)]
+
+    def _partitioned(self, dims: Any, frozen: Any) -> optax.GradientTransformation:
+        """One transformation for all parameters that thaw at the same step: its counts of updates start there."""
+
+        def transform(first: float) -> optax.GradientTransformation:
+            group = jax.tree.map(
+                lambda names, until: names if until == first else optax.MaskedNode(), dims, frozen, is_leaf=_is_dims
+            )
+            return starting_at(int(first), optax.chain(*self._unscaled(group)))
+
+        groups = {f"from_{int(first)}": transform(first) for first in set(jax.tree.leaves(frozen))}
+        return optax.partition(groups, jax.tree.map(lambda first: f"from_{int(first)}", frozen))  # pyright: ignore
+
+    def learning_rate(self, num_steps: int) -> optax.Schedule:
+        """Returns a function: number of updates made -> learning rate, float32[]."""
+        return self.schedule.build(self.lr, num_steps)
+
+    @abstractmethod
+    def direction(self, dims: Any) -> optax.GradientTransformation:
+        """Returns a transformation: gradients -> the uphill direction, which the learning rate scales."""
+
+
+def map_dims(fn: Callable[[tuple[str, ...]], Any], dims: Any) -> Any:
+    """Maps a function over a tree of tuples of names."""
+    return jax.tree.map(fn, dims, is_leaf=_is_dims)
+
+
+def _is_dims(x: Any) -> bool:
+    """Whether this is a tuple of names. `optax.MaskedNode` is a tuple too, but stands for a parameter elsewhere."""
+    return isinstance(x, tuple) and not isinstance(x, optax.MaskedNode)

@@ -1,0 +1,133 @@
+"""Freezing: parameters that are never trained, or only from a step on.
+
+A parameter that is never trained is removed from the trees that the optimizer sees: `optax.MaskedNode`, which has no
+leaves, stands in its place. So it has no gradient, no optimizer state, and is in no reduction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from optax import MaskedNode
+
+from meshpar.config import Config, Positive
+from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.tree import flatten_with_paths, map_with_path, matching
+
+
+class Freeze(Config):
+    """Freezes parameters, for the whole run or for its first steps. In a config a bare glob freezes for the whole run.
+
+    A frozen parameter has no gradient: it counts neither in the gradient's norm nor in the optimizer's moments. When
+    it thaws, its moments start from zero, at the learning rate of that step.
+    """
+
+    shorthand: ClassVar = "paths"
+    paths: tuple[str, ...]
+    """Globs over parameter paths: `*` matches between dots, `**` anything. The layers of a stack are one parameter."""
+    until: Positive | None = None
+    """Number of steps for which they are frozen. Default: the whole run."""
+
+
+def frozen_until(freeze: Sequence[Freeze], params: Any, num_steps: int) -> Any:
+    """For how many steps each parameter is frozen: 0 if it is not, infinity if it is never trained.
+
+    If several entries match a parameter, the longest counts.
+
+    Args:
+      params: any tree; its leaves are not read.
+
+    Raises:
+      ConfigError: a glob matches no parameter, an `until` is not within the run, or all parameters are frozen.
+    """
+    problems = Problems()
+    steps = dict.fromkeys(flatten_with_paths(params), 0.0)
+    for i, entry in enumerate(freeze):
+        length = math.inf if entry.until is None else entry.until
+        if entry.until is not None and entry.until >= num_steps:
+            what = f"{entry.until} is not below num_steps = {num_steps}: these would never be trained"
+            problems.add(f"freeze.{i}.until", what, "leave it out to freeze them for the whole run")
+        for glob in entry.paths:
+            found = matching(steps, glob)
+            if not found:
+                near = nearest(glob, steps)
+                fix = f"did you mean {near}?" if near else "`meshpar explain` lists them"
+                problems.add(f"freeze.{i}.paths", f"no parameter matches {glob!r}", fix)
+            steps |= {path: max(steps[path], length) for path in found}
+    if steps and all(length == math.inf for length in steps.values()):
+        problems.add("freeze", "every parameter is frozen for the whole run", "leave at least one to train")
+    problems.raise_any(ConfigError, "freeze does not fit the model:")
+    return map_with_path(lambda path, _: steps[path], params)
+
+
+def for_good(until: Any) -> frozenset[str]:
+    """The paths of the parameters that are never trained.
+
+    >>> for_good({"table": math.inf, "head": 0, "body": 100})
+    frozenset({'table'})
+    """
+    return frozenset(path for path, length in flatten_with_paths(until).items() if length == math.inf)
+
+
+def thawed(params: Any, until: Any, step: jax.Array) -> Any:
+    """The parameters for the loss at a step: no gradient flows to those that are frozen until a later step.
+
+    Args:
+      until: see `frozen_until`; None if nothing is frozen.
+    """
+    if until is None:
+        return params
+
+    def one(x: jax.Array, until: float) -> jax.Array:
+        if until in (0, math.inf):  # the loss is not differentiated by what is never trained
+            return x
+        return jnp.where(step < int(until), lax.stop_gradient(x), x)
+
+    return jax.tree.map(one, params, until)
+
+
+def starting_at(first: int, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Wraps a transformation so that before step `first` its updates are zero and its state does not change."""
+    inner = optax.with_extra_args_support(tx)
+    if first == 0:
+        return inner
+
+    def update(grads: Any, state: Any, params: Any = None, *, step: jax.Array, **extra: Any) -> tuple[Any, Any]:
+        updates, new = inner.update(grads, state, params, step=step, **extra)
+        updates = jax.tree.map(lambda u: jnp.where(step < first, jnp.zeros_like(u), u), updates)
+        return updates, jax.tree.map(lambda new, old: jnp.where(step < first, old, new), new, state)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)  # pyright: ignore
+
+
+def without(tree: Any, frozen: Collection[str]) -> Any:
+    """The tree without the leaves at these paths.
+
+    >>> without({"table": 1, "head": 2}, {"table"})
+    {'head': 2, 'table': MaskedNode()}
+    """
+    return map_with_path(lambda path, leaf: MaskedNode() if path in frozen else leaf, tree) if frozen else tree
+
+
+def as_in(trained: Any, whole: Any) -> Any:
+    """The leaves of `whole`, without those that `trained` lacks."""
+    return jax.tree.map(lambda x, leaf: x if _is_masked(x) else leaf, trained, whole, is_leaf=_is_masked)
+
+
+def filled(trained: Any, whole: Any) -> Any:
+    """`trained`, with leaves of `whole` where it has none.
+
+    >>> filled({"head": 5, "table": MaskedNode()}, {"head": 2, "table": 1})
+    {'head': 5, 'table': 1}
+    """
+    return jax.tree.map(lambda x, leaf: leaf if _is_masked(x) else x, trained, whole, is_leaf=_is_masked)
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, MaskedNode)

@@ -1,0 +1,21 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import optax
+
+from meshpar.optim.base import Beta, Descent, NonNegative
+
+
+class SGD(Descent):
+    """Stochastic gradient descent. Memory: one moment a parameter, or none without momentum."""
+
+    kind: Literal["sgd"] = "sgd"
+    weight_decay: NonNegative = 0.0
+    momentum: Beta = 0.9
+    nesterov: bool = False
+
+    def direction(self, dims: Any) -> optax.GradientTransformation:
+        return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()

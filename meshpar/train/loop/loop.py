@@ -1,0 +1,261 @@
+"""The training loop, from top to bottom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.errors import MeshparError, RunError
+from meshpar.optim.ema import averaged
+from meshpar.train.data import Dataset
+from meshpar.train.evaluate import Callback, Evaluation, called
+from meshpar.train.loop.feed import local_rows, put
+from meshpar.train.loop.profile import profiled
+from meshpar.train.loop.signals import Interrupted, Signals
+from meshpar.train.loop.stall import Stall
+from meshpar.train.loop.stopping import EarlyStopping
+from meshpar.train.loop.stopwatch import Stopwatch
+from meshpar.train.loop.window import Window
+from meshpar.train.records.file import evaluations
+from meshpar.train.records.loggers import Record
+from meshpar.train.records.metrics import Recorder
+from meshpar.train.records.writing import writing
+from meshpar.train.state import TrainState
+from meshpar.train.step import Metrics, Step
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Trains, evaluates, logs and saves at given intervals.
+
+    Args:
+      config: the run's config, which is recorded.
+      log_every, eval_every: in steps, as is `checkpoints.kept.every`; None for only at the end. The first step is
+        logged too.
+      mfu_of: tokens/s -> model FLOPs utilization; None if the chip is not known.
+      profile: folder for a trace of three steps, after three steps of warm-up.
+      early_stopping: when to end before `num_steps`.
+      callbacks: functions whose results are recorded with each evaluation.
+      max_skipped_steps: the run fails after this many skipped steps in a row; None for no limit.
+      source: name of the data, for messages.
+      signals: signals that end the run.
+      evaluated: the records of evaluations, including those of earlier processes.
+    """
+
+    step: Step
+    evaluate: Evaluation
+    train: Dataset
+    held_out: Dataset
+    recorder: Recorder
+    checkpoints: Checkpoints
+    config: dict[str, Any]
+    num_steps: int
+    log_every: int
+    eval_every: int | None = None
+    mfu_of: Callable[[float], float] | None = None
+    profile: Path | None = None
+    early_stopping: EarlyStopping | None = None
+    callbacks: Sequence[Callback] = ()
+    max_skipped_steps: int | None = None
+    source: str = "the data set"
+    signals: Signals = field(default_factory=Signals)
+    evaluated: list[Record] = field(default_factory=list)
+
+    def fit(self, state: TrainState) -> TrainState:
+        """Trains from the state's step to `num_steps`; evaluates, saves, and records a summary of the whole run.
+
+        Implicit transfers between host and devices raise.
+
+        Raises:
+          Interrupted: a signal came; the step that ran was finished and saved. Any other `KeyboardInterrupt` may come
+            in the middle of a step: then nothing is saved, and the run resumes from its last checkpoint.
+          RunError: a file could not be written, the data failed, or too many steps were skipped.
+        """
+        start = end = int(jax.device_get(state.step))
+        self.evaluated[:] = evaluations(self.recorder.file, start)
+        self.recorder.begin(start, self.config)
+        with jax.transfer_guard("disallow"), self._all_saved():
+            # A signal may have ended the run between its last step and the evaluation of that step.
+            is_due = start == self.num_steps or self._is_due(start, self.eval_every)
+            if start and is_due and start not in (record["step"] for record in self.evaluated):
+                self._evaluate(state, start)
+            if start < self.num_steps and not self._stops(start):
+                with closing(self.train.batches(start, self._rows)) as batches:
+                    state, end = self._steps(state, start, batches)
+        self.recorder.summarize(end)
+        return state
+
+    def _steps(self, state: TrainState, start: int, batches: Iterator[Any]) -> tuple[TrainState, int]:
+        """Trains until the run ends; returns the last state and its step."""
+        window = Window(start, int(jax.device_get(state.skipped)), self.max_skipped_steps)
+        stopwatch = Stopwatch()
+        stall = Stall(self.source)
+        traced = (min(start + 4, self.num_steps), min(start + 6, self.num_steps))
+        index = start
+        is_save_due = False
+        saved_at = time.monotonic()
+        self.signals.begin()
+        with stall.watched(), profiled(self.profile, *traced, stopwatch) as profiled_step:
+            for index in range(start + 1, self.num_steps + 1):
+                is_last = index == self.num_steps
+                with profiled_step(index):
+                    batch = self._next_batch(batches, index, state, stopwatch, stall)
+                    state, metrics = self.step(state, put(batch, self.step.batch, self._rows))
+                    stopwatch.count(metrics["tokens"])
+                    window.add(metrics)
+
+                is_logged = is_last or index == start + 1 or index % self.log_every == 0
+                if is_logged:
+                    self._log(index, metrics, stopwatch)
+
+                means: dict[str, float] = {}
+                if is_last or self._is_due(index, self.eval_every):
+                    window.drain()
+                    with stopwatch.paused():
+                        means = self._evaluate(state, index)
+                ends = is_last or (bool(means) and self._stops(index))
+
+                is_interrupted, is_overdue = self._agree(saved_at, is_logged)
+                is_save_due = is_save_due or is_overdue or self._is_due(index, self.checkpoints.kept.every)
+                # Skipped steps change no parameter: a checkpoint waits for a step that is finite.
+                if ends or is_interrupted or (is_save_due and not window.drain()):
+                    with stopwatch.paused():
+                        self._save(state, index, means, keeps_all=window.drain() > 0)
+                    is_save_due = False
+                    saved_at = time.monotonic()
+                if is_interrupted:
+                    raise self._interrupted(index)
+                if ends:
+                    break
+        return state, index
+
+    def _next_batch(
+        self, batches: Iterator[Any], index: int, state: TrainState, stopwatch: Stopwatch, stall: Stall
+    ) -> Any:
+        """The batch of a step.
+
+        Args:
+          state: that of the step before, which is saved if a signal comes.
+
+        Raises:
+          Interrupted: a signal came. Several processes must end after the same step, see `_agree`: they only note it.
+          RunError: the data set raised, or has no more batches.
+        """
+        is_alone = jax.process_count() == 1
+        try:
+            with stopwatch.waiting(), stall.waiting(index), self.signals.interruptible() if is_alone else nullcontext():
+                return next(batches)
+        except Interrupted:
+            raise self._interrupted_before(state, index) from None
+        except MeshparError as error:
+            raise RunError(f"step {index}: {error}") from None
+        except StopIteration:
+            raise RunError(f"step {index}: {self.source} has no more batches") from None
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}".partition("\n")[0]
+            fix = "the same command resumes from the last checkpoint"
+            raise RunError(f"step {index}: {self.source} raised {what}; {fix}") from error
+
+    def _interrupted_before(self, state: TrainState, index: int) -> Interrupted:
+        """The error to raise after a signal that came before the batch of a step, in the only process."""
+        self._wait()
+        if self.checkpoints.latest() != index - 1:
+            if index == 1:
+                return Interrupted(self.signals.nothing_to_save())
+            self._save(state, index - 1, {})
+        return self._interrupted(index - 1)
+
+    def _interrupted(self, index: int) -> Interrupted:
+        """The error to raise after a signal; waits until the checkpoint of this step is on disk."""
+        self._wait()
+        where = self.recorder.file.parent / self.checkpoints.directory.name / str(index)
+        fix = "the same command resumes from it"
+        return Interrupted(f"stopped by {self.signals.name} at step {index}; checkpoint in {where}; {fix}")
+
+    def _agree(self, saved_at: float, is_logged: bool) -> tuple[bool, bool]:
+        """Whether to end, and whether a checkpoint is overdue. Several processes agree on it at logged steps."""
+        every = self.checkpoints.kept.every_minutes
+        is_overdue = every is not None and time.monotonic() - saved_at >= 60 * every
+        is_interrupted = self.signals.caught is not None
+        if jax.process_count() == 1:
+            return is_interrupted, is_overdue
+        if not is_logged:
+            return False, False
+        with jax.transfer_guard("allow"):
+            answers = multihost_utils.process_allgather(np.array([is_interrupted, is_overdue]))
+        return bool(answers[:, 0].any()), bool(answers[0, 1])
+
+    def _is_due(self, index: int, every: int | None) -> bool:
+        """Whether an interval ends at this step. The last step is always evaluated and saved, so it is not due."""
+        return every is not None and index % every == 0 and index != self.num_steps
+
+    def _log(self, index: int, metrics: Metrics, stopwatch: Stopwatch) -> None:
+        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        speed = stopwatch.lap()
+        if speed and self.mfu_of:
+            speed["mfu"] = self.mfu_of(speed["tokens_per_s"])
+        self.recorder.record("train", index, **values, **speed)
+
+    def _evaluate(self, state: TrainState, index: int) -> dict[str, float]:
+        """Records and returns the means over the held-out data; returns nothing if a signal comes meanwhile."""
+        params = averaged(state)
+        sums_of_batches = []
+        with closing(self.held_out.batches(rows=self._rows)) as held_out:
+            for batch in held_out:
+                if self.signals.caught and jax.process_count() == 1:
+                    return {}
+                placed = put(batch, self.step.batch, self._rows)
+                sums_of_batches.append(jax.device_get(self.evaluate(params, placed, state.carried)))
+        sums = {name: sum(each[name].item() for each in sums_of_batches) for name in sums_of_batches[0]}
+        tokens = sums.pop("tokens")
+        means = {name: total / tokens for name, total in sums.items()}
+        means |= called(self.callbacks, state, index, {*means, "tokens"})
+        self.recorder.record("evaluation", index, **means, tokens=tokens)
+        self.evaluated.append({"step": index, **means, "tokens": tokens})
+        return means
+
+    def _stops(self, index: int) -> bool:
+        """Whether early stopping ends the run here; if so, it is recorded."""
+        verdict = self.early_stopping.verdict(self.evaluated) if self.early_stopping else None
+        if verdict:
+            self.recorder.record("stop", index, **verdict)
+        return verdict is not None
+
+    def _save(self, state: TrainState, index: int, means: dict[str, float], keeps_all: bool = False) -> None:
+        """Starts to save. With `keeps_all`, for the last save of a run, no older checkpoint is removed."""
+        self.recorder.check()
+        if keeps_all:
+            self._wait()
+            self.checkpoints.kept = self.checkpoints.kept.without_end()
+        with writing("a checkpoint", self.checkpoints.directory):
+            self.checkpoints.save(index, state, means)
+
+    def _wait(self) -> None:
+        """Waits until all checkpoints are on disk."""
+        with writing("a checkpoint", self.checkpoints.directory):
+            self.checkpoints.wait()
+
+    @contextmanager
+    def _all_saved(self) -> Iterator[None]:
+        """On exit, waits until all checkpoints are on disk. If the body raises too, its error is the one raised."""
+        try:
+            yield
+            self._wait()
+        except BaseException:
+            with suppress(Exception):
+                self.checkpoints.wait()
+            raise
+
+    @cached_property
+    def _rows(self) -> np.ndarray:
+        return local_rows(self.step.batch)

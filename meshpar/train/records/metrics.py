@@ -1,0 +1,121 @@
+"""What a run records: its metrics go to a file, to loggers, and to standard output.
+
+MFU (model FLOPs utilization) is the operations that the model needs, `Training.model_flops`, over those that the chips
+could do. A decoder needs, per token, 6 operations for each parameter that the token is multiplied by (2 forward, 4
+backward), and for attention 6 x seq_len x num_heads x head_dim in each layer: half of 12, because a causal model needs
+half of the scores. Recomputation does not count.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+
+from meshpar.train.records.file import FILE, appending, read
+from meshpar.train.records.loggers import Logger, Record, Sink, TensorBoard
+from meshpar.train.records.terminal import shown, shown_as_json
+from meshpar.train.records.writing import writing
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Passes each record to its sinks; `recorder` opens one.
+
+    Args:
+      file: where the records can be read.
+      sinks: functions of a record; none except in the first process.
+    """
+
+    file: Path
+    sinks: Sequence[Sink]
+
+    def check(self) -> None:
+        """Raises RunError if the run directory was moved or removed: writes to the open file would be lost."""
+        with writing("a record", self.file):
+            os.stat(self.file)
+
+    def begin(self, step: int, config: dict[str, Any]) -> None:
+        """Records the config of a run that starts, or that resumes from the checkpoint of `step`."""
+        self.record("run", step, config=config)
+
+    def record(self, kind: str, step: int, **values: Any) -> None:
+        """Records the values of a step, under a kind such as `train`, `evaluation`, `summary`.
+
+        Raises:
+          RunError: the record cannot be written.
+        """
+        for sink in self.sinks:
+            sink({"kind": kind, "step": step, **values})
+
+    def summarize(self, step: int) -> None:
+        """Records the `summary` of the whole run, including the parts of earlier processes."""
+        if self.sinks:
+            self.record("summary", step, **summary(read(self.file)))
+
+
+@contextmanager
+def recorder(
+    run_dir: Path, num_steps: int, as_json: bool = False, loggers: Sequence[Logger] = (TensorBoard(),)
+) -> Iterator[Recorder]:
+    """Opens a recorder into `run_dir/metrics.jsonl`, the loggers and standard output.
+
+    Args:
+      num_steps: length of the progress bar.
+      as_json: print only the records, as lines of JSON.
+
+    Raises:
+      CheckpointError: the run directory cannot be written, or its earlier records cannot be read.
+      ConfigError: see `Logger.open`.
+    """
+    file = run_dir / FILE
+    with ExitStack() as stack:
+        sinks: list[Sink] = []
+        if jax.process_index() == 0:
+            sinks.append(stack.enter_context(appending(file)))
+            sinks += [stack.enter_context(logger.open(run_dir)) for logger in loggers]
+            sinks.append(shown_as_json if as_json else stack.enter_context(shown(num_steps)))
+        yield Recorder(file, sinks)
+
+
+def summary(records: Sequence[Record]) -> Record:
+    """First and last losses, the median speed, and the number of skipped steps if it is not zero.
+
+    Values that were never recorded are left out. A last loss that is not finite is NaN.
+
+    >>> steps = [{"kind": "train", "step": 1, "loss": 4.0}, {"kind": "train", "step": 2, "loss": 3.0, "step_s": 0.5}]
+    >>> summary([*steps, {"kind": "evaluation", "step": 2, "loss": 3.0}])
+    {'first_loss': 4.0, 'last_loss': 3.0, 'held_out_loss': 3.0, 'lower_by': 0.25, 'step_s': 0.5}
+    """
+    losses = _column(records, "train", "loss")
+    found: Record = {
+        "first_loss": losses[0] if losses else None,
+        "last_loss": _last(records, "train", "loss"),
+        "held_out_loss": _last(records, "evaluation", "loss"),
+    }
+    if losses and found["held_out_loss"] is not None:
+        found["lower_by"] = 1 - found["held_out_loss"] / losses[0]
+    for name in ("step_s", "tokens_per_s", "data_wait", "mfu"):
+        values = _column(records, "train", name)
+        found[name] = median(values) if values else None
+    found["skipped"] = _last(records, "train", "skipped") or None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _column(records: Sequence[Record], kind: str, name: str) -> list[float]:
+    return [r[name] for r in records if r["kind"] == kind and r.get(name) is not None]
+
+
+def _last(records: Sequence[Record], kind: str, name: str) -> float | None:
+    """The last value, NaN if it was not finite; None if there is none."""
+    values = [r[name] for r in records if r["kind"] == kind and name in r]
+    if not values:
+        return None
+    return math.nan if values[-1] is None else values[-1]
