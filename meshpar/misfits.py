@@ -44,7 +44,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
             problems.add("lowering", "a model that is imported is lowered by GSPMD", "lowering=auto")
     else:
         _check_decoder(run, run.model, problems)
-        check_supported(how, problems)
+        check_supported(run.model.sharding, how, problems)
     Overlap(run.tensor.overlap, run.fsdp.overlap).check(run.rules, how.manual, problems)
     _check_pipeline(run, how, problems)
     _check_kept(run, problems)

@@ -102,7 +102,7 @@ class Prepared(Training):
         if self.teacher and not self.teacher.is_aligned:
             return False
         problems = Problems()
-        check_supported(replace(self.how, manual=True), problems)
+        check_supported(self.run.model.sharding, replace(self.how, manual=True), problems)
         return not problems.found
 
     @cached_property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from flax import nnx
 from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import linear
 from meshpar.parallel.data import streamed
 from meshpar.parallel.linear import Weights
@@ -38,11 +40,18 @@ def within_layer(param: nnx.Param) -> tuple[str, ...]:
     return tuple(dim for dim in param.get_metadata()["dims"] if dim != "layers")
 
 
+WHOLE_ROWS: Sharding = {
+    "embed": Supported(partition=False, why="norms and projections need whole rows of the residual stream"),
+}
+
+
 class RMSNorm(nnx.Module):
     """`x[.., D] -> x / rms(x) * scale[D]`, D the last dim, called `dim`. Numerics: in float32 at least.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
+
+    sharding: ClassVar[Sharding] = WHOLE_ROWS
 
     def __init__(self, width: int, *, eps: float, dim: str = "embed"):
         self.scale = filled(1.0, (width,), (dim,))
@@ -59,6 +68,8 @@ class LayerNorm(nnx.Module):
 
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
+
+    sharding: ClassVar[Sharding] = WHOLE_ROWS
 
     def __init__(self, width: int, *, eps: float):
         self.scale = filled(1.0, (width,), ("embed",))
@@ -78,6 +89,10 @@ class LowRank(nnx.Module):
     Communication: none. Where the kernel's inputs are sharded, it is as the kernel's own product a partial sum.
     """
 
+    sharding: ClassVar[Sharding] = {
+        "rank": Supported(partition=False, why="LoRA needs all columns of its thin matrices"),
+    }
+
     def __init__(self, a: nnx.Param, b: nnx.Param, num_inputs: int, scale: float):
         self.a, self.b = a, b
         self.num_inputs, self.scale = num_inputs, scale
@@ -95,6 +110,8 @@ class Projection(nnx.Module):
       outputs: (dim name, size) of each new dim.
       std: of the initial kernel; default 1 / sqrt(fan in).
     """
+
+    sharding: ClassVar[Sharding] = {**WHOLE_ROWS, **LowRank.sharding}
 
     def __init__(
         self, inputs: Sequence[tuple[str, int]], outputs: Sequence[tuple[str, int]], *,
@@ -131,6 +148,8 @@ def leave(x: Float[Array, "B S ..."], down: Projection, dim: str) -> Float[Array
 class SwiGLU(nnx.Module):
     """`(silu(x @ gate[D, M]) * (x @ up[D, M])) @ down[M, D]`. Source: Shazeer 2020, arXiv:2002.05202."""
 
+    sharding: ClassVar[Sharding] = Projection.sharding
+
     def __init__(self, width: int, mlp: int, *, bias: bool, out_std: float, rngs: nnx.Rngs):
         embed, hidden = [("embed", width)], [("mlp", mlp)]
         self.gate = Projection(embed, hidden, bias=bias, rngs=rngs)
@@ -145,6 +164,8 @@ class SwiGLU(nnx.Module):
 
 class GELU(nnx.Module):
     """`gelu(x @ up[D, M]) @ down[M, D]`, with the tanh form of GPT-2. Source: arXiv:1606.08415."""
+
+    sharding: ClassVar[Sharding] = Projection.sharding
 
     def __init__(self, width: int, mlp: int, *, bias: bool, out_std: float, rngs: nnx.Rngs):
         embed, hidden = [("embed", width)], [("mlp", mlp)]

@@ -9,8 +9,7 @@ import pytest
 
 from meshpar.errors import ConfigError, MeshparError, ShardingError
 from meshpar.mesh.layout import AXES
-from meshpar.nn import supported
-from meshpar.nn.supported import Supported
+from meshpar.nn.supported import GSPMD
 from meshpar.prepared import Prepared, prepare
 from meshpar.run import Run
 from meshpar.sharding.rules import DIMS
@@ -74,7 +73,7 @@ def test_explain_accepts_what_can_be_traced(model, rules, axis, lowering, monkey
     if any(silent in str(refused) for silent in SILENT):
         return
     # Nothing is refused that would work.
-    monkeypatch.setattr(supported, "MANUAL", {})
+    monkeypatch.setattr("meshpar.misfits.check_supported", lambda *_: None)
     with pytest.raises((ValueError, TypeError)):
         trace(prepare(run, mesh))
 
@@ -117,16 +116,16 @@ def test_key_heads_over_a_part_of_the_axes_of_the_heads_are_refused():
         prepare(run, run.mesh.abstract())
 
 
-@pytest.mark.parametrize("dim", [*supported.MANUAL, *supported.AUTO])
-def test_the_tables_name_standard_dims_and_what_they_refer_to(dim):
-    for table in (supported.MANUAL, supported.AUTO):
-        entry = table.get(dim, Supported())
-        assert {dim, entry.same_as or "embed", entry.within or "embed"} <= set(DIMS)
-        assert entry.why or entry.partition
+@pytest.mark.parametrize("sharding", [*run_with("gpt", {}, "tensor", "manual").model.sharding, GSPMD])
+def test_layers_declare_standard_dims_and_what_they_refer_to(sharding):
+    assert sharding
+    for dim, supported in sharding.items():
+        assert {dim, supported.same_as or "embed", supported.within or "embed"} <= set(DIMS)
+        assert supported.why or supported.partition
 
 
-def test_control_without_the_table_a_rule_dies_in_the_step(monkeypatch):
-    monkeypatch.setattr(supported, "MANUAL", {})
+def test_control_without_the_check_a_rule_dies_in_the_step(monkeypatch):
+    monkeypatch.setattr("meshpar.misfits.check_supported", lambda *_: None)
     run = run_with("llama", {"head_dim": ["tensor"]}, "tensor", "manual")
     with pytest.raises(TypeError, match="incompatible shapes"):
         trace(prepare(run, run.mesh.abstract()))
