@@ -103,6 +103,27 @@ the parts of this config do not fit each other:
     )
 
 
+def test_a_refused_rule_and_an_array_that_does_not_fit_are_reported_together():
+    run = run_with("llama", {"seq": ["tensor"], "kv_heads": ["tensor"], "heads": ["tensor"]}, "tensor", "manual")
+    run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"tensor": 4})})
+    with pytest.raises(ConfigError) as error:
+        prepare(run, run.mesh.abstract())
+    assert (
+        str(error.value)
+        == """\
+the parts of this config do not fit each other:
+  rules.seq
+    cannot be sharded over tensor: attention needs the whole sequence on each device
+    rules.seq=[]
+  blocks.attn.k.kernel  float32[2, 16, 2, 4]  (layers, embed, kv_heads, head_dim)
+    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (rules.kv_heads)
+    either mesh.tensor=2, or rules.kv_heads=[] to replicate it (at most +768 B per device)
+  blocks.attn.v.kernel  float32[2, 16, 2, 4]  (layers, embed, kv_heads, head_dim)
+    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (rules.kv_heads)
+    either mesh.tensor=2, or rules.kv_heads=[] to replicate it (at most +768 B per device)"""
+    )
+
+
 def test_an_axis_of_size_1_shards_nothing_and_is_never_refused():
     run = run_with("llama", {"head_dim": ["expert"], "seq": ["context"], "heads": ["tensor"]}, "tensor", "manual")
     trace(prepare(run, run.mesh.abstract()))
