@@ -98,7 +98,7 @@ class Decoder(Config):
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that rotary positions turn, an even number."""
+        """Elements of a head that rotary positions rotate, an even number."""
         return int(self.head_size * self.rotary_fraction) // 2 * 2
 
     def window_of(self, layer: Int[Array, ""]) -> Int[Array, ""] | None:
