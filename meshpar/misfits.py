@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from flax import nnx
 
 from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.models import Import
+from meshpar.nn.describe import describe
 from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder
 from meshpar.parallel.context import ParallelContext
@@ -14,8 +20,10 @@ from meshpar.parallel.pipeline.cut import cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.simulate import simulate as simulate_schedule
 from meshpar.run import Run
-from meshpar.sharding.resolve import AnyMesh
+from meshpar.sharding.resolve import AnyMesh, check_array
+from meshpar.sharding.rules import AxisRules
 from meshpar.train.loss import Criterion
+from meshpar.tree import flatten_with_paths
 
 FEATURES: Mapping[str, Callable[[Run], bool]] = {
     "loss": lambda run: run.loss != Criterion(),
@@ -61,7 +69,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
             problems.add("lowering", "a model that is imported is lowered by GSPMD", "lowering=auto")
     else:
         _check_decoder(run, run.model, problems)
-        check_supported(ctx, problems)
+        check_supported(run.model.sharding, ctx, problems)
     run.parallel.check_overlaps(run.rules, ctx.manual, problems)
     _check_pipeline(run, ctx, problems)
     _check_kept(run, problems)
@@ -70,7 +78,19 @@ def check(run: Run, mesh: AnyMesh) -> None:
         problems.add("parallel.gradient_reduction", "under lowering: auto, XLA reduces gradients as it chooses", fix)
     _check_combinations(run, problems)
     run.optim.schedule.check(run.num_steps, problems)
+    if problems.found and run.rules.table and not isinstance(run.model, Import):
+        _check_arrays(run, run.model, mesh, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
+
+
+def _check_arrays(run: Run, model: Decoder, mesh: AnyMesh, problems: Problems) -> None:
+    """Adds each array that does not fit the mesh even without the rules that are refused already."""
+    refused = [problem.where.removeprefix("rules.") for problem in problems.found if problem.where.startswith("rules.")]
+    whole: dict[str, Any] = dict.fromkeys([*refused, "layers"], ())  # `_check_layers` reports layers
+    rules = AxisRules(preset=run.rules.preset, zero=run.rules.zero, **run.rules.explicit | whole)
+    abstract = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
+    for path, spec in flatten_with_paths(describe(abstract)).items():
+        check_array(path, replace(spec, dtype=np.dtype(run.precision.params)), rules, mesh, problems)
 
 
 def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:

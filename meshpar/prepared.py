@@ -97,7 +97,7 @@ class Prepared(Training):
         if self.teacher and not self.teacher.is_aligned:
             return False
         problems = Problems()
-        check_supported(replace(self.ctx, manual=True), problems)
+        check_supported(self.run.model.sharding, replace(self.ctx, manual=True), problems)
         return not problems.found
 
     @cached_property

@@ -1,6 +1,6 @@
-"""Llama and its kin: RMSNorm, rotary positions, SwiGLU. Source: Touvron et al. 2023, arXiv:2302.13971.
+"""Llama: RMSNorm, rotary positions, SwiGLU. Source: Touvron et al. 2023, arXiv:2302.13971.
 
-With the options below it is also Mistral, Qwen 2, Qwen 3, SmolLM and Phi 3.
+Its options also give Mistral, Qwen 2, Qwen 3, SmolLM and Phi 3.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Llama(Decoder):
     learned_positions: ClassVar = False
 
     attn_bias: Bias = "none"
-    """Of attention's projections: none, those of queries, keys and values (Qwen 2), or all four."""
+    """Which attention projections have a bias: none, queries, keys and values (Qwen 2), or all four."""
     mlp_bias: bool = False
     head_norm: bool = False
-    """Whether each head of queries and keys is normed before it is turned (Qwen 3)."""
+    """Whether each head of queries and keys is normalized before rotary positions (Qwen 3)."""
     rotary_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
-    """The part of a head, from its beginning, that rotary positions turn."""
+    """The fraction of a head, from its first element, that rotary positions rotate."""
     rope_scaling: Scaling | None = None
-    """How rotary frequencies are changed for longer rows."""
+    """How rotary frequencies are scaled for longer rows."""
     window: Positive | None = None
-    """How many positions a query sees, its own the last of them (Mistral). Default: all before it."""
+    """How many tokens a query sees, itself the last of them (Mistral). Default: all before it."""
     full_layers: tuple[Count, ...] = ()
-    """Layers, counted from 0, in which queries see all before them, whatever `window` says."""
+    """Layers, counted from 0, that ignore `window`: their queries see all tokens before them."""
 
     @pydantic.model_validator(mode="after")
     def _layers_exist(self) -> Llama:
@@ -68,4 +68,4 @@ _FUSED: Names = {
 }
 _APART = {part for foreign in _FUSED.values() for part in foreign.parts}
 PHI3: Names = {name: f for name, f in HUGGING_FACE.items() if not _APART & {*f.parts}} | _FUSED
-"""As Llama's, with some projections fused."""
+"""Llama's names, where Hugging Face stores some projections as one."""

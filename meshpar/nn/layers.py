@@ -1,6 +1,6 @@
-"""Layers that see local shards: norms, projections, rotary positions, feed-forward blocks, dropout.
+"""Layers that compute with local shards: norms, projections, feed-forward blocks, dropout.
 
-Every parameter carries a name for each of its dims as `dims` metadata; nothing here knows a mesh.
+Every parameter has a name for each of its dims, as `dims` metadata. No layer knows the mesh.
 Shapes: B batch, S seq, R norm_seq, D embed, M mlp, H heads, K kv_heads, h head_dim.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from flax import nnx
 from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import linear
 from meshpar.parallel.context import constrain, current, manual_axes
 from meshpar.parallel.data import streamed
@@ -29,20 +31,27 @@ def normal(rngs: nnx.Rngs, shape: Sequence[int], std: float, dims: Sequence[str]
 
 
 def filled(value: float, shape: Sequence[int], dims: Sequence[str]) -> nnx.Param:
-    """A parameter that begins as a constant, with a name for each dim."""
+    """A parameter that is initialized to a constant, with a name for each dim."""
     return nnx.Param(jnp.full(shape, value, jnp.float32), dims=tuple(dims))
 
 
 def within_layer(param: nnx.Param) -> tuple[str, ...]:
-    """The names of a parameter's dims, where a scan over layers has taken the dim `layers` away."""
+    """The names of a parameter's dims inside the scan over layers, which removes the dim `layers`."""
     return tuple(dim for dim in param.get_metadata()["dims"] if dim != "layers")
 
 
+WHOLE_ROWS: Sharding = {
+    "embed": Supported(partition=False, why="norms and projections need whole rows of the residual stream"),
+}
+
+
 class RMSNorm(nnx.Module):
-    """`x[.., D] -> x / rms(x) * scale[D]`, D the last dim, called `dim`. Numerics: in float32 at least.
+    """`x[.., D] -> x / rms(x) * scale[D]`; `dim` is the name of D. Numerics: in float32 at least.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
+
+    sharding: ClassVar[Sharding] = WHOLE_ROWS
 
     def __init__(self, width: int, *, eps: float, dim: str = "embed"):
         self.scale = filled(1.0, (width,), (dim,))
@@ -60,6 +69,8 @@ class LayerNorm(nnx.Module):
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
 
+    sharding: ClassVar[Sharding] = WHOLE_ROWS
+
     def __init__(self, width: int, *, eps: float):
         self.scale = filled(1.0, (width,), ("embed",))
         self.bias = filled(0.0, (width,), ("embed",))
@@ -73,14 +84,20 @@ class LayerNorm(nnx.Module):
 
 
 class LowRank(nnx.Module):
-    """`x[.., in] @ a[in.., rank] @ b[rank, out..] * scale`; b begins as zeros, so that nothing changes at first.
+    """`x[.., in] @ a[in.., rank] @ b[rank, out..] * scale`; b starts as zeros, so the model is unchanged at first.
 
-    Communication: none. Where the kernel's inputs are sharded, it is as the kernel's own product a partial sum.
+    Communication: none. Where the kernel's inputs are sharded, the result is a partial sum like the kernel's product.
     """
 
+    sharding: ClassVar[Sharding] = {
+        "rank": Supported(partition=False, why="LoRA needs all columns of its thin matrices"),
+    }
+
     def __init__(self, a: nnx.Param, b: nnx.Param, num_inputs: int, scale: float):
-        self.a, self.b = a, b
-        self.num_inputs, self.scale = num_inputs, scale
+        self.a = a
+        self.b = b
+        self.num_inputs = num_inputs
+        self.scale = scale
 
     def __call__(self, x: Float[Array, "B S *inputs"]) -> Float[Array, "B S *outputs"]:
         thin = jnp.tensordot(x, self.a[...], axes=self.num_inputs)
@@ -88,13 +105,15 @@ class LowRank(nnx.Module):
 
 
 class Projection(nnx.Module):
-    """A linear map between groups of dims: `x[.., in] @ kernel[in.., out..] (+ bias[out..])`, by `enter` or `leave`.
+    """A linear map between groups of dims, for `enter` and `leave`: `x[.., in] @ kernel[in.., out..] (+ bias[out..])`.
 
     Args:
-      inputs: (dim name, size) of each contracted dim.
-      outputs: (dim name, size) of each new dim.
-      std: of the initial kernel; default 1 / sqrt(fan in).
+      inputs: (name, size) of each dim that is contracted.
+      outputs: (name, size) of each dim of the result.
+      std: standard deviation of the initial kernel; default 1 / sqrt(fan in).
     """
+
+    sharding: ClassVar[Sharding] = {**WHOLE_ROWS, **LowRank.sharding}
 
     def __init__(
         self, inputs: Sequence[tuple[str, int]], outputs: Sequence[tuple[str, int]], *,
@@ -113,26 +132,29 @@ class Projection(nnx.Module):
         return Weights(self.kernel[...], self.num_inputs, streamed(within_layer(self.kernel), current()), self.lora)
 
     def add_bias(self, y: Float[Array, "B S *outputs"]) -> Float[Array, "B S *outputs"]:
-        """Apart from the product, because a row-parallel bias is added once, after the sum over shards."""
+        """Adds the bias. `leave` does so once, after the sum over shards."""
         return y if self.bias is None else y + self.bias[...]
 
 
 def enter(x: Float[Array, "B R D"], maps: Sequence[Projection], dim: str) -> Iterator[Float[Array, "B S ..."]]:
-    """Column parallel: each projection of x, with weights whose `dim` is sharded. See `parallel.linear`."""
-    products = linear.enter(x, [one.weights for one in maps], dim)
-    return (one.add_bias(y) for one, y in zip(maps, products, strict=True))
+    """Column parallel: projects x by each map, whose weights' `dim` is sharded. See `parallel.linear`."""
+    products = linear.enter(x, [projection.weights for projection in maps], dim)
+    return (projection.add_bias(y) for projection, y in zip(maps, products, strict=True))
 
 
 def leave(x: Float[Array, "B S ..."], down: Projection, dim: str) -> Float[Array, "B R D"]:
-    """Row parallel: the projection of x, with weights whose `dim` is sharded and contracted."""
+    """Row parallel: projects x by `down`, whose weights' `dim` is sharded and contracted."""
     return down.add_bias(linear.leave(x, down.weights, dim))
 
 
 class SwiGLU(nnx.Module):
     """`(silu(x @ gate[D, M]) * (x @ up[D, M])) @ down[M, D]`. Source: Shazeer 2020, arXiv:2002.05202."""
 
+    sharding: ClassVar[Sharding] = Projection.sharding
+
     def __init__(self, width: int, mlp: int, *, bias: bool, out_std: float, rngs: nnx.Rngs):
-        embed, hidden = [("embed", width)], [("mlp", mlp)]
+        embed = [("embed", width)]
+        hidden = [("mlp", mlp)]
         self.gate = Projection(embed, hidden, bias=bias, rngs=rngs)
         self.up = Projection(embed, hidden, bias=bias, rngs=rngs)
         self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
@@ -144,10 +166,13 @@ class SwiGLU(nnx.Module):
 
 
 class GELU(nnx.Module):
-    """`gelu(x @ up[D, M]) @ down[M, D]`, with the tanh form of GPT-2. Source: arXiv:1606.08415."""
+    """`gelu(x @ up[D, M]) @ down[M, D]`, with GPT-2's tanh approximation. Source: arXiv:1606.08415."""
+
+    sharding: ClassVar[Sharding] = Projection.sharding
 
     def __init__(self, width: int, mlp: int, *, bias: bool, out_std: float, rngs: nnx.Rngs):
-        embed, hidden = [("embed", width)], [("mlp", mlp)]
+        embed = [("embed", width)]
+        hidden = [("mlp", mlp)]
         self.up = Projection(embed, hidden, bias=bias, rngs=rngs)
         self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
 
@@ -159,16 +184,16 @@ class GELU(nnx.Module):
 def dropout(
     x_BSD: Float[Array, "B S D"], rate: float, key: PRNGKeyArray | None, rows_B: Int[Array, "B"]
 ) -> Float[Array, "B S D"]:
-    """Zeroes elements of the residual stream with probability `rate`, and scales up the others.
+    """Zeroes elements of the residual stream with probability `rate`, and divides the others by `1 - rate`.
 
-    The bit of an element is a hash of the key and of its *global* position: row of the global batch, index in
-    the sequence, channel. So the mask is the same on any mesh, with any number of microbatches.
+    The random bits of an element are a hash of the key and of its *global* position: row of the global batch, index
+    in the sequence, channel. So the mask is the same on any mesh and with any number of microbatches.
 
     Args:
       x_BSD: [batch, norm_seq, embed], local shard.
       rate: in [0, 1).
-      key: a typed key, the same on all devices; None turns dropout off.
-      rows_B: int32 [batch], the rows' indices in the global batch.
+      key: a typed key, equal on all devices; None disables dropout.
+      rows_B: int32 [batch], the index of each row in the global batch.
 
     Communication: none.
     """

@@ -1,4 +1,4 @@
-"""LoRA: what a projection learns beside its frozen kernel, as a product of two thin matrices.
+"""LoRA: trains a product of two thin matrices that is added to the frozen kernel of a projection.
 
 Source: Hu et al. 2021, arXiv:2106.09685.
 """
@@ -24,25 +24,26 @@ NAME = "lora"
 
 
 class LoRA(Config):
-    """Trains `rank` directions of some projections, and freezes all else.
+    """Trains a low-rank update of some projections, and freezes all other parameters.
 
-    Memory: gradients and optimizer state of rank * (inputs + outputs) elements a projection.
-    Communication: gradients of those alone; what is frozen is gathered where it is stored in shards, and never reduced.
+    Memory: gradients and optimizer state of rank * (inputs + outputs) elements per projection.
+    Communication: gradients of the update. Frozen parameters are gathered where they are stored in shards, but have no
+      gradients to reduce.
     """
 
     kind: Literal["lora"] = "lora"
     rank: Positive = 8
     alpha: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 16.0
-    """The product is scaled by alpha / rank."""
+    """The update is scaled by alpha / rank."""
     paths: tuple[str, ...] = ("blocks.attn.*",)
-    """Globs of projections: `blocks.attn.q`, `blocks.mlp.*`, `blocks.**`."""
+    """Globs of the projections to update: `blocks.attn.q`, `blocks.mlp.*`, `blocks.**`."""
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
 
     def adapt(self, model: nnx.Module, rngs: nnx.Rngs) -> None:
-        """Adds two parameters to each projection that a glob matches.
+        """Adds the two thin matrices to each projection that a glob matches.
 
         Raises:
           ConfigError: a glob matches no projection.
@@ -53,7 +54,7 @@ class LoRA(Config):
             if not matching(found, glob):
                 near = nearest(glob, found)
                 parents = sorted({path.rpartition(".")[0] for path in found})
-                fix = f"did you mean {near}?" if near else f"there are {', '.join(f'{one}.*' for one in parents)}"
+                fix = f"did you mean {near}?" if near else f"there are {', '.join(f'{parent}.*' for parent in parents)}"
                 problems.add("adapt.paths", f"{glob!r} matches no projection", fix)
         problems.raise_any(ConfigError, "LoRA adapts the projections of a model:")
         for path, projection in found.items():
@@ -61,7 +62,8 @@ class LoRA(Config):
                 projection.lora = self._beside(projection, rngs)
 
     def _beside(self, projection: Projection, rngs: nnx.Rngs) -> LowRank:
-        shape, dims = projection.kernel.shape, projection.kernel.get_metadata()["dims"]
+        shape = projection.kernel.shape
+        dims = projection.kernel.get_metadata()["dims"]
         start = 1 if dims[0] == "layers" else 0
         end = start + projection.num_inputs
         std = math.prod(shape[start:end]) ** -0.5
@@ -70,31 +72,33 @@ class LoRA(Config):
         return LowRank(a, b, projection.num_inputs, self.scale)
 
     def merged(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The parameters of the model as it was built, by path: each kernel with its product added.
+        """The parameters of the model without LoRA, by path: each update is added to its kernel.
 
         Numerics: added in float32 at least, then rounded to the kernel's dtype.
         """
         plain = {path: array for path, array in params.items() if f".{NAME}." not in path}
         for path in [path for path in params if path.endswith(f".{NAME}.a")]:
-            of = path.removesuffix(f".{NAME}.a")
-            plain[f"{of}.kernel"] = _add(plain[f"{of}.kernel"], params[path], params[f"{of}.{NAME}.b"], self.scale)
+            projection = path.removesuffix(f".{NAME}.a")
+            kernel = f"{projection}.kernel"
+            plain[kernel] = _add(plain[kernel], params[path], params[f"{projection}.{NAME}.b"], self.scale)
         return plain
 
 
 def is_lora(path: str) -> bool:
-    """Whether a parameter is one that LoRA added."""
+    """Whether LoRA added a parameter."""
     return f".{NAME}." in path
 
 
 def projections(model: nnx.Module) -> dict[str, Projection]:
-    """Path -> projection."""
+    """The projections of a model by path."""
     modules = ((".".join(map(str, path)), module) for path, module in nnx.iter_modules(model))
     return {path: module for path, module in modules if isinstance(module, Projection)}
 
 
 def _add(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    stacked = a.ndim + b.ndim - 2 - kernel.ndim  # 1, if layers are
-    rows, rank = a.reshape(*a.shape[:stacked], -1, a.shape[-1]), a.shape[-1]
+    stacked = a.ndim + b.ndim - 2 - kernel.ndim  # 1 if there is a leading dim `layers`
+    rank = a.shape[-1]
+    rows = a.reshape(*a.shape[:stacked], -1, rank)
     columns = b.reshape(*b.shape[:stacked], rank, -1)
     product = jnp.matmul(wide(rows), wide(columns), precision="highest").reshape(kernel.shape)
     return (wide(kernel) + scale * product).astype(kernel.dtype)

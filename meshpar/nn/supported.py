@@ -1,7 +1,7 @@
-"""How the layers of this package can have each of their dims sharded: what rules may ask of them.
+"""Checks that rules shard dims only in ways that the layers support.
 
-A rule can name any axis for any dim. Layers are written for some of that: their code gathers what is stored in shards,
-and reduces what was computed from a part. Each dim that they cannot have sharded in every way stands in a table here.
+A rule can name any axis for any dim. A layer supports some of that: its code gathers parameters that are stored in
+shards, and reduces results that were computed from a shard. Each layer declares the dims that it limits as `sharding`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from meshpar.sharding.rules import ACTIVATION_DIMS
 
 @dataclass(frozen=True)
 class Supported:
-    """How layers can have a dim sharded.
+    """How a layer can have a dim sharded.
 
     Args:
       storage: over an axis that carries the batch: a device stores a shard, and gathers the whole before use.
       partition: over any other axis: a device computes with its shard.
-      same_as: a dim that a partition must share its axes with.
-      within: a dim whose axes must include those of a partition.
-      why: what speaks against everything else.
+      same_as: a dim that must be partitioned over the same axes.
+      within: a dim whose axes must include those of this dim's partition.
+      why: the reason for the limits.
     """
 
     storage: bool = True
@@ -33,40 +33,34 @@ class Supported:
     why: str = ""
 
 
-_NOTHING_STORED = "the batch is sharded over it already, and no parameter has such a dim"
-MANUAL: Mapping[str, Supported] = {
-    "seq": Supported(storage=False, partition=False, why="attention needs the whole sequence on each device"),
-    "norm_seq": Supported(storage=False, within="vocab"),
-    "stage": Supported(storage=False),
-    "layers": Supported(storage=False, same_as="stage", why="a device needs all layers of its stage"),
-    "embed": Supported(partition=False, why="norms and projections need whole rows of the residual stream"),
-    "positions": Supported(partition=False, why="a device looks up any position"),
-    "kv_heads": Supported(same_as="heads"),
-    "head_dim": Supported(partition=False, why="attention needs whole heads"),
-    "rank": Supported(partition=False, why="LoRA needs all columns of its thin matrices"),
+Sharding = Mapping[str, Supported]
+"""A layer's limits under `lowering: manual`, by dim. A dim that no layer limits can be sharded over any axis."""
+
+GSPMD: Sharding = {
+    "stage": Supported(partition=False, why="GSPMD knows no pipeline: all stages would do the same work"),
 }
-"""Under `lowering: manual`. A dim that is not here can be sharded over any axis."""
-AUTO: Mapping[str, Supported] = {
-    "seq": Supported(storage=False),
-    "norm_seq": Supported(storage=False),
-    "stage": Supported(
-        storage=False, partition=False, why="GSPMD knows no pipeline: all stages would do the same work"
-    ),
-}
-"""Under `lowering: auto`, where XLA communicates whatever a rule needs."""
+"""The limits under `lowering: auto`, where XLA communicates whatever a rule needs."""
 
 
-def check_supported(ctx: ParallelContext, problems: Problems) -> None:
-    """Adds every rule that shards a dim in a way that the layers are not written for."""
-    for dim, supported in (MANUAL if ctx.manual else AUTO).items():
+def check_supported(layers: Iterable[Sharding], ctx: ParallelContext, problems: Problems) -> None:
+    """Adds every rule that shards a dim in a way that is not supported.
+
+    Args:
+      layers: the limits of each layer of the model.
+    """
+    for dim in ACTIVATION_DIMS:
+        if dim != "batch" and dim in ctx.rules.table and (stored := ctx.storage(dim)):
+            _refuse(dim, stored, "the batch is sharded over it already, and no parameter has such a dim", ctx, problems)
+    limits = [limit for sharding in (layers if ctx.manual else [GSPMD]) for limit in sharding.items()]
+    for dim, supported in dict.fromkeys(limits):
         if dim in ctx.rules.table:
             _check(dim, supported, ctx, problems)
 
 
 def _check(dim: str, supported: Supported, ctx: ParallelContext, problems: Problems) -> None:
-    stored, partition = ctx.storage(dim), ctx.axes(dim)
-    if stored and not supported.storage:
-        _refuse(dim, stored, _NOTHING_STORED if dim in ACTIVATION_DIMS else supported.why, ctx, problems)
+    partition = ctx.axes(dim)
+    if not supported.storage and (stored := ctx.storage(dim)):
+        _refuse(dim, stored, supported.why, ctx, problems)
     if partition and not supported.partition:
         _refuse(dim, partition, supported.why, ctx, problems)
         return

@@ -17,9 +17,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.config import Config, Positive
 from meshpar.nn.attention import Attention, Bias
-from meshpar.nn.cache import CachedLayer, KVCache
+from meshpar.nn.attention.cached import KVCache
+from meshpar.nn.attention.core import Core
+from meshpar.nn.attention.dense import Dense
 from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal, within_layer
 from meshpar.nn.rotary import Rotation, Scaling, rotation
+from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import linear, tensor
 from meshpar.parallel.context import constrain, current
 from meshpar.parallel.data import gather_in_layer, gathering_again, streamed
@@ -50,6 +53,7 @@ class Decoder(Config):
     rope_scaling: ClassVar[Scaling | None]
     window: ClassVar[int | None]
     full_layers: ClassVar[tuple[int, ...]]
+    attention: ClassVar[Core] = Dense()
 
     vocab_size: Positive = 257
     """Number of token ids. 257 = the bytes, and the mark that opens a document."""
@@ -94,7 +98,7 @@ class Decoder(Config):
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that rotary positions turn, an even number."""
+        """Elements of a head that rotary positions rotate, an even number."""
         return int(self.head_size * self.rotary_fraction) // 2 * 2
 
     def window_of(self, layer: Int[Array, ""]) -> Int[Array, ""] | None:
@@ -114,6 +118,12 @@ class Decoder(Config):
     def padded_vocab(self) -> int:
         """Rows of the embedding table."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def sharding(self) -> tuple[Sharding, ...]:
+        """How each layer can have dims sharded, see `nn.supported`."""
+        layers = (self.attention, Transformer, self.norm, self.mlp, Attention)
+        return tuple(layer.sharding for layer in layers)
 
     def build(self, rngs: nnx.Rngs) -> Transformer:
         return Transformer(self, rngs)
@@ -135,16 +145,17 @@ class Block(nnx.Module):
         self.dropout = model.dropout
 
     def __call__(
-        self, x_BRD: Float[Array, "B R D"], batch: Batch, by: Rotation | None, key: PRNGKeyArray | None,
-        window: Int[Array, ""] | None = None, past: CachedLayer | None = None,
-    ) -> tuple[Float[Array, "B R D"], CachedLayer | None]:  # fmt: skip
+        self, x_BRD: Float[Array, "B R D"], core: Core, batch: Batch, by: Rotation | None, key: PRNGKeyArray | None,
+        window: Int[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "B R D"], Any]:  # fmt: skip
         def drop(y: Float[Array, "B R D"], which: int) -> Float[Array, "B R D"]:
             return dropout(y, self.dropout, _fold(key, which), batch["rows"])
 
-        attended, past = self.attn(self.attn_norm(x_BRD), past or batch["segments"], by, window)
+        normed_BRD = self.attn_norm(x_BRD)
+        attended, cache = self.attn(normed_BRD, core, batch["positions"], batch.get("segments"), by, window)
         x_BRD += drop(attended, 0)
         x_BRD += drop(self.mlp(self.mlp_norm(x_BRD)), 1)
-        return constrain(x_BRD, "batch", "norm_seq", "embed"), past
+        return constrain(x_BRD, "batch", "norm_seq", "embed"), cache
 
 
 class Transformer(nnx.Module):
@@ -156,6 +167,12 @@ class Transformer(nnx.Module):
     Returns:
       Logits [batch, seq, vocab], local shards of the vocabulary.
     """
+
+    sharding: ClassVar[Sharding] = {
+        "norm_seq": Supported(within="vocab"),
+        "layers": Supported(storage=False, same_as="stage", why="a device needs all layers of its stage"),
+        "positions": Supported(partition=False, why="a device looks up any position"),
+    }
 
     def __init__(self, model: Decoder, rngs: nnx.Rngs):
         self.model = model
@@ -188,7 +205,7 @@ class Transformer(nnx.Module):
         graph, blocks = nnx.split(self.blocks)
         own = jax.tree.unflatten(jax.tree.structure(blocks), jax.tree.leaves(params))
         block = nnx.merge(graph, _gathered_layer(own))
-        return block(x_BRD, batch, by, _fold(key, index), self.model.window_of(index))[0]
+        return block(x_BRD, self.model.attention, batch, by, _fold(key, index), self.model.window_of(index))[0]
 
     def logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B S V"]:
         """From what the last block gives."""
@@ -231,9 +248,8 @@ class Transformer(nnx.Module):
         def body(carry: tuple[jax.Array, KVCache | None], layer: tuple[Any, jax.Array]) -> tuple[Any, None]:
             (x, cache), (params, index) = carry, layer
             block, window = nnx.merge(graph, _gathered_layer(params)), self.model.window_of(index)
-            past = None if cache is None else CachedLayer(cache, index, batch["positions"])
-            x, past = block(x, batch, by, _fold(key, index), window, past)
-            return (x, past and past.cache), None
+            core = self.model.attention if cache is None else cache.layer(index)
+            return block(x, core, batch, by, _fold(key, index), window), None
 
         indices = jnp.arange(self.model.num_layers, dtype=jnp.int32)
         policy = gathering_again(REMAT[self.model.remat])

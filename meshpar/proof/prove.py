@@ -155,6 +155,13 @@ class _Checker:
         return compare(got, self.reference[skipped:], self.undecided, 1 + skipped)
 
 
+def _message(error: Exception) -> str:
+    """The first line of an error; of JAX's error on varying types, its meaning."""
+    lines = str(error).strip().splitlines() or [""]
+    if unsummed := re.search(r"^\* out_specs\.(\S+) is .* varying over \{([^}]*)\}", str(error), re.MULTILINE):
+        return f"it cannot be traced: a sum over {unsummed[2]} is missing before the step returns its {unsummed[1]}"
+    return f"{type(error).__name__}: {lines[0]}"
+
 
 def _widened(training: Training) -> Training:
     """The training with all floats in float64."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from meshpar.nn.cache import CACHE_DIMS, KVCache
+from meshpar.nn.attention.cached import CACHE_DIMS, KVCache
 from meshpar.nn.transformer import Decoder
 from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.resolve import Placement

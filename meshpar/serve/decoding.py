@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from meshpar.errors import Problems, ShardingError
-from meshpar.nn.cache import KVCache
+from meshpar.nn.attention.cached import KVCache
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.transformer import Batch, Decoder
 from meshpar.parallel.context import ParallelContext

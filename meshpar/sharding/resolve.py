@@ -104,7 +104,7 @@ def resolve(
         )
         problems.raise_any(ShardingError, "there are no rules:")
     _check_rules(arrays, rules, mesh, problems, activation_dims)
-    misfits = sum(_check_array(path, spec, rules, mesh, problems) for path, spec in arrays.items())
+    misfits = sum(check_array(path, spec, rules, mesh, problems) for path, spec in arrays.items())
     subject = f"{misfits} array{'s do' if misfits > 1 else ' does'}" if misfits else "the rules do"
     problems.raise_any(ShardingError, f"{subject} not fit mesh ({describe_sizes(dict(mesh.shape))}):")
     return map_with_path(lambda _, spec: _place(spec, rules, mesh), specs)
@@ -149,7 +149,7 @@ def _check_rules(
             problems.add(f"mesh.{axis} = {size}", what, f"mesh.{axis}=1, or a rule or preset that uses it")
 
 
-def _check_array(path: str, spec: ArraySpec, rules: AxisRules, mesh: AnyMesh, problems: Problems) -> bool:
+def check_array(path: str, spec: ArraySpec, rules: AxisRules, mesh: AnyMesh, problems: Problems) -> bool:
     """Adds the problems of one array, as one entry under its path; says whether there are any."""
     found: list[tuple[str, str]] = []
     owner: dict[str, str] = {}

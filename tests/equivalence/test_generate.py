@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar.nn.attention import Attention, behind
-from meshpar.nn.cache import CachedLayer
+from meshpar.nn.attention.cached import CachedLayer
+from meshpar.nn.attention.core import behind, local_key_heads
 from meshpar.serve.sampling import Sampling
 from tests.serving import LAYOUTS, MAX_TOKENS, MODELS, PROMPTS, cached_logits, full_logits, generator, tokens
 
@@ -85,7 +85,7 @@ def test_an_answer_does_not_depend_on_who_else_is_in_the_batch():
 
 def test_a_key_in_the_slot_beside_is_seen(monkeypatch):
     put = CachedLayer._put
-    beside = lambda past, all_, new: put(past._replace(positions=past.positions + 1), all_, new)
+    beside = lambda core, all_, new, positions: put(core, all_, new, positions + 1)
     monkeypatch.setattr(CachedLayer, "_put", beside)
     assert difference("llama", "one", "auto") > 1e-2
 
@@ -93,21 +93,21 @@ def test_a_key_in_the_slot_beside_is_seen(monkeypatch):
 def test_attention_to_padding_is_seen(monkeypatch):
     longest = lambda positions: jnp.broadcast_to(positions.max(0), positions.shape)
     as_in_the_longest_row = lambda queries, keys, window: behind(longest(queries), keys, window)
-    monkeypatch.setattr("meshpar.nn.attention.behind", as_in_the_longest_row)
+    monkeypatch.setattr("meshpar.nn.attention.cached.behind", as_in_the_longest_row)
     assert difference("llama", "one", "auto") > 1e-2
 
 
 def test_a_window_that_is_too_wide_is_seen(monkeypatch):
     wider = lambda queries, keys, window: behind(queries, keys, None if window is None else window + 1)
-    monkeypatch.setattr("meshpar.nn.attention.behind", wider)
+    monkeypatch.setattr("meshpar.nn.attention.cached.behind", wider)
     got = cached_logits("llama_gqa_options", "one", "auto", ROWS)
     monkeypatch.undo()
     assert abs(got - cached_logits("llama_gqa_options", "one", "auto", ROWS)).max() > 1e-2
 
 
 def test_key_heads_of_another_shard_are_seen(monkeypatch):
-    local = Attention._for_local_heads
-    monkeypatch.setattr(Attention, "_for_local_heads", lambda self, k, q: local(self, jnp.roll(k, 1, axis=2), q))
+    rolled = lambda k, q: local_key_heads(jnp.roll(k, 1, axis=2), q)
+    monkeypatch.setattr("meshpar.nn.attention.cached.local_key_heads", rolled)
     assert difference("llama_gqa_options", "tensor4", "manual") > 1e-2
 
 

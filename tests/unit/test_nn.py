@@ -10,7 +10,7 @@ from jaxtyping import TypeCheckError
 
 from meshpar.errors import ShardingError
 from meshpar.models import GPT, Llama
-from meshpar.nn.attention import attend, causal
+from meshpar.nn.attention.dense import attend, causal
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.layers import dropout
 from meshpar.nn.rotary import Interpolated, Llama3, rotate, rotation

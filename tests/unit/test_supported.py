@@ -9,8 +9,7 @@ import pytest
 
 from meshpar.errors import ConfigError, MeshparError, ShardingError
 from meshpar.mesh.layout import AXES
-from meshpar.nn import supported
-from meshpar.nn.supported import Supported
+from meshpar.nn.supported import GSPMD
 from meshpar.prepared import Prepared, prepare
 from meshpar.run import Run
 from meshpar.sharding.rules import DIMS
@@ -74,7 +73,7 @@ def test_explain_accepts_what_can_be_traced(model, rules, axis, lowering, monkey
     if any(silent in str(refused) for silent in SILENT):
         return
     # Nothing is refused that would work.
-    monkeypatch.setattr(supported, "MANUAL", {})
+    monkeypatch.setattr("meshpar.misfits.check_supported", lambda *_: None)
     with pytest.raises((ValueError, TypeError)):
         trace(prepare(run, mesh))
 
@@ -104,6 +103,27 @@ the parts of this config do not fit each other:
     )
 
 
+def test_a_refused_rule_and_an_array_that_does_not_fit_are_reported_together():
+    run = run_with("llama", {"seq": ["tensor"], "kv_heads": ["tensor"], "heads": ["tensor"]}, "tensor", "manual")
+    run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"tensor": 4})})
+    with pytest.raises(ConfigError) as error:
+        prepare(run, run.mesh.abstract())
+    assert (
+        str(error.value)
+        == """\
+the parts of this config do not fit each other:
+  rules.seq
+    cannot be sharded over tensor: attention needs the whole sequence on each device
+    rules.seq=[]
+  blocks.attn.k.kernel  float32[2, 16, 2, 4]  (layers, embed, kv_heads, head_dim)
+    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (rules.kv_heads)
+    either mesh.tensor=2, or rules.kv_heads=[] to replicate it (at most +768 B per device)
+  blocks.attn.v.kernel  float32[2, 16, 2, 4]  (layers, embed, kv_heads, head_dim)
+    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (rules.kv_heads)
+    either mesh.tensor=2, or rules.kv_heads=[] to replicate it (at most +768 B per device)"""
+    )
+
+
 def test_an_axis_of_size_1_shards_nothing_and_is_never_refused():
     run = run_with("llama", {"head_dim": ["expert"], "seq": ["context"], "heads": ["tensor"]}, "tensor", "manual")
     trace(prepare(run, run.mesh.abstract()))
@@ -117,16 +137,16 @@ def test_key_heads_over_a_part_of_the_axes_of_the_heads_are_refused():
         prepare(run, run.mesh.abstract())
 
 
-@pytest.mark.parametrize("dim", [*supported.MANUAL, *supported.AUTO])
-def test_the_tables_name_standard_dims_and_what_they_refer_to(dim):
-    for table in (supported.MANUAL, supported.AUTO):
-        entry = table.get(dim, Supported())
-        assert {dim, entry.same_as or "embed", entry.within or "embed"} <= set(DIMS)
-        assert entry.why or entry.partition
+@pytest.mark.parametrize("sharding", [*run_with("gpt", {}, "tensor", "manual").model.sharding, GSPMD])
+def test_layers_declare_standard_dims_and_what_they_refer_to(sharding):
+    assert sharding
+    for dim, supported in sharding.items():
+        assert {dim, supported.same_as or "embed", supported.within or "embed"} <= set(DIMS)
+        assert supported.why or supported.partition
 
 
-def test_control_without_the_table_a_rule_dies_in_the_step(monkeypatch):
-    monkeypatch.setattr(supported, "MANUAL", {})
+def test_control_without_the_check_a_rule_dies_in_the_step(monkeypatch):
+    monkeypatch.setattr("meshpar.misfits.check_supported", lambda *_: None)
     run = run_with("llama", {"head_dim": ["tensor"]}, "tensor", "manual")
     with pytest.raises(TypeError, match="incompatible shapes"):
         trace(prepare(run, run.mesh.abstract()))

@@ -1,0 +1,74 @@
+"""The core of generation: a cache of keys and values, so that a new token does not compute earlier ones again.
+
+A token is stored in the slot of its position, and a query sees the slots up to its own position. So the cache needs
+neither lengths nor a mask for padding: a slot that padding behind a short prompt has filled is overwritten by the token
+of that position before any query sees it.
+
+Shapes: N layers, B batch, T slots, S new tokens, K kv_heads, H heads, h head_dim (local shards in the manual lowering).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from meshpar.nn.attention.core import behind, local_key_heads
+from meshpar.nn.attention.dense import Dense, attend
+from meshpar.nn.supported import Sharding
+from meshpar.parallel.context import constrain
+
+CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
+
+_ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
+    # An index is (layer, position). Rows are declared as a batch, so that GSPMD sees that they do not mix.
+    operand_batching_dims=(1,), scatter_indices_batching_dims=(0,), scatter_dims_to_operand_dims=(0, 2),
+    inserted_window_dims=(0, 2), update_window_dims=(2, 3),
+)  # fmt: skip
+
+
+class KVCache(NamedTuple):
+    """Keys after rotary positions, and values; float[layers, batch, seq, kv_heads, head_dim]."""
+
+    keys: Float[Array, "N B T K h"]
+    values: Float[Array, "N B T K h"]
+
+    def layer(self, index: Int[Array, ""]) -> CachedLayer:
+        """The core of one layer."""
+        return CachedLayer(self, index)
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """Writes the new tokens to the cache of one layer, and attends to all tokens in it.
+
+    Args:
+      cache: of all layers, so that the scan over them carries one buffer and writes in place.
+      index: int32[]. The layer.
+    """
+
+    cache: KVCache
+    index: Int[Array, ""]
+    has_cache: ClassVar[bool] = True
+    sharding: ClassVar[Sharding] = Dense.sharding
+
+    def __call__(
+        self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
+        positions: Int[Array, "B S"], segments: None, window: Int[Array, ""] | None,
+    ) -> tuple[Float[Array, "B S H h"], KVCache]:  # fmt: skip
+        cache = KVCache(self._put(self.cache.keys, k, positions), self._put(self.cache.values, v, positions))
+        keys = jax.lax.dynamic_index_in_dim(cache.keys, self.index, keepdims=False)
+        values = jax.lax.dynamic_index_in_dim(cache.values, self.index, keepdims=False)
+        slots = jnp.arange(keys.shape[1], dtype=jnp.int32)
+        visible = behind(positions, slots, window)
+        return attend(q, local_key_heads(keys, q), local_key_heads(values, q), visible), cache
+
+    def _put(
+        self, all_NBTKh: Float[Array, "N B T K h"], new_BSKh: Float[Array, "B S K h"], positions: Int[Array, "B S"]
+    ) -> Float[Array, "N B T K h"]:
+        where_BS2 = jnp.stack([jnp.full_like(positions, self.index), positions], axis=-1)
+        written = jax.lax.scatter(all_NBTKh, where_BS2, new_BSKh.astype(all_NBTKh.dtype), _ROW_BY_ROW, mode="clip")
+        return constrain(written, *CACHE_DIMS)

@@ -1,0 +1,62 @@
+"""What an attention core is, and what cores share.
+
+Shapes: B batch, S query positions, T key positions, H heads, K kv_heads, h head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from meshpar.nn.supported import Sharding
+from meshpar.parallel.context import manual_axes
+from meshpar.parallel.local import varies_over, varying
+
+
+@runtime_checkable
+class Core(Protocol):
+    """Computes attention of projected queries to projected keys.
+
+    Args:
+      q: [batch, seq, heads, head_dim], local shards in the manual lowering.
+      k, v: [batch, seq, kv_heads, head_dim]: the key heads of these query heads; with `has_cache`, the key heads that
+        this device stores.
+      positions: int32 [batch, seq]. The position of each token in its document.
+      segments: int32 [batch, seq]. The document of each token; None where a cache holds one document a row.
+      window: int32 []. How many tokens a query sees, itself the last of them; None for all before it.
+
+    Returns:
+      [batch, seq, heads, head_dim]; and the cache with the new keys and values, or None.
+    """
+
+    has_cache: ClassVar[bool]
+    """Whether the core stores keys and values."""
+    sharding: ClassVar[Sharding]
+    """How the core can have dims sharded, see `nn.supported`."""
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: jax.Array | None
+    ) -> tuple[jax.Array, Any]: ...  # fmt: skip
+
+
+def behind(
+    queries: Int[Array, "*B S"], keys_T: Int[Array, "T"], window: Int[Array, ""] | None
+) -> Bool[Array, "*B S T"]:
+    """Whether the position of a key is that of the query, or one of the `window - 1` before it."""
+    distance = queries[..., None] - keys_T
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def local_key_heads(k_BTKh: Float[Array, "B T K h"], q_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B T L h"]:
+    """One key head for each local query head where the rules shard `heads` but not `kv_heads`; else `k` itself."""
+    axes = manual_axes("heads")
+    if axes == manual_axes("kv_heads"):
+        return k_BTKh
+    heads = q_BSHh.shape[2]
+    group = heads * jax.lax.axis_size(axes) // k_BTKh.shape[2]
+    first = jax.lax.axis_index(axes) * heads
+    which = (first + jnp.arange(heads, dtype=jnp.int32)) // group
+    return jnp.take(varying(k_BTKh, tuple(sorted(varies_over(q_BSHh)))), which, axis=2)

@@ -1,0 +1,67 @@
+"""The dense core: it computes the score of every query and key.
+
+Shapes: B batch, S query positions, T key positions, H heads, K kv_heads, G = H / K, h head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from meshpar.config import Config
+from meshpar.cost.flops import HALF_MASKED
+from meshpar.errors import ShardingError
+from meshpar.nn.attention.core import behind
+from meshpar.nn.supported import Sharding, Supported
+from meshpar.parallel.context import manual_axes
+from meshpar.parallel.precision import wide
+
+
+class Dense(Config):
+    """Computes all scores, and masks those of tokens that a query does not see. Memory: the scores, B H S S."""
+
+    kind: Literal["dense"] = "dense"
+    has_cache: ClassVar[bool] = False
+    sharding: ClassVar[Sharding] = {
+        "seq": Supported(partition=False, why="attention needs the whole sequence on each device"),
+    }
+
+    def __call__(
+        self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
+        positions: Int[Array, "B S"], segments: Int[Array, "B S"], window: Int[Array, ""] | None,
+    ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
+        return attend(q, k, v, causal(segments, window)), None
+
+
+def causal(segments_BS: Int[Array, "B S"], window: Int[Array, ""] | None = None) -> Bool[Array, "B S S"]:
+    """Which tokens each token sees: itself, and those before it in its document."""
+    index = jnp.arange(segments_BS.shape[1], dtype=jnp.int32)
+    return behind(index, index, window) & (segments_BS[:, :, None] == segments_BS[:, None, :])
+
+
+def attend(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    visible_BST: Bool[Array, "B S T"],
+) -> Float[Array, "B S H h"]:
+    """`softmax(q k^T / sqrt(h)) v` over the keys that a query sees. Returns [B, S, H, h].
+
+    Numerics: softmax in float32 at least. Memory: the scores, B H S T.
+
+    Raises:
+      ShardingError: the rules shard the sequence.
+    """
+    if axes := manual_axes("seq"):
+        sharded = f"rules.seq = {list(axes)}"
+        raise ShardingError(f"{sharded}: this attention needs the whole sequence on each device; use rules.seq=[]")
+    batch, seq, _, size = q_BSHh.shape
+    q_BSKGh = q_BSHh.reshape(batch, seq, k_BTKh.shape[2], -1, size) * jnp.asarray(size**-0.5, q_BSHh.dtype)
+    with jax.named_scope(HALF_MASKED):
+        scores = wide(jnp.einsum("bskgh,btkh->bkgst", q_BSKGh, k_BTKh))
+        scores = jnp.where(visible_BST[:, None, None], scores, jnp.finfo(scores.dtype).min)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v_BTKh.dtype)
+        return jnp.einsum("bkgst,btkh->bskgh", weights, v_BTKh).reshape(q_BSHh.shape)
