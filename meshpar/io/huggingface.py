@@ -20,9 +20,10 @@ from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.io import architectures
 from meshpar.io.folder import check_inside, read_json
 from meshpar.io.safetensors import Tensor, tensors_in
+from meshpar.models.contract import ModelContract
+from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import Foreign, Names, Shape
 from meshpar.nn.describe import describe
-from meshpar.nn.transformer import Decoder
 from meshpar.tree import flatten_with_paths
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -57,7 +58,7 @@ class Pretrained:
 
     folder: Path
     config: dict[str, Any]
-    model: Decoder
+    model: DecoderModel
     tensors: Mapping[str, Tensor]
 
     @property
@@ -120,16 +121,16 @@ class Pretrained:
         rest = lambda group: [slice(None), *group[1:]][: len(group)]
         return block.reshape(*sizes_in, *sizes_out)[tuple(rest(index[:num]) + rest(index[num:]))]
 
-    def check(self, model: object) -> None:
+    def check(self, model: ModelContract) -> None:
         """Compares with the model of a run.
 
         Raises:
           ConfigError: it is not one of meshpar's own; or each size that it has otherwise.
         """
         where, problems = self.folder / CONFIG, Problems()
-        if not isinstance(model, Decoder):
+        if not (ours := model.hugging_face()):
             raise ConfigError(f"init.from_hf: {where} describes a model of meshpar's own, and model is another")
-        here, there = (flatten(architectures.canonical(one)) for one in (model, self.model))
+        here, there = (flatten(architectures.canonical(one)) for one in (ours, self.model))
         for key in sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key)):
             mine, other = json.dumps(here.get(key)), json.dumps(there.get(key))
             problems.add(f"model.{key}", f"{mine} in this run, {other} in {where}", f"model.{key}={other}")
@@ -159,14 +160,14 @@ def _flat(index: list[slice], sizes: Shape) -> tuple[tuple[int, int], Shape]:
     return (index[0].start * rest, index[0].stop * rest), (index[0].stop - index[0].start, *sizes[1:])
 
 
-def names_of(model: Decoder, kind: str) -> Names:
+def names_of(model: DecoderModel, kind: str) -> Names:
     """The names of a model's tensors: those of its architecture whose parameters it has."""
     shapes = layer_shapes(model)
     names = architectures.ARCHITECTURES[kind].names.items()
     return {name: foreign for name, foreign in names if foreign.parts[0] in shapes}
 
 
-def layer_shapes(model: Decoder) -> dict[str, Shape]:
+def layer_shapes(model: DecoderModel) -> dict[str, Shape]:
     """Path -> shape of a parameter, of one layer, without padding of the vocabulary."""
     plain = model.model_copy(update={"vocab_multiple": 1})
     specs = flatten_with_paths(describe(nnx.eval_shape(lambda: plain.build(nnx.Rngs(0)))))
@@ -243,7 +244,7 @@ def _canonical(name: str, names: Names) -> str:
     return name if name.startswith((prefix, "lm_head.")) else prefix + name
 
 
-def _expected(model: Decoder, names: Names) -> Iterator[tuple[str, Shape]]:
+def _expected(model: DecoderModel, names: Names) -> Iterator[tuple[str, Shape]]:
     shapes = layer_shapes(model)
     for name, foreign in names.items():
         for layer in range(model.num_layers if "*" in name else 1):
@@ -251,7 +252,7 @@ def _expected(model: Decoder, names: Names) -> Iterator[tuple[str, Shape]]:
 
 
 def _compare(
-    folder: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], model: Decoder, problems: Problems
+    folder: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], model: DecoderModel, problems: Problems
 ) -> None:
     for name, shape in expected.items():
         tensor = tensors.get(name)

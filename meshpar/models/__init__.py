@@ -5,15 +5,18 @@
 'llama'
 """
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 import pydantic
 
+from meshpar.models.contract import ModelContract
 from meshpar.models.gpt import GPT
 from meshpar.models.imported import Import
 from meshpar.models.llama import Llama
 from meshpar.nn.rotary import Interpolated, Llama3
 
 Model = Annotated[Llama | GPT | Import, pydantic.Field(discriminator="kind")]
+"""Every kind of model is registered here."""
+KINDS: tuple[type[ModelContract], ...] = get_args(get_args(Model)[0])
 
 __all__ = ["GPT", "Import", "Interpolated", "Llama", "Llama3"]

@@ -22,9 +22,7 @@ def parts(model: Transformer, loss: Sums) -> Parts:
       loss: (logits, batch) -> (sum, count).
     """
     logits, sizes = functional(model, "logits"), model.model
-    per_layer = (
-        2 * sizes.width * (sizes.num_heads + sizes.kv_heads) * sizes.head_size + 3 * sizes.width * sizes.mlp_width
-    )
+    per_layer = 2 * sizes.width * (sizes.num_heads + sizes.kv_heads) * sizes.head_size + sizes.mlp_weights
 
     def end(params: Any, x: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return loss(logits(params, x), batch)

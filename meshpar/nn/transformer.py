@@ -115,6 +115,15 @@ class Decoder(Config):
         """Rows of the embedding table."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
+    @property
+    def mlp_weights(self) -> int:
+        """Weights of an MLP, as a pipeline weighs a layer against the output projection."""
+        return 3 * self.width * self.mlp_width
+
+    def build_mlp(self, out_std: float, rngs: nnx.Rngs) -> nnx.Module:
+        """The MLP of one layer. Args: `out_std`, of the initial weights that write to the residual stream."""
+        return self.mlp(self.width, self.mlp_width, bias=self.mlp_bias, out_std=out_std, rngs=rngs)
+
     def build(self, rngs: nnx.Rngs) -> Transformer:
         return Transformer(self, rngs)
 
@@ -131,7 +140,7 @@ class Block(nnx.Module):
             head_norm=model.norm_eps if model.head_norm else None,
         )  # fmt: skip
         self.mlp_norm = model.norm(model.width, eps=model.norm_eps)
-        self.mlp = model.mlp(model.width, model.mlp_width, bias=model.mlp_bias, out_std=out_std, rngs=rngs)
+        self.mlp = model.build_mlp(out_std, rngs)
         self.dropout = model.dropout
 
     def __call__(

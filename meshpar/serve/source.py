@@ -17,7 +17,7 @@ from meshpar.convert import COMPANIONS, run_of
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.io.folder import check_inside, read_json
 from meshpar.io.huggingface import CONFIG, Pretrained, open_pretrained
-from meshpar.nn.transformer import Decoder
+from meshpar.models.decoder import DecoderModel
 from meshpar.run import Run
 from meshpar.serve.decoding import for_tokens
 from meshpar.sharding.constrain import Lowering
@@ -55,13 +55,12 @@ class Source:
     language: Language | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.run.model, Decoder):
-            what = "only meshpar's own decoders keep keys and values of tokens"
-            raise ConfigError(f"model.kind = {self.run.model.kind}: {what}")
+        if not (decoder := self.run.model.generation()):
+            raise ConfigError(f"model.kind = {self.run.model.kind}: {decoder.because}")
 
     @property
-    def model(self) -> Decoder:
-        return self.run.model  # pyright: ignore
+    def model(self) -> DecoderModel:
+        return self.run.model.generation()  # pyright: ignore
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -106,7 +105,8 @@ def _of_checkpoint(path: Path, run: Run) -> Source:
     converted = find_all(path)[-1].folder.parents[1] / COMPANIONS
     # A run that was converted, and has had no data of its own, speaks as the model did.
     speaks = converted.is_dir() and isinstance(run.data, Synthetic)
-    language = _language(converted, run.model.vocab_size) if speaks and isinstance(run.model, Decoder) else None
+    vocabulary = run.model.vocabulary()
+    language = _language(converted, vocabulary.size) if speaks and vocabulary else None
 
     def restore(structs: Any) -> Any:
         return find(path, PARAMS).restore({"params": structs}, PARAMS)["params"]

@@ -158,7 +158,7 @@ class Criterion(Config):
 
     shorthand: ClassVar = "target"
     target: Target | None = None
-    """Of a model that is imported: `package.module:name` of its own loss; see `meshpar.imported`."""
+    """Of a model that is imported: `package.module:name` of its own loss; see `models.Import.program`."""
     label_smoothing: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
     """The part of the target's probability that is spread evenly over the vocabulary."""
     z_loss: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
