@@ -243,7 +243,9 @@ def _vocabulary(run: Run) -> Vocabulary:
 
 
 def _teaching(taught_by: Prepared, student: Prepared) -> Teacher:
-    model = taught_by.run.model.program(task_of(taught_by.run))
-    assert model.apply is not None, "a model with a vocabulary gives logits"
+    forward = taught_by.run.model.program(task_of(taught_by.run)).forward
+    assert forward is not None, "a model with a vocabulary gives logits"
     padded = _vocabulary(taught_by.run).padded
-    return Teacher(model.apply, taught_by.specs, taught_by.rules, student.how, student.batch_specs, padded)
+    return Teacher(
+        lambda *args: forward(*args).logits, taught_by.specs, taught_by.rules, student.how, student.batch_specs, padded
+    )

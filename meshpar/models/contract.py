@@ -18,6 +18,7 @@ from meshpar.errors import Problems
 from meshpar.models.foreign import Architecture
 from meshpar.models.reference import Scale
 from meshpar.nn.lora import LoRA
+from meshpar.parallel.outputs import Outputs
 from meshpar.parallel.pipeline.parts import Parts
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.rules import AxisRules
@@ -91,7 +92,7 @@ class ModelProgram:
     """A model's functions and what they compute with. See `Training` for the fields that have the same name there.
 
     Args:
-      apply: (params, batch, key) -> logits [batch, seq, vocab]; None if only `loss` computes them.
+      forward: (params, batch, key) -> `Outputs`; None if only `loss` computes them.
       uses_rng: whether `loss` draws random numbers.
       parts: the model as a pipeline sees it; None if it cannot be cut into stages.
     """
@@ -101,7 +102,7 @@ class ModelProgram:
     loss: Loss
     evaluation: Loss
     rules: AxisRules
-    apply: Callable[..., jax.Array] | None = None
+    forward: Callable[..., Outputs] | None = None
     uses_rng: bool = False
     parts: Parts | None = None
     carried: Any = field(default_factory=dict)

@@ -16,7 +16,7 @@ from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.sharding.constrain import Lowering
-from meshpar.train.loss import next_token_loss, summed_cross_entropy
+from meshpar.train.loss import count_targets, next_token_loss, summed_cross_entropy
 
 
 class DecoderModel(Decoder, ModelContract):
@@ -33,16 +33,16 @@ class DecoderModel(Decoder, ModelContract):
             return nnx.to_pure_dict(nnx.state(build(nnx.Rngs(key)), nnx.Param))
 
         abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-        apply = functional(abstract)
+        forward = functional(abstract, "forward")
         return ModelProgram(
             specs=describe(abstract),
             init=init,
-            loss=task.loss.build(apply, self.vocab_size, task.distill),
-            evaluation=next_token_loss(apply, self.vocab_size),
+            loss=task.loss.build(forward, self.vocab_size, task.distill),
+            evaluation=next_token_loss(forward, self.vocab_size),
             rules=task.rules,
-            apply=apply,
+            forward=forward,
             uses_rng=self.dropout > 0,
-            parts=parts(abstract, partial(summed_cross_entropy, vocab_size=self.vocab_size)),
+            parts=parts(abstract, partial(summed_cross_entropy, vocab_size=self.vocab_size), count_targets),
         )
 
     def check(self, task: Task, how: Lowering, problems: Problems) -> None:

@@ -178,8 +178,8 @@ def _accumulate(objective: Objective, params: Any, batch: Batch, step: jax.Array
 
     def one(batch: Batch, carried: Any) -> tuple[Tally, Any]:
         if objective.pipeline:
-            total, count, grads = objective.pipeline.gradients(params, batch, objective.key(step), objective.sums)
-            return Tally(total, count, carried=carried), grads
+            sums, grads = objective.pipeline.gradients(params, batch, objective.key(step), objective.sums)
+            return Tally(*sums, carried), grads
 
         def loss(trained: Any) -> tuple[jax.Array, Tally]:
             params_now = thawed(filled(trained, params), objective.frozen, step)
