@@ -26,6 +26,7 @@ from .inspection.inspect import Inspection
 from .inspection.program.compiling import compiling
 from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.report.report import Report
+from .interop.flax_model import Import
 from .interop.training import training
 from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
@@ -107,6 +108,7 @@ __all__ = [
     "GPipe",
     "Generated",
     "Ids",
+    "Import",
     "Init",
     "Inspection",
     "Interleaved",

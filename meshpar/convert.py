@@ -19,7 +19,6 @@ from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, ex
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh.layout import MeshLayout
-from meshpar.nn.transformer import Decoder
 from meshpar.optim import AdamW
 from meshpar.prepared import Prepared, prepare
 from meshpar.run import Precision, Run, load, simulate
@@ -111,11 +110,12 @@ def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
     run_dir = load(source).run_dir if source.is_file() else source
     saved = find(run_dir, PARAMS)
     run = _saved_run(saved)
+    if not (model := run.model.hugging_face()):
+        raise CheckpointError(f"{saved.folder} holds {model.because}")
     structs = _on_one_device(run).placement.structs
     params = flatten_with_paths(saved.restore(structs, PARAMS).params)
     params = run.adapt.merged(params) if run.adapt else params
-    assert isinstance(run.model, Decoder)
-    export(folder, run.model, params, _companions(run, run_dir), largest_file)
+    export(folder, model, params, _companions(run, run_dir), largest_file)
 
 
 def _companions(run: Run, run_dir: Path) -> Path | None:
@@ -126,12 +126,9 @@ def _companions(run: Run, run_dir: Path) -> Path | None:
 
 def _saved_run(saved: Saved) -> Run:
     try:
-        run = Run.model_validate_json(json.dumps(saved.meta["config"]), strict=True)
+        return Run.model_validate_json(json.dumps(saved.meta["config"]), strict=True)
     except (ValueError, KeyError, TypeError):
         raise CheckpointError(f"{saved.folder} holds no config of a run, so what was trained is not known") from None
-    if not isinstance(run.model, Decoder):
-        raise CheckpointError(f"{saved.folder} holds an imported model, and Hugging Face has no architecture for it")
-    return run
 
 
 def _on_one_device(run: Run) -> Prepared:

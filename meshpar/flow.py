@@ -26,7 +26,6 @@ from meshpar.interop.huggingface import open_pretrained
 from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of
-from meshpar.models import Import
 from meshpar.optim.ema import averaged
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
@@ -231,7 +230,7 @@ def _fit(
     if end == first and jax.process_index() == 0:
         say(announce.nothing(run.run_dir, end, told["changed"] if told else {}))
     elif shows:
-        generates = not isinstance(run.model, Import) and not isinstance(run.data.tokenizer, Ids)
+        generates = bool(run.model.generation()) and not isinstance(run.data.tokenizer, Ids)
         say(announce.end(run.run_dir, end, generates))
     return state
 

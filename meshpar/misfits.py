@@ -8,13 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from meshpar.errors import ConfigError, Problems, ScheduleError
-from meshpar.models import Import
-from meshpar.nn.describe import describe
-from meshpar.nn.supported import check_supported
-from meshpar.nn.transformer import Decoder
+from meshpar.models.contract import LayerStack, Task
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.cut import cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
@@ -64,12 +60,10 @@ def check(run: Run, mesh: AnyMesh) -> None:
     ctx = run.context(mesh)
     problems = Problems()
     _check_batch(run, ctx, problems)
-    if isinstance(run.model, Import):
-        if ctx.manual:
-            problems.add("lowering", "a model that is imported is lowered by GSPMD", "lowering=auto")
-    else:
-        _check_decoder(run, run.model, problems)
-        check_supported(run.model.sharding, ctx, problems)
+    is_manual = run.model.manual_lowering()
+    if ctx.manual and not is_manual:
+        problems.add("lowering", is_manual.because, "lowering=auto")
+    run.model.check(task_of(run), ctx, problems)
     run.parallel.check_overlaps(run.rules, ctx.manual, problems)
     _check_pipeline(run, ctx, problems)
     _check_kept(run, problems)
@@ -78,18 +72,25 @@ def check(run: Run, mesh: AnyMesh) -> None:
         problems.add("parallel.gradient_reduction", "under lowering: auto, XLA reduces gradients as it chooses", fix)
     _check_combinations(run, problems)
     run.optim.schedule.check(run.num_steps, problems)
-    if problems.found and run.rules.table and not isinstance(run.model, Import):
-        _check_arrays(run, run.model, mesh, problems)
+    if problems.found and run.rules.table and (specs := run.model.array_specs()):
+        _check_arrays(run, specs, mesh, problems)
     problems.raise_any(ConfigError, "the parts of this config do not fit each other:")
 
 
-def _check_arrays(run: Run, model: Decoder, mesh: AnyMesh, problems: Problems) -> None:
+def task_of(run: Run) -> Task:
+    """What the run asks its model to learn."""
+    return Task(
+        loss=run.loss, rules=run.rules, seq_len=run.data.seq_len, vocab_size=run.data.vocab_size, seed=run.seed,
+        adapter=run.adapt, distill=run.distill,
+    )  # fmt: skip
+
+
+def _check_arrays(run: Run, specs: Any, mesh: AnyMesh, problems: Problems) -> None:
     """Adds each array that does not fit the mesh even without the rules that are refused already."""
     refused = [problem.where.removeprefix("rules.") for problem in problems.found if problem.where.startswith("rules.")]
     whole: dict[str, Any] = dict.fromkeys([*refused, "layers"], ())  # `_check_layers` reports layers
     rules = AxisRules(preset=run.rules.preset, zero=run.rules.zero, **run.rules.explicit | whole)
-    abstract = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
-    for path, spec in flatten_with_paths(describe(abstract)).items():
+    for path, spec in flatten_with_paths(specs).items():
         check_array(path, replace(spec, dtype=np.dtype(run.precision.params)), rules, mesh, problems)
 
 
@@ -129,9 +130,9 @@ def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:
         return
     if not ctx.manual:
         problems.add("parallel.pipeline", "GSPMD knows no pipeline", "lowering=manual, or parallel.pipeline=null")
-    elif not isinstance(run.model, Import):
+    elif layers := run.model.layer_stack():
         before = len(problems)
-        _check_layers(run.model, pipeline, ctx, problems)
+        _check_layers(layers, pipeline, ctx, problems)
         pipeline.check(num_stages, problems)
         if len(problems) == before:
             try:
@@ -140,36 +141,36 @@ def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:
                 problems.add("parallel.pipeline", str(error))
 
 
-def _check_layers(model: Decoder, schedule: Schedule, ctx: ParallelContext, problems: Problems) -> None:
+def _check_layers(layers: LayerStack, schedule: Schedule, ctx: ParallelContext, problems: Problems) -> None:
     """Every fix that is proposed has been tried."""
     num_stages, num_shards = ctx.shards("stage"), ctx.shards("layers")
-    why = _why_not_cut(model, schedule, num_stages)
+    why = _why_not_cut(layers, schedule, num_stages)
     if why and schedule.cut:
         even = schedule.model_copy(update={"cut": None})
         fix = "parallel.pipeline.cut=null to cut as evenly as possible"
-        problems.add("parallel.pipeline.cut", why, "" if _why_not_cut(model, even, num_stages) else fix)
+        problems.add("parallel.pipeline.cut", why, "" if _why_not_cut(layers, even, num_stages) else fix)
         return
-    over = -model.stacked_layers % num_shards
+    over = -layers.stacked_layers % num_shards
     if not why and not over:
         return
     fixes: list[str] = []
-    padded = model.model_copy(update={"layers_multiple": num_shards})
+    padded = layers._replace(multiple=num_shards)
     if over and not _why_not_cut(padded, schedule, num_stages):
         fixes.append(f"model.layers_multiple={num_shards} to store {over} more, of zeros")
     if not why:
         fixes.append("rules.layers=[] to store all on each")
     if not fixes:
         least = num_stages * schedule.chunks_per_stage
-        step = math.lcm(model.layers_multiple, num_shards)
+        step = math.lcm(layers.multiple, num_shards)
         fixes.append(f"model.num_layers={math.ceil(least / step) * step}")
-    what = f"{model.stacked_layers} layers cannot lie in equal parts on {num_stages} stages"
+    what = f"{layers.stacked_layers} layers cannot lie in equal parts on {num_stages} stages"
     problems.add("model.num_layers", why or what, ", or ".join(fixes))
 
 
-def _why_not_cut(model: Decoder, schedule: Schedule, num_stages: int) -> str:
+def _why_not_cut(layers: LayerStack, schedule: Schedule, num_stages: int) -> str:
     """What speaks against cutting the layers into the parts of the schedule; empty if nothing does."""
     try:
-        cut_layers(schedule, num_stages, model.num_layers, stacked_layers=model.stacked_layers)
+        cut_layers(schedule, num_stages, layers.num_layers, stacked_layers=layers.stacked_layers)
     except ScheduleError as error:
         return str(error)
     return ""
@@ -181,15 +182,3 @@ def _check_kept(run: Run, problems: Problems) -> None:
         when = f"every {run.eval_every} steps" if run.eval_every else "at the end"
         what = f"a checkpoint every {kept.every} steps needs an evaluation to be judged by, and there is one {when}"
         problems.add("checkpoints.keep_best", what, f"eval_every={kept.every}")
-
-
-def _check_decoder(run: Run, model: Decoder, problems: Problems) -> None:
-    if run.loss.target:
-        problems.add("loss", "is of a model that is imported", "model.kind=import, or no loss")
-    if model.learned_positions and run.data.seq_len > model.max_seq_len:
-        what = f"{run.data.seq_len} is more than model.max_seq_len = {model.max_seq_len}"
-        fix = f"model.max_seq_len={run.data.seq_len}, or data.seq_len={model.max_seq_len}"
-        problems.add("data.seq_len", what, fix)
-    if run.data.vocab_size > model.vocab_size:
-        what = f"the data has {run.data.vocab_size} token ids, the model {model.vocab_size}"
-        problems.add("model.vocab_size", what, f"model.vocab_size={run.data.vocab_size}")

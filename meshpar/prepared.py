@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from flax import nnx
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
@@ -25,23 +24,17 @@ from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import beyond
 from meshpar.inspection.findings.planned import planned_by
 from meshpar.inspection.inspect import Inspection, axes_name
-from meshpar.interop.flax_model import imported
-from meshpar.misfits import check
-from meshpar.models import Import
-from meshpar.nn.describe import describe, functional
+from meshpar.misfits import check, task_of
+from meshpar.models.contract import Vocabulary
 from meshpar.nn.lora import is_lora
-from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
-from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.optim.ema import with_ema
 from meshpar.optim.freeze import Freeze, for_good, frozen_until, without
 from meshpar.optim.master import with_master
 from meshpar.run import Run
 from meshpar.sharding.resolve import AnyMesh
-from meshpar.sharding.spec import ArraySpec
-from meshpar.train.data.packing import ARRAYS
 from meshpar.train.gradients import STALE
-from meshpar.train.loss import Distill, next_token_loss, summed_cross_entropy
+from meshpar.train.loss import Distill
 from meshpar.train.step import Step, Update
 from meshpar.train.teacher import Teacher
 from meshpar.train.training import Training, step_key
@@ -90,7 +83,7 @@ class Prepared(Training):
     @property
     def _says_all(self) -> bool:
         """Whether a traced step of the manual lowering names all that a device sends."""
-        if not self.run.optim.elementwise or isinstance(self.run.model, Import):
+        if not self.run.optim.elementwise or not self.run.model.manual_lowering():
             return False
         if self.pipeline and self.pipeline.schedule.is_stale and self.rules.zero_stage == 1:
             return False
@@ -165,26 +158,30 @@ def prepare(run: Run, mesh: AnyMesh | None = None, abstract_platform: str = "cpu
 
 
 def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
-    model = _imported(run) if isinstance(run.model, Import) else _built(run, run.model)
-    dtype, shape = np.dtype(run.precision.params), (run.data.batch_size, run.data.seq_len)
-    specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.pop("specs"))
+    model, dtype = run.model.program(task_of(run)), np.dtype(run.precision.params)
+    specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.specs)
     frozen = _frozen(run, specs)
     never = for_good(frozen)
     tx = _optimizer(run, jax.tree.map(lambda spec: spec.dims, without(specs, never)), frozen and without(frozen, never))
     if run.parallel.pipeline and run.parallel.pipeline.is_stale:
-        init = model["init"]
-        model |= {"carried": {STALE: specs}, "init_carried": lambda key: {STALE: init(key)}}
+        init = model.init
+        model = replace(model, carried={STALE: specs}, init_carried=lambda key: {STALE: init(key)})
     master = run.precision.master
-    ctx = replace(run.context(mesh), rules=model.pop("rules"), activation_dims=model.pop("activation_dims", None))
+    ctx = replace(run.context(mesh), rules=model.rules, activation_dims=model.activation_dims)
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
-    batch_specs = {name: ArraySpec(shape, np.dtype("int32"), ("batch", "seq")) for name in ARRAYS}
     prepared = Prepared(
-        **model,
         run=run,
         specs=specs,
+        init=model.init,
+        loss=model.loss,
+        evaluation=model.evaluation,
+        carried=model.carried,
+        init_carried=model.init_carried,
+        key=partial(step_key, run.seed) if model.uses_rng else None,
+        stages=model.parts,
         frozen=frozen,
         update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master and np.dtype(master)),
-        batch_specs=batch_specs,
+        batch_specs=run.model.batch_specs(run.data.batch_size, run.data.seq_len),
         ctx=ctx,
         seed=run.seed,
         taught_by=taught_by,
@@ -217,66 +214,28 @@ def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
     where = f"distill: the teacher in {distill.teacher}"
     try:
         teacher = Run(**kept | {"distill": None, "num_microbatches": 1, "freeze": (), "init": None})
-        its, mine = _decoder(teacher), _decoder(run)
+        its, mine = _vocabulary(teacher), _vocabulary(run)
         prepared = prepare(teacher.model_copy(update=ours | {"rules": distill.rules or run.rules}), mesh)
     except MeshparError as error:
         raise ConfigError(f"{where} does not fit:\n{error}") from None
-    if (its.vocab_size, its.padded_vocab) != (mine.vocab_size, mine.padded_vocab):
-        what = f"has {its.vocab_size} token ids in {its.padded_vocab} rows of its vocabulary"
-        raise ConfigError(f"{where} {what}, this model {mine.vocab_size} in {mine.padded_vocab}")
+    if its != mine:
+        what = f"has {its.size} token ids in {its.padded} rows of its vocabulary"
+        raise ConfigError(f"{where} {what}, this model {mine.size} in {mine.padded}")
     return prepared
 
 
-def _decoder(run: Run) -> Decoder:
-    if isinstance(run.model, Import):
-        raise ConfigError(f"{run.model.target} is imported; teachers and their students are llama and gpt")
-    return run.model
+def _vocabulary(run: Run) -> Vocabulary:
+    if not (found := run.model.vocabulary()):
+        raise ConfigError(f"{found.because}; teachers and their students are llama and gpt")
+    return found
 
 
 def _teaching(taught_by: Prepared, student: Prepared) -> Teacher:
-    model, rules = _decoder(taught_by.run), taught_by.rules
-    apply = functional(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
-    return Teacher(apply, taught_by.specs, rules, student.ctx, student.batch_specs, model.padded_vocab)
+    forward = taught_by.run.model.program(task_of(taught_by.run)).forward
+    assert forward is not None, "a model with a vocabulary gives logits"
+    padded = _vocabulary(taught_by.run).padded
 
+    def apply(*args: Any) -> jax.Array:
+        return forward(*args).logits
 
-def _built(run: Run, model: Decoder) -> dict[str, Any]:
-    """What a model of meshpar's own is to the training."""
-
-    def build(rngs: nnx.Rngs) -> Transformer:
-        built = model.build(rngs)
-        if run.adapt:
-            run.adapt.adapt(built, rngs)
-        return built
-
-    abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    return {
-        "specs": describe(abstract),
-        "init": lambda key: nnx.to_pure_dict(nnx.state(build(nnx.Rngs(key)), nnx.Param)),
-        "loss": run.loss.build(functional(abstract), model.vocab_size, run.distill),
-        "evaluation": next_token_loss(functional(abstract), model.vocab_size),
-        "key": partial(step_key, run.seed) if model.dropout else None,
-        "stages": parts(abstract, partial(summed_cross_entropy, vocab_size=model.vocab_size)),
-        "rules": run.rules,
-    }
-
-
-def _imported(run: Run) -> dict[str, Any]:
-    """What the user's model is to the training; it is read anew, for nothing of it stands in the config."""
-    assert isinstance(run.model, Import)
-    if run.adapt:
-        raise ConfigError("adapt: LoRA adapts the projections of meshpar's own models, not of an imported one")
-    found = imported(run.model, run.loss, run.rules, run.data.seq_len, run.seed)
-    if found.vocab_size and run.data.vocab_size > found.vocab_size:
-        what = f"the data has {run.data.vocab_size} token ids, the logits of {run.model.target} are of"
-        raise ConfigError(f"{what} {found.vocab_size}")
-    return {
-        "specs": found.specs,
-        "init": found.init,
-        "loss": found.loss,
-        "evaluation": found.evaluation,
-        "carried": found.carried,
-        "init_carried": found.init_carried,
-        "key": partial(step_key, run.seed) if found.draws else None,
-        "rules": found.rules,
-        "activation_dims": run.model.activation_dims,
-    }
+    return Teacher(apply, taught_by.specs, taught_by.rules, student.ctx, student.batch_specs, padded)

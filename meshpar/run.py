@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pydantic
@@ -15,9 +15,10 @@ from meshpar.config import Config, Positive, Seed
 from meshpar.cost.memory import Widths
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
+from meshpar.interop.flax_model import Import
 from meshpar.mesh import process
 from meshpar.mesh.layout import MeshLayout
-from meshpar.models import Model
+from meshpar.models import Family
 from meshpar.nn.lora import LoRA
 from meshpar.optim import Optimizer
 from meshpar.optim.freeze import Freeze
@@ -30,6 +31,8 @@ from meshpar.train.loop.stopping import EarlyStopping
 from meshpar.train.loss import Criterion, Distill
 from meshpar.train.records.loggers import Logger, TensorBoard
 
+Model = Annotated[Family | Import, pydantic.Field(discriminator="kind")]
+"""A model of meshpar's own, or the user's."""
 Paths = tuple[str, ...]
 Float = Literal["bfloat16", "float32", "float64"]
 

@@ -40,11 +40,11 @@ MESHES = {
 
 
 def prepared(
-    model: Any, mesh: str | None, schedule: Any = None, *, rules: Any = None, rows: int = ROWS, seq: int = SEQ,
+    model: Any, mesh: Any, schedule: Any = None, *, rules: Any = None, rows: int = ROWS, seq: int = SEQ,
     precision: str = "float64", **more: Any,
 ) -> Prepared:  # fmt: skip
-    """A run on as many of the devices as its mesh has; without a mesh, on one."""
-    sizes, presets = MESHES[mesh] if mesh else ({}, ["replicated"])
+    """A run on as many of the devices as its mesh has, one of `MESHES` or (sizes, presets); without a mesh, on one."""
+    sizes, presets = MESHES[mesh] if isinstance(mesh, str) else mesh or ({}, ["replicated"])
     layout = MeshLayout(**sizes)
     run = Run(
         model=model,
@@ -98,13 +98,14 @@ def on_one_device(model: str, layers: int) -> list[Any]:
 def difference(run: Prepared, model: str, layers: int) -> float:
     """The largest absolute difference of any number from one device's, where padded layers are zeros."""
     return max(
-        float(np.abs(np.asarray(mine) - _padded(np.asarray(theirs), mine.shape)).max())
+        float(np.abs(np.asarray(mine) - padded(np.asarray(theirs), mine.shape)).max())
         for a, b in zip(taken(run), on_one_device(model, layers), strict=True) for kind in KINDS
         for mine, theirs in zip(getattr(a, kind).values(), getattr(b, kind).values(), strict=True)
     )  # fmt: skip
 
 
-def _padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    padded = np.zeros(shape, x.dtype)
-    padded[tuple(slice(0, size) for size in x.shape)] = x
-    return padded
+def padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """With zeros behind, where layers are padded."""
+    grown = np.zeros(shape, x.dtype)
+    grown[tuple(slice(0, size) for size in x.shape)] = x
+    return grown

@@ -21,8 +21,8 @@ from meshpar.interop import architectures
 from meshpar.interop.folder import check_inside, read_json
 from meshpar.interop.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, names_of
 from meshpar.interop.safetensors import Written, write
+from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import Foreign, Shape
-from meshpar.nn.transformer import Decoder
 from meshpar.regular import open_regular
 
 LARGEST_FILE = 5 * 10**9
@@ -34,7 +34,7 @@ COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voc
 
 def export(
     folder: Path,
-    model: Decoder,
+    model: DecoderModel,
     params: Mapping[str, jax.Array],
     companions: Path | None = None,
     largest_file: int = LARGEST_FILE,
@@ -112,7 +112,7 @@ def copy_companions(source: Path | None, to: Path) -> None:
     problems.raise_any(CheckpointError, f"the tokenizer of {source} cannot be copied:")
 
 
-def _config(model: Decoder, companions: Path | None) -> dict[str, Any]:
+def _config(model: DecoderModel, companions: Path | None) -> dict[str, Any]:
     problems = Problems()
     read = read_json(companions, CONFIG, problems) if companions and (companions / CONFIG).exists() else None
     problems.raise_any(CheckpointError, f"{companions} cannot be read:")
@@ -123,7 +123,7 @@ def _config(model: Decoder, companions: Path | None) -> dict[str, Any]:
     return config
 
 
-def _tensors(model: Decoder, kind: str, params: Mapping[str, jax.Array], dtype: np.dtype) -> Iterator[Written]:
+def _tensors(model: DecoderModel, kind: str, params: Mapping[str, jax.Array], dtype: np.dtype) -> Iterator[Written]:
     shapes = layer_shapes(model)
     for name, foreign in names_of(model, kind).items():
         for layer in range(model.num_layers) if "*" in name else (None,):

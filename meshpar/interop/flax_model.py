@@ -1,4 +1,4 @@
-"""Turns a Flax model that a config imports into what a training needs: specs, init and loss."""
+"""A user's own Flax model that a config names, with or without a loss of its own."""
 
 from __future__ import annotations
 
@@ -6,41 +6,100 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from pydantic import Field
 
+from meshpar.config import Target
 from meshpar.errors import ConfigError, Problems, nearest
 from meshpar.interop import user_code
 from meshpar.interop.declared import lazily, unboxed
 from meshpar.interop.keys import key_implementations
 from meshpar.interop.training import Init, arrays_of, check_axes, specs_of, takes, tallied, with_axes
-from meshpar.models.imported import Import
-from meshpar.sharding.rules import AxisRules
+from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupported, Vocabulary
 from meshpar.train.data.packing import ARRAYS
-from meshpar.train.loss import Batch, Criterion, Loss, Tally, next_token_loss
+from meshpar.train.loss import Batch, Loss, Tally, next_token_loss
 
 
-@dataclass(frozen=True)
-class Imported:
-    """A user's model, as a training needs it; see `Training` for the fields.
+class Import(ModelContract):
+    """A Flax model that a function of the user's makes.
 
-    Args:
-      vocab_size: the last dim of the logits; None if the loss is the user's own.
+    >>> Import(target="my_package.my_module:build", arguments={"width": 64}).target
+    'my_package.my_module:build'
     """
 
-    specs: Any
-    init: Init
-    loss: Loss
-    evaluation: Loss
-    carried: Any
-    init_carried: Init
-    rules: AxisRules
-    draws: bool
-    vocab_size: int | None
+    kind: Literal["import"] = "import"
+    target: Target
+    """`package.module:name` of a function that gives a Linen module; or of an NNX module's class, or a function like
+    it, which is called with `rngs`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """What it is called with, by name."""
+    dims: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Path glob -> a name for each dim of the parameters that it matches; goes before what the model declares."""
+    activation_dims: tuple[str, ...] = ()
+    """Names that only activations have: rules may name them too."""
+    axes: dict[str, str] = Field(default_factory=dict)
+    """The model's own name of a mesh axis -> meshpar's, `{tp: tensor}`, for a model that names axes and not dims."""
+
+    def program(self, task: Task) -> ModelProgram:
+        """Imports the model, and its own loss if the config names one.
+
+        The loss's target is a function (model, params, batch, key) with the results of a loss of `meshpar.training`;
+        `model` is the Linen module, or the `GraphDef` of the NNX module. If the model has collections that change,
+        there is a fifth argument, `carried`, and a third result. Without a target, the loss is the cross entropy of
+        the next token, from the logits `model(tokens)`.
+
+        Raises:
+          ConfigError: the target is not a Flax model, may not be imported, or does not fit the data.
+        """
+        if task.adapter:
+            raise ConfigError("adapt: LoRA adapts the projections of meshpar's own models, not of an imported one")
+        check_axes(self.axes)
+        with user_code.blamed(self.target):
+            user = _built(self, task.seq_len)
+            specs, carried = specs_of(user.init, user.carried, task.seed, self.dims)
+            keys = key_implementations(jax.eval_shape(lazily(user.carried), jax.random.key(task.seed)))
+        as_sums = partial(tallied, arrays=set(ARRAYS), carries=bool(carried), keys=keys, axes=self.axes)
+        if task.loss.target is None:
+            loss, evaluation = self._next_token_losses(user, task, carried)
+        else:
+            loss = evaluation = _own(task.loss.target, user.module, bool(carried))
+        return ModelProgram(
+            specs=specs,
+            init=arrays_of(user.init),
+            loss=as_sums(loss),
+            evaluation=as_sums(evaluation, hands_on=task.loss.target is None),
+            rules=with_axes(task.rules, self.axes, (specs, carried)),
+            uses_rng=task.loss.target is not None,
+            carried=carried,
+            init_carried=arrays_of(user.carried),
+            activation_dims=self.activation_dims,
+        )
+
+    def vocabulary(self) -> Vocabulary | Unsupported:
+        return Unsupported(f"{self.target} is imported")
+
+    def manual_lowering(self) -> Literal[True] | Unsupported:
+        return Unsupported("a model that is imported is lowered by GSPMD")
+
+    def hugging_face(self) -> Unsupported:
+        return Unsupported("an imported model, and Hugging Face has no architecture for it")
+
+    def _next_token_losses(self, user: _Model, task: Task, carried: Any) -> tuple[Callable[..., Tally], ...]:
+        """Of a step and of an evaluation."""
+        if carried and isinstance(user.module, nn.Module):
+            what = f"{self.target} has collections that change: {', '.join(map(str, carried))}"
+            raise ConfigError(f"{what}; it needs a loss of its own, loss: package.module:name")
+        vocab_size = _vocab_size(self, user, task.seq_len)
+        if task.vocab_size > vocab_size:
+            what = f"the data has {task.vocab_size} token ids, the logits of {self.target} are of"
+            raise ConfigError(f"{what} {vocab_size}")
+        learning = _next_token(self.target, user, partial(task.loss.build, vocab_size=vocab_size), True)
+        return learning, _next_token(self.target, user, partial(next_token_loss, vocab_size=vocab_size), False)
 
 
 @dataclass(frozen=True)
@@ -58,44 +117,6 @@ class _Model:
     init: Init
     carried: Init
     apply: Callable[[Any, Any, jax.Array, bool], tuple[jax.Array, Any]]
-
-
-def imported(model: Import, criterion: Criterion, rules: AxisRules, seq_len: int, seed: int) -> Imported:
-    """Imports a model, and its own loss if the config names one.
-
-    Args:
-      criterion: its target is a function (model, params, batch, key) with the results of a loss of `meshpar.training`;
-        `model` is the Linen module, or the `GraphDef` of the NNX module. If the model has collections that change,
-        there is a fifth argument, `carried`, and a third result. Without a target, the loss is the cross entropy of
-        the next token, from the logits `model(tokens)`.
-
-    Raises:
-      ConfigError: the target is not a Flax model, or may not be imported.
-    """
-    check_axes(model.axes)
-    with user_code.blamed(model.target):
-        user = _built(model, seq_len)
-        specs, carried = specs_of(user.init, user.carried, seed, model.dims)
-        keys = key_implementations(jax.eval_shape(lazily(user.carried), jax.random.key(seed)))
-    as_sums = partial(tallied, arrays=set(ARRAYS), carries=bool(carried), keys=keys, axes=model.axes)
-    if criterion.target is None:
-        if carried and isinstance(user.module, nn.Module):
-            what = f"{model.target} has collections that change: {', '.join(map(str, carried))}"
-            raise ConfigError(f"{what}; it needs a loss of its own, loss: package.module:name")
-        vocab_size = _vocab_size(model, user, seq_len)
-        build = partial(criterion.build, vocab_size=vocab_size)
-        build_plain = partial(next_token_loss, vocab_size=vocab_size)
-        loss = as_sums(_next_token(model.target, user, build, learns=True))
-        evaluation = as_sums(_next_token(model.target, user, build_plain, learns=False))
-    else:
-        vocab_size = None
-        own = _own(criterion.target, user.module, bool(carried))
-        loss = as_sums(own)
-        evaluation = as_sums(own, hands_on=False)
-    return Imported(
-        specs, arrays_of(user.init), loss, evaluation, carried, arrays_of(user.carried),
-        with_axes(rules, model.axes, (specs, carried)), criterion.target is not None, vocab_size,
-    )  # fmt: skip
 
 
 def _next_token(target: str, user: _Model, build: Callable[..., Loss], learns: bool) -> Callable[..., Tally]:

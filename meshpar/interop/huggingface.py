@@ -21,9 +21,10 @@ from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.interop import architectures
 from meshpar.interop.folder import check_inside, read_json
 from meshpar.interop.safetensors import Tensor, tensors_in
+from meshpar.models.contract import ModelContract
+from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import Foreign, Names, Shape
 from meshpar.nn.describe import describe
-from meshpar.nn.transformer import Decoder
 from meshpar.tree import flatten_with_paths
 
 CONFIG = "config.json"
@@ -61,7 +62,7 @@ class Pretrained:
 
     folder: Path
     config: dict[str, Any]
-    model: Decoder
+    model: DecoderModel
     tensors: Mapping[str, Tensor]
 
     @property
@@ -125,17 +126,17 @@ class Pretrained:
         rest = tuple(slice(None) if dim in (0, num) else part for dim, part in enumerate(index))
         return block.reshape(*sizes_in, *sizes_out)[rest]
 
-    def check(self, model: object) -> None:
-        """Checks that a run's model is the folder's.
+    def check(self, model: ModelContract) -> None:
+        """Compares with the model of a run.
 
         Raises:
           ConfigError: the run's model is imported; or lists each key that differs.
         """
         where = self.folder / CONFIG
         problems = Problems()
-        if not isinstance(model, Decoder):
+        if not (decoder := model.hugging_face()):
             raise ConfigError(f"init.from_hf: {where} describes a model of meshpar's own, and model is another")
-        in_run = flatten(architectures.canonical(model))
+        in_run = flatten(architectures.canonical(decoder))
         in_folder = flatten(architectures.canonical(self.model))
         for key in sorted(key for key in in_run.keys() | in_folder.keys() if in_run.get(key) != in_folder.get(key)):
             ours, theirs = (json.dumps(keys.get(key)) for keys in (in_run, in_folder))
@@ -167,15 +168,15 @@ def _flat(index: list[slice], sizes: Shape) -> tuple[slice, Shape]:
     return slice(index[0].start * rest, index[0].stop * rest), (index[0].stop - index[0].start, *sizes[1:])
 
 
-def names_of(model: Decoder, kind: str) -> Names:
-    """The tensors of an architecture whose parameters the model has, by name."""
+def names_of(model: DecoderModel, kind: str) -> Names:
+    """The names of a model's tensors: those of its architecture whose parameters it has."""
     shapes = layer_shapes(model)
     names = architectures.ARCHITECTURES[kind].names.items()
     return {name: foreign for name, foreign in names if foreign.parts[0] in shapes}
 
 
-def layer_shapes(model: Decoder) -> dict[str, Shape]:
-    """Path -> shape of a parameter in one layer, without padding of the vocabulary."""
+def layer_shapes(model: DecoderModel) -> dict[str, Shape]:
+    """Path -> shape of a parameter, of one layer, without padding of the vocabulary."""
     plain = model.model_copy(update={"vocab_multiple": 1})
     specs = flatten_with_paths(describe(nnx.eval_shape(lambda: plain.build(nnx.Rngs(0)))))
     return {path: spec.shape[1:] if spec.dims[0] == "layers" else spec.shape for path, spec in specs.items()}
@@ -250,7 +251,13 @@ def _tensors_of(folder: Path, file: str, problems: Problems) -> dict[str, Tensor
     return tensors_in(folder / file, problems)
 
 
-def _expected(model: Decoder, names: Names) -> Iterator[tuple[str, Shape]]:
+def _canonical(name: str, names: Names) -> str:
+    """The name with its model's prefix, which a checkpoint without output projection does not have."""
+    prefix = next(iter(names)).partition(".")[0] + "."
+    return name if name.startswith((prefix, "lm_head.")) else prefix + name
+
+
+def _expected(model: DecoderModel, names: Names) -> Iterator[tuple[str, Shape]]:
     shapes = layer_shapes(model)
     for name, foreign in names.items():
         for layer in range(model.num_layers if "*" in name else 1):
@@ -258,7 +265,7 @@ def _expected(model: Decoder, names: Names) -> Iterator[tuple[str, Shape]]:
 
 
 def _compare(
-    folder: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], model: Decoder, problems: Problems
+    folder: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], model: DecoderModel, problems: Problems
 ) -> None:
     for name, shape in expected.items():
         tensor = tensors.get(name)

@@ -135,11 +135,13 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _is_entry(entry: Any) -> bool:
     if not isinstance(entry, dict) or entry.get("dtype") not in CODES.values():
         return False
-    offsets = entry.get("data_offsets")
-    return _are_counts(entry.get("shape")) and _are_counts(offsets) and len(offsets) == 2
+    return _are_counts(entry.get("shape")) and _are_counts(entry.get("data_offsets"), 2)
 
 
-def _are_counts(values: Any) -> bool:
+def _are_counts(values: Any, num: int | None = None) -> bool:
+    """Whether it is a list of natural numbers, `num` of them."""
+    if num is not None and (not isinstance(values, list) or len(values) != num):
+        return False
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 

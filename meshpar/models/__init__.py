@@ -1,19 +1,19 @@
-"""The built-in models, the user's own, and how rotary positions are stretched; each chosen by `kind`.
+"""The built-in models, and how rotary positions are stretched; each chosen by `kind`.
 
 >>> from meshpar import models
 >>> models.Llama(num_layers=2, width=32, num_heads=4, mlp_width=64, rope_scaling=models.Interpolated(factor=4)).kind
 'llama'
 """
 
-from typing import Annotated
+from typing import get_args
 
-import pydantic
-
+from meshpar.models.contract import ModelContract
 from meshpar.models.gpt import GPT
-from meshpar.models.imported import Import
 from meshpar.models.llama import Llama
 from meshpar.nn.rotary import Interpolated, Llama3
 
-Model = Annotated[Llama | GPT | Import, pydantic.Field(discriminator="kind")]
+Family = Llama | GPT
+"""Every decoder family is registered here."""
+KINDS: tuple[type[ModelContract], ...] = get_args(Family)
 
-__all__ = ["GPT", "Import", "Interpolated", "Llama", "Llama3"]
+__all__ = ["GPT", "Interpolated", "Llama", "Llama3"]

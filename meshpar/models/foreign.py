@@ -1,11 +1,18 @@
-"""How a model's parameters are called, and how they lie, in a checkpoint that another library wrote: as data."""
+"""How Hugging Face describes a model: the keys of its `config.json`, and the names and shapes of its tensors."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from meshpar.errors import Problems
 
 Shape = tuple[int, ...]
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,3 +59,84 @@ def rows(*parts: str, inputs: int = 1) -> Foreign:
 def vector(*parts: str) -> Foreign:
     """`[out]`."""
     return Foreign(parts, inputs=0)
+
+
+# The config ----------------------------------------------------------------------------------------------------
+
+LARGEST = 2**31 - 1
+"""The largest size that is read: products of larger ones overflow."""
+Number = Annotated[float, pydantic.Field(allow_inf_nan=False)]
+Size = Annotated[int, pydantic.Field(ge=0, le=LARGEST)]
+
+
+class Rope(pydantic.BaseModel):
+    """`rope_parameters`, which transformers 5 writes, or `rope_scaling`, which earlier versions wrote."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Number | None = None
+    partial_rotary_factor: Number | None = None
+    factor: Number | None = None
+    low_freq_factor: Number | None = None
+    high_freq_factor: Number | None = None
+    original_max_position_embeddings: Size | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _one_for_all_layers(cls, data: Any) -> Any:
+        if isinstance(data, dict) and any(isinstance(value, dict) for value in data.values()):
+            raise ValueError("rope parameters that differ between layer types are not supported")
+        return data
+
+
+class Given(pydantic.BaseModel):
+    """The keys of a `config.json` that are read, apart from sizes. A null key counts as missing."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    quantization_config: Any = None
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    num_hidden_layers: Size = 0
+    max_position_embeddings: Size | None = None
+    sliding_window: Size | None = None
+    use_sliding_window: bool = False
+    max_window_layers: Size = 28
+    layer_types: list[Literal["full_attention", "sliding_attention"]] = []
+    rope_parameters: Rope | None = None
+    rope_scaling: Rope | None = None
+    rope_theta: Number = 10000.0
+    partial_rotary_factor: Number = 1.0
+    n_embd: Size | None = None
+    activation_function: str = "gelu_new"
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One `model_type` of Hugging Face, as a kind of model of ours reads and writes it.
+
+    Args:
+      called: the name of its class in transformers.
+      names: its tensors.
+      keys: key of `config.json` -> field of our model.
+      read: our model's other fields, from the config; reports what is not supported.
+      write: the config's other keys, from our model.
+      given: the keys that `read` needs.
+    """
+
+    called: str
+    names: Names
+    keys: Mapping[str, str]
+    read: Callable[[Given, Problems], Json]
+    write: Callable[[Any], Json]
+    given: type[Given] = Given
+
+
+def shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

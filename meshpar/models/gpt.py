@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from meshpar.models.foreign import Names, linear, rows, vector
+from meshpar.errors import Problems
+from meshpar.models.decoder import DecoderModel
+from meshpar.models.foreign import Architecture, Given, Json, Names, linear, rows, shortened, vector
 from meshpar.nn.layers import GELU, LayerNorm
-from meshpar.nn.transformer import Decoder
 
 
-class GPT(Decoder):
+class GPT(DecoderModel):
     """The sizes of a GPT-2; see `Decoder`."""
 
     kind: Literal["gpt"] = "gpt"
@@ -23,6 +25,10 @@ class GPT(Decoder):
     rope_scaling: ClassVar = None
     window: ClassVar = None
     full_layers: ClassVar = ()
+
+    @classmethod
+    def architectures(cls) -> Mapping[str, Architecture]:
+        return ARCHITECTURES
 
 
 HUGGING_FACE: Names = {
@@ -44,3 +50,29 @@ HUGGING_FACE: Names = {
     "transformer.h.*.mlp.c_proj.weight": rows("blocks.mlp.down.kernel"),
     "transformer.h.*.mlp.c_proj.bias": vector("blocks.mlp.down.bias"),
 }
+
+GPT2_KEYS = {
+    "vocab_size": "vocab_size", "n_embd": "width", "n_inner": "mlp_width", "n_layer": "num_layers",
+    "n_head": "num_heads", "n_positions": "max_seq_len", "layer_norm_epsilon": "norm_eps",
+    "tie_word_embeddings": "tied",
+}  # fmt: skip
+
+
+def _gpt2(given: Given, found: Problems) -> Json:
+    if given.activation_function not in ("gelu_new", "gelu_pytorch_tanh"):
+        found.add(
+            "activation_function",
+            f"{shortened(given.activation_function)} is not supported for this model, only gelu_new",
+        )
+    if not given.scale_attn_weights:
+        found.add("scale_attn_weights", "only true is supported")
+    if given.scale_attn_by_inverse_layer_idx:
+        found.add("scale_attn_by_inverse_layer_idx", "only false is supported")
+    return {"tied": True} | ({"mlp_width": 4 * given.n_embd} if given.n_embd else {})
+
+
+def _write_gpt2(model: GPT) -> Json:
+    return {"activation_function": "gelu_new", "bos_token_id": None, "eos_token_id": None}
+
+
+ARCHITECTURES = {"gpt2": Architecture("GPT2LMHeadModel", HUGGING_FACE, GPT2_KEYS, _gpt2, _write_gpt2)}

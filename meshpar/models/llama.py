@@ -5,19 +5,21 @@ Its options also give Mistral, Qwen 2, Qwen 3, SmolLM and Phi 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal
 
 import pydantic
 
-from meshpar.config import Count
-from meshpar.models.foreign import Names, linear, rows, vector
+from meshpar.config import Count, Positive
+from meshpar.errors import Problems
+from meshpar.models.decoder import DecoderModel
+from meshpar.models.foreign import Architecture, Given, Json, Names, Rope, linear, rows, shortened, vector
 from meshpar.nn.attention import Bias
 from meshpar.nn.layers import RMSNorm, SwiGLU
 from meshpar.nn.rotary import Scaling
-from meshpar.nn.transformer import Decoder, Positive
 
 
-class Llama(Decoder):
+class Llama(DecoderModel):
     """The sizes of a Llama; see `Decoder`."""
 
     kind: Literal["llama"] = "llama"
@@ -45,6 +47,12 @@ class Llama(Decoder):
             raise ValueError(f"full_layers: there is no layer {beyond[0]}, only 0 to {self.num_layers - 1}")
         return self
 
+    @classmethod
+    def architectures(cls) -> Mapping[str, Architecture]:
+        return ARCHITECTURES
+
+
+# Hugging Face's tensors ------------------------------------------------------------------------------------------
 
 ATTENTION, MLP = "model.layers.*.self_attn", "model.layers.*.mlp"
 
@@ -69,3 +77,99 @@ _FUSED: Names = {
 _APART = {part for foreign in _FUSED.values() for part in foreign.parts}
 PHI3: Names = {name: f for name, f in HUGGING_FACE.items() if not _APART & {*f.parts}} | _FUSED
 """Llama's names, where Hugging Face stores some projections as one."""
+
+
+# Hugging Face's config -------------------------------------------------------------------------------------------
+
+LLAMA_KEYS = {
+    "vocab_size": "vocab_size", "hidden_size": "width", "intermediate_size": "mlp_width",
+    "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim", "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied",
+}  # fmt: skip
+LLAMA3_KEYS = {
+    "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_seq_len",
+}  # fmt: skip
+
+
+def _llama(kind: str) -> Callable[[Given, Problems], Json]:
+    def read(given: Given, found: Problems) -> Json:
+        if given.hidden_act not in ("silu", "swish"):
+            found.add("hidden_act", f"{shortened(given.hidden_act)} is not supported for this model, only silu")
+        attn_bias = "qkv" if kind == "qwen2" else "all" if kind != "mistral" and given.attention_bias else "none"
+        biases = {"attn_bias": attn_bias, "mlp_bias": kind == "llama" and given.mlp_bias}
+        return biases | {"head_norm": kind == "qwen3"} | _window(kind, given, found) | _rope(kind, given, found)
+
+    return read
+
+
+def _window(kind: str, given: Given, found: Problems) -> Json:
+    window = given.sliding_window
+    if kind in ("mistral", "phi3"):
+        return {"window": window}
+    if kind == "llama" or not given.use_sliding_window or window is None:
+        return {}
+    layers = range(given.num_hidden_layers)
+    if given.layer_types and len(given.layer_types) != len(layers):
+        found.add("layer_types", f"has {len(given.layer_types)} entries for {len(layers)} layers")
+    types = given.layer_types or [
+        "full_attention" if i < given.max_window_layers else "sliding_attention" for i in layers
+    ]
+    full = [i for i, type_ in enumerate(types) if type_ == "full_attention"]
+    return {} if len(full) == len(layers) else {"window": window, "full_layers": full}
+
+
+def _rope(kind: str, given: Given, found: Problems) -> Json:
+    key = "rope_parameters" if given.rope_parameters else "rope_scaling"
+    rope = given.rope_parameters or given.rope_scaling or Rope()
+    type_ = rope.rope_type or rope.type or "default"
+    scaling = None
+    if type_ == "linear":
+        scaling = {"kind": "linear", "factor": rope.factor}
+    elif type_ == "llama3":
+        original = rope.original_max_position_embeddings or given.max_position_embeddings
+        parts = rope.model_dump() | {"original_max_position_embeddings": original}
+        scaling = {"kind": "llama3"} | {field: parts[key] for key, field in LLAMA3_KEYS.items()}
+    elif type_ != "default":
+        found.add(key, f"rope_type {shortened(type_)} is not supported", "supported: default, linear, llama3")
+    fraction = given.partial_rotary_factor if rope.partial_rotary_factor is None else rope.partial_rotary_factor
+    if fraction != 1 and kind != "phi3":
+        found.add("partial_rotary_factor", f"is {fraction}, and a {kind} is supported with 1 only")
+    theta = given.rope_theta if rope.rope_theta is None else rope.rope_theta
+    return {"rope_theta": theta, "rope_scaling": scaling, "rotary_fraction": fraction}
+
+
+def _write_llama(model: Llama) -> Json:
+    """Keys that a `model_type` ignores do no harm: `write` reads each config back before it chooses one."""
+    layers = ["full_attention" if i in model.full_layers else "sliding_attention" for i in range(model.num_layers)]
+    windows = {"layer_types": layers, "max_window_layers": 0} if model.window and model.full_layers else {}
+    scaling = model.rope_scaling and model.rope_scaling.model_dump()
+    if scaling:
+        names = {field: key for key, field in LLAMA3_KEYS.items()}
+        scaling = {"rope_type": scaling.pop("kind")} | {names[field]: value for field, value in scaling.items()}
+    return windows | {
+        "hidden_act": "silu",
+        "attention_bias": model.attn_bias == "all",
+        "mlp_bias": model.mlp_bias,
+        "sliding_window": model.window,
+        "use_sliding_window": model.window is not None,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": scaling,
+        "partial_rotary_factor": model.rotary_fraction,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+
+
+def _kin(kind: str, called: str, names: Names = HUGGING_FACE) -> Architecture:
+    return Architecture(called, names, LLAMA_KEYS, _llama(kind), _write_llama)
+
+
+ARCHITECTURES = {
+    "llama": _kin("llama", "LlamaForCausalLM"),
+    "mistral": _kin("mistral", "MistralForCausalLM"),
+    "qwen2": _kin("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": _kin("qwen3", "Qwen3ForCausalLM"),
+    "phi3": _kin("phi3", "Phi3ForCausalLM", PHI3),
+}
+"""By `model_type`. Of several that compute the same, the first is written."""

@@ -15,16 +15,15 @@ from meshpar.parallel.pipeline.parts import Batch, Parts
 Sums = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array]]
 
 
-def parts(model: Transformer, loss: Sums) -> Parts:
+def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -> Parts:
     """The parts of an abstract model.
 
     Args:
       loss: (logits, batch) -> (sum, count).
+      count: batch -> the same count.
     """
     logits, sizes = functional(model, "logits"), model.model
-    per_layer = (
-        2 * sizes.width * (sizes.num_heads + sizes.kv_heads) * sizes.head_size + 3 * sizes.width * sizes.mlp_width
-    )
+    per_layer = 2 * sizes.width * (sizes.num_heads + sizes.kv_heads) * sizes.head_size + sizes.mlp_weights
 
     def end(params: Any, x: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return loss(logits(params, x), batch)
@@ -37,6 +36,7 @@ def parts(model: Transformer, loss: Sums) -> Parts:
         shared=model.shared,
         layer=model.layer,
         loss=end,
+        count=count,
         policy=gathering_again(REMAT[sizes.remat]),
         head=sizes.width * sizes.padded_vocab / per_layer,
     )

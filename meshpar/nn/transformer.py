@@ -27,6 +27,7 @@ from meshpar.parallel import linear, tensor
 from meshpar.parallel.context import constrain, current
 from meshpar.parallel.data import gather_in_layer, gathering_again, streamed
 from meshpar.parallel.linear import Weights
+from meshpar.parallel.outputs import Auxiliary, Outputs, with_auxiliary
 
 Batch = dict[str, Int[Array, "..."]]
 
@@ -125,12 +126,21 @@ class Decoder(Config):
         layers = (self.attention, Transformer, self.norm, self.mlp, Attention)
         return tuple(layer.sharding for layer in layers)
 
+    @property
+    def mlp_weights(self) -> int:
+        """Weights of an MLP, as a pipeline weighs a layer against the output projection."""
+        return 3 * self.width * self.mlp_width
+
+    def build_mlp(self, out_std: float, rngs: nnx.Rngs) -> nnx.Module:
+        """The MLP of one layer. Args: `out_std`, of the initial weights that write to the residual stream."""
+        return self.mlp(self.width, self.mlp_width, bias=self.mlp_bias, out_std=out_std, rngs=rngs)
+
     def build(self, rngs: nnx.Rngs) -> Transformer:
         return Transformer(self, rngs)
 
 
 class Block(nnx.Module):
-    """`x + attn(norm(x))`, then `x + mlp(norm(x))`."""
+    """`x + attn(norm(x))`, then `x + mlp(norm(x))`. The MLP may return (output, `Auxiliary`)."""
 
     def __init__(self, model: Decoder, rngs: nnx.Rngs):
         out_std = (2 * model.num_layers * model.width) ** -0.5
@@ -141,21 +151,22 @@ class Block(nnx.Module):
             head_norm=model.norm_eps if model.head_norm else None,
         )  # fmt: skip
         self.mlp_norm = model.norm(model.width, eps=model.norm_eps)
-        self.mlp = model.mlp(model.width, model.mlp_width, bias=model.mlp_bias, out_std=out_std, rngs=rngs)
+        self.mlp = model.build_mlp(out_std, rngs)
         self.dropout = model.dropout
 
     def __call__(
         self, x_BRD: Float[Array, "B R D"], core: Core, batch: Batch, by: Rotation | None, key: PRNGKeyArray | None,
         window: Int[Array, ""] | None = None,
-    ) -> tuple[Float[Array, "B R D"], Any]:  # fmt: skip
+    ) -> tuple[Float[Array, "B R D"], Auxiliary, Any]:  # fmt: skip
         def drop(y: Float[Array, "B R D"], which: int) -> Float[Array, "B R D"]:
             return dropout(y, self.dropout, _fold(key, which), batch["rows"])
 
         normed_BRD = self.attn_norm(x_BRD)
         attended, cache = self.attn(normed_BRD, core, batch["positions"], batch.get("segments"), by, window)
         x_BRD += drop(attended, 0)
-        x_BRD += drop(self.mlp(self.mlp_norm(x_BRD)), 1)
-        return constrain(x_BRD, "batch", "norm_seq", "embed"), cache
+        made_BRD, auxiliary = with_auxiliary(self.mlp(self.mlp_norm(x_BRD)))
+        x_BRD += drop(made_BRD, 1)
+        return constrain(x_BRD, "batch", "norm_seq", "embed"), auxiliary, cache
 
 
 class Transformer(nnx.Module):
@@ -200,21 +211,27 @@ class Transformer(nnx.Module):
         by: Rotation | None,
         key: PRNGKeyArray | None,
         index: Int[Array, ""],
-    ) -> Float[Array, "B R D"]:
+    ) -> tuple[Float[Array, "B R D"], Auxiliary]:
         """The block of that index, whose parameters are `params`, nested as `blocks` are."""
         graph, blocks = nnx.split(self.blocks)
         own = jax.tree.unflatten(jax.tree.structure(blocks), jax.tree.leaves(params))
         block = nnx.merge(graph, _gathered_layer(own))
-        return block(x_BRD, self.model.attention, batch, by, _fold(key, index), self.model.window_of(index))[0]
+        core, window = self.model.attention, self.model.window_of(index)
+        x_BRD, auxiliary, _ = block(x_BRD, core, batch, by, _fold(key, index), window)
+        return x_BRD, auxiliary.share(self.model.num_layers)
 
     def logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B S V"]:
         """From what the last block gives."""
         return self._logits(x_BRD, _gathered(self.table) if self.model.tied else None)
 
     def __call__(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B S V"]:
+        return self.forward(batch, key).logits
+
+    def forward(self, batch: Batch, key: PRNGKeyArray | None = None) -> Outputs:
+        """Logits, and the auxiliary losses and metrics of all layers."""
         table_VD = _gathered(self.table)
-        x_BRD, _ = self._scan(self._embed(table_VD, batch, key), batch, key)
-        return self._logits(x_BRD, table_VD if self.model.tied else None)
+        x_BRD, auxiliary, _ = self._scan(self._embed(table_VD, batch, key), batch, key)
+        return Outputs(self._logits(x_BRD, table_VD if self.model.tied else None), *auxiliary)
 
     def extend(self, batch: Batch, cache: KVCache) -> tuple[Float[Array, "B V"], KVCache]:
         """Reads tokens that follow those in the cache: a whole prompt, or one token a row.
@@ -228,7 +245,7 @@ class Transformer(nnx.Module):
           with these tokens.
         """
         table_VD = _gathered(self.table)
-        x_BRD, cache = self._scan(self._embed(table_VD, batch, None), batch, None, cache)
+        x_BRD, _, cache = self._scan(self._embed(table_VD, batch, None), batch, None, cache)
         x_B1D = jnp.take_along_axis(x_BRD, batch["last"][:, None, None], axis=1)
         return self._logits(x_B1D, table_VD if self.model.tied else None)[:, 0], cache
 
@@ -241,21 +258,23 @@ class Transformer(nnx.Module):
 
     def _scan(
         self, x_BRD: Float[Array, "B R D"], batch: Batch, key: PRNGKeyArray | None, cache: KVCache | None = None
-    ) -> tuple[Float[Array, "B R D"], Any]:
+    ) -> tuple[Float[Array, "B R D"], Auxiliary, Any]:
         graph, blocks = nnx.split(self.blocks)
         by = self.shared(batch, x_BRD)
 
-        def body(carry: tuple[jax.Array, KVCache | None], layer: tuple[Any, jax.Array]) -> tuple[Any, None]:
+        def body(carry: tuple[jax.Array, KVCache | None], layer: tuple[Any, jax.Array]) -> tuple[Any, Auxiliary]:
             (x, cache), (params, index) = carry, layer
             block, window = nnx.merge(graph, _gathered_layer(params)), self.model.window_of(index)
             core = self.model.attention if cache is None else cache.layer(index)
-            return block(x, core, batch, by, _fold(key, index), window), None
+            x, auxiliary, cache = block(x, core, batch, by, _fold(key, index), window)
+            return (x, cache), auxiliary.share(self.model.num_layers)
 
         indices = jnp.arange(self.model.num_layers, dtype=jnp.int32)
         policy = gathering_again(REMAT[self.model.remat])
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
         blocks = jax.tree.map(lambda x: x[: len(indices)], blocks)
-        return jax.lax.scan(body, (x_BRD, cache), (blocks, indices))[0]
+        (x_BRD, cache), auxiliary = jax.lax.scan(body, (x_BRD, cache), (blocks, indices))
+        return x_BRD, jax.tree.map(lambda x: x.sum(0), auxiliary), cache
 
     def _rotation(self, positions_BS: Int[Array, "B S"], x_BRD: Float[Array, "B R D"]) -> Rotation:
         model = self.model

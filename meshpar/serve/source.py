@@ -15,7 +15,7 @@ from meshpar.convert import COMPANIONS, run_of
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.interop.folder import check_inside, read_json
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
-from meshpar.nn.transformer import Decoder
+from meshpar.models.decoder import DecoderModel
 from meshpar.parallel.context import ParallelContext
 from meshpar.run import Run
 from meshpar.serve.decoding import for_tokens
@@ -53,13 +53,12 @@ class Source:
     language: Language | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.run.model, Decoder):
-            what = "only meshpar's own decoders can cache the keys and values of tokens"
-            raise ConfigError(f"model.kind = {self.run.model.kind}: {what}")
+        if not (decoder := self.run.model.generation()):
+            raise ConfigError(f"model.kind = {self.run.model.kind}: {decoder.because}")
 
     @property
-    def model(self) -> Decoder:
-        return self.run.model  # pyright: ignore
+    def model(self) -> DecoderModel:
+        return self.run.model.generation()  # pyright: ignore
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -100,10 +99,10 @@ def of_run(run: Run, train: str = "train it first") -> Source:
 def _of_checkpoint(path: Path, run: Run) -> Source:
     """Checks the files of parameters only in `restore`, so that other mistakes are reported first."""
     converted = find_all(path)[-1].folder.parents[1] / COMPANIONS
-    language = None
     # A converted run that has no data of its own uses the tokenizer of the model it was converted from.
-    if converted.is_dir() and isinstance(run.data, Synthetic) and isinstance(run.model, Decoder):
-        language = _language(converted, run.model.vocab_size)
+    speaks = converted.is_dir() and isinstance(run.data, Synthetic)
+    vocabulary = run.model.vocabulary()
+    language = _language(converted, vocabulary.size) if speaks and vocabulary else None
 
     def restore(structs: Any) -> Any:
         return find(path, PARAMS).restore({"params": structs}, PARAMS)["params"]

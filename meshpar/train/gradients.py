@@ -138,8 +138,8 @@ def _accumulate(
 
     def of_microbatch(batch: Batch, carried: Any) -> tuple[Tally, Any]:
         if objective.pipeline:
-            total, count, grads = objective.pipeline.gradients(params, batch, objective.key(step), ctx.accum_dtype)
-            return Tally(total, count, carried=carried), grads
+            sums, grads = objective.pipeline.gradients(params, batch, objective.key(step), ctx.accum_dtype)
+            return Tally(*sums, carried), grads
 
         def loss(trained: Any) -> tuple[jax.Array, Tally]:
             params_now = thawed(filled(trained, params), objective.frozen, step)

@@ -17,6 +17,7 @@ import pydantic
 from meshpar.config import Config, Target
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel import tensor
+from meshpar.parallel.outputs import Outputs
 from meshpar.sharding.rules import AxisRules
 from meshpar.tree import flatten_with_paths, map_with_path
 
@@ -157,7 +158,7 @@ class Criterion(Config):
 
     shorthand: ClassVar = "target"
     target: Target | None = None
-    """Of a model that is imported: `package.module:name` of its own loss; see `meshpar.interop.flax_model`."""
+    """Of a model that is imported: `package.module:name` of its own loss; see `interop.flax_model`."""
     label_smoothing: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
     """The part of the target's probability that is spread evenly over the vocabulary."""
     z_loss: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -176,30 +177,46 @@ class Criterion(Config):
             nll = tensor.cross_entropy(logits, targets, vocab_size, self.label_smoothing, self.z_loss)
             return distill.add(nll, logits, batch[TEACHER], vocab_size) if distill else nll
 
-        return _summed(apply, each)
+        return _summed(apply, each, learns=True)
 
 
 def next_token_loss(apply: Callable[..., jax.Array], vocab_size: int) -> Loss:
-    """Cross entropy of `targets`, those that are -1 not counted.
+    """Cross entropy of `targets`, those that are -1 not counted; the model's auxiliary losses are only reported.
 
     Args:
-      apply: (params, batch, key) -> logits [batch, seq, vocab], local shards of the vocabulary.
+      apply: (params, batch, key) -> logits [batch, seq, vocab], local shards of the vocabulary; or `Outputs`.
       vocab_size: logits at or beyond it are padding.
     """
-    return _summed(apply, lambda logits, targets, batch: tensor.cross_entropy(logits, targets, vocab_size))
+    each = lambda logits, targets, batch: tensor.cross_entropy(logits, targets, vocab_size)
+    return _summed(apply, each, learns=False)
 
 
-def _summed(apply: Callable[..., jax.Array], each: Callable[..., jax.Array]) -> Loss:
-    """The sum of what each token costs: (logits, targets, batch) -> [batch, seq]."""
+def _summed(apply: Callable[..., Any], each: Callable[..., jax.Array], learns: bool) -> Loss:
+    """The sum of what each token costs.
+
+    Args:
+      each: (logits, targets, batch) -> [batch, seq].
+      learns: whether the model's auxiliary losses are added.
+    """
 
     def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> Tally:
         counted = batch["targets"] >= 0
-        logits = apply(params, batch, key)
-        costs = each(logits, jnp.where(counted, batch["targets"], 0), batch)
+        made = apply(params, batch, key)
+        outputs = made if isinstance(made, Outputs) else Outputs(made)
+        costs = each(outputs.logits, jnp.where(counted, batch["targets"], 0), batch)
         total = jnp.where(counted, costs, jnp.zeros_like(costs)).sum()
-        return Tally(total, counted.sum(dtype=jnp.int32), carried=carried)
+        count = counted.sum(dtype=jnp.int32)
+        metrics = outputs.sums(count)
+        for name in outputs.losses if learns else ():
+            total += metrics[name].astype(total.dtype)
+        return Tally(total, count, metrics, carried if outputs.state is None else outputs.state)
 
     return loss
+
+
+def count_targets(batch: Batch) -> jax.Array:
+    """int32[]. The targets that are not -1."""
+    return (batch["targets"] >= 0).sum(dtype=jnp.int32)
 
 
 def summed_cross_entropy(logits: jax.Array, batch: Batch, vocab_size: int) -> tuple[jax.Array, jax.Array]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from meshpar.errors import CheckpointError
-from meshpar.interop import architectures
 from meshpar.interop.huggingface import open_pretrained
+from meshpar.models import foreign
 from tests.damage import at_most
 from tests.interop.pretrained import saved
 
@@ -105,8 +105,6 @@ def test_layers_are_counted_before_each_is_named(folders: dict[str, Path], tmp_p
 
 
 def test_control_a_config_that_is_believed_is_a_traceback(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        architectures.Given, "model_validate", lambda given: architectures.Given.model_construct(**given)
-    )
+    monkeypatch.setattr(foreign.Given, "model_validate", lambda given: foreign.Given.model_construct(**given))
     with pytest.raises((AttributeError, TypeError)):
         outcomes(folders["llama3_rope"], 1)

@@ -19,6 +19,7 @@ from jax import lax
 
 from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.local import varying, varying_like, zeros_of
+from meshpar.parallel.outputs import Auxiliary, Scalars
 from meshpar.parallel.pipeline.cut import Cut, cut_layers
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
 from meshpar.parallel.pipeline.parts import Batch, Parts
@@ -29,6 +30,8 @@ from meshpar.parallel.pipeline.ticks import KINDS, Row, Ticks, tick_table
 from meshpar.parallel.precision import summed_in, wide
 
 Sums = tuple[jax.Array, jax.Array, Any]
+Totals = tuple[jax.Array, jax.Array, Scalars]
+"""Sums of losses, tokens and metrics, as a `Tally` has them."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ class Pipeline:
     parts: Parts
     schedule: Schedule
 
-    def gradients(self, params: Any, batch: Batch, key: jax.Array | None, sums: Any) -> Sums:
-        """Sums of losses, tokens and gradients of this device's rows, in the manual lowering.
+    def gradients(self, params: Any, batch: Batch, key: jax.Array | None, sums: Any) -> tuple[Totals, Any]:
+        """Totals and the sums of gradients of this device's rows, in the manual lowering.
 
         Args:
           params: what `parallel.data.enter` gives.
@@ -51,8 +54,8 @@ class Pipeline:
         """
         return _Stage(self, params, batch, key).gradients(sums)
 
-    def evaluation(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Sums of losses and tokens alone: forwards, in the order in which the schedule has them."""
+    def evaluation(self, params: Any, batch: Batch) -> Totals:
+        """Totals without auxiliary losses: forwards alone, in the order in which the schedule has them."""
         return _Stage(self, params, batch, None, forward_only=True).evaluation()
 
     def plan(self, ctx: ParallelContext, forward_only: bool = False) -> tuple[Ticks, Cut]:
@@ -87,6 +90,7 @@ class _Slots(NamedTuple):
       residuals, stash: lists of [slot, layer, ...].
       layers: sums of the gradients of the layers.
       sums: of the loss, the tokens, and the gradients of the other parameters.
+      auxiliary: sums of the layers' losses and metrics, weighted by the tokens.
     """
 
     inbox: jax.Array
@@ -94,6 +98,7 @@ class _Slots(NamedTuple):
     stash: list[jax.Array]
     layers: Any
     sums: Sums
+    auxiliary: Auxiliary
 
 
 class _Stage:
@@ -120,33 +125,39 @@ class _Stage:
         self.x = varying(jnp.zeros(x.shape, x.dtype), self.everywhere)
         self.split = self._split()
 
-    def gradients(self, dtype: Any) -> Sums:
+    def gradients(self, dtype: Any) -> tuple[Totals, Any]:
         slots = lax.scan(self._tick, self._empty(dtype), self._table())[0]
         total, count, outer = slots.sums
+        losses, metrics = slots.auxiliary
+        for x in losses.values():
+            total += x.astype(total.dtype)
         layers = slots.layers if self.exchange is None else self.exchange.leave(slots.layers, self.axes, self.stage)
-        return total, count, outer | {self.parts.layers: layers}
+        return (total, count, metrics | losses), outer | {self.parts.layers: layers}
 
-    def evaluation(self) -> tuple[jax.Array, jax.Array]:
+    def evaluation(self) -> Totals:
         inbox = zeros_of(self.x, self.ticks.num_inbox + 1)
-        return lax.scan(self._forward_tick, (inbox, self._no_loss()), self._table())[0][1]
+        start = (inbox, self._no_loss(), self._no_auxiliary())
+        _, sums, (losses, metrics) = lax.scan(self._forward_tick, start, self._table())[0]
+        return *sums, metrics | losses
 
     # A tick --------------------------------------------------------------------------------------------------
 
     def _tick(self, slots: _Slots, rows: Row) -> tuple[_Slots, None]:
         row = self._mine(rows)
-        out, residuals = self._if("F", row, self._forward, (self.x, slots.residuals), slots.inbox)
-        slots = slots._replace(residuals=residuals)
+        changed = (self.x, slots.residuals, slots.auxiliary)
+        out, residuals, auxiliary = self._if("F", row, self._forward, changed, slots.inbox)
+        slots = slots._replace(residuals=residuals, auxiliary=auxiliary)
         out, stash, sums = self._if("B", row, self._backward, (out, slots.stash, slots.sums), slots)
         slots = slots._replace(stash=stash, sums=sums)
         layers = self._if("W", row, self._weights, slots.layers, slots)
         return slots._replace(layers=layers, inbox=self._hand_on(slots.inbox, out, row)), None
 
     def _forward_tick(self, carry: Any, rows: Row) -> tuple[Any, None]:
-        row, (inbox, sums) = self._mine(rows), carry
-        out, _ = self._if("F", row, self._forward, (self.x, []), inbox)
+        row, (inbox, sums, auxiliary) = self._mine(rows), carry
+        out, _, auxiliary = self._if("F", row, self._forward, (self.x, [], auxiliary), inbox)
         ended = (row.kind == KINDS["F"]) & (row.last == 1)
         sums = _if(ended, self._loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
-        return (self._hand_on(inbox, out, row), sums), None
+        return (self._hand_on(inbox, out, row), sums, auxiliary), None
 
     def _hand_on(self, inbox: jax.Array, out: jax.Array, row: Row) -> jax.Array:
         """One permute to the right and one to the left; each stage keeps what its table says."""
@@ -167,22 +178,27 @@ class _Stage:
     def _forward(self, changed: Any, inbox: jax.Array, row: Row) -> Any:
         embed = lambda: self._typed(self._embed(self.outer, self._micro(row.microbatch)))
 
+        weights = self._weights_of(row, self.split.auxiliary)
+
         def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
-            x, kept = carry
-            y, residuals = self.split.forward(params, x, rest)
-            return y, [a.at[row.residual, i].set(r) for a, r in zip(kept, residuals, strict=bool(kept))]
+            x, kept, sums = carry
+            y, auxiliary, residuals = self.split.forward(params, x, rest)
+            sums = jax.tree.map(lambda total, weight, more: total + weight * more, sums, weights, auxiliary)
+            return y, [a.at[row.residual, i].set(r) for a, r in zip(kept, residuals, strict=bool(kept))], sums
 
         with _taken(*self.at_ends):
             x = lax.cond(row.first == 1, embed, lambda: inbox[row.inbox])
-        return self._each_layer(layer, (x, changed[1]), row)
+        return self._each_layer(layer, (x, *changed[1:]), row)
 
     def _backward(self, changed: Any, slots: _Slots, row: Row) -> Any:
         _, stash, sums = changed
+        dlosses = self._weights_of(row, self.split.auxiliary.losses)
         dy, sums = _if(row.last == 1, self._loss_gradient, (slots.inbox[row.inbox], sums), row, taken=self.at_ends)
 
         def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
             dy, kept = carry
-            dx, stash = self.split.input_gradient(params, [a[row.residual, i] for a in slots.residuals], dy, rest)
+            residuals = [a[row.residual, i] for a in slots.residuals]
+            dx, stash = self.split.input_gradient(params, residuals, dy, dlosses, rest)
             return dx, [a.at[row.stash, i].set(s) for a, s in zip(kept, stash, strict=True)]
 
         dx, stash = self._each_layer(layer, (dy, stash), row, reverse=True)
@@ -238,7 +254,11 @@ class _Stage:
     def _split(self) -> Split:
         batch = self._micro(self.stage)
         rest = (batch, self.parts.shared(batch, self.x), self.key, self.indices[0])
-        layer = lambda params, x, rest: self._typed(self.parts.layer(params, x, *rest))
+
+        def layer(params: Any, x: jax.Array, rest: Any) -> tuple[jax.Array, Auxiliary]:
+            y, auxiliary = self.parts.layer(params, x, *rest)
+            return self._typed(y), jax.tree.map(self._per_row, auxiliary)
+
         return split(layer, self.parts.policy, self._params(self.stage), self.x, rest)
 
     def _empty(self, dtype: Any) -> _Slots:
@@ -250,11 +270,21 @@ class _Stage:
             room(self.split.stash, self.ticks.num_stashes),
             zeros(self.layers),
             (*self._no_loss(), zeros(self.outer)),
+            self._no_auxiliary(),
         )
 
     def _no_loss(self) -> tuple[jax.Array, jax.Array]:
-        axes = self.ctx.loss_axes
-        return varying(wide(jnp.zeros((), self.x.dtype)), axes), varying(jnp.int32(0), axes)
+        return self._per_row(wide(jnp.zeros((), self.x.dtype))), self._per_row(jnp.int32(0))
+
+    def _no_auxiliary(self) -> Auxiliary:
+        return jax.tree.map(zeros_of, self.split.auxiliary)
+
+    def _weights_of(self, row: Row, auxiliary: Any) -> Any:
+        """By what a microbatch's auxiliary losses and metrics are weighted: the number of its tokens, for each."""
+        if not jax.tree.leaves(auxiliary):
+            return auxiliary
+        count = self._per_row(self.parts.count(self._micro(row.microbatch)))
+        return jax.tree.map(lambda x: count.astype(x.dtype), auxiliary)
 
     def _table(self) -> Row:
         return jax.tree.map(jnp.asarray, self.ticks.rows)
@@ -272,6 +302,10 @@ class _Stage:
 
     def _whole(self, outer: Any) -> Any:
         return outer | {self.parts.layers: self.layers}
+
+    def _per_row(self, x: jax.Array) -> jax.Array:
+        """A scalar, typed as one that differs between devices with other rows or layers."""
+        return varying(x, self.ctx.loss_axes)
 
     def _typed(self, x: jax.Array) -> jax.Array:
         return varying(x, self.everywhere)

@@ -15,6 +15,9 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from meshpar.parallel.local import zeros_of
+from meshpar.parallel.outputs import Auxiliary
+
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
 Policy = Callable[..., bool]
 Avals = tuple[Any, ...]
@@ -26,6 +29,7 @@ class Split:
 
     Args:
       residuals, stash: types of what F leaves for B and W, and B for W.
+      auxiliary: tree of the types of what the layer returns besides y.
     """
 
     _forward: core.ClosedJaxpr
@@ -34,18 +38,25 @@ class Split:
     _consts: list[Any]
     residuals: Avals
     stash: Avals
+    auxiliary: Auxiliary
     _params: Any
 
-    def forward(self, params: Any, x: jax.Array, rest: Any) -> tuple[jax.Array, list[jax.Array]]:
-        """y, and residuals."""
-        y, *residuals = _call(self._forward, *self._given(params, rest), x)
-        return y, residuals
+    def forward(self, params: Any, x: jax.Array, rest: Any) -> tuple[jax.Array, Auxiliary, list[jax.Array]]:
+        """y, what the layer returns besides, and residuals."""
+        y, *others = _call(self._forward, *self._given(params, rest), x)
+        leaves, tree = jax.tree.flatten(self.auxiliary)
+        return y, jax.tree.unflatten(tree, others[: len(leaves)]), others[len(leaves) :]
 
     def input_gradient(
-        self, params: Any, residuals: Sequence[jax.Array], dy: jax.Array, rest: Any
+        self, params: Any, residuals: Sequence[jax.Array], dy: jax.Array, dlosses: Any, rest: Any
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """dx, and the stash."""
-        dx, *stash = _call(self._input_gradient, *self._given(params, rest), *residuals, dy)
+        """dx, and the stash.
+
+        Args:
+          dlosses: the cotangents of the auxiliary losses, like these.
+        """
+        cotangents = jax.tree.leaves((dy, dlosses))
+        dx, *stash = _call(self._input_gradient, *self._given(params, rest), *residuals, *cotangents)
         return dx, stash
 
     def weight_gradient(
@@ -59,46 +70,56 @@ class Split:
         return [*self._consts, *jax.tree.leaves((params, rest))]
 
 
-def split(fn: Callable[..., jax.Array], policy: Policy, params: Any, x: jax.Array, rest: Any) -> Split:
+def split(
+    fn: Callable[..., tuple[jax.Array, Auxiliary]], policy: Policy, params: Any, x: jax.Array, rest: Any
+) -> Split:
     """Cuts the derivative of `fn`.
 
     Args:
-      fn: (params, x, rest) -> y, of the type of x.
+      fn: (params, x, rest) -> (y, auxiliary), y of the type of x.
       policy: which values F may keep, as of `jax.checkpoint`; the others are worked out again.
       rest: what is not differentiated: a batch, a key.
 
     Returns:
       the three parts; they cost F, B and W, and what the policy has worked out again, in B.
     """
+    once, (_, names) = jax.make_jaxpr(fn, return_shape=True)(params, x, rest)
+    auxiliary = jax.tree.unflatten(jax.tree.structure(names), once.out_avals[1:])
 
-    def whole(params: Any, x: jax.Array, rest: Any, dy: jax.Array) -> Any:
-        y, pull = jax.vjp(lambda params, x: fn(params, x, rest), params, x)
-        return y, pull(dy)
+    def whole(params: Any, x: jax.Array, rest: Any, cotangents: Any) -> Any:
+        def differentiated(params: Any, x: jax.Array) -> Any:
+            y, (losses, metrics) = fn(params, x, rest)
+            return (y, losses), metrics
 
-    traced = jax.make_jaxpr(whole)(params, x, rest, x)
-    flat = jax.make_jaxpr(_flattened(traced))(*jax.tree.leaves((params, x, rest, x)))
+        (y, losses), pull, metrics = jax.vjp(differentiated, params, x, has_aux=True)
+        return y, losses, metrics, pull(cotangents)
+
+    cotangents = x, jax.tree.map(zeros_of, auxiliary.losses)
+    traced = jax.make_jaxpr(whole)(params, x, rest, cotangents)
+    flat = jax.make_jaxpr(_flattened(traced))(*jax.tree.leaves((params, x, rest, cotangents)))
     num_params, num_rest = len(jax.tree.leaves(params)), len(jax.tree.leaves(rest))
     invars = flat.jaxpr.invars
     given = [*flat.jaxpr.constvars, *invars[:num_params], *invars[num_params + 1 : num_params + 1 + num_rest]]
-    return _Cut(flat, policy, given, x=invars[num_params], dy=invars[-1]).split(jax.tree.structure(params))
+    cut = _Cut(flat, policy, given, invars[num_params], invars[num_params + 1 + num_rest :])
+    return cut.split(jax.tree.structure(params), auxiliary)
 
 
 @dataclass
 class _Cut:
-    """The cutting of one trace. Its outputs are y, the gradients of the parameters, dx."""
+    """The cutting of one trace. Its outputs are y, auxiliary losses and metrics, gradients of the parameters, dx."""
 
     flat: core.ClosedJaxpr
     policy: Policy
     given: list[Any]
     x: Any
-    dy: Any
+    cotangents: Sequence[Any]
     producer: dict[Any, int] = field(default_factory=dict)
     of_x: set[Any] = field(default_factory=set)
     of_dy: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.of_x.add(self.x)
-        self.of_dy.add(self.dy)
+        self.of_dy.update(self.cotangents)
         for number, eqn in enumerate(self.flat.jaxpr.eqns):
             for made in eqn.outvars:
                 self.producer[made] = number
@@ -106,20 +127,23 @@ class _Cut:
                 if any(not _is_literal(v) and v in reached for v in eqn.invars):
                     reached.update(eqn.outvars)
 
-    def split(self, params: Any) -> Split:
-        y, *dparams, dx = self.flat.jaxpr.outvars
+    def split(self, params: Any, auxiliary: Auxiliary) -> Split:
+        num_outputs = 1 + len(jax.tree.leaves(auxiliary))
+        outputs = self.flat.jaxpr.outvars[:num_outputs]
+        *dparams, dx = self.flat.jaxpr.outvars[num_outputs:]
         residuals: dict[Any, None] = {}
         in_backward = self._needed([dx], residuals, {})
         made = {v for number in in_backward for v in self.flat.jaxpr.eqns[number].outvars}
         stash: dict[Any, None] = {}
-        in_weights = self._needed(dparams, residuals, stash, made | {self.dy})
-        in_forward = self._cone([y, *residuals])
+        in_weights = self._needed(dparams, residuals, stash, made | {*self.cotangents})
+        in_forward = self._cone([*outputs, *residuals])
         of_given = self.given
         return Split(
-            self._part(in_forward, [*of_given, self.x], [y, *residuals]),
-            self._part(in_backward, [*of_given, *residuals, self.dy], [dx, *stash]),
+            self._part(in_forward, [*of_given, self.x], [*outputs, *residuals]),
+            self._part(in_backward, [*of_given, *residuals, *self.cotangents], [dx, *stash]),
             self._part(in_weights, [*of_given, *residuals, *stash], dparams),
-            list(self.flat.consts), tuple(v.aval for v in residuals), tuple(v.aval for v in stash), params,
+            list(self.flat.consts), tuple(v.aval for v in residuals), tuple(v.aval for v in stash),
+            auxiliary, params,
         )  # fmt: skip
 
     def _needed(
@@ -130,7 +154,7 @@ class _Cut:
         todo = [v for v in targets if not _is_literal(v)]
         while todo:
             v = todo.pop()
-            if v in given or v in residuals or v in stash or (v is self.dy and not made):
+            if v in given or v in residuals or v in stash or (v in self.cotangents and not made):
                 continue
             if v in made and (v in self.of_x or v in self.of_dy):
                 stash[v] = None

@@ -1,0 +1,79 @@
+"""What every decoder of meshpar answers to the model contract, whatever its parts are."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal, Self
+
+import jax
+from flax import nnx
+
+from meshpar.errors import Problems
+from meshpar.models.contract import LayerStack, ModelContract, ModelProgram, Task, Vocabulary
+from meshpar.models.reference import Scale, decoder_sizes
+from meshpar.nn.describe import describe, functional
+from meshpar.nn.staged import parts
+from meshpar.nn.supported import check_supported
+from meshpar.nn.transformer import Decoder, Transformer
+from meshpar.parallel.context import ParallelContext
+from meshpar.train.loss import count_targets, next_token_loss, summed_cross_entropy
+
+
+class DecoderModel(Decoder, ModelContract):
+    """Base of the decoder families; each is one file, with its map of Hugging Face's names and keys beside it."""
+
+    def program(self, task: Task) -> ModelProgram:
+        def build(rngs: nnx.Rngs) -> Transformer:
+            built = self.build(rngs)
+            if task.adapter:
+                task.adapter.adapt(built, rngs)
+            return built
+
+        def init(key: jax.Array) -> dict:
+            return nnx.to_pure_dict(nnx.state(build(nnx.Rngs(key)), nnx.Param))
+
+        abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+        forward = functional(abstract, "forward")
+        return ModelProgram(
+            specs=describe(abstract),
+            init=init,
+            loss=task.loss.build(forward, self.vocab_size, task.distill),
+            evaluation=next_token_loss(forward, self.vocab_size),
+            rules=task.rules,
+            forward=forward,
+            uses_rng=self.dropout > 0,
+            parts=parts(abstract, partial(summed_cross_entropy, vocab_size=self.vocab_size), count_targets),
+        )
+
+    def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
+        if task.loss.target:
+            problems.add("loss", "is of a model that is imported", "model.kind=import, or no loss")
+        if self.learned_positions and task.seq_len > self.max_seq_len:
+            what = f"{task.seq_len} is more than model.max_seq_len = {self.max_seq_len}"
+            fix = f"model.max_seq_len={task.seq_len}, or data.seq_len={self.max_seq_len}"
+            problems.add("data.seq_len", what, fix)
+        if task.vocab_size > self.vocab_size:
+            what = f"the data has {task.vocab_size} token ids, the model {self.vocab_size}"
+            problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")
+        check_supported(self.sharding, ctx, problems)
+
+    def array_specs(self) -> Any:
+        return describe(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))))
+
+    def reference(self, scale: Scale) -> Self:
+        return type(self).model_validate(self.model_dump() | decoder_sizes(self, scale))
+
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.vocab_size, self.padded_vocab)
+
+    def manual_lowering(self) -> Literal[True]:
+        return True
+
+    def layer_stack(self) -> LayerStack:
+        return LayerStack(self.num_layers, self.layers_multiple)
+
+    def generation(self) -> DecoderModel:
+        return self
+
+    def hugging_face(self) -> DecoderModel:
+        return self

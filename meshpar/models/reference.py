@@ -1,0 +1,104 @@
+"""A small model of the same structure as a large one: what divides, repeats or is padded there does so here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshpar.mesh.layout import AXES
+from meshpar.nn.transformer import Decoder
+from meshpar.sharding.rules import AxisRules
+
+HEAD_DIM, SEQ_LEN, VOCAB_MULTIPLE = 4, 16, 8
+
+
+def least_factor(number: int) -> int:
+    """The smallest prime that divides it; 1 of 1.
+
+    >>> [least_factor(n) for n in (1, 2, 8, 9, 35)]
+    [1, 2, 2, 3, 5]
+    """
+    return next((d for d in range(2, number + 1) if number % d == 0), 1)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From a run to a small one: into how many shards a dim is cut in each.
+
+    Args:
+      before, after: axis -> size, of the run's mesh and of the small one.
+      seq_len: of the run.
+      chunks_per_stage: of the run's pipeline; None without.
+    """
+
+    rules: AxisRules
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    seq_len: int
+    chunks_per_stage: int | None
+
+    def was(self, dim: str) -> int:
+        return self._shards(dim, self.before)
+
+    def now(self, dim: str) -> int:
+        return self._shards(dim, self.after)
+
+    def small(self, dim: str, size: int) -> int:
+        """The small size of a dim: one element for each shard if it was so, else as many as the least factor says."""
+        return self.now(dim) * least_factor(max(1, size // self.was(dim)))
+
+    @property
+    def small_seq_len(self) -> int:
+        return math.lcm(SEQ_LEN, self.now("seq"), self.now("norm_seq"))
+
+    def _shards(self, dim: str, sizes: Mapping[str, int]) -> int:
+        return math.prod(sizes[axis] for axis in self.rules.table.get(dim, ()) if axis in AXES)
+
+
+def decoder_sizes(model: Decoder, scale: Scale) -> dict[str, Any]:
+    """The fields that a small decoder has otherwise."""
+    heads, kv_heads = _heads(model, scale)
+    width = math.lcm(HEAD_DIM * heads, scale.now("embed"))
+    mlp_width = scale.now("mlp") * (width // scale.now("mlp") + 1)
+    vocab_multiple = VOCAB_MULTIPLE * scale.now("vocab")
+    is_padded = model.padded_vocab > model.vocab_size
+    is_longer = model.learned_positions and model.max_seq_len > scale.seq_len
+    return _window(model) | {
+        "num_layers": _num_layers(model, scale),
+        "layers_multiple": scale.now("layers") if model.stacked_layers > model.num_layers else 1,
+        "num_heads": heads,
+        "num_kv_heads": model.num_kv_heads and kv_heads,
+        "head_dim": model.head_dim and HEAD_DIM,
+        "width": width,
+        "mlp_width": mlp_width,
+        "vocab_size": 4 * vocab_multiple - 3 * is_padded,
+        "vocab_multiple": vocab_multiple if is_padded else 1,
+        "max_seq_len": math.lcm(scale.small_seq_len, scale.now("positions")) * (1 + is_longer),
+    }
+
+
+def _num_layers(model: Decoder, scale: Scale) -> int:
+    """Two; in a pipeline one for each part of it, and one more if they were not alike."""
+    if scale.chunks_per_stage is None:
+        return min(model.num_layers, 2)
+    chunks = scale.chunks_per_stage
+    return scale.now("stage") * chunks + (model.num_layers % (scale.was("stage") * chunks) > 0)
+
+
+def _window(model: Decoder) -> dict[str, Any]:
+    if model.window is None:
+        return {}
+    full_layers = tuple(layer for layer in model.full_layers if layer < 2)
+    return {"window": min(model.window, SEQ_LEN // 2), "full_layers": full_layers}
+
+
+def _heads(model: Decoder, scale: Scale) -> tuple[int, int]:
+    """Heads of queries, and of keys: fewer than shards, if they were."""
+    heads, kv_heads = model.num_heads, model.kv_heads
+    if scale.was("kv_heads") == scale.was("heads"):
+        small = scale.small("kv_heads", kv_heads)
+        return small * least_factor(heads // kv_heads), small
+    small = math.lcm(scale.small("heads", heads), least_factor(heads // kv_heads))
+    return small, math.gcd(small, max(1, kv_heads * scale.now("heads") // scale.was("heads")))

@@ -1,0 +1,60 @@
+"""What a model's forward returns: logits, and the auxiliary losses and metrics of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+
+from meshpar.parallel.precision import wide
+
+Scalars = dict[str, jax.Array]
+
+
+class Auxiliary(NamedTuple):
+    """Scalars that a layer computes besides its output; without any, both dicts are empty.
+
+    Each is a mean over the tokens of the microbatch. Devices that hold different rows may have different means: they
+    are averaged, weighted by the number of targets that count. Over all other axes they must be the same.
+
+    Args:
+      losses: name -> float[]. Their sum over layers is added to what is minimized, and reported as a metric.
+      metrics: name -> float[]. Their mean over layers is reported.
+    """
+
+    losses: Scalars
+    metrics: Scalars
+
+    def share(self, num_layers: int) -> Auxiliary:
+        """One layer's part of the model's, which is the sum of the parts of all layers. Numerics: float32 at least."""
+        losses = {name: wide(x) for name, x in self.losses.items()}
+        return Auxiliary(losses, {name: wide(x) / num_layers for name, x in self.metrics.items()})
+
+
+def with_auxiliary(made: jax.Array | tuple[jax.Array, Auxiliary]) -> tuple[jax.Array, Auxiliary]:
+    """The output of a module that may return `Auxiliary` besides."""
+    return made if isinstance(made, tuple) else (made, Auxiliary({}, {}))
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a forward returns.
+
+    Args:
+      logits: [batch, seq, vocab], local shards of the vocabulary.
+      losses, metrics: those of all layers, see `Auxiliary`.
+      state: what the next step gets, see `Tally.carried`; None if the forward changes nothing.
+    """
+
+    logits: jax.Array
+    losses: Scalars = field(default_factory=dict)
+    metrics: Scalars = field(default_factory=dict)
+    state: Any = None
+
+    def sums(self, count: jax.Array) -> Scalars:
+        """Losses and metrics as sums over `count` tokens, as a `Tally` holds metrics."""
+        return {name: x * count.astype(x.dtype) for name, x in (self.metrics | self.losses).items()}
+
+
+jax.tree_util.register_dataclass(Outputs, ["logits", "losses", "metrics", "state"], [])

@@ -1,0 +1,181 @@
+"""Auxiliary losses of layers: on every layout and in every pipeline, their sums and gradients are one device's."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from meshpar.sharding.constrain import manual_axes
+
+from meshpar.models import Llama
+from meshpar.nn.layers import SwiGLU, enter, leave
+from meshpar.parallel.outputs import Auxiliary
+from meshpar.parallel.pipeline.split import Split
+from meshpar.parallel.precision import wide
+from meshpar.prepared import Prepared
+from meshpar.train.gradients import Gradients
+from meshpar.train.step import with_rows
+from meshpar.tree import flatten_with_paths
+from tests.layouts import LAYOUTS
+from tests.pipelines import SIZES, batches, padded, prepared, scheduled
+
+
+class MeanSquare(SwiGLU):
+    """Adds the mean square of its hidden activations, over the microbatch's tokens on all devices, to the loss."""
+
+    def __call__(self, x_BRD: Any) -> Any:
+        gate, up = enter(x_BRD, [self.gate, self.up], "mlp")
+        h_BSM = jax.nn.silu(gate) * up
+        mean = _mean(wide(h_BSM) ** 2, manual_axes("batch") + manual_axes("mlp"))
+        largest = _mean(abs(wide(h_BSM)), manual_axes("batch") + manual_axes("mlp"))
+        return leave(h_BSM, self.down, "mlp"), Auxiliary({"hidden": 0.5 * mean}, {"hidden_abs": largest})
+
+
+class OfOwnRows(SwiGLU):
+    """The same, but each device's mean is that of its own rows: a fault."""
+
+    def __call__(self, x_BRD: Any) -> Any:
+        gate, up = enter(x_BRD, [self.gate, self.up], "mlp")
+        h_BSM = jax.nn.silu(gate) * up
+        mean = _mean(wide(h_BSM) ** 2, manual_axes("mlp"))
+        return leave(h_BSM, self.down, "mlp"), Auxiliary({"hidden": 0.5 * mean}, {"hidden_abs": mean})
+
+
+def _mean(x: Any, axes: tuple[str, ...]) -> Any:
+    return lax.pmean(x.mean(), axes) if axes else x.mean()
+
+
+class WithMeanSquare(Llama):
+    mlp = MeanSquare
+
+
+class WithOfOwnRows(Llama):
+    mlp = OfOwnRows
+
+
+def model(layers=4, kind: Any = WithMeanSquare, **more):
+    return kind(num_layers=layers, **SIZES | more)
+
+
+def gradients(run: Prepared) -> Gradients:
+    """Of the first step."""
+    state, batch = run.compile_init()(), run.put(batches()[0])
+    return jax.device_get(jax.jit(run.gradients)(state.params, with_rows(batch), state.step, state.carried))
+
+
+@lru_cache
+def on_one_device(num_microbatches: int, layers: int = 4) -> Gradients:
+    """With as many microbatches: their rows are the same wherever they are computed."""
+    return gradients(prepared(model(layers), None, num_microbatches=num_microbatches))
+
+
+def difference(got: Gradients, reference: Gradients) -> float:
+    """The largest absolute difference of loss, norm, metrics and gradients."""
+    theirs = flatten_with_paths(vars(reference))
+    mine = flatten_with_paths(vars(got))
+    assert mine.keys() == theirs.keys()
+    return max(
+        float(np.abs(np.asarray(x) - padded(np.asarray(theirs[path]), np.shape(x))).max()) for path, x in mine.items()
+    )
+
+
+@pytest.fixture(autouse=True)
+def _float64(float64):
+    """Every test here."""
+
+
+def test_on_one_device_they_are_added_to_the_loss_and_reported():
+    got, plain = on_one_device(1), gradients(prepared(model(kind=Llama), None))
+    assert set(got.metrics) == {"hidden", "hidden_abs"}
+    assert not plain.metrics
+    assert got.metrics["hidden"] > 1e-4
+    assert abs(got.loss - plain.loss - got.metrics["hidden"]) < 1e-12
+
+
+def test_an_evaluation_reports_them_and_leaves_them_out_of_the_loss():
+    losses = []
+    for kind in (WithMeanSquare, Llama):
+        run = prepared(model(kind=kind), None)
+        told = jax.device_get(run.compile_evaluation()(run.compile_init()().params, run.put(batches()[0]), {}))
+        losses.append(told["loss"])
+        reported = {name: value / told["tokens"] for name, value in told.items() if name.startswith("hidden")}
+        assert set(reported) == ({"hidden", "hidden_abs"} if kind is WithMeanSquare else set())
+    assert losses[0] == losses[1]
+
+
+ON_LAYOUTS = [
+    ("data8", "manual", 1),
+    ("zero2", "manual", 3),
+    ("data2_fsdp2_tensor2", "manual", 3),
+    ("zero3", "auto", 3),
+    ("tensor4_sp", "manual", 1),
+    ("tensor4", "auto", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "lowering", "num_microbatches"),
+    [pytest.param(*case, marks=[] if i < 4 else pytest.mark.slow) for i, case in enumerate(ON_LAYOUTS)],
+)
+def test_equal_to_one_device(layout, lowering, num_microbatches):
+    run = prepared(model(remat="dots"), LAYOUTS[layout], lowering=lowering, num_microbatches=num_microbatches)
+    assert difference(gradients(run), on_one_device(num_microbatches)) < 1e-10
+
+
+PIPELINES = [
+    ("1f1b", "data2_tensor2", 4, 1, 4, "none"),
+    ("zb_h1", "fsdp2_tensor2_sp", 4, 1, 4, "dots"),
+    ("1f1b", "pipe4", 4, 3, 7, "none"),
+    ("zbv", "fsdp4", 4, 1, 4, "full"),
+    ("interleaved", "zero1", 4, 1, 4, "none"),
+    ("zb_h2", "zero2_tensor2", 4, 1, 4, "dots"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "num_microbatches", "parts", "layers", "remat"),
+    [pytest.param(*case, marks=[] if i < 3 else pytest.mark.slow) for i, case in enumerate(PIPELINES)],
+)
+def test_equal_to_one_device_in_stages(kind, mesh, num_microbatches, parts, layers, remat):
+    padding = {"layers_multiple": 4} if layers == 7 else {}
+    schedule = scheduled(kind, mesh, num_microbatches)
+    run = prepared(model(layers, remat=remat, **padding), mesh, schedule, num_microbatches=parts)
+    assert difference(gradients(run), on_one_device(num_microbatches * parts, layers)) < 1e-10
+
+
+def test_so_is_an_evaluation_in_stages():
+    told = []
+    for mesh, schedule in ((None, None), ("data2_tensor2", scheduled("1f1b", "data2_tensor2", 4))):
+        run = prepared(model(), mesh, schedule, num_microbatches=1)
+        params, batch = run.compile_init()().params, run.put(batches()[0])
+        told.append(jax.device_get(run.compile_evaluation()(params, batch, {})))
+    assert told[0].keys() == told[1].keys()
+    assert abs(told[0]["loss"] - told[1]["loss"]) < 1e-10
+    # A mean of all rows on one device, and the mean of four microbatches' means in stages, by their targets.
+    assert abs(told[0]["hidden"] / told[1]["hidden"] - 1) < 0.1
+
+
+# Faults that are planted, and seen -----------------------------------------------------------------------------
+
+
+def test_a_mean_over_a_devices_own_rows_is_seen():
+    run = prepared(model(kind=WithOfOwnRows), LAYOUTS["data8"])
+    assert difference(gradients(run), on_one_device(1)) > 1e-6
+
+
+def test_a_backward_that_is_not_given_their_weight_is_seen(monkeypatch):
+    run, backward = prepared(model(), "pipe2", scheduled("1f1b", "pipe2", 4)), Split.input_gradient
+    right = gradients(run)
+    assert difference(right, on_one_device(4)) < 1e-10
+
+    def weightless(self, params, residuals, dy, dlosses, rest):
+        return backward(self, params, residuals, dy, jax.tree.map(lambda x: 0 * x, dlosses), rest)
+
+    monkeypatch.setattr(Split, "input_gradient", weightless)
+    wrong = gradients(run)
+    assert difference(wrong, right) > 1e-6
+    assert abs(wrong.loss - right.loss) < 1e-12  # the loss alone would not show it
