@@ -19,7 +19,9 @@ from .errors import (
     ScheduleError,
     ShardingError,
 )
-from .flow import explain, fit, inspect
+from .experiment.actions import explain, fit, inspect
+from .experiment.config import Init, Precision, Run, load
+from .experiment.prepare import Prepared, prepare
 from .inspection.contract import Allowed, Contract
 from .inspection.findings.finding import Finding, Planned
 from .inspection.inspect import Inspection
@@ -48,10 +50,8 @@ from .parallel.pipeline.schedule import (
 )
 from .parallel.strategies import FullySharded, Parallel, TensorParallel
 from .plan.fit import Judgement
-from .prepared import Prepared, prepare
 from .proof.prove import prove
 from .proof.verdict import Proof
-from .run import Init, Precision, Run, load
 from .serve.generate import Completion, Generated, generate
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules

@@ -15,13 +15,13 @@ from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.saved import FOLDER, Saved, find
 from meshpar.checkpoint.selection import PARAMS
 from meshpar.errors import CheckpointError
+from meshpar.experiment.config import Precision, Run, load, simulate
+from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh.layout import MeshLayout
 from meshpar.optim import AdamW
-from meshpar.prepared import Prepared, prepare
-from meshpar.run import Precision, Run, load, simulate
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.tree import flatten_with_paths

@@ -20,10 +20,10 @@ from collections.abc import Callable
 import jax
 
 from meshpar import AdamW, AxisRules, Llama, MeshLayout, Run, Synthetic, prepare
+from meshpar.experiment.prepare import Prepared
 from meshpar.parallel.pipeline.named import named
 from meshpar.parallel.pipeline.simulate import Times
 from meshpar.parallel.pipeline.ticks import in_ticks
-from meshpar.prepared import Prepared
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv")
 

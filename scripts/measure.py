@@ -86,7 +86,7 @@ def _python_microseconds(num_leaves: int = 400, num_calls: int = 300) -> dict[st
 
 
 def _compile_s(num_devices: int) -> float:
-    from meshpar.prepared import prepare
+    from meshpar.experiment.prepare import prepare
 
     run = _quickstart(num_devices, f"mesh.data={num_devices // 4}", f"data.batch_size={num_devices * 4}")
     prepared = prepare(run.run, run.mesh)
@@ -110,9 +110,9 @@ def _memory_ratio() -> dict[str, Any]:
 
 
 def _quickstart(num_devices: int, *overrides: str) -> Any:
+    from meshpar.experiment.config import load
+    from meshpar.experiment.prepare import prepare
     from meshpar.mesh.process import simulate
-    from meshpar.prepared import prepare
-    from meshpar.run import load
 
     simulate(num_devices)
     return prepare(load(QUICKSTART, list(overrides)))

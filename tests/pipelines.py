@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshpar.experiment.config import Precision, Run
+from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.optim import AdamW
 from meshpar.parallel.pipeline.named import named
-from meshpar.prepared import Prepared, prepare
 from meshpar.proof.trial import KINDS, Trial
-from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 

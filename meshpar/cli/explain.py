@@ -24,15 +24,15 @@ def explain(
 
     With PATH (a glob such as `blocks.*.kernel`) also draws how those arrays lie on the mesh.
     """
-    from meshpar import run
+    from meshpar.experiment.config import load
 
     paths = [a for a in arguments or [] if "=" not in a]
-    loaded = run.load(config, [a for a in arguments or [] if "=" in a])
+    loaded = load(config, [a for a in arguments or [] if "=" in a])
     if len(paths) > 1:
         raise ConfigError(f"explain takes one PATH, got {' and '.join(paths)}")
-    from meshpar import flow
+    from meshpar.experiment import actions
 
-    told = flow.explain(loaded, paths[0] if paths else None, devices)
+    told = actions.explain(loaded, paths[0] if paths else None, devices)
     if svg:
         write("--svg", svg, told.svg())
     typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))

@@ -39,12 +39,12 @@ def generate(
     texts = [*(prompt or []), *_lines(prompts)]
     if not texts:
         raise ConfigError("there is no prompt: give --prompt TEXT or --prompts FILE")
-    from meshpar import run
+    from meshpar.experiment.config import simulate
     from meshpar.serve.generate import generate as generated
     from meshpar.serve.source import open_source
 
     opened = open_source(source, overrides or [])
-    run.simulate(opened.run, devices)
+    simulate(opened.run, devices)
     told = generated(
         opened, texts, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
         stop=stop or [], show=(lambda piece: None) if json else Terminal(texts).show,

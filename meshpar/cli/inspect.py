@@ -47,25 +47,27 @@ def inspect(
 
 
 def _inspection(config: Path, overrides: list[str], devices: int | None, target: str | None) -> Inspection | Judgement:
-    from meshpar import flow, run
+    from meshpar.experiment import actions
+    from meshpar.experiment.config import load, simulate
 
-    loaded = run.load(config, overrides)
+    loaded = load(config, overrides)
     if target is None:
-        run.simulate(loaded, devices)
-    return flow.inspect(loaded, target)
+        simulate(loaded, devices)
+    return actions.inspect(loaded, target)
 
 
 def _difference(words: list[str], devices: int | None, target: str | None) -> Difference:
-    from meshpar import flow, run
+    from meshpar.experiment import actions
+    from meshpar.experiment.config import Run, load, simulate
     from meshpar.inspection.difference import difference
     from meshpar.inspection.report.plain import read
 
-    sides = [read(path) if path.suffix == ".json" else run.load(path, changes) for path, changes in _two(words)]
-    configs = [side for side in sides if isinstance(side, run.Run)]
+    sides = [read(path) if path.suffix == ".json" else load(path, changes) for path, changes in _two(words)]
+    configs = [side for side in sides if isinstance(side, Run)]
     if configs and target is None:  # JAX can be told only once how many devices to simulate
-        run.simulate(configs[0], devices or max(config.mesh.requested() or 1 for config in configs))
+        simulate(configs[0], devices or max(config.mesh.requested() or 1 for config in configs))
     before, after = (
-        flow.inspect(side, target, devices or side.mesh.requested()).as_json() if isinstance(side, run.Run) else side
+        actions.inspect(side, target, devices or side.mesh.requested()).as_json() if isinstance(side, Run) else side
         for side in sides
     )
     return difference(before, after)

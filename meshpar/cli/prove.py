@@ -13,12 +13,12 @@ from meshpar.progress import busy
 @app.command()
 def prove(config: ConfigFile, overrides: Overrides = None, json: AsJson = False) -> None:
     """Proves that CONFIG, made small, computes on its mesh what it does on one device; or says which axis is guilty."""
-    from meshpar import run
+    from meshpar.experiment.config import load
     from meshpar.mesh import process
     from meshpar.proof import prove as proof
     from meshpar.proof.shrink import shrink
 
-    loaded = run.load(config, overrides or [])
+    loaded = load(config, overrides or [])
     process.simulate(shrink(loaded).mesh.requested() or 1)
     with busy("training on the mesh, on one device, and on one axis at a time", quiet=True):
         told = proof.prove(loaded)

@@ -12,6 +12,7 @@ from meshpar.cli.app import app
 @app.command()
 def schema() -> None:
     """Prints the JSON schema of a config file, for editors."""
-    from meshpar import config, run
+    from meshpar import config
+    from meshpar.experiment.config import Run
 
-    typer.echo(json.dumps(config.schema(run.Run), indent=2))
+    typer.echo(json.dumps(config.schema(Run), indent=2))

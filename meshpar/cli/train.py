@@ -24,17 +24,18 @@ def train(
 
     SIGINT or SIGTERM ends it after the step that runs, with a checkpoint and exit code 75; a second signal at once.
     """
-    from meshpar import flow, run
+    from meshpar.experiment import actions
+    from meshpar.experiment.config import load, simulate
     from meshpar.train.loop.signals import Interrupted
 
-    loaded = run.load(config, overrides or [])
+    loaded = load(config, overrides or [])
     if dump_hlo:
         check_file("--dump-hlo", dump_hlo)
     if profile:
         _make("--profile", profile)
-    run.simulate(loaded, devices)
+    simulate(loaded, devices)
     try:
-        flow.fit(loaded, json=json, profile=profile, dump_hlo=dump_hlo, signals=True)
+        actions.fit(loaded, json=json, profile=profile, dump_hlo=dump_hlo, signals=True)
     except (RunError, Interrupted) as ended:
         leave(ended.exit_code, str(ended))
 

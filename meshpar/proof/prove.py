@@ -15,14 +15,14 @@ import numpy as np
 
 from meshpar.config import flatten
 from meshpar.errors import MeshError, ProofError
+from meshpar.experiment.config import Run
+from meshpar.experiment.prepare import prepare
 from meshpar.mesh.layout import MeshLayout, describe_sizes
-from meshpar.prepared import prepare
 from meshpar.proof.batches import token_batch
 from meshpar.proof.compare import Comparison, compare, without_gradient
 from meshpar.proof.shrink import shrink
 from meshpar.proof.trial import Batches, StepResult, Trial
 from meshpar.proof.verdict import CHECKPOINT, Proof, Row, Sizes
-from meshpar.run import Run
 from meshpar.train.training import Training
 
 NUM_STEPS = 4

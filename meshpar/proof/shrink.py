@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from meshpar.experiment.config import Precision, Run
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models.reference import Scale, least_factor
 from meshpar.parallel.pipeline.schedule import Schedule, Written
-from meshpar.run import Precision, Run
 from meshpar.train.data import Synthetic
 
 MOST_DEVICES = 8

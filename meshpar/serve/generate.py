@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from meshpar.errors import ConfigError, Problems
+from meshpar.experiment.config import Run
 from meshpar.mesh.layout import describe_sizes
-from meshpar.run import Run
 from meshpar.serve.answer import Answer, Finish
 from meshpar.serve.cache import device_bytes
 from meshpar.serve.decoding import Decoding

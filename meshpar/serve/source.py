@@ -13,11 +13,11 @@ from meshpar.checkpoint.saved import META, find, find_all
 from meshpar.checkpoint.selection import PARAMS
 from meshpar.convert import COMPANIONS, run_of
 from meshpar.errors import CheckpointError, ConfigError, Problems
+from meshpar.experiment.config import Run
 from meshpar.interop.folder import check_inside, read_json
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.models.decoder import DecoderModel
 from meshpar.parallel.context import ParallelContext
-from meshpar.run import Run
 from meshpar.serve.decoding import for_tokens
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.data import Synthetic

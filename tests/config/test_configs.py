@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from meshpar.config import flatten, schema, to_yaml
-from meshpar.prepared import prepare
-from meshpar.run import Run, load
+from meshpar.experiment.config import Run, load
+from meshpar.experiment.prepare import prepare
 from meshpar.train.step import with_rows
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshpar.config import to_yaml
+from meshpar.experiment.config import load
 from meshpar.inspection.contract import Allowed
-from meshpar.run import load
 from tests.config.test_configs import CONFIGS
 
 EXPECTS = "expects={all_to_all: 0, all_gather: {axes: [fsdp], per_layer: 2}, bytes_per_axis: {tensor: traced * 1.01}}"

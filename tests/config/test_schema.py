@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from meshpar.config import schema, to_yaml
-from meshpar.run import Run, load
+from meshpar.experiment.config import Run, load
 from tests.config.test_configs import CONFIGS
 
 QUICKSTART = next(path for path in CONFIGS if path.stem == "quickstart")

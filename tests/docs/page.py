@@ -25,7 +25,9 @@ from typing import NamedTuple
 
 import typer
 
-from meshpar import cli, prepared, run
+from meshpar import cli
+from meshpar.experiment.config import load
+from meshpar.experiment.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
@@ -121,8 +123,8 @@ def check_command(line: str) -> None:
     given = verb.make_context(name, rest).params
     if "config" in given:
         arguments = [a for value in given.values() if isinstance(value, (list, tuple)) for a in value]
-        loaded = run.load(ROOT / given["config"], [a for a in arguments if "=" in a])
-        prepared.prepare(loaded, loaded.mesh.abstract(given.get("devices")))
+        loaded = load(ROOT / given["config"], [a for a in arguments if "=" in a])
+        prepare(loaded, loaded.mesh.abstract(given.get("devices")))
 
 
 def check_config(text: str, folder: Path) -> None:
@@ -130,8 +132,8 @@ def check_config(text: str, folder: Path) -> None:
     (folder / "quickstart.yaml").write_text((ROOT / "configs" / "quickstart.yaml").read_text())
     whole = re.search(r"^(extends|model):", text, re.MULTILINE)
     (folder / "page.yaml").write_text(text if whole else f"extends: quickstart.yaml\n{text}")
-    loaded = run.load(folder / "page.yaml")
-    prepared.prepare(loaded, loaded.mesh.abstract())
+    loaded = load(folder / "page.yaml")
+    prepare(loaded, loaded.mesh.abstract())
 
 
 def commands(page: Path) -> list[str]:
@@ -154,8 +156,8 @@ def check_folders(lines: Iterable[str]) -> None:
             continue
         changes = [word for word in words[3:] if "=" in word]
         if changes:
-            trained.setdefault(run.load(ROOT / words[2]).run_dir, f"meshpar train {words[2]}")
-        folder = run.load(ROOT / words[2], changes).run_dir
+            trained.setdefault(load(ROOT / words[2]).run_dir, f"meshpar train {words[2]}")
+        folder = load(ROOT / words[2], changes).run_dir
         first = trained.setdefault(folder, line)
         assert first == line, f"{line} goes on in {folder}, where {first} ends"
 

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 
+from meshpar.experiment.config import Precision, Run
+from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.nn.lora import LoRA
 from meshpar.nn.rotary import Llama3
 from meshpar.optim import AdamW
-from meshpar.prepared import Prepared, prepare
-from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.step import with_rows

@@ -11,12 +11,12 @@ import pytest
 from jax import lax
 from meshpar.sharding.constrain import manual_axes
 
+from meshpar.experiment.prepare import Prepared
 from meshpar.models import Llama
 from meshpar.nn.layers import SwiGLU, enter, leave
 from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.pipeline.split import Split
 from meshpar.parallel.precision import wide
-from meshpar.prepared import Prepared
 from meshpar.train.gradients import Gradients
 from meshpar.train.step import with_rows
 from meshpar.tree import flatten_with_paths

@@ -66,6 +66,6 @@ def test_a_dropout_key_folded_by_device_is_seen(monkeypatch):
     def by_device(seed, step):
         return jax.random.fold_in(jax.random.key(seed), lax.axis_index("data"))
 
-    monkeypatch.setattr("meshpar.prepared.step_key", by_device)
+    monkeypatch.setattr("meshpar.experiment.prepare.step_key", by_device)
     got = outcome(prepared("gpt_dropout_remat", "data8", "manual", 1))
     assert got.difference(on_one_device("gpt_dropout_remat")) > 1e-4

@@ -19,12 +19,12 @@ import pytest
 from meshpar import prepared
 from meshpar.checkpoint.kept import Kept
 from meshpar.checkpoint.saved import Saved
-from meshpar.flow import fit
+from meshpar.experiment.actions import fit
+from meshpar.experiment.config import Precision, Run
+from meshpar.experiment.prepare import Prepared
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT
 from meshpar.optim import AdamW
-from meshpar.prepared import Prepared
-from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Dataset, Synthetic
 from meshpar.tree import map_with_path
@@ -175,7 +175,9 @@ def without_optimizer_state(patch: pytest.MonkeyPatch) -> None:
 
 def another_key(patch: pytest.MonkeyPatch) -> None:
     """As if random keys were counted from where the process began."""
-    patch.setattr("meshpar.prepared.step_key", lambda seed, step: jax.random.fold_in(jax.random.key(seed), step - 2))
+    patch.setattr(
+        "meshpar.experiment.prepare.step_key", lambda seed, step: jax.random.fold_in(jax.random.key(seed), step - 2)
+    )
 
 
 @pytest.mark.parametrize("fault", [off_by_one, without_optimizer_state, another_key])

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.models import Llama
 from meshpar.nn.describe import functional
 from meshpar.optim import AdamW
 from meshpar.optim.ema import averaged
 from meshpar.optim.freeze import Freeze
-from meshpar.prepared import Prepared, prepare
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.loss import TEACHER, Criterion, Distill
 from meshpar.train.step import Step

@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from meshpar.errors import MeshparError
-from meshpar.prepared import Prepared, prepare
-from meshpar.run import load
+from meshpar.experiment.config import load
+from meshpar.experiment.prepare import Prepared, prepare
 
 CONFIG = """\
 model: {kind: llama, num_layers: 4, width: 32, num_heads: 8, num_kv_heads: 2, mlp_width: 48, vocab_size: 96}

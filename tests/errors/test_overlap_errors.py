@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from meshpar.errors import ConfigError
+from meshpar.experiment.config import Run
+from meshpar.experiment.prepare import prepare
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.optim import AdamW
-from meshpar.prepared import prepare
-from meshpar.run import Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from meshpar.config import schema
-from meshpar.run import Run
+from meshpar.experiment.config import Run
 from tests.config.test_configs import CONFIGS
 from tests.fuzz.harness import Case
 from tests.fuzz.values import INTEGERS, ODD, OURS, TEXTS, scalar, small, value

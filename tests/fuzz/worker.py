@@ -80,14 +80,14 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # a case may read /dev/stdin
     os.dup2(nothing, 1)  # ... and what a library prints is no reply
-    from meshpar import flow, run  # noqa: F401 (before the time is taken)
+    from meshpar.experiment import actions, config  # noqa: F401 (before the time is taken)
 
     replies.write("ready\n")
     replies.flush()
     for line in cases:
         case = json.loads(line)
         if case.get("plant"):
-            run.load = PLANTS[case["plant"]]
+            config.load = PLANTS[case["plant"]]
         replies.write(json.dumps(result(case)) + "\n")
         replies.flush()
 

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 
 from meshpar.config import Config
+from meshpar.experiment.config import Precision, Run
+from meshpar.experiment.prepare import prepare
 from meshpar.interop import huggingface
 from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.interop.safetensors import Tensor
 from meshpar.models import Llama
 from meshpar.optim import SGD
-from meshpar.prepared import prepare
-from meshpar.run import Precision, Run
 from meshpar.train.data import Synthetic
 
 SIZES = {"num_layers": 12, "width": 512, "num_heads": 8, "mlp_width": 2048, "vocab_size": 24576}

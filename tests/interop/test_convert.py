@@ -12,12 +12,12 @@ import transformers
 
 from meshpar import convert
 from meshpar.errors import Problems
-from meshpar.flow import fit
+from meshpar.experiment.actions import fit
+from meshpar.experiment.config import Init, Run, load
 from meshpar.interop.safetensors import Written, tensors_in, write
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.lora import LoRA
 from meshpar.optim import AdamW
-from meshpar.run import Init, Run, load
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.tree import flatten_with_paths

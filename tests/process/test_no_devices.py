@@ -9,9 +9,9 @@ import sys
 PROGRAM = """
 from pathlib import Path
 from jax._src import xla_bridge
-from meshpar.flow import explain
-from meshpar.prepared import prepare
-from meshpar.run import load
+from meshpar.experiment.actions import explain
+from meshpar.experiment.prepare import prepare
+from meshpar.experiment.config import load
 
 run = load(Path("configs/tensor.yaml"))
 assert str(explain(run))

@@ -18,12 +18,12 @@ from typing import Any
 
 from meshpar.collectives import stream
 from meshpar.cost import memory
+from meshpar.experiment.config import Precision
+from meshpar.experiment.prepare import Prepared
 from meshpar.mesh.layout import AXES
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.data import streamed
 from meshpar.parallel.pipeline.execute import num_permutes
-from meshpar.prepared import Prepared
-from meshpar.run import Precision
 from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.tree import flatten_with_paths
 from tests.collectives.oracle import bucket_shapes, scatter_sent, sum_sent

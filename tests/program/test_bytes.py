@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import pytest
 
+from meshpar.experiment.config import Precision, Run
+from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.inspect import inspect
 from meshpar.inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
@@ -21,8 +23,6 @@ from meshpar.nn.lora import LoRA
 from meshpar.nn.transformer import Decoder
 from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
-from meshpar.prepared import Prepared, prepare
-from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.step import Step

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar.errors import ConfigError, ContractError, ContractWarning, ProgramError
-from meshpar.flow import _hold_to_contract
+from meshpar.experiment.actions import _hold_to_contract
 from meshpar.inspection.contract import Allowed, Contract
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.parallel import tensor

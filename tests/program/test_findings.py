@@ -15,14 +15,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshpar.errors import ContractWarning
+from meshpar.experiment.config import Run, load
+from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.findings.finding import Finding, Planned
 from meshpar.inspection.findings.planned import planned_by
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.inspection.program.compiling import compiling
 from meshpar.mesh.layout import MeshLayout
 from meshpar.optim import Adafactor, AdamW
-from meshpar.prepared import Prepared, prepare
-from meshpar.run import Run, load
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.step import compile_step

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from meshpar.experiment.prepare import Prepared
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.inspection.program.flops import opaque_calls, product_flops
 from meshpar.inspection.program.text import Program
 from meshpar.inspection.program.walk import walk
-from meshpar.prepared import Prepared
 from meshpar.sharding.resolve import Placement
 from tests.layouts import LAYOUTS
 from tests.program.test_bytes import MODEL, ROWS, SEQ, prepared

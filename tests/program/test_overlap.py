@@ -15,12 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
 from meshpar.collectives.stream import Ring
+from meshpar.experiment.config import Precision
+from meshpar.experiment.prepare import prepare
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh import process
 from meshpar.models import GPT
 from meshpar.plan.targets import parse
-from meshpar.prepared import prepare
-from meshpar.run import Precision
 from tests.program.oracle import share
 from tests.program.schedule import hides
 from tests.program.test_bytes import SIZES, prepared

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from meshpar.collectives.reduction import Bfloat16, Exact, Float8, Int8, OneBit, PowerSGD, Reduce
+from meshpar.experiment.config import Precision
+from meshpar.experiment.prepare import prepare
 from meshpar.mesh.layout import AxisSizes, MeshLayout
 from meshpar.parallel.buckets import buckets, order_of
-from meshpar.prepared import prepare
-from meshpar.run import Precision
 from tests.program.oracle import closed_form
 from tests.program.test_bytes import cost_as_traced, cost_as_written, prepared
 

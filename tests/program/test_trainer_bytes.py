@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
-from meshpar.prepared import Prepared, prepare
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.loss import Criterion, Distill
 from tests.errors.test_trainer_errors import teacher

@@ -71,7 +71,7 @@ def test_control_another_error_of_the_runtime_is_no_missing_backend(command, mon
     def broken(*_: object) -> None:
         raise RuntimeError("the backend of this test is fine")
 
-    monkeypatch.setattr("meshpar.run.load", broken)
+    monkeypatch.setattr("meshpar.experiment.config.load", broken)
     with pytest.raises(RuntimeError, match="is fine"):
         command("explain", "config.yaml")
 

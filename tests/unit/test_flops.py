@@ -11,10 +11,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from meshpar import GPT, AdamW, AxisRules, Llama, LoRA, MeshLayout, Run, Synthetic, flow, prepare
+from meshpar import GPT, AdamW, AxisRules, Llama, LoRA, MeshLayout, Run, Synthetic, prepare
 from meshpar.cost import walk
 from meshpar.cost.flops import HALF_MASKED, flops, needed_flops, traced_products
 from meshpar.errors import ProgramError
+from meshpar.experiment import actions
 from meshpar.inspection.inspect import inspect
 from meshpar.mesh import hardware
 from meshpar.tree import flatten_with_paths
@@ -219,14 +220,14 @@ def test_scores_that_are_not_half_masked_count_whole():
 def chip(monkeypatch):
     """A chip of 1e12 operations a second in place of the CPU."""
     chip = hardware.Chip("test", ("cpu",), 1e12, 1e9, 1e9)
-    monkeypatch.setattr(flow, "chip_of", lambda device: chip)
+    monkeypatch.setattr(actions, "chip_of", lambda device: chip)
     return chip
 
 
 def test_the_utilization_is_what_the_model_needs_over_what_the_chips_can_do(chip):
     run = run_of(MODELS["gpt"])
-    assert flow._mfu(run)(1e6) == pytest.approx(1e6 * by_the_formula(run) / (ROWS * SEQ) / (4 * 1e12))
+    assert actions._mfu(run)(1e6) == pytest.approx(1e6 * by_the_formula(run) / (ROWS * SEQ) / (4 * 1e12))
 
 
 def test_without_the_chips_speed_there_is_none():
-    assert flow._mfu(run_of(MODELS["llama"])) is None
+    assert actions._mfu(run_of(MODELS["llama"])) is None

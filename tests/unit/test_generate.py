@@ -7,7 +7,8 @@ import json
 import pytest
 
 import meshpar
-from meshpar import flow, run
+from meshpar.experiment import actions
+from meshpar.experiment.config import load
 
 CONFIG = """\
 model: {kind: llama, num_layers: 1, width: 16, num_heads: 2, mlp_width: 32, vocab_multiple: 8}
@@ -30,7 +31,7 @@ def trained(tmp_path_factory):
     (folder / "config.yaml").write_text(CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        flow.fit(run.load(folder / "config.yaml"), json=True)
+        actions.fit(load(folder / "config.yaml"), json=True)
     return folder
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshpar import flow
 from meshpar.interop import user_code
 from meshpar.mesh.hardware import Chip
 
@@ -150,7 +149,7 @@ def meshpar(command):
 def chip(monkeypatch):
     """A chip of 1e12 operations a second in place of the CPU."""
     chip = Chip("test", ("cpu",), 1e12, 1e9, 1e9)
-    monkeypatch.setattr(flow, "chip_of", lambda device: chip)
+    monkeypatch.setattr(actions, "chip_of", lambda device: chip)
     return chip
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from meshpar import GPT, AdamW, AxisRules, MeshLayout, Run, Synthetic, load, prepare
 from meshpar.cost.memory import ModelStates
+from meshpar.experiment.config import Precision
 from meshpar.mesh import process
 from meshpar.plan.targets import parse
-from meshpar.run import Precision
 
 STAGES = ("replicated", "zero1", "zero2", "fsdp")
 MIXED = Precision(params="bfloat16", compute="bfloat16", gradients="bfloat16", master="float32")

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from meshpar.config import to_yaml
 from meshpar.errors import ConfigError
-from meshpar.run import Run, load
+from meshpar.experiment.config import Run, load
 from meshpar.train.data import Data, Mixture, Part, Synthetic
 from meshpar.train.data.dataset import Dataset
 from meshpar.train.data.documents import Documents

@@ -15,8 +15,8 @@ import meshpar
 from meshpar.collectives import Int8
 from meshpar.config import load, to_yaml
 from meshpar.errors import ConfigError
+from meshpar.experiment.config import Run
 from meshpar.optim.freeze import Freeze
-from meshpar.run import Run
 from meshpar.sharding.rules import PRESETS
 
 PLAIN = {

@@ -11,10 +11,10 @@ import pytest
 from meshpar import ConfigError, ProofError, prove
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.collectives.reduction import Int8, OneBit, PowerSGD, Reduce
+from meshpar.experiment.config import Precision, load
+from meshpar.experiment.prepare import prepare
 from meshpar.optim import AdamW
 from meshpar.optim.muon import Muon
-from meshpar.prepared import prepare
-from meshpar.run import Precision, load
 from meshpar.train.step import with_rows
 from tests.equivalence.conftest import batches
 from tests.program.test_bytes import prepared

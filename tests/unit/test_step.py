@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshpar.experiment.config import Precision, Run
+from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.optim import SGD, Adafactor, AdamW, Lion, Muon
-from meshpar.prepared import Prepared, prepare
-from meshpar.run import Precision, Run
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.step import with_rows

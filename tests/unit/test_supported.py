@@ -8,10 +8,10 @@ import jax
 import pytest
 
 from meshpar.errors import ConfigError, MeshparError, ShardingError
+from meshpar.experiment.config import Run
+from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.mesh.layout import AXES
 from meshpar.nn.supported import GSPMD
-from meshpar.prepared import Prepared, prepare
-from meshpar.run import Run
 from meshpar.sharding.rules import DIMS
 
 SIZES = {"num_layers": 2, "width": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 32, "vocab_size": 64}
@@ -73,7 +73,7 @@ def test_explain_accepts_what_can_be_traced(model, rules, axis, lowering, monkey
     if any(silent in str(refused) for silent in SILENT):
         return
     # Nothing is refused that would work.
-    monkeypatch.setattr("meshpar.misfits.check_supported", lambda *_: None)
+    monkeypatch.setattr("meshpar.experiment.validate.check_supported", lambda *_: None)
     with pytest.raises((ValueError, TypeError)):
         trace(prepare(run, mesh))
 
@@ -146,7 +146,7 @@ def test_layers_declare_standard_dims_and_what_they_refer_to(sharding):
 
 
 def test_control_without_the_check_a_rule_dies_in_the_step(monkeypatch):
-    monkeypatch.setattr("meshpar.misfits.check_supported", lambda *_: None)
+    monkeypatch.setattr("meshpar.experiment.validate.check_supported", lambda *_: None)
     run = run_with("llama", {"head_dim": ["tensor"]}, "tensor", "manual")
     with pytest.raises(TypeError, match="incompatible shapes"):
         trace(prepare(run, run.mesh.abstract()))

@@ -6,8 +6,8 @@ import pytest
 
 from meshpar.config import schema
 from meshpar.errors import ConfigError, nearest
+from meshpar.experiment.config import Run, load
 from meshpar.mesh.layout import AXES
-from meshpar.run import Run, load
 from meshpar.sharding.rules import PRESETS
 from meshpar.synonyms import SYNONYMS
 from tests.config.test_configs import CONFIGS

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from meshpar.errors import ConfigError, Problems, ScheduleError
+from meshpar.experiment.config import Run
 from meshpar.models.contract import LayerStack, Task
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.cut import cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.simulate import simulate as simulate_schedule
-from meshpar.run import Run
 from meshpar.sharding.resolve import AnyMesh, check_array
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.loss import Criterion

@@ -20,18 +20,18 @@ from meshpar.cost.flops import flops, traced_products
 from meshpar.cost.memory import ModelStates, model_states
 from meshpar.cost.traced import Collective, Traffic, gathers, traced_collectives, traffic
 from meshpar.errors import ConfigError, ContractError, ContractWarning, MeshparError, Problems
+from meshpar.experiment.config import Run
+from meshpar.experiment.validate import check, task_of
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import beyond
 from meshpar.inspection.findings.planned import planned_by
 from meshpar.inspection.inspect import Inspection, axes_name
-from meshpar.misfits import check, task_of
 from meshpar.models.contract import Vocabulary
 from meshpar.nn.lora import is_lora
 from meshpar.nn.supported import check_supported
 from meshpar.optim.ema import with_ema
 from meshpar.optim.freeze import Freeze, for_good, frozen_until, without
 from meshpar.optim.master import with_master
-from meshpar.run import Run
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.gradients import STALE
 from meshpar.train.loss import Distill

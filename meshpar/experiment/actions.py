@@ -17,6 +17,8 @@ from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Saved, find
 from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.errors import ContractWarning, MeshparError, ProgramError
+from meshpar.experiment.config import Run
+from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
 from meshpar.inspection.findings.finding import Planned
 from meshpar.inspection.inspect import Inspection
@@ -29,9 +31,7 @@ from meshpar.mesh.hardware import chip_of
 from meshpar.optim.ema import averaged
 from meshpar.plan import targets
 from meshpar.plan.fit import Judgement, compile_for, judge
-from meshpar.prepared import Prepared, prepare
 from meshpar.progress import busy, say
-from meshpar.run import Run
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.begin import Beginning
 from meshpar.train.data import Ids
