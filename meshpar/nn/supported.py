@@ -63,33 +63,28 @@ def _check(dim: str, supported: Supported, ctx: ParallelContext, problems: Probl
         _refuse(dim, stored, supported.why, ctx, problems)
     if partition and not supported.partition:
         _refuse(dim, partition, supported.why, ctx, problems)
-        return
-    other = supported.same_as or supported.within
-    if not partition or other is None:
-        return
-    theirs = ctx.axes(other) if other in ctx.rules.table else ()
-    fits = partition == theirs if supported.same_as else set(partition) <= set(theirs)
-    if not fits:
-        _add_mismatch(dim, other, supported, ctx, problems)
+    elif partition and (other := supported.same_as) and partition != ctx.axes(other):
+        _add_mismatch(dim, other, f"{other} must be sharded over the same axes", ctx.axes(other), ctx, problems)
+    elif partition and (other := supported.within) and not {*partition} <= {*ctx.axes(other)}:
+        _add_mismatch(dim, other, f"{other} must be, too", partition, ctx, problems)
 
 
 def _refuse(dim: str, axes: tuple[str, ...], why: str, ctx: ParallelContext, problems: Problems) -> None:
-    left = [axis for axis in ctx.rules[dim] if axis not in axes]
-    problems.add(f"rules.{dim}", f"cannot be sharded over {', '.join(axes)}: {why}", f"rules.{dim}={_text(left)}")
+    supported_axes = [axis for axis in ctx.rules[dim] if axis not in axes]
+    what = f"cannot be sharded over {', '.join(axes)}: {why}"
+    problems.add(f"rules.{dim}", what, f"rules.{dim}={_text(supported_axes)}")
 
 
-def _add_mismatch(dim: str, other: str, supported: Supported, ctx: ParallelContext, problems: Problems) -> None:
+def _add_mismatch(
+    dim: str, other: str, requirement: str, replaced: tuple[str, ...], ctx: ParallelContext, problems: Problems
+) -> None:
+    """Adds that `other` does not fit the partition of `dim`, which replaces some axes of `other` in the fix."""
     partition = ctx.axes(dim)
-    rule = ctx.rules[other] if other in ctx.rules.table else ()
-    if supported.same_as:
-        kept = [axis for axis in rule if axis not in ctx.axes(other)]
-        what = f"is sharded over {', '.join(partition)}, so {other} must be sharded over the same axes"
-    else:
-        kept = [axis for axis in rule if axis not in partition]
-        what = f"is sharded over {', '.join(partition)}, so {other} must be, too"
-    whole = [axis for axis in ctx.rules[dim] if axis not in partition]
-    fix = f"rules.{dim}={_text(whole)}, or rules.{other}={_text([*kept, *partition])}"
-    problems.add(f"rules.{dim}", f"{what}: not {_text(rule)}", fix)
+    rule = ctx.rules.table.get(other, ())
+    storage = [axis for axis in ctx.rules[dim] if axis not in partition]
+    fixed = [*(axis for axis in rule if axis not in replaced), *partition]
+    what = f"is sharded over {', '.join(partition)}, so {requirement}: not {_text(rule)}"
+    problems.add(f"rules.{dim}", what, f"rules.{dim}={_text(storage)}, or rules.{other}={_text(fixed)}")
 
 
 def _text(axes: Iterable[str]) -> str:

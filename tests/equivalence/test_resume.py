@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar import prepared
 from meshpar.checkpoint.kept import Kept
 from meshpar.checkpoint.saved import Saved
+from meshpar.experiment import prepare as prepared
 from meshpar.experiment.actions import fit
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import Prepared

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,11 @@ from jaxtyping import TypeCheckError
 
 from meshpar.errors import ShardingError
 from meshpar.models import GPT, Llama
-from meshpar.nn.attention.dense import attend, causal
+from meshpar.nn.attention.dense import Dense, attend, causal
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.layers import dropout
 from meshpar.nn.rotary import Interpolated, Llama3, rotate, rotation
+from meshpar.nn.supported import Supported
 from meshpar.parallel.tensor import cross_entropy
 from meshpar.tree import flatten_with_paths
 
@@ -58,6 +61,22 @@ def test_attention_is_softmax_of_scaled_products_over_grouped_heads():
         weights = np.exp(np.where(np.tril(np.ones((5, 5))) > 0, scores, -np.inf))
         want = np.einsum("bst,bth->bsh", weights / weights.sum(-1, keepdims=True), v[:, :, head // 2])
         np.testing.assert_allclose(got[:, :, head], want, rtol=2e-5, atol=1e-6)
+
+
+def test_a_model_chooses_its_attention_core_and_declares_the_limits_of_that_core():
+    class Doubled(Dense):
+        sharding: ClassVar = {"seq": Supported()}
+
+        def __call__(self, *args):
+            out, cache = super().__call__(*args)
+            return 2 * out, cache
+
+    class Other(Llama):
+        attention: ClassVar = Doubled()
+
+    assert abs(logits(Other(**SIZES), batch()) - logits(Llama(**SIZES), batch())).max() > 1e-4
+    assert Other(**SIZES).sharding[0] == Doubled.sharding
+    assert Llama(**SIZES).sharding[0] == Dense.sharding
 
 
 def test_rotary_products_depend_on_the_distance_alone():
