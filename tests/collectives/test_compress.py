@@ -110,7 +110,7 @@ def test_what_is_not_finite_stays_so(name):
 @pytest.mark.parametrize("name", CODES)
 def test_integers_are_refused(name):
     program = on(lambda x: CODES[name].all_reduce(x, AXIS)[0])
-    with pytest.raises(ShardingError, match=r"int32\[1, 8\] cannot be rounded to fewer bits"):
+    with pytest.raises(ShardingError, match=r"int32\[1, 8\] cannot be compressed"):
         program.lower(jnp.ones((N, 8), jnp.int32))
 
 

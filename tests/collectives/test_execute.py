@@ -96,7 +96,7 @@ def test_an_axis_that_is_not_manual(axes):
 def test_what_does_not_divide():
     with pytest.raises(ShardingError, match=r"reduce_scatter of float32\[3, 5\]: dim 1 = 5 is not divisible by 4"):
         on(4, lambda x: collectives.reduce_scatter(x, "a", dim=1), jnp.ones((12, 5)))
-    with pytest.raises(MeshError, match="a plan for 3 ranks cannot run on a, which has 4"):
+    with pytest.raises(MeshError, match="a plan for 3 ranks cannot run over a of 4 devices"):
         on(4, lambda x: collectives.execute(collectives.plan("all_gather", "ring", 3), x[None], "a"), jnp.ones(4))
 
 

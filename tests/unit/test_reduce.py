@@ -34,9 +34,9 @@ def test_as_it_is_written():
     ("override", "words"),
     [
         ("reduce.across=int9", "no kind is called 'int9'"),
-        ("reduce={within: {kind: int8, error_feedback: true}}", "within keeps no error"),
-        ("reduce={within: {kind: int8, rounding: stochastic}}", "within rounds to the nearest"),
-        ("reduce.bucket_bytes=0", "a bucket holds a byte at least"),
+        ("reduce={within: {kind: int8, error_feedback: true}}", "within has no error feedback"),
+        ("reduce={within: {kind: int8, rounding: stochastic}}", "within rounds to nearest"),
+        ("reduce.bucket_bytes=0", "a bucket holds at least one byte"),
         ("reduce.bucket_bytes=many", "'many' is no number of bytes"),
         ("reduce.algorithm=rong", "expected 'ring'"),
         ("reduce={across: {kind: int8, block: 100}}", "block"),
@@ -53,7 +53,7 @@ def test_xla_reduces_as_it_chooses():
 
 
 def test_an_algorithm_that_cannot_scatter():
-    with pytest.raises(ConfigError, match="tree has no plan for reduce_scatter; there are ring"):
+    with pytest.raises(ConfigError, match="algorithm tree has no plan for reduce_scatter; use one of ring"):
         prepared("zero3", reduce=Reduce(algorithm="tree")).compile_step()
 
 
