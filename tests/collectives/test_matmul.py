@@ -95,10 +95,11 @@ def test_chunks_that_go_another_way_are_seen(shift, monkeypatch):
     found in a cache.
     """
     send = Ring.send
-    changed = lambda ring, chunks, lanes: send(
-        ring, chunks, [lane._replace(shift=lane.shift * shift) for lane in lanes]
-    )
-    monkeypatch.setattr(Ring, "send", changed)
+
+    def send_elsewhere(ring, chunks, lanes):
+        return send(ring, chunks, [lane._replace(shift=lane.shift * shift) for lane in lanes])
+
+    monkeypatch.setattr(Ring, "send", send_elsewhere)
     assert difference(5, "ring", weights_stored) > 1e-2
 
 
