@@ -1,4 +1,4 @@
-"""Plans as tables: what they compute, and what the simulator says of those that do not."""
+"""Plans as tables: what they compute, and the simulator's errors for faulty ones."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def test_the_simulator_names_round_and_rank_of_a_fault(fault):
 
 def test_time_on_a_torus_by_hand():
     """On 8 ranks, 1 s a hop and 8 bytes a second: a message to rank + 4 passes 4 links, each of which carries 4."""
-    link, num_bytes = Link(8.0, 1.0, torus=True), 64
+    link = Link(8.0, 1.0, torus=True)
+    num_bytes = 64
     assert seconds(plan("all_gather", "ring", 8), num_bytes, link) == 7 * (1 + 1)
     assert seconds(plan("all_gather", "bidirectional_ring", 8), num_bytes, link) == 4 * (1 + 1)
     assert seconds(plan("all_gather", "halving_doubling", 8), num_bytes, link) == (1 + 1) + (2 + 2 * 2) + (4 + 4 * 4)
@@ -130,7 +131,8 @@ def test_time_on_a_torus_by_hand():
 
 def test_time_on_a_switch_by_hand():
     """Both ways of a round go through the one link that a device has."""
-    link, num_bytes = Link(8.0, 1.0), 64
+    link = Link(8.0, 1.0)
+    num_bytes = 64
     assert seconds(plan("all_gather", "ring", 8), num_bytes, link) == 7 * (1 + 1)
     assert seconds(plan("all_gather", "bidirectional_ring", 8), num_bytes, link) == 3 * (1 + 2) + (1 + 1)
     assert seconds(plan("all_gather", "halving_doubling", 8), num_bytes, link) == 3 + 7
