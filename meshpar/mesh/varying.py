@@ -2,10 +2,9 @@
 
 JAX types every value in a `shard_map` with the axes over which it *varies*. Only this file uses that type.
 
-This file depends on JAX's internals, which may change in any release: the attribute `manual_axis_type` of array types,
-which is not documented, and a primitive of our own, because JAX has no cast from varying to invariant. The primitive
-uses `jax.extend.core`, `jax.interpreters.ad` and `jax.interpreters.mlir`. The tests in tests/collectives exercise it;
-run them on each supported version of JAX.
+This file depends on JAX's internals, which may change in any release: the attribute `manual_axis_type` of types, and the
+modules `jax.extend.core`, `jax.interpreters.ad` and `jax.interpreters.mlir`, with which it defines a primitive. It needs
+the primitive because `jax.lax.pcast` has no cast from varying to invariant. Run tests/collectives on each supported JAX.
 """
 
 from __future__ import annotations
