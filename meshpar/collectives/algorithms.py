@@ -144,7 +144,7 @@ def doubling_all_reduce(n: int, root: int) -> Plan:
     return Plan("all_reduce", n, 1, tuple(rounds), _whole(n), _whole(n))
 
 
-# One to all. ------------------------------------------------------------------------------------------------------
+# One to all -------------------------------------------------------------------------------------------------------
 
 
 def chain_scatter(n: int, root: int) -> Plan:

@@ -2,9 +2,10 @@
 
 JAX types every value in a `shard_map` with the axes over which it *varies*. Only this file uses that type.
 
-This file depends on JAX's internals, which may change in any release: the attribute `manual_axis_type` of types, and the
-modules `jax.extend.core`, `jax.interpreters.ad` and `jax.interpreters.mlir`, with which it defines a primitive. It needs
-the primitive because `jax.lax.pcast` has no cast from varying to invariant. Run tests/collectives on each supported JAX.
+This file depends on JAX's internals, which may change in any release: the attribute `manual_axis_type` of types, and
+the modules `jax.extend.core`, `jax.interpreters.ad` and `jax.interpreters.mlir`, with which it defines a primitive. The
+primitive is needed because `jax.lax.pcast` has no cast from varying to invariant. Run tests/collectives on each
+supported version of JAX.
 """
 
 from __future__ import annotations
