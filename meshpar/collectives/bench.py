@@ -103,7 +103,7 @@ def _timings(operation: Operation, num_bytes: int, num_calls: int) -> Iterator[T
     """Times all algorithms in turn, so that a busy machine slows all of them alike."""
     n = jax.device_count()
     num_floats = -(-num_bytes // (4 * n * n)) * n * n
-    bodies = {
+    bodies: dict[str, Callable[[jax.Array], jax.Array]] = {
         name: partial(getattr(operations, operation), axes=AXIS, algorithm=name) for name in algorithms(operation)
     }
     if operation in OWN:
