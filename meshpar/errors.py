@@ -1,7 +1,7 @@
-"""Every error that meshpar raises on purpose, and how many problems become one error.
+"""The errors that meshpar raises on purpose, and how several problems become one error.
 
-A user who has three mistakes in a config, or ten arrays that do not fit a mesh, reads about all of them
-at once: code that checks collects `Problem`s in a `Problems` and raises a single error at the end.
+A user with three mistakes in a config, or ten arrays that do not fit a mesh, reads about all of them at once: code that
+checks collects `Problem`s in a `Problems`, and raises a single error at the end.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MAX_PROBLEMS = 100
 
 
 class MeshparError(Exception):
-    """Bad input, as opposed to a bug: the command line prints its text and exits with 2."""
+    """Bad input, as opposed to a bug: the command line prints the text and exits with 2."""
 
     exit_code: ClassVar[int] = 2
 
 
 class RunError(MeshparError, RuntimeError):
-    """A run failed on its way: the disk was full, its data broke off, its steps were not finite."""
+    """A run failed after it started: the disk was full, the data ended early, or the steps were not finite."""
 
     exit_code = 1
 
@@ -45,7 +45,7 @@ class ScheduleError(MeshparError, ValueError):
 
 
 class DataError(MeshparError, ValueError):
-    """There is no data where the config says, or it does not fit the model."""
+    """The data is not where the config says, or it does not fit the model."""
 
 
 class CheckpointError(MeshparError, ValueError):
@@ -53,11 +53,11 @@ class CheckpointError(MeshparError, ValueError):
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint is not what was written."""
+    """A file of a checkpoint differs from what was written."""
 
 
 class DamagedWarning(UserWarning):
-    """The latest checkpoint is damaged, and one before it is used instead."""
+    """The latest checkpoint is damaged, and an earlier one is used instead."""
 
 
 class ProgramError(MeshparError, ValueError):
@@ -65,7 +65,7 @@ class ProgramError(MeshparError, ValueError):
 
 
 class ProofError(MeshparError, ValueError):
-    """A training cannot be compared as closely as a proof needs."""
+    """A training run cannot be compared as closely as a proof needs."""
 
 
 class PlanError(MeshparError, ValueError):
@@ -73,7 +73,7 @@ class PlanError(MeshparError, ValueError):
 
 
 class ContractError(MeshparError, ValueError):
-    """A compiled program does what its contract rules out."""
+    """A compiled program does something that its contract forbids."""
 
 
 class ContractWarning(UserWarning):
@@ -81,7 +81,7 @@ class ContractWarning(UserWarning):
 
 
 class DataWarning(UserWarning):
-    """A cache of tokens is damaged, and made again; or a run goes on with other data, as it is asked to."""
+    """A damaged token cache is built again; or a run resumes with other data, as the user requested."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Problem:
     Args:
       where: the place, as the user knows it: `mesh.tensor`, `blocks.attn.q bfloat16[32, 4096]`.
       what: what is wrong there, and why that matters.
-      fix: the nearest change that would mend it; empty when none can be named.
+      fix: the smallest change that would fix it; empty if none is known.
     """
 
     where: str
@@ -107,7 +107,7 @@ class Problem:
 
 @dataclass
 class Problems:
-    """Collects problems; `raise_any` raises them together, or returns when there are none.
+    """Collects problems; `raise_any` raises them together, or returns if there are none.
 
     >>> problems = Problems()
     >>> problems.add("mesh.tensor", "3 does not divide 8 devices", "one of 1, 2, 4, 8")
@@ -129,7 +129,7 @@ class Problems:
         return len(self.found)
 
     def raise_any(self, error: type[MeshparError], heading: str) -> None:
-        """Raises `error` with `heading` over the problems, in the order in which they were added."""
+        """Raises `error` with `heading` above the problems, in the order in which they were added."""
         if not self.found:
             return
         lines = [heading, *map(str, self.found[:MAX_PROBLEMS])]
@@ -139,7 +139,7 @@ class Problems:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The valid name that was most likely meant, which may be another framework's word for it; None if none is near.
+    """The valid name that was most likely meant by a typo or by another framework's name; None if none is near.
 
     >>> nearest("tensr", ["data", "tensor"]), nearest("tp", ["data", "tensor"])
     ('tensor', 'tensor')
@@ -156,7 +156,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """The text with what a terminal would obey, and not show, written as an escape.
+    """The text with control characters, which a terminal would obey instead of showing, as escapes.
 
     >>> print(printable("\x1b]0;owned\a"))
     \\x1b]0;owned\\x07
@@ -166,7 +166,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def excerpt(text: str, length: int = 80) -> str:
-    """The text, shortened where it is long.
+    """The text, cut off after `length` characters.
 
     >>> excerpt("9" * 5000, 10)
     '9999999999... (5000 characters)'

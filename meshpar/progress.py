@@ -1,4 +1,4 @@
-"""What a person reads while they wait: on standard error, so that standard output stays a program's to read."""
+"""Progress messages. They go to standard error: standard output is for results, which programs may read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 
 def say(text: str) -> None:
@@ -16,27 +16,23 @@ def say(text: str) -> None:
 
 @contextmanager
 def busy(what: str, quiet: bool = False) -> Iterator[None]:
-    """Shows what takes long: a terminal gets a spinner with the time so far; elsewhere a line says how long it took.
+    """Shows that a slow operation runs: a spinner with the elapsed time on a terminal, then a line with the total.
 
     Args:
-      what: as in "compiling the step".
-      quiet: say nothing where there is no terminal.
+      what: the operation, as in "compiling the step".
+      quiet: print no line.
     """
     began = time.perf_counter()
-    if not sys.stderr.isatty():
-        yield
-        if not quiet:
-            say(f"{what}: {time.perf_counter() - began:.1f} s")
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    with ExitStack() as stack:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    # A copy of the stream: while XLA compiles, `compiling` holds back what goes to the stream itself.
-    with open(os.dup(sys.stderr.fileno()), "w") as terminal:
-        console = Console(file=terminal)
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as shown:
-            shown.add_task(what, total=None)
-            yield
+            # A copy of the stream, because `inspection.program.compiling` redirects standard error while XLA compiles.
+            terminal = Console(file=stack.enter_context(open(os.dup(sys.stderr.fileno()), "w")))
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            shown = Progress(*columns, console=terminal, transient=True, redirect_stdout=False, redirect_stderr=False)
+            stack.enter_context(shown).add_task(what, total=None)
+        yield
     if not quiet:
         say(f"{what}: {time.perf_counter() - began:.1f} s")

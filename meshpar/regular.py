@@ -1,4 +1,4 @@
-"""Opening files of which nothing is known: a pipe would be waited for without end, and a device is no file."""
+"""Opens files that may not be regular files: reading a pipe could block for ever, and a device has no end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def open_regular(path: Path) -> BufferedReader:
     """Opens a regular file, or a link to one, for reading.
 
     Raises:
-      OSError: it cannot be opened, or it is a folder, a pipe, a socket or a device.
+      OSError: the file cannot be opened, or it is a folder, a pipe, a socket or a device.
 
     >>> open_regular(Path("/dev/null"))
     Traceback (most recent call last):
@@ -23,7 +23,7 @@ def open_regular(path: Path) -> BufferedReader:
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError:
-        raise OSError(errno.EINVAL, "its name holds a zero byte", str(path)) from None
+        raise OSError(errno.EINVAL, "its name contains a zero byte", str(path)) from None
     mode = os.fstat(file).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(file, "rb")

@@ -1,4 +1,4 @@
-"""Paths in trees: `blocks.attn.q.kernel`, in errors, reports, globs and rules alike."""
+"""Dotted paths in trees, such as `blocks.attn.q.kernel`, for errors, reports, globs and rules; sizes as text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import jax
 
 
 def path_name(path: Iterable[Any]) -> str:
-    """A JAX key path with dots."""
-    return ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+    """A JAX key path as text, joined by dots."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
 
 
 def flatten_with_paths(tree: Any) -> dict[str, Any]:
@@ -25,12 +25,12 @@ def flatten_with_paths(tree: Any) -> dict[str, Any]:
 
 
 def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map`, whose function gets the path first."""
+    """`jax.tree.map` with the path as the first argument of `fn`."""
     return jax.tree_util.tree_map_with_path(lambda path, *leaves: fn(path_name(path), *leaves), tree, *rest)
 
 
 def matching(paths: Iterable[str], glob: str) -> list[str]:
-    """The paths that a glob matches: `*` stands for what is between dots, `**` for anything.
+    """The paths that a glob matches: `*` matches within a part, `**` also across dots.
 
     >>> matching(["blocks.attn.q.kernel", "head"], "blocks.**")
     ['blocks.attn.q.kernel']
@@ -43,7 +43,7 @@ def matching(paths: Iterable[str], glob: str) -> list[str]:
 
 
 def shortened(paths: Sequence[str], among: Iterable[str]) -> list[str]:
-    """Paths for people: a subtree of which all are listed is one glob.
+    """A shorter list of paths, for reports: a subtree whose paths are all listed becomes one glob.
 
     >>> shortened(["params.a.w", "params.a.b", "step"], ["params.a.w", "params.a.b", "params.head", "step"])
     ['params.a.**', 'step']
@@ -60,7 +60,7 @@ def shortened(paths: Sequence[str], among: Iterable[str]) -> list[str]:
 
 
 def human_bytes(size: float) -> str:
-    """Bytes for people.
+    """A number of bytes, with its unit.
 
     >>> human_bytes(3 * 2**20)
     '3.00 MiB'
@@ -73,7 +73,7 @@ def human_bytes(size: float) -> str:
 
 
 def human_flops(flops: float) -> str:
-    """Operations for people.
+    """A number of floating-point operations, with its unit.
 
     >>> human_flops(512), human_flops(1_234_567_890_123_456_789_000)
     ('512 FLOPs', '1235 EFLOPs')
@@ -90,14 +90,16 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)$")
 
 
 def parse_bytes(text: str | int) -> Fraction:
-    """A number of bytes as people write it.
+    """The number of bytes in a text such as `40MiB`.
+
+    Exact and strict where `pydantic.ByteSize` rounds fractions, reads `8M` as 8,000,000, and ignores trailing text.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the text is no number of bytes.
 
     >>> int(parse_bytes("1.5KiB"))
     1536
     """
     if match := _BYTES.match(str(text)):
         return Fraction(match[1]) * _UNITS[match[2]]
-    raise ValueError(f"{text!r} is no number of bytes: 1000, 40MiB")
+    raise ValueError(f"{text!r} is no number of bytes; valid: 1000, 40MiB")

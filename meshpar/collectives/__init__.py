@@ -1,4 +1,4 @@
-"""Collectives by hand, for use within a `jax.shard_map`: algorithms as tables, run, checked and compared."""
+"""Collectives for use within a `jax.shard_map`: algorithms are tables that are run, checked and compared."""
 
 from meshpar.collectives.algorithms import algorithms, plan
 from meshpar.collectives.choose import choose, seconds
@@ -22,29 +22,7 @@ from meshpar.collectives.reduction import Bfloat16, Exact
 from meshpar.collectives.simulate import check, simulate
 
 __all__ = [
-    "Bfloat16",
-    "Exact",
-    "Float8",
-    "Int8",
-    "OneBit",
-    "Permute",
-    "Plan",
-    "PowerSGD",
-    "algorithms",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "check",
-    "choose",
-    "execute",
-    "gather",
-    "hierarchical_all_reduce",
-    "plan",
-    "ragged_all_to_all",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "seconds",
-    "simulate",
-]
+    "Bfloat16", "Exact", "Float8", "Int8", "OneBit", "Permute", "Plan", "PowerSGD", "algorithms", "all_gather",
+    "all_reduce", "all_to_all", "broadcast", "check", "choose", "execute", "gather", "hierarchical_all_reduce", "plan",
+    "ragged_all_to_all", "reduce", "reduce_scatter", "scatter", "seconds", "simulate",
+]  # fmt: skip

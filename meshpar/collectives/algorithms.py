@@ -1,9 +1,10 @@
-"""The algorithms: builders of plans, of a few lines each, for any number of ranks.
+"""The algorithms: functions that build the plan of a collective for any number of ranks.
 
-An algorithm says how it gathers everywhere, scatters, broadcasts and exchanges. The rest follows: reductions are the
-transposes of these, a broadcast is a scatter and an all-gather, an all-reduce a reduce-scatter and an all-gather.
+Each algorithm defines how it gathers everywhere, scatters, broadcasts and exchanges. The other operations follow: a
+reduction is the transpose of one of these, a broadcast is a scatter and an all-gather, and an all-reduce is a
+reduce-scatter and an all-gather.
 
-n ranks, a buffer of S bytes; bytes are those of the rank that sends most:
+Costs for n ranks and a buffer of S bytes; the bytes are those of the rank that sends most:
 
 | | all-gather, reduce-scatter | all-reduce | rounds of an all-reduce |
 |---|---|---|---|
@@ -42,56 +43,59 @@ def plan(operation: Operation, algorithm: Algorithm, num_ranks: int, root: int =
     (14, Fraction(1400, 1))
     """
     if operation not in operations(algorithm):
-        others = ", ".join(algorithms(operation))
-        raise ConfigError(f"{algorithm} has no plan for {operation}; there are {others or ', '.join(OPERATIONS)}")
-    build = lambda operation: plan(operation, algorithm, num_ranks, root)
-    if operation in BUILDERS[algorithm]:
-        return BUILDERS[algorithm][operation](num_ranks, root)
+        others = algorithms(operation) or OPERATIONS
+        raise ConfigError(f"algorithm {algorithm} has no plan for {operation}; use one of {', '.join(others)}")
+
+    def part(operation: Operation) -> Plan:
+        return plan(operation, algorithm, num_ranks, root)
+
+    builders = BUILDERS[algorithm]
+    if operation in builders:
+        return builders[operation](num_ranks, root)
     match operation:
         case "broadcast":
-            return build("scatter").then(build("all_gather"), "broadcast")
-        case "all_reduce" if "all_gather" in BUILDERS[algorithm]:
-            return build("reduce_scatter").then(build("all_gather"), "all_reduce")
+            return part("scatter").then(part("all_gather"), "broadcast")
+        case "all_reduce" if "all_gather" in builders:
+            return part("reduce_scatter").then(part("all_gather"), "all_reduce")
         case "all_reduce":
-            return build("reduce").then(build("broadcast"), "all_reduce")
+            return part("reduce").then(part("broadcast"), "all_reduce")
         case _:
-            return build(TRANSPOSED[operation]).transposed
+            return part(TRANSPOSED[operation]).transposed
 
 
 def operations(algorithm: Algorithm) -> tuple[Operation, ...]:
-    """What an algorithm has a plan for."""
+    """The operations for which an algorithm has a plan."""
     return OPERATIONS if "all_gather" in BUILDERS[algorithm] else ("broadcast", "reduce", "all_reduce")
 
 
 def algorithms(operation: Operation) -> tuple[Algorithm, ...]:
-    """Those that have a plan for an operation."""
+    """The algorithms that have a plan for an operation."""
     return tuple(name for name in ALGORITHMS if operation in operations(name))
 
 
-# Everybody to everybody -------------------------------------------------------------------------------------------
+# All to all -------------------------------------------------------------------------------------------------------
 
 
 def ring_all_gather(n: int, root: int) -> Plan:
-    """Each passes on, to its right, what it got last."""
-    ranks = np.arange(n)
-    return _all_gather(n, [(_right(ranks, ranks - turn),) for turn in range(n - 1)])
+    """In each round every rank sends the chunk that it received last to its right."""
+    return _all_gather(n, [(_pass_on(n, 1, turn),) for turn in range(n - 1)])
 
 
 def bidirectional_all_gather(n: int, root: int) -> Plan:
-    """The same to the left and to the right at once: half as many rounds."""
-    ranks = np.arange(n)
-    rounds: list[Round] = [
-        (_right(ranks, ranks - turn), _left(ranks, ranks + turn))[: n - 1 - 2 * turn] for turn in range(n // 2)
-    ]
+    """A ring to the right and one to the left at once: half as many rounds."""
+    rounds: list[Round] = [(_pass_on(n, 1, turn), _pass_on(n, -1, turn)) for turn in range((n - 1) // 2)]
+    if n % 2 == 0:  # the rank halfway around
+        rounds.append((_pass_on(n, 1, n // 2 - 1),))
     return _all_gather(n, rounds)
 
 
 def doubling_all_gather(n: int, root: int) -> Plan:
-    """Each has the next 1, 2, 4, ... chunks after its own; the last round brings what is missing, for any n.
+    """Every rank holds the next 1, 2, 4, ... chunks after its own; for any n, the last round sends only the rest.
 
     Source: Bruck et al. 1997, IEEE TPDS 8(11); its transpose as a reduce-scatter: Träff 2024, arXiv:2410.14234.
     """
-    ranks, rounds = np.arange(n), []
+    ranks = np.arange(n)
+    rounds: list[Round] = []
     for have in _doubling(n):
         chunks = (ranks[:, None] + np.arange(min(have, n - have))) % n
         rounds.append((Permute(ranks, (ranks - have) % n, chunks),))
@@ -99,95 +103,111 @@ def doubling_all_gather(n: int, root: int) -> Plan:
 
 
 def shifting_all_to_all(n: int, root: int) -> Plan:
-    """In round k each sends to the k-th on its right. Slot k holds what goes there, and then what came from there."""
+    """In round k every rank sends slot k to the k-th rank on its right; what it receives then fills the slot."""
     return _all_to_all(n, [(_shift(n, k),) for k in range(1, n)])
 
 
 def bidirectional_all_to_all(n: int, root: int) -> Plan:
-    """In round k each sends to the k-th on its right and on its left."""
-    return _all_to_all(n, [(_shift(n, k), _shift(n, n - k))[: n - 2 * k + 1] for k in range(1, n // 2 + 1)])
+    """In round k every rank sends to the k-th rank on its right and to the k-th on its left."""
+    rounds: list[Round] = [(_shift(n, k), _shift(n, n - k)) for k in range(1, (n + 1) // 2)]
+    if n % 2 == 0:
+        rounds.append((_shift(n, n // 2),))
+    return _all_to_all(n, rounds)
 
 
 def doubling_all_to_all(n: int, root: int) -> Plan:
-    """A chunk travels its distance by powers of two: few rounds, but S/2 bytes in each.
+    """A chunk covers its distance in powers of two: few rounds, but S/2 bytes in each.
 
     Source: Bruck et al. 1997, IEEE TPDS 8(11).
     """
-    ranks, rounds = np.arange(n), []
+    ranks = np.arange(n)
+    rounds: list[Round] = []
     for distance in _doubling(n):
-        chunks = np.flatnonzero(np.arange(n) & distance)
+        chunks = np.flatnonzero(ranks & distance)
         rounds.append((Permute(ranks, (ranks + distance) % n, np.tile(chunks, (n, 1)), keeps=False),))
     return _all_to_all(n, rounds)
 
 
 def doubling_all_reduce(n: int, root: int) -> Plan:
-    """Partners at distance 1, 2, 4, ... exchange all that they have. Those beyond a power of two lend theirs first."""
+    """Partners at distance 1, 2, 4, ... exchange their sums.
+
+    The ranks beyond a power of two first add theirs to a partner's, and receive the total in the end.
+    """
     size = 1 << (n.bit_length() - 1)
-    paired, beyond = np.arange(size), np.arange(size, n)
-    lend = Permute(beyond, beyond - size, _whole(n - size), adds=True, keeps=False)
+    paired = np.arange(size)
     rounds: list[Round] = [(Permute(paired, paired ^ d, _whole(size), adds=True),) for d in _doubling(size)]
-    rounds = [(lend,), *rounds, (Permute(beyond - size, beyond, _whole(n - size)),)] if n > size else rounds
+    if n > size:
+        beyond = np.arange(size, n)
+        before = Permute(beyond, beyond - size, _whole(n - size), adds=True, keeps=False)
+        after = Permute(beyond - size, beyond, _whole(n - size))
+        rounds = [(before,), *rounds, (after,)]
     return Plan("all_reduce", n, 1, tuple(rounds), _whole(n), _whole(n))
 
 
-# From one to all --------------------------------------------------------------------------------------------------
+# One to all -------------------------------------------------------------------------------------------------------
 
 
 def chain_scatter(n: int, root: int) -> Plan:
-    """The root sends what goes farthest first, and each passes on what is not its own."""
+    """The root sends the farthest rank's chunk first, and every rank passes on what is not its own."""
     return _scatter(n, root, [(_chain(n, root, n - 1, turn, 1),) for turn in range(n - 1)])
 
 
 def bidirectional_scatter(n: int, root: int) -> Plan:
     """Two chains, to the right and to the left."""
-    right, left = n // 2, (n - 1) // 2
-    rounds: list[Round] = [
-        (_chain(n, root, right, turn, 1), *[_chain(n, root, left, turn, -1)] * (turn < left)) for turn in range(right)
-    ]
+    right = n // 2
+    left = (n - 1) // 2
+    rounds: list[Round] = [(_chain(n, root, right, i, 1), _chain(n, root, left, i, -1)) for i in range(left)]
+    if n % 2 == 0:
+        rounds.append((_chain(n, root, right, left, 1),))
     return _scatter(n, root, rounds)
 
 
 def halving_scatter(n: int, root: int) -> Plan:
-    """A binomial tree: who has the chunks of a range of ranks sends the upper half of them on."""
+    """A binomial tree: a rank that holds the chunks of a range of ranks sends on the upper half of them."""
     rounds: list[Round] = []
     for distance in reversed(_doubling(n)):
         sources = np.arange(0, n - distance, 2 * distance)
         counts = np.minimum(distance, n - distance - sources)
-        rounds.append(tuple(_halve(n, root, sources[counts == c], distance, c) for c in np.unique(counts)[::-1]))
+        permutes = []
+        for count in np.unique(counts)[::-1]:
+            source = root + sources[counts == count]
+            target = source + distance
+            chunks = target[:, None] + np.arange(count)
+            permutes.append(Permute(source % n, target % n, chunks % n, keeps=False))
+        rounds.append(tuple(permutes))
     return _scatter(n, root, rounds)
 
 
 def doubling_broadcast(n: int, root: int) -> Plan:
-    """All who have it send it on: twice as many have it after each round."""
+    """Every rank that has the buffer sends it on: after each round twice as many have it."""
     rounds: list[Round] = []
     for have in _doubling(n):
-        sources = np.arange(min(have, n - have))
-        rounds.append((Permute((sources + root) % n, (sources + have + root) % n, _whole(len(sources))),))
+        sources = root + np.arange(min(have, n - have))
+        rounds.append((Permute(sources % n, (sources + have) % n, _whole(len(sources))),))
     return _broadcast(n, root, 1, rounds)
 
 
 def tree_broadcast(n: int, root: int) -> Plan:
-    """Half of the buffer down a binary tree, half down another, in which the inner ranks of the first are leaves.
+    """Half of the buffer goes down a binary tree, half down another whose leaves are the first one's inner ranks.
 
     Source: Sanders, Speck and Träff 2009, Parallel Computing 35(12).
     """
-    other = lambda v: v and (n - v if n % 2 else v % (n - 1) + 1)
-    edges = _binary_tree(1, n - 1)
-    trees = (edges, [(when, other(source), other(target)) for when, source, target in edges])
-    num_rounds = 1 + max((when for when, *_ in edges), default=-1) + 2 * (PIECES - 1) * (n > 1)
+
+    def in_second_tree(rank: int) -> int:
+        return rank and (n - rank if n % 2 else rank % (n - 1) + 1)
+
+    first = _binary_tree(1, n - 1)
+    trees = (first, [(when, in_second_tree(source), in_second_tree(target)) for when, source, target in first])
+    num_rounds = max((when + 2 * PIECES - 1 for when, *_ in first), default=0)
     rounds = [tuple(_down(n, root, tree, half, turn) for half, tree in enumerate(trees)) for turn in range(num_rounds)]
     return _broadcast(n, root, 2 * PIECES, [tuple(p for p in round_ if len(p.source)) for round_ in rounds])
 
 
 PIECES = 4
-"""Into which each half of the buffer is cut, so that the levels of a tree work at once."""
+"""Number of pieces of each half of the buffer; several let the levels of a tree work at once."""
 
 BUILDERS: dict[Algorithm, dict[Operation, Builder]] = {
-    "ring": {
-        "all_gather": ring_all_gather,
-        "scatter": chain_scatter,
-        "all_to_all": shifting_all_to_all,
-    },
+    "ring": {"all_gather": ring_all_gather, "scatter": chain_scatter, "all_to_all": shifting_all_to_all},
     "bidirectional_ring": {
         "all_gather": bidirectional_all_gather,
         "scatter": bidirectional_scatter,
@@ -208,8 +228,8 @@ def _all_gather(n: int, rounds: list[Round]) -> Plan:
 
 
 def _all_to_all(n: int, rounds: list[Round]) -> Plan:
-    ranks, others = np.arange(n)[:, None], np.arange(n)
-    return Plan("all_to_all", n, n, tuple(rounds), (others - ranks) % n, (ranks - others) % n)
+    distance = (np.arange(n) - np.arange(n)[:, None]) % n
+    return Plan("all_to_all", n, n, tuple(rounds), distance, distance.T)
 
 
 def _scatter(n: int, root: int, rounds: list[Round]) -> Plan:
@@ -221,12 +241,10 @@ def _broadcast(n: int, root: int, num_chunks: int, rounds: list[Round]) -> Plan:
     return Plan("broadcast", n, num_chunks, tuple(rounds), _only(root, whole), whole, root)
 
 
-def _right(ranks: np.ndarray, chunks: np.ndarray) -> Permute:
-    return Permute(ranks, (ranks + 1) % len(ranks), chunks[:, None] % len(ranks))
-
-
-def _left(ranks: np.ndarray, chunks: np.ndarray) -> Permute:
-    return Permute(ranks, (ranks - 1) % len(ranks), chunks[:, None] % len(ranks))
+def _pass_on(n: int, step: int, turn: int) -> Permute:
+    """Every rank sends the chunk that came `turn` steps to the next rank."""
+    ranks = np.arange(n)
+    return Permute(ranks, (ranks + step) % n, (ranks - step * turn)[:, None] % n)
 
 
 def _shift(n: int, distance: int) -> Permute:
@@ -235,16 +253,10 @@ def _shift(n: int, distance: int) -> Permute:
 
 
 def _chain(n: int, root: int, length: int, turn: int, step: int) -> Permute:
-    """Those within `turn` of the root pass on; the chunk of the farthest leaves first."""
-    sources = np.arange(turn + 1)
-    at = lambda distance: (root + step * distance) % n
-    return Permute(at(sources), at(sources + 1), at(length - turn + sources)[:, None], keeps=False)
-
-
-def _halve(n: int, root: int, sources: np.ndarray, distance: int, count: int) -> Permute:
-    at = lambda rank: (root + rank) % n
-    targets = sources + distance
-    return Permute(at(sources), at(targets), at(targets[:, None] + np.arange(count)), keeps=False)
+    """The ranks within `turn` steps of the root pass on a chunk each; the farthest rank's chunk left first."""
+    ranks = root + step * np.arange(turn + 1)
+    chunks = ranks + step * (length - turn)
+    return Permute(ranks % n, (ranks + step) % n, chunks[:, None] % n, keeps=False)
 
 
 def _binary_tree(first: int, last: int, parent: int = 0, when: int = 0) -> list[tuple[int, int, int]]:
@@ -252,20 +264,21 @@ def _binary_tree(first: int, last: int, parent: int = 0, when: int = 0) -> list[
     if last < first:
         return []
     top = first - 1 + (1 << ((last - first + 1).bit_length() - 1))
-    left, right = _binary_tree(first, top - 1, top, when + 1), _binary_tree(top + 1, last, top, when + 2)
+    left = _binary_tree(first, top - 1, top, when + 1)
+    right = _binary_tree(top + 1, last, top, when + 2)
     return [(when, parent, top), *left, *right]
 
 
 def _down(n: int, root: int, tree: list[tuple[int, int, int]], half: int, turn: int) -> Permute:
     """What travels down a tree in one round: a piece enters every second round."""
     sent = [
-        (source, target, 2 * piece + half)
+        (root + source, root + target, 2 * piece + half)
         for when, source, target in tree
         for piece in range(PIECES)
         if when + 2 * piece == turn
     ]
-    source, target, chunk = np.array(sent, int).reshape(-1, 3).T
-    return Permute((source + root) % n, (target + root) % n, chunk[:, None])
+    sources, targets, chunks = np.array(sent, int).reshape(-1, 3).T
+    return Permute(sources % n, targets % n, chunks[:, None])
 
 
 def _doubling(n: int) -> list[int]:
@@ -274,7 +287,7 @@ def _doubling(n: int) -> list[int]:
 
 
 def _whole(num_messages: int) -> np.ndarray:
-    """Messages of the one chunk that there is."""
+    """The chunks of messages of a buffer that is one chunk."""
     return np.zeros((num_messages, 1), int)
 
 

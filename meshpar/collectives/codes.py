@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,53 +10,63 @@ from jax import lax
 
 from meshpar.collectives.compress import Blocks
 
-FLOAT8 = jnp.float8_e4m3fn
+
+class Scaled(Blocks):
+    """Base of the codes that divide a block by its scale, its largest magnitude over the largest of an 8-bit dtype."""
+
+    dtype: ClassVar[Any]
+    largest: ClassVar[int]
+
+    def encode(self, x, key):
+        # A scale that is not finite makes every element that is decoded with it not finite.
+        scale = jnp.abs(x).max(-1, keepdims=True) / self.largest
+        steps = jnp.where(scale > 0, x / scale, jnp.zeros_like(x))
+        if self.rounding == "stochastic":
+            if key is None:
+                raise TypeError("stochastic rounding needs a key")
+            steps = self.round_by_chance(steps, key)
+        elif jnp.issubdtype(self.dtype, jnp.integer):
+            steps = jnp.round(steps)
+        code = jnp.clip(steps, -self.largest, self.largest).astype(self.dtype)
+        return lax.bitcast_convert_type(code, jnp.uint8), scale
+
+    def decode(self, code, scale):
+        return lax.bitcast_convert_type(code, self.dtype).astype(jnp.float32) * scale
+
+    def round_by_chance(self, x: jax.Array, key: jax.Array) -> jax.Array:
+        """Rounds up or down at random, such that the mean is x."""
+        raise NotImplementedError
 
 
-class Int8(Blocks):
-    """Integers from -127 to 127, times the scale: a block's largest magnitude over 127.
+class Int8(Scaled):
+    """Integers from -127 to 127.
 
-    Numerics: an element is off by half a scale at most, by a whole one under stochastic rounding.
+    Numerics: an element is off by at most half a scale, or by a whole one under stochastic rounding.
     """
 
     kind: Literal["int8"] = "int8"
+    dtype: ClassVar = jnp.int8
+    largest: ClassVar = 127
 
-    @property
-    def code_bytes(self) -> int:
-        return self.block
-
-    def encode(self, x, key):
-        steps, scale = _scaled(x, 127.0)
-        if self.rounding == "nearest":
-            whole = jnp.round(steps)
-        else:
-            whole = jnp.floor(steps + jax.random.uniform(_needed(key), x.shape, x.dtype))
-        return lax.bitcast_convert_type(jnp.clip(whole, -127, 127).astype(jnp.int8), jnp.uint8), scale
-
-    def decode(self, code, scale):
-        return lax.bitcast_convert_type(code, jnp.int8).astype(jnp.float32) * scale
+    def round_by_chance(self, x, key):
+        return jnp.floor(x + jax.random.uniform(key, x.shape, x.dtype))
 
 
-class Float8(Blocks):
-    """e4m3 floats times the scale: a block's largest magnitude over 448. Finer than integers for what is small.
+class Float8(Scaled):
+    """e4m3 floats, up to 448: more precise than integers for small elements.
 
-    Numerics: an element is off by 1/16 of itself at most, by 1/8 under stochastic rounding, where it is not tiny.
+    Numerics: an element is off by at most 1/16 of itself, or by 1/8 under stochastic rounding, unless it is tiny.
     """
 
     kind: Literal["fp8"] = "fp8"
+    dtype: ClassVar = jnp.float8_e4m3fn
+    largest: ClassVar = 448
 
-    @property
-    def code_bytes(self) -> int:
-        return self.block
-
-    def encode(self, x, key):
-        steps, scale = _scaled(x, 448.0)
-        if self.rounding == "stochastic":
-            steps = _to_three_bits(steps, _needed(key))
-        return lax.bitcast_convert_type(jnp.clip(steps, -448, 448).astype(FLOAT8), jnp.uint8), scale
-
-    def decode(self, code, scale):
-        return lax.bitcast_convert_type(code, FLOAT8).astype(jnp.float32) * scale
+    def round_by_chance(self, x, key):
+        # To 3 bits of mantissa: adds less than the last of them, and truncates the bits below.
+        below = jnp.uint32((1 << 20) - 1)
+        bits = lax.bitcast_convert_type(x, jnp.uint32) + (jax.random.bits(key, x.shape, jnp.uint32) & below)
+        return lax.bitcast_convert_type(bits & ~below, jnp.float32)
 
 
 class OneBit(Blocks):
@@ -79,22 +89,3 @@ class OneBit(Blocks):
 
     def decode(self, code, scale):
         return jnp.where(jnp.unpackbits(code, axis=-1).astype(bool), scale, -scale)
-
-
-def _scaled(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
-    """Each block over its scale. What is not finite stays so: the scale is not, and all that is decoded with it."""
-    scale = jnp.abs(x).max(-1, keepdims=True) / largest
-    return jnp.where(scale > 0, x / scale, jnp.zeros_like(x)), scale
-
-
-def _to_three_bits(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds the mantissa to 3 bits by chance: adds less than its last place, and cuts off what lies below."""
-    below = jnp.uint32((1 << 20) - 1)
-    bits = lax.bitcast_convert_type(x, jnp.uint32) + (jax.random.bits(key, x.shape, jnp.uint32) & below)
-    return lax.bitcast_convert_type(bits & ~below, jnp.float32)
-
-
-def _needed(key: jax.Array | None) -> jax.Array:
-    if key is None:
-        raise TypeError("stochastic rounding needs a key")
-    return key

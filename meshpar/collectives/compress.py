@@ -1,8 +1,8 @@
-"""Reductions that send less than they sum: 8 bits or 1 of each element, or a matrix's leading directions.
+"""Compressed reductions: they send 8 bits or 1 bit of each element, or a matrix's leading directions.
 
-All have one interface: `all_reduce(x, axes, state, ...) -> (sum, state)`, where the state is what a rank carries from
-one call to the next. With error feedback that is what rounding took away; it is added to the next array before it is
-rounded, so that nothing is lost for good, only late.
+All have one interface: `all_reduce(x, axes, state, ...) -> (sum, state)`. The state is what a rank carries from one
+call to the next. With error feedback it holds the rounding error, which is added to the next array before that is
+rounded: no part of a gradient is lost, it is only delayed.
 
 Source: Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, arXiv:1901.09847.
 """
@@ -16,30 +16,29 @@ import jax.numpy as jnp
 import pydantic
 from jax import lax
 
-from meshpar.collectives.execute import Axes, manual_axes
+from meshpar.collectives.execute import manual_axes
 from meshpar.collectives.operations import Choice, all_gather, all_to_all, cut, join
 from meshpar.config import Config, Positive
 from meshpar.errors import ShardingError
-from meshpar.mesh.varying import invariant, varying
+from meshpar.mesh.varying import Axes, invariant, varying
 
 State = dict[str, jax.Array]
-"""What a rank carries to its next call, by name."""
-
+"""The arrays that a rank carries to its next call, by name."""
 
 SCALE_BYTES = 4
-"""Of the float32 that goes with each block."""
+"""Bytes of the float32 scale of a block."""
 
 
 class Compression(Config):
-    """Base of the reductions that lose something."""
+    """Base of the lossy reductions."""
 
     shorthand: ClassVar = "kind"
 
     error_feedback: bool = False
-    """Add what one step lost in rounding to the gradient of the next."""
+    """Add the rounding error of one step to the gradient of the next."""
 
     def state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The shape of each array that a rank carries, all float32, for arrays of a shape."""
+        """The shapes of the float32 arrays that a rank carries, by name, for the sum of arrays of `shape`."""
         return {"lost": shape} if self.error_feedback else {}
 
     def all_reduce(
@@ -51,15 +50,15 @@ class Compression(Config):
         key: jax.Array | None = None,
         algorithm: Choice = "auto",
     ) -> tuple[jax.Array, State]:
-        """The sum over the axes, and what the next call gets.
+        """The sum over the axes, and the state for the next call.
 
         Args:
           x: floats of any shape.
-          state: of the last call; None for none, as in the first.
-          key: the same on all ranks; for stochastic rounding.
+          state: returned by the last call; None in the first.
+          key: for stochastic rounding; the same on all ranks.
 
-        Numerics: what is not finite makes the sum not finite. Rounding has no gradient: sum gradients with this, and do
-          not take them through it.
+        Numerics: elements that are not finite make the sum not finite. Rounding has no gradient: use this to sum
+          gradients, and do not differentiate it.
         Raises:
           ShardingError: x holds integers.
         """
@@ -70,14 +69,14 @@ class Blocks(Compression):
     """Rounds blocks of elements, each with a float32 scale. A sum is rounded twice: by each rank, and by its owner."""
 
     block: Annotated[Positive, pydantic.Field(multiple_of=8)] = 256
-    """Elements that share a scale."""
+    """The number of elements that share a scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """`stochastic`: up or down by chance, such that the mean is right."""
+    """`stochastic` rounds up or down at random, such that the mean is exact."""
 
     @property
     def code_bytes(self) -> int:
-        """Of a block, without its scale."""
-        raise NotImplementedError
+        """Bytes of an encoded block, without its scale."""
+        return self.block
 
     def encode(self, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """f32[..., block] -> (uint8[..., code_bytes], f32[..., 1])."""
@@ -89,22 +88,22 @@ class Blocks(Compression):
     def all_reduce(self, x, axes, state=None, *, key=None, algorithm="auto"):
         axes = manual_axes(axes)
         keys = _keys(key, axes)
-        num_ranks, rank = lax.axis_size(axes), lax.axis_index(axes)
-        given = floats(x) + (state or {}).get("lost", 0.0)
-        parts = varying(cut(given, num_ranks, multiple=self.block), axes)
+        rank = lax.axis_index(axes)
+        corrected = floats(x) + (state or {}).get("lost", 0.0)
+        parts = varying(cut(corrected, lax.axis_size(axes), multiple=self.block), axes)
         total, lost = self._sum_of_parts(parts, axes, keys[0], algorithm)
         message, lost_of_sum = self._coded(total, keys[1])
         whole = join(self._decoded(all_gather(message[None], axes, algorithm=algorithm)), x.shape)
-        # What the sum loses, its owner owes: it goes into the next with the rest.
+        # The owner of a part of the sum also carries that part's rounding error.
         lost = join(lost.at[rank].add(lost_of_sum), x.shape)
         return invariant(whole.astype(x.dtype), axes), {"lost": lost} if self.error_feedback else {}
 
     def reduce_scatter(
         self, x: jax.Array, axes: str | Axes, *, key: jax.Array | None = None, algorithm: Choice = "auto"
     ) -> jax.Array:
-        """This rank's part, along the first dim, of the sum: rounded once, by each rank that sends.
+        """This rank's part of the sum along the first dim; each rank rounds once, before it sends.
 
-        Communication: (n-1)/n of what encodes x.
+        Communication: (n-1)/n of the encoded x.
         """
         axes = manual_axes(axes)
         num_ranks = lax.axis_size(axes)
@@ -118,7 +117,7 @@ class Blocks(Compression):
     def all_gather(
         self, x: jax.Array, axes: str | Axes, *, key: jax.Array | None = None, algorithm: Choice = "auto"
     ) -> jax.Array:
-        """The parts of all ranks along the first dim, each rounded by its owner, this rank's own too."""
+        """The parts of all ranks along the first dim. Each is rounded by its owner; so is this rank's own."""
         axes = manual_axes(axes)
         message, _ = self._coded(self._fill(floats(varying(x, axes)).reshape(1, -1))[0], _keys(key, axes)[0])
         parts = self._decoded(all_gather(message[None], axes, algorithm=algorithm))[:, : x.size]
@@ -127,12 +126,12 @@ class Blocks(Compression):
     def _sum_of_parts(
         self, parts: jax.Array, axes: Axes, key: jax.Array | None, algorithm: Choice
     ) -> tuple[jax.Array, jax.Array]:
-        """f32[n, part] -> the sum of this rank's, and what rounding took of all."""
+        """f32[n, part] -> the sum of this rank's part, and the rounding errors of all parts."""
         message, lost = self._coded(parts, key)
         return self._decoded(all_to_all(message, axes, algorithm=algorithm)).sum(0), lost
 
     def _coded(self, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """f32[..., part] -> one message, uint8[..., bytes]; and what rounding took."""
+        """f32[..., part] -> one message, uint8[..., bytes], and the rounding error."""
         code, scale = self.encode(x.reshape(*x.shape[:-1], -1, self.block), key)
         message = jnp.concatenate([code, lax.bitcast_convert_type(scale[..., 0], jnp.uint8)], axis=-1)
         return message.reshape(*x.shape[:-1], -1), x - self.decode(code, scale).reshape(x.shape)
@@ -143,16 +142,17 @@ class Blocks(Compression):
         return self.decode(blocks[..., : self.code_bytes], scale[..., None]).reshape(*message.shape[:-1], -1)
 
     def _fill(self, x: jax.Array) -> jax.Array:
-        """f32[n, m] -> f32[n, m']: the last dim filled up to blocks."""
+        """f32[n, m] -> f32[n, m']: the last dim padded to whole blocks."""
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.block)))
 
 
 def floats(x: jax.Array) -> jax.Array:
+    """x as float32; raises ShardingError if it holds integers."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ShardingError(f"{x.dtype}{list(x.shape)} cannot be rounded to fewer bits: a compressed sum is of floats")
+        raise ShardingError(f"{x.dtype}{list(x.shape)} cannot be compressed: a compressed sum needs floats")
     return x.astype(jnp.float32)
 
 
 def _keys(key: jax.Array | None, axes: Axes) -> Any:
-    """One for each rank and rounding: ranks that round alike would add up their errors."""
+    """A key for each rank and each of its two roundings: if all ranks rounded alike, their errors would add up."""
     return (None, None) if key is None else jax.random.split(jax.random.fold_in(key, lax.axis_index(axes)))

@@ -1,9 +1,9 @@
-"""The executor: any plan on `lax.ppermute`, within a `shard_map`."""
+"""The executor: runs any plan on `lax.ppermute`, within a `shard_map`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 
@@ -14,36 +14,34 @@ from jax import lax
 
 from meshpar.collectives.plan import NONE, Permute, Plan, Round
 from meshpar.errors import MeshError, nearest
-from meshpar.mesh.varying import varying
-
-Axes = tuple[str, ...]
+from meshpar.mesh.varying import Axes, varying
 
 
 def execute(plan: Plan, blocks: jax.Array, axes: str | Axes) -> jax.Array:
     """Runs a plan over mesh axes.
 
     Args:
-      blocks: [given, ...]. This rank's input, block by block; a rank is the index along `axes`, the first slowest.
-      axes: of the group, all manual.
+      blocks: [given, ...]. This rank's input blocks; a rank is the index along `axes`, the first axis slowest.
+      axes: mesh axes of the group, all manual.
 
     Returns:
-      [taken, ...]. This rank's output; zeros where the plan gives it none.
+      [taken, ...]. This rank's output blocks; zeros where the plan has none for it.
 
-    Communication: the plan's. Equal rounds are one loop. The transpose is the transposed plan.
+    Communication: the plan's. Rounds of the same form run as one loop. The transpose runs the transposed plan.
     Raises:
-      MeshError: an axis is not manual here, or the group has another size than the plan.
+      MeshError: an axis is not manual here, or the group and the plan have different sizes.
     """
     axes = manual_axes(axes)
     if (size := lax.axis_size(axes)) != plan.num_ranks:
-        raise MeshError(f"a plan for {plan.num_ranks} ranks cannot run on {' x '.join(axes)}, which has {size}")
+        raise MeshError(f"a plan for {plan.num_ranks} ranks cannot run over {' x '.join(axes)} of {size} devices")
     return _execute(plan, axes, varying(blocks, axes))
 
 
 def manual_axes(axes: str | Axes) -> Axes:
-    """The axes as a tuple, if they are manual where this is traced.
+    """The axes as a tuple.
 
     Raises:
-      MeshError: they are not.
+      MeshError: one of them is not manual where this is traced.
     """
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     here = jax.sharding.get_abstract_mesh().manual_axes
@@ -57,10 +55,13 @@ def manual_axes(axes: str | Axes) -> Axes:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _execute(plan: Plan, axes: Axes, blocks: jax.Array) -> jax.Array:
+    def form(round_: Round) -> list[tuple[object, ...]]:
+        return [(p.source.tolist(), p.target.tolist(), p.chunks.shape[1], p.adds) for p in round_]
+
     rank = lax.axis_index(axes)
     slots = _begin(plan, blocks, rank)
-    for rounds in _alike(plan):
-        slots = _run(rounds, slots, rank, axes)
+    for _, rounds in groupby(plan.rounds, form):
+        slots = _run(list(rounds), slots, rank, axes)
     return _end(plan, slots, rank)
 
 
@@ -86,17 +87,8 @@ def _end(plan: Plan, slots: jax.Array, rank: jax.Array) -> jax.Array:
     return taken.only_there(blocks, jnp.zeros_like(blocks), rank)
 
 
-def _alike(plan: Plan) -> Iterator[list[Round]]:
-    """Runs of rounds that differ in nothing but the chunks."""
-    for _, rounds in groupby(plan.rounds, lambda round_: [_form(permute) for permute in round_]):
-        yield list(rounds)
-
-
-def _form(permute: Permute) -> tuple[object, ...]:
-    return permute.source.tolist(), permute.target.tolist(), permute.chunks.shape[1], permute.adds
-
-
 def _run(rounds: list[Round], slots: jax.Array, rank: jax.Array, axes: Axes) -> jax.Array:
+    """Runs rounds of one form, as a loop if they are several."""
     lanes = [_Lane(permutes, axes) for permutes in zip(*rounds, strict=True)]
 
     def turn(slots: jax.Array, at: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, None]:
@@ -112,11 +104,13 @@ def _run(rounds: list[Round], slots: jax.Array, rank: jax.Array, axes: Axes) -> 
 
 
 class _Lane:
-    """One permute of a round, and its like in the rounds that follow."""
+    """One permute of a round, and the permutes of the same form in the rounds that follow."""
 
     def __init__(self, permutes: Sequence[Permute], axes: Axes):
-        first, order = permutes[0], _device_order(axes)
-        self.axes, self.adds = axes, first.adds
+        first = permutes[0]
+        order = _device_order(axes)
+        self.axes = axes
+        self.adds = first.adds
         self.pairs = list(zip(order[first.source].tolist(), order[first.target].tolist(), strict=True))
         slots = np.full((2, len(permutes), len(order), first.chunks.shape[1]), NONE)
         for sent, got, permute in zip(*slots, permutes, strict=True):
@@ -127,12 +121,12 @@ class _Lane:
         message = self.sent.read(slots, at)
         if message.dtype != jnp.bfloat16:
             return lax.ppermute(message, self.axes, self.pairs)
-        # As integers: XLA's CPU compiler would widen what travels in 16 bits.
+        # XLA's CPU compiler would send bfloat16 as float32; integers it leaves alone.
         bits = lax.bitcast_convert_type(message, jnp.uint16)
         return lax.bitcast_convert_type(lax.ppermute(bits, self.axes, self.pairs), message.dtype)
 
     def receive(self, slots: jax.Array, message: jax.Array, at: jax.Array, rank: jax.Array) -> jax.Array:
-        if self.adds:  # a rank that gets nothing gets zeros
+        if self.adds:  # a rank that receives nothing adds zeros
             return self.got.write(slots, self.got.read(slots, at) + message, at)
         if not self.got.there.all():
             message = self.got.only_there(message, self.got.read(slots, at), rank)
@@ -140,7 +134,7 @@ class _Lane:
 
 
 class _Slots:
-    """Which slots each rank reads or writes, round by round: int[rounds, n, c]; a rank with none has NONE all along."""
+    """The slots that each rank reads or writes in each round: int[rounds, n, c]; all NONE for a rank without any."""
 
     def __init__(self, table: np.ndarray):
         self.there = (table != NONE).all((0, 2))
@@ -148,12 +142,12 @@ class _Slots:
         self.in_a_row = bool((np.diff(self.table) == 1).all())
 
     def are_all(self, num_chunks: int) -> bool:
-        """Whether every rank has all chunks, in their order."""
+        """Whether every rank has all chunks, in order."""
         whole = np.arange(self.table.shape[2])
         return len(whole) == num_chunks and bool(self.there.all() and (self.table == whole).all())
 
     def of(self, rank: jax.Array) -> jax.Array:
-        """int32[rounds, c]"""
+        """The slots of one rank: int32[rounds, c]."""
         return jnp.asarray(self.table, jnp.int32)[:, rank]
 
     def only_there(self, x: jax.Array, otherwise: jax.Array, rank: jax.Array) -> jax.Array:
@@ -171,7 +165,7 @@ class _Slots:
 
 
 def _device_order(axes: Axes) -> np.ndarray:
-    """Rank -> place in the order of the mesh, in which `lax.ppermute` counts whatever the order of its axes."""
+    """Rank -> index of its device in mesh order, which `lax.ppermute` uses whatever the order of its axes."""
     sizes = {axis: lax.axis_size(axis) for axis in axes}
     mesh = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in sizes]
     places = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in mesh])

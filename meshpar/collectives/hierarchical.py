@@ -1,4 +1,4 @@
-"""Collectives over a fast network inside a slower one."""
+"""An all-reduce over several networks: fast ones inside slower ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import jax
 
-from meshpar.collectives.execute import Axes, manual_axes
+from meshpar.collectives.execute import manual_axes
 from meshpar.collectives.operations import Choice, all_gather, all_reduce, cut, join, reduce_scatter, same_sum
+from meshpar.mesh.varying import Axes
 
 
 def hierarchical_all_reduce(x: jax.Array, levels: Sequence[str | Axes], *, algorithm: Choice = "auto") -> jax.Array:
@@ -15,12 +16,12 @@ def hierarchical_all_reduce(x: jax.Array, levels: Sequence[str | Axes], *, algor
 
     Args:
       x: any shape; padded to equal parts on each level.
-      levels: axes, the fastest network first; two of them, three, or more.
+      levels: one or more axes for each level, the fastest network first.
 
     Returns:
-      Like x; the same on all devices of the axes, and typed so.
+      Like x; the same on all devices of the axes, and typed as invariant over them.
 
-    Communication: of g ranks inside and k across, inside 2(g-1)/g S; across 2(k-1)/k S/g.
+    Communication: for g ranks inside and k across: 2(g-1)/g S inside, 2(k-1)/k S/g across.
     """
     first, *others = map(manual_axes, levels)
     if not others:

@@ -1,15 +1,15 @@
-"""Collective matmul: products whose operand is gathered, or whose result is scattered, while they are computed.
+"""Collective matmul: products that gather an operand, or scatter the result, while they compute.
 
-    all_gather_matmul:      x[S_a, K] @ w[K, N] -> y[S, N]                 a chunk of x is multiplied as it comes
-    matmul_reduce_scatter:  x[S, K] @ w[K, N] {partial over a} -> y[S_a, N]  a sum gets a chunk's product as it passes
+    all_gather_matmul:      x[S_a, K] @ w[K, N] -> y[S, N]                 multiplies each chunk of x as it arrives
+    matmul_reduce_scatter:  x[S, K] @ w[K, N] {partial over a} -> y[S_a, N]  adds a chunk's product to each passing sum
 
-Which dim is chunked is a letter of an einsum, and may as well be contracted: `x[M, K] @ w[K_a, N]` adds up as the
-chunks of w come. Each is the other's transpose, so two functions are all that forward and backward need:
+The chunked dim is a letter of an einsum. It may be contracted: `x[M, K] @ w[K_a, N]` sums the products of the chunks
+of w as they arrive. Each function is the other's transpose, so that forward and backward need only these two:
 
     y  = gather(x) w             dx = scatter(dy w')         dw = gather(x)' dy
     y  = scatter(x w)            dx = gather(dy) w'          dw = x' gather(dy)
 
-Nothing is gathered whole, nor kept for the backward: that lets the chunks of x come round once more, for dw.
+No gathered array is ever whole, nor stored for the backward pass: for dw, the chunks of x are gathered again.
 
 Source: Wang et al. 2023, ASPLOS; the second gather, Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 """
@@ -33,9 +33,9 @@ from meshpar.errors import ShardingError
 from meshpar.mesh.varying import varying_alike
 
 PRODUCT = "collective_matmul"
-"""What a `jax.checkpoint` policy knows the results by."""
+"""The name of the results in a `jax.checkpoint` policy."""
 Equation = tuple[str, str, str]
-"""The dims, a letter each, of two operands and of their product."""
+"""The dims of two operands and of their product, one letter each."""
 Equations = tuple[Equation, ...]
 Operands = tuple[jax.Array, ...]
 
@@ -43,22 +43,22 @@ Operands = tuple[jax.Array, ...]
 def all_gather_matmul(
     equation: str, x: jax.Array, ws: Sequence[jax.Array], ring: Ring, *, dim: str
 ) -> tuple[jax.Array, ...]:
-    """`einsum(equation, x, w)` for each w, of an x that is sharded over the ring and never whole.
+    """`einsum(equation, x, w)` for each w, where x is sharded over the ring and is never whole.
 
     Args:
-      equation: as in `einsum`, of two operands.
-      x: the local shard. It travels in the dtype of the ws, and its gradient is summed in its own.
-      ws: operands of one dtype; whole in `dim`, if they have it.
-      dim: the letter of the dim of x that is sharded.
+      equation: as in `einsum`, for two operands.
+      x: the local shard. It is sent in the dtype of the ws, and its gradient is summed in its own dtype.
+      ws: operands of one dtype, not sharded in `dim`.
+      dim: the letter of the sharded dim of x.
 
     Returns:
-      A product for each w, in its dtype; whole in `dim`, if that is not contracted.
+      A product for each w, in its dtype; not sharded in `dim`.
 
-    Communication: n-1 chunks of x; backward the same again, and n-1 of its gradient.
-    Memory: see `stream.gather`; kept for the backward are x and the ws.
-    Numerics: a sum over chunks is taken in float32 at least.
+    Communication: n-1 chunks of x; backward the same again, and n-1 chunks of its gradient.
+    Memory: see `stream.gather`; x and the ws are stored for the backward pass.
+    Numerics: sums over chunks are in float32 at least.
     Raises:
-      ShardingError: an axis is not manual here; a w has another `dim` than the whole of x.
+      ShardingError: an axis is not manual here, or the `dim` of a w differs from that of the whole x.
 
     >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> local = lambda x, w: all_gather_matmul("sk,kn->sn", x, [w], Ring(("a",)), dim="s")[0]
@@ -67,12 +67,13 @@ def all_gather_matmul(
     >>> f(jnp.eye(4), jnp.arange(8.0).reshape(4, 2)).tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
     """
-    one, chunks = _parse(equation), Chunks(dim, ring)
-    whole = x.shape[one[0].index(dim)] * ring.size
+    parsed = _parse(equation)
+    chunks = Chunks(dim, ring)
+    whole = x.shape[parsed[0].index(dim)] * ring.size
     for w in ws:
-        chunks.require(w, one[1], whole)
+        chunks.require(w, parsed[1], whole)
     x, *ws = varying_alike(x, *ws)
-    ys: Operands = _gathered(chunks, (one,) * len(ws), x, tuple(ws))
+    ys: Operands = _gathered(chunks, (parsed,) * len(ws), x, tuple(ws))
     return tuple(checkpoint_name(y, PRODUCT) for y in ys)
 
 
@@ -80,18 +81,18 @@ def matmul_reduce_scatter(equation: str, x: jax.Array, w: jax.Array, ring: Ring,
     """`einsum(equation, x, w)`, summed over the ring and scattered over `dim` of the result.
 
     Args:
-      equation: as in `einsum`, of two operands.
-      x, w: operands, whole in `dim`; of one dtype.
+      equation: as in `einsum`, for two operands.
+      x, w: operands of one dtype, not sharded in `dim`.
       dim: the letter of the dim of the result that is scattered.
 
     Returns:
       This device's shard of the sum.
 
-    Communication: n-1 chunks of the result; backward n-1 of its gradient.
-    Memory: see `stream.reduce_scatter`; kept for the backward are x and w.
+    Communication: n-1 chunks of the result; backward n-1 chunks of its gradient.
+    Memory: see `stream.reduce_scatter`; x and w are stored for the backward pass.
     Numerics: products are summed over devices in the dtype of x.
     Raises:
-      ShardingError: an axis is not manual here; the ring does not divide `dim`.
+      ShardingError: an axis is not manual here, or the ring size does not divide `dim`.
 
     >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> local = lambda x, w: matmul_reduce_scatter("sk,kn->sn", x, w, Ring(("a",)), dim="s")
@@ -100,22 +101,23 @@ def matmul_reduce_scatter(equation: str, x: jax.Array, w: jax.Array, ring: Ring,
     >>> f(jnp.eye(4), jnp.arange(8.0).reshape(4, 2)).tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
     """
-    one, chunks = _parse(equation), Chunks(dim, ring)
-    chunks.require(x, one[0])
-    chunks.require(w, one[1])
+    parsed = _parse(equation)
+    chunks = Chunks(dim, ring)
+    chunks.require(x, parsed[0])
+    chunks.require(w, parsed[1])
     x, w = varying_alike(x, w)
-    return checkpoint_name(_scattered(chunks, (one,), x.dtype, (x,), (w,)), PRODUCT)
+    return checkpoint_name(_scattered(chunks, (parsed,), x.dtype, (x,), (w,)), PRODUCT)
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """A dim that is cut into a chunk for each device of a ring."""
+    """A dim that is split into one chunk for each device of a ring."""
 
     dim: str
     ring: Ring
 
     def of(self, x: jax.Array, dims: str, owner: jax.Array) -> jax.Array:
-        """A device's chunk of x, or x itself, if it has no such dim."""
+        """A device's chunk of x; x itself if it does not have the dim."""
         if self.dim not in dims:
             return x
         axis = dims.index(self.dim)
@@ -123,7 +125,7 @@ class Chunks:
         return lax.dynamic_slice_in_dim(x, owner * size, size, axis)
 
     def join(self, whole: jax.Array | None, part: jax.Array, dims: str, owner: jax.Array) -> jax.Array:
-        """Puts a device's chunk into the whole; adds it to the sum, if its dim was contracted."""
+        """Writes a device's chunk into the whole array; adds it to the sum if the dim was contracted."""
         if self.dim not in dims:
             return part if whole is None else whole + part
         axis = dims.index(self.dim)
@@ -133,21 +135,20 @@ class Chunks:
         return lax.dynamic_update_slice_in_dim(whole, part, owner * size, axis)
 
     def require(self, x: jax.Array, dims: str, size: int | None = None) -> None:
-        """Raises ShardingError if the ring does not divide the dim of x, or it is not of the size that it must be."""
+        """Raises ShardingError if the ring size does not divide the dim of x, or the dim differs from `size`."""
         if self.dim not in dims:
             return
-        got, over = x.shape[dims.index(self.dim)], " x ".join(self.ring.axes)
-        if size is not None and got != size:
-            what = f"is {size} with all chunks of one operand, but {got} in the other"
-            raise ShardingError(f"a collective matmul over {over}: dim {self.dim} {what}")
-        if got % self.ring.size:
-            what = f"= {got} is not divisible by its {self.ring.size} devices"
-            raise ShardingError(f"a collective matmul over {over}: dim {self.dim} {what}")
+        where = f"a collective matmul over {' x '.join(self.ring.axes)}: dim {self.dim}"
+        found = x.shape[dims.index(self.dim)]
+        if size is not None and found != size:
+            raise ShardingError(f"{where} is {size} in the gathered operand, but {found} in the other")
+        if found % self.ring.size:
+            raise ShardingError(f"{where} = {found} is not divisible by {self.ring.size}, the devices of the ring")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered(chunks: Chunks, equations: Equations, x: jax.Array, ws: Operands) -> Operands:
-    """For each equation the product of the gathered x and its w."""
+    """The product of the gathered x and a w, for each equation."""
 
     def visit(ys: Any, chunk: jax.Array, owner: jax.Array) -> list[jax.Array]:
         joined = []
@@ -163,19 +164,18 @@ def _gathered(chunks: Chunks, equations: Equations, x: jax.Array, ws: Operands) 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _scattered(chunks: Chunks, equations: Equations, dtype: Any, xs: Operands, ws: Operands) -> jax.Array:
-    """The sum of all equations' products, over all devices, scattered."""
+    """The sum of all equations' products over all devices, scattered."""
 
     def make(owner: jax.Array) -> jax.Array:
         operands = zip(equations, xs, ws, strict=True)
-        return reduce(jnp.add, (
-            _einsum(e, chunks.of(x, e[0], owner), chunks.of(w, e[1], owner), dtype) for e, x, w in operands
-        ))  # fmt: skip
+        parts = [_einsum(e, chunks.of(x, e[0], owner), chunks.of(w, e[1], owner), dtype) for e, x, w in operands]
+        return reduce(jnp.add, parts)
 
     return stream.reduce_scatter(chunks.ring, make)
 
 
 def _gathered_backward(chunks: Chunks, equations: Equations, kept: Any, grads: Operands) -> Any:
-    # Not before the gradients are there: else its chunks could as well be kept since the forward.
+    # Waits for the gradients: otherwise the compiler may gather x early, and hold it since the forward pass.
     (x, ws), grads = lax.optimization_barrier((kept, grads))
     for_x = tuple((of_y, of_w, of_x) for of_x, of_w, of_y in equations)
     for_w = tuple((of_x, of_y, of_w) for of_x, of_w, of_y in equations)
@@ -190,7 +190,7 @@ def _scattered_backward(chunks: Chunks, equations: Equations, dtype: Any, kept: 
     return both[: len(xs)], both[len(xs) :]
 
 
-# The forward calls what it differentiates, so that a policy of `jax.checkpoint` sees one thing and not its parts.
+# The forward rule calls the function itself, so that a `jax.checkpoint` policy sees one operation and not its parts.
 _gathered.defvjp(lambda *args: (_gathered(*args), args[2:]), _gathered_backward)
 _scattered.defvjp(lambda *args: (_scattered(*args), args[3:]), _scattered_backward)
 

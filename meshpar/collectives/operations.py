@@ -1,7 +1,7 @@
-"""The eight collectives on arrays, for use within a `jax.shard_map`: with the algorithm that is fastest here.
+"""The eight collectives on arrays, for use within a `jax.shard_map`. By default each runs its fastest algorithm.
 
-Each takes the mesh axes of its group; a rank is the index along them, the first slowest. S is the size in bytes of the
-larger of input and output. What a device sends stands with each algorithm in `algorithms`.
+The group of a collective is given by mesh axes; a rank is the index along them, the first axis slowest. S is the size
+in bytes of the larger of input and output. The module `algorithms` lists what a device sends with each algorithm.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from jax import lax
 
 from meshpar.collectives.algorithms import Algorithm, plan
 from meshpar.collectives.choose import choose
-from meshpar.collectives.execute import Axes, execute, manual_axes
+from meshpar.collectives.execute import execute, manual_axes
 from meshpar.collectives.plan import Operation, Plan
 from meshpar.errors import ShardingError
-from meshpar.mesh.varying import invariant, varying
+from meshpar.mesh.varying import Axes, invariant, varying
 
 Choice = Algorithm | Literal["auto"]
 
@@ -32,10 +32,10 @@ def all_reduce(x: jax.Array, axes: str | Axes, *, algorithm: Choice = "auto") ->
       x: any shape, float or integer; padded to the plan's chunks.
 
     Returns:
-      Like x; the same on all devices of the axes, and typed so.
+      Like x; the same on all devices of the axes, and typed as invariant over them.
 
     Communication: 2(n-1)/n S; its transpose none.
-    Numerics: added up in the dtype of x, in an order that is the same on all devices.
+    Numerics: summed in the dtype of x, in the same order on all devices.
     """
     axes = manual_axes(axes)
     chosen = _plan("all_reduce", algorithm, axes, x.nbytes)
@@ -50,15 +50,15 @@ def broadcast(x: jax.Array, axes: str | Axes, *, root: int = 0, algorithm: Choic
 
 
 def reduce(x: jax.Array, axes: str | Axes, *, root: int = 0, algorithm: Choice = "auto") -> jax.Array:
-    """The sum over the axes on rank `root`, zeros elsewhere."""
+    """The sum over the axes on rank `root`; zeros elsewhere."""
     chosen = _plan("reduce", algorithm, axes, x.nbytes, root)
     return join(execute(chosen, cut(x, chosen.given.shape[1]), axes), x.shape)
 
 
 def all_gather(x: jax.Array, axes: str | Axes, *, dim: int = 0, algorithm: Choice = "auto") -> jax.Array:
-    """The parts of all devices one after the other along `dim`: `x[M_a] -> x[M]`. Its transpose is `reduce_scatter`."""
+    """The parts of all devices, concatenated along `dim`: `x[M_a] -> x[M]`. Its transpose is `reduce_scatter`."""
     chosen = _plan("all_gather", algorithm, axes, x.nbytes * _size(axes))
-    return _side_by_side(execute(chosen, x[None], axes), dim)
+    return _concatenate(execute(chosen, x[None], axes), dim)
 
 
 def reduce_scatter(x: jax.Array, axes: str | Axes, *, dim: int = 0, algorithm: Choice = "auto") -> jax.Array:
@@ -72,9 +72,9 @@ def reduce_scatter(x: jax.Array, axes: str | Axes, *, dim: int = 0, algorithm: C
 
 
 def gather(x: jax.Array, axes: str | Axes, *, dim: int = 0, root: int = 0, algorithm: Choice = "auto") -> jax.Array:
-    """The parts of all devices on rank `root`, zeros elsewhere."""
+    """The parts of all devices, concatenated along `dim`, on rank `root`; zeros elsewhere."""
     chosen = _plan("gather", algorithm, axes, x.nbytes * _size(axes), root)
-    return _side_by_side(execute(chosen, x[None], axes), dim)
+    return _concatenate(execute(chosen, x[None], axes), dim)
 
 
 def scatter(x: jax.Array, axes: str | Axes, *, dim: int = 0, root: int = 0, algorithm: Choice = "auto") -> jax.Array:
@@ -90,13 +90,13 @@ def scatter(x: jax.Array, axes: str | Axes, *, dim: int = 0, root: int = 0, algo
 def all_to_all(
     x: jax.Array, axes: str | Axes, *, split_dim: int = 0, concat_dim: int = 0, algorithm: Choice = "auto"
 ) -> jax.Array:
-    """`x[M, N_a] -> x[M_a, N]`: the i-th part along `split_dim` goes to rank i, what comes is put along `concat_dim`.
+    """`x[M, N_a] -> x[M_a, N]`: sends the i-th part along `split_dim` to rank i, and concatenates along `concat_dim`.
 
     Raises:
       ShardingError: the dim is not divisible by the group.
     """
     chosen = _plan("all_to_all", algorithm, axes, x.nbytes)
-    return _side_by_side(execute(chosen, _parts("all_to_all", x, split_dim, axes), axes), concat_dim)
+    return _concatenate(execute(chosen, _parts("all_to_all", x, split_dim, axes), axes), concat_dim)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -111,9 +111,9 @@ _same_sum.defvjp(
 
 
 def same_sum(summed: Callable[[jax.Array], jax.Array], axes: Axes, x: jax.Array) -> jax.Array:
-    """The sum of x over `axes` as `summed` makes it on every device, typed as the same on all.
+    """The sum of x over `axes`, which `summed` computes on every device; typed as invariant.
 
-    Its gradient is the same everywhere too, so that each device has that of its own x already.
+    The gradient is the same on all devices too, so the transpose sends nothing.
     """
     return _same_sum(summed, axes, varying(x, axes))
 
@@ -128,12 +128,13 @@ def _size(axes: str | Axes) -> int:
 
 
 def cut(x: jax.Array, num: int, multiple: int = 1) -> jax.Array:
-    """[num, m]: the elements in so many equal chunks of a multiple of elements, filled up with zeros."""
+    """[num, m]: the elements in `num` equal chunks, padded with zeros; m is divisible by `multiple`."""
     size = -(-x.size // (num * multiple)) * multiple
     return jnp.pad(x.reshape(-1), (0, size * num - x.size)).reshape(num, size)
 
 
 def join(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The array of a shape from its chunks: undoes `cut`."""
     return chunks.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
@@ -141,12 +142,12 @@ def _parts(name: str, x: jax.Array, dim: int, axes: str | Axes) -> jax.Array:
     """[n, ...]: the equal parts of a dim."""
     size = _size(axes)
     if x.shape[dim] % size:
-        what = f"{x.dtype}{list(x.shape)}: dim {dim} = {x.shape[dim]} is not divisible by {size}"
-        raise ShardingError(f"{name} of {what}, the ranks of {axes}")
+        where = f"{name} of {x.dtype}{list(x.shape)}"
+        raise ShardingError(f"{where}: dim {dim} = {x.shape[dim]} is not divisible by {size}, the ranks of {axes}")
     shape = (*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
     return jnp.moveaxis(x.reshape(shape), dim, 0)
 
 
-def _side_by_side(parts: jax.Array, dim: int) -> jax.Array:
+def _concatenate(parts: jax.Array, dim: int) -> jax.Array:
     x = jnp.moveaxis(parts, 0, dim)
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])

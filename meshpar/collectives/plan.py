@@ -1,19 +1,19 @@
-"""Plans: a collective algorithm as a table of who sends which chunk to whom, and whether it is added or copied.
+"""Plans: a collective algorithm as a table of messages: source, target, chunks, and whether chunks are added or copied.
 
-A buffer of S bytes is cut into chunks. Each rank of a group has a slot for every chunk; in a round, messages carry
-chunks from slots of their source to the same slots of their target. A message may *add* to what its target holds or
-fill what is empty, and its source may *keep* its chunk or give it up:
+A buffer of S bytes is split into chunks. Each rank of a group has a slot for every chunk. In a round, messages carry
+chunks from slots of their source to the same slots of their target. A message either *adds* to the target's slot or
+fills an empty one, and its source either *keeps* the chunk or gives it up:
 
 | | source keeps | source gives up |
 |---|---|---|
 | **target fills** | copy | move |
 | **target adds** | exchange | reduce |
 
-As a matrix on the two slots, `[[keeps, 0], [1, adds]]`. Its transpose sends the other way, with `adds` and `keeps`
-swapped: so the transpose of a plan, which is its derivative, is the table read backwards. A reduce-scatter is an
-all-gather's, a gather a scatter's, a reduction a broadcast's.
+As a matrix on the two slots, a message is `[[keeps, 0], [1, adds]]`. The transpose sends the other way, with `adds` and
+`keeps` swapped. So the transpose of a plan, which is its derivative, is the table read backwards: a reduce-scatter is
+the transpose of an all-gather, a gather of a scatter, a reduction of a broadcast.
 
-The simulator, the executor and the choice of an algorithm read the same tables; so do the formulas of the tests.
+The simulator, the executor, the choice of an algorithm, and the formulas in the tests all read these tables.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ TRANSPOSED: dict[Operation, Operation] = {
     "all_to_all": "all_to_all",
 }  # fmt: skip
 NONE = -1
-"""In a table of slots: no slot."""
+"""Stands for "no slot" in a table of slots."""
 
 
 @dataclass(frozen=True, eq=False)
 class Permute:
-    """Messages that travel at once, each of as many chunks, no two from or to the same rank: one `lax.ppermute`.
+    """Messages that are sent at once, as one `lax.ppermute`: all of one size, no two from or to the same rank.
 
     Args:
-      source: int[m]. Ranks that send.
-      target: int[m]. To whom.
-      chunks: int[m, c]. What each message carries.
-      adds: whether the target adds them to its own; else its slots are empty, and get them.
-      keeps: whether the source keeps them; else its slots are empty afterwards.
+      source: int[m]. The sending ranks.
+      target: int[m]. The receiving ranks.
+      chunks: int[m, c]. The chunks of each message.
+      adds: whether the target adds the chunks to its own; otherwise they fill its empty slots.
+      keeps: whether the source keeps the chunks; otherwise its slots are empty afterwards.
     """
 
     source: np.ndarray
@@ -63,7 +63,7 @@ class Permute:
 
 
 Round = tuple[Permute, ...]
-"""What travels at once, in one direction each; all is read before anything is written."""
+"""Permutes that run at once; all slots are read before any is written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +71,13 @@ class Plan:
     """An algorithm for a group of ranks.
 
     Args:
-      operation: what it computes.
-      num_ranks: n, of the group.
-      num_chunks: into how many the whole buffer of S bytes is cut: slots of each rank.
-      rounds: what is sent, in order.
-      given: int[n, blocks]. The slot in which a rank's input begins, block by block; NONE if the block is not used.
-      taken: int[n, blocks]. The slot from which its output comes; NONE for zeros.
-      root: of a broadcast, scatter, gather or reduction.
+      operation: what the plan computes.
+      num_ranks: n, the size of the group.
+      num_chunks: the number of chunks of the buffer of S bytes, and of slots of each rank.
+      rounds: the messages, in order.
+      given: int[n, blocks]. The slot of each block of a rank's input; NONE if the block is not used.
+      taken: int[n, blocks]. The slot of each block of a rank's output; NONE for zeros.
+      root: the root of a broadcast, scatter, gather or reduction.
     """
 
     operation: Operation
@@ -109,19 +109,19 @@ class Plan:
 
     @cached_property
     def transposed(self) -> Plan:
-        """The derivative's plan: it brings each cotangent to where its value came from, and sums there."""
+        """The plan of the derivative: it sends each cotangent back to the source of its value, and sums there."""
         rounds = tuple(tuple(permute.transposed for permute in round_) for round_ in reversed(self.rounds))
         operation = TRANSPOSED[self.operation]
         return Plan(operation, self.num_ranks, self.num_chunks, rounds, self.taken, self.given, self.root)
 
     def then(self, second: Plan, operation: Operation) -> Plan:
-        """One plan after the other, the second beginning with the slots in which the first ends."""
-        assert np.array_equal(self.taken, second.given), "the second begins elsewhere than the first ends"
+        """This plan followed by a second, whose input slots are this plan's output slots."""
+        assert np.array_equal(self.taken, second.given), "the second plan's input is not the first plan's output"
         rounds = self.rounds + second.rounds
         return Plan(operation, self.num_ranks, self.num_chunks, rounds, self.given, second.taken, self.root)
 
     def __str__(self) -> str:
-        """A line a round: `source -> target: chunks`, `+` where they are added.
+        """One line per round, with `source->target chunks` for each message; `+` marks chunks that are added.
 
         >>> from meshpar.collectives.algorithms import plan
         >>> print(plan("reduce_scatter", "ring", 3))
@@ -137,5 +137,6 @@ def _line(number: int, round_: Round) -> str:
     words = [f"{number:<3}"]
     for permute in round_:
         for source, target, chunks in zip(permute.source, permute.target, permute.chunks, strict=True):
-            words.append(f"{source}->{target} {'+' * permute.adds}{','.join(map(str, chunks))}  ")
+            sign = "+" if permute.adds else ""
+            words.append(f"{source}->{target} {sign}{','.join(map(str, chunks))}  ")
     return " ".join(words).rstrip()

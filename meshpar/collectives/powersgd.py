@@ -1,4 +1,4 @@
-"""PowerSGD: the sum's leading directions, by one step of a power iteration that goes on from call to call."""
+"""PowerSGD: the sum's leading directions, by a power iteration that advances one step per call."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from meshpar.mesh.varying import varying
 
 
 class PowerSGD(Compression):
-    """The array as a matrix M, its last dim the columns, sent as two thin ones: `M ~ P Q^T`, P orthonormal.
+    """Sends the array, as a matrix M whose columns are its last dim, as two thin ones: `M ~ P Q^T`, P orthonormal.
 
     Source: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727.
     """
 
     kind: Literal["powersgd"] = "powersgd"
     rank: Positive = 4
-    """Columns of P and Q."""
+    """The number of columns of P and Q."""
     error_feedback: bool = True
 
     def state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -33,19 +33,19 @@ class PowerSGD(Compression):
     def all_reduce(self, x, axes, state=None, *, key=None, algorithm="auto"):
         axes = manual_axes(axes)
         state = state or {name: jnp.zeros(shape, jnp.float32) for name, shape in self.state(x.shape).items()}
-        # Before the first step there is no direction to go on with; any that is not orthogonal to M will do.
         right = state["right"]
+        # The first step has no previous direction; it starts from random ones.
         first = jax.random.normal(jax.random.key(0), right.shape, jnp.float32)
         right = jnp.where((right == 0).all(), first, right)
-        given = varying(floats(x), axes) + state.get("lost", 0.0)
-        matrix = given.reshape(_sides(x.shape))
+        corrected = varying(floats(x), axes) + state.get("lost", 0.0)
+        matrix = corrected.reshape(_sides(x.shape))
         left, _ = jnp.linalg.qr(all_reduce(matrix @ right, axes, algorithm=algorithm))
-        mine = matrix.T @ left
-        right = all_reduce(mine, axes, algorithm=algorithm)
-        lost = {"lost": (matrix - left @ mine.T).reshape(x.shape)} if self.error_feedback else {}
+        own = matrix.T @ left
+        right = all_reduce(own, axes, algorithm=algorithm)
+        lost = {"lost": (matrix - left @ own.T).reshape(x.shape)} if self.error_feedback else {}
         return (left @ right.T).reshape(x.shape).astype(x.dtype), {"right": right} | lost
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns: a vector is one row."""
+    """Rows and columns; a vector is one row."""
     return math.prod(shape[:-1]), shape[-1] if shape else 1

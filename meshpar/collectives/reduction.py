@@ -1,8 +1,8 @@
-"""How gradients are reduced, declared once: inside a slice, across slices, by which algorithm, in which buckets."""
+"""The config of gradient reduction: formats inside and across slices, the algorithm, the bucket size."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +15,19 @@ from meshpar.collectives.compress import Blocks, Compression, State
 from meshpar.collectives.operations import Choice, cut, join
 from meshpar.collectives.powersgd import PowerSGD
 from meshpar.config import Config
-from meshpar.mesh.varying import invariant
+from meshpar.mesh.varying import Axes, invariant
 from meshpar.tree import parse_bytes
-
-Axes = tuple[str, ...]
 
 
 class Exact(Config):
-    """In the dtype in which gradients are summed."""
+    """Sends gradients in the dtype in which they are summed."""
 
     shorthand: ClassVar = "kind"
     kind: Literal["exact"] = "exact"
 
 
 class Bfloat16(Config):
-    """In bfloat16: added up in it too."""
+    """Sends and sums gradients in bfloat16."""
 
     shorthand: ClassVar = "kind"
     kind: Literal["bf16"] = "bf16"
@@ -40,54 +38,54 @@ Across = Annotated[Exact | Bfloat16 | Int8 | Float8 | OneBit | PowerSGD, pydanti
 
 
 class Reduce(Config):
-    """How gradients are summed over the devices, in the manual lowering.
+    """How gradients are summed over devices, in the manual lowering.
 
-    `within` is for the axes over which a parameter is stored in shards, where its gradient is reduce-scattered, and for
-    those over which it is copied inside a slice; `across` is for the copies in other slices. Where the mesh says of no
-    axis that it goes across slices (`mesh.dcn`), all copies count as across.
+    `within` applies where a gradient is reduce-scattered, over the axes that shard its parameter's storage, and to
+    copies of the parameter inside a slice. `across` applies to copies in other slices. If no axis of the mesh spans
+    slices (`mesh.dcn`), `across` applies to all copies.
     """
 
     within: Within = Exact()
-    """In what a gradient is reduce-scattered: exact, bf16, int8, fp8."""
+    """Format in which gradients are reduce-scattered: exact, bf16, int8, fp8."""
     across: Across = Exact()
-    """In what it is all-reduced: exact, bf16, int8, fp8, onebit, powersgd."""
+    """Format in which gradients are all-reduced: exact, bf16, int8, fp8, onebit, powersgd."""
     algorithm: Choice = "auto"
-    """Of the tables; `auto` is the fastest on the links that are here."""
+    """Algorithm of the collectives; `auto` selects the fastest one on the links of these devices."""
     bucket_bytes: str | int = "64MiB"
-    """Gradients are fused into buckets of so many bytes, in the order in which the backward makes them."""
+    """Size of the buckets into which gradients are fused, in the order in which the backward pass computes them."""
 
     @pydantic.field_validator("bucket_bytes")
     @classmethod
-    def _some(cls, given: str | int) -> str | int:
-        if parse_bytes(given) < 1:
-            raise ValueError("a bucket holds a byte at least")
-        return given
+    def _check_bucket_bytes(cls, size: str | int) -> str | int:
+        if parse_bytes(size) < 1:
+            raise ValueError("a bucket holds at least one byte")
+        return size
 
     @pydantic.field_validator("within")
     @classmethod
-    def _keeps_nothing(cls, within: Any) -> Any:
-        if getattr(within, "error_feedback", False):
-            raise ValueError("within keeps no error: a layer's gradient is scattered in its backward; only across does")
-        if getattr(within, "rounding", "nearest") != "nearest":
-            raise ValueError("within rounds to the nearest: a layer's backward draws no random numbers")
+    def _check_within(cls, within: Within) -> Within:
+        if isinstance(within, Blocks) and within.error_feedback:
+            raise ValueError("within has no error feedback: a layer's backward pass carries no state; use it in across")
+        if isinstance(within, Blocks) and within.rounding != "nearest":
+            raise ValueError("within rounds to nearest: a layer's backward pass draws no random numbers")
         return within
 
     @property
     def rounds(self) -> bool:
-        """Whether sums are other than those of one device."""
+        """Whether the sums differ from those of one device."""
         return not (isinstance(self.within, Exact) and isinstance(self.across, Exact))
 
     @property
     def fuses(self) -> bool:
-        """Whether gradients are put together into buckets; PowerSGD wants each as the matrix that it is."""
+        """Whether gradients are fused into buckets; PowerSGD needs each as a matrix."""
         return not isinstance(self.across, PowerSGD)
 
     def bucket_size(self, width: int) -> int:
-        """Elements of a bucket."""
+        """The number of elements of a bucket, for elements of `width` bytes."""
         return max(1, int(parse_bytes(self.bucket_bytes)) // width)
 
     def state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The shape of each array that a rank carries for a gradient of a shape."""
+        """The shapes of the arrays that a rank carries for a gradient of `shape`, by name."""
         return self.across.state(shape) if isinstance(self.across, Compression) else {}
 
     def scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
@@ -101,34 +99,36 @@ class Reduce(Config):
     def sum(
         self, x: jax.Array, inside: Axes, slow: Axes, state: State, key: jax.Array | None
     ) -> tuple[jax.Array, State]:
-        """The sum over copies inside a slice, and in others, and what the next step gets.
+        """The sum over copies inside a slice and in other slices, and the state for the next step.
 
         Args:
-          x: a bucket, float[m]; or, if nothing is fused, a gradient.
-          state: what the last step left, with `state`'s shapes; empty if there is none.
+          x: a bucket, float[m]; or a gradient, if gradients are not fused.
+          inside: axes of the copies inside a slice.
+          slow: axes of the copies in other slices.
+          state: the arrays of `state` from the last step; empty if there are none.
 
-        Communication: inside a slice a reduce-scatter and an all-gather of x; across slices an all-reduce of this
-          rank's part of it. All of it across if nothing is fused or there are no copies inside.
+        Communication: a reduce-scatter and an all-gather of x inside a slice, and an all-reduce of this rank's part
+          across slices; without fusing, or without copies inside, an all-reduce of x over all axes.
         """
         if not self.fuses or not inside:
             return self._across(x, inside + slow, state, key)
-        rank, size = lax.axis_index(inside), lax.axis_size(inside)
+        rank = lax.axis_index(inside)
+        size = lax.axis_size(inside)
         part = self.scatter(cut(x, size), inside, 0)[0]
-        lost = {name: cut(kept, size)[rank] for name, kept in state.items()}
-        part, lost = self._across(part, slow, lost, key) if slow else (part, lost)
-        whole = join(self._gather(part, inside), x.shape)
-        owed = {name: join(jnp.zeros((size, *kept.shape)).at[rank].set(kept), x.shape) for name, kept in lost.items()}
-        return invariant(whole, inside), owed
+        own = {name: cut(array, size)[rank] for name, array in state.items()}
+        if slow:
+            part, own = self._across(part, slow, own, key)
+        if isinstance(self.within, Blocks):
+            whole = self.within.all_gather(part, inside, algorithm=self.algorithm)
+        else:
+            whole = operations.all_gather(_as(self.within, part), inside, algorithm=self.algorithm).astype(part.dtype)
+        state = {name: join(jnp.zeros((size, *a.shape)).at[rank].set(a), x.shape) for name, a in own.items()}
+        return invariant(join(whole, x.shape), inside), state
 
     def _across(self, x: jax.Array, axes: Axes, state: State, key: jax.Array | None) -> tuple[jax.Array, State]:
         if isinstance(self.across, Compression):
             return self.across.all_reduce(x, axes, state, key=key, algorithm=self.algorithm)
         return operations.all_reduce(_as(self.across, x), axes, algorithm=self.algorithm).astype(x.dtype), {}
-
-    def _gather(self, part: jax.Array, axes: Axes) -> jax.Array:
-        if isinstance(self.within, Blocks):
-            return self.within.all_gather(part, axes, algorithm=self.algorithm)
-        return operations.all_gather(_as(self.within, part), axes, algorithm=self.algorithm).astype(part.dtype)
 
 
 def _as(kind: Exact | Bfloat16 | Compression, x: jax.Array) -> jax.Array:

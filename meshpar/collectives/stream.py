@@ -1,11 +1,11 @@
-"""Rings round which chunks travel while the devices compute: two folds, the transposes of each other.
+"""Rings that send chunks while the devices compute: two folds, each the transpose of the other.
 
-    gather:          a chunk of each device comes by, and is used
-    reduce_scatter:  a sum for each device comes by on its way there, and a part is added
+    gather:          every device's chunk passes by, and is used
+    reduce_scatter:  every device's sum passes by on its way to that device, and a part is added
 
-Of n devices each sends n-1 chunks. One way that takes n-1 rounds; both ways n // 2, of two chunks each, since those
-of the nearer half come from either side. What is sent in a round depends on nothing that is computed in it: a round
-takes the longer of the two.
+Each of n devices sends n-1 chunks: one way in n-1 rounds; both ways in n // 2 rounds of two chunks, because each side
+brings the chunks of its nearer half. What a round sends does not depend on what it computes, so that a round takes the
+longer of the two times.
 
 Source: Wang et al. 2023, "Overlap communication with dependent computation via decomposition", ASPLOS.
 """
@@ -25,13 +25,13 @@ from meshpar.errors import ShardingError
 from meshpar.mesh.varying import Axes
 
 UNROLLED = 8
-"""Devices of the largest ring whose rounds are written out, if it does not say otherwise."""
+"""Default size of the largest ring whose rounds are unrolled."""
 Rank = jax.Array
 Visit = Callable[[Any, jax.Array, Rank], Any]
 
 
 class Lane(NamedTuple):
-    """One direction of a ring: chunks go `shift` devices a hop, `hops` times."""
+    """One direction of a ring: chunks move `shift` devices in each of `hops` hops."""
 
     shift: int
     hops: int
@@ -42,9 +42,9 @@ class Ring:
     """The devices along mesh axes.
 
     Args:
-      axes: manual ones.
+      axes: manual mesh axes.
       both_ways: whether chunks travel in both directions at once.
-      unrolled: up to so many devices its rounds are written out; beyond, they are scanned.
+      unrolled: the largest size at which rounds are unrolled; a larger ring scans them.
 
     Raises:
       ShardingError: an axis is not manual where the ring is used.
@@ -56,7 +56,7 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """Its number of devices."""
+        """The number of devices."""
         try:
             return lax.axis_size(self.axes)
         except NameError:
@@ -65,7 +65,7 @@ class Ring:
 
     @property
     def lanes(self) -> list[Lane]:
-        """The directions in which anything is sent, that of most hops first."""
+        """The directions with at least one hop, the one with most hops first."""
         others = self.size - 1
         lanes = [Lane(1, self.size // 2), Lane(-1, others // 2)] if self.both_ways else [Lane(1, others)]
         return [lane for lane in lanes if lane.hops]
@@ -75,65 +75,66 @@ class Ring:
         return self.size > max(self.unrolled, 1)
 
     def rank(self, distance: int | jax.Array = 0) -> Rank:
-        """The index of this device, or of the one so many hops further."""
+        """The index of the device `distance` hops further; of this device by default."""
         return (lax.axis_index(self.axes) + distance) % self.size
 
     def send(self, chunks: Sequence[jax.Array], lanes: Sequence[Lane]) -> list[jax.Array]:
-        """One hop: each chunk goes its lane. Of more chunks than lanes the rest stays."""
-        return [self._hop(chunk, lane.shift) for chunk, lane in zip(chunks, lanes, strict=False)]
+        """Moves each chunk one hop along its lane. Chunks beyond the number of lanes are not sent."""
+        ranks = range(self.size)
+        return [
+            lax.ppermute(chunk, self.axes, [(i, (i + lane.shift) % self.size) for i in ranks])
+            for chunk, lane in zip(chunks, lanes, strict=False)
+        ]
 
-    def _hop(self, x: jax.Array, shift: int) -> jax.Array:
-        return lax.ppermute(x, self.axes, [(i, (i + shift) % self.size) for i in range(self.size)])
 
-
-def gather(ring: Ring, mine: jax.Array, visit: Visit) -> Any:
-    """Folds `visit` over the chunks of all devices: this device's own, then the others' as they come.
+def gather(ring: Ring, own: jax.Array, visit: Visit) -> Any:
+    """Folds `visit` over the chunks of all devices: this device's own, then the others as they arrive.
 
     Args:
-      mine: this device's chunk.
-      visit: (carry, chunk, rank of the device whose chunk it is) -> carry; the carry is None at first.
+      own: this device's chunk.
+      visit: (carry, chunk, rank of the device that owns it) -> carry; the first carry is None.
 
     Communication: n-1 chunks, in n-1 rounds; both ways in n // 2.
-    Memory: for each direction the chunk that is used, and one more, that comes.
+    Memory: in each direction, the chunk in use and the chunk that arrives.
     """
     lanes = ring.lanes
 
     def turn(carry: Any, chunks: list[jax.Array], hop: int | jax.Array, onward: list[Lane]) -> tuple[Any, Any]:
-        """Uses the chunks that came `hop` hops, while those of the lanes that go on do so."""
+        """Uses the chunks that have moved `hop` hops, while the lanes `onward` send theirs on."""
         coming = ring.send(chunks, onward)
         for chunk, lane in zip(chunks, lanes, strict=False):
             carry = visit(carry, chunk, ring.rank(-lane.shift * hop))
         return _in_step(carry, coming)
 
-    coming = ring.send([mine] * len(lanes), lanes)
-    carry, chunks = _in_step(visit(None, mine, ring.rank()), coming)
+    coming = ring.send([own] * len(lanes), lanes)
+    carry, chunks = _in_step(visit(None, own, ring.rank()), coming)
     hop = 1
     if ring.is_scanned:
         hop = lanes[-1].hops
-        body = lambda state, hop: (turn(state[0], state[1], hop, lanes), None)
-        # Two turns in one iteration: two buffers take turns, where one would have to be copied.
-        (carry, chunks), _ = lax.scan(body, (carry, chunks), jnp.arange(1, hop, dtype=jnp.int32), unroll=2)
+        hops = jnp.arange(1, hop, dtype=jnp.int32)
+        # Two turns in one iteration alternate between two buffers; a single one would have to be copied.
+        (carry, chunks), _ = lax.scan(lambda at, hop: (turn(*at, hop, lanes), None), (carry, chunks), hops, unroll=2)
     for last in range(hop, lanes[0].hops + 1 if lanes else 0):
         carry, chunks = turn(carry, chunks, last, [lane for lane in lanes if lane.hops > last])
     return carry
 
 
 def reduce_scatter(ring: Ring, make: Callable[[Rank], jax.Array]) -> jax.Array:
-    """The sum, over all devices, of what each makes for this one.
+    """The sum over all devices of the parts that they make for this device.
 
     Args:
-      make: rank of a device -> this device's part of its sum.
+      make: rank of a device -> this device's part of that device's sum.
 
     Communication: n-1 chunks, in n-1 rounds; both ways in n // 2.
-    Memory: for each direction the sum that is sent, the one that comes, and the part that is made.
-    Numerics: summed in the dtype of the parts, one device after the other.
+    Memory: in each direction, the sum that is sent, the sum that arrives, and the part that is made.
+    Numerics: summed in the dtype of the parts, device by device.
     """
     lanes = ring.lanes
 
     def turn(sums: list[jax.Array], left: int | jax.Array, joined: list[Lane]) -> list[jax.Array]:
-        """Makes parts of the sums that are then `left` hops from home, while these come; those of a new lane begin."""
-        parts, coming = [make(ring.rank(lane.shift * left)) for lane in joined], ring.send(sums, lanes)
-        parts, coming = _in_step(parts, coming)
+        """Makes parts of the sums that are `left` hops from their device, while the sums arrive; new lanes start."""
+        parts = [make(ring.rank(lane.shift * left)) for lane in joined]
+        parts, coming = _in_step(parts, ring.send(sums, lanes))
         return [*map(jnp.add, parts, coming), *parts[len(coming) :]]
 
     sums: list[jax.Array] = []
@@ -144,13 +145,13 @@ def reduce_scatter(ring: Ring, make: Callable[[Rank], jax.Array]) -> jax.Array:
         rest = jnp.arange(lanes[-1].hops - 1, 0, -1, dtype=jnp.int32)
         sums, _ = lax.scan(lambda sums, left: (turn(sums, left, lanes), None), sums, rest, unroll=2)
     coming = ring.send(sums, lanes)
-    mine, coming = _in_step(make(ring.rank()), coming)
-    return reduce(jnp.add, coming, mine)
+    own, coming = _in_step(make(ring.rank()), coming)
+    return reduce(jnp.add, coming, own)
 
 
 def _in_step(computed: Any, coming: Any) -> tuple[Any, Any]:
-    """Both, once both are there.
+    """Both values, but neither before the other is ready: a barrier between rounds.
 
-    Left alone, compilers send all chunks at once and hold them all; or fuse a sum into the product that is to hide it.
+    Without it, compilers send all chunks at once and hold them all, or fuse a sum into the product that should hide it.
     """
     return lax.optimization_barrier((computed, coming))

@@ -1,4 +1,4 @@
-"""What must be said to JAX before it looks at the devices."""
+"""Settings that JAX needs before it looks for devices, such as the number of simulated ones."""
 
 from __future__ import annotations
 
@@ -11,43 +11,45 @@ import jax
 from meshpar.errors import MeshError
 from meshpar.mesh import driver
 
-logging.getLogger("jax._src.xla_bridge").addFilter(driver.says_what_matters)
+logging.getLogger("jax._src.xla_bridge").addFilter(driver.is_relevant)
 
 MOST = 1024
-"""Simulated devices: each costs memory and threads, and beyond 256 or so a step no longer runs."""
+"""The most devices that are simulated: each costs memory and threads, and beyond about 256 a step no longer runs."""
 
 _FORCED = "xla_force_host_platform_device_count"
 _TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds"
 
 
 def simulate(num_devices: int) -> None:
-    """Makes the CPU backend present itself as `num_devices` devices; other backends are not touched.
+    """Makes the CPU backend present itself as `num_devices` devices; other backends do not change.
 
-    Call it before anything makes JAX look for its devices: it looks only once. More than `MOST` are not simulated.
+    Call it before JAX looks for its devices, which it does only once. More than `MOST` devices are not simulated.
 
-    A loaded machine may keep a simulated device waiting for its peers for a while: the collective's
-    time-out is raised from 40 seconds to 10 minutes, unless XLA_FLAGS already says otherwise.
+    On a loaded machine a simulated device may wait long for its peers, so the time-out of collectives is raised from 40
+    seconds to 10 minutes, unless XLA_FLAGS sets it.
 
     Raises:
       MeshError: JAX has started already, with another number of CPU devices.
     """
     try:
-        _tell_jax(num_devices)
+        _configure(num_devices)
     except RuntimeError:
         if jax.default_backend() == "cpu" and jax.device_count() != num_devices:
-            raise MeshError(f"{_started()}, and cannot simulate {num_devices} now: {_sooner(num_devices)}") from None
+            raise MeshError(f"{_started()}, and cannot simulate {num_devices} now: {_earlier(num_devices)}") from None
 
 
 def devices(least: int) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
-    """All devices. A machine that has only its CPU simulates `least` of them, and says so.
+    """All devices. A machine without an accelerator simulates `least` CPU devices, and logs a warning.
 
-    It does not where someone has said how many CPU devices there are, or where JAX has started already: it looks
-    for devices only once. An accelerator is never replaced.
+    It does not if the number of CPU devices is configured, or if JAX has started already, because JAX looks for devices
+    only once. An accelerator is never replaced.
     """
+    configured: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    is_set = configured >= 0 or _FORCED in os.environ.get("XLA_FLAGS", "") or jax.distributed.is_initialized()
     simulated = False
-    if 1 < least <= MOST and not _is_said():
+    if 1 < least <= MOST and not is_set:
         with suppress(RuntimeError):
-            _tell_jax(least)
+            _configure(least)
             simulated = True
     found = jax.devices()
     if simulated and found[0].platform == "cpu":
@@ -56,20 +58,20 @@ def devices(least: int) -> list[jax.Device]:  # pyright: ignore[reportInvalidTyp
 
 
 def more_devices(num_devices: int, platform: str) -> tuple[str, str]:
-    """Why there are no more devices, and how to have `num_devices`."""
+    """Why there are not more devices, and how to get `num_devices`."""
     if num_devices > MOST:
         why = f"a CPU presents itself as {MOST} devices at most"
-        return why, "meshpar explain needs no devices, and meshpar inspect --target compiles for a machine elsewhere"
+        return why, "meshpar explain needs no devices, and meshpar inspect --target compiles for another machine"
     if platform == "cpu":
-        return _started(), _sooner(num_devices)
+        return _started(), _earlier(num_devices)
     return (
         f"JAX runs on {platform}",
         f"JAX_PLATFORMS=cpu in the environment simulates {num_devices} CPU devices instead",
     )
 
 
-def _tell_jax(num_devices: int) -> None:
-    """Raises RuntimeError where JAX has looked at its devices already."""
+def _configure(num_devices: int) -> None:
+    """Raises RuntimeError if JAX has already looked for its devices."""
     if num_devices > MOST:
         return
     jax.config.update("jax_num_cpu_devices", num_devices)
@@ -78,19 +80,13 @@ def _tell_jax(num_devices: int) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {_TIMEOUT}=600".strip()
 
 
-def _is_said() -> bool:
-    configured: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
-    return configured >= 0 or _FORCED in os.environ.get("XLA_FLAGS", "") or jax.distributed.is_initialized()
-
-
 def _started() -> str:
     count = jax.device_count()
     return f"JAX has started with {count} CPU device{'s' if count > 1 else ''}"
 
 
-def _sooner(num_devices: int) -> str:
-    n = num_devices
-    return f"ask for {n} before JAX starts: meshpar.simulate({n}), --devices {n} or JAX_NUM_CPU_DEVICES={n}"
+def _earlier(n: int) -> str:
+    return f"request {n} before JAX starts: meshpar.simulate({n}), --devices {n} or JAX_NUM_CPU_DEVICES={n}"
 
 
 _TASKS = {
@@ -98,14 +94,14 @@ _TASKS = {
     "Open MPI": (("OMPI_COMM_WORLD_SIZE",), "mpirun -n 1"),
     "MPI": (("PMI_SIZE",), "mpirun -n 1"),
 }
-"""Launcher -> the variables that say how many processes it started, the most exact one first; and how to start one."""
+"""Launcher -> variables with its number of processes, the most exact one first; and the command that starts one."""
 
 
 def check_joined() -> None:
-    """Refuses several processes that a launcher started and nobody joined: each would train alone, in one run_dir.
+    """Refuses processes that a launcher started but that are not joined: each would train alone, in the same run_dir.
 
     Raises:
-      MeshError: there are several, and `jax.distributed.initialize` was not called.
+      MeshError: there are several processes, and `jax.distributed.initialize` was not called.
     """
     if jax.distributed.is_initialized():
         return
@@ -120,9 +116,9 @@ def check_joined() -> None:
 
 
 def compile_only() -> None:
-    """Lets JAX compile for machines that are not here: it must not look for them, and runs nothing."""
+    """Prepares JAX to compile for other machines: it does not look for accelerators, and runs nothing on them."""
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)  # such programs cannot be read back
+    jax.config.update("jax_enable_compilation_cache", False)  # these programs cannot be loaded from the cache

@@ -1,4 +1,4 @@
-"""Whether a program fits a machine that is not here, and over which of its networks it communicates."""
+"""Whether a program fits a target machine, and how much it sends over each of its networks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from meshpar.errors import MeshError
 from meshpar.inspection.inspect import Inspection
-from meshpar.inspection.program.hlo import Collective
 from meshpar.plan.targets import Target
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.tree import human_bytes
@@ -22,13 +21,13 @@ Program = TypeVar("Program")
 
 @dataclass(frozen=True)
 class Judgement:
-    """A compiled program against a machine. Nothing was run: these are the compiler's statements and the maker's.
+    """How a compiled program fits a machine, by the compiler's figures and the maker's; nothing was run.
 
     Args:
-      told: the program.
+      told: the inspection of the program.
       target: the machine.
       sent_inside: bytes that a device sends within its slice of TPUs, or its host of GPUs.
-      sent_across: bytes that it sends in groups that reach beyond its host.
+      sent_across: bytes that a device sends in groups that span several hosts.
     """
 
     told: Inspection
@@ -42,11 +41,11 @@ class Judgement:
 
     @property
     def products_s(self) -> float:
-        """Seconds of its matrix products at the chip's peak rate for bfloat16: no step can be faster."""
+        """Seconds of the matrix products at the chip's peak rate for bfloat16, a lower bound of the step time."""
         return self.told.flops / self.target.chip.flops
 
     def as_json(self) -> dict[str, Any]:
-        """The inspection as plain data, and the judgement beside it."""
+        """The inspection and its judgement as plain data."""
         return self.told.as_json() | {
             "target": self.target.text,
             "fits": self.fits,
@@ -57,48 +56,48 @@ class Judgement:
         }
 
     def __str__(self) -> str:
-        chip, held = self.target.chip, self.told.memory.total
+        chip = self.target.chip
+        held = self.told.memory.total
+        sent = f"{human_bytes(self.sent_inside)} within the slice"
+        if not self.target.is_tpu:
+            sent = f"{human_bytes(self.sent_inside)} within hosts, {human_bytes(self.sent_across)} across hosts"
         lines = [
             f"{self.target.text}: {self.target.num_chips} x {chip.name}; compiled for it, not run",
             f"  {'fits' if self.fits else 'does not fit'}: a device holds {human_bytes(held)} of "
             f"{human_bytes(chip.memory_bytes)} ({held / chip.memory_bytes:.1%})",
-            "  sends " + self._networks(),
+            f"  sends {sent}",
             f"  matrix products: {1e3 * self.products_s:.3g} ms at the chip's peak, an estimate that no step can beat",
         ]
         return "\n".join([*lines, "", str(self.told)])
 
-    def _networks(self) -> str:
-        if self.target.is_tpu:
-            return f"{human_bytes(self.sent_inside)} within the slice"
-        return f"{human_bytes(self.sent_inside)} within hosts, {human_bytes(self.sent_across)} across hosts"
-
 
 def judge(told: Inspection, target: Target, mesh: AnyMesh) -> Judgement:
-    """Holds a program that was compiled for a machine against it."""
+    """Compares a program with the machine for which it was compiled."""
     assert isinstance(mesh, Mesh), "a target has devices"
-    sent = {True: Fraction(0), False: Fraction(0)}
-    for one in told.collectives:
-        sent[_reaches_beyond(one, target, mesh)] += one.times * one.sent_bytes
-    return Judgement(told, target, round(sent[False]), round(sent[True]))
+    devices = mesh.devices.flatten()
+    sent_inside = Fraction(0)
+    sent_across = Fraction(0)
+    for collective in told.collectives:
+        sent_bytes = collective.times * collective.sent_bytes
+        hosts = ({devices[number].process_index for number in group} for group in collective.groups)
+        # A slice of TPUs is one network.
+        if not target.is_tpu and any(len(of_group) > 1 for of_group in hosts):
+            sent_across += sent_bytes
+        else:
+            sent_inside += sent_bytes
+    return Judgement(told, target, round(sent_inside), round(sent_across))
 
 
 def compile_for(target: Target, compile_: Callable[[], Program]) -> Program:
-    """Compiles; that a program is too big for a machine is no bug.
+    """Compiles a program for a target. A program that is too big for it is a user's error, and no bug.
 
     Raises:
-      MeshError: the compiler says that memory does not suffice, and how much it wants.
+      MeshError: the compiler reports too little memory; the text has its figures.
     """
     try:
         return compile_()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        said = str(error).strip().partition("\n")[0]
-        raise MeshError(f"--target {target.text}: the step does not fit; the compiler says: {said}") from None
-
-
-def _reaches_beyond(one: Collective, target: Target, mesh: Mesh) -> bool:
-    """Whether any group has GPUs of more than one host; a slice of TPUs is one network."""
-    devices = mesh.devices.flatten()
-    hosts = ({devices[number].process_index for number in group} for group in one.groups)
-    return not target.is_tpu and any(len(of_group) > 1 for of_group in hosts)
+        report = str(error).strip().partition("\n")[0]
+        raise MeshError(f"--target {target.text}: the step does not fit; the compiler reports: {report}") from None

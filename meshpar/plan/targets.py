@@ -1,10 +1,9 @@
-"""Machines that are not here: their devices as the compilers know them, enough to compile a real program for.
+"""Target machines: descriptions of their devices for which the compilers compile real programs, without the hardware.
 
-    v5e:16x16    a slice of TPU chips, by the dims of its torus
+    v5e:16x16    a slice of TPU chips, by the shape of its torus
     h100:64x8    64 hosts of 8 GPUs
 
-Nothing runs on such devices: programs are compiled, and judged by their text. TPUs need libtpu, GPUs the CUDA plugin;
-neither needs the hardware.
+Programs are compiled and judged by their text; nothing runs. TPUs need libtpu, GPUs the CUDA plugin.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class Target:
     """A machine to compile for.
 
     Args:
-      text: as the user wrote it.
-      chip: what it is made of.
-      shape: chips along each dim of a TPU's torus; hosts and GPUs on each.
+      text: the machine as the user wrote it.
+      chip: the kind of its chips.
+      shape: chips along each side of a TPU's torus; or hosts, and GPUs per host.
 
     Raises:
-      MeshError: there is no such machine.
+      MeshError: no machine matches the text.
 
     >>> parse("v5p:4x4x8").num_chips
     128
@@ -61,32 +60,28 @@ class Target:
         """The JAX devices of the machine.
 
         Raises:
-          MeshError: what compiles for it is not installed; or the compiler knows no such machine.
+          MeshError: the compiler for it is not installed, or does not know the machine.
         """
-        self._require_compiler()
-        try:
-            return list(self._topology().devices)
-        except Exception as error:
-            raise MeshError(f"--target {self.text}: the compiler knows no such machine: {_first_line(error)}") from None
-
-    def _require_compiler(self) -> None:
         modules, extra = ({"libtpu"}, "tpu-target") if self.is_tpu else (_CUDA, "gpu-target")
         if not any(map(find_spec, modules)):
             fix = f"install it with: pip install 'meshpar[{extra}]'"
-            raise MeshError(f"--target {self.text} needs a compiler that is not here; {fix}")
+            raise MeshError(f"--target {self.text}: its compiler is not installed; {fix}")
+        try:
+            return list(self._topology().devices)
+        except Exception as error:
+            report = str(error).strip().partition("\n")[0]
+            raise MeshError(f"--target {self.text}: the compiler does not know this machine: {report}") from None
 
     def _topology(self) -> Any:
-        if not self.is_tpu:
-            hosts, gpus = [1, *self.shape][-2:]
-            topology = f"1x{hosts}x{gpus}"
-            return topologies.get_topology_desc(
-                "", platform="cuda", topology=topology, target_config=FOR_XLA[self.chip.name]
-            )
-        return topologies.get_topology_desc(self.text, "tpu")
+        if self.is_tpu:
+            return topologies.get_topology_desc(self.text, "tpu")
+        hosts, gpus = [1, *self.shape][-2:]
+        gpu = FOR_XLA[self.chip.name]
+        return topologies.get_topology_desc("", platform="cuda", topology=f"1x{hosts}x{gpus}", target_config=gpu)
 
 
 def parse(text: str) -> Target:
-    """Reads `v5e:16x16`."""
+    """Reads a machine, such as `v5e:16x16`."""
     match = _FORM.match(text)
     if not match:
         raise MeshError(f"--target {text}: not a machine; write chip:shape, as in v5e:4x4, v5p:4x4x4 or h100:4x8")
@@ -101,7 +96,3 @@ def parse(text: str) -> Target:
     if name in GPUS and len(shape) > 2:
         raise MeshError(f"--target {text}: write hosts x GPUs on each, as in {name}:4x8")
     return Target(text, chip, shape, name in TPUS)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

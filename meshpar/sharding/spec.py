@@ -1,4 +1,4 @@
-"""`ArraySpec`: what an array is, before any mesh: its shape, dtype, and a name for each dim."""
+"""`ArraySpec` describes an array independently of any mesh: its shape, its dtype, and a name for each dim."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshpar.errors import ShardingError
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array of a model, logically.
+    """One array of a model, without its sharding.
 
     Args:
       shape: the global shape.
@@ -20,7 +20,7 @@ class ArraySpec:
       dims: one name for each dim.
 
     Raises:
-      ShardingError: there are more dims than names, or fewer.
+      ShardingError: the numbers of dims and names differ.
 
     >>> print(ArraySpec((512, 8, 64), np.dtype("float32"), ("embed", "heads", "head_dim")))
     float32[512, 8, 64]  (embed, heads, head_dim)
@@ -32,7 +32,7 @@ class ArraySpec:
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.dims):
-            raise ShardingError(f"{len(self.shape)} dims {self.shape} have {len(self.dims)} names {self.dims}")
+            raise ShardingError(f"{len(self.shape)} dims {self.shape}, but {len(self.dims)} names {self.dims}")
 
     @property
     def size(self) -> int:

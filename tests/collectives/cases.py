@@ -45,7 +45,8 @@ class Case(NamedTuple):
 
 def reference(operation: str, xs: list[np.ndarray], root: int) -> list[np.ndarray]:
     """The arrays of all ranks afterwards."""
-    n, whole = len(xs), sum(xs[1:], xs[0])
+    n = len(xs)
+    whole = sum(xs[1:], xs[0])
     zeros = [np.zeros_like(x) for x in xs]
     if operation in ("all_gather", "gather"):
         joined = np.concatenate(xs)
@@ -92,8 +93,8 @@ def check(case: Case) -> None:
 
 
 def compare(case: Case, operation: str, given: np.ndarray, got: Any) -> None:
-    by_place = lambda x: np.asarray(x, "float64").reshape(*case.mesh, *x.shape[1:])
-    given, got = by_place(given), by_place(got)
+    given = np.asarray(given, "float64").reshape(*case.mesh, *given.shape[1:])
+    got = np.asarray(got, "float64").reshape(*case.mesh, *got.shape[1:])
     for ranks in groups(case):
         expected = reference(operation, [given[place] for place in ranks], case.root)
         for rank, place in enumerate(ranks):
@@ -102,12 +103,15 @@ def compare(case: Case, operation: str, given: np.ndarray, got: Any) -> None:
 
 def groups(case: Case) -> list[list[tuple[int, ...]]]:
     """Places in the mesh, rank by rank: the first of the axes varies slowest."""
-    names, sizes = "abc"[: len(case.mesh)], case.mesh
-    others = [name for name in names if name not in case.axes]
-    index = lambda axes: [
-        dict(zip(axes, at, strict=True)) for at in product(*(range(sizes[names.index(a)]) for a in axes))
-    ]
-    place = lambda at: tuple(at[name] for name in names)
+    sizes = dict(zip("abc", case.mesh, strict=False))
+    others = [name for name in sizes if name not in case.axes]
+
+    def index(axes):
+        return [dict(zip(axes, at, strict=True)) for at in product(*(range(sizes[axis]) for axis in axes))]
+
+    def place(at):
+        return tuple(at[name] for name in sizes)
+
     return [[place(fixed | rank) for rank in index(case.axes)] for fixed in index(others)]
 
 

@@ -49,7 +49,8 @@ def sent(messages: Iterable[Message], axes: Axes, sizes: Sizes, algorithm: Choic
     >>> sent([Message("all_reduce", 100, 4)], ("data",), {"data": 8})
     Counter({('data',): 728})
     """
-    total, num_ranks = Sent(), ranks_of(axes, sizes)
+    total = Sent()
+    num_ranks = ranks_of(axes, sizes)
     for operation, size, width in messages:
         name = choose(operation, num_ranks, size * width) if algorithm == "auto" else algorithm
         table = plan(operation, name, num_ranks)
@@ -77,7 +78,8 @@ def part_bytes(code: Int8 | Float8 | OneBit, size: int, num_ranks: int) -> int:
 def all_reduce_messages(code: Int8 | Float8 | OneBit | PowerSGD, shape: Sequence[int], num_ranks: int) -> list[Message]:
     """A sum of blocks sends each rank its part of all others, then all parts; PowerSGD sums two thin matrices."""
     if isinstance(code, PowerSGD):
-        rows, columns = math.prod(shape[:-1]), shape[-1]
+        rows = math.prod(shape[:-1])
+        columns = shape[-1]
         rank = min(code.rank, rows, columns)
         return [Message("all_reduce", rows * rank, 4), Message("all_reduce", columns * rank, 4)]
     coded = num_ranks * part_bytes(code, math.prod(shape), num_ranks)
@@ -106,7 +108,8 @@ def bucket_shapes(shapes: Sequence[tuple[int, ...]], of: Reduce, width: int) -> 
     """The shapes of the buckets of one stream, in whatever order it is."""
     if isinstance(of.across, PowerSGD):
         return list(shapes)
-    total, size = sum(map(math.prod, shapes)), of.bucket_size(width)
+    total = sum(map(math.prod, shapes))
+    size = of.bucket_size(width)
     rest = [(total % size,)] if total % size else []
     return [(size,)] * (total // size) + rest
 

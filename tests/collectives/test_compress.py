@@ -1,4 +1,4 @@
-"""Compressed sums: how far off, that nothing is lost with error feedback, and what they send."""
+"""Compressed sums: their error, error feedback, and what they send."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ CODES = {
     "onebit": OneBit(block=64),
     "powersgd": PowerSGD(rank=2),
 }
-WHOLE, PARTS = P(), P(AXIS)
+WHOLE = P()
+PARTS = P(AXIS)
 
 
 def on(body, out=WHOLE):
@@ -39,7 +40,7 @@ def arrays(*shape, seed=0):
 
 
 def summed(code, x, num_steps=1):
-    """The mean over steps of compressed sums of the same x, each step going on where the last left off."""
+    """The mean over steps of compressed sums of the same x, where each step gets the state of the last."""
 
     def body(x):
         def step(state, number):
@@ -83,7 +84,10 @@ def test_so_is_powersgds_of_a_matrix_that_a_few_directions_make():
 
 def test_stochastic_rounding_is_right_in_the_mean():
     x = jnp.full((N, 1 << 16), 0.3).at[:, ::256].set(1.0)
-    off = lambda code: abs(np.delete(summed(code, x), np.s_[::256]).mean() - N * 0.3)
+
+    def off(code):
+        return abs(np.delete(summed(code, x), np.s_[::256]).mean() - N * 0.3)
+
     assert off(Int8(rounding="stochastic")) < 1e-3 < off(Int8())
     assert off(Float8(rounding="stochastic")) < 1e-3 < off(Float8())
     without_key = on(lambda x: Int8(rounding="stochastic").all_reduce(x, AXIS)[0])
@@ -93,7 +97,8 @@ def test_stochastic_rounding_is_right_in_the_mean():
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_reduce_scatter_and_all_gather_of_blocks(name):
-    code, x = CODES[name], arrays(8, 33)
+    code = CODES[name]
+    x = arrays(8, 33)
     scattered = on(lambda x: code.reduce_scatter(x[0], AXIS), PARTS)(x)
     np.testing.assert_allclose(scattered, x.sum(0), atol=0.3)
     gathered = on(lambda x: code.all_gather(x[0], AXIS)[None], PARTS)(x)
@@ -110,7 +115,7 @@ def test_what_is_not_finite_stays_so(name):
 @pytest.mark.parametrize("name", CODES)
 def test_integers_are_refused(name):
     program = on(lambda x: CODES[name].all_reduce(x, AXIS)[0])
-    with pytest.raises(ShardingError, match=r"int32\[1, 8\] cannot be rounded to fewer bits"):
+    with pytest.raises(ShardingError, match=r"int32\[1, 8\] cannot be compressed"):
         program.lower(jnp.ones((N, 8), jnp.int32))
 
 

@@ -1,4 +1,4 @@
-"""The executor against lists of blocks in NumPy, forward and transpose; what it refuses; what it costs."""
+"""The executor: equal to lists of blocks in NumPy, forward and transpose; its errors; its cost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_a_wrong_result_is_seen():
         compare(Case("all_reduce", "ring", (3,), ("a",), "float32", (4,)), "all_reduce", x, x)
 
 
-WHOLE, PARTS = P(), P("a")
+WHOLE = P()
+PARTS = P("a")
 
 
 def on(num: int, body, x, out=WHOLE):
@@ -69,34 +70,38 @@ def test_a_sum_is_the_same_everywhere_and_typed_so():
         on(4, lambda x: collectives.all_gather(x, "a", algorithm="ring"), jnp.ones((4, 3)))
 
 
-def test_the_gradient_of_a_sum_that_is_used_as_one():
+def test_the_gradient_of_a_sum_equals_that_of_psum():
     """Against `lax.psum`, in a loss that every device has whole: a missing or doubled reduction is 4 times off."""
 
     def gradient(psum):
-        body = lambda x: (psum(x * x, "a") ** 2).sum()
+        def body(x):
+            return (psum(x * x, "a") ** 2).sum()
+
         mesh = jax.make_mesh((4,), ("a",), axis_types=(AUTO,), devices=jax.devices()[:4])
         return jax.jit(jax.grad(jax.shard_map(body, mesh=mesh, in_specs=PARTS, out_specs=WHOLE)))(jnp.arange(8.0))
 
-    copied = lambda x, axes: collectives.broadcast(lax.psum(x, axes), axes, root=2)
+    def copied(x, axes):
+        return collectives.broadcast(lax.psum(x, axes), axes, root=2)
+
     for psum in (collectives.all_reduce, copied):
         np.testing.assert_array_equal(gradient(psum), gradient(lax.psum))
 
 
 @pytest.mark.parametrize("axes", ["b", ("a", "b"), "aa"])
-def test_an_axis_that_is_not_manual(axes):
+def test_an_axis_that_is_not_manual_is_an_error(axes):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AUTO, AUTO))
-    body = lambda x: collectives.all_reduce(x, axes)
-    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=PARTS, out_specs=WHOLE, axis_names={"a"}))
+    manual = {"in_specs": PARTS, "out_specs": WHOLE, "axis_names": {"a"}}
+    program = jax.jit(jax.shard_map(lambda x: collectives.all_reduce(x, axes), mesh=mesh, **manual))
     with pytest.raises(MeshError, match=r"is not manual: (did you mean a\? )?manual here are a; call this within"):
         program.lower(jnp.ones((8, 8)))
     with pytest.raises(MeshError, match="axis 'a' is not manual: no axis is manual here"):
         collectives.all_reduce(jnp.ones(3), "a")
 
 
-def test_what_does_not_divide():
+def test_a_dim_or_a_plan_that_does_not_fit_the_group_is_an_error():
     with pytest.raises(ShardingError, match=r"reduce_scatter of float32\[3, 5\]: dim 1 = 5 is not divisible by 4"):
         on(4, lambda x: collectives.reduce_scatter(x, "a", dim=1), jnp.ones((12, 5)))
-    with pytest.raises(MeshError, match="a plan for 3 ranks cannot run on a, which has 4"):
+    with pytest.raises(MeshError, match="a plan for 3 ranks cannot run over a of 4 devices"):
         on(4, lambda x: collectives.execute(collectives.plan("all_gather", "ring", 3), x[None], "a"), jnp.ones(4))
 
 

@@ -1,4 +1,4 @@
-"""Sums over several levels of network, and rows that go where they are meant to."""
+"""Sums over several levels of network, and the ragged all-to-all."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ def levels_mesh():
 
 
 def program(levels, axes=("pod", "slice", "chip")):
-    body = lambda x: hierarchical_all_reduce(x[0], levels)
+    def body(x):
+        return hierarchical_all_reduce(x[0], levels)
+
     return jax.jit(jax.shard_map(body, mesh=levels_mesh(), in_specs=P(axes), out_specs=WHOLE))
 
 
-TWO, THREE = (("slice", "chip"), "pod"), ("chip", "slice", "pod")
+TWO = (("slice", "chip"), "pod")
+THREE = ("chip", "slice", "pod")
 
 
 @pytest.mark.parametrize("levels", [TWO, THREE], ids=["two", "three"])
@@ -40,7 +43,8 @@ def test_a_sum_over_levels_and_its_gradient(levels):
 
 def test_bytes_inside_and_across():
     """g = 4 chips of two axes inside, k = 2 across: 2(g-1)/g S, and 2(k-1)/k S/g."""
-    mesh, num_bytes = levels_mesh(), 4 * 1024
+    mesh = levels_mesh()
+    num_bytes = 4 * 1024
     found = collectives_of(program(TWO).lower(jnp.ones((8, 1024))).compile(), mesh)
     across = total_sent_bytes(found, axes=("pod",))
     assert across == 2 * Fraction(1, 2) * num_bytes / 4
@@ -52,7 +56,8 @@ def test_bytes_inside_and_across():
 
 # Ragged -----------------------------------------------------------------------------------------------------------
 
-RANKS, ROWS = 4, 20
+RANKS = 4
+ROWS = 20
 
 
 def sizes(seed):
@@ -61,11 +66,14 @@ def sizes(seed):
 
 
 def ragged(call, operand, output, sent):
-    """Each rank's rows lie in the order of the ranks they go to, and come to lie in that from which they come."""
-    before = lambda counts: np.cumsum(counts, 1) - counts
-    tables = [before(sent), sent, before(sent.T).T, sent.T]
+    """Each rank's operand is ordered by the ranks to which rows go, its output by those from which rows come."""
+    received = sent.T
+    tables = [np.cumsum(sent, 1) - sent, sent, (np.cumsum(received, 1) - received).T, received]
     mesh = jax.make_mesh((RANKS,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
-    body = lambda operand, output, *tables: call(operand[0], output[0], *(t[0] for t in tables), axes="a")[None]
+
+    def body(operand, output, *tables):
+        return call(operand[0], output[0], *(table[0] for table in tables), axes="a")[None]
+
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a")))
     return lambda operand, output: run(operand, output, *(jnp.asarray(table, jnp.int32) for table in tables))
 
@@ -81,15 +89,15 @@ def expected(operand, output, sent):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_arrive_and_the_rest_stays(seed):
-    sent, draw = sizes(seed), np.random.default_rng(seed).standard_normal
-    operand, output = draw((RANKS, ROWS, 2)).astype("f"), draw((RANKS, ROWS, 2)).astype("f")
+    sent = sizes(seed)
+    operand, output = np.random.default_rng(seed).standard_normal((2, RANKS, ROWS, 2)).astype("f")
     run = ragged(ragged_all_to_all, operand, output, sent)
     np.testing.assert_array_equal(run(operand, output), expected(operand, output, sent))
 
 
 def test_the_gradient_brings_them_back():
     sent = sizes(0)
-    operand, output = jnp.ones((RANKS, ROWS, 2)), jnp.ones((RANKS, ROWS, 2))
+    operand, output = jnp.ones((2, RANKS, ROWS, 2))
     weights = np.random.default_rng(1).standard_normal((RANKS, ROWS, 2)).astype("f")
     run = ragged(ragged_all_to_all, operand, output, sent)
     to_operand, to_output = jax.grad(lambda *x: (run(*x) * weights).sum(), argnums=(0, 1))(operand, output)
@@ -108,7 +116,10 @@ def test_a_backend_that_has_it_gets_its_own():
     """The program for a GPU holds XLA's operation, that for a CPU does not."""
     sent = sizes(0)
     mesh = jax.make_mesh((RANKS,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
-    body = lambda x, t: ragged_all_to_all(x[0], x[0], t[0], t[0], t[0], t[0], axes="a")[None]
+
+    def body(x, t):
+        return ragged_all_to_all(x[0], x[0], t[0], t[0], t[0], t[0], axes="a")[None]
+
     traced = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a"))).trace(
         jnp.ones((RANKS, ROWS)), jnp.asarray(sent, jnp.int32)
     )

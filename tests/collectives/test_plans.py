@@ -1,4 +1,4 @@
-"""Plans as tables: what they compute, and what the simulator says of those that do not."""
+"""Plans as tables: what they compute, and the simulator's errors for faulty ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def test_the_simulator_agrees_with_lists_of_blocks(operation, algorithm):
 def test_every_operation_has_algorithms_and_the_others_are_an_error():
     assert all(len(algorithms(operation)) >= 3 for operation in OPERATIONS)
     assert operations("ring") == OPERATIONS
-    with pytest.raises(ConfigError, match="tree has no plan for all_gather; there are ring"):
+    with pytest.raises(
+        ConfigError,
+        match="algorithm tree has no plan for all_gather; use one of ring, bidirectional_ring, halving_doubling",
+    ):
         plan("all_gather", "tree", 4)
 
 
@@ -61,19 +64,27 @@ SWAP = (Permute(np.array([0, 1]), np.array([1, 0]), np.array([[2], [2]])),)
 FAULTS = {
     "a round is missing": (
         faulty("all_gather", change=lambda rounds: rounds[:-1]),
-        ["loses a chunk:", "rank 0, block 1", "chunk 1 did not reach it in 2 rounds"],
+        ["loses a chunk:", "rank 0, block 1", "chunk 1 did not arrive in 2 rounds"],
     ),
     "a chunk comes later than it is sent": (
         faulty("all_gather", change=lambda rounds: [rounds[1], rounds[0], rounds[2]]),
-        ["deadlocks:", "round 0, rank 0", "chunk 3 to rank 1, but gets it only in round 1: both wait for ever"],
+        [
+            "deadlocks:",
+            "round 0, rank 0",
+            "should send chunk 3 to rank 1, but receives it only in round 1: both wait for ever",
+        ],
     ),
     "two wait for each other": (
         faulty("all_gather", change=lambda rounds: [SWAP, *rounds]),
-        ["deadlocks:", "round 0, rank 1", "chunk 2 to rank 0, but gets it only in round 0: both wait for ever"],
+        [
+            "deadlocks:",
+            "round 0, rank 1",
+            "should send chunk 2 to rank 0, but receives it only in round 0: both wait for ever",
+        ],
     ),
     "nobody has it": (
         faulty("scatter", change=lambda rounds: [one_message(3, 0, 1)]),
-        ["deadlocks:", "round 0, rank 3", "is to send chunk 1 to rank 0, but does not have it"],
+        ["deadlocks:", "round 0, rank 3", "should send chunk 1 to rank 0, but does not hold it"],
     ),
     "a sum is overwritten": (
         faulty("reduce_scatter", change=lambda rounds: [(replace(rounds[0][0], adds=False),), *rounds[1:]]),
@@ -81,7 +92,7 @@ FAULTS = {
     ),
     "added to nothing": (
         faulty("all_gather", change=lambda rounds: [(replace(rounds[0][0], adds=True),), *rounds[1:]]),
-        ["loses a chunk:", "round 0, rank 1", "chunk 0 from rank 0 adds to a chunk that is not there"],
+        ["loses a chunk:", "round 0, rank 1", "chunk 0 from rank 0 is added to an empty slot"],
     ),
     "a part is counted twice": (
         faulty("all_reduce", "recursive_doubling", change=lambda rounds: [rounds[0], *rounds]),
@@ -93,7 +104,7 @@ FAULTS = {
     ),
     "two messages to one rank": (
         faulty("all_gather", change=lambda r: [(Permute(np.array([0, 1]), np.array([2, 2]), np.array([[0], [1]])),)]),
-        ["deadlocks:", "round 0, rank 2", "gets two messages in one permute"],
+        ["deadlocks:", "round 0, rank 2", "receives two messages in one permute"],
     ),
 }
 
@@ -111,7 +122,8 @@ def test_the_simulator_names_round_and_rank_of_a_fault(fault):
 
 def test_time_on_a_torus_by_hand():
     """On 8 ranks, 1 s a hop and 8 bytes a second: a message to rank + 4 passes 4 links, each of which carries 4."""
-    link, num_bytes = Link(8.0, 1.0, torus=True), 64
+    link = Link(8.0, 1.0, torus=True)
+    num_bytes = 64
     assert seconds(plan("all_gather", "ring", 8), num_bytes, link) == 7 * (1 + 1)
     assert seconds(plan("all_gather", "bidirectional_ring", 8), num_bytes, link) == 4 * (1 + 1)
     assert seconds(plan("all_gather", "halving_doubling", 8), num_bytes, link) == (1 + 1) + (2 + 2 * 2) + (4 + 4 * 4)
@@ -119,7 +131,8 @@ def test_time_on_a_torus_by_hand():
 
 def test_time_on_a_switch_by_hand():
     """Both ways of a round go through the one link that a device has."""
-    link, num_bytes = Link(8.0, 1.0), 64
+    link = Link(8.0, 1.0)
+    num_bytes = 64
     assert seconds(plan("all_gather", "ring", 8), num_bytes, link) == 7 * (1 + 1)
     assert seconds(plan("all_gather", "bidirectional_ring", 8), num_bytes, link) == 3 * (1 + 2) + (1 + 1)
     assert seconds(plan("all_gather", "halving_doubling", 8), num_bytes, link) == 3 + 7

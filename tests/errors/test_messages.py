@@ -147,17 +147,17 @@ def test_a_mesh_larger_than_the_devices(meshpar):
         """\
 meshpar: mesh (data=4, fsdp=2, tensor=2) does not fit 8 devices:
   mesh.data
-    the sizes multiply to 16, more than the 8 devices that are here
+    the sizes multiply to 16, more than the 8 devices available
     data=2 would fit
   mesh.fsdp
-    the sizes multiply to 16, more than the 8 devices that are here
+    the sizes multiply to 16, more than the 8 devices available
     fsdp=1 would fit
   mesh.tensor
-    the sizes multiply to 16, more than the 8 devices that are here
+    the sizes multiply to 16, more than the 8 devices available
     tensor=1 would fit
   devices
     JAX has started with 8 CPU devices
-    ask for 16 before JAX starts: meshpar.simulate(16), --devices 16 or JAX_NUM_CPU_DEVICES=16
+    request 16 before JAX starts: meshpar.simulate(16), --devices 16 or JAX_NUM_CPU_DEVICES=16
 """,
     )
 

@@ -121,7 +121,7 @@ def test_a_limit_by_the_traced_bytes_needs_them():
         ({"bytes_per_axis": {"tensr": 0}}, "the mesh has no axis 'tensr'"),
         ({"all_gather": {"axes": ["tensr"]}}, "the mesh has no axis 'tensr'"),
         ({"bytes_per_axis": {"tensor": "traced + 1"}}, "'traced \\+ 1' is no number of bytes"),
-        ({"peak_bytes": "40MB"}, "'40MB' is no number of bytes: 1000, 40MiB"),
+        ({"peak_bytes": "40MB"}, "'40MB' is no number of bytes; valid: 1000, 40MiB"),
         ({"peak_bytes": "traced"}, "'traced' is no number of bytes"),
     ],
 )

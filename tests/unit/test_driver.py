@@ -17,7 +17,7 @@ def said(monkeypatch, caplog):
 
     def said(message: str, *arguments: str, has_driver: bool, platforms: str = "") -> int:
         caplog.clear()
-        monkeypatch.setattr(driver, "is_here", lambda: has_driver)
+        monkeypatch.setattr(driver, "is_installed", lambda: has_driver)
         monkeypatch.setenv("JAX_PLATFORMS", platforms)
         logging.getLogger("jax._src.xla_bridge").error(message, *arguments)
         return len(caplog.records)
@@ -41,10 +41,10 @@ def test_control_whatever_else_jax_says_is_heard(said):
 
 def test_a_driver_is_known_by_its_devices_its_folder_or_its_tool(tmp_path, monkeypatch):
     monkeypatch.setattr(driver.shutil, "which", lambda tool: None)
-    assert not driver.is_here(tmp_path)
+    assert not driver.is_installed(tmp_path)
     for path in ("dev/nvidia0", "proc/driver/nvidia"):
         root = tmp_path / path.partition("/")[0] / "root"
         (root / path).mkdir(parents=True)
-        assert driver.is_here(root)
+        assert driver.is_installed(root)
     monkeypatch.setattr(driver.shutil, "which", lambda tool: f"/usr/bin/{tool}")
-    assert driver.is_here(tmp_path / "nothing")
+    assert driver.is_installed(tmp_path / "nothing")

@@ -34,9 +34,9 @@ def test_as_it_is_written():
     ("override", "words"),
     [
         ("parallel.gradient_reduction.across=int9", "no kind is called 'int9'"),
-        ("parallel.gradient_reduction={within: {kind: int8, error_feedback: true}}", "within keeps no error"),
-        ("parallel.gradient_reduction={within: {kind: int8, rounding: stochastic}}", "within rounds to the nearest"),
-        ("parallel.gradient_reduction.bucket_bytes=0", "a bucket holds a byte at least"),
+        ("parallel.gradient_reduction={within: {kind: int8, error_feedback: true}}", "within has no error feedback"),
+        ("parallel.gradient_reduction={within: {kind: int8, rounding: stochastic}}", "within rounds to nearest"),
+        ("parallel.gradient_reduction.bucket_bytes=0", "a bucket holds at least one byte"),
         ("parallel.gradient_reduction.bucket_bytes=many", "'many' is no number of bytes"),
         ("parallel.gradient_reduction.algorithm=rong", "expected 'ring'"),
         ("parallel.gradient_reduction={across: {kind: int8, block: 100}}", "block"),
@@ -53,7 +53,7 @@ def test_xla_reduces_as_it_chooses():
 
 
 def test_an_algorithm_that_cannot_scatter():
-    with pytest.raises(ConfigError, match="tree has no plan for reduce_scatter; there are ring"):
+    with pytest.raises(ConfigError, match="algorithm tree has no plan for reduce_scatter; use one of ring"):
         prepared("zero3", parallel={"gradient_reduction": Reduce(algorithm="tree")}).compile_step()
 
 

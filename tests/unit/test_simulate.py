@@ -57,7 +57,7 @@ def test_a_mesh_that_comes_too_late_says_what_to_do(before, variables, count):
     assert done.stderr.endswith(f"""\
   devices
     JAX has started with {count}
-    ask for 8 before JAX starts: meshpar.simulate(8), --devices 8 or JAX_NUM_CPU_DEVICES=8
+    request 8 before JAX starts: meshpar.simulate(8), --devices 8 or JAX_NUM_CPU_DEVICES=8
 """)
 
 
@@ -69,7 +69,7 @@ def test_what_the_message_says_helps():
 
 def test_simulating_too_late_says_what_to_do():
     done = run("import jax\njax.devices()\nfrom meshpar.mesh.process import simulate\nsimulate(8)")
-    assert "JAX has started with 1 CPU device, and cannot simulate 8 now: ask for 8 before JAX starts" in done.stderr
+    assert "JAX has started with 1 CPU device, and cannot simulate 8 now: request 8 before JAX starts" in done.stderr
 
 
 def test_more_devices_than_a_cpu_can_simulate_are_refused_at_once():
@@ -93,7 +93,7 @@ def test_an_accelerator_is_never_replaced():
     assert done.stderr.endswith("""\
 MeshError: mesh (data=2, tensor=4) does not fit 1 device:
   mesh
-    the sizes multiply to 8, more than the 1 device that is here
+    the sizes multiply to 8, more than the 1 device available
     sizes that divide 1: 1
   devices
     JAX runs on gpu

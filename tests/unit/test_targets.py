@@ -53,7 +53,7 @@ def test_what_is_no_machine(text, said):
 @pytest.mark.parametrize(("text", "extra"), [("v5e:4x4", "tpu-target"), ("h100:1x8", "gpu-target")])
 def test_a_compiler_that_is_not_installed_is_named_with_its_extra(text, extra, monkeypatch):
     monkeypatch.setattr(targets, "find_spec", lambda module: None)
-    with pytest.raises(MeshError, match=rf"needs a compiler that is not here; .*'meshpar\[{extra}\]'"):
+    with pytest.raises(MeshError, match=rf"its compiler is not installed; .*'meshpar\[{extra}\]'"):
         parse(text).devices()
 
 
@@ -87,7 +87,7 @@ def test_what_the_compiler_does_not_know_is_an_error_in_its_words(monkeypatch):
     monkeypatch.setattr(targets.topologies, "get_topology_desc", unknown)
     with pytest.raises(MeshError) as error:
         parse("v5e:3x5").devices()
-    said = "--target v5e:3x5: the compiler knows no such machine: INVALID_ARGUMENT: no such topology"
+    said = "--target v5e:3x5: the compiler does not know this machine: INVALID_ARGUMENT: no such topology"
     assert str(error.value) == said
 
 
@@ -135,7 +135,9 @@ def test_a_step_that_is_too_big_to_compile_is_told_in_the_compilers_words():
 
     with pytest.raises(MeshError) as error:
         compile_for(parse("v5e:4x4"), too_big)
-    said = "--target v5e:4x4: the step does not fit; the compiler says: RESOURCE_EXHAUSTED: Used 20.30G of 15.75G hbm."
+    said = (
+        "--target v5e:4x4: the step does not fit; the compiler reports: RESOURCE_EXHAUSTED: Used 20.30G of 15.75G hbm."
+    )
     assert str(error.value) == said
 
 
