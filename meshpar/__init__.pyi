@@ -22,7 +22,8 @@ from .errors import (
 )
 from .flow import explain, fit, inspect
 from .inspection.contract import Allowed, Contract
-from .inspection.findings.finding import Finding, Planned
+from .inspection.findings.finding import Finding
+from .inspection.findings.planned import Planned
 from .inspection.inspect import Inspection
 from .inspection.program.compiling import compiling
 from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes

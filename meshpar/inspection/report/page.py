@@ -45,7 +45,7 @@ def page(inspection: Mapping[str, Any]) -> str:
     )
     functions = (human_bytes, human_flops, short_source)
     templates.filters |= {function.__name__: function for function in functions}
-    templates.filters |= {"share": _share, "percent": _percent, "colour": _colour, "room": _room, "tooltip": _tooltip}
+    templates.filters |= {"room": _room, "tooltip": _tooltip}
     mesh = f"mesh: {describe_sizes(report.mesh)}" if report.mesh else "no mesh was given"
     seconds = report.products_s_estimate
     at_least = "" if seconds is None else f", {1e3 * seconds:.3g} ms at the chip's peak"
@@ -82,13 +82,14 @@ def _against(sent: int, traced: int) -> str:
 
 
 def _order(collectives: Iterable[PlainCollective]) -> dict[str, Any]:
-    """The collectives in the order of the program, with the bytes sent before each, for each combination of axes."""
+    """The collectives over each combination of axes, each with the bytes sent before it, and the colour of each kind."""
     found = list(collectives)
     starts = list(accumulate((one.total_bytes for one in found), initial=0.0))
     lanes: dict[str, list[tuple[float, PlainCollective]]] = defaultdict(list)
     for start, one in zip(starts, found, strict=False):
         lanes[axes_name(one.axes)].append((start, one))
-    return {"lanes": lanes, "all_sent": starts[-1], "kinds": sorted({one.kind for one in found})}
+    colours = {kind: kind if kind in KINDS.values() else "other" for kind in sorted({one.kind for one in found})}
+    return {"lanes": lanes, "all_sent": starts[-1], "colours": colours}
 
 
 class _Part(NamedTuple):
@@ -120,19 +121,6 @@ def _holds(report: PlainInspection) -> dict[str, Any]:
 
 
 # Filters of the template ------------------------------------------------------------------------------------------
-
-
-def _share(size: float, whole: float) -> str:
-    return f"{100 * size / whole if whole else 0:.5g}%"
-
-
-def _percent(size: float, whole: float) -> str:
-    return f"{size / whole:.1%}"
-
-
-def _colour(kind: str) -> str:
-    """The name of the colour of a kind of collective."""
-    return kind if kind in KINDS.values() else "other"
 
 
 def _room(one: PlainCollective, all_sent: float) -> str:
