@@ -82,7 +82,7 @@ def _against(sent: int, traced: int) -> str:
 
 
 def _order(collectives: Iterable[PlainCollective]) -> dict[str, Any]:
-    """The collectives over each combination of axes, each with the bytes sent before it, and the colour of each kind."""
+    """The collectives over each combination of axes, each with the bytes sent before it, and the colours of kinds."""
     found = list(collectives)
     starts = list(accumulate((one.total_bytes for one in found), initial=0.0))
     lanes: dict[str, list[tuple[float, PlainCollective]]] = defaultdict(list)
