@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshpar.inspection.program.flow import Flow, Value
+from meshpar.inspection.program.flow import Flow, Value, reachable, starts_collective
 from meshpar.inspection.program.text import Instruction
 from meshpar.inspection.program.walk import trip_count
 
@@ -62,28 +62,27 @@ class Accumulations:
         """Each reduction that flows into an output, with the sums whose loops it could leave."""
         root = self.program.root(self.program.entry)
         outputs = range(len(root.arrays)) if root.type.startswith("(") else [None]
-        todo = [(self.flow.result(self.program.entry, output), ()) for output in outputs]
-        seen = set()
-        while todo:
-            value, sums = todo.pop()
+        start = [(self.flow.result(self.program.entry, output), ()) for output in outputs]
+        for value, sums in reachable(start, self._sources):
             one = self.flow.instruction(value)
-            if one is None or (value, sums) in seen:
-                continue
-            seen.add((value, sums))
-            if one.opcode.startswith(_REDUCTIONS) and not one.opcode.endswith("-done"):
+            if one and starts_collective(one, _REDUCTIONS):
                 operands = [Value(one.computation, name) for name in one.operands]
                 yield one.line, tuple(each for each in sums if not self._depends(operands, each))
-            if not sums or _is_linear(one):
-                todo += [(source, self._inside(one, value, source, sums)) for source in self.flow.sources(one, value)]
 
-    def _inside(self, one: Instruction, value: Value, source: Value, sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
-        """The sums whose loops contain `source`, given those of `value`: the step may enter or leave a loop."""
-        if one.opcode == "while" and value.index is not None and source.computation == one.word("body"):
-            entered = Sum(one, value.index)
-            return (*sums, entered) if self._is_sum(entered) else sums
-        if one.opcode == "parameter":
-            return tuple(each for each in sums if each.body != value.computation)
-        return sums
+    def _sources(self, state: tuple[Value, tuple[Sum, ...]]) -> Iterator[tuple[Value, tuple[Sum, ...]]]:
+        """The sources of a value inside the loops of `sums`, each with the sums whose loops contain it."""
+        value, sums = state
+        one = self.flow.instruction(value)
+        if one is None or (sums and not _is_linear(one)):
+            return
+        for source in self.flow.sources(value):
+            inside = sums
+            if one.opcode == "while" and value.index is not None and source.computation == one.word("body"):
+                entered = Sum(one, value.index)
+                inside = (*sums, entered) if self._is_sum(entered) else sums
+            elif one.opcode == "parameter":
+                inside = tuple(each for each in sums if each.body != value.computation)
+            yield source, inside
 
     def _is_sum(self, sum_: Sum) -> bool:
         """Whether the loop adds to the element, and makes nothing else that it carries from it."""
@@ -95,36 +94,26 @@ class Accumulations:
 
     def _adds(self, sum_: Sum) -> bool:
         """Whether the new value of the element depends on the old one linearly, other than as the buffer of a stack."""
-        todo = [self.flow.result(sum_.body, sum_.index)]
-        seen = set()
-        while todo:
-            value = todo.pop()
+
+        def sources(value: Value) -> list[Value]:
             one = self.flow.instruction(value)
-            if one is None or value in seen:
-                continue
-            seen.add(value)
-            if one.opcode == "parameter" and value.computation == sum_.body:
-                if value.index == sum_.index:
-                    return True
-            elif _is_linear(one):
-                stacked = one.opcode == "dynamic-update-slice"
-                todo += list(self.flow.sources(one, value))[int(stacked) :]
-        return False
+            if one is None or value == self._carry(sum_.body, value.index) or not _is_linear(one):
+                return []
+            found = list(self.flow.sources(value))
+            return found[1:] if one.opcode == "dynamic-update-slice" else found
+
+        start = [self.flow.result(sum_.body, sum_.index)]
+        return self._carry(sum_.body, sum_.index) in reachable(start, sources)
 
     def _depends(self, values: Iterable[Value], sum_: Sum) -> bool:
         """Whether any of the values depends on the sum at the start of the turn."""
-        parameter = next(one.name for one in self.program.computation(sum_.body).values() if one.opcode == "parameter")
-        ends = {Value(sum_.body, parameter, sum_.index), Value(sum_.body, parameter, None), _UNKNOWN}
-        todo = list(values)
-        seen = set()
-        while todo:
-            value = todo.pop()
-            if value in ends:
-                return True
-            if value not in seen:
-                seen.add(value)
-                todo += self._needs(value)
-        return False
+        ends = {self._carry(sum_.body, sum_.index), self._carry(sum_.body, None), _UNKNOWN}
+        return any(value in ends for value in reachable(values, self._needs))
+
+    def _carry(self, body: str, index: int | None) -> Value:
+        """Element `index` of the carry at the start of a turn."""
+        name = next(one.name for one in self.program.computation(body).values() if one.opcode == "parameter")
+        return Value(body, name, index)
 
     def _needs(self, value: Value) -> list[Value]:
         """All values that a value is computed from."""
@@ -141,7 +130,7 @@ class Accumulations:
             if self.flow.is_body(here):  # the result of the turn before
                 yield self.flow.result(here, value.index)
         elif one.opcode in _PRECISE and not (one.opcode == "tuple" and value.index is None):
-            yield from self.flow.sources(one, value)
+            yield from self.flow.sources(value)
         elif one.opcode != "parameter":
             yield from (Value(here, name) for name in one.operands)
 
