@@ -158,7 +158,8 @@ def _on_the_way(parts: Sequence[_Part], how: Lowering) -> int:
     outside = [part for part in parts if part.scattered_in_layer and not part.num_layers]
     layer = sum(part.gradient // part.num_layers for part in inside)
     gathered = sum(part.gathered for part in inside)
-    kept = sum(part.whole * part.widths.compute for part in outside if how.rules.zero_stage == 3)
     gradient = max((part.gradient for part in outside), default=0)
-    at_the_ends = kept + gradient - (gathered if how.rules.zero_stage == 3 else 0)
-    return max(layer, kept, at_the_ends)
+    if how.rules.zero_stage != 3:
+        return max(layer, gradient)
+    whole = sum(part.whole * part.widths.compute for part in outside)
+    return max(layer, whole, whole + gradient - gathered)

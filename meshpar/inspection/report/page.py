@@ -77,7 +77,7 @@ def _against(sent: int, traced: int) -> str:
     elif traced:
         change = f"{(sent - traced) / traced:+.1%}"
     else:
-        change = "beyond it"
+        change = "not traced"
     return f"/ as traced {traced:,}, {change}"
 
 

@@ -20,13 +20,13 @@ def text(report: PlainInspection) -> str:
     parts += [f"matrix products: {report.flops:,} FLOPs", _memory(report)]
     if states := report.model_states:
         total = human_bytes(sum(states.values()))
-        parts.append(f"of that, by its closed form, {total}\n{_sizes(list(states.items()))}")
+        parts.append(f"model states, in closed form, {total}\n{_sizes(list(states.items()))}")
     for title, is_argument in (("largest arguments", True), ("largest temporaries", False)):
         arrays = [one for one in report.largest if one.is_argument == is_argument]
         rows = [[human_bytes(one.num_bytes), one.array, one.name, short_source(one.source)] for one in arrays]
         parts.append(f"{title}\n{table(None, rows)}")
     if report.opaque:
-        parts.append(f"custom calls, whose insides nobody sees: {', '.join(report.opaque)}")
+        parts.append(f"custom calls, which are not counted: {', '.join(report.opaque)}")
     if report.findings:
         parts.append(_findings(report.findings))
     return "\n\n".join(parts)
