@@ -49,14 +49,15 @@ def page(inspection: Mapping[str, Any]) -> str:
     mesh = f"mesh: {describe_sizes(report.mesh)}" if report.mesh else "no mesh was given"
     seconds = report.products_s_estimate
     at_least = "" if seconds is None else f", {1e3 * seconds:.3g} ms at the chip's peak"
-    variables = _sends(report) | _order(report.collectives) | _holds(report)
     return templates.get_template("page.html").render(
         report=report,
         mesh=mesh,
         at_least=at_least,
+        sends=_sends(report),
+        order=_order(report.collectives),
+        memory=_memory(report),
         places=places(report.collectives),
         human_bytes=human_bytes,
-        **variables,
     )
 
 
@@ -68,7 +69,7 @@ def _sends(report: PlainInspection) -> dict[str, Any]:
     traced = {axes: form.get(axes, 0) for axes in all_axes} if form else {}
     against = {axes: _against(sent[axes], traced[axes]) if traced else "" for axes in all_axes}
     most = max([*sent.values(), *traced.values()], default=0)
-    return {"sent": sent, "traced": traced, "against": against, "most_sent": most}
+    return {"sent": sent, "traced": traced, "against": against, "most": most}
 
 
 def _against(sent: int, traced: int) -> str:
@@ -89,7 +90,7 @@ def _order(collectives: Iterable[PlainCollective]) -> dict[str, Any]:
     for start, one in zip(starts, found, strict=False):
         lanes[axes_name(one.axes)].append((start, one))
     colours = {kind: kind if kind in KINDS.values() else "other" for kind in sorted({one.kind for one in found})}
-    return {"lanes": lanes, "all_sent": starts[-1], "colours": colours}
+    return {"lanes": lanes, "sent_bytes": starts[-1], "colours": colours}
 
 
 class _Part(NamedTuple):
@@ -101,7 +102,7 @@ class _Part(NamedTuple):
     start: int
 
 
-def _holds(report: PlainInspection) -> dict[str, Any]:
+def _memory(report: PlainInspection) -> dict[str, Any]:
     """The kinds of memory, with the bytes before each, and the marks on their bar."""
     large, small = report.memory.split_arguments()
     kinds = [(name, size, f"m{i % 6}") for i, (name, size) in enumerate(large.items())]
@@ -113,10 +114,10 @@ def _holds(report: PlainInspection) -> dict[str, Any]:
     named = [f"{name}, {human_bytes(num_bytes)}" for name, num_bytes in marks.items() if num_bytes]
     return {
         "parts": [_Part(*kind, start) for kind, start in zip(kinds, starts, strict=False)],
-        "together": starts[-1],
+        "num_bytes": starts[-1],
         "capacity": max(starts[-1], report.memory.total, report.chip_bytes or 0),
         "marks": [num_bytes for num_bytes in marks.values() if num_bytes],
-        "marks_note": f" The marks: {'; '.join(named)}." if named else "",
+        "note": f" The marks: {'; '.join(named)}." if named else "",
     }
 
 
