@@ -23,7 +23,8 @@ from .experiment.actions import explain, fit, inspect
 from .experiment.config import Init, Precision, Run, load
 from .experiment.prepare import Prepared, prepare
 from .inspection.contract import Allowed, Contract
-from .inspection.findings.finding import Finding, Planned
+from .inspection.findings.finding import Finding
+from .inspection.findings.planned import Planned
 from .inspection.inspect import Inspection
 from .inspection.program.compiling import compiling
 from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes

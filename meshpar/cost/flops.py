@@ -1,9 +1,10 @@
-"""Floating point operations of the products in a traced program: nothing is compiled.
+"""Counts the floating point operations of the products in a traced program, without compiling it.
 
-A product of K terms an element is 2K operations an element. What is no product (norms, softmax, the optimizer) is not
-counted, by the convention of Megatron-LM and PaLM. What remat computes again stands in the trace, and so it counts.
+A matrix product that sums K terms for each element of its result has 2K operations for each. Other operations (norms,
+softmax, the optimizer) are not counted, by the convention of Megatron-LM and PaLM. What remat recomputes is counted.
 
-`inspection.program.flops` counts the products of what a compiler made.
+`inspection.program.flops` counts the products of a compiled program; the two share no code, so that each checks the
+other.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from meshpar.cost.walk import walk
 from meshpar.errors import ProgramError
 
 HALF_MASKED = "half_masked"
-"""A named scope for products that compute the scores of every query and key, of which a causal model needs half."""
+"""The named scope of products that compute the scores of all queries and keys; a causal model needs half of them."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ class Product:
 
     Args:
       kind: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
-      num_flops: of one run: a device's inside of a manual region (`shard_map`), those of whole arrays outside, which
-        GSPMD divides as it likes.
-      num_shards: how many devices run it on other shards; 1 outside of manual regions.
+      num_flops: operations of one run: of one device inside a manual region (`shard_map`), of whole arrays outside,
+        where GSPMD divides them.
+      num_shards: the number of devices that run it on different shards; 1 outside of manual regions.
       times: how often one call of the program runs it.
-      is_half_masked: whether it stands in the scope `HALF_MASKED`.
+      is_half_masked: whether it is in the scope `HALF_MASKED`.
     """
 
     kind: str
@@ -46,7 +47,7 @@ class Product:
 
     @property
     def total(self) -> Fraction:
-        """Operations of all devices in one call of the program."""
+        """Operations on all devices in one call of the program."""
         return self.times * self.num_flops * self.num_shards
 
 
@@ -54,10 +55,10 @@ def traced_products(program: ClosedJaxpr) -> list[Product]:
     """The products of a traced program, in its order.
 
     Args:
-      program: of `jax.make_jaxpr`.
+      program: the result of `jax.make_jaxpr`.
 
     Raises:
-      ProgramError: a `while` of unknown length multiplies.
+      ProgramError: a `while` of unknown length contains a product.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -78,7 +79,7 @@ def traced_products(program: ClosedJaxpr) -> list[Product]:
 
 
 def flops(found: Iterable[Product], num_devices: int = 1) -> dict[str, Fraction]:
-    """Operations by kind of product: of each of so many devices, if GSPMD divides evenly what no manual region does."""
+    """Operations of one device by kind of product, if GSPMD divides products outside of manual regions evenly."""
     total: dict[str, Fraction] = defaultdict(Fraction)
     for one in found:
         total[one.kind] += one.total / num_devices
@@ -86,26 +87,29 @@ def flops(found: Iterable[Product], num_devices: int = 1) -> dict[str, Fraction]
 
 
 def needed_flops(found: Iterable[Product]) -> Fraction:
-    """Operations that a model needs: all, but only half of those that are half masked."""
+    """Operations that a model needs: half of those in the scope `HALF_MASKED`, all others."""
     return sum((one.total / 2 if one.is_half_masked else one.total for one in found), Fraction(0))
 
 
 def _dot_terms(equation: Any) -> int:
-    """Products that a matrix product sums; also of a ragged one, each of whose rows meets one group alone."""
+    """The number of products that a matrix product sums. A row of a ragged product is multiplied by one group."""
     left, right = (operand.aval for operand in equation.invars[:2])
     if "dimension_numbers" in equation.params:
-        numbers, groups = equation.params["dimension_numbers"], ()
+        numbers = equation.params["dimension_numbers"]
+        groups = ()
     else:
         ragged = equation.params["ragged_dot_dimension_numbers"]
-        numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+        numbers = ragged.dot_dimension_numbers
+        groups = ragged.rhs_group_dimensions
     (_, contracted), (_, batched) = numbers
     shared = {*contracted, *batched, *groups}
     return left.size * math.prod(size for dim, size in enumerate(right.shape) if dim not in shared)
 
 
 def _convolution_terms(equation: Any) -> int:
-    """Products that a convolution sums, those with padding and between dilated elements left out."""
-    params, numbers = equation.params, equation.params["dimension_numbers"]
+    """The number of products that a convolution sums, without those of padding and of the holes of a dilation."""
+    params = equation.params
+    numbers = params["dimension_numbers"]
     image, kernel = (operand.aval.shape for operand in equation.invars)
     (out,) = (result.aval.shape for result in equation.outvars)
     terms = out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * kernel[numbers.rhs_spec[1]]

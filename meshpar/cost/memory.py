@@ -1,7 +1,7 @@
-"""The closed form of memory: what a device holds of parameters, gradients and optimizer state in a step.
+"""Computes the memory of parameters, gradients and optimizer state on a device in a step, in closed form.
 
-ZeRO's accounting, by stage, with what it leaves out: parameters that are gathered for a while, and gradients before
-they are scattered. Activations are not in it.
+It follows ZeRO's accounting by stage, and adds parameters while they are gathered and gradients before they are
+scattered. Activations are not counted.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
 """
@@ -16,7 +16,7 @@ from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.resolve import Placement
 
 LAYERS_AT_ONCE = 2
-"""ZeRO-3 holds the layer that is computed, and the next, which is gathered meanwhile."""
+"""ZeRO-3 holds the layer that is computed, and the next one, which is gathered at the same time."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Widths:
 
     Args:
       params: of a stored parameter.
-      compute: of an activation, and of a parameter as it is gathered.
-      gradients: of a gradient as it is reduced.
-      sums: of the loss, and of the sums in it: at least 4.
+      compute: of an activation and of a gathered parameter.
+      gradients: of a gradient while it is reduced.
+      sums: of the loss and its sums, at least 4.
     """
 
     params: int
@@ -38,13 +38,13 @@ class Widths:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes on one device, when most is held.
+    """The largest number of bytes on one device, by kind.
 
     Args:
-      parameters: as they are stored.
-      gathered: beside these, as the step computes with them: whole, or in another dtype.
-      gradients: whole, in shards, or both on the way from one to the other; under accumulation the sums, too.
-      optimizer: its state.
+      parameters: of the stored parameters.
+      gathered: of the copies that the step computes with: whole parameters, or parameters in another dtype.
+      gradients: of whole gradients, of their shards, and of their sums under accumulation.
+      optimizer: of the optimizer's state.
     """
 
     parameters: int
@@ -65,13 +65,13 @@ def model_states(
     widths: Widths,
     frozen: Collection[bool] = (),
 ) -> ModelStates:
-    """What the manual lowering holds, on devices for which the compiler gathers and reduces as it is told.
+    """The memory of the manual lowering, if the compiler gathers and reduces where the program says.
 
     Args:
       sharded: the parameters, as sharded as the rules can make them.
-      stored: the same as they are stored.
+      stored: the same parameters as they are stored.
       widths: bytes of an element, in storage and in computation.
-      frozen: of each parameter, whether it has no gradient; default: all have.
+      frozen: for each parameter, whether it has no gradient; default: all have one.
     """
     placements = list(sharded)
     flags = frozen or [False] * len(placements)
@@ -95,12 +95,12 @@ class _Part:
 
     @property
     def storage(self) -> tuple[str, ...]:
-        """The axes on which it is only stored, and gathered for use."""
+        """The axes over which it is sharded for storage only, and gathered before use."""
         return tuple(axis for dim in self.placement.spec.dims for axis in self.ctx.storage(dim))
 
     @property
     def num_layers(self) -> int:
-        """How many layers' parameters are stacked in it on a device; 0 if it is of none."""
+        """The number of layers stacked in it on a device; 0 if it does not belong to the layers."""
         dims = self.placement.spec.dims
         return self.placement.local_shape[dims.index("layers")] if "layers" in dims else 0
 
@@ -119,43 +119,47 @@ class _Part:
 
     @property
     def gathered(self) -> int:
-        stage, computed = self.ctx.rules.zero_stage if self.storage else 0, self.whole * self.widths.compute
+        stage = self.ctx.rules.zero_stage if self.storage else 0
+        computed = self.whole * self.widths.compute
         if stage == 3:
             return computed * min(LAYERS_AT_ONCE, self.num_layers) // max(1, self.num_layers)
         return computed if stage == 2 or self.widths.compute != self.widths.params else 0
 
     @property
     def gradients(self) -> int:
-        summed, several = self.widths.gradients, self.ctx.num_passes > 1
+        summed = self.widths.gradients
+        several = self.ctx.num_passes > 1
         if self.is_frozen:
             return 0
         if self.scattered_in_layer:
             return self.shard * summed * (2 if several else 1)
-        # Shards are made, as wide as the optimizer wants them, while others are still whole.
+        # Shards, as wide as the optimizer needs them, are made while other gradients are still whole.
         shards = self.shard * self.widths.sums if self.storage else 0
         if several:
             return shards + self.whole * (summed + self.widths.compute)
-        # What was gathered for the backward is gone when its gradients are widened.
+        # What was gathered for the backward is freed before its gradients are widened.
         return shards + max(self.whole * self.widths.compute, self.whole * summed - self.gathered)
 
     @property
     def gradient(self) -> int:
-        """Bytes of the whole of it, as it is computed, and as it is summed, if that is another dtype."""
-        compute, summed = self.widths.compute, self.widths.gradients
-        return 0 if self.is_frozen else self.whole * (compute + (summed if summed != compute else 0))
+        """Bytes of the whole gradient: as it is computed, and as it is summed if that is another dtype."""
+        if self.is_frozen:
+            return 0
+        return self.whole * sum({self.widths.compute, self.widths.gradients})
 
 
 def _on_the_way(parts: Sequence[_Part], ctx: ParallelContext) -> int:
-    """What is whole for a moment, where gradients are scattered in the layer.
+    """The largest number of bytes that are whole at one time, if gradients are scattered in the layer.
 
-    In a layer's backward its gradient; outside the layers a parameter and its gradient, or, if it is used at both
-    ends of the model, the parameter while the layers are computed.
+    In the backward of a layer this is its gradient. Outside the layers it is a parameter and its gradient, or a
+    parameter that is used at both ends of the model, while the layers are computed.
     """
-    scattered = [part for part in parts if part.scattered_in_layer]
-    inside, outside = [p for p in scattered if p.num_layers], [p for p in scattered if not p.num_layers]
+    inside = [part for part in parts if part.scattered_in_layer and part.num_layers]
+    outside = [part for part in parts if part.scattered_in_layer and not part.num_layers]
     layer = sum(part.gradient // part.num_layers for part in inside)
     gathered = sum(part.gathered for part in inside)
-    kept = sum(part.whole * part.widths.compute for part in outside if ctx.rules.zero_stage == 3)
     gradient = max((part.gradient for part in outside), default=0)
-    at_the_ends = kept + gradient - (gathered if ctx.rules.zero_stage == 3 else 0)
-    return max(layer, kept, at_the_ends)
+    if ctx.rules.zero_stage != 3:
+        return max(layer, gradient)
+    whole = sum(part.whole * part.widths.compute for part in outside)
+    return max(layer, whole, whole + gradient - gathered)

@@ -1,17 +1,17 @@
-"""What a program communicates, read from its jaxpr: nothing is compiled.
+"""Reads the communication of a program from its jaxpr, without compiling it.
 
 A manual region (`shard_map`) names each collective that it runs, so its jaxpr gives the bytes of any model, on any
 mesh, for every backend.
 
-A compiler may send less: XLA:CPU moves a collective out of a loop in which its operand does not change, and makes one
-of two equal ones. `inspection.program.hlo` reads what was compiled.
+A compiler may send less: XLA:CPU moves a collective out of a loop in which its operand does not change, and merges
+equal collectives. `inspection.program.hlo` reads the collectives of compiled programs.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -26,7 +26,7 @@ from meshpar.sharding.resolve import Placement
 
 Axes = tuple[str, ...]
 Traffic = dict[Axes, Fraction]
-"""Axes, in the order of the mesh -> bytes that a device sends over them in one call of a program."""
+"""Axes in the order of the mesh -> bytes that a device sends over them in one call of a program."""
 
 _KINDS = {
     "psum": "all_reduce",
@@ -48,9 +48,9 @@ class Collective:
 
     Args:
       kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `ragged_all_to_all` or `collective_permute`.
-      axes: the mesh axes that its groups span, none of size 1, in the order of the mesh.
-      full_bytes: S, the whole buffer of a group: what an all-gather makes, what a reduce-scatter takes.
-      group_size: n, devices of a group.
+      axes: the mesh axes that its groups span, without those of size 1, in the order of the mesh.
+      full_bytes: S, the whole buffer of a group: the output of an all-gather, the input of a reduce-scatter.
+      group_size: n, the number of devices of a group.
       times: how often one call of the program runs it.
     """
 
@@ -62,7 +62,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> Fraction:
-        """Bytes that a device sends in one run; of devices that differ, the one that sends most.
+        """Bytes that a device sends in one run; the maximum, if devices differ.
 
         Communication: (n-1)/n S; 2(n-1)/n S for an all-reduce; S for a permute.
         """
@@ -76,11 +76,11 @@ def traced_collectives(program: ClosedJaxpr, float_bytes: int = 1) -> list[Colle
     """The collectives of a traced program, in its order.
 
     Args:
-      program: of `jax.make_jaxpr`.
-      float_bytes: the least bytes of a float on its way; 4 for XLA:CPU, which widens 16-bit floats.
+      program: the result of `jax.make_jaxpr`.
+      float_bytes: the smallest size of a float that is sent; 4 for XLA:CPU, which widens 16-bit floats.
 
     Raises:
-      ProgramError: a `while` of unknown length communicates.
+      ProgramError: a `while` of unknown length contains a collective.
 
     Example:
       >>> import jax
@@ -97,7 +97,7 @@ def traced_collectives(program: ClosedJaxpr, float_bytes: int = 1) -> list[Colle
 
 
 def gathers(before: Iterable[Placement], after: Iterable[Placement], float_bytes: int = 1) -> list[Collective]:
-    """The all-gathers with which GSPMD takes arrays from one placement to another that is sharded over fewer axes."""
+    """The all-gathers with which GSPMD moves arrays to placements that are sharded over fewer axes."""
     found = []
     for old, new in zip(before, after, strict=True):
         dropped = {axis for axes in old.axes for axis in axes} - {axis for axes in new.axes for axis in axes}
@@ -118,13 +118,18 @@ def traffic(found: Iterable[Collective]) -> Traffic:
 
 
 def _collectives(visit: Visit, float_bytes: int) -> Iterator[Collective]:
-    """One for each operand; none over axes of size 1."""
-    params, sizes = visit.equation.params, visit.axis_sizes
+    """A collective for each operand; none if all axes have size 1."""
+    params = visit.equation.params
+    sizes = visit.axis_sizes
     names = params["axes"] if "axes" in params else params["axis_name"]
     names = (names,) if isinstance(names, str) else names
     group_size = math.prod(sizes[axis] for axis in names)
     kind = _KINDS[visit.primitive]
-    spanned = _moved(params["perm"], names, sizes) if kind == "collective_permute" else names
+    spanned = names
+    if kind == "collective_permute":  # it spans the axes along which any source differs from its target
+        pairs = np.array(params["perm"], int).reshape(-1, 2)
+        indices = np.unravel_index(pairs, [sizes[axis] for axis in names])
+        spanned = [axis for axis, index in zip(names, indices, strict=True) if (index[:, 0] != index[:, 1]).any()]
     axes = tuple(axis for axis in AXES if axis in spanned and sizes[axis] > 1)
     if not axes:
         return
@@ -136,10 +141,3 @@ def _collectives(visit: Visit, float_bytes: int) -> Iterator[Collective]:
         num_bytes = operand.aval.size * width
         full = num_bytes * group_size if kind == "all_gather" else num_bytes
         yield Collective(kind, axes, full, group_size, visit.times)
-
-
-def _moved(pairs: Iterable[tuple[int, int]], axes: Axes, sizes: Mapping[str, int]) -> Axes:
-    """The axes along which any source of a permute differs from its target."""
-    shape = tuple(sizes[axis] for axis in axes)
-    moves = [(np.unravel_index(source, shape), np.unravel_index(target, shape)) for source, target in pairs]
-    return tuple(axis for i, axis in enumerate(axes) if any(source[i] != target[i] for source, target in moves))

@@ -1,8 +1,8 @@
-"""The one walk over a traced program: its equations, and how often one call of the program runs each.
+"""Walks the equations of a traced program, and counts how often one call of the program runs each.
 
-Loops multiply by their lengths, kernels by their grids. A branch of a pipeline counts as often as its schedule takes
-it, and any other branch as if it was taken. An equation whose results no output needs is left out, as no compiler keeps
-it.
+The body of a loop runs as often as the loop's length says, a kernel as often as its grid has cells. A branch of a
+pipeline counts as often as its schedule takes it, every other branch as taken. Equations that no output depends on are
+left out, because compilers remove them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
-# `parallel.pipeline.execute` names the scope of a conditional so.
+# The name that `parallel.pipeline.execute` gives to the scope of a conditional.
 _TAKEN = re.compile(r"taken_(\d+)_of_(\d+)$")
 
 
@@ -27,12 +27,12 @@ class Visit:
     """An equation of a traced program.
 
     Args:
-      equation: of a jaxpr; it may hold others, whose equations come after it.
-      times: how often one call of the program runs it; None in a `while`, whose length no trace tells.
-      scope: the named scopes in which it stands, with a slash between them.
-      axis_sizes: of the mesh of the manual region (`shard_map`) in which it stands; empty outside.
-      num_shards: into how many parts manual regions have cut its arrays. Inside of a region over a whole mesh they are
-        one device's; outside they are whole, whatever GSPMD makes of them.
+      equation: an equation of a jaxpr. The equations of jaxprs inside of it are visited after it.
+      times: how often one call of the program runs it; None in a `while`, whose length is unknown.
+      scope: the named scopes that contain it, separated by slashes.
+      axis_sizes: the sizes of the mesh's axes in a manual region (`shard_map`); empty outside.
+      num_shards: the number of shards that manual regions make of its arrays: the number of devices in a region over
+        the whole mesh, 1 outside, where arrays are whole.
     """
 
     equation: Any
@@ -50,7 +50,7 @@ def walk(program: ClosedJaxpr) -> Iterator[Visit]:
     """The equations that one call of a program runs, in its order.
 
     Args:
-      program: of `jax.make_jaxpr`.
+      program: the result of `jax.make_jaxpr`.
     """
     live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
     return _walk(live, Visit(None))
@@ -67,17 +67,17 @@ def _walk(jaxpr: Jaxpr, around: Visit) -> Iterator[Visit]:
 
 
 def _inside(visit: Visit) -> Visit:
-    """What holds for the equations inside of one."""
+    """The visit that the equations inside of one start from."""
     if visit.primitive == "shard_map":
         sizes = dict(visit.equation.params["mesh"].shape)
-        cut = math.prod(sizes[axis] for axis in visit.equation.params["newly_manual_axes"])
-        return replace(visit, axis_sizes=sizes, num_shards=visit.num_shards * cut)
+        num_shards = math.prod(sizes[axis] for axis in visit.equation.params["newly_manual_axes"])
+        return replace(visit, axis_sizes=sizes, num_shards=visit.num_shards * num_shards)
     repeats = _repeats(visit)
     return replace(visit, times=None if visit.times is None or repeats is None else visit.times * repeats)
 
 
 def _repeats(visit: Visit) -> Fraction | None:
-    """How often an equation runs those inside of it; None if no trace tells."""
+    """How often an equation runs the equations inside of it; None if that is unknown."""
     params = visit.equation.params
     if visit.primitive == "while":
         return None

@@ -20,7 +20,7 @@ from meshpar.errors import ContractWarning, MeshparError, ProgramError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
-from meshpar.inspection.findings.finding import Planned
+from meshpar.inspection.findings.planned import Planned
 from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.inspect import inspect as inspect_program
 from meshpar.inspection.report.report import Report, report

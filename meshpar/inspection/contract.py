@@ -1,12 +1,11 @@
-"""Contracts: what a compiled program may send and hold, declared before it runs.
+"""Contracts limit what a compiled program may send and hold.
 
-`expects:` in a config states limits; a program that goes beyond one of them is refused. Beside them stands the closed
-form of the presets: a step of the manual lowering that sends more bytes over any axes is reported, unasked.
+A program that exceeds a limit of `expects:` in the config is refused. Independently of `expects:`, a warning reports a
+step of the manual lowering that sends more bytes over any axes than its traced program.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -26,19 +25,20 @@ from meshpar.tree import human_bytes, parse_bytes
 Axes = tuple[str, ...]
 Traffic = Mapping[Axes, Fraction]
 
+_MAX_ROWS = 8
 _BY_TRACE = re.compile(r"traced(?:\s*\*\s*(\d+(?:\.\d+)?))?$")
 
 
 class Allowed(Config):
-    """Limits on one kind of collective. A bare number means `times`."""
+    """Limits on one kind of collective. A bare number sets `times`."""
 
     shorthand: ClassVar = "times"
     times: Count | None = None
-    """Executions in a step, at most."""
+    """The maximum number of executions in a step."""
     per_layer: Count | None = None
-    """Executions for each parameter, layer and microbatch, at most."""
+    """The maximum number of executions for each parameter, layer and microbatch."""
     axes: tuple[str, ...] | None = None
-    """The axes over which it may go; over no others."""
+    """The only axes over which it may run."""
 
     @pydantic.field_validator("axes")
     @classmethod
@@ -48,7 +48,7 @@ class Allowed(Config):
 
 
 class Contract(Config):
-    """What the compiled step may do. What is not stated is not limited."""
+    """Limits on the compiled step. What has no limit here is not limited."""
 
     all_gather: Allowed | None = None
     reduce_scatter: Allowed | None = None
@@ -56,9 +56,9 @@ class Contract(Config):
     all_to_all: Allowed | None = None
     collective_permute: Allowed | None = None
     bytes_per_axis: dict[str, str | int] = pydantic.Field(default_factory=dict)
-    """`tensor` or `fsdp, tensor` -> bytes a device may send over them: 1000, 40MiB, traced, traced * 1.01."""
+    """`tensor` or `fsdp, tensor` -> bytes a device may send over these axes: 1000, 40MiB, traced, traced * 1.01."""
     peak_bytes: str | int | None = None
-    """Bytes that a device may hold."""
+    """The maximum number of bytes on a device, such as 80MiB."""
 
     @pydantic.field_validator("bytes_per_axis")
     @classmethod
@@ -75,35 +75,36 @@ class Contract(Config):
             _limit(limit, None)
         return limit
 
-    def check(self, told: Inspection, traced: Traffic | None, layer_passes: int) -> Problems:
-        """Where a program goes beyond what is declared.
+    def check(self, inspection: Inspection, traced: Traffic | None, layer_passes: int) -> Problems:
+        """The limits that a program exceeds.
 
         Args:
-          traced: what the presets say that it sends; None if they do not say.
+          traced: the bytes that the traced step names; None if it does not name all.
           layer_passes: layers times microbatches.
         """
         problems = Problems()
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute"):
             if (allowed := getattr(self, kind)) is not None:
-                found = [one for one in told.collectives if one.kind == kind]
+                found = [one for one in inspection.collectives if one.kind == kind]
                 _check_kind(f"expects.{kind}", allowed, found, layer_passes, problems)
         for names, text in self.bytes_per_axis.items():
             form = None if traced is None else traced.get(_axes(names), Fraction(0))
-            _check_bytes(f"expects.bytes_per_axis.{names}", told, _axes(names), text, form, problems)
-        if self.peak_bytes is not None and told.memory.total > _limit(self.peak_bytes, None):
-            what = f"the step holds {human_bytes(told.memory.total)}, more than {self.peak_bytes}"
-            held = sorted(told.largest, key=lambda held: held.num_bytes, reverse=True)
-            arrays = [f"{human_bytes(one.num_bytes)}  {one.array}  {one.name}" for one in held]
+            _check_bytes(f"expects.bytes_per_axis.{names}", inspection, _axes(names), text, form, problems)
+        total = inspection.memory.total
+        if self.peak_bytes is not None and total > _limit(self.peak_bytes, None):
+            largest = sorted(inspection.largest, key=lambda held: held.num_bytes, reverse=True)
+            arrays = [f"{human_bytes(one.num_bytes)}  {one.array}  {one.name}" for one in largest]
+            what = f"the step holds {human_bytes(total)}, more than {self.peak_bytes}"
             problems.add("expects.peak_bytes", _lines(what, arrays))
         return problems
 
 
-def beyond(told: Inspection, traced: Traffic) -> Problems:
-    """Where a compiled program sends more than the traced one says."""
+def beyond(inspection: Inspection, traced: Traffic) -> Problems:
+    """The axes over which a compiled program sends more bytes than the traced one names."""
     problems = Problems()
-    for axes in dict.fromkeys(one.axes for one in told.collectives):
+    for axes in dict.fromkeys(one.axes for one in inspection.collectives):
         form = traced.get(axes or (), Fraction(0))
-        _check_bytes(f"over {axes_name(axes)}", told, axes, "traced", form, problems)
+        _check_bytes(f"over {axes_name(axes)}", inspection, axes, "traced", form, problems)
     return problems
 
 
@@ -114,35 +115,34 @@ def _check_kind(where: str, allowed: Allowed, found: list[Collective], layer_pas
         problems.add(f"{where}.times", _lines(f"runs {times} times, more than {allowed.times}", map(_line, found)))
     strays = [one for one in found if allowed.axes is not None and not set(one.axes or ("?",)) <= set(allowed.axes)]
     if strays:
-        problems.add(
-            f"{where}.axes", _lines(f"runs over other axes than {', '.join(allowed.axes or ())}", map(_line, strays))
-        )
-    often = _too_often(found, allowed.per_layer, layer_passes)
-    if often:
-        what = f"more than {allowed.per_layer} in each of {layer_passes} passes of a layer"
-        problems.add(f"{where}.per_layer", _lines(what, often))
-
-
-def _too_often(found: list[Collective], per_layer: int | None, layer_passes: int) -> list[str]:
-    """The tensors with which a collective is concerned in more executions than a layer may have."""
-    times: Counter[str] = Counter()
+        what = f"runs over other axes than {', '.join(allowed.axes or ())}"
+        problems.add(f"{where}.axes", _lines(what, map(_line, strays)))
+    if allowed.per_layer is None:
+        return
+    counts: Counter[str] = Counter()
     for one in found:
-        times.update(dict.fromkeys(one.tensors, one.times))
-    limit = math.inf if per_layer is None else per_layer * layer_passes
-    return [f"{tensor}  {count}x" for tensor, count in times.most_common() if count > limit]
+        counts.update(dict.fromkeys(one.tensors, one.times))
+    limit = allowed.per_layer * layer_passes
+    exceeding = [f"{tensor}  {count}x" for tensor, count in counts.most_common() if count > limit]
+    if exceeding:
+        what = f"more than {allowed.per_layer} in each of {layer_passes} passes of a layer"
+        problems.add(f"{where}.per_layer", _lines(what, exceeding))
 
 
 def _check_bytes(
-    where: str, told: Inspection, axes: Axes | None, text: str | int, form: Fraction | None, problems: Problems
+    where: str, inspection: Inspection, axes: Axes | None, text: str | int, form: Fraction | None, problems: Problems
 ) -> None:
-    if form is None and _BY_TRACE.match(str(text)):
-        problems.add(where, "what this step should send is not known: GSPMD chooses", "a number of bytes")
+    is_traced = _BY_TRACE.match(str(text))
+    if form is None and is_traced:
+        what = "the traced bytes of this step are unknown, because GSPMD chooses its collectives"
+        problems.add(where, what, "set a number of bytes, such as 40MiB")
         return
-    found = [one for one in told.collectives if one.axes == axes]
-    sent, limit = total_sent_bytes(found), _limit(text, form)
+    found = [one for one in inspection.collectives if one.axes == axes]
+    sent = total_sent_bytes(found)
+    limit = _limit(text, form)
     if sent > limit:
-        said = f" ({text})" if _BY_TRACE.match(str(text)) else ""
-        what = f"sends {float(sent):,.0f} bytes, more than {float(limit):,.0f}{said}"
+        source = f" ({text})" if is_traced else ""
+        what = f"sends {float(sent):,.0f} bytes, more than {float(limit):,.0f}{source}"
         found.sort(key=lambda one: one.times * one.sent_bytes, reverse=True)
         problems.add(where, _lines(what, map(_line, found)))
 
@@ -155,7 +155,7 @@ def _limit(text: str | int, form: Fraction | None) -> Fraction:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise ValueError(f"{error}{', traced * 1.01' * (form is not None)}") from None
+        raise ValueError(f"{error}, traced * 1.01" if form is not None else str(error)) from None
 
 
 def _check_axes(axes: Iterable[str]) -> None:
@@ -175,8 +175,10 @@ def _line(one: Collective) -> str:
     return f"{one.kind} over {over}  {one.times}x  {size}  {what}  {short_source(one.source)}".rstrip()
 
 
-def _lines(what: str, rows: Iterable[str], most: int = 8) -> str:
-    """What is wrong, and below it the first of the rows that show it."""
+def _lines(what: str, rows: Iterable[str]) -> str:
+    """The problem, and below it the first rows that show it."""
     rows = list(rows)
-    shown = rows[:most] + ([f"... and {len(rows) - most} more"] if len(rows) > most else [])
-    return "\n      ".join([f"{what}:", *shown])
+    lines = [f"{what}:", *rows[:_MAX_ROWS]]
+    if len(rows) > _MAX_ROWS:
+        lines.append(f"... and {len(rows) - _MAX_ROWS} more")
+    return "\n      ".join(lines)

@@ -1,26 +1,26 @@
-"""What changed from one program to another: bytes by axis, collectives, FLOPs and memory."""
+"""Compares two programs: bytes by axis, collectives, FLOPs and memory."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from meshpar.inspection.program.memory import Memory
 from meshpar.inspection.report.places import axes_name
-from meshpar.inspection.report.plain import PlainCollective, PlainInspection, plain
+from meshpar.inspection.report.plain import PlainInspection, plain
 from meshpar.inspection.report.table import table
 from meshpar.mesh.layout import describe_sizes
 from meshpar.tree import human_bytes
 
 Figure = TypeVar("Figure")
-_Rows = list[list[str]]
+_Key = tuple[str, str, tuple[str, ...], bool]
 
 
 @dataclass(frozen=True)
 class Change(Generic[Figure]):
-    """A figure of both programs.
+    """A figure of the program before, and of the program after.
 
     >>> print(Change(800, 600).by)
     -200 (-25.0%)
@@ -30,32 +30,33 @@ class Change(Generic[Figure]):
     after: Figure
 
     def __bool__(self) -> bool:
-        """Whether there is any change."""
+        """Whether the figures differ."""
         return self.before != self.after
 
-    def told(self, words: Callable[[Figure], str]) -> str:
-        """Both in words; once, if they are equal."""
-        return f"{words(self.before)} -> {words(self.after)}" if self else words(self.before)
+    def text(self, to_text: Callable[[Figure], str]) -> str:
+        """Both figures as text; one, if they are equal."""
+        return f"{to_text(self.before)} -> {to_text(self.after)}" if self else to_text(self.before)
 
     @property
     def by(self) -> str:
-        """By how much a number grew, and by which part of itself; `same` if it did not."""
-        before, after = int(self.before), int(self.after)  # pyright: ignore[reportArgumentType]
-        part = f" ({(after - before) / before:+,.1%})" if before else ""
-        return f"{after - before:+,}{part}" if self else "same"
+        """The change of a number, absolute and relative; `same` if there is none."""
+        before = int(self.before)  # pyright: ignore[reportArgumentType]
+        change = int(self.after) - before  # pyright: ignore[reportArgumentType]
+        part = f" ({change / before:+,.1%})" if before else ""
+        return f"{change:+,}{part}" if self else "same"
 
 
 @dataclass(frozen=True)
-class Traded:
-    """Collectives of one kind, over the same axes, that move the same, as both programs have them.
+class CollectiveChange:
+    """Collectives of both programs that have the same kind and axes and move the same data.
 
     Args:
-      axes: as `fsdp, tensor`.
-      what: their tensors; of activations, the file that they come from, by its last two names. Without its line, which
-        an edit above would move.
+      axes: such as `fsdp, tensor`.
+      what: their tensors; for activations, the last two names of their source file. The line is left out, because an
+        edit above would move it.
       in_branch: whether they run only if a conditional takes their branch.
       times: how often they run in a step.
-      sent_bytes: that a device sends in all of them.
+      sent_bytes: bytes that a device sends in all of them.
     """
 
     kind: str
@@ -67,7 +68,7 @@ class Traded:
 
     @property
     def verdict(self) -> str:
-        """What became of them: `new`, `gone`, `more often`, `less often`, or, run as often, `larger`, `smaller`."""
+        """`new` or `gone`; else `more often` or `less often`; else `larger` or `smaller`."""
         if not self.times.before or not self.times.after:
             return "new" if self.times.after else "gone"
         if self.times:
@@ -77,31 +78,31 @@ class Traded:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two programs beside each other. All figures are of one device and one step.
+    """The figures of two programs, for one device and one step.
 
     Args:
-      per_axis: bytes sent, by combination of axes.
+      per_axis: bytes sent over each combination of axes.
       collectives: those that changed, most bytes first.
       flops: of matrix products.
-      memory: bytes by kind: arguments by their place, `outputs`, `temporaries`.
+      memory: bytes by kind: arguments by path, `outputs`, `temporaries`.
       total: bytes held.
     """
 
     mesh: Change[dict[str, int]]
     sent_bytes: Change[int]
     per_axis: Mapping[str, Change[int]]
-    collectives: tuple[Traded, ...]
+    collectives: tuple[CollectiveChange, ...]
     flops: Change[int]
     memory: Mapping[str, Change[int]]
     total: Change[int]
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Whether the programs differ."""
         numbers = (self.sent_bytes, self.flops, self.total, *self.per_axis.values(), *self.memory.values())
         return bool(self.mesh or self.collectives or any(numbers))
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The difference as plain data."""
         return {
             "differs": bool(self),
             "mesh": asdict(self.mesh),
@@ -117,58 +118,44 @@ class Difference:
         if not self:
             return "no difference"
         parts = [
-            f"mesh: {self.mesh.told(describe_sizes)}",
-            f"sends {self.sent_bytes.told(human_bytes)}\n{_numbers('over', self.per_axis)}",
+            f"mesh: {self.mesh.text(describe_sizes)}",
+            f"sends {self.sent_bytes.text(human_bytes)}\n{_numbers('over', self.per_axis)}",
             _collectives(self.collectives),
-            f"matrix products: {self.flops.told('{:,}'.format)} FLOPs",
-            f"holds {self.total.told(human_bytes)}\n{_numbers('', self.memory)}",
+            f"matrix products: {self.flops.text('{:,}'.format)} FLOPs",
+            f"holds {self.total.text(human_bytes)}\n{_numbers('', self.memory)}",
         ]
         return "\n\n".join(["a device, in one step, before -> after", *parts])
 
 
 def difference(before: Mapping[str, Any] | PlainInspection, after: Mapping[str, Any] | PlainInspection) -> Difference:
-    """Compares two programs by the plain data of their inspections, `as_json()`."""
-    a, b = (it if isinstance(it, PlainInspection) else plain(it) for it in (before, after))
+    """Compares two programs by the plain data of their inspections, as `as_json()` returns it."""
+    a, b = (side if isinstance(side, PlainInspection) else plain(side) for side in (before, after))
     return Difference(
         mesh=Change(_sizes(a.mesh), _sizes(b.mesh)),
         sent_bytes=Change(a.sent_bytes, b.sent_bytes),
         per_axis=_changes(a.sent_bytes_per_axis, b.sent_bytes_per_axis),
-        collectives=_traded(a.collectives, b.collectives),
+        collectives=_collective_changes(a, b),
         flops=Change(a.flops, b.flops),
         memory=_changes(_kinds(a.memory), _kinds(b.memory)),
         total=Change(a.memory.total, b.memory.total),
     )
 
 
-class _Key(NamedTuple):
-    kind: str
-    axes: str
-    what: tuple[str, ...]
-    in_branch: bool
-
-
-def _key(one: PlainCollective) -> _Key:
-    """What makes it the same collective in another program, compiled from a later version of the code or elsewhere."""
-    file = "/".join(one.source.rpartition(":")[0].split("/")[-2:])
-    return _Key(one.kind, axes_name(one.axes), tuple(sorted(one.tensors)) or (file,), bool(one.branches))
-
-
-def _traded(before: Iterable[PlainCollective], after: Iterable[PlainCollective]) -> tuple[Traded, ...]:
-    a, b = _summed(before), _summed(after)
-    none = (0, 0.0)
-    both = ((key, a.get(key, none), b.get(key, none)) for key in dict.fromkeys([*a, *b]))
-    made = (Traded(*key, Change(x[0], y[0]), Change(round(x[1]), round(y[1]))) for key, x, y in both)
-    changed = (one for one in made if one.times or one.sent_bytes)
+def _collective_changes(before: PlainInspection, after: PlainInspection) -> tuple[CollectiveChange, ...]:
+    times: dict[_Key, list[int]] = defaultdict(lambda: [0, 0])
+    sent_bytes: dict[_Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for side, program in enumerate((before, after)):
+        for one in program.collectives:
+            file = "/".join(one.source.rpartition(":")[0].split("/")[-2:])
+            key = (one.kind, axes_name(one.axes), tuple(sorted(one.tensors)) or (file,), bool(one.branches))
+            times[key][side] += one.times
+            sent_bytes[key][side] += one.total_bytes
+    made = []
+    for key in times:
+        before_bytes, after_bytes = map(round, sent_bytes[key])
+        made.append(CollectiveChange(*key, Change(*times[key]), Change(before_bytes, after_bytes)))
+    changed = [one for one in made if one.times or one.sent_bytes]
     return tuple(sorted(changed, key=lambda one: max(one.sent_bytes.before, one.sent_bytes.after), reverse=True))
-
-
-def _summed(found: Iterable[PlainCollective]) -> dict[_Key, tuple[int, float]]:
-    """Key -> how often they run, and bytes in all of them."""
-    sums: dict[_Key, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    for one in found:
-        times, sent = sums[_key(one)]
-        sums[_key(one)] = (times + one.times, sent + one.total_bytes)
-    return dict(sums)
 
 
 def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, Change[int]]:
@@ -192,17 +179,13 @@ def _numbers(head: str, changes: Mapping[str, Change[int]]) -> str:
     return table([head, "before", "after", "change"], rows)
 
 
-def _collectives(found: Iterable[Traded]) -> str:
-    rows = [
-        [
-            one.verdict,
-            one.kind + " in a branch" * one.in_branch,
-            one.axes,
-            one.times.told("{}x".format),
-            one.sent_bytes.told(human_bytes),
-            one.what[0] + (f" and {len(one.what) - 1} more" if len(one.what) > 1 else ""),
-        ]
-        for one in found
-    ]
-    head = ["", "", "over", "times", "bytes", "what or where"]
-    return f"collectives\n{table(head, rows)}" if rows else "the same collectives"
+def _collectives(found: tuple[CollectiveChange, ...]) -> str:
+    if not found:
+        return "the same collectives"
+    rows = []
+    for one in found:
+        kind = f"{one.kind} in a branch" if one.in_branch else one.kind
+        what = one.what[0] + (f" and {len(one.what) - 1} more" if len(one.what) > 1 else "")
+        times = one.times.text("{}x".format)
+        rows.append([one.verdict, kind, one.axes, times, one.sent_bytes.text(human_bytes), what])
+    return f"collectives\n{table(['', '', 'over', 'times', 'bytes', 'what or where'], rows)}"

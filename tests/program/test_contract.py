@@ -112,7 +112,7 @@ def test_a_step_that_holds_too_much_lists_its_largest_arrays():
 
 def test_a_limit_by_the_traced_bytes_needs_them():
     problems = Contract(bytes_per_axis={"fsdp": "traced"}).check(told(), None, 3)
-    assert "what this step should send is not known: GSPMD chooses" in str(problems.found[0])
+    assert "the traced bytes of this step are unknown, because GSPMD chooses its collectives" in str(problems.found[0])
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from meshpar.errors import ContractWarning
 from meshpar.experiment.config import Run, load
 from meshpar.experiment.prepare import Prepared, prepare
-from meshpar.inspection.findings.finding import Finding, Planned
-from meshpar.inspection.findings.planned import planned_by
+from meshpar.inspection.findings.finding import Finding
+from meshpar.inspection.findings.planned import Planned, planned_by
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.inspection.program.compiling import compiling
 from meshpar.mesh.layout import MeshLayout
@@ -92,7 +92,7 @@ def test_a_rematerialization_has_its_line_its_bytes_and_both_shardings():
             what="to go from P(('data', 'tensor')) to P(None, 'data'), every device gathers the whole f32[16,32]",
             where=here("crosses"),
             num_bytes=16 * 32 * 4,
-            fix="after it, x = jax.lax.with_sharding_constraint(x, P('data'))",
+            fix="after this line, insert x = jax.lax.with_sharding_constraint(x, P('data'))",
         ),
     )
 
@@ -140,7 +140,7 @@ def test_the_warnings_of_a_runs_step_reach_its_inspection():
     # On the way there, the table is gathered too, over an axis over which the rules shard it for good.
     assert sorted(one.kind for one in found) == ["rematerialization", "rematerialization", "unplanned_gather"]
     assert here("of a step") in {one.where for one in found}
-    astray = "state.params.table is gathered over tensor, over which it was to stay sharded"
+    astray = "state.params.table is gathered over tensor, but the plan keeps it sharded there"
     assert [one.what for one in found if one.kind == "unplanned_gather"] == [astray]
 
 
@@ -177,7 +177,7 @@ def test_a_parameter_that_is_gathered_whole_is_told_and_one_that_is_gathered_by_
             what="w.head is sharded over fsdp, but gathered whole",
             where=found[0].where,
             num_bytes=16 * 32 * 4 * 7 // 8,
-            fix="use it as it lies, or gather it layer by layer inside a scan; if it is meant, say so: "
+            fix="compute with its shards, or gather it layer by layer inside a scan; if it is intended, pass "
             "planned=Planned(gathered={'w.head': ('fsdp',)})",
         ),
     )
@@ -194,7 +194,7 @@ def test_a_plan_is_held_to_for_every_layer():
     assert [(one.kind, one.what, one.num_bytes) for one in found] == [
         (
             "unplanned_gather",
-            "w.stack is gathered over fsdp, over which it was to stay sharded",
+            "w.stack is gathered over fsdp, but the plan keeps it sharded there",
             3 * 16 * 16 * 4 * 7 // 8,
         )
     ]
@@ -222,7 +222,7 @@ def replicated(spec: P, shape: tuple[int, ...] = (512, 512), **said: Any) -> tup
 
 
 def test_a_large_array_that_every_device_holds_is_told_by_its_path():
-    shard = "shard it, as by P(('data', 'tensor')), which saves 896.00 KiB on each device"
+    shard = "shard it, for example by P(('data', 'tensor')), which saves 896.00 KiB on each device"
     assert replicated(P()) == tuple(
         Finding("replication", f"each of 8 devices holds the whole of {path}, [512, 512], 1.00 MiB", path, 2**20, shard)
         for path in ("state.w", "output w")
@@ -231,7 +231,7 @@ def test_a_large_array_that_every_device_holds_is_told_by_its_path():
 
 def test_an_array_that_no_axis_divides():
     found = replicated(P(), (521, 521))
-    assert {one.fix for one in found} == {"no axis divides a dim of it: choose sizes that the mesh divides"}
+    assert {one.fix for one in found} == {"no axis divides any dim of it: choose sizes that the mesh divides"}
 
 
 def test_what_is_sharded_small_or_meant_is_no_finding():
@@ -264,7 +264,7 @@ def test_fsdp_on_a_mesh_without_it_replicates_what_nobody_wrote_down():
     assert {one.where for one in found} == {f"{tree}.{name}" for tree in trees for name in kernels}
     one = next(one for one in found if one.where == "state.params.blocks.mlp.up.kernel")
     assert one.what == f"each of 8 devices holds the whole of {one.where}, [3, 16, 32], 6.00 KiB"
-    assert one.fix == "a rule that shards one of layers, embed, mlp; or rules.mlp=[] to say that it is meant"
+    assert one.fix == "add a rule that shards one of layers, embed, mlp, or set rules.mlp=[] to replicate it on purpose"
 
 
 @pytest.mark.parametrize("rules", [AxisRules(preset=("replicated",)), AxisRules(preset=("fsdp",), mlp=())], ids=str)
@@ -293,7 +293,7 @@ def test_a_donated_buffer_that_is_copied_before_it_is_overwritten():
     at = here("reads the old")
     assert found == Finding(
         kind="donation_copied",
-        what=f"w is donated, but it is copied first, for its old value is still read at {at}",
+        what=f"w is donated, but it is copied first, because its old value is still read at {at}",
         where="w",
         num_bytes=KIB,
         fix="read the old value only before the new one is written",
@@ -456,7 +456,7 @@ def test_the_text_and_the_json():
         "  rematerialization  2.00 KiB\n"
         "    to go from P(('data', 'tensor')) to P(None, 'data'), every device gathers the whole f32[16,32]\n"
         f"    where: tests/program/{Path(found.where).name}\n"
-        "    fix: after it, x = jax.lax.with_sharding_constraint(x, P('data'))"
+        "    fix: after this line, insert x = jax.lax.with_sharding_constraint(x, P('data'))"
     )
     assert json.loads(json.dumps(seen.as_json()))["findings"] == [
         {"kind": found.kind, "what": found.what, "where": found.where, "bytes": 2048, "fix": found.fix}

@@ -131,7 +131,7 @@ def words(html: str) -> str:
 def test_the_words_of_the_page():
     said = words(page(step().as_json()))
     assert "A device, in one step mesh: data=2, fsdp=2, tensor=2 sends" in said
-    assert "this is an order, and no clock" in said
+    assert "Positions show the order, not the time." in said
     assert f"{step().flops:,} FLOPs" in said
     assert re.search(r"tensor ([\d,]+) bytes / as traced \1, equal", said)
     assert "Findings" not in said

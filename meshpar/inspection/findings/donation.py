@@ -1,4 +1,4 @@
-"""Donated buffers that a program does not write over, or copies before it does."""
+"""Finds donated buffers that a program does not reuse, or copies before it overwrites them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from meshpar.inspection.program.text import Instruction, Program
 
 _STRUCTURE = {"tuple", "get-tuple-element", "bitcast"}
 _VIEWS = {"copy", "bitcast", "convert", "reshape"}
-# What makes an array of the same size, but not element by element, or is not seen into.
+# The result may have the same size, but is not computed element by element, or how it is computed is unknown.
 _MIXES = {
     "reverse", "transpose", "gather", "scatter", "sort", "dot", "concatenate", "pad", "custom-call", "while", "call",
     "conditional", "all-to-all", "collective-permute",
 }  # fmt: skip
 
 
-def find_copied(program: Program, flow: Flow, given: Iterable[Passed]) -> Iterator[Finding]:
-    """Donated arguments that cost a second buffer all the same.
+def find_copied(program: Program, flow: Flow, taken: Iterable[Passed]) -> Iterator[Finding]:
+    """Donated arguments that need a second buffer nevertheless.
 
-    XLA's CPU compiler also copies an array that two elementwise loops read, where other compilers make one loop of
-    them (an optimizer's moments): its own doing, of which there is no finding.
+    XLA's CPU compiler also copies an array that two elementwise loops read, such as an optimizer's moments, where other
+    compilers fuse the loops. These copies are no findings.
     """
-    for one in given:
+    for one in taken:
         if not one.donated or flow.arguments[one.number].arrays[0].size <= 1:
             continue
         if one.number not in program.aliases.values():
             what = "no output is written over it"
             fix = "give an output its shape, dtype and sharding, or do not donate it"
         elif (reader := _reader(program, flow.arguments[one.number])) is not None:
-            at = program.source(reader)
-            what = f"it is copied first, for its old value is still read{f' at {at}' if at else ''}"
+            source = program.source(reader)
+            what = f"it is copied first, because its old value is still read{f' at {source}' if source else ''}"
             fix = "read the old value only before the new one is written"
         else:
             continue
@@ -40,7 +40,7 @@ def find_copied(program: Program, flow: Flow, given: Iterable[Passed]) -> Iterat
 
 
 def _reader(program: Program, argument: Instruction) -> Instruction | None:
-    """What reads a copy of the argument's buffer and mixes its elements; None if there is no copy or no such reader."""
+    """An instruction that reads a copy of the argument's buffer and mixes its elements; None if there is none."""
     entry = program.computation(program.entry)
     copies = {argument.name}
     for one in entry.values():
@@ -52,13 +52,13 @@ def _reader(program: Program, argument: Instruction) -> Instruction | None:
 
 
 def _mixes(program: Program, one: Instruction, names: set[str]) -> bool:
-    """Whether an instruction makes elements of others than those at their places, of the operands that are named."""
+    """Whether an element of the result depends on elements at other positions of the named operands."""
     if one.opcode in _STRUCTURE:
         return False
     if one.opcode == "fusion":
         return _mixes_inside(program, one, names)
-    here = program.computation(one.computation)
-    sizes = {here[name].arrays[0].size for name in one.operands if name in names}
+    computation = program.computation(one.computation)
+    sizes = {computation[name].arrays[0].size for name in one.operands if name in names}
     return one.opcode in _MIXES or sizes != {one.arrays[0].size}
 
 
@@ -70,6 +70,6 @@ def _mixes_inside(program: Program, fusion: Instruction, names: set[str]) -> boo
         if reached.intersection(one.operands):
             if _mixes(program, one, reached):
                 return True
-            if one.opcode in _VIEWS:  # what arithmetic makes is the new value, computed a second time
+            if one.opcode in _VIEWS:  # arithmetic computes the new value a second time
                 reached.add(one.name)
     return False

@@ -1,10 +1,11 @@
-"""What a program does that its author hardly meant, with the place, the cost and a way out; silence where all is well.
+"""Finds what a program does and its author probably did not intend: the place, the cost and a fix.
 
-Each finding rests on what the compiled program does, and names no tensor that the data flow does not lead to.
+Each finding rests on what the compiled program does, and names only tensors that the data flow leads to.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +14,8 @@ from jax.stages import Compiled
 
 from meshpar.inspection.findings.accumulation import Accumulations
 from meshpar.inspection.findings.donation import find_copied
-from meshpar.inspection.findings.finding import Axes, Finding, Planned
+from meshpar.inspection.findings.finding import Finding
+from meshpar.inspection.findings.planned import Axes, Planned
 from meshpar.inspection.findings.remat import find_rematerializations
 from meshpar.inspection.findings.replication import find_replicated
 from meshpar.inspection.program.arguments import Passed, arguments, outputs
@@ -32,11 +34,11 @@ _AFTER_LOOP = (
 
 @dataclass(frozen=True)
 class Reading:
-    """A program as it was read: all that findings are made of.
+    """A compiled program, parsed and walked.
 
     Args:
-      compiled: None if there is only the text; then nothing is found of arguments and outputs.
-      warnings: of the partitioner, see `compiling`.
+      compiled: None if there is only the text; then arguments and outputs have no findings.
+      warnings: the partitioner's, see `compiling`.
     """
 
     program: Program
@@ -56,61 +58,55 @@ def find(read: Reading, planned: Planned | None, threshold_bytes: int) -> tuple[
     """All findings, the most expensive first.
 
     Args:
-      planned: what is no finding; without it, gathers are judged by what they gather alone.
-      threshold_bytes: of the smallest array that is worth a word where nothing is planned.
+      planned: what is intended. Without it, a gather is judged by what it gathers.
+      threshold_bytes: the size of the smallest array that is a finding where nothing is planned.
     """
-    given = arguments(read.compiled, read.flow) if read.compiled else []
-    made = _new(read.program, outputs(read.compiled)) if read.compiled else []
+    taken: list[Passed] = []
+    returned: list[Passed] = []
+    if read.compiled:
+        taken = arguments(read.compiled, read.flow)
+        returned = [one for one in outputs(read.compiled) if one.number not in read.program.aliases]
     found = [
         *find_rematerializations(read.program, read.collectives, read.warnings, read.mesh),
-        *find_replicated([*given, *made], planned or Planned(), threshold_bytes),
-        *find_copied(read.program, read.flow, given),
+        *find_replicated([*taken, *returned], planned or Planned(), threshold_bytes),
+        *find_copied(read.program, read.flow, taken),
         *_reduced_in_loop(read, planned or Planned()),
-        *(
-            _gathered_whole(read, given, threshold_bytes)
-            if planned is None
-            else _gathered_unplanned(read, planned, given)
-        ),
     ]
-    return tuple(sorted(_merged(found), key=lambda one: one.num_bytes, reverse=True))
-
-
-def _new(program: Program, made: list[Passed]) -> list[Passed]:
-    """The outputs that are not written over an argument."""
-    return [one for one in made if one.number not in program.aliases]
-
-
-def _merged(found: Iterable[Finding]) -> list[Finding]:
-    """Those that say the same of the same line as one, as of the forward pass and the backward."""
-    costs: dict[Finding, int] = {}
+    if planned is None:
+        found += _gathered_whole(read, taken, threshold_bytes)
+    else:
+        found += _gathered_unplanned(read, planned, taken)
+    # One line can have equal findings, as in the forward pass and the backward.
+    costs: Counter[Finding] = Counter()
     for one in found:
-        same = replace(one, num_bytes=0)
-        costs[same] = costs.get(same, 0) + one.num_bytes
-    return [replace(one, num_bytes=cost) for one, cost in costs.items()]
+        costs[replace(one, num_bytes=0)] += one.num_bytes
+    merged = [replace(one, num_bytes=cost) for one, cost in costs.items()]
+    return tuple(sorted(merged, key=lambda one: one.num_bytes, reverse=True))
 
 
 # Gathers ---------------------------------------------------------------------------------------------------------
 
 
-def _gathered_unplanned(read: Reading, planned: Planned, given: Iterable[Passed]) -> Iterator[Finding]:
-    """Parameters that are gathered over axes over which they were to stay sharded."""
-    sharded = {one.path: one.axes for one in given}
+def _gathered_unplanned(read: Reading, planned: Planned, taken: Iterable[Passed]) -> Iterator[Finding]:
+    """Parameters that are gathered over axes over which the plan shards them."""
+    sharded = {one.path: one.axes for one in taken}
     for one in read.collectives:
-        astray = _astray(one, planned.gathered)
-        # A parameter that lies whole is not gathered: what is written over it may well be.
-        kept = {path: tuple(axis for axis in axes if axis in sharded.get(path, axes)) for path, axes in astray.items()}
-        astray = {path: axes for path, axes in kept.items() if axes}
+        astray: dict[str, Axes] = {}
+        for path, axes in _astray(one, planned.gathered).items():
+            # A parameter that is not sharded cannot be gathered, but its new value can.
+            if over := tuple(axis for axis in axes if axis in sharded.get(path, axes)):
+                astray[path] = over
         if one.kind == "all_gather" and astray:
-            becomes = "" if _gathers(read, one) else "what becomes "
+            value = "" if _gathers(read, one) else "the new value of "
             axes = ", ".join(dict.fromkeys(axis for axes in astray.values() for axis in axes))
-            what = f"{becomes}{_names(list(astray))} is gathered over {axes}, over which it was to stay sharded"
-            fix = "pin the arrays that meet it there to their shardings, with meshpar.constrain(x, ...)"
+            what = f"{value}{_names(list(astray))} is gathered over {axes}, but the plan keeps it sharded there"
+            fix = "constrain the shardings of the arrays that it is combined with: meshpar.constrain(x, ...)"
             yield Finding("unplanned_gather", what, one.place, _sent(one), fix)
 
 
-def _gathered_whole(read: Reading, given: Iterable[Passed], threshold_bytes: int) -> Iterator[Finding]:
-    """Parameters that are sharded, of which a device nevertheless makes the whole at once."""
-    sharded = {one.path: one for one in given if one.axes}
+def _gathered_whole(read: Reading, taken: Iterable[Passed], threshold_bytes: int) -> Iterator[Finding]:
+    """Sharded parameters that a device gathers whole."""
+    sharded = {one.path: one for one in taken if one.axes}
     for one in read.collectives:
         sizes = {array.size for array in one.arrays if array.num_bytes >= threshold_bytes}
         for path in _gathers(read, one):
@@ -118,14 +114,14 @@ def _gathered_whole(read: Reading, given: Iterable[Passed], threshold_bytes: int
                 axes = sharded[path].axes
                 what = f"{path} is sharded over {', '.join(axes)}, but gathered whole"
                 fix = (
-                    "use it as it lies, or gather it layer by layer inside a scan; if it is meant, say so: "
+                    "compute with its shards, or gather it layer by layer inside a scan; if it is intended, pass "
                     f"planned=Planned(gathered={{{path!r}: {axes!r}}})"
                 )
                 yield Finding("unplanned_gather", what, one.place, _sent(one), fix)
 
 
 def _gathers(read: Reading, one: Collective) -> tuple[str, ...]:
-    """The parameters of which it gathers, without those over which is written what it makes."""
+    """The parameters that a collective gathers, without those over which its result is written."""
     return read.flow.gathers(read.lines[one.line])
 
 
@@ -133,23 +129,26 @@ def _gathers(read: Reading, one: Collective) -> tuple[str, ...]:
 
 
 def _reduced_in_loop(read: Reading, planned: Planned) -> Iterator[Finding]:
-    """Gradients that are reduced once in each turn of the loop that adds them up."""
+    """Gradients that are reduced in each turn of the loop that adds them up."""
     kinds = ("all_reduce", "reduce_scatter")
     found = [one for one in read.collectives if one.kind in kinds and one.times > 1]
     reductions = [one for one in found if any(array.size > 1 for array in one.arrays)]  # a loss costs nothing
     turns = Accumulations(read.flow).turns if reductions else {}
-    anywhere = {axis for axes in planned.reduced_in_loop.values() for axis in axes}
+    planned_axes = {axis for axes in planned.reduced_in_loop.values() for axis in axes}
     for one in reductions:
-        meant = not one.tensors and one.axes is not None and anywhere.issuperset(one.axes) and bool(anywhere)
-        if one.line not in turns or meant or (one.tensors and not _astray(one, planned.reduced_in_loop)):
+        astray = list(_astray(one, planned.reduced_in_loop))
+        if one.tensors:
+            is_planned = not astray
+        else:
+            is_planned = one.axes is not None and bool(planned_axes) and planned_axes.issuperset(one.axes)
+        if one.line not in turns or is_planned:
             continue
         num = turns[one.line]
-        names = list(_astray(one, planned.reduced_in_loop)) or list(map(str, one.arrays))
         over = f" over {', '.join(one.axes)}" if one.axes else ""
-        what = f"{'the gradient of ' if one.tensors else ''}{_names(names)} is reduced{over} {num} times"
+        reduced = f"{'the gradient of ' if one.tensors else ''}{_names(astray or list(map(str, one.arrays)))}"
         yield Finding(
             kind="reduction_in_loop",
-            what=f"{what}, once in each turn of the loop that adds it up",
+            what=f"{reduced} is reduced{over} {num} times, once in each turn of the loop that adds it up",
             where=one.place,
             num_bytes=_sent(one) * (num - 1) // num,
             fix=_AFTER_LOOP,
@@ -157,7 +156,7 @@ def _reduced_in_loop(read: Reading, planned: Planned) -> Iterator[Finding]:
 
 
 def _astray(one: Collective, planned: Mapping[str, Axes]) -> dict[str, Axes]:
-    """Its tensors, each with the axes over which nothing was planned for it; those that have none are left out."""
+    """The tensors of a collective that is not planned for them -> the axes over which it is not planned."""
     if one.axes is None:
         return {}
     rest = {path: tuple(axis for axis in one.axes if axis not in planned.get(path, ())) for path in one.tensors}

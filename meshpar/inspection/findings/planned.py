@@ -1,39 +1,60 @@
-"""What the rules of a run plan: where parameters are gathered and reduced, and which arrays are whole on purpose."""
+"""The plan of a step: which gathers, reductions and whole arrays its author intends."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from meshpar.inspection.findings.finding import Axes, Planned
 from meshpar.parallel.context import ParallelContext
-from meshpar.sharding.resolve import Placement
-from meshpar.tree import flatten_with_paths
+from meshpar.tree import flatten_with_paths, matching
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is intended, and therefore no finding. Arguments are named by dotted paths, such as `state.params.head`.
+
+    Args:
+      gathered: path -> the axes over which the parameter is stored, and gathered before use.
+      reduced_in_loop: path -> the axes over which its gradient is reduced in each turn of an accumulation.
+      whole: globs of the arguments that every device holds whole.
+      dims: path -> names of the dims, for arrays that are placed by rules.
+
+    >>> Planned(gathered={"params.w": ("fsdp",)}, whole=("batch.**",)).is_whole("batch.tokens")
+    True
+    """
+
+    gathered: Mapping[str, Axes] = field(default_factory=dict)
+    reduced_in_loop: Mapping[str, Axes] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    dims: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def is_whole(self, path: str) -> bool:
+        return any(matching([path], glob) for glob in self.whole)
 
 
 def planned_by(ctx: ParallelContext, params: Any, opt_state: Any) -> Planned:
-    """The plan of a step `step(state, batch)`.
+    """The plan that the rules of a run make for its step `step(state, batch)`.
 
     Args:
       params: tree of `Placement`, as sharded as the rules can make them.
       opt_state: tree of `Placement`.
     """
+    rules = ctx.rules
     state = {f"state.params.{path}": one for path, one in flatten_with_paths(params).items()}
-    stored = {path: _stored(one, ctx) for path, one in state.items()}
+    stored = {path: tuple(axis for dim in one.spec.dims for axis in ctx.storage(dim)) for path, one in state.items()}
     state |= {f"state.opt_state.{path}": one for path, one in flatten_with_paths(opt_state).items()}
+    whole = ["batch.**"]
+    for path, one in state.items():
+        has_rule = not rules.explicit.keys().isdisjoint(one.spec.dims)
+        if "replicated" in rules.preset or has_rule or (rules.zero_stage == 1 and any(one.axes)):
+            whole.append(path)
     return Planned(
         gathered=stored,
-        # ZeRO-3 never holds a whole gradient, and so reduces in each layer of each microbatch.
-        reduced_in_loop=stored if ctx.manual and ctx.rules.zero_stage == 3 else {},
-        whole=("batch.**", *(path for path, one in state.items() if _is_whole_on_purpose(one, ctx))),
+        # ZeRO-3 never holds a whole gradient, so it reduces in each layer of each microbatch.
+        reduced_in_loop=stored if ctx.manual and rules.zero_stage == 3 else {},
+        whole=tuple(whole),
         dims={path: one.spec.dims for path, one in state.items()},
     )
-
-
-def _stored(one: Placement, ctx: ParallelContext) -> Axes:
-    return tuple(axis for dim in one.spec.dims for axis in ctx.storage(dim))
-
-
-def _is_whole_on_purpose(one: Placement, ctx: ParallelContext) -> bool:
-    """Whether the user wrote down that it is replicated: by a preset that says so, or a rule for a dim of it."""
-    of_stage_1 = ctx.rules.zero_stage == 1 and any(one.axes)
-    return "replicated" in ctx.rules.preset or of_stage_1 or not ctx.rules.explicit.keys().isdisjoint(one.spec.dims)

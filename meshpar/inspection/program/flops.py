@@ -41,17 +41,14 @@ def opaque_calls(visits: Iterable[Visit]) -> tuple[str, ...]:
 def _flops(program: Program, one: Instruction) -> int:
     inputs = program.computation(one.computation)
     if one.opcode == "dot" or (one.opcode == "custom-call" and _GEMM.search(_target(one))):
-        return 2 * one.arrays[0].size * _contracted(one, inputs[one.operands[0]].arrays[0])
+        # A GEMM call has the contracted dims in its backend config.
+        match = re.search(r'lhs_contracting_dim(?:s|ensions)"?[=:][\[{]([\d,"]*)[\]}]', one.rest)
+        dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [-1]
+        left = inputs[one.operands[0]].arrays[0]
+        return 2 * one.arrays[0].size * math.prod(left.shape[dim] for dim in dims)
     if one.opcode == "convolution":
         return 2 * _convolution_terms(one, *(inputs[name].arrays[0] for name in one.operands[:2]))
     return 0
-
-
-def _contracted(one: Instruction, left: Array) -> int:
-    """K, the product of the left operand's contracted dims. A GEMM call has them in its backend config."""
-    match = re.search(r'lhs_contracting_dim(?:s|ensions)"?[=:][\[{]([\d,"]*)[\]}]', one.rest)
-    dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [-1]
-    return math.prod(left.shape[dim] for dim in dims)
 
 
 def _convolution_terms(one: Instruction, image: Array, kernel: Array) -> int:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from meshpar.inspection.program.text import Instruction, Program
 
@@ -23,6 +23,7 @@ _VIEWS = {
 _CALLS = ("calls", "to_apply")
 _MIXES = {"dot", "convolution", "custom-call", "broadcast", "reduce", "gather", "scatter", "sort", "constant", "iota"}
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-permute", "collective-broadcast")
+_T = TypeVar("_T")
 
 
 class Value(NamedTuple):
@@ -133,33 +134,22 @@ class Flow:
             if self.arguments[number].arrays[0].size == 1:
                 continue  # a counter or a sum
             path = argument_path(self.arguments[number])
-            for line in self._collectives_behind(self.result(self.program.entry, output)):
+            behind = reachable([self.result(self.program.entry, output)], self.sources)
+            collectives = (one for one in map(self.instruction, behind) if one and starts_collective(one, _COLLECTIVES))
+            for line in {one.line for one in collectives}:
                 found[line].append(path)
         return {line: _owners(paths) for line, paths in found.items()}
-
-    def _collectives_behind(self, output: Value) -> set[int]:
-        """The lines of the collectives whose results become elements of an output."""
-        seen = set()
-        lines = set()
-        todo = [output]
-        while todo:
-            value = todo.pop()
-            one = self.instruction(value)
-            if value in seen or one is None:
-                continue
-            seen.add(value)
-            if one.opcode.startswith(_COLLECTIVES) and not one.opcode.endswith("-done"):
-                lines.add(one.line)
-            todo += self.sources(one, value)
-        return lines
 
     def instruction(self, value: Value) -> Instruction | None:
         """The instruction that computes a value."""
         return self.program.computation(value.computation).get(value.name)
 
-    def sources(self, one: Instruction, value: Value) -> Iterator[Value]:
-        """The values whose elements become the elements of `value`, the result of instruction `one`."""
+    def sources(self, value: Value) -> Iterator[Value]:
+        """The values whose elements become the elements of `value`."""
         here = value.computation
+        one = self.instruction(value)
+        if one is None:
+            return
         if one.opcode == "parameter":
             yield from self.from_caller(one, value)
         elif one.opcode == "get-tuple-element":
@@ -188,6 +178,23 @@ class Flow:
         for caller in self._callers[value.computation]:
             number = 0 if caller.opcode == "while" else _number(one)
             yield from (Value(caller.computation, name, value.index) for name in caller.operands[number : number + 1])
+
+
+def reachable(start: Iterable[_T], sources: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
+    """The values of `start` and everything that they depend on, each once."""
+    todo = list(start)
+    seen = set()
+    while todo:
+        value = todo.pop()
+        if value not in seen:
+            seen.add(value)
+            yield value
+            todo += sources(value)
+
+
+def starts_collective(one: Instruction, opcodes: tuple[str, ...]) -> bool:
+    """Whether an instruction is a collective, or the start of one, whose opcode begins with any of `opcodes`."""
+    return one.opcode.startswith(opcodes) and not one.opcode.endswith("-done")
 
 
 def argument_path(one: Instruction) -> str:

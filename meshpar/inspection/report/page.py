@@ -45,18 +45,19 @@ def page(inspection: Mapping[str, Any]) -> str:
     )
     functions = (human_bytes, human_flops, short_source)
     templates.filters |= {function.__name__: function for function in functions}
-    templates.filters |= {"share": _share, "percent": _percent, "colour": _colour, "room": _room, "tooltip": _tooltip}
+    templates.filters |= {"room": _room, "tooltip": _tooltip}
     mesh = f"mesh: {describe_sizes(report.mesh)}" if report.mesh else "no mesh was given"
     seconds = report.products_s_estimate
     at_least = "" if seconds is None else f", {1e3 * seconds:.3g} ms at the chip's peak"
-    variables = _sends(report) | _order(report.collectives) | _holds(report)
     return templates.get_template("page.html").render(
         report=report,
         mesh=mesh,
         at_least=at_least,
+        sends=_sends(report),
+        order=_order(report.collectives),
+        memory=_memory(report),
         places=places(report.collectives),
         human_bytes=human_bytes,
-        **variables,
     )
 
 
@@ -68,7 +69,7 @@ def _sends(report: PlainInspection) -> dict[str, Any]:
     traced = {axes: form.get(axes, 0) for axes in all_axes} if form else {}
     against = {axes: _against(sent[axes], traced[axes]) if traced else "" for axes in all_axes}
     most = max([*sent.values(), *traced.values()], default=0)
-    return {"sent": sent, "traced": traced, "against": against, "most_sent": most}
+    return {"sent": sent, "traced": traced, "against": against, "most": most}
 
 
 def _against(sent: int, traced: int) -> str:
@@ -77,18 +78,19 @@ def _against(sent: int, traced: int) -> str:
     elif traced:
         change = f"{(sent - traced) / traced:+.1%}"
     else:
-        change = "beyond it"
+        change = "not traced"
     return f"/ as traced {traced:,}, {change}"
 
 
 def _order(collectives: Iterable[PlainCollective]) -> dict[str, Any]:
-    """The collectives in the order of the program, with the bytes sent before each, for each combination of axes."""
+    """The collectives over each combination of axes, each with the bytes sent before it, and the colours of kinds."""
     found = list(collectives)
     starts = list(accumulate((one.total_bytes for one in found), initial=0.0))
     lanes: dict[str, list[tuple[float, PlainCollective]]] = defaultdict(list)
     for start, one in zip(starts, found, strict=False):
         lanes[axes_name(one.axes)].append((start, one))
-    return {"lanes": lanes, "all_sent": starts[-1], "kinds": sorted({one.kind for one in found})}
+    colours = {kind: kind if kind in KINDS.values() else "other" for kind in sorted({one.kind for one in found})}
+    return {"lanes": lanes, "sent_bytes": starts[-1], "colours": colours}
 
 
 class _Part(NamedTuple):
@@ -100,7 +102,7 @@ class _Part(NamedTuple):
     start: int
 
 
-def _holds(report: PlainInspection) -> dict[str, Any]:
+def _memory(report: PlainInspection) -> dict[str, Any]:
     """The kinds of memory, with the bytes before each, and the marks on their bar."""
     large, small = report.memory.split_arguments()
     kinds = [(name, size, f"m{i % 6}") for i, (name, size) in enumerate(large.items())]
@@ -112,27 +114,14 @@ def _holds(report: PlainInspection) -> dict[str, Any]:
     named = [f"{name}, {human_bytes(num_bytes)}" for name, num_bytes in marks.items() if num_bytes]
     return {
         "parts": [_Part(*kind, start) for kind, start in zip(kinds, starts, strict=False)],
-        "together": starts[-1],
+        "num_bytes": starts[-1],
         "capacity": max(starts[-1], report.memory.total, report.chip_bytes or 0),
         "marks": [num_bytes for num_bytes in marks.values() if num_bytes],
-        "marks_note": f" The marks: {'; '.join(named)}." if named else "",
+        "note": f" The marks: {'; '.join(named)}." if named else "",
     }
 
 
 # Filters of the template ------------------------------------------------------------------------------------------
-
-
-def _share(size: float, whole: float) -> str:
-    return f"{100 * size / whole if whole else 0:.5g}%"
-
-
-def _percent(size: float, whole: float) -> str:
-    return f"{size / whole:.1%}"
-
-
-def _colour(kind: str) -> str:
-    """The name of the colour of a kind of collective."""
-    return kind if kind in KINDS.values() else "other"
 
 
 def _room(one: PlainCollective, all_sent: float) -> str:

@@ -1,7 +1,7 @@
-"""An inspection as plain data, typed: what `as_json()` gives and `meshpar inspect --json` writes, read back.
+"""The plain data of an inspection, typed: what `as_json()` returns and `meshpar inspect --json` writes.
 
-What is drawn or compared is this, so that a file that was kept serves as well as a program that was just compiled.
-Keys that are not known here are passed over: a newer meshpar may write more.
+Text, page and comparison are made from this data, so that a stored file serves as well as a program that was just
+compiled. Unknown keys are ignored, because a newer meshpar may write more of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshpar.inspection.program.memory import Held, Memory
 
 Count = Annotated[int, pydantic.Field(ge=0)]
 Bytes = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
-_MOST = 8
+_MAX_PROBLEMS = 8
 
 
 class _Plain(pydantic.BaseModel):
@@ -25,7 +25,7 @@ class _Plain(pydantic.BaseModel):
 
 
 class PlainCollective(_Plain):
-    """As `Collective`; `sent_bytes` are those of one execution."""
+    """The fields of `Collective`; `sent_bytes` counts one execution."""
 
     kind: str
     axes: tuple[str, ...] | None
@@ -43,7 +43,7 @@ class PlainCollective(_Plain):
 
 
 class PlainFinding(_Plain):
-    """Something that the program does and that could be cheaper; `bytes` are what it costs, where that is known."""
+    """The fields of `Finding`; `bytes` is its cost, None if it is unknown."""
 
     kind: str
     what: str
@@ -53,7 +53,7 @@ class PlainFinding(_Plain):
 
 
 class PlainInspection(_Plain):
-    """As `Inspection`, and the fields of a `Judgement` where it was compiled for a target."""
+    """The fields of `Inspection`, and those of `Judgement` if the program was compiled for a target."""
 
     mesh: dict[str, Count]
     sent_bytes: Count
@@ -64,6 +64,7 @@ class PlainInspection(_Plain):
     memory: Memory
     largest: tuple[Held, ...]
     opaque: tuple[str, ...]
+    model_states: dict[str, Count] | None = None
     findings: tuple[PlainFinding, ...] = ()
     target: str | None = None
     fits: bool | None = None
@@ -71,28 +72,26 @@ class PlainInspection(_Plain):
     products_s_estimate: Bytes | None = None
 
 
-def plain(told: Mapping[str, Any]) -> PlainInspection:
-    """The data of `as_json()`, typed."""
-    return PlainInspection.model_validate(told)
+def plain(inspection: Mapping[str, Any]) -> PlainInspection:
+    """Types the data of `as_json()`."""
+    return PlainInspection.model_validate(inspection)
 
 
 def read(path: Path) -> PlainInspection:
     """Reads a file that `meshpar inspect --json` wrote.
 
     Raises:
-      ProgramError: it cannot be read, or is not such a file; lists what is wrong in it.
+      ProgramError: the file cannot be read, or has another format; the message lists the problems.
     """
     try:
         return PlainInspection.model_validate_json(path.read_bytes(), strict=True)
     except OSError as error:
         raise ProgramError(f"{path} cannot be read: {error.strerror}") from None
     except pydantic.ValidationError as invalid:
-        raise ProgramError(_said(path, invalid)) from None
-
-
-def _said(path: Path, invalid: pydantic.ValidationError) -> str:
-    """What is wrong in a file, as far as one wants to read it."""
-    found = [Problem(".".join(map(str, e["loc"])) or "the file", e["msg"]) for e in invalid.errors(include_url=False)]
-    rest = [f"  ... and {len(found) - _MOST} more"] * (len(found) > _MOST)
-    heading = f"{path} was not written by `meshpar inspect --json`:"
-    return "\n".join([heading, *map(str, found[:_MOST]), *rest])
+        errors = invalid.errors(include_url=False)
+        lines = [f"{path} was not written by `meshpar inspect --json`:"]
+        for one in errors[:_MAX_PROBLEMS]:
+            lines.append(str(Problem(".".join(map(str, one["loc"])) or "the file", one["msg"])))
+        if len(errors) > _MAX_PROBLEMS:
+            lines.append(f"  ... and {len(errors) - _MAX_PROBLEMS} more")
+        raise ProgramError("\n".join(lines)) from None

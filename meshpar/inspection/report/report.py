@@ -1,4 +1,4 @@
-"""What a device holds: every array's dims, rules, local shape and bytes, and the totals."""
+"""The report of `explain`: dims, rules, local shape and bytes of each parameter, and the totals."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Report:
 
     Args:
       arrays: path -> placement, of the parameters as they are stored.
-      held: name (parameters, gathered, gradients, optimizer) -> bytes a device holds of it at most.
-      drawn: whether the arrays are drawn.
+      held: name (parameters, gathered, gradients, optimizer) -> the largest number of bytes on a device.
+      drawn: whether the text draws the arrays.
     """
 
     arrays: Mapping[str, Placement]
@@ -28,10 +28,10 @@ class Report:
     drawn: bool = False
 
     def only(self, glob: str) -> Report:
-        """The report on the arrays whose path matches, drawn.
+        """The report on the arrays whose paths match, with a picture of each.
 
         Raises:
-          ConfigError: there is none.
+          ConfigError: no path matches.
         """
         found = matching(self.arrays, glob)
         if not found:
@@ -40,39 +40,43 @@ class Report:
         return replace(self, arrays={path: self.arrays[path] for path in found}, drawn=True)
 
     def svg(self) -> str:
-        """The arrays drawn, as one SVG document."""
+        """The pictures of the arrays, as one SVG document."""
         return stacked(Picture(path, placement) for path, placement in self.arrays.items())
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain data."""
         arrays = {path: _entry(placement) for path, placement in self.arrays.items()}
-        return {"mesh": dict(self._mesh.shape), "arrays": arrays, "bytes_per_device": dict(self.held)}
+        return {"mesh": self._sizes, "arrays": arrays, "bytes_per_device": dict(self.held)}
 
     def __str__(self) -> str:
-        lines = [f"mesh: {describe_sizes(dict(self._mesh.shape))}", ""]
+        lines = [f"mesh: {describe_sizes(self._sizes)}", ""]
         for path, placement in self.arrays.items():
             lines += [f"{path}  {placement.spec}", *_details(placement)]
-            lines += ["", Picture(path, placement).text(), ""] if self.drawn else []
-        lines += [*([""] if lines[-1] else []), "a device holds"]
+            if self.drawn:
+                lines += ["", Picture(path, placement).text(), ""]
+        if lines[-1]:
+            lines.append("")
+        lines.append("a device holds")
         lines += [f"  {name:<12}{human_bytes(size):>12}" for name, size in self.held.items()]
         lines += [f"  {'total':<12}{human_bytes(sum(self.held.values())):>12}"]
         return "\n".join(lines)
 
     @property
-    def _mesh(self) -> Any:
-        return next(iter(self.arrays.values())).mesh
+    def _sizes(self) -> dict[str, int]:
+        """The sizes of the mesh's axes."""
+        return dict(next(iter(self.arrays.values())).mesh.shape)
 
 
 def report(params: Any, held: Mapping[str, int]) -> Report:
-    """Reports on a tree of placements, and on what a device holds: name -> bytes."""
+    """Reports on a tree of placements and on the bytes that a device holds, by name."""
     return Report(flatten_with_paths(params), {name: size for name, size in held.items() if size})
 
 
 def _details(placement: Placement) -> list[str]:
     shape = ", ".join(map(str, placement.local_shape))
-    # A dim that is whole needs no line, unless the user wrote the rule that leaves it so.
-    told = zip(placement.axes, placement.reason, strict=True)
-    lines = [f"    {reason}" for axes, reason in told if axes or "(rules." in reason]
+    # A dim that is not sharded needs no line, unless the user wrote its rule.
+    reasons = zip(placement.axes, placement.reason, strict=True)
+    lines = [f"    {reason}" for axes, reason in reasons if axes or "(rules." in reason]
     copies = placement.copies(AXES)
     whole = f" on each of {copies} devices" if copies > 1 else ""
     return [*lines, f"    local [{shape}]  {human_bytes(placement.local_bytes)}{whole}"]

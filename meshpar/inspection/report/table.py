@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def table(head: list[str] | None, rows: list[list[str]]) -> str:
-    """Rows below each other, cells to the left, two blanks between.
+    """Rows of cells that are aligned to the left, with two blanks between columns.
 
     >>> print(table(["over", "bytes"], [["fsdp", "8"], ["tensor", "16"]]))
       over    bytes

@@ -1,0 +1,76 @@
+"""Renders an inspection as text for a terminal."""
+
+from __future__ import annotations
+
+from meshpar.inspection.report.places import places, short_source
+from meshpar.inspection.report.plain import PlainFinding, PlainInspection
+from meshpar.inspection.report.table import table
+from meshpar.mesh.layout import describe_sizes
+from meshpar.tree import human_bytes
+
+_MAX_FINDINGS = 8
+
+
+def text(report: PlainInspection) -> str:
+    """What a device sends, computes and holds in one call of a program."""
+    parts = ["a device, in one step"]
+    if report.mesh:
+        parts.append(f"mesh: {describe_sizes(report.mesh)}")
+    parts += [_collectives(report), _bytes_per_axis(report)]
+    parts += [f"matrix products: {report.flops:,} FLOPs", _memory(report)]
+    if states := report.model_states:
+        total = human_bytes(sum(states.values()))
+        parts.append(f"model states, in closed form, {total}\n{_sizes(list(states.items()))}")
+    for title, is_argument in (("largest arguments", True), ("largest temporaries", False)):
+        arrays = [one for one in report.largest if one.is_argument == is_argument]
+        rows = [[human_bytes(one.num_bytes), one.array, one.name, short_source(one.source)] for one in arrays]
+        parts.append(f"{title}\n{table(None, rows)}")
+    if report.opaque:
+        parts.append(f"custom calls, which are not counted: {', '.join(report.opaque)}")
+    if report.findings:
+        parts.append(_findings(report.findings))
+    return "\n\n".join(parts)
+
+
+def _collectives(report: PlainInspection) -> str:
+    """A line for each place in the code that communicates, most bytes first."""
+    found = places(report.collectives)
+    rows = []
+    for one in found:
+        kind = f"{one.kind} in a branch" if one.in_branch else one.kind
+        size = human_bytes(one.sent_bytes)
+        rows.append([kind, one.axes, f"{one.times}x", size, one.what, short_source(one.source)])
+    total = human_bytes(sum(one.sent_bytes for one in found))
+    return f"sends {total}\n" + table(["", "axes", "times", "bytes", "what", "where"], rows)
+
+
+def _bytes_per_axis(report: PlainInspection) -> str:
+    sent = report.sent_bytes_per_axis
+    traced = report.traced_bytes_per_axis
+    if not traced:
+        return table(["over", "bytes"], [[axes, f"{num_bytes:,}"] for axes, num_bytes in sent.items()])
+    rows = [[axes, f"{sent.get(axes, 0):,}", f"{traced.get(axes, 0):,}"] for axes in dict.fromkeys([*sent, *traced])]
+    return table(["over", "bytes", "as traced"], rows)
+
+
+def _memory(report: PlainInspection) -> str:
+    memory = report.memory
+    large, small = memory.split_arguments()
+    sizes = [*large.items(), ("other arguments", small)]
+    sizes += [("outputs", memory.outputs), ("temporaries", memory.temporaries)]
+    return f"holds {human_bytes(memory.total)}{' at its peak' if memory.peak else ' at most'}\n{_sizes(sizes)}"
+
+
+def _sizes(sizes: list[tuple[str, int]]) -> str:
+    return table(None, [[name, human_bytes(size)] for name, size in sizes if size])
+
+
+def _findings(findings: tuple[PlainFinding, ...]) -> str:
+    lines = ["findings"]
+    for one in findings[:_MAX_FINDINGS]:
+        cost = "" if one.bytes is None else human_bytes(one.bytes)
+        lines += [f"  {one.kind}  {cost}", f"    {one.what}"]
+        lines += [f"    where: {short_source(one.where)}", f"    fix: {one.fix}"]
+    if len(findings) > _MAX_FINDINGS:
+        lines.append(f"  and {len(findings) - _MAX_FINDINGS} more")
+    return "\n".join(lines)
