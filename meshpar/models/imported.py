@@ -1,4 +1,4 @@
-"""A model of the user's own, named by a config; what it is, `meshpar.interop.flax_model` says."""
+"""The config of a user's own model; `meshpar.interop.flax_model` imports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshpar.config import Config, Target
 
 
 class Import(Config):
-    """A Flax model that a function of the user's makes.
+    """A Flax model that a user's function returns.
 
     >>> Import(target="my_package.my_module:build", arguments={"width": 64}).target
     'my_package.my_module:build'
@@ -18,13 +18,13 @@ class Import(Config):
 
     kind: Literal["import"] = "import"
     target: Target
-    """`package.module:name` of a function that gives a Linen module; or of an NNX module's class, or a function like
-    it, which is called with `rngs`."""
+    """`package.module:name` of a function that returns a Linen module, or of an NNX module's class or a function that
+    returns one; NNX's is called with `rngs`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """What it is called with, by name."""
+    """Keyword arguments for the target."""
     dims: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Path glob -> a name for each dim of the parameters that it matches; goes before what the model declares."""
+    """Path glob -> a name for each dim of the matching parameters; overrides what the model declares."""
     activation_dims: tuple[str, ...] = ()
-    """Names that only activations have: rules may name them too."""
+    """Names of dims that only activations have; rules may use them."""
     axes: dict[str, str] = Field(default_factory=dict)
-    """The model's own name of a mesh axis -> meshpar's, `{tp: tensor}`, for a model that names axes and not dims."""
+    """The model's own name of a mesh axis -> meshpar's, `{tp: tensor}`, for a model that names axes instead of dims."""
