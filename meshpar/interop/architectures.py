@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from meshpar.errors import Problems, nearest
+from meshpar.errors import Problems, excerpt, nearest
 from meshpar.models import GPT, Llama, gpt, llama
 from meshpar.models.foreign import Names
 from meshpar.nn.transformer import Decoder
@@ -167,13 +167,8 @@ def _report(invalid: pydantic.ValidationError, keys: Mapping[str, str], found: P
         key = keys.get(name, name)
         if key not in known:
             is_missing = error["type"] == "missing"
-            what = "required, but missing" if is_missing else f"{error['msg']}, got {shortened(error['input'])}"
+            what = "required, but missing" if is_missing else f"{error['msg']}, got {excerpt(repr(error['input']))}"
             found.add(key, what)
-
-
-def shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def write(model: Decoder, original: Json | None = None) -> Json | None:
@@ -209,7 +204,7 @@ def canonical(model: Decoder) -> Decoder:
 
 def _read_llama(kind: str, given: Given, found: Problems) -> Json:
     if given.hidden_act not in ("silu", "swish"):
-        found.add("hidden_act", f"{shortened(given.hidden_act)} is not supported for this model, only silu")
+        found.add("hidden_act", f"{excerpt(repr(given.hidden_act))} is not supported for this model, only silu")
     attn_bias = "qkv" if kind == "qwen2" else "all" if kind != "mistral" and given.attention_bias else "none"
     biases = {"attn_bias": attn_bias, "mlp_bias": kind == "llama" and given.mlp_bias}
     return biases | {"head_norm": kind == "qwen3"} | _window(kind, given, found) | _rope(kind, given, found)
@@ -243,7 +238,7 @@ def _rope(kind: str, given: Given, found: Problems) -> Json:
         parts = rope.model_dump() | {"original_max_position_embeddings": original}
         scaling = {"kind": "llama3"} | {field: parts[key] for key, field in LLAMA3_KEYS.items()}
     elif type_ != "default":
-        found.add(key, f"rope_type {shortened(type_)} is not supported", "supported: default, linear, llama3")
+        found.add(key, f"rope_type {excerpt(repr(type_))} is not supported", "supported: default, linear, llama3")
     fraction = given.partial_rotary_factor if rope.partial_rotary_factor is None else rope.partial_rotary_factor
     if fraction != 1 and kind != "phi3":
         found.add("partial_rotary_factor", f"is {fraction}, and a {kind} is supported with 1 only")
@@ -277,7 +272,7 @@ def _write_llama(model: Llama) -> Json:
 
 def _read_gpt2(given: Given, found: Problems) -> Json:
     if given.activation_function not in ("gelu_new", "gelu_pytorch_tanh"):
-        what = f"{shortened(given.activation_function)} is not supported for this model, only gelu_new"
+        what = f"{excerpt(repr(given.activation_function))} is not supported for this model, only gelu_new"
         found.add("activation_function", what)
     if not given.scale_attn_weights:
         found.add("scale_attn_weights", "only true is supported")

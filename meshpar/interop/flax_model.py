@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.interop import user_code
 from meshpar.interop.declared import lazily, unboxed
 from meshpar.interop.keys import key_implementations
@@ -150,8 +150,7 @@ def _check_arguments(model: Import, parameters: Mapping[str, Parameter]) -> None
     listed = f"it has {', '.join(named)}" if named else "it has none"
     for name in model.arguments:
         if name not in named and not takes_any:
-            near = nearest(name, named)
-            fix = f"did you mean {near}?" if near else listed
+            fix = suggestion(name, named, listed)
             problems.add(f"model.arguments.{name}", f"{model.target} has no such argument", fix)
     for name, parameter in named.items():
         if parameter.default is Parameter.empty and name not in model.arguments:

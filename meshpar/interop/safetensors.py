@@ -130,7 +130,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _is_entry(entry: Any) -> bool:
     if not isinstance(entry, dict) or entry.get("dtype") not in CODES.values():
         return False
-    offsets = entry.get("data_offsets")
+    offsets: Any = entry.get("data_offsets")
     return _are_counts(entry.get("shape")) and _are_counts(offsets) and len(offsets) == 2
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshpar.errors import DataError, Problems, nearest
+from meshpar.errors import DataError, Problems, nearest, suggestion
 from meshpar.sharding.constrain import Lowering
 from meshpar.sharding.spec import ArraySpec
 
@@ -45,8 +45,7 @@ def batch_specs(
             specs[name] = ArraySpec(tuple(x.shape), np.dtype(x.dtype), tuple(dims))
             _check_dims(name, specs[name], how, problems)
     for name in (name for name in batch_dims if name not in batch):
-        near = nearest(name, batch)
-        fix = f"did you mean {near}?" if near else f"the arrays are {', '.join(batch)}"
+        fix = suggestion(name, batch, f"the arrays are {', '.join(batch)}")
         problems.add(f"batch_dims[{name!r}]", "the batch has no such array", fix)
     _check_rows(specs, how, problems)
     problems.raise_any(DataError, "this batch cannot be trained on:")
@@ -64,8 +63,7 @@ def check_batch(batch: Mapping[str, Any], structs: Mapping[str, jax.ShapeDtypeSt
         problems.add(f"batch[{name!r}]", "is missing", f"the step was compiled for {', '.join(structs)}")
     for name, x in batch.items():
         if name not in structs:
-            near = nearest(name, structs)
-            fix = f"did you mean {near}?" if near else f"the step was compiled for {', '.join(structs)}"
+            fix = suggestion(name, structs, f"the step was compiled for {', '.join(structs)}")
             problems.add(f"batch[{name!r}]", "the step knows no such array", fix)
         elif (reason := _unfit(x)) or (reason := _unlike(x, structs[name])):
             problems.add(f"batch[{name!r}]", *reason)
