@@ -74,7 +74,8 @@ def _check_globs(globs: Mapping[str, Sequence[str]], paths: Sequence[str]) -> No
 def _difference(saved: str | None, wanted: str | None) -> str:
     if saved is None:
         return f"{wanted} in this run, missing in the checkpoint"
-    return f"{saved} in the checkpoint, " + (f"{wanted} in this run" if wanted else "unknown to this run")
+    in_run = f"{wanted} in this run" if wanted else "unknown to this run"
+    return f"{saved} in the checkpoint, {in_run}"
 
 
 def _check_same(differ: Mapping[str, str], changes: Mapping[str, Sequence[Any]], where: str, *, whole: bool) -> None:
