@@ -1,4 +1,4 @@
-"""Models from Hugging Face's folders to runs, and back: what `meshpar convert` does."""
+"""Converts Hugging Face folders to run directories and back, for `meshpar convert`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshpar.checkpoint.saved import FOLDER, Saved, find
 from meshpar.checkpoint.selection import PARAMS
 from meshpar.errors import CheckpointError
 from meshpar.experiment.config import Precision, Run, load, simulate
-from meshpar.experiment.prepare import Prepared, prepare
+from meshpar.experiment.prepare import prepare
 from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.interop.pretrained import PretrainedBeginning
@@ -28,25 +28,26 @@ from meshpar.tree import flatten_with_paths
 
 __all__ = ["from_hf", "to_hf"]
 
-COMPANIONS, RUN_CONFIG = "hugging_face", "config.yaml"
+COMPANIONS = "hugging_face"
+RUN_CONFIG = "config.yaml"
 
 
 def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
-    """A run directory that begins with the model of a Hugging Face folder, and needs that folder no more.
+    """Creates a run directory that starts from the model of a Hugging Face folder, and no longer needs the folder.
 
-    It holds `config.yaml`, a whole config with the model's sizes, and the checkpoint of step 0, from which `train`
-    goes on; and under `hugging_face` the `config.json` and the tokenizer, for the way back.
+    It has `config.yaml`, complete with the model's sizes; the checkpoint of step 0, from which `train` resumes;
+    and in `hugging_face` the `config.json` and the tokenizer, which `to_hf` uses.
 
     Args:
-      overrides: `key=value`, of the config that is written: `mesh.fsdp=8`, `optim.lr=1e-5`.
+      overrides: `key=value` changes of the config that is written: `mesh.fsdp=8`, `optim.lr=1e-5`.
 
-    Memory: as the run's mesh needs it, and a second time one parameter.
+    Memory: the run's state on its mesh, and a second copy of one parameter.
 
     Raises:
       CheckpointError: the run directory exists; or lists what is wrong with the folder, see `open_pretrained`.
       ConfigError: lists what is wrong with the overrides.
 
-    Example: a run is written as such a folder, and the folder becomes a run again.
+    Example: a run is written as a Hugging Face folder, and the folder becomes a run again.
       >>> import tempfile
       >>> from meshpar import Run, convert, fit
       >>> with tempfile.TemporaryDirectory() as name:
@@ -81,9 +82,11 @@ def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
 
 
 def run_of(pretrained: Pretrained, run_dir: Path) -> Run:
-    """A run of that model, in the file's precision, with a wide copy for the optimizer if that is bfloat16."""
-    model, narrow = pretrained.model, pretrained.dtype == np.dtype("bfloat16")
-    precision = Precision(params="bfloat16", compute="bfloat16", master="float32") if narrow else Precision()
+    """A run of the model in the precision of its files; if that is bfloat16, the optimizer has a float32 copy."""
+    model = pretrained.model
+    precision = Precision()
+    if pretrained.dtype == np.dtype("bfloat16"):
+        precision = Precision(params="bfloat16", compute="bfloat16", master="float32")
     return Run(
         model=model,  # pyright: ignore[reportArgumentType]  one of those in ARCHITECTURES
         data=Synthetic(vocab_size=model.vocab_size, seq_len=min(256, model.max_seq_len)),
@@ -95,14 +98,14 @@ def run_of(pretrained: Pretrained, run_dir: Path) -> Run:
 
 
 def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
-    """Writes the last checkpoint of a run as a folder that Hugging Face's libraries read, LoRA merged.
+    """Writes the last checkpoint of a run as a folder that Hugging Face's libraries read, with LoRA merged.
 
     Args:
       source: a run directory, or the config of a run.
-      largest_file: bytes of tensors in a file.
+      largest_file: bytes of tensors per file.
 
     Raises:
-      CheckpointError: the folder exists; there is no checkpoint; or there is no such architecture.
+      CheckpointError: the folder exists, there is no checkpoint, or no supported architecture computes the same.
 
     Example: see `from_hf`.
     """
@@ -112,25 +115,20 @@ def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
     run = _saved_run(saved)
     if not (model := run.model.hugging_face()):
         raise CheckpointError(f"{saved.folder} holds {model.because}")
-    structs = _on_one_device(run).placement.structs
-    params = flatten_with_paths(saved.restore(structs, PARAMS).params)
-    params = run.adapt.merged(params) if run.adapt else params
-    export(folder, model, params, _companions(run, run_dir), largest_file)
-
-
-def _companions(run: Run, run_dir: Path) -> Path | None:
+    one_device: dict[str, Any] = {"mesh": MeshLayout(), "rules": AxisRules(preset=("replicated",)), "expects": None}
+    prepared = prepare(run.model_copy(update=one_device), MeshLayout().build(jax.devices()[:1]))
+    params = flatten_with_paths(saved.restore(prepared.placement.structs, PARAMS).params)
+    if run.adapt:
+        params = run.adapt.merged(params)
+    companions = run.init.from_hf if run.init else None
     if (run_dir / COMPANIONS).is_dir():
-        return run_dir / COMPANIONS
-    return run.init.from_hf if run.init else None
+        companions = run_dir / COMPANIONS
+    export(folder, model, params, companions, largest_file)
 
 
 def _saved_run(saved: Saved) -> Run:
     try:
         return Run.model_validate_json(json.dumps(saved.meta["config"]), strict=True)
     except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{saved.folder} holds no config of a run, so what was trained is not known") from None
-
-
-def _on_one_device(run: Run) -> Prepared:
-    alone: dict[str, Any] = {"mesh": MeshLayout(), "rules": AxisRules(preset=("replicated",)), "expects": None}
-    return prepare(run.model_copy(update=alone), MeshLayout().build(jax.devices()[:1]))
+        raise CheckpointError(f"{saved.folder} holds no config of a run, so its model is unknown") from None
+    return run

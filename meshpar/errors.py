@@ -155,6 +155,16 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return lower[close[0]] if close else None
 
 
+def suggestion(name: str, names: Iterable[str], otherwise: str) -> str:
+    """The fix for an unknown name: the nearest of the valid names, or another fix if none is near.
+
+    >>> suggestion("tensr", ["data", "tensor"], "there are data, tensor")
+    'did you mean tensor?'
+    """
+    near = nearest(name, names)
+    return f"did you mean {near}?" if near else otherwise
+
+
 def printable(text: str, keep: str = "\n\t") -> str:
     """The text with control characters, which a terminal would obey instead of showing, as escapes.
 

@@ -68,7 +68,7 @@ class About:
             for path, x in flatten_with_paths(state).items()
         }
         rows = None if self.batch_size is None else step * self.batch_size
-        data = {"next_batch": step, "rows_read": rows, "seed": self.seed}
+        data: dict[str, Any] = {"next_batch": step, "rows_read": rows, "seed": self.seed}
         if self.files:
             data["files"] = self.files
         return {
@@ -165,8 +165,8 @@ class Checkpoints:
             raise self._exists(step)
         name = self.kept.metric
         metrics = metrics or {}
-        value = metrics.get(name)
-        finite = value if value is not None and math.isfinite(value) else None  # JSON has no NaN
+        value = metrics.get(name, math.nan)
+        finite = value if math.isfinite(value) else None  # JSON has no NaN
         meta = self.about.at(step, state) | {"metric": {"name": name, "best": self.kept.best, "value": finite}}
         if jax.process_index() == 0 and self._is_locked:
             for partial in self.directory.glob("*.partial"):  # their writers were killed

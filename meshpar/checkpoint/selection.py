@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshpar.errors import CheckpointError, Problems, nearest
+from meshpar.errors import CheckpointError, Problems, suggestion
 from meshpar.tree import matching
 
 EVERYTHING = ("**",)
@@ -66,8 +66,7 @@ def _check_globs(globs: Mapping[str, Sequence[str]], paths: Sequence[str]) -> No
     for key, each in globs.items():
         for glob in each:
             if paths and not matching(paths, glob):
-                near = nearest(glob, [*paths, *(f"{top}.**" for top in tops)])
-                fix = f"did you mean {near}?" if near else f"there are {', '.join(tops)}"
+                fix = suggestion(glob, [*paths, *(f"{top}.**" for top in tops)], f"there are {', '.join(tops)}")
                 problems.add(f"{key}: {glob}", "matches no array of the checkpoint, and none of the run", fix)
     problems.raise_any(CheckpointError, "cannot select what to restore:")
 

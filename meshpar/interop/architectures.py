@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import pydantic
 
-from meshpar.errors import Problems, nearest
+from meshpar.errors import Problems, excerpt, nearest
 from meshpar.models import KINDS
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import LARGEST, Architecture, Json, shortened
+from meshpar.models.foreign import LARGEST, Architecture, Json
 
 MODELS: dict[str, type[DecoderModel]] = {
     model_type: kind  # pyright: ignore[reportAssignmentType]  only decoders have architectures
@@ -83,7 +83,7 @@ def _report(invalid: pydantic.ValidationError, keys: Mapping[str, str], found: P
         key = keys.get(name, name)
         if key not in known:
             is_missing = error["type"] == "missing"
-            what = "required, but missing" if is_missing else f"{error['msg']}, got {shortened(error['input'])}"
+            what = "required, but missing" if is_missing else f"{error['msg']}, got {excerpt(repr(error['input']))}"
             found.add(key, what)
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from pydantic import Field
 
 from meshpar.config import Target
-from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.interop import user_code
 from meshpar.interop.declared import lazily, unboxed
 from meshpar.interop.keys import key_implementations
@@ -171,8 +171,7 @@ def _check_arguments(model: Import, parameters: Mapping[str, Parameter]) -> None
     listed = f"it has {', '.join(named)}" if named else "it has none"
     for name in model.arguments:
         if name not in named and not takes_any:
-            near = nearest(name, named)
-            fix = f"did you mean {near}?" if near else listed
+            fix = suggestion(name, named, listed)
             problems.add(f"model.arguments.{name}", f"{model.target} has no such argument", fix)
     for name, parameter in named.items():
         if parameter.default is Parameter.empty and name not in model.arguments:

@@ -71,7 +71,7 @@ class Pretrained:
         sizes = Counter[np.dtype]()
         for tensor in self.tensors.values():
             sizes[tensor.dtype] += math.prod(tensor.shape)
-        return sizes.most_common(1)[0][0]
+        return max(sizes, key=sizes.__getitem__)
 
     def params(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Reads our parameters, each device its own shard. A shard on several devices of a process is read once.

@@ -60,15 +60,10 @@ class Tensor:
         width = math.prod(self.shape[1:])
         size = self.dtype.itemsize
         part = np.empty((last - first, right - left), self.dtype)
-        file = os.open(self.file, os.O_RDONLY)
-        try:
-            if right - left == width:
-                self._fill(file, part, self.begin + first * width * size)
-            else:
-                for row, into in zip(range(first, last), part, strict=True):
-                    self._fill(file, into, self.begin + (row * width + left) * size)
-        finally:
-            os.close(file)
+        runs = [(first, part)] if right - left == width else zip(range(first, last), part, strict=True)
+        with self.file.open("rb", buffering=0) as file:
+            for row, into in runs:
+                self._fill(file.fileno(), into, self.begin + (row * width + left) * size)
         return part if len(self.shape) > 1 else part[:, 0]
 
     def _fill(self, file: int, array: np.ndarray, offset: int) -> None:
@@ -135,7 +130,8 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _is_entry(entry: Any) -> bool:
     if not isinstance(entry, dict) or entry.get("dtype") not in CODES.values():
         return False
-    return _are_counts(entry.get("shape")) and _are_counts(entry.get("data_offsets"), 2)
+    offsets: Any = entry.get("data_offsets")
+    return _are_counts(entry.get("shape")) and _are_counts(offsets) and len(offsets) == 2
 
 
 def _are_counts(values: Any, num: int | None = None) -> bool:
@@ -196,9 +192,7 @@ def write(path: Path, tensors: Iterable[Written]) -> None:
     begin = 0
     for tensor in tensors:
         end = begin + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": CODES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end],
-        }  # fmt: skip
+        header[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

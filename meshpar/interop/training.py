@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.interop.declared import changing, declared_dims, flax_rules, lazily, unboxed
 from meshpar.interop.keys import KEY_DATA, as_data, as_keys, key_implementations
 from meshpar.mesh.layout import AXES, MeshLayout
@@ -147,8 +147,7 @@ def specs_of(init: Init, carried: Init | None, seed: int, dims: Dims) -> tuple[A
     paths = [path.removesuffix(".value") for path in (*flatten_with_paths(specs), *flatten_with_paths(carried_specs))]
     for glob in dims:
         if not matching(paths, glob):
-            near = nearest(glob, paths)
-            fix = f"did you mean {near}?" if near else f"the arrays are {', '.join(paths[:8])}"
+            fix = suggestion(glob, paths, f"the arrays are {', '.join(paths[:8])}")
             problems.add(f"dims[{glob!r}]", "matches no array", fix)
     problems.raise_any(ConfigError, "the names of dims do not fit the model:")
     return specs, carried_specs
@@ -282,8 +281,7 @@ def _check_arguments(more: Mapping[str, Any], losses: Mapping[str, Callable[...,
     known = [field.name for field in fields(ParallelContext) if field.name not in signature(training).parameters]
     known.append("seed")
     for name in (name for name in more if name not in known):
-        near = nearest(name, [*known, *signature(training).parameters])
-        fix = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
+        fix = suggestion(name, [*known, *signature(training).parameters], f"there are {', '.join(known)}")
         problems.add(name, "training has no such argument", fix)
     arguments = ("params", "batch", "key", *(["carried"] if carries else []))
     for name, loss in losses.items():

@@ -55,8 +55,8 @@ def permit(target: str, config: Path | None) -> None:
     if path is None:
         raise ConfigError(f"{target}: there is no {module.replace('.', '/')}.py in the working directory, {here}")
     if config is not None and config.resolve().parent != here.resolve():
-        what = f"{config} is not in the working directory, beside {module.partition('.')[0]}, and may not import it"
-        fix = f"if you trust it, say meshpar --import {path.relative_to(here)}"
+        what = f"{config} may not import it, as it is not in the working directory with {module.partition('.')[0]}"
+        fix = f"if you trust it, run meshpar --import {path.relative_to(here)}"
         raise ConfigError(f"{target}: {what}; {fix}")
     _permitted[target] = path
 

@@ -17,12 +17,13 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Foreign:
-    """One tensor of such a checkpoint, a matrix or a vector, that holds one of our parameters or several.
+    """A tensor of the other checkpoint, a matrix or a vector, that holds one or several of our parameters.
 
     Args:
-      parts: paths of parameters, their outputs one after the other.
-      inputs: how many of a parameter's dims, `layers` aside, are inputs; the others are outputs. 0 for a vector.
-      outputs_first: whether it is `[out, in]`, as PyTorch's Linear has it, and not `[in, out]`.
+      parts: paths of our parameters; their outputs are concatenated.
+      inputs: the number of leading dims of a parameter, without `layers`, that are inputs; the others are outputs. 0
+        for a vector.
+      outputs_first: whether the tensor is `[out, in]`, as in PyTorch's Linear, instead of `[in, out]`.
     """
 
     parts: tuple[str, ...]
@@ -30,7 +31,7 @@ class Foreign:
     outputs_first: bool = False
 
     def shape(self, shapes: dict[str, Shape]) -> Shape:
-        """Its shape, from those of its parts without `layers`.
+        """The tensor's shape, from the shapes of its parts without `layers`.
 
         >>> linear("q", "k").shape({"q": (8, 2, 4), "k": (8, 1, 4)})
         (12, 8)
@@ -43,21 +44,21 @@ class Foreign:
 
 
 Names = dict[str, Foreign]
-"""Name of a tensor, with `*` for the number of the layer -> what it holds."""
+"""Name of a tensor, with `*` for the number of the layer -> its parameters."""
 
 
 def linear(*parts: str, inputs: int = 1) -> Foreign:
-    """`[out, in]`."""
+    """A matrix `[out, in]`."""
     return Foreign(parts, inputs, outputs_first=True)
 
 
 def rows(*parts: str, inputs: int = 1) -> Foreign:
-    """`[in, out]`, as a table of embeddings has it, and GPT-2's Conv1D."""
+    """A matrix `[in, out]`, such as an embedding, or GPT-2's Conv1D."""
     return Foreign(parts, inputs)
 
 
 def vector(*parts: str) -> Foreign:
-    """`[out]`."""
+    """A vector `[out]`."""
     return Foreign(parts, inputs=0)
 
 
@@ -135,8 +136,3 @@ class Architecture:
     read: Callable[[Given, Problems], Json]
     write: Callable[[Any], Json]
     given: type[Given] = Given
-
-
-def shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

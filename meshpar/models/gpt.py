@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from meshpar.errors import Problems
+from meshpar.errors import Problems, excerpt
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import Architecture, Given, Json, Names, linear, rows, shortened, vector
+from meshpar.models.foreign import Architecture, Given, Json, Names, linear, rows, vector
 from meshpar.nn.layers import GELU, LayerNorm
 
 
@@ -62,7 +62,7 @@ def _gpt2(given: Given, found: Problems) -> Json:
     if given.activation_function not in ("gelu_new", "gelu_pytorch_tanh"):
         found.add(
             "activation_function",
-            f"{shortened(given.activation_function)} is not supported for this model, only gelu_new",
+            f"{excerpt(repr(given.activation_function))} is not supported for this model, only gelu_new",
         )
     if not given.scale_attn_weights:
         found.add("scale_attn_weights", "only true is supported")

@@ -11,9 +11,9 @@ from typing import Annotated, ClassVar, Literal
 import pydantic
 
 from meshpar.config import Count, Positive
-from meshpar.errors import Problems
+from meshpar.errors import Problems, excerpt
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import Architecture, Given, Json, Names, Rope, linear, rows, shortened, vector
+from meshpar.models.foreign import Architecture, Given, Json, Names, Rope, linear, rows, vector
 from meshpar.nn.attention import Bias
 from meshpar.nn.layers import RMSNorm, SwiGLU
 from meshpar.nn.rotary import Scaling
@@ -96,7 +96,7 @@ LLAMA3_KEYS = {
 def _llama(kind: str) -> Callable[[Given, Problems], Json]:
     def read(given: Given, found: Problems) -> Json:
         if given.hidden_act not in ("silu", "swish"):
-            found.add("hidden_act", f"{shortened(given.hidden_act)} is not supported for this model, only silu")
+            found.add("hidden_act", f"{excerpt(repr(given.hidden_act))} is not supported for this model, only silu")
         attn_bias = "qkv" if kind == "qwen2" else "all" if kind != "mistral" and given.attention_bias else "none"
         biases = {"attn_bias": attn_bias, "mlp_bias": kind == "llama" and given.mlp_bias}
         return biases | {"head_norm": kind == "qwen3"} | _window(kind, given, found) | _rope(kind, given, found)
@@ -132,7 +132,7 @@ def _rope(kind: str, given: Given, found: Problems) -> Json:
         parts = rope.model_dump() | {"original_max_position_embeddings": original}
         scaling = {"kind": "llama3"} | {field: parts[key] for key, field in LLAMA3_KEYS.items()}
     elif type_ != "default":
-        found.add(key, f"rope_type {shortened(type_)} is not supported", "supported: default, linear, llama3")
+        found.add(key, f"rope_type {excerpt(repr(type_))} is not supported", "supported: default, linear, llama3")
     fraction = given.partial_rotary_factor if rope.partial_rotary_factor is None else rope.partial_rotary_factor
     if fraction != 1 and kind != "phi3":
         found.add("partial_rotary_factor", f"is {fraction}, and a {kind} is supported with 1 only")

@@ -1,4 +1,4 @@
-"""The arrays that a user gives as a batch: each has the same rows, and they can be cut into equal parts."""
+"""Checks the arrays of a user's batch: each has the same rows, and they can be split equally."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshpar.errors import DataError, Problems, nearest
+from meshpar.errors import DataError, Problems, nearest, suggestion
 from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.spec import ArraySpec
 
 ROWS = "rows"
-"""The name under which a step adds the index of each row to a batch."""
+"""The name of the array of row indices that a step adds to a batch."""
 
 
 def batch_specs(
     batch: Mapping[str, Any], batch_dims: Mapping[str, tuple[str, ...]], ctx: ParallelContext
 ) -> dict[str, ArraySpec]:
-    """The specs of an example of a batch.
+    """The specs of an example batch.
 
     Args:
       batch_dims: name -> a name for each dim; default: `batch`, and the others without a name.
@@ -27,9 +27,10 @@ def batch_specs(
 
     Raises:
       DataError: lists every array without rows or of another library, and every name in `batch_dims` without an array;
-        or the rows cannot be cut into equal parts.
+        or the rows cannot be split equally.
     """
-    problems, specs = Problems(), {}
+    problems = Problems()
+    specs: dict[str, ArraySpec] = {}
     if not batch:
         problems.add("batch", "has no array", "an example: {name: array}")
     for name, x in batch.items():
@@ -44,8 +45,7 @@ def batch_specs(
             specs[name] = ArraySpec(tuple(x.shape), np.dtype(x.dtype), tuple(dims))
             _check_dims(name, specs[name], ctx, problems)
     for name in (name for name in batch_dims if name not in batch):
-        near = nearest(name, batch)
-        fix = f"did you mean {near}?" if near else f"the arrays are {', '.join(batch)}"
+        fix = suggestion(name, batch, f"the arrays are {', '.join(batch)}")
         problems.add(f"batch_dims[{name!r}]", "the batch has no such array", fix)
     _check_rows(specs, ctx, problems)
     problems.raise_any(DataError, "this batch cannot be trained on:")
@@ -53,18 +53,17 @@ def batch_specs(
 
 
 def check_batch(batch: Mapping[str, Any], structs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Checks that a batch is like the one that the step was compiled for.
+    """Checks that a batch has the arrays that the step was compiled for.
 
     Raises:
-      DataError: lists every array that is missing, that is not known, or that has another shape or dtype.
+      DataError: lists every array that is missing or unknown, or has another shape or dtype.
     """
     problems = Problems()
     for name in (name for name in structs if name not in batch):
         problems.add(f"batch[{name!r}]", "is missing", f"the step was compiled for {', '.join(structs)}")
     for name, x in batch.items():
         if name not in structs:
-            near = nearest(name, structs)
-            fix = f"did you mean {near}?" if near else f"the step was compiled for {', '.join(structs)}"
+            fix = suggestion(name, structs, f"the step was compiled for {', '.join(structs)}")
             problems.add(f"batch[{name!r}]", "the step knows no such array", fix)
         elif (reason := _unfit(x)) or (reason := _unlike(x, structs[name])):
             problems.add(f"batch[{name!r}]", *reason)
@@ -72,7 +71,7 @@ def check_batch(batch: Mapping[str, Any], structs: Mapping[str, jax.ShapeDtypeSt
 
 
 def _unfit(x: Any) -> tuple[str, str] | None:
-    """Why something is no array with rows, and what would be."""
+    """Why a value is not an array with rows, and a fix; None if it is one."""
     library = type(x).__module__.partition(".")[0]
     if library in ("torch", "tensorflow"):
         return f"is a tensor of {library}, and JAX reads NumPy's arrays", "x.numpy(), in the data pipeline"
@@ -85,6 +84,7 @@ def _unfit(x: Any) -> tuple[str, str] | None:
 
 
 def _unlike(x: Any, struct: jax.ShapeDtypeStruct) -> tuple[str, str] | None:
+    """How an array differs from the one that the step was compiled for, and a fix; None if it does not."""
     expected = f"{struct.dtype}{list(struct.shape)}"
     got = f"{x.dtype}{list(x.shape)}"
     if x.shape[1:] == struct.shape[1:] and x.shape[0] < struct.shape[0]:
@@ -98,7 +98,7 @@ def _unlike(x: Any, struct: jax.ShapeDtypeStruct) -> tuple[str, str] | None:
 
 
 def _check_dims(name: str, spec: ArraySpec, ctx: ParallelContext, problems: Problems) -> None:
-    """Adds which dims, beside the rows, have no rule or are not divisible."""
+    """Reports named dims, other than the rows, that have no rule or cannot be divided by their shards."""
     for size, dim in zip(spec.shape, spec.dims, strict=True):
         where = f"batch_dims[{name!r}]: {dim} = {size}"
         if dim and dim not in ctx.rules.table:
@@ -110,7 +110,7 @@ def _check_dims(name: str, spec: ArraySpec, ctx: ParallelContext, problems: Prob
 
 
 def _check_rows(specs: Mapping[str, ArraySpec], ctx: ParallelContext, problems: Problems) -> None:
-    """Adds why the rows cannot be cut into equal parts."""
+    """Reports why the rows cannot be split into equal parts."""
     counts = {name: spec.shape[0] for name, spec in specs.items() if spec.dims[0] == "batch"}
     if ctx.num_microbatches > 1:
         for name in (name for name in specs if name not in counts):

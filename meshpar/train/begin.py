@@ -1,4 +1,4 @@
-"""How a training begins: with parameters that are drawn, with some of a checkpoint, or where its last one left it."""
+"""Starts a training from a checkpoint: resumes it, or restores some of its arrays."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from meshpar.tree import flatten_with_paths, map_with_path
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first state of a training, some or all of it from a checkpoint.
+    """The first state of a training, with some or all arrays from a checkpoint.
 
     Args:
-      take, leave: globs of paths of the state.
+      take, leave: globs of paths of the state, to restore and not to restore.
       config: of the run, as JSON data.
-      data_changed: the files of the data that are not those of the checkpoint.
+      data_changed: the data files that differ from those of the checkpoint.
     """
 
     training: Training
@@ -34,25 +34,25 @@ class Beginning:
 
     @cached_property
     def selection(self) -> Selection:
-        """What is taken. Reads no array, so that what does not fit is told before anything is compiled."""
+        """The arrays to restore. Reads none of them, so misfits are reported before anything is compiled."""
         return self.source.select(self.training.placement.structs, self.take, self.leave, self.config)
 
     def state(self) -> TrainState:
-        """Restores what is taken, and makes the rest.
+        """Restores the selected arrays, and initializes the rest.
 
-        The optimizer's state is made of the parameters that were taken: copies that it keeps of them are theirs.
+        The optimizer's state is initialized from the restored parameters, so that its copies of them are equal.
         """
-        structs, selection = self.training.placement.structs, self.selection
-        restored = self.source.restore(structs, self.take, self.leave)
+        selection = self.selection
+        restored = self.source.restore(self.training.placement.structs, self.take, self.leave)
         if not selection.made:
             return restored
-        taken = {path: x for path, x in flatten_with_paths(restored).items() if path in set(selection.taken)}
-        given = {path: taken.pop(path) for path in selection.taken if path.startswith("params.")}
-        made = self.training.compile_init(given=given)()
-        return map_with_path(lambda path, x: taken.get(path, x), made)
+        arrays = {path: x for path, x in flatten_with_paths(restored).items() if path in set(selection.taken)}
+        params = {path: arrays.pop(path) for path in selection.taken if path.startswith("params.")}
+        state = self.training.compile_init(given=params)()
+        return map_with_path(lambda path, x: arrays.get(path, x), state)
 
     def record(self) -> dict[str, Any]:
-        """For the run's records: what was taken from where, and which keys of the config have changed."""
+        """For the run's records: the source, which arrays were restored, and which keys of the config changed."""
         selection = self.selection
         data = {"data_changed": list(self.data_changed)} if self.data_changed else {}
         return data | {

@@ -248,7 +248,7 @@ def state(*filters):
     ("more", "told"),
     [
         ({"init": state(), "loss": mean_loss}, "norm.mean\n    is BatchStat of NNX, which the forward changes"),
-        ({"loss": lambda p, b, k: nnx.merge(GRAPH, p)(b["x"])}, "merges the parameters alone; give it as carried=lam"),
+        ({"loss": lambda p, b, k: nnx.merge(GRAPH, p)(b["x"])}, "merges the parameters alone; pass carried=lam"),
         ({"loss": lambda p, b, k: nnx.merge(GRAPH, p, STATE)(b["x"])}, "state that was made outside of it, and the ch"),
         (
             {"loss": lambda p, b, k, c: nnx.merge(GRAPH, p, c)(b["x"]), "carried": state(nnx.BatchStat)},

@@ -297,8 +297,8 @@ def test_a_config_from_elsewhere_imports_nothing(meshpar, tmp_path):
     code, told = meshpar("explain", "../config.yaml")
     assert code == 2
     assert told == (
-        "meshpar: own_model:Own: ../config.yaml is not in the working directory, beside own_model, and may not import "
-        "it; if you trust it, say meshpar --import own_model.py\n"
+        "meshpar: own_model:Own: ../config.yaml may not import it, as it is not in the working directory with "
+        "own_model; if you trust it, run meshpar --import own_model.py\n"
     )
     assert "own_model" not in sys.modules
 
