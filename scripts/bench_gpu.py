@@ -2,8 +2,9 @@
 
     python scripts/bench_gpu.py [KEY=VALUE ...] [--steps 20] [--without torch]
 
-The config is `configs/llama-350m.yaml`. The three run one after the other, each alone on the device. The times are medians
-of steps, after three warm-up steps. torch uses fused attention without float32 scores; both jits compute all scores.
+The config is `configs/llama-350m.yaml`. The three run one after the other, each alone on the device. The times are
+medians of steps, after three warm-up steps. torch uses fused attention without float32 scores; both jits compute all
+scores.
 """
 
 from __future__ import annotations

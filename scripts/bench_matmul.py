@@ -2,8 +2,9 @@
 
     python scripts/bench_matmul.py [--size 8192] [--chunks 8] [--dtype bfloat16] [--rounds 20]
 
-Chunks of rows or columns yield parts of the result, as in `all_gather_matmul`; chunks of the contracted dim are summed in
-float32. The whole product and the chunked ones alternate; a line of JSON contains the ratios of the medians.
+Chunks of rows or columns yield parts of the result, as in `all_gather_matmul`; chunks of the contracted dim are
+summed in float32. The whole product and the chunked ones alternate; a line of JSON contains the ratios of the
+medians.
 """
 
 from __future__ import annotations
@@ -53,10 +54,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
-    x, w = (
-        jax.random.normal(jax.random.key(i), (arguments.size, arguments.size), jnp.dtype(arguments.dtype))
-        for i in range(2)
-    )
+    shape = (arguments.size, arguments.size)
+    x, w = (jax.random.normal(jax.random.key(i), shape, jnp.dtype(arguments.dtype)) for i in range(2))
     ways = {by: partial(chunked, by=by, num=arguments.chunks) for by in ("rows", "columns", "contracted")}
     programs = {name: jax.jit(f) for name, f in ({"whole": whole} | ways).items()}
     times: dict[str, list[float]] = {name: [] for name in programs}

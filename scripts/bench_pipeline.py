@@ -2,10 +2,11 @@
 
     python scripts/bench_pipeline.py [--stages 4] [--microbatches 16]
 
-F, B + W and the optimizer are measured with a single stage on one device; B and W are assumed to take equal time. Simulated
-devices share the cores of one machine, so a step takes at least its total CPU time divided by the number of cores, however
-well its stages overlap. Both predictions are printed, and the ratio of the step time to the larger one. This shows the
-cost of ticks, permutes and slots, but not that of bubbles, because another stage uses a core that one stage leaves idle.
+F, B + W and the optimizer are measured with a single stage on one device; B and W are assumed to take equal time.
+Simulated devices share the cores of one machine, so a step takes at least its total CPU time divided by the number of
+cores, however well its stages overlap. Both predictions are printed, and the ratio of the step time to the larger
+one. This shows the cost of ticks, permutes and slots, but not that of bubbles, because another stage uses a core that
+one stage leaves idle.
 """
 
 from __future__ import annotations

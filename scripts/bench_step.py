@@ -2,8 +2,8 @@
 
     python scripts/bench_step.py [step|python|import|compile|memory ...] [--json]
 
-Ratios compare medians of interleaved runs in one process. Simulated devices share the cores of one machine, so the ratios
-show that the programs do the same work, not how fast they would be on real devices.
+Ratios compare medians of interleaved runs in one process. Simulated devices share the cores of one machine, so the
+ratios show that the programs do the same work, not how fast they would be on real devices.
 """
 
 from __future__ import annotations

@@ -32,8 +32,13 @@ def specs():
 
 def init(model, mesh):
     """Initializes sharded parameters; their values do not affect the timing."""
-    L, D, H, K = model.num_layers, model.width, model.num_heads, model.kv_heads
-    h, M, V = model.head_size, model.mlp_width, model.padded_vocab
+    L = model.num_layers
+    D = model.width
+    H = model.num_heads
+    K = model.kv_heads
+    h = model.head_size
+    M = model.mlp_width
+    V = model.padded_vocab
     shapes = {
         "table": (V, D), "norm": (D,), "head": (D, V),
         "layers": {
