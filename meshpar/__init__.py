@@ -1,6 +1,6 @@
 """meshpar: declare a mesh and a name for each dim; train on any layout of devices, with the same numbers.
 
-The public names stand in `__init__.pyi`; each is imported when it is first used.
+The public names are listed in `__init__.pyi`; each is imported at its first use.
 """
 
 import lazy_loader

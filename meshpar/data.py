@@ -1,4 +1,4 @@
-"""What a run trains on, and tokenizers.
+"""Data sets and tokenizers.
 
 >>> from meshpar import data
 >>> data.Text(path="texts", tokenizer=data.Bytes()).vocab_size

@@ -1,4 +1,4 @@
-"""Where the records of a run go beside its own file.
+"""Loggers that receive the records of a run, in addition to its own file.
 
 >>> from meshpar import loggers
 >>> loggers.WandB(mode="offline").project

@@ -1,10 +1,9 @@
-"""What it costs a checkpoint to survive a power cut: seconds of a save, with and without syncing its files.
+"""Measures what it costs a checkpoint to survive a power cut: seconds of a save, with and without syncing its files.
 
     python scripts/bench_checkpoint.py FOLDER [--saves 20]
 
-FOLDER is on the disk that is measured. Saves with and without sync take turns, so that both find the same disk; the
-numbers are medians of a save and of the wait for it, and of the part of it that syncs. Orbax syncs the arrays' chunks
-in both.
+FOLDER is on the disk to measure. Saves with and without sync alternate, so that both see the same load. The numbers are
+medians of a save with the wait for it, and of the time in sync. Orbax syncs the arrays' chunks in both cases.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from meshpar.checkpoint.durable import sync_tree
 from meshpar.tree import human_bytes
 
 STATES = {"small": (40, (16, 16)), "large": (25, (1024, 1024))}
-"""Number of arrays, and the shape of each, in float32."""
+"""The number of float32 arrays, and the shape of each."""
 
 
 def seconds(saved: Checkpoints, step: int, state: dict[str, jax.Array]) -> float:

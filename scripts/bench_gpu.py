@@ -1,9 +1,10 @@
-"""Tokens/s and MFU of a llama in bfloat16 on one GPU: meshpar, a hand-written jit, and torch.compile.
+"""Measures tokens/s and MFU of a llama in bfloat16 on one GPU: meshpar, a hand-written jit, and torch.compile.
 
     python scripts/bench_gpu.py [KEY=VALUE ...] [--steps 20] [--without torch]
 
-The config is `configs/llama-350m.yaml`. Measured one after the other, each alone on the device: medians of
-steps after three to warm up. torch uses fused attention and keeps no f32 scores; both jits compute scores whole.
+The config is `configs/llama-350m.yaml`. The three run one after the other, each alone on the device. The times are
+medians of steps, after three warm-up steps. torch uses fused attention without float32 scores; both jits compute all
+scores.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshpar import load, prepare
 from meshpar.mesh.hardware import chip_of
 from meshpar.tree import flatten_with_paths
 
-# Else the first JAX program would take three quarters of the memory, and torch find none.
+# By default, JAX reserves three quarters of the memory, which would leave too little for torch.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 CONFIG = Path(__file__).parent.parent / "configs" / "llama-350m.yaml"
 
@@ -27,7 +28,8 @@ CONFIG = Path(__file__).parent.parent / "configs" / "llama-350m.yaml"
 def with_meshpar(prepared, batch):
     import jax
 
-    step, state = prepared.compile_step(), prepared.compile_init()()
+    step = prepared.compile_step()
+    state = prepared.compile_init()()
 
     def once():
         nonlocal state
@@ -82,7 +84,8 @@ def main() -> None:
     prepared = prepare(load(CONFIG, arguments.overrides))
     rows = prepared.run.data.train(0)[0]
     batch = {name: jax.device_put(x, prepared.batch[name].sharding) for name, x in rows.items()}
-    chip, tokens = chip_of(jax.devices()[0]), rows["tokens"].size
+    chip = chip_of(jax.devices()[0])
+    tokens = rows["tokens"].size
     params = sum(s.size for path, s in flatten_with_paths(prepared.specs).items() if path != "table")
     flops = float(prepared.model_flops) / tokens
     for name, make in {"meshpar": with_meshpar, "jit": with_jit, "torch": with_torch}.items():

@@ -1,12 +1,12 @@
-"""Step time of each pipeline schedule over the time that its simulation predicts from measured F, B and W.
+"""Compares the step time of each pipeline schedule with the time that its simulation predicts from measured F, B and W.
 
     python scripts/bench_pipeline.py [--stages 4] [--microbatches 16]
 
-F, B + W and the optimizer are measured on one stage alone, on one device; B and W share their time evenly. Simulated
-devices share the cores of one machine, so a step takes at least its whole work, in seconds of all cores, divided by the
-cores, however well its stages overlap: both predictions are printed, and the time over the larger one. What that can
-show is what ticks, permutes and slots cost; not what a bubble costs, since a core that one stage leaves idle works for
-another.
+F, B + W and the optimizer are measured with a single stage on one device; B and W are assumed to take equal time.
+Simulated devices share the cores of one machine, so a step takes at least its total CPU time divided by the number of
+cores, however well its stages overlap. Both predictions are printed, and the ratio of the step time to the larger
+one. This shows the cost of ticks, permutes and slots, but not that of bubbles, because another stage uses a core that
+one stage leaves idle.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def timed(calls: dict[str, object], rounds: int, clock: Callable[[], float] = ti
 
 
 def stepping(run: Prepared) -> object:
-    """A function that takes one step after the other."""
-    step, state = run.compile_step(), [run.compile_init()()]
+    """A function whose calls run successive steps."""
+    step = run.compile_step()
+    state = [run.compile_init()()]
     batch = next(iter(run.run.data.train(0).batches(0)))
     put = {name: jax.device_put(x, run.batch[name].sharding) for name, x in batch.items()}
 
@@ -73,18 +74,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", given.stages)
-    p, m, layers = given.stages, given.microbatches, 2
+    p = given.stages
+    m = given.microbatches
+    layers = 2
     one = prepared("1f1b", 1, m, layers)
-    params, evaluate = one.compile_init()().params, one.compile_evaluation()
+    params = one.compile_init()().params
+    evaluate = one.compile_evaluation()
     batch = jax.device_put(next(iter(one.run.data.train(0).batches(0))))
     alone: dict[str, object] = {"F": lambda: evaluate(params, batch, {}), "all": stepping(one)}
     took = timed(alone | {kind: stepping(prepared(kind, p, m, p * layers)) for kind in SCHEDULES}, given.rounds)
     busy = timed(alone, given.rounds, time.process_time)
-    forward, backward = took["F"] / m, (took["all"] - took["F"]) / m / 2
+    forward = took["F"] / m
+    backward = (took["all"] - took["F"]) / m / 2
     cores = min(p, len(os.sched_getaffinity(0)))
     work = p * busy["all"] / cores
     print(f"F {forward * 1e3:.2f} ms, B = W {backward * 1e3:.2f} ms, {p} stages on {cores} cores, {m} microbatches")
-    print(f"a stage keeps {busy['all'] / took['all']:.2f} cores busy when it is alone")
+    print(f"a stage uses {busy['all'] / took['all']:.2f} cores when it runs alone")
     print(f"{'schedule':<12} {'step':>9} {'simulated':>10} {'work/cores':>11} {'over the larger':>16}")
     for kind in SCHEDULES:
         schedule = named(kind, p, m)

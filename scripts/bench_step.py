@@ -1,9 +1,9 @@
-"""What meshpar costs: against a hand-written jit, in Python, in import, in compile time, in host memory.
+"""Measures the overhead of meshpar: step time, Python time, import time, compile time and host memory.
 
     python scripts/bench_step.py [step|python|import|compile|memory ...] [--json]
 
-Ratios are of medians of interleaved runs in one process. Simulated devices share the cores of one machine: the
-ratios say that the programs do the same work, not how fast they would be on chips of their own.
+Ratios compare medians of interleaved runs in one process. Simulated devices share the cores of one machine, so the
+ratios show that the programs do the same work, not how fast they would be on real devices.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import json
 import measure
 
 MEASURES = {
-    # name: (what it is, its limit, how it is measured)
+    # name: (description, limit, function that measures it)
     "step": ("step time over a hand-written jit's", 1.03, measure.step_ratio),
     "python": (
-        "microseconds of Python a step beyond the bare executable, 400 leaves",
+        "microseconds of Python per step in addition to the executable, 400 leaves",
         50.0,
         measure.python_microseconds,
     ),
     "import": ("import meshpar over import jax, flax, optax", 1.1, measure.import_ratio),
     "compile": ("compile time for 512 devices over 8", 1.15, measure.compile_ratio),
-    "memory": ("peak host memory while a state is born sharded, over its bytes", 1.3, measure.memory_ratio),
+    "memory": ("peak host memory of initializing a sharded state over its bytes", 1.3, measure.memory_ratio),
 }
 
 

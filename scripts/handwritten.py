@@ -1,4 +1,4 @@
-"""The quickstart's llama with no framework: one `jax.jit`, shardings by hand. What meshpar is measured against."""
+"""The quickstart's llama without a framework: one `jax.jit` with explicit shardings. The baseline of the benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ BATCH = ("data", "fsdp")
 
 def specs():
     """How each parameter is sharded: fsdp on embed, tensor on heads, mlp and vocab."""
-    heads, out = P(None, "fsdp", "tensor"), P(None, "tensor", None, "fsdp")
+    heads = P(None, "fsdp", "tensor")
+    out = P(None, "tensor", None, "fsdp")
     layer = {
         "q": heads,
         "k": heads,
@@ -30,9 +31,14 @@ def specs():
 
 
 def init(model, mesh):
-    """Parameters born sharded; the values do not matter to a timing."""
-    L, D, H, K = model.num_layers, model.width, model.num_heads, model.kv_heads
-    h, M, V = model.head_size, model.mlp_width, model.padded_vocab
+    """Initializes sharded parameters; their values do not affect the timing."""
+    L = model.num_layers
+    D = model.width
+    H = model.num_heads
+    K = model.kv_heads
+    h = model.head_size
+    M = model.mlp_width
+    V = model.padded_vocab
     shapes = {
         "table": (V, D), "norm": (D,), "head": (D, V),
         "layers": {
@@ -40,9 +46,15 @@ def init(model, mesh):
             "up": (L, D, M), "down": (L, M, D), "attn_norm": (L, D), "mlp_norm": (L, D),
         },
     }  # fmt: skip
-    draw = lambda shape: jax.random.normal(jax.random.key(0), shape) * 0.02
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs())
-    make = jax.jit(lambda: jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple)), out_shardings=shardings)
+
+    def draw(shape):
+        return jax.random.normal(jax.random.key(0), shape) * 0.02
+
+    @partial(jax.jit, out_shardings=shardings)
+    def make():
+        return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
     return make()
 
 
@@ -54,16 +66,23 @@ def norm(x, scale):
 def rotate(x, positions):
     half = x.shape[-1] // 2
     angle = positions[..., None, None] * 10000.0 ** (-jnp.arange(half) / half)
-    a, b, cos, sin = x[..., :half], x[..., half:], jnp.cos(angle), jnp.sin(angle)
+    a = x[..., :half]
+    b = x[..., half:]
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def layer(mesh, batch, visible, x, w):
     """One block."""
-    pin = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    def pin(x, *spec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
     y = norm(x, w["attn_norm"])
     q, k, v = (jnp.einsum("bsd,dhk->bshk", y, w[name]) for name in "qkv")
-    q, k = rotate(q, batch["positions"]), rotate(k, batch["positions"])
+    q = rotate(q, batch["positions"])
+    k = rotate(k, batch["positions"])
     q = pin(q, BATCH, None, "tensor").reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * q.shape[3] ** -0.5
     scores = jnp.einsum("bskgh,btkh->bkgst", q, k).astype(jnp.float32)
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
@@ -75,7 +94,7 @@ def layer(mesh, batch, visible, x, w):
 
 
 def loss(params, batch, *, mesh, vocab_size, remat="none"):
-    """Mean cross entropy over the targets that count."""
+    """Mean cross entropy over the targets that are not -1."""
     index = jnp.arange(batch["tokens"].shape[1])
     visible = (index[:, None] >= index) & (batch["segments"][:, :, None] == batch["segments"][:, None, :])
     table = jax.lax.with_sharding_constraint(params["table"], NamedSharding(mesh, P("tensor")))

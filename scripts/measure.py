@@ -1,4 +1,4 @@
-"""The measurements of `bench_step.py`, each in a process of its own where it must be."""
+"""The measurements of `bench_step.py`, in separate processes where they would influence each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def python_microseconds() -> dict[str, Any]:
 
 def import_ratio(num_rounds: int = 9) -> dict[str, Any]:
     """User and system seconds of each import in a fresh interpreter, interleaved."""
-    bare, ours = [], []
+    bare = []
+    ours = []
     for _ in range(num_rounds):
         bare.append(_cpu_s("import jax, jax.numpy, flax.nnx, optax"))
         ours.append(_cpu_s("import meshpar"))
@@ -33,8 +34,9 @@ def import_ratio(num_rounds: int = 9) -> dict[str, Any]:
 
 
 def compile_ratio(num_rounds: int = 3) -> dict[str, Any]:
-    """The quickstart's step on abstractly as many rows a device, compiled for 8 and for 512 simulated devices."""
-    few, many = [], []
+    """Compile seconds of the quickstart's step for 8 and for 512 simulated devices, with equal rows per device."""
+    few = []
+    many = []
     for _ in range(num_rounds):
         few.append(_in_process("measure._compile_s(8)"))
         many.append(_in_process("measure._compile_s(512)"))
@@ -51,12 +53,14 @@ def _step_ratio(num_rounds: int) -> dict[str, Any]:
     import handwritten
 
     run = _quickstart(8)
-    step, state = run.compile_step(), run.compile_init()()
+    step = run.compile_step()
+    state = run.compile_init()()
     batch = _batch(run)
     params = handwritten.init(run.run.model, run.mesh)
     rate = run.run.optim.learning_rate(run.run.num_steps)
     bare, opt_state = handwritten.compile_step(run.run.model, run.mesh, params, batch, rate)
-    ours, theirs = [], []
+    ours = []
+    theirs = []
     for _ in range(num_rounds):
         start = time.perf_counter()
         state, _ = jax.block_until_ready(step(state, batch))
@@ -75,7 +79,9 @@ def _python_microseconds(num_leaves: int = 400, num_calls: int = 300) -> dict[st
 
     tree = {f"leaf_{i}": jnp.zeros(()) for i in range(num_leaves)}
     compiled = jax.jit(lambda state, batch: (state, {})).lower(tree, {}).compile()
-    step, ours, bare = Step(compiled, {}), [], []
+    step = Step(compiled, {})
+    ours = []
+    bare = []
     for _ in range(num_calls):
         for call, times in ((step, ours), (compiled, bare)):
             start = time.perf_counter()
@@ -96,12 +102,12 @@ def _compile_s(num_devices: int) -> float:
 
 
 def _memory_ratio() -> dict[str, Any]:
-    """Peak of the resident set while init runs, less what was there before, over the bytes that it made."""
+    """The growth of the peak resident set during init, over the bytes of the state."""
     import jax
 
     large = ["model.width=1024", "model.num_layers=8", "model.mlp_width=2560"]
     init = _quickstart(8, *large).compile_init()
-    before = _resident_bytes()
+    before = int(_status("VmRSS")) * 1024
     Path("/proc/self/clear_refs").write_text("5")
     state = jax.block_until_ready(init())
     peak = int(_status("VmHWM")) * 1024 - before
@@ -126,12 +132,9 @@ def _batch(run: Any) -> Any:
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    a, b = statistics.median(ours), statistics.median(theirs)
-    return {"value": a / b, "ours_s": a, "theirs_s": b}
-
-
-def _resident_bytes() -> int:
-    return int(_status("VmRSS")) * 1024
+    ours_s = statistics.median(ours)
+    theirs_s = statistics.median(theirs)
+    return {"value": ours_s / theirs_s, "ours_s": ours_s, "theirs_s": theirs_s}
 
 
 def _status(field: str) -> str:
@@ -147,7 +150,7 @@ def _cpu_s(code: str) -> float:
 
 
 def _in_process(expression: str) -> Any:
-    """The value of an expression of this module, in a fresh interpreter."""
+    """Evaluates an expression of this module in a fresh interpreter."""
     code = f"import json, measure; print(json.dumps({expression}))"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE)}
     done = subprocess.run([sys.executable, "-c", code], check=True, env=environment, stdout=subprocess.PIPE, text=True)

@@ -11,7 +11,10 @@ def rotate(x, positions):
     """Rotary positions of [batch, heads, seq, head_dim]."""
     half = x.shape[-1] // 2
     angle = positions[:, None] * 10000.0 ** (-torch.arange(half, device=x.device) / half)
-    a, b, cos, sin = x[..., :half], x[..., half:], angle.cos(), angle.sin()
+    a = x[..., :half]
+    b = x[..., half:]
+    cos = angle.cos()
+    sin = angle.sin()
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
@@ -19,9 +22,12 @@ class Block(nn.Module):
     def __init__(self, width, heads, mlp):
         super().__init__()
         self.heads = heads
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(width, 1e-5), nn.RMSNorm(width, 1e-5)
-        self.qkv, self.o = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.gate_up, self.down = nn.Linear(width, 2 * mlp, bias=False), nn.Linear(mlp, width, bias=False)
+        self.attn_norm = nn.RMSNorm(width, 1e-5)
+        self.mlp_norm = nn.RMSNorm(width, 1e-5)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.o = nn.Linear(width, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * mlp, bias=False)
+        self.down = nn.Linear(mlp, width, bias=False)
 
     def forward(self, x, positions):
         b, s, d = x.shape
@@ -39,11 +45,13 @@ class Decoder(nn.Module):
         super().__init__()
         self.table = nn.Embedding(model.padded_vocab, model.width)
         blocks = [Block(model.width, model.num_heads, model.mlp_width) for _ in range(model.num_layers)]
-        self.blocks, self.norm = nn.ModuleList(blocks), nn.RMSNorm(model.width, 1e-5)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(model.width, 1e-5)
         self.head = nn.Linear(model.width, model.padded_vocab, bias=False)
 
     def forward(self, tokens, targets):
-        x, positions = self.table(tokens), torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.table(tokens)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
         for block in self.blocks:
             x = block(x, positions)
         logits = self.head(self.norm(x)).float()
@@ -51,7 +59,7 @@ class Decoder(nn.Module):
 
 
 def make_step(model, batch_size, seq_len):
-    """A function without arguments that takes one training step and waits for it."""
+    """A function without arguments that runs one training step and waits for it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     decoder = torch.compile(Decoder(model).to(device))
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-4, fused=device == "cuda")

@@ -1,6 +1,6 @@
-"""The command line: verbs over a config file, a file each. Bad input ends with a message and exit code 2.
+"""The command line: one file for each verb. Bad input ends with a message and exit code 2.
 
-A verb imports what it needs when it runs: a misspelt verb or option is told before anything heavy is imported.
+A verb imports what it needs when it runs, so a misspelt verb or option is reported before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-# In being imported, a verb joins the app.
+# Importing a verb registers it with the app.
 from meshpar.cli import (  # noqa: F401
     bench,
     checkpoint,
@@ -47,7 +47,7 @@ def _version(asked: bool) -> None:
 def _meshpar(
     named: Annotated[
         list[Path] | None,
-        typer.Option("--import", metavar="FILE", help="A Python file that CONFIG may import, wherever they lie."),
+        typer.Option("--import", metavar="FILE", help="A Python file that CONFIG may import from any folder."),
     ] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
@@ -59,7 +59,7 @@ def _meshpar(
 
 
 def main() -> None:
-    """The entry point: 0, 1 for a failed run, 2 for bad input."""
+    """The entry point. Exit codes: 0, 1 for a failed run, 2 for bad input."""
     try:
         app()
     except MeshparError as error:
@@ -69,22 +69,18 @@ def main() -> None:
             raise
         _end(f"{excerpt(str(error.filename))}: {error.strerror}")
     except (RuntimeError, AssertionError) as error:
-        if not _is_of_backend(error):
+        # JAX has no error type of its own for a backend that cannot start.
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).name
+        if raised_in != "xla_bridge.py" and not str(error).startswith("Unable to initialize backend"):
             raise
         asked = os.environ.get("JAX_PLATFORMS")
         what = f"that JAX_PLATFORMS={asked} names" if asked else "of this machine"
-        why = str(error) or "there is no plugin for it"
+        why = str(error) or "no plugin for it is installed"
         fix = "unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu" if asked else "set JAX_PLATFORMS=cpu"
         _end(f"JAX cannot start the backend {what}:\n  {why}\n  {fix}; `meshpar env` shows what JAX finds")
 
 
-def _is_of_backend(error: Exception) -> bool:
-    """Whether JAX raised it when it looked for devices: it has no error of its own for that."""
-    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    return Path(raised_in).name == "xla_bridge.py" or str(error).startswith("Unable to initialize backend")
-
-
 def _end(text: str, code: int = 2) -> None:
-    """Prints what ended the command. Control characters are escaped: keys and texts of a config come from anywhere."""
+    """Prints an error and exits. Control characters, which a config may contain, are escaped."""
     typer.echo(f"meshpar: {printable(text)}", err=True)
     sys.exit(code)

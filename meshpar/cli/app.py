@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json as json_format
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -18,16 +21,30 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)]
 Devices = Annotated[
     int | None,
-    typer.Option(min=1, max=4096, help="Simulate so many CPU devices.", show_default="as many as the mesh has"),
+    typer.Option(min=1, max=4096, help="Number of CPU devices to simulate.", show_default="as many as the mesh has"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
+def echo(result: Any, json: bool) -> None:
+    """Prints a result, as text or as JSON."""
+    typer.echo(json_format.dumps(result.as_json(), indent=2) if json else str(result))
+
+
+@contextmanager
+def writing(option: str, path: Path, verb: str = "written") -> Iterator[None]:
+    """Turns an OSError into a ConfigError about the option that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be {verb}: {error.strerror}") from None
+
+
 def check_file(option: str, path: Path) -> None:
-    """Says that a file cannot be written before anything is compiled, which can take minutes.
+    """Checks that a file can be written, before minutes are spent on compiling.
 
     Raises:
-      ConfigError: it is a folder, or its folder is not there or cannot be written.
+      ConfigError: the path is a folder, or its folder does not exist or cannot be written.
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path}: cannot be written: it is a folder")
@@ -35,24 +52,19 @@ def check_file(option: str, path: Path) -> None:
 
 
 def check_folder(option: str, path: Path, folder: Path) -> None:
-    """The same of a folder. By writing: permission bits do not tell the whole truth, and root ignores them."""
-    try:
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
+    """Checks that a folder can be written, by writing: permission bits do not settle it, and root ignores them."""
+    with writing(option, path), TemporaryFile(dir=folder):
+        pass
 
 
 def leave(code: int, text: str) -> NoReturn:
-    """Prints the last words of a process, and ends it at once: threads that wait for data are not waited for."""
+    """Prints a last message and ends the process at once, without waiting for threads that read data."""
     typer.echo(f"meshpar: {text}", err=True)
     sys.stdout.flush()
     os._exit(code)
 
 
 def write(option: str, path: Path, text: str) -> None:
-    """Writes what was asked for by an option, or says that it cannot."""
-    try:
+    """Writes the file that an option asks for."""
+    with writing(option, path):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None

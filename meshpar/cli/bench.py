@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json as json_format
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from meshpar.cli.app import AsJson, app
+from meshpar.cli.app import AsJson, app, check_file, echo, writing
 from meshpar.errors import ConfigError
 
-if TYPE_CHECKING:
-    from meshpar.collectives.bench import Bench
-
-bench = typer.Typer(no_args_is_help=True, help="Measures what is here.")
+bench = typer.Typer(no_args_is_help=True, help="Measures this machine.")
 app.add_typer(bench, name="bench")
 
 
@@ -23,13 +19,13 @@ SIZES = ("4KiB", "64KiB", "1MiB")
 
 @bench.command()
 def collectives(
-    operation: Annotated[list[str] | None, typer.Option(help="One of the eight; may be given again.")] = None,
-    size: Annotated[list[str] | None, typer.Option(help="Bytes; may be given again.")] = None,
-    devices: Annotated[int, typer.Option(min=2, help="Simulate so many, where the devices are CPUs.")] = 8,
+    operation: Annotated[list[str] | None, typer.Option(help="A collective; can be repeated.")] = None,
+    size: Annotated[list[str] | None, typer.Option(help="Bytes; can be repeated.")] = None,
+    devices: Annotated[int, typer.Option(min=2, help="Number of CPU devices to simulate.")] = 8,
     json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against size: .png, .svg.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot time against size: .png, .svg.")] = None,
 ) -> None:
-    """Times every algorithm of a collective beside XLA's own, and what its table says."""
+    """Times every algorithm of a collective, XLA's own, and the predictions of their tables."""
     operations = _known(operation or ["all_reduce"])
     sizes = [_bytes(text) for text in size or SIZES]
     if plot:
@@ -39,10 +35,13 @@ def collectives(
     process.simulate(devices)
     from meshpar.collectives.bench import bench as measure
 
-    told = measure(operations, sizes)
+    measured = measure(operations, sizes)
     if plot:
-        _draw(told, plot)
-    typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))
+        from meshpar.collectives.draw import draw
+
+        with writing("--plot", plot):
+            draw(measured, plot)
+    echo(measured, json)
 
 
 def _known(operations: list[str]) -> list[Any]:
@@ -52,8 +51,8 @@ def _known(operations: list[str]) -> list[Any]:
     for name in operations:
         if name not in OPERATIONS:
             near = nearest(name, OPERATIONS)
-            meant = f"did you mean {near}? " if near else ""
-            raise ConfigError(f"--operation {name}: no such collective; {meant}there are {', '.join(OPERATIONS)}")
+            fix = f"did you mean {near}? " if near else ""
+            raise ConfigError(f"--operation {name}: no such collective; {fix}there are {', '.join(OPERATIONS)}")
     return operations
 
 
@@ -67,21 +66,11 @@ def _bytes(text: str) -> int:
 
 
 def _check_plot(path: Path) -> None:
-    """Before anything is measured."""
+    """Checks the option before anything is measured."""
     from importlib.util import find_spec
 
     if not find_spec("matplotlib"):
-        raise ConfigError("--plot needs matplotlib, which is not here; install it with: pip install 'meshpar[plot]'")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
+        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'meshpar[plot]'")
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot {path}: write .png, .svg or .pdf")
-
-
-def _draw(told: Bench, path: Path) -> None:
-    from meshpar.collectives.draw import draw
-
-    try:
-        draw(told, path)
-    except OSError as error:
-        raise ConfigError(f"--plot {path}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"--plot {path}: use the suffix .png, .svg or .pdf")
+    check_file("--plot", path)

@@ -1,4 +1,4 @@
-"""`meshpar checkpoint`: `ls`, `show`, `verify`, `diff`. They read, and write nothing."""
+"""`meshpar checkpoint`: `ls`, `show`, `verify`, `diff`. They only read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from meshpar.checkpoint.saved import Saved
 
 verbs = typer.Typer(no_args_is_help=True)
-app.add_typer(verbs, name="checkpoint", help="Says what checkpoints hold.")
+app.add_typer(verbs, name="checkpoint", help="Lists, shows, verifies and compares checkpoints.")
 
 NOT_VERIFIED = "The arrays were not verified: `meshpar checkpoint verify` reads them."
 
@@ -24,7 +24,7 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, or 
 
 @verbs.command()
 def ls(folder: Folder, json: AsJson = False) -> None:
-    """Lists the checkpoints of a run. Verifies meta.json and the sizes of all files."""
+    """Lists the checkpoints of a run. Verifies meta.json and all file sizes."""
     from meshpar.checkpoint.saved import find_all
     from meshpar.inspection.report.table import table
 
@@ -41,7 +41,7 @@ def ls(folder: Folder, json: AsJson = False) -> None:
 
 @verbs.command()
 def show(folder: Folder, json: AsJson = False) -> None:
-    """Says what a run's last checkpoint holds, or the one in DIR. Verifies meta.json and the sizes of all files."""
+    """Shows the contents of a run's last checkpoint, or of the one in DIR. Verifies meta.json and all file sizes."""
     from meshpar.checkpoint.saved import find
 
     saved = find(folder, take=())
@@ -51,7 +51,7 @@ def show(folder: Folder, json: AsJson = False) -> None:
 
 @verbs.command()
 def verify(folder: Folder, json: AsJson = False) -> None:
-    """Compares the checksums of all files of a run's checkpoints, or of the one in DIR; exits with 1 if any differs."""
+    """Verifies the checksums of all files of a run's checkpoints, or of the one in DIR. Exits with 1 if any differs."""
     from meshpar.checkpoint.saved import find_all
 
     rows = [_verified(saved) for saved in find_all(folder)]
@@ -67,12 +67,12 @@ def verify(folder: Folder, json: AsJson = False) -> None:
 
 @verbs.command()
 def diff(before: Folder, after: Folder, json: AsJson = False) -> None:
-    """Compares two checkpoints: arrays by type, shape and value, and the configs."""
+    """Compares two checkpoints: their arrays, by dtype, shape and value, and their configs."""
     from meshpar.checkpoint.difference import difference
     from meshpar.checkpoint.saved import find
 
-    told = difference(find(before), find(after))
-    typer.echo(json_format.dumps(told.as_json(), indent=2) if json else _compared(told))
+    found = difference(find(before), find(after))
+    typer.echo(json_format.dumps(found.as_json(), indent=2) if json else _compared(found))
 
 
 def _verified(saved: Saved) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _verified(saved: Saved) -> dict[str, Any]:
 
 
 def _row(saved: Saved) -> dict[str, Any]:
-    """What `ls` says of a checkpoint; of a damaged one, that."""
+    """The row of a checkpoint in `ls`; for a damaged one, the reason."""
     from meshpar.errors import CheckpointError
 
     try:
@@ -101,7 +101,7 @@ def _row(saved: Saved) -> dict[str, Any]:
 
 
 def _with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Marks the best, by the metric of the latest."""
+    """Marks the best checkpoint, by the metric of the latest."""
     from meshpar.checkpoint.kept import Kept
 
     whole = [row for row in rows if "damaged" not in row]
@@ -116,19 +116,20 @@ def _cells(row: dict[str, Any]) -> list[str]:
     if "damaged" in row:
         return [str(row["step"]), "damaged", "", "", ""]
     value = "" if row["value"] is None else f"{row['value']:.4f}"
-    return [str(row["step"]), row["saved"], human_bytes(row["size_bytes"]), value, "best" * row["best"]]
+    mark = "best" if row["best"] else ""
+    return [str(row["step"]), row["saved"], human_bytes(row["size_bytes"]), value, mark]
 
 
 def _shown(saved: Saved) -> dict[str, Any]:
-    """`meta.json`, and bytes."""
+    """`meta.json`, with the bytes of the checkpoint and of each array."""
     import math
 
     import numpy as np
 
-    def sized(array: dict[str, Any]) -> dict[str, Any]:
-        return array | {"bytes": math.prod(array["shape"]) * np.dtype(array["dtype"]).itemsize}
-
-    arrays = {path: sized(array) for path, array in saved.meta["arrays"].items()}
+    arrays = {
+        path: array | {"bytes": math.prod(array["shape"]) * np.dtype(array["dtype"]).itemsize}
+        for path, array in saved.meta["arrays"].items()
+    }
     return {"folder": str(saved.folder)} | saved.meta | {"size_bytes": saved.size_bytes, "arrays": arrays}
 
 
@@ -137,22 +138,24 @@ def _text(saved: Saved) -> str:
     from meshpar.inspection.report.table import table
     from meshpar.tree import human_bytes
 
-    told = _shown(saved)
-    data, random, metric = told["data"], told["random"], told["metric"]
+    shown = _shown(saved)
+    data = shown["data"]
+    random = shown["random"]
+    metric = shown["metric"]
     rows = [
         [path, f"{a['dtype']}{a['shape']}", f"({', '.join(a['dims'])})" if a["dims"] else "", human_bytes(a["bytes"])]
-        for path, a in told["arrays"].items()
+        for path, a in shown["arrays"].items()
     ]
-    total = human_bytes(sum(array["bytes"] for array in told["arrays"].values()))
+    total = human_bytes(sum(array["bytes"] for array in shown["arrays"].values()))
     lines = [
         str(saved.folder),
-        f"step {told['step']}, saved {told['saved']}, {human_bytes(told['size_bytes'])}",
+        f"step {shown['step']}, saved {shown['saved']}, {human_bytes(shown['size_bytes'])}",
         f"{metric['name']}: {'not evaluated' if metric['value'] is None else metric['value']}",
         f"data: next batch {data['next_batch']}, {data['rows_read']} rows read, seed {data['seed']}",
         f"random: seed {random['seed']}, {random['impl']}, step {random['folded_in']} folded in",
         "",
         "config",
-        *(f"  {key}: {json_format.dumps(value)}" for key, value in flatten_json(told["config"]).items()),
+        *(f"  {key}: {json_format.dumps(value)}" for key, value in flatten_json(shown["config"]).items()),
         "",
         f"{len(rows)} arrays, {total}",
         table(None, rows),
@@ -162,19 +165,21 @@ def _text(saved: Saved) -> str:
     return "\n".join(lines)
 
 
-def _compared(told: Difference) -> str:
+def _compared(found: Difference) -> str:
     from meshpar.inspection.report.table import table
 
     plain = json_format.dumps
-    changed = [f"  {key}  {plain(before)} -> {plain(after)}" for key, (before, after) in told.config.items()]
-    lines = [f"{folder}  step {step}" for folder, step in zip(told.folders, told.steps, strict=True)]
+    changed = [f"  {key}  {plain(before)} -> {plain(after)}" for key, (before, after) in found.config.items()]
+    lines = [f"{folder}  step {step}" for folder, step in zip(found.folders, found.steps, strict=True)]
     lines += ["", "config" if changed else "config: no difference", *changed]
-    lines += ["", f"arrays: {told.num_same} equal, {len(told.arrays)} not"]
-    return "\n".join(lines + [table(None, [_change(change) for change in told.arrays])] * bool(told.arrays))
+    lines += ["", f"arrays: {found.num_same} equal, {len(found.arrays)} not"]
+    if found.arrays:
+        lines.append(table(None, [_change(change) for change in found.arrays]))
+    return "\n".join(lines)
 
 
 def _change(change: Change) -> list[str]:
-    sides = [side or "not there" for side in (change.before, change.after)]
+    sides = [side or "missing" for side in (change.before, change.after)]
     what = [change.path, " -> ".join(dict.fromkeys(sides))]
     if change.largest is None:
         return [*what, "", ""]

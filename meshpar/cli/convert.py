@@ -15,19 +15,19 @@ from meshpar.errors import ConfigError
 def convert(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
     overrides: Overrides = None,
-    from_hf: Annotated[Path | None, typer.Option(metavar="DIR", help="Read the model there, and make RUN.")] = None,
-    to_hf: Annotated[Path | None, typer.Option(metavar="DIR", help="Write RUN's last checkpoint there.")] = None,
-    largest_file: Annotated[int, typer.Option(metavar="BYTES", min=1, help="Of one file of --to-hf.")] = 5 * 10**9,
+    from_hf: Annotated[Path | None, typer.Option(metavar="DIR", help="Read a model, and create RUN.")] = None,
+    to_hf: Annotated[Path | None, typer.Option(metavar="DIR", help="Write RUN's last checkpoint.")] = None,
+    largest_file: Annotated[int, typer.Option(metavar="BYTES", min=1, help="Largest file to write.")] = 5 * 10**9,
 ) -> None:
-    """Makes a run of a folder with a Hugging Face model, or such a folder of a run. Nothing is overwritten.
+    """Converts a Hugging Face model to a run, or a run to a Hugging Face model. Overwrites nothing.
 
-    RUN gets a config, changed by KEY=VALUEs, and a checkpoint that `train` goes on from. For --to-hf it may also be
-    the config of a run.
+    With --from-hf, RUN receives a config, to which KEY=VALUEs are applied, and a checkpoint from which `train` starts.
+    With --to-hf, RUN may also be the config of a run.
     """
     if (from_hf is None) == (to_hf is None):
-        raise ConfigError("convert takes one of --from-hf DIR and --to-hf DIR")
+        raise ConfigError("convert needs either --from-hf DIR or --to-hf DIR")
     if to_hf is not None and overrides:
-        raise ConfigError(f"{overrides[0]}: a run that was trained cannot be changed while it is written")
+        raise ConfigError(f"{overrides[0]}: --to-hf takes no KEY=VALUE, because it writes the run as it was trained")
     from meshpar import convert
 
     if from_hf is not None:

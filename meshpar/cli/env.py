@@ -24,7 +24,7 @@ EXTRAS = {
     "tpu-target": ("libtpu",),
     "gpu-target": ("jax_plugins",),
 }
-"""Extra -> the modules that it brings."""
+"""Extra -> the modules that it installs."""
 VARIABLES = re.compile(
     r"(JAX|XLA|TPU|LIBTPU|CUDA|NCCL|ROCR|HIP|TF_CPP|SLURM|OMPI|MESHPAR)_|LD_PRELOAD$|OMP_NUM_THREADS$"
 )
@@ -33,13 +33,17 @@ SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|JWT", re.IGNORECASE)
 
 @app.command()
 def env(json: AsJson = False) -> None:
-    """Says which versions, devices, extras and environment variables a run would have here."""
+    """Prints versions, devices, installed extras and the environment variables that affect a run."""
     found = {
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "versions": {name: _version(name) for name in PACKAGES},
         "extras": [extra for extra, modules in EXTRAS.items() if all(find_spec(module) for module in modules)],
         "devices": _devices(),
-        "variables": {name: _shown(name) for name in sorted(os.environ) if VARIABLES.match(name)},
+        "variables": {
+            name: "set, and not shown" if SECRET.search(name) else value
+            for name, value in sorted(os.environ.items())
+            if VARIABLES.match(name)
+        },
     }
     typer.echo(json_format.dumps(found, indent=2) if json else _text(found))
 
@@ -52,7 +56,7 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> dict[str, Any]:
-    """What JAX finds; or why it cannot start, for which this verb is asked most often."""
+    """The devices that JAX finds; or why JAX cannot start, which is the most frequent use of this verb."""
     try:
         import jax
 
@@ -67,20 +71,16 @@ def _devices() -> dict[str, Any]:
     }
 
 
-def _shown(name: str) -> str:
-    return "set, and not shown" if SECRET.search(name) else os.environ[name]
-
-
 def _text(found: dict[str, Any]) -> str:
     devices = found["devices"]
     if "error" in devices:
-        said = f"JAX cannot start: {devices['error']}"
+        summary = f"JAX cannot start: {devices['error']}"
     else:
-        said = f"{devices['count']} {devices['platform']} ({devices['kind']}), processes: {devices['processes']}"
+        summary = f"{devices['count']} {devices['platform']} ({devices['kind']}), processes: {devices['processes']}"
     rows = [
         ("python", found["python"]),
         *((name, version or "not installed") for name, version in found["versions"].items()),
-        ("devices", said),
+        ("devices", summary),
         ("extras", ", ".join(found["extras"]) or "none"),
         *found["variables"].items(),
     ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json as json_format
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, write
+from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, check_file, echo, write
 from meshpar.errors import ConfigError
 from meshpar.progress import busy
 
@@ -27,23 +26,29 @@ def inspect(
     target: Annotated[
         str | None, typer.Option(metavar="MACHINE", help="Compile for v5e:4x4, v5p:4x4x4, h100:4x8, ...")
     ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the program there, as a web page.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the program as a web page.")] = None,
     diff: Annotated[bool, typer.Option("--diff", help="Compare two: --diff A [KEY=VALUE]... B [KEY=VALUE]...")] = False,
 ) -> None:
-    """Compiles the step of CONFIG and says what a device sends, computes and holds in it. Trains nothing.
+    """Compiles the step of CONFIG and reports what a device sends, computes and stores. Does not train.
 
-    With --diff, says what changes from A to B. Each is a config, with the KEY=VALUEs after it, or a file that --json
-    wrote.
+    With --diff, reports the changes from A to B. Each is a config, followed by its KEY=VALUEs, or a file written by
+    --json.
     """
-    _check_html(html, diff)
+    if html and diff:
+        raise ConfigError("--html draws one program, --diff compares two: use one of them")
+    if html:
+        check_file("--html", html)
     if diff:
         with busy("compiling two steps", quiet=True):
-            told = _difference([str(config), *(overrides or [])], devices, target)
+            report = _difference([str(config), *(overrides or [])], devices, target)
     else:
         with busy("compiling the step" if target is None else f"compiling the step for {target}", quiet=True):
-            told = _inspection(config, overrides or [], devices, target)
-        _draw(told, html)
-    typer.echo(json_format.dumps(told.as_json(), indent=2) if json else str(told))
+            report = _inspection(config, overrides or [], devices, target)
+    if html:
+        from meshpar.inspection.report.page import page
+
+        write("--html", html, page(report.as_json()))
+    echo(report, json)
 
 
 def _inspection(config: Path, overrides: list[str], devices: int | None, target: str | None) -> Inspection | Judgement:
@@ -64,7 +69,7 @@ def _difference(words: list[str], devices: int | None, target: str | None) -> Di
 
     sides = [read(path) if path.suffix == ".json" else load(path, changes) for path, changes in _two(words)]
     configs = [side for side in sides if isinstance(side, Run)]
-    if configs and target is None:  # JAX can be told only once how many devices to simulate
+    if configs and target is None:  # the number of simulated devices can be set only once
         simulate(configs[0], devices or max(config.mesh.requested() or 1 for config in configs))
     before, after = (
         actions.inspect(side, target, devices or side.mesh.requested()).as_json() if isinstance(side, Run) else side
@@ -74,7 +79,7 @@ def _difference(words: list[str], devices: int | None, target: str | None) -> Di
 
 
 def _two(words: list[str]) -> list[tuple[Path, list[str]]]:
-    """The two files of a comparison, each with the changes that stand behind it."""
+    """The two files of a comparison, each with the overrides that follow it."""
     sides: list[tuple[Path, list[str]]] = []
     for word in words:
         if sides and "=" in word:
@@ -85,20 +90,5 @@ def _two(words: list[str]) -> list[tuple[Path, list[str]]]:
         raise ConfigError(f"--diff compares two programs, got {' and '.join(str(path) for path, _ in sides)}")
     for path, changes in sides:
         if path.suffix == ".json" and changes:
-            raise ConfigError(f"{path} holds a program that was compiled: {changes[0]} cannot change it")
+            raise ConfigError(f"{path} holds a compiled program, which {changes[0]} cannot change")
     return sides
-
-
-def _check_html(html: Path | None, diff: bool) -> None:
-    """Before anything is compiled, which can take minutes."""
-    if html and diff:
-        raise ConfigError("--html draws one program, --diff compares two: use one of them")
-    if html and not html.parent.is_dir():
-        raise ConfigError(f"--html {html}: there is no folder {html.parent}")
-
-
-def _draw(told: Inspection | Judgement, html: Path | None) -> None:
-    from meshpar.inspection.report.page import page
-
-    if html:
-        write("--html", html, page(told.as_json()))

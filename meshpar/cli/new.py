@@ -16,17 +16,17 @@ FILES = ("README.md", "config.yaml", "model.py", "test_model.py")
 
 
 @app.command()
-def new(name: Annotated[str, typer.Argument(metavar="NAME", help="Of the folder.", show_default=False)]) -> None:
-    """Writes a small project into a new folder: a model, a config, a test, and what to do with them."""
+def new(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the folder.", show_default=False)]) -> None:
+    """Creates a folder with a small project: a model, a config, a test and a README."""
     if not re.fullmatch(r"[A-Za-z][\w-]*", name):
-        raise ConfigError(f"new: {name!r} is no name for a project; letters, digits, - and _, a letter first")
+        raise ConfigError(f"new: {name!r} is not a valid name: use letters, digits, - and _, starting with a letter")
     folder = Path(name)
     try:
         folder.mkdir()
     except FileExistsError:
-        raise ConfigError(f"new: there is a {name} here already, and nothing is overwritten") from None
+        raise ConfigError(f"new: {name} already exists, and is not overwritten") from None
     except OSError as error:
-        raise ConfigError(f"new: {name} cannot be made here: {error.strerror}") from None
+        raise ConfigError(f"new: {name} cannot be created here: {error.strerror}") from None
     templates = resources.files("meshpar.cli").joinpath("project")
     for file in FILES:
         text = templates.joinpath(f"{file}.tmpl").read_text(encoding="utf-8").replace("NAME", name)

@@ -14,10 +14,11 @@ from meshpar.cli.app import app
 def plot(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw there.", show_default="curves.png in the first RUN")
+        Path | None,
+        typer.Option(metavar="FILE.png", help="The picture.", show_default="curves.png in the first RUN"),
     ] = None,
 ) -> None:
-    """Draws loss and learning rate of one run, or of several over each other, from the records that they wrote."""
+    """Plots loss and learning rate of one run, or of several in one plot, from their records."""
     from meshpar.train.records.curves import draw
 
     out = out or runs[0] / "curves.png"

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, check_file, check_folder, leave
-from meshpar.errors import ConfigError, RunError
+from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, check_file, check_folder, leave, writing
+from meshpar.errors import RunError
 
 
 @app.command()
@@ -17,12 +17,12 @@ def train(
     overrides: Overrides = None,
     devices: Devices = None,
     json: AsJson = False,
-    profile: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a trace of a few steps there.")] = None,
-    dump_hlo: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the compiled step's text there.")] = None,
+    profile: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a trace of a few steps.")] = None,
+    dump_hlo: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the compiled step's text.")] = None,
 ) -> None:
-    """Trains the model of CONFIG, or goes on from the last checkpoint in its run directory.
+    """Trains the model of CONFIG, or resumes from the last checkpoint in its run directory.
 
-    SIGINT or SIGTERM ends it after the step that runs, with a checkpoint and exit code 75; a second signal at once.
+    SIGINT or SIGTERM ends it after the current step, with a checkpoint and exit code 75; a second signal, at once.
     """
     from meshpar.experiment import actions
     from meshpar.experiment.config import load, simulate
@@ -32,17 +32,11 @@ def train(
     if dump_hlo:
         check_file("--dump-hlo", dump_hlo)
     if profile:
-        _make("--profile", profile)
+        with writing("--profile", profile, "made"):
+            profile.mkdir(parents=True, exist_ok=True)
+        check_folder("--profile", profile, profile)
     simulate(loaded, devices)
     try:
         actions.fit(loaded, json=json, profile=profile, dump_hlo=dump_hlo, signals=True)
     except (RunError, Interrupted) as ended:
         leave(ended.exit_code, str(ended))
-
-
-def _make(option: str, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{option} {folder}: cannot be made: {error.strerror}") from None
-    check_folder(option, folder, folder)

@@ -63,7 +63,7 @@ there is no data to train on:
     it is relative to the working directory, {folder.parent}
   data.glob = '../*.txt'
     is empty or leads out of data.path
-    give a pattern below data.path, like '**/*.txt'"""
+    use a pattern below data.path, like '**/*.txt'"""
     )
 
 
@@ -91,7 +91,7 @@ def test_a_folder_without_files(folder: Path):
 there is no data to train on:
   data.glob = '**/*.txt'
     matches no file below 'corpus/empty'
-    the folder holds no file at all"""
+    the folder contains no files"""
     )
 
 
@@ -122,8 +122,8 @@ def test_all_files_are_empty(folder: Path):
         == """\
 there is no data to train on:
   data
-    no document has a token in it
-    give documents with text in them"""
+    no document contains a token
+    provide documents that contain text"""
     )
 
 
@@ -134,8 +134,8 @@ def test_one_document_cannot_be_split(folder: Path):
         == """\
 there is no data to train on:
   data
-    only one document is not empty: nothing is left for the other side of the split
-    give at least two documents: cut this one into two"""
+    only one document is not empty, and each side of the split needs one
+    provide at least two documents, for example by splitting this one"""
     )
 
 
@@ -192,7 +192,7 @@ there is no data to train on:
   corpus/b.jsonl:1
     is not UTF-8: invalid start byte at byte 10
   corpus/b.jsonl:2
-    is not JSON that can be read: it is nested too deeply"""
+    is not readable JSON: it is nested too deeply"""
     )
 
 
@@ -219,7 +219,7 @@ def test_a_line_that_no_tokenizer_can_read(folder: Path):
     expected = """\
 there is no data to train on:
   corpus/a.jsonl:1
-    a text is not Unicode: surrogates not allowed at character 1
+    the text is not valid Unicode: surrogates not allowed at character 1
   corpus/a.jsonl:2
     has the token id 257, outside of the vocabulary of 257"""
     assert said({"kind": "jsonl", "path": "corpus"}) == expected
@@ -237,7 +237,7 @@ def test_text_that_is_no_utf_8_has_no_tokens_but_bytes(folder: Path):
         == """\
 there is no data to train on:
   corpus/a.txt
-    a text is not Unicode: surrogates not allowed at character 3"""
+    the text is not valid Unicode: surrogates not allowed at character 3"""
     )
 
 
@@ -262,8 +262,8 @@ def test_a_column_that_is_not_there_or_holds_no_documents(tables: Path, kind: st
         ("score", "its column 'score' is double, neither text nor lists of token ids", ""),
         (
             "content",
-            "its column 'content' holds nothing (null) in 1 places",
-            "\n    leave those rows out, or write an empty text",
+            "its column 'content' has 1 null values",
+            "\n    remove those rows, or write an empty text",
         ),
     ]:
         assert said(data | {"column": column}) == f"there is no data to train on:\n  {file}\n    {what}{fix}"
@@ -311,9 +311,9 @@ there is no data to train on:
   corpus/f.npz
     is <U1, not token ids, which are integers
   corpus/g.npy
-    is not an array that can be read: it says that it is of version 32.110 of the format
+    is not a readable array: its version of the format, 32.110, is not supported
   corpus/h.npz
-    is not an array that can be read: File is not a zip file"""
+    is not a readable array: File is not a zip file"""
     )
 
 
@@ -411,28 +411,28 @@ meshpar: 3 problems in config.yaml:
     f"{{kind: mixture, seq_len: 32, parts: [{PART}, {{weight: 1, data: {{kind: synthetic, seq_len: 16}}}}]}}": """\
 meshpar: 1 problem in config.yaml:
   data (config.yaml:2)
-    parts.1.data.seq_len is 16, but 32 for the mixture: write it only there
+    parts.1.data.seq_len is 16, but 32 for the mixture: set it only for the mixture
 """,
     f"{{kind: mixture, parts: [{PART}, {{weight: 1, data: {{kind: stdlib}}}}]}}": """\
 meshpar: 1 problem in config.yaml:
   data (config.yaml:2)
-    parts.1.data.tokenizer differs from that of parts.0.data: a mixture has one vocabulary
+    parts.1.data.tokenizer differs from that of parts.0.data: all parts share one vocabulary
 """,
     f"{{kind: mixture, parts: [{PART}, {{weight: 0.12345, data: {{kind: synthetic}}}}]}}": """\
 meshpar: 1 problem in config.yaml:
   data (config.yaml:2)
-    weights have too many digits: a turn of all would take 22469 rows, not 10000
-    round them, to 890, 110 for example
+    weights have too many digits: they repeat every 22469 rows, more than 10000
+    round them, for example to 890, 110
 """,
     "{kind: numpy, path: corpus, tokenizer: {kind: ids, vocab_size: 64, bos: 64}}": """\
 meshpar: 1 problem in config.yaml:
   data.tokenizer (config.yaml:2)
-    the id 64 lies outside of the vocabulary of 64
+    the id 64 is outside of the vocabulary of 64
 """,
     "{kind: mixture, parts: []}": """\
 meshpar: 1 problem in config.yaml:
   data (config.yaml:2)
-    a mixture has at least one part
+    a mixture needs at least one part
 """,
     "{kind: jsonl, path: corpus, feild: body}": """\
 meshpar: 1 problem in config.yaml:

@@ -40,14 +40,14 @@ def meshpar(command, monkeypatch, tmp_path):
 
 
 REFUSED = {
-    "no prompt": (["config.yaml"], "meshpar: there is no prompt: give --prompt TEXT or --prompts FILE\n"),
+    "no prompt": (["config.yaml"], "meshpar: there is no prompt: use --prompt TEXT or --prompts FILE\n"),
     "no file of prompts": (
         ["config.yaml", "--prompts", "nothing.txt"],
         "meshpar: --prompts nothing.txt: cannot be read: No such file or directory\n",
     ),
     "a line that is no text": (
         ["config.yaml", "--prompts", "prompts.jsonl"],
-        "meshpar: --prompts prompts.jsonl:2: is no JSON text in quotes\n",
+        "meshpar: --prompts prompts.jsonl:2: is not a JSON string\n",
     ),
     "prompts and settings": (
         ["config.yaml", "--prompt", "", "--prompt", "0123456789", "--prompt", LONG, "--max-tokens", "7", "--stop", ""],

@@ -244,8 +244,11 @@ def test_a_step_that_breaks_its_contract(meshpar):
 
 KEPT = "kept.json"
 NOT_DRAWN = {
-    "no folder": (["--html", "nowhere/step.html"], "--html nowhere/step.html: there is no folder nowhere"),
-    "a folder": (["--html", "."], "--html .: cannot be written: Is a directory"),
+    "no folder": (
+        ["--html", "nowhere/step.html"],
+        "--html nowhere/step.html: cannot be written: No such file or directory",
+    ),
+    "a folder": (["--html", "."], "--html .: cannot be written: it is a folder"),
     "two programs": (
         ["--diff", KEPT, "--html", "step.html"],
         "--html draws one program, --diff compares two: use one of them",
@@ -258,7 +261,7 @@ NOT_COMPARED = {
     "no file": (["--diff", "b.json"], "b.json cannot be read: No such file or directory"),
     "a change of what was compiled": (
         ["--diff", KEPT, "num_steps=3"],
-        "kept.json holds a program that was compiled: num_steps=3 cannot change it",
+        "kept.json holds a compiled program, which num_steps=3 cannot change",
     ),
     "another file": (
         ["--diff", KEPT],

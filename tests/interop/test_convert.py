@@ -240,7 +240,7 @@ def test_a_bad_folder_is_refused_and_nothing_is_left_behind(case, copied, meshpa
 
 def test_bad_arguments(there, meshpar, tmp_path):
     assert meshpar("convert", "run", "--from-hf", "nothing")[1].startswith("meshpar: nothing cannot be imported:")
-    assert meshpar("convert", "run") == (2, "meshpar: convert takes one of --from-hf DIR and --to-hf DIR\n")
+    assert meshpar("convert", "run") == (2, "meshpar: convert needs either --from-hf DIR or --to-hf DIR\n")
     assert meshpar("convert", "run", "--to-hf", "x") == (2, f"meshpar: {tmp_path / 'run'} does not exist\n")
     code, said = meshpar("convert", "run", "optim.l=1", "--from-hf", there)
     assert code == 2 and "did you mean optim.lr?" in said

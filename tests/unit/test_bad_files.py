@@ -191,6 +191,6 @@ def test_a_batch_that_no_memory_holds_is_refused_at_once():
         data.datasets(seed=0)
     heading, where, what, fix = str(error.value).splitlines()
     assert (heading, where) == ("the batches do not fit into memory:", "  data.batch_size = 100000000")
-    assert what.startswith("    10 batches of 256 tokens a row take 3814.70 GiB, and there are ")
+    assert what.startswith("    10 batches of 256 tokens a row take 3814.70 GiB of ")
     most = int(fix.removeprefix("    at most ").removesuffix(" fit"))
     data.model_copy(update={"batch_size": most}).datasets(seed=0)

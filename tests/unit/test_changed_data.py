@@ -50,19 +50,19 @@ def test_a_run_goes_on_with_the_same_data_and_refuses_others_by_name(
     assert said.code == 2
     assert said.err.endswith(
         f"""\
-the data are not those of {tmp_path}/run/checkpoints/3:
+the data differ from those of {tmp_path}/run/checkpoints/3:
   0.txt
-    has other content
+    has changed
   1.txt
-    is not there any more
+    is missing
   9.txt
     is new
   data.if_changed = refuse
-    the next batches would not be those of the run that was stopped
-    put the files back as they were, or go on with those that are here now: data.if_changed=allow
+    the next batches would differ from those of the stopped run
+    restore the files, or resume with the files as they are now: data.if_changed=allow
 """
     )
-    with pytest.warns(DataWarning, match=r"(?s)are not those of .*1.txt\n    is not there any more"):
+    with pytest.warns(DataWarning, match=r"(?s)differ from those of .*1.txt\n    is missing"):
         said = command("train", "config.yaml", "data.path=moved", "num_steps=4", "data.if_changed=allow")
     assert said.code == 0
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
@@ -79,7 +79,7 @@ def test_a_checkpoint_without_checksums_says_nothing(tmp_path: Path):
 
 def test_many_changes_are_counted(tmp_path: Path):
     now = {f"{i:02}": "1" for i in range(30)}
-    with pytest.raises(DataError, match=r"  09\n    is new\n  20 files more\n    are not what they were\n"):
+    with pytest.raises(DataError, match=r"  09\n    is new\n  20 more files\n    have changed\n"):
         changed_files({}, now, tmp_path, allowed=False)
 
 
@@ -93,7 +93,7 @@ def test_every_source_names_its_files_and_its_tokenizer(tmp_path: Path):
         assert len(data.fingerprint()) == files + with_tokenizer, name
     before = sources["text"].fingerprint()
     write_tokenizer(tmp_path / "tokenizer.json", vocab_size=270)
-    assert changes(before, sources["text"].fingerprint()) == {"data.tokenizer": "has other content"}
+    assert changes(before, sources["text"].fingerprint()) == {"data.tokenizer": "has changed"}
     parts = [{"weight": 1, "data": sources[name].model_dump()} for name in ("jsonl", "arrow")]
     mixture = Mixture.model_validate({"batch_size": 8, "seq_len": 16, "held_out_fraction": 0.25, "parts": parts})
     names = ["parts.0: texts.jsonl", "parts.0: data.tokenizer", "parts.1: file.arrow", "parts.1: data.tokenizer"]
@@ -107,7 +107,7 @@ def test_very_many_files_have_one_checksum(tmp_path: Path, monkeypatch: pytest.M
     before = Text(path=str(tmp_path)).fingerprint()
     assert list(before) == ["4 files"]
     (tmp_path / "0.txt").write_text("y")
-    assert changes(before, Text(path=str(tmp_path)).fingerprint()) == {"4 files": "has other content"}
+    assert changes(before, Text(path=str(tmp_path)).fingerprint()) == {"4 files": "has changed"}
 
 
 def test_a_file_is_read_once_as_long_as_it_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -146,4 +146,4 @@ def test_arrays_have_a_checksum_though_they_are_only_mapped(tmp_path: Path):
     content = bytearray(Path(path).read_bytes())
     content[-1] ^= 1
     Path(path).write_bytes(content)
-    assert changes(before, data.fingerprint()) == {"line.npy": "has other content"}
+    assert changes(before, data.fingerprint()) == {"line.npy": "has changed"}

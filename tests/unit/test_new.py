@@ -66,9 +66,9 @@ def test_it_trains_from_its_config(project):
 
 def test_nothing_is_overwritten_and_nothing_is_written_elsewhere(project, command):
     (project / "model.py").write_text("mine\n")
-    said = "meshpar: new: there is a first here already, and nothing is overwritten\n"
+    said = "meshpar: new: first already exists, and is not overwritten\n"
     assert command("new", "first") == (2, "", said)
     assert (project / "model.py").read_text() == "mine\n"
-    said = "meshpar: new: '../second' is no name for a project; letters, digits, - and _, a letter first\n"
+    said = "meshpar: new: '../second' is not a valid name: use letters, digits, - and _, starting with a letter\n"
     assert command("new", "../second") == (2, "", said)
     assert sorted(path.name for path in project.parent.iterdir()) == ["first"]

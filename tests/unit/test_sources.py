@@ -134,7 +134,7 @@ def test_files_without_a_document_in_them_are_no_data(tmp_path: Path):
     ids = Ids(vocab_size=9, bos=8)
     path = str(tmp_path)
     for data in (Arrow(path=path, column="x"), Numpy(path=path, tokenizer=ids), Jsonl(path=path)):
-        with pytest.raises(DataError, match="no document has a token in it"):
+        with pytest.raises(DataError, match="no document contains a token"):
             data.train(seed=0)
 
 

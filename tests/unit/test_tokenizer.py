@@ -74,5 +74,5 @@ def test_ids_are_checked_against_the_vocabulary():
 
 def test_a_lone_surrogate_is_no_text(file: TokenizerFile):
     for tokenizer in (Bytes(), file):
-        with pytest.raises(DataError, match="a text is not Unicode: surrogates not allowed at character 1"):
+        with pytest.raises(DataError, match="the text is not valid Unicode: surrogates not allowed at character 1"):
             tokenizer.encode("a\ud800")

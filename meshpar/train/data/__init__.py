@@ -1,4 +1,4 @@
-"""What a run trains on, chosen by `kind`."""
+"""The data sets of a run, selected by `kind`."""
 
 from typing import Annotated
 

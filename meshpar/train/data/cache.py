@@ -1,4 +1,4 @@
-"""Tokens that are made once: in a folder whose name is a checksum of all that they are made of."""
+"""Stores the tokens of a corpus in a folder whose name is a checksum of everything that they depend on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,13 +16,16 @@ from uuid import uuid4
 import numpy as np
 
 from meshpar.checkpoint.durable import sync, sync_tree
-from meshpar.errors import DataError, DataWarning, Problem
-from meshpar.train.data.documents import HEADING, Documents
+from meshpar.errors import DataWarning
+from meshpar.train.data.documents import Documents, no_data
 from meshpar.train.data.fingerprint import checksum
 from meshpar.train.data.tokenizer import Tokenizer, TokenizerFile
 
 FORMAT = 2
-TOKENS, SIZES, SHARES, SUMS = "tokens.bin", "sizes.npy", "shares.npy", "crc32.json"
+TOKENS = "tokens.bin"
+SIZES = "sizes.npy"
+SHARES = "shares.npy"
+SUMS = "crc32.json"
 ATTEMPTS = 3
 CHUNK = 2**22
 
@@ -36,24 +38,24 @@ def cached(
     make: Callable[[], Iterable[tuple[float, np.ndarray]]],
     dtype: np.dtype,
 ) -> Documents:
-    """The documents that `make` makes, from the folder if they are there, and else by way of it.
+    """The documents that `make` computes; they are read from the folder if it has them, and written there otherwise.
 
-    What is in the folder has been made of the very bytes that the files hold now: each start reads them for their
-    checksums. An entry appears whole or not at all, by a rename; two processes that make the same one do no harm, and
-    one that is killed leaves a folder `partial-...` that nobody reads. Each start compares the checksums of an entry's
-    own files too: what is damaged is made again.
+    An entry of the folder is used only if the files have the content from which it was computed: each start reads
+    them to compare their checksums. An entry appears complete, by a rename. Two processes may compute the same entry;
+    a process that is killed leaves a folder `partial-...`, which is never read. Each start also compares the checksums
+    of the entry's own files, and recomputes a damaged entry.
 
     Args:
-      what: the config, as far as the tokens depend on it.
+      what: the part of the config on which the tokens depend.
       make: () -> (share, tokens) of each document.
 
     Raises:
-      DataError: the folder cannot be written; the files changed while they were read; the disk does not keep an entry.
+      DataError: the folder cannot be written; the files changed while they were read; each new entry is damaged.
 
     Warns:
-      DataWarning: an entry is damaged, and made again.
+      DataWarning: an entry is damaged, and is recomputed.
 
-    Memory: a document at a time while they are made; then pages of the file, as they are read.
+    Memory: one document at a time while tokens are computed; afterwards, the pages of the mapped file that are read.
     """
     entry = folder / _checksum(what, files, tokenizer, dtype)
     for _ in range(ATTEMPTS):
@@ -61,29 +63,23 @@ def cached(
             _make(entry, make, dtype)
             if entry.name != _checksum(what, files, tokenizer, dtype):
                 shutil.rmtree(entry)
-                problem = Problem("data", "its files changed while they were read", "start again")
-                raise DataError(f"{HEADING}\n{problem}")
+                raise no_data("data", "its files changed while they were read", "start the run again")
         if not (damaged := _damaged(entry)):
             return _open(entry, tokenizer.bos, dtype)
-        warnings.warn(f"{entry}: {', '.join(damaged)} damaged; the tokens are made again", DataWarning, stacklevel=2)
+        what_happened = f"{entry}: damaged ({', '.join(damaged)}); its tokens are computed again"
+        warnings.warn(what_happened, DataWarning, stacklevel=2)
         _discard(entry)
-    problem = Problem(f"data.cache: {entry}", "is damaged again and again", "put data.cache on another disk")
-    raise DataError(f"{HEADING}\n{problem}")
+    raise no_data(f"data.cache: {entry}", "is damaged each time it is written", "put data.cache on another disk")
 
 
 def _checksum(what: dict[str, Any], files: Sequence[Path], tokenizer: Tokenizer, dtype: np.dtype) -> str:
     sources = [(str(path), checksum(path)) for path in files]
-    how: list[Any] = [FORMAT, str(dtype), tokenizer.bos, tokenizer.eos]
+    encoding: list[Any] = [FORMAT, str(dtype), tokenizer.bos, tokenizer.eos]
     if isinstance(tokenizer, TokenizerFile):
-        how += [checksum(Path(tokenizer.path)), _version("tokenizers")]
-    return hashlib.sha256(json.dumps([what, sources, how], sort_keys=True).encode()).hexdigest()[:32]
+        from tokenizers import __version__
 
-
-def _version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
+        encoding += [checksum(Path(tokenizer.path)), __version__]
+    return hashlib.sha256(json.dumps([what, sources, encoding], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _make(entry: Path, make: Callable[[], Iterable[tuple[float, np.ndarray]]], dtype: np.dtype) -> None:
@@ -92,13 +88,19 @@ def _make(entry: Path, make: Callable[[], Iterable[tuple[float, np.ndarray]]], d
         partial.mkdir(parents=True)
     try:
         _write(partial, make(), dtype)
-        _publish(partial, entry)
+        try:
+            partial.rename(entry)
+        except OSError:
+            if not entry.is_dir():  # otherwise another process has published the same entry
+                raise
+        sync(entry.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(folder: Path, documents: Iterable[tuple[float, np.ndarray]], dtype: np.dtype) -> None:
-    shares, sizes = [], []
+    shares = []
+    sizes = []
     with (folder / TOKENS).open("wb") as file:
         for share, tokens in documents:
             with _writing(folder.parent):
@@ -112,11 +114,11 @@ def _write(folder: Path, documents: Iterable[tuple[float, np.ndarray]], dtype: n
         np.save(folder / SHARES, np.array(shares, np.float64))
         sums = {name: _crc32(folder / name) for name in (TOKENS, SIZES, SHARES)}
         (folder / SUMS).write_text(json.dumps(sums))
-        sync_tree(folder)  # before the rename says that it is whole
+        sync_tree(folder)  # before the rename, which marks the entry as complete
 
 
 def _crc32(path: Path) -> int:
-    """It sees each damage of up to 32 bits in a row, and misses one in 4e9 of all others."""
+    """CRC-32 detects every error burst of up to 32 bits, and misses one in 4e9 of all other errors."""
     total = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -129,27 +131,16 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        problem = Problem(f"data.cache = {str(folder)!r}", f"cannot be written: {error.strerror}")
-        raise DataError(f"{HEADING}\n{problem}") from None
-
-
-def _publish(partial: Path, entry: Path) -> None:
-    try:
-        partial.rename(entry)
-    except OSError:
-        if not entry.is_dir():  # else another process was first, with the same
-            raise
-    sync(entry.parent)
+        raise no_data(f"data.cache = {str(folder)!r}", f"cannot be written: {error.strerror}") from None
 
 
 def _damaged(entry: Path) -> list[str]:
-    """The files of an entry that are not what was written."""
+    """The files of an entry whose checksums differ from those recorded when they were written."""
     try:
         sums = json.loads((entry / SUMS).read_bytes())
         return [name for name in (TOKENS, SIZES, SHARES) if sums[name] != _crc32(entry / name)]
     except PermissionError as error:
-        problem = Problem(f"data.cache: {error.filename}", f"cannot be read: {error.strerror}")
-        raise DataError(f"{HEADING}\n{problem}") from None
+        raise no_data(f"data.cache: {error.filename}", f"cannot be read: {error.strerror}") from None
     except OSError as error:
         return [Path(str(error.filename)).name]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -158,13 +149,14 @@ def _damaged(entry: Path) -> list[str]:
 
 def _discard(entry: Path) -> None:
     aside = entry.with_name(f"partial-{uuid4().hex}")
-    with _writing(entry.parent), suppress(FileNotFoundError):  # another process was first
+    with _writing(entry.parent), suppress(FileNotFoundError):  # another process may have discarded it
         entry.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def _open(entry: Path, bos: int, dtype: np.dtype) -> Documents:
-    sizes, shares = (np.load(entry / name, allow_pickle=False) for name in (SIZES, SHARES))
+    sizes = np.load(entry / SIZES, allow_pickle=False)
+    shares = np.load(entry / SHARES, allow_pickle=False)
     # An empty file cannot be mapped.
     tokens = np.memmap(entry / TOKENS, dtype, "r") if sizes.sum() else np.zeros(0, dtype)
     return Documents.in_a_line(tokens, sizes, shares, bos)

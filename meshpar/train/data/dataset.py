@@ -1,4 +1,4 @@
-"""Batches by index: batch i is a function of config, seed and i, and of nothing else."""
+"""Batches by index: batch i is a function of the config, the seed and i, and of nothing else."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from meshpar.train.data.turns import Turns
 
 @dataclass(frozen=True)
 class Dataset:
-    """Batches by index: to resume at step k, on whatever devices and processes, is to start at k.
+    """Batches by index. A run resumes at step k, on any devices and processes, by starting at batch k.
 
     Args:
-      parts: what the batches are made of.
+      parts: the packed documents of each part of a mixture.
       batch_size: rows a batch, over all devices.
-      seed: the parts take turns by their weights, without end, and the rows of each are ordered anew for each of
-        its epochs; None reads the parts once, one after the other, and fills the last batch with rows of padding.
-      weights: of each part, in whole numbers.
+      seed: with a seed, the parts are interleaved by their weights without end, and the rows of a part are shuffled
+        anew in each of its epochs. With None, the parts are read once, in order, and padding rows fill the last batch.
+      weights: of the parts, as integers.
     """
 
     parts: tuple[Rows, ...]
@@ -37,12 +37,12 @@ class Dataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all parts, with those that open a document, and without padding."""
+        """The tokens of all parts, with one `bos` a document, and without padding."""
         return sum(part.documents.num_tokens for part in self.parts)
 
     @property
     def num_rows(self) -> int:
-        """Rows of all parts. An epoch may end within a batch; the next begins there."""
+        """The rows of all parts. An epoch may end in the middle of a batch, where the next epoch begins."""
         return sum(map(len, self.parts))
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class Dataset:
         """Batch `index`, see `Rows.batch`.
 
         Raises:
-          IndexError: it is negative, or at or beyond the length.
+          IndexError: the index is negative, or at or beyond the length.
         """
         return self.rows(index, np.arange(self.batch_size))
 
@@ -61,22 +61,24 @@ class Dataset:
         return self.batches()
 
     def rows(self, index: int, rows: ArrayLike) -> Batch:
-        """These rows int[n] of batch `index`; no others are read."""
+        """The given rows int[n] of batch `index`; no other rows are read."""
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of {len(self)}")
         part, row = self._places(index * self.batch_size + np.asarray(rows))
-        if len(self.parts) == 1:
-            return self.parts[0].batch(row)
-        cut = [(part == p, rows.batch(row[part == p])) for p, rows in enumerate(self.parts)]
-        return {name: _merge([(here, batch[name]) for here, batch in cut]) for name in cut[0][1]}
+        batch: Batch = {}
+        for p, packed in enumerate(self.parts):
+            mask = part == p
+            for name, array in packed.batch(row[mask]).items():
+                batch.setdefault(name, np.empty((len(row), self.parts[0].seq_len), array.dtype))[mask] = array
+        return batch
 
     def batches(self, start: int = 0, rows: ArrayLike | None = None) -> Generator[Batch, None, None]:
-        """Batches from `start` on, read ahead by two threads.
+        """Iterates over the batches from `start` on; two threads read ahead.
 
-        They end with the generator: when it is exhausted, closed or dropped.
+        The threads end when the generator is exhausted, closed or dropped.
 
         Args:
-          rows: int[n]. Which rows of each batch; default: all.
+          rows: int[n]. The rows of each batch to read; default: all.
         """
         import grain
 
@@ -90,7 +92,7 @@ class Dataset:
             iterator.close()
 
     def _places(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The part, and the row in it, of each place int64[n] in the line of all batches."""
+        """The part, and the row within the part, of each index int64[n] into the sequence of all rows."""
         if self.seed is None:
             ends = np.cumsum([len(part) for part in self.parts])
             part = np.searchsorted(ends, at, side="right").clip(max=len(ends) - 1)
@@ -104,18 +106,10 @@ class Dataset:
 
     @cached_property
     def _orders(self) -> list[Any]:
-        """Of each part, turn -> row, by Grain, which holds no permutation in memory."""
+        """For each part, turn -> row. Grain computes the shuffled order without storing a permutation."""
         import grain
 
-        # Grain adds the epoch to the seed: as it stands, seeds 0 and 1 would share all orders but one.
+        # Grain adds the epoch to the seed, so seeds 0 and 1 used directly would share all orders but one.
         seeds = np.random.SeedSequence(self.seed).generate_state(len(self.parts))
         ranges = [grain.MapDataset.range(len(part)) for part in self.parts]
         return [rows.shuffle(seed=int(seed)).repeat() for rows, seed in zip(ranges, seeds, strict=True)]
-
-
-def _merge(pieces: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """One array of the rows that stand where each mask says."""
-    merged = np.empty((len(pieces[0][0]), *pieces[0][1].shape[1:]), pieces[0][1].dtype)
-    for here, rows in pieces:
-        merged[here] = rows
-    return merged

@@ -1,4 +1,4 @@
-"""Documents, wherever their tokens lie, and how they are divided into those to train on and those held out."""
+"""Documents as slices of token arrays, and their split into training and held-out documents."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ HEADING = "there is no data to train on:"
 
 @dataclass(frozen=True, repr=False)
 class Documents:
-    """Documents in their order: of each, in which array its tokens lie and where. None is empty.
+    """A sequence of documents, none of them empty: for each, the array that holds its tokens and the slice of it.
 
-    The token that opens a document lies nowhere: it is put before each when tokens are taken.
+    The opening token `bos` is not stored: it is inserted before each document when tokens are read.
 
     Args:
-      arrays: integers[length] each, in memory or mapped into it from files.
-      array, start, size: int64[num]. Of each document: which array, where in it, and how many tokens.
-      share: float64[num], in [0, 1). A document whose share is below the held-out fraction is held out.
+      arrays: integers[length] each, in memory or memory-mapped.
+      array, start, size: int64[num]. Each document's array, its offset in the array, and its number of tokens.
+      share: float64[num], in [0, 1). A document is held out if its share is below the held-out fraction.
       bos: the token that opens each document.
 
-    Memory: 40 bytes a document, beside the arrays.
+    Memory: 40 bytes a document, in addition to the arrays.
 
     >>> documents = Documents.joined([(0.3, np.array([1, 2])), (0.7, np.array([3]))], bos=9, dtype=np.uint8)
     >>> documents.take(np.arange(6))[0].tolist()
@@ -44,8 +44,9 @@ class Documents:
 
     @classmethod
     def joined(cls, documents: Iterable[tuple[float, np.ndarray]], bos: int, dtype: np.typing.DTypeLike) -> Documents:
-        """(share, tokens) of each document, copied into one array of `dtype` in memory."""
-        shares, bodies = [], []
+        """Copies (share, tokens) of each document into one array of `dtype` in memory."""
+        shares = []
+        bodies = []
         for share, tokens in documents:
             shares.append(share)
             bodies.append(tokens.astype(dtype))
@@ -54,7 +55,7 @@ class Documents:
 
     @classmethod
     def in_a_line(cls, tokens: np.ndarray, size: np.ndarray, share: np.ndarray, bos: int) -> Documents:
-        """Documents that follow each other in one array."""
+        """Documents that are stored one after the other in one array."""
         whole = cls((tokens,), np.zeros_like(size), np.cumsum(size) - size, size, share, bos)
         return whole.where(size > 0)
 
@@ -66,37 +67,37 @@ class Documents:
 
     @property
     def num_tokens(self) -> int:
-        """With those that open a document."""
+        """The number of tokens, including one `bos` a document."""
         return int(self._ends[-1]) if len(self) else 0
 
     def where(self, chosen: np.ndarray) -> Documents:
-        """Those that a mask bool[num] chooses, in their order."""
+        """The documents that a mask bool[num] selects, in the same order."""
         columns = (column[chosen] for column in (self.array, self.start, self.size, self.share))
         return Documents(self.arrays, *columns, bos=self.bos)
 
     def split(self, fraction: float) -> tuple[Documents, Documents]:
-        """Documents to train on, and about `fraction` of them held out; a new one moves no other.
+        """Training documents, and about `fraction` of all documents held out. A new document changes no other's side.
 
         Raises:
           DataError: one of the sides would be empty.
         """
         held_out = self.share < fraction
         if held_out.all() or not held_out.any():
-            raise DataError(f"{HEADING}\n{_one_sided(np.sort(self.share).tolist(), fraction)}")
+            raise _one_sided(np.sort(self.share).tolist(), fraction)
         return self.where(~held_out), self.where(held_out)
 
     def take(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens at these places in the line of all documents, each opened by `bos`.
+        """Reads tokens by their positions in the sequence of all documents, each opened by `bos`.
 
         Args:
-          at: int64[...], not negative; at or beyond `num_tokens` there is nothing but `bos`.
+          at: int64[...], not negative; positions at or beyond `num_tokens` read `bos`.
 
         Returns:
-          (int32[...], bool[...]): tokens, and whether they open a document.
+          (int32[...], bool[...]): tokens, and whether each opens a document.
         """
         document = np.searchsorted(self._ends, at, side="right").clip(max=len(self) - 1)
         size = self.size[document]
-        offset = at - (self._ends[document] - size)  # in the document, -1 for the token that opens it
+        offset = at - (self._ends[document] - size)  # from the document's first stored token; -1 for its `bos`
         opens = (offset < 0) | (offset >= size)
         tokens = self._read(self.array[document], self.start[document] + offset.clip(0, size - 1))
         return np.where(opens, np.int32(self.bos), tokens), opens
@@ -116,27 +117,32 @@ class Documents:
 
 
 def share(content: bytes) -> float:
-    """A number in [0, 1) that depends on nothing but the content."""
+    """A number in [0, 1) that depends only on the content."""
     return zlib.crc32(content) / 2**32
 
 
 def share_of_ids(ids: np.ndarray) -> float:
-    """The same, whatever the dtype of the ids."""
+    """The share of token ids, independent of their dtype."""
     return share(ids.astype("<u4").tobytes())
 
 
-def _one_sided(shares: list[float], fraction: float) -> Problem:
-    """Why this fraction splits nothing, and one that puts a single document on the empty side."""
+def no_data(where: str, what: str, fix: str = "") -> DataError:
+    """An error with one problem, for the caller to raise."""
+    return DataError(f"{HEADING}\n{Problem(where, what, fix)}")
+
+
+def _one_sided(shares: list[float], fraction: float) -> DataError:
+    """Says why this fraction leaves one side empty, and suggests one that puts a single document there."""
     num = len(shares)
     if num == 0:
-        return Problem("data", "no document has a token in it", "give documents with text in them")
+        return no_data("data", "no document contains a token", "provide documents that contain text")
     if num == 1:
-        what = "only one document is not empty: nothing is left for the other side of the split"
-        return Problem("data", what, "give at least two documents: cut this one into two")
+        what = "only one document is not empty, and each side of the split needs one"
+        return no_data("data", what, "provide at least two documents, for example by splitting this one")
     none = shares[0] >= fraction
     low, high = shares[:2] if none else shares[-2:]
     effect = "holds out 1" if none else "leaves 1 to train on"
-    return Problem(
+    return no_data(
         f"data.held_out_fraction = {fraction:g}",
         f"{'none' if none else 'all'} of {num} documents would be held out",
         f"data.held_out_fraction={(low + high) / 2:.4g} {effect}",

@@ -1,4 +1,4 @@
-"""What documents hold, on its way to tokens."""
+"""Encodes the contents of documents as token ids."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from meshpar.errors import DataError, Problems
 from meshpar.train.data.documents import HEADING, share, share_of_ids
 from meshpar.train.data.tokenizer import Tokenizer, TokenizerFile
 
-_TOGETHER = 256  # documents that a tokenizer gets at once, to encode them in parallel
+_TOGETHER = 256  # documents passed to a tokenizer at once, which encodes them in parallel
 
 
 @dataclass(frozen=True)
 class Content:
-    """What one document holds.
+    """The content of one document.
 
     Args:
-      where: as people find it: a file, or a line of one.
-      content: text, or integers[length] that are token ids already.
-      name: decides on the side of the split; None for the content itself, which puts copies on one side.
+      where: the file, or the line of a file, for errors.
+      content: text, or token ids integers[length].
+      name: determines the side of the split; None to use the content, which puts copies on the same side.
     """
 
     where: str
@@ -33,12 +33,13 @@ class Content:
 
 
 def encode(documents: Iterable[Content], tokenizer: Tokenizer) -> Iterator[tuple[float, np.ndarray]]:
-    """(share, tokens) of each document that has a token; `eos` closes those that were text, if there is one.
+    """(share, tokens) of each document that is not empty. The tokenizer's `eos`, if it has one, is appended to texts.
 
     Raises:
-      DataError: lists documents that have no ids, or ids beyond the vocabulary.
+      DataError: lists documents that cannot be encoded, or whose ids are outside of the vocabulary.
     """
-    documents, problems = iter(documents), Problems()
+    documents = iter(documents)
+    problems = Problems()
     while group := list(islice(documents, _TOGETHER)):
         for document, ids in zip(group, _tokens(group, tokenizer, problems), strict=True):
             if ids.size:
@@ -49,7 +50,7 @@ def encode(documents: Iterable[Content], tokenizer: Tokenizer) -> Iterator[tuple
 def _tokens(group: list[Content], tokenizer: Tokenizer, problems: Problems) -> list[np.ndarray]:
     texts = [document.content for document in group if isinstance(document.content, str)]
     if isinstance(tokenizer, TokenizerFile) and len(texts) == len(group):
-        with suppress(DataError):  # which does not say of what document
+        with suppress(DataError):  # it does not name the document, so each is encoded alone
             return [_closed(ids, tokenizer) for ids in tokenizer.encode_all(texts)]
     return [_alone(document, tokenizer, problems) for document in group]
 
@@ -60,7 +61,7 @@ def _alone(document: Content, tokenizer: Tokenizer, problems: Problems) -> np.nd
             return _closed(tokenizer.encode(document.content), tokenizer)
         check_ids(document.content, tokenizer.vocab_size)
         is_opened = document.content[:1].tolist() == [tokenizer.bos]
-        return document.content[int(is_opened) :]  # each gets its opening when it is packed
+        return document.content[int(is_opened) :]  # `Documents` inserts the opening token
     except DataError as error:
         problems.add(document.where, str(error))
         return np.zeros(0, np.int32)
@@ -79,7 +80,7 @@ def _closed(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def check_ids(ids: np.ndarray, vocab_size: int) -> None:
-    """Raises DataError where they are not integers of the vocabulary."""
+    """Raises DataError unless the array holds integers of the vocabulary."""
     if ids.dtype.kind not in "iu":
         raise DataError(f"is {ids.dtype}, not token ids, which are integers")
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:

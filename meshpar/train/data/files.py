@@ -1,4 +1,4 @@
-"""Finding the files of a corpus."""
+"""Finds the files of a corpus."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from meshpar.train.data.documents import HEADING
 
 
 def find(folder: Path, glob: str, without: Set[str] = frozenset(), what: str = "folder") -> list[Path]:
-    """The files below `folder` that match, sorted by relative path; they are read, never executed.
+    """The files below `folder` that match, sorted by relative path.
 
     Args:
-      without: names of folders below `folder` that are left out.
-      what: could be there in place of the folder, for the error.
+      without: names of folders below `folder` to ignore.
+      what: names in errors what `folder` may be.
 
     Raises:
-      DataError: there is no such folder; the glob leads out of it or matches no file; files cannot be opened.
+      DataError: the folder does not exist; the glob leaves it or matches no file; files cannot be opened.
     """
     _check(folder, glob, what)
     problems = Problems()
-    # A link to nowhere and a pipe are kept, to be reported: they were meant to be read.
+    # A dangling link and a pipe also match, and are reported: the user expects them to be read.
     matches = [path for path in folder.glob(glob) if not os.path.isdir(path)]
     found = [path for path in matches if without.isdisjoint(path.relative_to(folder).parts)]
     for path in found:
@@ -36,7 +36,7 @@ def find(folder: Path, glob: str, without: Set[str] = frozenset(), what: str = "
 
 
 def find_or_take(path: Path, glob: str) -> list[Path]:
-    """As `find`; or the one file that `path` is itself."""
+    """`path` itself if it is a file; otherwise the files below it, see `find`."""
     if not os.path.exists(path) or os.path.isdir(path):
         return find(path, glob, what="file or folder")
     problems = Problems()
@@ -46,7 +46,7 @@ def find_or_take(path: Path, glob: str) -> list[Path]:
 
 
 def named(files: list[Path], root: Path) -> dict[str, Path]:
-    """The files by their names below the folder `root`; one that is `root` itself by its own."""
+    """The files by their paths relative to the folder `root`; a file that is `root` itself, by its name."""
     return {(path.name if path == root else path.relative_to(root).as_posix()): path for path in files}
 
 
@@ -57,12 +57,12 @@ def _check(folder: Path, glob: str, wanted: str) -> None:
         fix = f"it is relative to the working directory, {Path.cwd()}"
         problems.add(f"data.path = {str(folder)!r}", what, fix)
     if fault := _fault(folder, glob):
-        problems.add(f"data.glob = {glob!r}", fault, "give a pattern below data.path, like '**/*.txt'")
+        problems.add(f"data.glob = {glob!r}", fault, "use a pattern below data.path, like '**/*.txt'")
     problems.raise_any(DataError, HEADING)
 
 
 def _fault(folder: Path, glob: str) -> str | None:
-    """What is wrong with a pattern; None if nothing is."""
+    """What is wrong with a pattern; None if it is valid."""
     if not glob or PurePath(glob).anchor or ".." in PurePath(glob).parts:
         return "is empty or leads out of data.path"
     try:
@@ -75,16 +75,16 @@ def _fault(folder: Path, glob: str) -> str | None:
 
 
 def _other_glob(folder: Path) -> str:
-    """The pattern for the most frequent suffix that there is."""
+    """Suggests the pattern of the most frequent suffix in the folder."""
     suffixes = Counter(path.suffix for path in folder.rglob("*") if path.is_file())
     if not suffixes:
-        return "the folder holds no file at all"
+        return "the folder contains no files"
     suffix, num = suffixes.most_common(1)[0]
     return f"data.glob='**/*{suffix}' matches {num}"
 
 
 def _open(path: Path, problems: Problems) -> None:
-    """Opening shows now, and for all files at once, what cannot be read."""
+    """Opens a file, so that all unreadable files are reported at once, before any is read."""
     try:
         open_regular(path).close()
     except OSError as error:

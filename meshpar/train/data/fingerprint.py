@@ -1,4 +1,4 @@
-"""Checksums of the files that a run reads, by which it knows them again when it goes on from a checkpoint."""
+"""Checksums of the data files, by which a run that resumes from a checkpoint detects changed files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshpar.errors import DataError, DataWarning, Problems
 from meshpar.regular import open_regular
 
 MOST_FILES = 1000
-"""More files have one checksum together: each checkpoint holds all that there are."""
+"""More files share one checksum, because each checkpoint stores all of them."""
 MOST_NAMED = 10
 THREADS = 4  # hashing releases Python's lock
 _SETTLED_NS = 2 * 10**9
@@ -23,10 +23,10 @@ _known: dict[tuple[Any, ...], str] = {}
 
 
 def checksum(path: Path) -> str:
-    """The SHA-256 of a file's content. A file that was not written since is not read again.
+    """The SHA-256 of a file's content; cached in memory while the file is not modified.
 
     Raises:
-      OSError: it cannot be read.
+      OSError: the file cannot be read.
     """
     stat = path.stat()
     key = (str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
@@ -34,13 +34,13 @@ def checksum(path: Path) -> str:
         return _known[key]
     with open_regular(path) as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if time.time_ns() - stat.st_ctime_ns > _SETTLED_NS:  # else a second write might bear the same time
+    if time.time_ns() - stat.st_ctime_ns > _SETTLED_NS:  # a later write might have the same time
         _known[key] = found
     return found
 
 
 def fingerprint(files: Mapping[str, Path]) -> dict[str, str]:
-    """The checksum of each file, under a name that does not depend on where the data lie.
+    """The checksum of each file, by its name.
 
     Raises:
       DataError: lists the files that cannot be read.
@@ -63,35 +63,35 @@ def fingerprint(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """Name of a file -> what is other than it was.
+    """File name -> how the file has changed.
 
     >>> changes({"a": "1", "b": "2"}, {"b": "3", "c": "4"})
-    {'a': 'is not there any more', 'b': 'has other content', 'c': 'is new'}
+    {'a': 'is missing', 'b': 'has changed', 'c': 'is new'}
     """
     found = {}
     for name in sorted(before.keys() | now.keys()):
         if name not in now:
-            found[name] = "is not there any more"
+            found[name] = "is missing"
         elif name not in before:
             found[name] = "is new"
         elif before[name] != now[name]:
-            found[name] = "has other content"
+            found[name] = "has changed"
     return found
 
 
 def changed_files(before: Any, now: Mapping[str, str], folder: Path, allowed: bool) -> list[str]:
-    """The files that are not those of a checkpoint.
+    """The names of the files that differ from those of a checkpoint.
 
     Args:
-      before: what the checkpoint says of its files; older ones say nothing.
-      folder: of the checkpoint.
-      allowed: whether the run goes on all the same.
+      before: the fingerprint in the checkpoint; None in old checkpoints.
+      folder: the checkpoint's folder, for messages.
+      allowed: whether the run may resume with changed files.
 
     Raises:
-      DataError: it does not.
+      DataError: files have changed, and this is not allowed.
 
     Warns:
-      DataWarning: it does.
+      DataWarning: files have changed, and this is allowed.
     """
     found = changes({str(name): str(value) for name, value in before.items()}, now) if isinstance(before, dict) else {}
     if not found:
@@ -100,11 +100,12 @@ def changed_files(before: Any, now: Mapping[str, str], folder: Path, allowed: bo
     for name, what in list(found.items())[:MOST_NAMED]:
         problems.add(name, what)
     if len(found) > MOST_NAMED:
-        problems.add(f"{len(found) - MOST_NAMED} files more", "are not what they were")
-    heading = f"the data are not those of {folder}:"
-    if allowed:
-        warnings.warn("\n".join([heading, *map(str, problems.found)]), DataWarning, stacklevel=2)
-        return list(found)
-    fix = "put the files back as they were, or go on with those that are here now: data.if_changed=allow"
-    problems.add("data.if_changed = refuse", "the next batches would not be those of the run that was stopped", fix)
-    raise DataError("\n".join([heading, *map(str, problems.found)]))
+        problems.add(f"{len(found) - MOST_NAMED} more files", "have changed")
+    if not allowed:
+        fix = "restore the files, or resume with the files as they are now: data.if_changed=allow"
+        problems.add("data.if_changed = refuse", "the next batches would differ from those of the stopped run", fix)
+    message = "\n".join([f"the data differ from those of {folder}:", *map(str, problems.found)])
+    if not allowed:
+        raise DataError(message)
+    warnings.warn(message, DataWarning, stacklevel=2)
+    return list(found)

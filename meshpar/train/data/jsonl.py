@@ -11,36 +11,25 @@ import numpy as np
 
 from meshpar.errors import DataError, Problems, nearest
 from meshpar.regular import open_regular
-from meshpar.train.data.corpus import Texts
+from meshpar.train.data.corpus import AtPath, Texts
 from meshpar.train.data.documents import HEADING
 from meshpar.train.data.encode import Content
-from meshpar.train.data.files import find_or_take
 
-MOST_PROBLEMS = 10  # then the others are hardly news
+MOST_PROBLEMS = 10  # reading stops here
 LONGEST_LINE = 2**28
 
 
-class Jsonl(Texts):
-    """Files with a JSON object a line, one field of which is the document: text, or a list of token ids.
+class Jsonl(AtPath, Texts):
+    """Files with a JSON object a line. One field of it is the document: text, or a list of token ids.
 
     >>> Jsonl(path="corpus", field="body").glob
     '**/*.jsonl'
     """
 
     kind: Literal["jsonl"] = "jsonl"
-    path: str
-    """A file, or a folder, relative to the working directory."""
     glob: str = "**/*.jsonl"
-    """Which files below the folder."""
     field: str = "text"
-    """The field of each object that holds the document."""
-
-    @property
-    def root(self) -> Path:
-        return Path(self.path)
-
-    def files(self) -> list[Path]:
-        return find_or_take(self.root, self.glob)
+    """The field of each object that contains the document."""
 
     def read(self, files: list[Path]) -> Iterator[Content]:
         problems = Problems()
@@ -52,13 +41,13 @@ class Jsonl(Texts):
                 if len(problems) == MOST_PROBLEMS:
                     break
                 continue
-            if not problems:  # else it is read only for more of them
+            if not problems:  # after the first problem, lines are read only to find further ones
                 yield Content(where, content)
         problems.raise_any(DataError, HEADING)
 
 
 def _lines(files: list[Path]) -> Iterator[tuple[str, bytes]]:
-    """(file:number, line) of each line that is not blank; one that is too long ends its file."""
+    """(file:number, line) of each line that is not blank. A file is not read beyond a line that is too long."""
     for path in files:
         with open_regular(path) as file:
             number = 0
@@ -71,7 +60,7 @@ def _lines(files: list[Path]) -> Iterator[tuple[str, bytes]]:
 
 
 def _content(line: bytes, field: str) -> str | np.ndarray:
-    """Raises ValueError of what and, if it can be told, fix."""
+    """Raises ValueError(what is wrong), or ValueError(what is wrong, fix)."""
     value = _parse(line)
     if not isinstance(value, dict):
         raise ValueError(f"is {_kind(value)}, not a JSON object", f'write {{"{field}": ...}}')
@@ -88,7 +77,7 @@ def _content(line: bytes, field: str) -> str | np.ndarray:
 
 def _parse(line: bytes) -> Any:
     if len(line) > LONGEST_LINE:
-        raise ValueError(f"is longer than {LONGEST_LINE} bytes", "cut the document into several")
+        raise ValueError(f"is longer than {LONGEST_LINE} bytes", "split the document into several")
     try:
         return json.loads(line.strip())
     except json.JSONDecodeError as error:
@@ -96,7 +85,7 @@ def _parse(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
-        raise ValueError("is not JSON that can be read: it is nested too deeply") from None
+        raise ValueError("is not readable JSON: it is nested too deeply") from None
 
 
 def _kind(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Mixtures of corpora."""
+"""Mixtures of corpora, interleaved by weight."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Part(Config):
     """A corpus in a mixture."""
 
     weight: float = Field(gt=0, allow_inf_nan=False)
-    """How many rows are of this part, in proportion to the weights of the others."""
+    """The number of rows of this part, relative to the weights of the other parts."""
     data: Source
 
 
 class Mixture(Batching):
-    """Corpora that take turns, row by row, by their weights; each begins anew when it has been read.
+    """Corpora that are interleaved row by row, by their weights. A part that ends starts again, in another order.
 
-    What all corpora have (`batch_size`, `seq_len`, `held_out_fraction`) is said here, and not by the parts. Held out
-    are the held-out documents of all parts, one part after the other, whatever their weights.
+    The keys that all corpora have (`batch_size`, `seq_len`, `held_out_fraction`, `if_changed`) are set here, and not in
+    the parts. The held-out documents of all parts are read once, part after part, independent of the weights.
 
     >>> mixture = Mixture(seq_len=64, parts=[{"weight": w, "data": {"kind": "synthetic"}} for w in (0.7, 0.3)])
     >>> [(weight, corpus.seq_len) for weight, corpus in mixture.sources]
@@ -54,42 +54,44 @@ class Mixture(Batching):
 
     @model_validator(mode="before")
     @classmethod
-    def _tell_the_parts(cls, data: Any) -> Any:
-        """What is said here, and not by a part, holds for the part."""
+    def _complete_parts(cls, data: Any) -> Any:
+        """Applies the settings of the mixture to each part that does not set them itself."""
         if not isinstance(data, dict) or not isinstance(data.get("parts"), (list, tuple)):
             return data
-        said = {key: data[key] for key in Batching.model_fields if key in data}
-        return data | {"parts": tuple(_told(part, said) for part in data["parts"])}
+        shared = {key: data[key] for key in Batching.model_fields if key in data}
+        return data | {"parts": tuple(_completed(part, shared) for part in data["parts"])}
 
     @model_validator(mode="after")
     def _check(self) -> Mixture:
         if not self.parts:
-            raise ValueError("a mixture has at least one part")
+            raise ValueError("a mixture needs at least one part")
         wrong = [line for i, part in enumerate(self.parts) for line in self._differences(f"parts.{i}.data", part.data)]
         weights = whole_weights([part.weight for part in self.parts])
-        if sum(weights) > LONGEST:
-            rounded = ", ".join(str(max(1, round(1000 * weight / sum(weights)))) for weight in weights)
-            wrong.append(f"weights have too many digits: a turn of all would take {sum(weights)} rows, not {LONGEST}")
-            wrong.append(f"round them, to {rounded} for example")
+        period = sum(weights)
+        if period > LONGEST:
+            rounded = ", ".join(str(max(1, round(1000 * weight / period))) for weight in weights)
+            wrong.append(f"weights have too many digits: they repeat every {period} rows, more than {LONGEST}")
+            wrong.append(f"round them, for example to {rounded}")
         if wrong:
             raise ValueError("\n".join(wrong))
         return self
 
     def _differences(self, where: str, part: Corpus) -> list[str]:
-        keys = [key for key in Batching.model_fields if getattr(part, key) != getattr(self, key)]
-        lines = [
-            f"{where}.{key} is {getattr(part, key)}, but {getattr(self, key)} for the mixture: write it only there"
-            for key in keys
-        ]
+        lines = []
+        for key in Batching.model_fields:
+            ours = getattr(self, key)
+            theirs = getattr(part, key)
+            if theirs != ours:
+                lines.append(f"{where}.{key} is {theirs}, but {ours} for the mixture: set it only for the mixture")
         if part.tokenizer != self.tokenizer:  # pyright: ignore
-            lines.append(f"{where}.tokenizer differs from that of parts.0.data: a mixture has one vocabulary")
+            lines.append(f"{where}.tokenizer differs from that of parts.0.data: all parts share one vocabulary")
         return lines
 
 
-def _told(part: Any, said: dict[str, Any]) -> Any:
+def _completed(part: Any, shared: dict[str, Any]) -> Any:
     if isinstance(part, Part):
-        new = {key: value for key, value in said.items() if key not in part.data.model_fields_set}
+        new = {key: value for key, value in shared.items() if key not in part.data.model_fields_set}
         return part.model_copy(update={"data": part.data.model_copy(update=new)})
     if isinstance(part, dict) and isinstance(part.get("data"), dict):
-        return part | {"data": said | part["data"]}
+        return part | {"data": shared | part["data"]}
     return part

@@ -1,6 +1,6 @@
-"""`.npy` data: a header that is checked before it is believed.
+"""Reads `.npy` data, and checks its header before the array is used.
 
-NumPy evaluates a header as a Python literal, and each way in which that can fail raises an error of its own.
+NumPy evaluates a header as a Python literal, which may fail with many kinds of errors.
 
 Source: numpy.org/neps/nep-0001-npy-format.html.
 """
@@ -27,10 +27,10 @@ READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 @dataclass(frozen=True)
 class Header:
-    """What lies behind it.
+    """The header of an array.
 
     Args:
-      begin: where, in bytes from the beginning.
+      begin: where the array begins, in bytes from the start of the file.
     """
 
     shape: tuple[int, ...]
@@ -44,44 +44,49 @@ class Header:
 
 
 def read_header(file: IO[bytes], size: int) -> Header:
-    """Reads a header, and leaves the file where the array begins.
+    """Reads a header; afterwards the file is positioned at the start of the array.
 
     Args:
       size: bytes of the header and the array.
 
     Raises:
-      DataError: it is no header, the array holds no integers, or it has another size than the header says.
+      DataError: the header is invalid, the array does not hold integers, or its size differs from the header's.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # what Python's parser warns of is a damaged header
+            warnings.simplefilter("error")  # Python's parser warns about damaged headers
             version = npy.read_magic(file)
             if version not in READERS:
-                raise ValueError(f"it says that it is of version {version[0]}.{version[1]} of the format")
+                raise ValueError(f"its version of the format, {version[0]}.{version[1]}, is not supported")
             header = Header(*READERS[version](file, max_header_size=LONGEST_HEADER), begin=file.tell())
     except Exception as error:
-        said = str(error) or type(error).__name__
-        raise DataError(f"is not an array that can be read: {said.splitlines()[0]}") from None
+        raise unreadable(error) from None
     if header.dtype.kind not in "iu":
         raise DataError(f"is {header.dtype}, not token ids, which are integers")
     if any(dim < 0 for dim in header.shape) or header.begin + header.num_bytes != size:
-        what = f"its header makes it {header.dtype}{list(header.shape)}, and it is {size} bytes long"
-        raise DataError(f"is cut short, too long or damaged: {what}")
+        what = f"its header describes {header.dtype}{list(header.shape)}, but it has {size} bytes"
+        raise DataError(f"is truncated, too long or damaged: {what}")
     return header
 
 
 def read_array(file: IO[bytes], size: int) -> np.ndarray:
-    """A whole array; raises as `read_header` does."""
+    """Reads a whole array; raises the errors of `read_header`."""
     header = read_header(file, size)
     array = np.frombuffer(file.read(header.num_bytes), header.dtype)
     return array.reshape(header.shape, order="F" if header.is_fortran else "C")
 
 
 def map_array(path: Path) -> np.ndarray:
-    """The array of a file, mapped into memory; raises as `read_header` does."""
+    """The array of a file, mapped into memory; raises the errors of `read_header`."""
     with open_regular(path) as file:
         header = read_header(file, os.fstat(file.fileno()).st_size)
-        if not header.num_bytes:  # nothing can be mapped
+        if not header.num_bytes:  # an empty array cannot be mapped
             return np.zeros(header.shape, header.dtype)
         order = "F" if header.is_fortran else "C"
         return np.memmap(file, header.dtype, "r", header.begin, header.shape, order)
+
+
+def unreadable(error: Exception) -> DataError:
+    """Describes an error of NumPy or of zipfile in one line."""
+    why = str(error) or type(error).__name__
+    return DataError(f"is not a readable array: {why.splitlines()[0]}")

@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length, without a lost or a repeated token."""
+"""Packs documents into rows of equal length, without losing or repeating a token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Rows:
-    """Documents in a line, cut into rows of `seq_len` tokens when they are asked for.
+    """The sequence of all documents as rows of `seq_len` tokens, which are read on request.
 
     >>> documents = Documents.joined([(0.0, np.array([1, 2, 3])), (0.0, np.array([4]))], bos=9, dtype=np.uint8)
     >>> for name, array in Rows(documents, seq_len=4).batch([0, 1]).items():
@@ -34,20 +34,18 @@ class Rows:
         return -(-self.documents.num_tokens // self.seq_len)
 
     def batch(self, rows: ArrayLike) -> Batch:
-        """The rows of these indices; no others are read.
+        """The rows of these indices; no other rows are read.
 
-        A document that crosses the end of a row goes on in the next as a new segment with positions from 0:
-        what it would attend to is in another row. A token's target is the next token of its document, even if
-        that is in the next row; a document's last token has none. So each token but
-        `bos` is a target exactly once.
+        A document that crosses the end of a row continues in the next row as a new segment with positions from 0,
+        because attention does not cross rows. A token's target is the next token of its document, even if that is in
+        the next row; a document's last token has no target. So each token but `bos` is a target exactly once.
 
         Args:
-          rows: int[batch]. An index at or beyond `len(self)` gives a row of padding.
+          rows: int[batch]. An index at or beyond `len(self)` yields a row of padding.
 
         Returns:
-          int32[batch, seq] each. `targets` is -1 where the loss does not count. `segments` numbers the pieces
-          of documents in a row from 1, and is 0 for padding, whose token is `bos`. `positions` counts from
-          the start of the piece.
+          int32[batch, seq] each. `targets` is -1 where the loss ignores it. `segments` numbers the pieces of documents
+          in a row from 1, and is 0 for padding, whose token is `bos`. `positions` counts from the start of the piece.
         """
         at = np.asarray(rows, np.int64)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         tokens, opens = self.documents.take(at)
@@ -56,7 +54,7 @@ class Rows:
 
     def _pieces(self, at: np.ndarray, opens: np.ndarray) -> Batch:
         opens = opens.copy()
-        opens[:, 0] = True  # the rest of a document from the row before
+        opens[:, 0] = True  # continues a document of the previous row, as a new piece
         column = np.arange(self.seq_len, dtype=np.int32)
         start = np.maximum.accumulate(np.where(opens, column, 0), axis=1)
         real = at < self.documents.num_tokens

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids of a vocabulary, and back."""
+"""Tokenizers: convert text to the ids of a vocabulary, and back."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from meshpar.regular import open_regular
 
 HEADING = "the tokenizer cannot be used:"
 LARGEST_ID = 2**31 - 2
-"""One more must still be an int32: the token that opens a document, where a file has none."""
+"""The largest id of a tokenizer file: one more, used for `bos` where the file has none, must still fit an int32."""
 _OPENING = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|endoftext|>")
 _CLOSING = ("</s>", "<|end_of_text|>", "<eos>", "[EOS]", "<|endoftext|>")
 
 
 class Tokenizer(Protocol):
-    """What reads and writes text for a model; `run.data.tokenizer` is one."""
+    """Converts between text and the token ids of a model, as `run.data.tokenizer` does."""
 
     @property
     def vocab_size(self) -> int:
-        """All ids are below it."""
+        """The number of ids; all ids are smaller."""
         ...
 
     @property
@@ -38,24 +38,24 @@ class Tokenizer(Protocol):
 
     @property
     def eos(self) -> int | None:
-        """The id that closes a document, if there is one."""
+        """The id that closes a document, if the tokenizer has one."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
         """integers[length], without `bos` and `eos`.
 
         Raises:
-          DataError: this text has no ids.
+          DataError: the text cannot be encoded.
         """
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; those that stand for none, such as `bos`, are left out."""
+        """The text of the ids; ids without text, such as `bos`, are skipped."""
         ...
 
 
 class Bytes(Config):
-    """The bytes of UTF-8, and an id that opens a document.
+    """The bytes of UTF-8, and one more id that opens a document.
 
     >>> tokenizer = Bytes()
     >>> tokenizer.encode("né").tolist()
@@ -79,7 +79,7 @@ class Bytes(Config):
         return None
 
     def encode(self, text: str) -> np.ndarray:
-        """uint8[length]. What was no UTF-8 when it was read with `surrogateescape` are the bytes that it was."""
+        """uint8[length]. Bytes that were read with `surrogateescape`, because they are not UTF-8, are restored."""
         return np.frombuffer(_utf8(text, "surrogateescape"), np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -87,7 +87,7 @@ class Bytes(Config):
 
 
 class Ids(Config):
-    """Ids that are what they are; as text, numbers with spaces between them.
+    """Data that consist of token ids; their text is the decimal numbers, separated by spaces.
 
     >>> tokenizer = Ids(vocab_size=10, bos=9)
     >>> tokenizer.encode("3 1 4").tolist()
@@ -98,16 +98,16 @@ class Ids(Config):
 
     kind: Literal["ids"] = "ids"
     vocab_size: Positive
-    """All ids are below it."""
+    """The number of ids; all ids are smaller."""
     bos: Count
     """The id that opens a document."""
     eos: Count | None = None
-    """The id that closes a document, if there is one."""
+    """The id that closes a document, if the data have one."""
 
     @model_validator(mode="after")
     def _check(self) -> Ids:
         if beyond := [i for i in (self.bos, self.eos) if i is not None and i >= self.vocab_size]:
-            raise ValueError(f"the id {beyond[0]} lies outside of the vocabulary of {self.vocab_size}")
+            raise ValueError(f"the id {beyond[0]} is outside of the vocabulary of {self.vocab_size}")
         return self
 
     def encode(self, text: str) -> np.ndarray:
@@ -126,7 +126,7 @@ class Ids(Config):
 class TokenizerFile(Config):
     """A `tokenizer.json` of Hugging Face's tokenizers library; needs the extra `data`.
 
-    Special tokens that stand in a text are encoded as the letters that they are: text cannot open a document.
+    A special token that occurs in a text is encoded as ordinary characters, so text cannot open a document.
     """
 
     shorthand: ClassVar[str] = "path"
@@ -135,10 +135,10 @@ class TokenizerFile(Config):
     path: str
     """The file, relative to the working directory."""
     bos_token: str | None = None
-    """The token that opens a document. Default: `<s>` or another that is customary; if the file has none of them,
-    one more id than it has."""
+    """The token that opens a document. Default: `<s>` or another customary token of the file; if it has none, one id is
+    added."""
     eos_token: str | None = None
-    """The token that closes a document. Default: `</s>` or another that is customary; if the file has none, none."""
+    """The token that closes a document. Default: `</s>` or another customary token of the file, if it has one."""
 
     @property
     def vocab_size(self) -> int:
@@ -146,8 +146,8 @@ class TokenizerFile(Config):
 
     @property
     def bos(self) -> int:
-        named = self._id("bos_token", self.bos_token, _OPENING)
-        return self._last + 1 if named is None else named
+        found = self._id("bos_token", self.bos_token, _OPENING)
+        return self._last + 1 if found is None else found
 
     @property
     def eos(self) -> int | None:
@@ -157,12 +157,12 @@ class TokenizerFile(Config):
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Each text's ids; the library encodes them in parallel."""
+        """The ids of each text; the library encodes the texts in parallel."""
         for text in texts:
-            _utf8(text, "strict")  # of which the library says a TypeError
+            _utf8(text, "strict")  # the library would raise a TypeError
         try:
             encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises no narrower type
             raise DataError(f"cannot be encoded by {self.path}: {error}") from None
         return [np.array(one.ids, np.uint32) for one in encoded]
 
@@ -171,13 +171,13 @@ class TokenizerFile(Config):
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """The special ids that the file's own template puts before a text; some models were trained without any."""
+        """The special ids that the file's template inserts before a text; some models were trained without any."""
         encoded = self._library.encode("a")
         special = takewhile(lambda one: one[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
         return tuple(i for i, _ in special)
 
     def token(self, index: int) -> str | None:
-        """What an id is called, if it is one."""
+        """The token of an id; None if the id is unused."""
         return self._library.id_to_token(index)
 
     @property
@@ -186,7 +186,7 @@ class TokenizerFile(Config):
 
     @property
     def _last(self) -> int:
-        """Its greatest id: one below it may be missing, so that a count would not do."""
+        """The largest id. Smaller ids may be unused, so it is not the number of tokens."""
         return self._opened[1]
 
     @property
@@ -195,12 +195,12 @@ class TokenizerFile(Config):
             with open_regular(Path(self.path)) as file:
                 stat = os.fstat(file.fileno())
         except OSError as error:
-            what, fix = f"cannot be read: {error.strerror}", f"it is relative to the working directory, {Path.cwd()}"
-            raise _unusable(f"tokenizer = {self.path!r}", what, fix) from None
+            fix = f"it is relative to the working directory, {Path.cwd()}"
+            raise _unusable(f"tokenizer = {self.path!r}", f"cannot be read: {error.strerror}", fix) from None
         return _open(self.path, stat.st_mtime_ns, stat.st_size)
 
     def _id(self, key: str, token: str | None, customary: Sequence[str]) -> int | None:
-        """The id of the token that was named, or of the first customary one that there is."""
+        """The id of `token`; without one, the id of the first customary token that the file has."""
         find = self._library.token_to_id
         if token is None:
             return next((i for i in map(find, customary) if i is not None), None)
@@ -212,32 +212,28 @@ class TokenizerFile(Config):
         return found
 
 
-def tokenizer_file(tokenizer: Tokenizer) -> dict[str, Path]:
-    """The file of a tokenizer that has one, by a name."""
-    return {"data.tokenizer": Path(tokenizer.path)} if isinstance(tokenizer, TokenizerFile) else {}
-
-
 AnyTokenizer = Annotated[TokenizerFile | Bytes | Ids, Field(discriminator="kind")]
 
 
 @lru_cache(maxsize=4)
 def _open(path: str, modified_ns: int, size: int) -> tuple[Any, int]:
-    """The library's tokenizer and its greatest id; a file is read once, as long as it stays what it is."""
+    """The library's tokenizer and its largest id. A file is read again only after it is modified."""
     try:
         from tokenizers import Tokenizer as Library
     except ImportError:
         raise missing_extra("a tokenizer file", "tokenizers") from None
     try:
         library = Library.from_file(path)
-    except Exception as error:  # the library raises nothing narrower
-        fix = "give a tokenizer.json as the tokenizers library writes it"
+    except Exception as error:  # the library raises no narrower type
+        fix = "use a tokenizer.json that the tokenizers library has written"
         raise _unusable(f"tokenizer = {path!r}", f"is not a tokenizer: {error}", fix) from None
     library.no_padding()
     library.no_truncation()
     library.encode_special_tokens = True
     last = max(library.get_vocab(with_added_tokens=True).values(), default=-1)
     if last >= LARGEST_ID:
-        raise _unusable(f"tokenizer = {path!r}", f"has the id {last}, and ids are below {LARGEST_ID}", "fetch it again")
+        what = f"has the id {last}, and ids must be below {LARGEST_ID}"
+        raise _unusable(f"tokenizer = {path!r}", what, "download it again")
     return library, last
 
 
@@ -253,4 +249,4 @@ def _utf8(text: str, errors: str) -> bytes:
     try:
         return text.encode("utf-8", errors)
     except UnicodeEncodeError as error:
-        raise DataError(f"a text is not Unicode: {error.reason} at character {error.start}") from None
+        raise DataError(f"the text is not valid Unicode: {error.reason} at character {error.start}") from None
