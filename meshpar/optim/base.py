@@ -102,7 +102,7 @@ class Descent(Config):
             )
             return starting_at(int(first), optax.chain(*self._unscaled(group)))
 
-        groups = {f"from_{int(first)}": transform(first) for first in set(jax.tree.leaves(frozen))}
+        groups = {f"from_{int(first)}": transform(first) for first in sorted(set(jax.tree.leaves(frozen)))}
         return optax.partition(groups, jax.tree.map(lambda first: f"from_{int(first)}", frozen))  # pyright: ignore
 
     def learning_rate(self, num_steps: int) -> optax.Schedule:

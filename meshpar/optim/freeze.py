@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from optax import MaskedNode
 
 from meshpar.config import Config, Positive
 from meshpar.errors import ConfigError, Problems, nearest
@@ -112,7 +111,7 @@ def without(tree: Any, frozen: Collection[str]) -> Any:
     >>> without({"table": 1, "head": 2}, {"table"})
     {'head': 2, 'table': MaskedNode()}
     """
-    return map_with_path(lambda path, leaf: MaskedNode() if path in frozen else leaf, tree) if frozen else tree
+    return map_with_path(lambda path, leaf: optax.MaskedNode() if path in frozen else leaf, tree) if frozen else tree
 
 
 def as_in(trained: Any, whole: Any) -> Any:
@@ -123,11 +122,11 @@ def as_in(trained: Any, whole: Any) -> Any:
 def filled(trained: Any, whole: Any) -> Any:
     """`trained`, with leaves of `whole` where it has none.
 
-    >>> filled({"head": 5, "table": MaskedNode()}, {"head": 2, "table": 1})
+    >>> filled({"head": 5, "table": optax.MaskedNode()}, {"head": 2, "table": 1})
     {'head': 5, 'table': 1}
     """
     return jax.tree.map(lambda x, leaf: leaf if _is_masked(x) else x, trained, whole, is_leaf=_is_masked)
 
 
 def _is_masked(x: Any) -> bool:
-    return isinstance(x, MaskedNode)
+    return isinstance(x, optax.MaskedNode)

@@ -40,10 +40,9 @@ class Difference:
         if self.kind == "norm":
             return f"step {self.step}, the norm of the gradient: {self.how}"
         noun = {"gradients": "gradient of", "parameters": "parameter of", "carried": "carried"}[self.kind]
-        more = (
-            f" (and {self.num_differing - 1} of {self.num_arrays} other {self.kind})" if self.num_differing > 1 else ""
-        )
-        return f"step {self.step}, {noun} {self.path}: {self.how}{more}"
+        text = f"step {self.step}, {noun} {self.path}: {self.how}"
+        more = self.num_differing - 1
+        return f"{text} (and {more} more of {self.num_arrays} {self.kind})" if more else text
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,8 @@ def generate(
         [Completion(prompt, x.text, x.tokens, x.finish) for prompt, x in zip(prompts, answers, strict=True)],
         describe_sizes(dict(generator.decoding.ctx.mesh.shape)),
         device_bytes(generator.decoding.cache),
-        generator.clock.prefill_s,
-        generator.clock.decode_s,
+        prefill_s=generator.turn_s[0],
+        decode_s=sum(generator.turn_s[1:]),
     )
 
 

@@ -34,33 +34,18 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Clock:
-    """Seconds that a batch took: `prefill_s` for the first token of each row, `decode_s` for all others."""
-
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    num_turns: int = 0
-
-    def tick(self, seconds: float) -> None:
-        if self.num_turns:
-            self.decode_s += seconds
-        else:
-            self.prefill_s += seconds
-        self.num_turns += 1
-
-
-@dataclass
 class Generator:
     """Answers batches of prompts, with programs that are compiled once.
 
     Args:
       decoding: model, mesh and sizes.
       restore: structs with shardings -> the parameters.
+      turn_s: seconds of each turn of the last batch; the first turn is the prefill.
     """
 
     decoding: Decoding
     restore: Callable[[Any], Any]
-    clock: Clock = field(default_factory=Clock)
+    turn_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.prefill = self.decoding.compile_prefill()
@@ -78,11 +63,11 @@ class Generator:
 
     def stream(self, prompts: Sequence[Ids], answers: Sequence[Answer]) -> Iterator[Piece]:
         """Fills the answers; yields a piece for each token."""
-        self.clock = Clock()
+        self.turn_s = []
         start = time.perf_counter()
         with closing(self.turns(prompts)) as turns:  # pyright: ignore
             for tokens in turns:
-                self.clock.tick(time.perf_counter() - start)
+                self.turn_s.append(time.perf_counter() - start)
                 for row, (answer, token) in enumerate(zip(answers, tokens.tolist(), strict=True)):
                     if answer.finish is None:
                         yield Piece(row, answer.add(token), answer.finish)

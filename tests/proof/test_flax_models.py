@@ -120,5 +120,5 @@ def test_a_model_that_computes_in_float32_is_refused():
 
 
 def test_one_batch_is_not_enough(cnn):
-    with pytest.raises(ProofError, match="between them the run is interrupted"):
+    with pytest.raises(ProofError, match="the run is interrupted between them"):
         prove(cnn, [digits(0, 12)])
