@@ -22,7 +22,8 @@ def check(run: Run, mesh: AnyMesh) -> None:
     Raises:
       ConfigError: with all of it.
     """
-    how, problems = Lowering(mesh, run.rules, run.lowering == "manual"), Problems()
+    overlap, problems = Overlap(run.tensor.overlap, run.fsdp.overlap), Problems()
+    how = Lowering(mesh, run.rules, run.lowering == "manual", overlap=overlap)
     num_microbatches = run.num_microbatches * (run.pipeline.num_microbatches if run.pipeline else 1)
     rows = how.shards("batch") * num_microbatches
     if run.data.batch_size % rows:
@@ -41,7 +42,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
     if how.manual and not is_manual:
         problems.add("lowering", is_manual.because, "lowering=auto")
     run.model.check(task_of(run), how, problems)
-    Overlap(run.tensor.overlap, run.fsdp.overlap).check(run.rules, how.manual, problems)
+    overlap.check(run.rules, how.manual, problems)
     _check_pipeline(run, how, problems)
     _check_kept(run, problems)
     if run.reduce and run.lowering == "auto":
@@ -79,7 +80,9 @@ def _check_pipeline(run: Run, how: Lowering, problems: Problems) -> None:
         return
     if not how.manual:
         problems.add("pipeline", "GSPMD knows no pipeline", "lowering=manual, or pipeline=null")
-    elif layers := run.model.layer_stack():
+    elif not (layers := run.model.layer_stack()):
+        problems.add("pipeline", layers.because, "pipeline=null")
+    else:
         before = len(problems)
         _check_layers(layers, run.pipeline, how, problems)
         run.pipeline.check(num_stages, problems)
