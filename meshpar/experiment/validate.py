@@ -130,7 +130,9 @@ def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:
         return
     if not ctx.manual:
         problems.add("parallel.pipeline", "GSPMD knows no pipeline", "lowering=manual, or parallel.pipeline=null")
-    elif layers := run.model.layer_stack():
+    elif not (layers := run.model.layer_stack()):
+        problems.add("parallel.pipeline", layers.because, "parallel.pipeline=null")
+    else:
         before = len(problems)
         _check_layers(layers, pipeline, ctx, problems)
         pipeline.check(num_stages, problems)

@@ -21,6 +21,8 @@ from meshpar.interop.declared import lazily, unboxed
 from meshpar.interop.keys import key_implementations
 from meshpar.interop.training import Init, arrays_of, check_axes, specs_of, takes, tallied, with_axes
 from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupported, Vocabulary
+from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.data import gather_in_layer
 from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loss import Batch, Loss, Tally, next_token_loss
 
@@ -44,6 +46,10 @@ class Import(ModelContract):
     """Names that only activations have: rules may name them too."""
     axes: dict[str, str] = Field(default_factory=dict)
     """The model's own name of a mesh axis -> meshpar's, `{tp: tensor}`, for a model that names axes and not dims."""
+    manual: bool = False
+    """Whether the model and its loss are written for local shards, so that `lowering: manual` may run them. They get
+    a device's rows, and whole parameters where the rules only store them in shards; what rules shard over axes that
+    carry no batch, they get in shards, and they communicate over these axes themselves."""
 
     def program(self, task: Task) -> ModelProgram:
         """Imports the model, and its own loss if the config names one.
@@ -63,6 +69,7 @@ class Import(ModelContract):
             user = _built(self, task.seq_len)
             specs, carried = specs_of(user.init, user.carried, task.seed, self.dims)
             keys = key_implementations(jax.eval_shape(lazily(user.carried), jax.random.key(task.seed)))
+        dims = jax.tree.map(lambda spec: spec.dims, specs)
         as_sums = partial(tallied, arrays=set(ARRAYS), carries=bool(carried), keys=keys, axes=self.axes)
         if task.loss.target is None:
             loss, evaluation = self._next_token_losses(user, task, carried)
@@ -71,8 +78,8 @@ class Import(ModelContract):
         return ModelProgram(
             specs=specs,
             init=arrays_of(user.init),
-            loss=as_sums(loss),
-            evaluation=as_sums(evaluation, hands_on=task.loss.target is None),
+            loss=as_sums(_gathered(loss, dims)),
+            evaluation=as_sums(_gathered(evaluation, dims), hands_on=task.loss.target is None),
             rules=with_axes(task.rules, self.axes, (specs, carried)),
             uses_rng=task.loss.target is not None,
             carried=carried,
@@ -83,8 +90,16 @@ class Import(ModelContract):
     def vocabulary(self) -> Vocabulary | Unsupported:
         return Unsupported(f"{self.target} is imported")
 
+    def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
+        what = "only meshpar's own layers communicate in chunks, not those of a model that is imported"
+        for key in ctx.parallel.overlaps if ctx.manual else ():
+            problems.add(key, what, f"{key}=none")
+
     def manual_lowering(self) -> Literal[True] | Unsupported:
-        return Unsupported("a model that is imported is lowered by GSPMD")
+        if self.manual:
+            return True
+        why = "a model that is imported is lowered by GSPMD, unless model.manual=true says that it is written for"
+        return Unsupported(f"{why} local shards")
 
     def hugging_face(self) -> Unsupported:
         return Unsupported("an imported model, and Hugging Face has no architecture for it")
@@ -117,6 +132,18 @@ class _Model:
     init: Init
     carried: Init
     apply: Callable[[Any, Any, jax.Array, bool], tuple[jax.Array, Any]]
+
+
+def _gathered(loss: Callable[..., Any], dims: Any) -> Callable[..., Any]:
+    """The same of parameters that are stored in shards: in the manual lowering they are gathered before its forward.
+
+    Memory: all of them whole at once, as under ZeRO-2.
+    """
+
+    def of_whole(params: Any, *arguments: Any) -> Any:
+        return loss(gather_in_layer(params, dims), *arguments)
+
+    return of_whole
 
 
 def _next_token(target: str, user: _Model, build: Callable[..., Loss], learns: bool) -> Callable[..., Tally]:

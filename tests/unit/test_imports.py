@@ -19,6 +19,8 @@ import optax
 from flax import nnx
 from jax import lax
 
+from meshpar.parallel import tensor
+
 
 class Own(nn.Module):
     width: int = 16
@@ -66,6 +68,43 @@ class Dropping(nnx.Module):
 
     def __call__(self, tokens):
         return self.up(self.dropout(self.norm(self.table(tokens))))
+
+
+class Regression(nn.Module):
+    # No decoder: one number of a whole row.
+
+    @nn.compact
+    def __call__(self, tokens):
+        dtype = jnp.result_type(float)
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        x = nn.gelu(nn.Dense(32, kernel_init=init, param_dtype=dtype)(tokens.astype(dtype) / 64))
+        return nn.Dense(1, param_dtype=dtype)(x)[..., 0]
+
+
+def squared(model, params, batch, key):
+    error = model.apply({"params": params}, batch["tokens"]) - batch["targets"].mean(-1) / 64
+    return jnp.square(error).mean(), {"size": jnp.abs(error).mean()}
+
+
+def centred(model, params, batch, key):
+    # Wrong for local shards: a device knows the mean of its own rows alone.
+    made = model.apply({"params": params}, batch["tokens"])
+    return jnp.square(made - made.mean()).mean(), {}
+
+
+class Local(nnx.Module):
+    # Written for local shards of the dim mlp.
+
+    def __init__(self, width, rngs):
+        dtype, init = jnp.result_type(float), nnx.initializers.lecun_normal()
+        self.table = nnx.Embed(64, width, param_dtype=dtype, rngs=rngs)
+        up, down = nnx.with_partitioning(init, ("embed", "mlp")), nnx.with_partitioning(init, ("mlp", "embed"))
+        self.up = nnx.Linear(width, 32, use_bias=False, kernel_init=up, param_dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(32, 64, use_bias=False, kernel_init=down, param_dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens):
+        hidden = nnx.gelu(self.up(tensor.enter(self.table(tokens), "mlp")))
+        return tensor.leave(self.down(hidden), "mlp")
 
 
 def own(model, params, batch, key, carried):
@@ -378,10 +417,54 @@ def test_what_does_not_fit(meshpar, tmp_path, changed, told):
     assert meshpar("explain", "config.yaml", changed) == (2, f"meshpar: {told.format(here=tmp_path / 'here')}\n")
 
 
-def test_the_manual_lowering_is_for_meshpars_own(meshpar):
+MANUAL = ["lowering=manual", "model.manual=true"]
+ROWS = ["mesh.fsdp=4", "mesh.tensor=1"]
+
+
+def test_the_manual_lowering_is_for_models_that_are_written_for_it(meshpar):
     code, told = meshpar("explain", "config.yaml", "lowering=manual")
     assert code == 2
-    assert told.endswith("lowering\n    a model that is imported is lowered by GSPMD\n    lowering=auto\n")
+    what = "a model that is imported is lowered by GSPMD, unless model.manual=true says that it is written for local"
+    assert told.endswith(f"lowering\n    {what} shards\n    lowering=auto\n")
+
+
+def test_it_has_no_stages_and_overlaps_nothing(meshpar):
+    pipeline = ["pipeline={kind: 1f1b, num_microbatches: 2}", "fsdp.overlap=ring"]
+    code, told = meshpar("explain", "config.yaml", *MANUAL, *pipeline)
+    assert code == 2
+    assert "pipeline\n    a model of kind import has no stack of layers that stages could divide\n" in told
+    assert "only meshpar's own layers communicate in chunks, not those of a model that is imported" in told
+
+
+LOCAL = ["model.target=own_model:Local", "model.arguments={width: 16}"]
+REGRESSION = ["model.target=own_model:Regression", *ROWS]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [[*REGRESSION, "loss=own_model:squared"], [*ROWS, "rules.zero=1"], [*LOCAL, "num_microbatches=2"]],
+    ids=["no decoder", "Linen", "NNX, local shards of mlp"],
+)
+def test_in_the_manual_lowering_it_is_equal_to_one_device(meshpar, changes):
+    code, told = meshpar("prove", "config.yaml", *MANUAL, *changes)
+    last = told.splitlines()[-1]
+    assert (code, last.startswith("equal to one device"), last.endswith("no difference is above 1e-10")) == (
+        0,
+        True,
+        True,
+    )
+
+
+def test_control_a_loss_that_is_not_written_for_local_shards_is_seen(meshpar):
+    code, told = meshpar("prove", "config.yaml", *MANUAL, *REGRESSION, "loss=own_model:centred")
+    assert code != 0
+    assert "no difference is above" not in told
+
+
+def test_in_the_manual_lowering_it_trains(meshpar):
+    code, told = meshpar("train", "config.yaml", *MANUAL, *REGRESSION, "loss=own_model:squared", "--json")
+    assert code == 0
+    assert [r["step"] for r in records(told, "train") if r["size"] > 0] == [1, 2]
 
 
 def test_a_module_that_fails_says_where(meshpar, tmp_path):
