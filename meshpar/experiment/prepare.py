@@ -124,19 +124,22 @@ class Prepared(Training):
         """
         meant = planned_by(self.ctx, self.placement.sharded, self.placement.opt_state)
         told = inspection.inspect(step.compiled, self.mesh, warnings=step.program.warnings, planned=meant)
-        passes = getattr(self.run.model, "num_layers", 1) * self.ctx.num_passes
-        if self.ctx.manual and step.program.jaxpr and self._says_all:
-            said = traffic(self.collectives(step.program.jaxpr))
+        layers = self.run.model.layer_stack()
+        passes = (layers.num_layers if layers else 1) * self.ctx.num_passes
+        if self.ctx.manual:
+            states = asdict(self.states)
+            said = traffic(self.collectives(step.program.jaxpr)) if self._says_all else None
         else:
+            states = None
             said = self.traced_bytes
         if self.run.expects:
             broken = self.run.expects.check(told, said, passes)
             broken.raise_any(ContractError, "the compiled step breaks its contract:")
-        if self.ctx.manual and said is not None and (more := beyond(told, said)):
+        if states and said is not None and (more := beyond(told, said)):
             text = "\n".join(["the compiled step sends more than the traced step says:", *map(str, more.found)])
             warnings.warn(text, ContractWarning, stacklevel=2)
         traced = {axes_name(axes): round(num_bytes) for axes, num_bytes in (said or {}).items()}
-        return replace(told, traced=traced or None, model_states=asdict(self.states) if self.ctx.manual else None)
+        return replace(told, traced=traced or None, model_states=states)
 
 
 def prepare(run: Run, mesh: AnyMesh | None = None, abstract_platform: str = "cpu") -> Prepared:

@@ -64,12 +64,9 @@ def check(run: Run, mesh: AnyMesh) -> None:
     if ctx.manual and not is_manual:
         problems.add("lowering", is_manual.because, "lowering=auto")
     run.model.check(task_of(run), ctx, problems)
-    run.parallel.check_overlaps(run.rules, ctx.manual, problems)
+    run.parallel.check(run.rules, ctx.manual, problems)
     _check_pipeline(run, ctx, problems)
     _check_kept(run, problems)
-    if run.parallel.gradient_reduction and not ctx.manual:
-        fix = "lowering=manual, or parallel.gradient_reduction=null"
-        problems.add("parallel.gradient_reduction", "under lowering: auto, XLA reduces gradients as it chooses", fix)
     _check_combinations(run, problems)
     run.optim.schedule.check(run.num_steps, problems)
     if problems.found and run.rules.table and (specs := run.model.array_specs()):
@@ -119,26 +116,22 @@ def _check_combinations(run: Run, problems: Problems) -> None:
 
 
 def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:
-    pipeline = run.parallel.pipeline
     num_stages = ctx.shards("stage")
-    if pipeline is None:
+    if run.parallel.pipeline is None:
         if ctx.manual and num_stages > 1:
             what = f"the rules cut the model into {num_stages} stages, and nothing says in which order they work"
             rows = run.data.batch_size // (ctx.shards("batch") * run.num_microbatches)
             schedule = f"{{kind: 1f1b, num_microbatches: {math.gcd(rows, 8)}}}"
             problems.add("parallel.pipeline", what, f"parallel.pipeline={schedule}, or no preset pipeline")
-        return
-    if not ctx.manual:
-        problems.add("parallel.pipeline", "GSPMD knows no pipeline", "lowering=manual, or parallel.pipeline=null")
     elif not (layers := run.model.layer_stack()):
         problems.add("parallel.pipeline", layers.because, "parallel.pipeline=null")
-    else:
+    elif ctx.schedule:
         before = len(problems)
-        _check_layers(layers, pipeline, ctx, problems)
-        pipeline.check(num_stages, problems)
+        _check_layers(layers, ctx.schedule, ctx, problems)
+        ctx.schedule.check(num_stages, problems)
         if len(problems) == before:
             try:
-                simulate_schedule(pipeline, num_stages)
+                simulate_schedule(ctx.schedule, num_stages)
             except ScheduleError as error:
                 problems.add("parallel.pipeline", str(error))
 

@@ -92,7 +92,7 @@ class Import(ModelContract):
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
         what = "only meshpar's own layers communicate in chunks, not those of a model that is imported"
-        for key in ctx.parallel.overlaps if ctx.manual else ():
+        for key in ctx.parallel.overlaps:
             problems.add(key, what, f"{key}=none")
 
     def manual_lowering(self) -> Literal[True] | Unsupported:

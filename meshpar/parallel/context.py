@@ -127,6 +127,11 @@ class ParallelContext:
         """Whether a layer gathers the parameters that are stored in shards, and scatters their gradients."""
         return self.rules.zero_stage == 3 or (self.rules.zero_stage == 2 and self.num_passes == 1)
 
+    @property
+    def reduces_in_loop(self) -> bool:
+        """Whether gradients are reduced in each microbatch: ZeRO-3 of the manual lowering never holds a whole one."""
+        return self.manual and self.rules.zero_stage == 3
+
     def overlaps(self, dim: str) -> bool:
         """Whether layers whose weights' `dim` is sharded communicate activations while they multiply."""
         sequence = self.axes("norm_seq")

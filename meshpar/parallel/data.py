@@ -153,6 +153,12 @@ def sum_gradient(grad: jax.Array, axes: Axes) -> jax.Array:
     return _psum(grad, axes)
 
 
+def partial_sum(x: jax.Array) -> jax.Array:
+    """`x`, typed as a sum over the tokens of one device alone, as a loss is. Communication: none."""
+    ctx = _context()
+    return varying(x, ctx.loss_axes) if ctx.manual else x
+
+
 def summed(sums: Any) -> Any:
     """Sums of losses and counts over the devices that have other tokens; under GSPMD they are whole already.
 

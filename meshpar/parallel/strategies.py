@@ -48,8 +48,8 @@ class Parallel(Config):
         ways = {"parallel.tensor.overlap": self.tensor.overlap, "parallel.fsdp.overlap": self.fsdp.overlap}
         return {key: way for key, way in ways.items() if way != "none"}
 
-    def check_overlaps(self, rules: AxisRules, is_manual: bool, problems: Problems) -> None:
-        """Adds why an overlap would have no effect under these rules."""
+    def check(self, rules: AxisRules, is_manual: bool, problems: Problems) -> None:
+        """Adds why a strategy would have no effect under these rules, or in the lowering that is not manual."""
         has_sequence = bool(rules.partition_axes("norm_seq"))
         has_storage = any(rules.storage_axes(dim) for dim in rules.table if dim != "batch")
         gathers_weights = rules.zero_stage == 3 and has_storage
@@ -63,5 +63,13 @@ class Parallel(Config):
         if {tensor, fsdp} <= {*self.overlaps} and has_sequence and gathers_weights:
             what = f"{tensor} is on, too: a product goes by the chunks of one operand"
             problems.add(fsdp, what, f"{tensor}=none, or {fsdp}=none")
-        if self.overlaps and not is_manual:
+        if is_manual:
+            return
+        if self.overlaps:
             problems.add("lowering", "auto: GSPMD chooses how it communicates, and overlaps nothing", "lowering=manual")
+        if self.pipeline:
+            problems.add("parallel.pipeline", "GSPMD knows no pipeline", "lowering=manual, or parallel.pipeline=null")
+        if self.gradient_reduction:
+            key = "parallel.gradient_reduction"
+            what = "under lowering: auto, XLA reduces gradients as it chooses"
+            problems.add(key, what, f"lowering=manual, or {key}=null")

@@ -14,7 +14,7 @@ from meshpar.optim.freeze import filled, for_good, thawed, without
 from meshpar.parallel import data
 from meshpar.parallel.buckets import order_of
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.local import varying, varying_like
+from meshpar.parallel.local import varying_like
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.sharding.spec import ArraySpec
@@ -166,7 +166,7 @@ def _accumulate(
 def _zeros(ctx: ParallelContext, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
     grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, ctx.accum_dtype)), p), params)
     total = varying_like(wide(jnp.zeros((), jax.tree.leaves(params)[0].dtype)), batch["rows"])
-    return varying(total, ctx.loss_axes) if ctx.manual else total, grads
+    return data.partial_sum(total), grads
 
 
 def _microbatches(batch: Batch, num: int) -> Batch:

@@ -152,8 +152,7 @@ class Training:
         return 3 * needed_flops(traced_products(forward))
 
     def _evaluation(self, ctx: ParallelContext) -> jax.stages.Traced:
-        pipeline = self.pipeline if ctx.manual else None
-        objective = replace(self.objective, loss=self.evaluation or self.loss, pipeline=pipeline)
+        objective = replace(replace(self, ctx=ctx).objective, loss=self.evaluation or self.loss)
         return trace_evaluation(objective, ctx, self.placement, self.batch_specs)
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:

@@ -53,8 +53,7 @@ def planned_by(ctx: ParallelContext, params: Any, opt_state: Any) -> Planned:
             whole.append(path)
     return Planned(
         gathered=stored,
-        # ZeRO-3 never holds a whole gradient, so it reduces in each layer of each microbatch.
-        reduced_in_loop=stored if ctx.manual and rules.zero_stage == 3 else {},
+        reduced_in_loop=stored if ctx.reduces_in_loop else {},
         whole=tuple(whole),
         dims={path: one.spec.dims for path, one in state.items()},
     )
