@@ -140,7 +140,7 @@ ARGUMENTS = {
         {"microbatches": 2},
         "microbatches\n    training has no such argument\n    did you mean num_m",
     ),
-    "one of Training's own": ({"specs": {}}, "specs\n    training has no such argument\n    there are manual, dtype"),
+    "one of Training's own": ({"specs": {}}, "specs\n    training has no such argument\n    there are manual, parallel"),
     "a loss without a key": (
         {"loss": lambda params, batch: 0.0},
         "loss\n    is called with 3 arguments\n    def loss(params, batch, key)",

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from meshpar.experiment import actions
 from meshpar.interop import user_code
 from meshpar.mesh.hardware import Chip
 
@@ -429,7 +430,7 @@ def test_the_manual_lowering_is_for_models_that_are_written_for_it(meshpar):
 
 
 def test_it_has_no_stages_and_overlaps_nothing(meshpar):
-    pipeline = ["pipeline={kind: 1f1b, num_microbatches: 2}", "fsdp.overlap=ring"]
+    pipeline = ["parallel.pipeline={kind: 1f1b, num_microbatches: 2}", "parallel.fsdp.overlap=ring"]
     code, told = meshpar("explain", "config.yaml", *MANUAL, *pipeline)
     assert code == 2
     assert "pipeline\n    a model of kind import has no stack of layers that stages could divide\n" in told

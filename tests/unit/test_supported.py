@@ -73,7 +73,7 @@ def test_explain_accepts_what_can_be_traced(model, rules, axis, lowering, monkey
     if any(silent in str(refused) for silent in SILENT):
         return
     # Nothing is refused that would work.
-    monkeypatch.setattr("meshpar.experiment.validate.check_supported", lambda *_: None)
+    monkeypatch.setattr("meshpar.models.decoder.check_supported", lambda *_: None)
     with pytest.raises((ValueError, TypeError)):
         trace(prepare(run, mesh))
 
@@ -116,10 +116,10 @@ the parts of this config do not fit each other:
     cannot be sharded over tensor: attention needs the whole sequence on each device
     rules.seq=[]
   blocks.attn.k.kernel  float32[2, 16, 2, 4]  (layers, embed, kv_heads, head_dim)
-    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (rules.kv_heads)
+    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (rules.kv_heads, partition)
     either mesh.tensor=2, or rules.kv_heads=[] to replicate it (at most +768 B per device)
   blocks.attn.v.kernel  float32[2, 16, 2, 4]  (layers, embed, kv_heads, head_dim)
-    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (rules.kv_heads)
+    kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (rules.kv_heads, partition)
     either mesh.tensor=2, or rules.kv_heads=[] to replicate it (at most +768 B per device)"""
     )
 
@@ -146,7 +146,7 @@ def test_layers_declare_standard_dims_and_what_they_refer_to(sharding):
 
 
 def test_control_without_the_check_a_rule_dies_in_the_step(monkeypatch):
-    monkeypatch.setattr("meshpar.experiment.validate.check_supported", lambda *_: None)
+    monkeypatch.setattr("meshpar.models.decoder.check_supported", lambda *_: None)
     run = run_with("llama", {"head_dim": ["tensor"]}, "tensor", "manual")
     with pytest.raises(TypeError, match="incompatible shapes"):
         trace(prepare(run, run.mesh.abstract()))
