@@ -1,7 +1,7 @@
 from . import collectives, convert, data, loggers, models, optim, pipeline
-from .checkpoint.checkpoints import About, Checkpoints, checkpoints
-from .checkpoint.kept import Kept
-from .checkpoint.saved import Saved
+from .checkpoint.checkpoints import CheckpointMetadata, Checkpoints, checkpoints
+from .checkpoint.retention import Retention
+from .checkpoint.saved import Checkpoint
 from .collectives.reduction import Reduce
 from .errors import (
     CheckpointError,
@@ -14,10 +14,10 @@ from .errors import (
     MeshparError,
     PlanError,
     ProgramError,
-    ProofError,
     RunError,
     ScheduleError,
     ShardingError,
+    VerificationError,
 )
 from .experiment.actions import explain, fit, inspect
 from .experiment.config import Init, Precision, Run, load
@@ -45,14 +45,12 @@ from .parallel.pipeline.schedule import (
     Interleaved,
     OneFOneB,
     PipeDream2BW,
-    Written,
+    ScheduleFile,
     ZeroBubbleH1,
     ZeroBubbleH2,
 )
 from .parallel.strategies import FullySharded, Parallel, TensorParallel
-from .plan.fit import Judgement
-from .proof.prove import prove
-from .proof.verdict import Proof
+from .plan.fit import FitReport
 from .serve.generate import Completion, Generated, generate
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
@@ -63,9 +61,9 @@ from .train.data import (
     Ids,
     Jsonl,
     Mixture,
+    MixtureComponent,
     Numpy,
     Parquet,
-    Part,
     StandardLibrary,
     Synthetic,
     Text,
@@ -73,15 +71,16 @@ from .train.data import (
 )
 from .train.loop.signals import Interrupted
 from .train.loop.stopping import EarlyStopping
-from .train.loss import Criterion, Distill, Tally
+from .train.loss import Distill, LossConfig, LossSums
 from .train.records.loggers import MLflow, TensorBoard, WandB
 from .train.training import Training
+from .verification.report import Verification
+from .verification.verify import verify
 
 __all__ = [
     "GPT",
     "SGD",
     "ZBV",
-    "About",
     "Adafactor",
     "AdamW",
     "Allowed",
@@ -90,7 +89,9 @@ __all__ = [
     "AxisRules",
     "AxisSizes",
     "Bytes",
+    "Checkpoint",
     "CheckpointError",
+    "CheckpointMetadata",
     "Checkpoints",
     "Collective",
     "Completion",
@@ -98,12 +99,12 @@ __all__ = [
     "Contract",
     "ContractError",
     "ContractWarning",
-    "Criterion",
     "DataError",
     "DataWarning",
     "Distill",
     "EarlyStopping",
     "Finding",
+    "FitReport",
     "Freeze",
     "FullySharded",
     "GPipe",
@@ -115,23 +116,23 @@ __all__ = [
     "Interleaved",
     "Interrupted",
     "Jsonl",
-    "Judgement",
-    "Kept",
     "Lion",
     "Llama",
     "LoRA",
+    "LossConfig",
+    "LossSums",
     "MLflow",
     "MeshError",
     "MeshLayout",
     "MeshparError",
     "Mixture",
+    "MixtureComponent",
     "Muon",
     "Numpy",
     "OneFOneB",
     "Parallel",
     "ParallelContext",
     "Parquet",
-    "Part",
     "PipeDream2BW",
     "Placement",
     "PlanError",
@@ -139,25 +140,24 @@ __all__ = [
     "Precision",
     "Prepared",
     "ProgramError",
-    "Proof",
-    "ProofError",
     "Reduce",
     "Report",
+    "Retention",
     "Run",
     "RunError",
-    "Saved",
     "ScheduleError",
+    "ScheduleFile",
     "ShardingError",
     "StandardLibrary",
     "Synthetic",
-    "Tally",
     "TensorBoard",
     "TensorParallel",
     "Text",
     "TokenizerFile",
     "Training",
+    "Verification",
+    "VerificationError",
     "WandB",
-    "Written",
     "ZeroBubbleH1",
     "ZeroBubbleH2",
     "averaged",
@@ -178,9 +178,9 @@ __all__ = [
     "optim",
     "pipeline",
     "prepare",
-    "prove",
     "resolve",
     "simulate",
     "total_sent_bytes",
     "training",
+    "verify",
 ]

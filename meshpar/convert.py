@@ -12,7 +12,7 @@ import numpy as np
 
 from meshpar import config
 from meshpar.checkpoint.checkpoints import checkpoints
-from meshpar.checkpoint.saved import FOLDER, Saved, find
+from meshpar.checkpoint.saved import FOLDER, Checkpoint, find
 from meshpar.checkpoint.selection import PARAMS
 from meshpar.errors import CheckpointError
 from meshpar.experiment.config import Precision, Run, load, simulate
@@ -53,7 +53,7 @@ def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
       >>> with tempfile.TemporaryDirectory() as name:
       ...     folder = Path(name)
       ...     run = Run(
-      ...         model={"kind": "llama", "num_layers": 1, "width": 8, "num_heads": 2, "mlp_width": 8},
+      ...         model={"kind": "llama", "num_layers": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8},
       ...         data={"kind": "synthetic", "batch_size": 8, "seq_len": 8}, optim={"kind": "adamw", "lr": 1e-3},
       ...         mesh={"data": -1}, num_steps=1, run_dir=folder / "run", loggers=[],
       ...     )
@@ -61,7 +61,7 @@ def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
       ...     convert.to_hf(folder / "run", folder / "hf")
       ...     again = convert.from_hf(folder / "hf", folder / "again", ["mesh.data=8"])
       {"kind": "run", ...
-      >>> again.model.width
+      >>> again.model.hidden_size
       8
     """
     check_free(run_dir)
@@ -115,18 +115,18 @@ def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
     run = _saved_run(saved)
     if not (model := run.model.hugging_face()):
         raise CheckpointError(f"{saved.folder} holds {model.because}")
-    one_device: dict[str, Any] = {"mesh": MeshLayout(), "rules": AxisRules(preset=("replicated",)), "expects": None}
+    one_device: dict[str, Any] = {"mesh": MeshLayout(), "rules": AxisRules(preset=("replicated",)), "contract": None}
     prepared = prepare(run.model_copy(update=one_device), MeshLayout().build(jax.devices()[:1]))
     params = flatten_with_paths(saved.restore(prepared.placement.structs, PARAMS).params)
-    if run.adapt:
-        params = run.adapt.merged(params)
+    if run.lora:
+        params = run.lora.merged(params)
     companions = run.init.from_hf if run.init else None
     if (run_dir / COMPANIONS).is_dir():
         companions = run_dir / COMPANIONS
     export(folder, model, params, companions, largest_file)
 
 
-def _saved_run(saved: Saved) -> Run:
+def _saved_run(saved: Checkpoint) -> Run:
     try:
         return Run.model_validate_json(json.dumps(saved.meta["config"]), strict=True)
     except (ValueError, KeyError, TypeError):

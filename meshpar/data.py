@@ -11,9 +11,9 @@ from meshpar.train.data import (
     Ids,
     Jsonl,
     Mixture,
+    MixtureComponent,
     Numpy,
     Parquet,
-    Part,
     StandardLibrary,
     Synthetic,
     Text,
@@ -21,6 +21,6 @@ from meshpar.train.data import (
 )
 
 __all__ = [
-    "Arrow", "Bytes", "Ids", "Jsonl", "Mixture", "Numpy", "Parquet", "Part", "StandardLibrary", "Synthetic", "Text",
-    "TokenizerFile",
+    "Arrow", "Bytes", "Ids", "Jsonl", "Mixture", "MixtureComponent", "Numpy", "Parquet", "StandardLibrary", "Synthetic",
+    "Text", "TokenizerFile",
 ]  # fmt: skip

@@ -64,7 +64,7 @@ class ProgramError(MeshparError, ValueError):
     """The text of a compiled program could not be read completely."""
 
 
-class ProofError(MeshparError, ValueError):
+class VerificationError(MeshparError, ValueError):
     """A training run cannot be compared as closely as a proof needs."""
 
 

@@ -11,11 +11,11 @@ from meshpar.parallel.pipeline.schedule import (
     Interleaved,
     OneFOneB,
     PipeDream2BW,
-    Written,
+    ScheduleFile,
     ZeroBubbleH1,
     ZeroBubbleH2,
 )
 
 __all__ = [
-    "ZBV", "GPipe", "Interleaved", "OneFOneB", "PipeDream2BW", "Written", "ZeroBubbleH1", "ZeroBubbleH2",
+    "ZBV", "GPipe", "Interleaved", "OneFOneB", "PipeDream2BW", "ScheduleFile", "ZeroBubbleH1", "ZeroBubbleH2",
 ]  # fmt: skip

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 _NAMES = {
     # Our words -> other frameworks' names. Of several words the first that is valid applies; a dotted one is the path
     # of a key in the whole config.
     # models: Hugging Face nanoGPT Megatron-LM MaxText
-    "width": "hidden_size hidden_dim d_model dim emb_dim embed_dim n_embd n_embed embedding_size",
-    "mlp_width": "intermediate_size ffn_hidden_size ffn_dim mlp_dim d_ff n_inner",
+    "hidden_size": "hidden_size hidden_dim d_model dim emb_dim embed_dim n_embd n_embed embedding_size",
+    "intermediate_size": "intermediate_size ffn_hidden_size ffn_dim mlp_dim d_ff n_inner",
     "num_layers": "num_hidden_layers n_layer n_layers layers depth",
     "num_heads": "num_attention_heads n_head n_heads heads",
     "num_kv_heads": "num_key_value_heads num_query_groups n_kv_heads kv_heads",
     "max_seq_len": "max_position_embeddings n_positions n_ctx",
     "vocab_size": "n_vocab",
-    "vocab_multiple": "padded_vocab_size make_vocab_size_divisible_by",
+    "pad_vocab_to_multiple": "padded_vocab_size make_vocab_size_divisible_by",
     "norm_eps": "rms_norm_eps layer_norm_epsilon layer_norm_eps",
     "rope_theta": "rope_base rotary_base",
-    "tied": "tie_word_embeddings tie_embeddings",
-    "head_norm": "qk_norm",
+    "tie_embeddings": "tie_word_embeddings tie_embeddings",
+    "qk_norm": "qk_norm",
     "window": "sliding_window",
     "remat": "gradient_checkpointing activation_checkpointing checkpoint_activations recompute",
     "dropout": "attention_dropout hidden_dropout",
@@ -82,6 +83,61 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 }
 """Another framework's name -> our words for it."""
 
+RENAMED: Mapping[str, str] = {
+    # Keys of older versions -> the keys of today, dotted from the root of the config.
+    "model.width": "model.hidden_size",
+    "model.mlp_width": "model.intermediate_size",
+    "model.tied": "model.tie_embeddings",
+    "model.head_norm": "model.qk_norm",
+    "model.full_layers": "model.global_layers",
+    "model.layers_multiple": "model.pad_layers_to_multiple",
+    "model.vocab_multiple": "model.pad_vocab_to_multiple",
+    "rules.norm_seq": "rules.residual_seq",
+    "adapt": "lora",
+    "expects": "contract",
+    "tensor": "parallel.tensor",
+    "fsdp": "parallel.fsdp",
+    "pipeline": "parallel.pipeline",
+    "reduce": "parallel.gradient_reduction",
+    "init.take": "init.include",
+    "init.leave": "init.exclude",
+}
+
+
+def new_name(path: str, known: Collection[str]) -> str | None:
+    """The known key that replaced the key of an older version; of a part of a config too, as of a model alone.
+
+    >>> new_name("model.width", ["model.hidden_size"]), new_name("width", ["hidden_size"]), new_name("width", ["depth"])
+    ('model.hidden_size', 'hidden_size', None)
+    """
+    last = {old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in RENAMED.items()}
+    return next((new for new in (RENAMED.get(path), last.get(path)) if new in known), None)
+
+
+def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole config in plain data, with the keys of older versions under their names of today.
+
+    >>> with_new_names({"model": {"kind": "gpt", "width": 8}, "adapt": None})
+    {'model': {'kind': 'gpt', 'hidden_size': 8}, 'lora': None}
+    """
+    renamed: dict[str, Any] = {}
+    _rename(config, "", renamed)
+    return renamed
+
+
+def _rename(section: Mapping[str, Any], at: str, into: dict[str, Any]) -> None:
+    for key, value in section.items():
+        path = f"{at}{key}"
+        *outer, name = RENAMED.get(path, path).split(".")
+        place = into
+        for part in outer:
+            place = place.setdefault(part, {})
+        if isinstance(value, Mapping) and any(old.startswith(f"{path}.") for old in RENAMED):
+            place.setdefault(name, {})
+            _rename(value, f"{path}.", into)
+        else:
+            place[name] = value
+
 
 def words(name: str) -> tuple[str, ...]:
     """The name in lower case with underscores, and our words for it.
@@ -96,7 +152,7 @@ def words(name: str) -> tuple[str, ...]:
 def meant(name: str, names: Iterable[str]) -> str | None:
     """The valid name that differs only in case and hyphens, or that another framework calls by this name.
 
-    >>> meant("FSDP", ["data", "fsdp"]), meant("learning_rate", ["lr"]), meant("n_layer", ["width"])
+    >>> meant("FSDP", ["data", "fsdp"]), meant("learning_rate", ["lr"]), meant("n_layer", ["hidden_size"])
     ('fsdp', 'lr', None)
     """
     plain = {_plain(known): known for known in names}

@@ -86,7 +86,7 @@ def main() -> None:
     batch = {name: jax.device_put(x, prepared.batch[name].sharding) for name, x in rows.items()}
     chip = chip_of(jax.devices()[0])
     tokens = rows["tokens"].size
-    params = sum(s.size for path, s in flatten_with_paths(prepared.specs).items() if path != "table")
+    params = sum(s.size for path, s in flatten_with_paths(prepared.specs).items() if path != "embedding")
     flops = float(prepared.model_flops) / tokens
     for name, make in {"meshpar": with_meshpar, "jit": with_jit, "torch": with_torch}.items():
         if name not in arguments.without:

@@ -21,21 +21,21 @@ import jax
 
 from meshpar import AdamW, AxisRules, Llama, MeshLayout, Run, Synthetic, prepare
 from meshpar.experiment.prepare import Prepared
-from meshpar.parallel.pipeline.named import named
-from meshpar.parallel.pipeline.simulate import Times
-from meshpar.parallel.pipeline.ticks import in_ticks
+from meshpar.parallel.pipeline.get_schedule import get_schedule
+from meshpar.parallel.pipeline.schedule_table import in_ticks
+from meshpar.parallel.pipeline.simulate import OpTimes
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv")
 
 
 def prepared(kind: str, stages: int, microbatches: int, layers: int) -> Prepared:
     run = Run(
-        model=Llama(num_layers=layers, width=128, num_heads=4, mlp_width=384, vocab_size=64),
+        model=Llama(num_layers=layers, hidden_size=128, num_heads=4, intermediate_size=384, vocab_size=64),
         data=Synthetic(batch_size=2 * microbatches, seq_len=128, vocab_size=64),
         optim=AdamW(lr=1e-3),
         mesh=MeshLayout(pipe=stages),
         rules=AxisRules(preset=("pipeline",)),
-        parallel={"pipeline": named(kind, stages, microbatches)},
+        parallel={"pipeline": get_schedule(kind, stages, microbatches)},
         num_steps=1,
         run_dir="unused",
     )
@@ -92,8 +92,8 @@ def main() -> None:
     print(f"a stage uses {busy['all'] / took['all']:.2f} cores when it runs alone")
     print(f"{'schedule':<12} {'step':>9} {'simulated':>10} {'work/cores':>11} {'over the larger':>16}")
     for kind in SCHEDULES:
-        schedule = named(kind, p, m)
-        makespan = in_ticks(schedule.orders(p), schedule, Times(forward, backward, backward)).makespan
+        schedule = get_schedule(kind, p, m)
+        makespan = in_ticks(schedule.orders(p), schedule, OpTimes(forward, backward, backward)).makespan
         ratio = took[kind] / max(makespan, work)
         print(f"{kind:<12} {took[kind]:>7.3f} s {makespan:>8.3f} s {work:>9.3f} s {ratio:>16.2f}")
 

@@ -33,11 +33,11 @@ def specs():
 def init(model, mesh):
     """Initializes sharded parameters; their values do not affect the timing."""
     L = model.num_layers
-    D = model.width
+    D = model.hidden_size
     H = model.num_heads
     K = model.kv_heads
     h = model.head_size
-    M = model.mlp_width
+    M = model.intermediate_size
     V = model.padded_vocab
     shapes = {
         "table": (V, D), "norm": (D,), "head": (D, V),

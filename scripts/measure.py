@@ -105,7 +105,7 @@ def _memory_ratio() -> dict[str, Any]:
     """The growth of the peak resident set during init, over the bytes of the state."""
     import jax
 
-    large = ["model.width=1024", "model.num_layers=8", "model.mlp_width=2560"]
+    large = ["model.hidden_size=1024", "model.num_layers=8", "model.intermediate_size=2560"]
     init = _quickstart(8, *large).compile_init()
     before = int(_status("VmRSS")) * 1024
     Path("/proc/self/clear_refs").write_text("5")

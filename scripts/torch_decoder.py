@@ -43,11 +43,11 @@ class Decoder(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.table = nn.Embedding(model.padded_vocab, model.width)
-        blocks = [Block(model.width, model.num_heads, model.mlp_width) for _ in range(model.num_layers)]
+        self.table = nn.Embedding(model.padded_vocab, model.hidden_size)
+        blocks = [Block(model.hidden_size, model.num_heads, model.intermediate_size) for _ in range(model.num_layers)]
         self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(model.width, 1e-5)
-        self.head = nn.Linear(model.width, model.padded_vocab, bias=False)
+        self.norm = nn.RMSNorm(model.hidden_size, 1e-5)
+        self.head = nn.Linear(model.hidden_size, model.padded_vocab, bias=False)
 
     def forward(self, tokens, targets):
         x = self.table(tokens)

@@ -13,17 +13,24 @@ from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.optim import AdamW
-from meshpar.parallel.pipeline.named import named
-from meshpar.proof.trial import KINDS, Trial
+from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
+from meshpar.verification.trial import KINDS, Trial
 
 ROWS, SEQ, VOCAB = 48, 8, 29
-SIZES = {"width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": VOCAB, "vocab_multiple": 8, "dropout": 0.2}
+SIZES = {
+    "hidden_size": 16,
+    "num_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": VOCAB,
+    "pad_vocab_to_multiple": 8,
+    "dropout": 0.2,
+}
 MODELS = {
     "llama": lambda layers, **more: Llama(num_layers=layers, **SIZES | more),
-    "tied": lambda layers, **more: Llama(num_layers=layers, tied=True, **SIZES | more),
-    "gpt": lambda layers, **more: GPT(num_layers=layers, max_seq_len=SEQ, tied=True, **SIZES | more),
+    "tied": lambda layers, **more: Llama(num_layers=layers, tie_embeddings=True, **SIZES | more),
+    "gpt": lambda layers, **more: GPT(num_layers=layers, max_seq_len=SEQ, tie_embeddings=True, **SIZES | more),
 }
 MESHES = {
     "pipe2": ({"pipe": 2}, ["pipeline"]),
@@ -62,7 +69,7 @@ def prepared(
 
 
 def scheduled(kind: str, mesh: str, num_microbatches: int, **more: Any) -> Any:
-    return named(kind, MESHES[mesh][0]["pipe"], num_microbatches).model_copy(update=more)
+    return get_schedule(kind, MESHES[mesh][0]["pipe"], num_microbatches).model_copy(update=more)
 
 
 def batches(vocab_size: int = VOCAB) -> list[dict[str, np.ndarray]]:

@@ -23,16 +23,23 @@ from meshpar.serve.sampling import Sampling
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.state import structs
 
-SIZES = {"num_layers": 2, "width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": 29, "vocab_multiple": 8}
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 29,
+    "pad_vocab_to_multiple": 8,
+}
 SCALING = Llama3(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8)
 OPTIONS: dict[str, Any] = {
-    "num_kv_heads": 2, "attn_bias": "qkv", "mlp_bias": True, "head_norm": True, "head_dim": 8, "window": 5,
-    "full_layers": (1,), "rotary_fraction": 0.5, "rope_scaling": SCALING,
+    "num_kv_heads": 2, "attn_bias": "qkv", "mlp_bias": True, "qk_norm": True, "head_dim": 8, "window": 5,
+    "global_layers": (1,), "rotary_fraction": 0.5, "rope_scaling": SCALING,
 }  # fmt: skip
 MODELS: dict[str, Decoder] = {
     "llama": Llama(**SIZES),
     "llama_gqa_options": Llama(**SIZES, **OPTIONS),
-    "gpt_tied": GPT(**SIZES, max_seq_len=32, tied=True, dropout=0.1, remat="full"),
+    "gpt_tied": GPT(**SIZES, max_seq_len=32, tie_embeddings=True, dropout=0.1, remat="full"),
 }
 # Two key heads do not divide over four devices: there they are whole on each.
 LAYOUTS = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -70,20 +71,27 @@ def read(folder: Path, structs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str,
 
     arrays: dict[str, jax.Array] = {}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as reader:
-        for part in _parts(structs):
+        for part in _parts({stored(folder, path): struct for path, struct in structs.items()}):
             options = ocp.checkpoint_utils.construct_restore_args(part)
             arrays |= reader.restore(folder, ocp.args.PyTreeRestore(part, options, partial_restore=True))
             jax.block_until_ready(arrays)
-    return arrays
+    return {path: arrays[stored(folder, path)] for path in structs}
 
 
 def read_on_host(folder: Path, path: str) -> np.ndarray:
     """One whole array in the dtype in which it was written, whatever `jax_enable_x64` is."""
     import orbax.checkpoint as ocp
 
+    path = stored(folder, path)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as reader:
         options = {path: ocp.RestoreArgs(restore_type=np.ndarray)}
         return reader.restore(folder, ocp.args.PyTreeRestore({path: 0}, options, partial_restore=True))[path]
+
+
+def stored(folder: Path, path: str) -> str:
+    """The name of an array in the folder: until format 2 of checkpoints, `embedding` was called `table`."""
+    old = re.sub(r"\bembedding$", "table", path)
+    return old if not (folder / path).exists() and (folder / old).exists() else path
 
 
 def is_chunk(name: str) -> bool:
@@ -93,6 +101,7 @@ def is_chunk(name: str) -> bool:
 
 def chunks_read(folder: Path, path: str, struct: jax.ShapeDtypeStruct) -> set[str]:
     """The chunk files that this process reads of an array."""
+    path = stored(folder, path)
     chunk = json.loads((folder / path / ".zarray").read_text())["chunks"]
     found: set[str] = set()
     sharding: Any = struct.sharding

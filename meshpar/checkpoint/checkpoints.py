@@ -36,15 +36,15 @@ from meshpar.checkpoint import checksums, lock
 from meshpar.checkpoint.agree import of_first
 from meshpar.checkpoint.arrays import Writer
 from meshpar.checkpoint.durable import make_folder, sync, sync_tree
-from meshpar.checkpoint.kept import Kept
 from meshpar.checkpoint.meta import FORMAT
-from meshpar.checkpoint.saved import META, STATE, Saved, newest_whole, steps
+from meshpar.checkpoint.retention import Retention
+from meshpar.checkpoint.saved import META, STATE, Checkpoint, newest_whole, steps
 from meshpar.errors import CheckpointError
 from meshpar.tree import flatten_with_paths
 
 
 @dataclass(frozen=True)
-class About:
+class CheckpointMetadata:
     """What `meta.json` records about the run.
 
     Args:
@@ -87,7 +87,7 @@ class Checkpoints:
 
     Args:
       directory: created if missing; on a file system that all processes share.
-      kept: which checkpoints to keep.
+      retention: which checkpoints to keep.
       about: what each records about the run.
 
     Raises:
@@ -103,10 +103,10 @@ class Checkpoints:
       (3, Array([0., 1., 2., 3.], dtype=float32))
     """
 
-    def __init__(self, directory: Path, kept: Kept | None = None, about: About | None = None):
+    def __init__(self, directory: Path, retention: Retention | None = None, about: CheckpointMetadata | None = None):
         self.directory = directory.absolute()
-        self.kept = kept or Kept()
-        self.about = about or About()
+        self.retention = retention or Retention()
+        self.about = about or CheckpointMetadata()
         self.damaged: dict[Path, str] = {}
         try:
             make_folder(self.directory)
@@ -126,7 +126,7 @@ class Checkpoints:
         found = (step for step in steps(self.directory) if self.directory / str(step) not in self.damaged)
         return max(found, default=None)
 
-    def newest(self, abstract: Any) -> Saved | None:
+    def newest(self, abstract: Any) -> Checkpoint | None:
         """The last undamaged checkpoint; None if there is no checkpoint. All processes call it.
 
         It warns about each later, damaged one, adds it to `damaged`, and renames it at the next save.
@@ -137,7 +137,7 @@ class Checkpoints:
         Raises:
           CheckpointError: all are damaged; or it lists each array that differs from `abstract`.
         """
-        found = [Saved(self.directory / str(step)) for step in steps(self.directory)]
+        found = [Checkpoint(self.directory / str(step)) for step in steps(self.directory)]
         if not found:
             return None
         newest, self.damaged = newest_whole(found, lambda saved: saved.check(abstract, config=self.about.config))
@@ -163,17 +163,17 @@ class Checkpoints:
         folder = self.directory / str(step)
         if folder.is_dir() and folder not in self.damaged:
             raise self._exists(step)
-        name = self.kept.metric
+        name = self.retention.metric
         metrics = metrics or {}
         value = metrics.get(name, math.nan)
         finite = value if math.isfinite(value) else None  # JSON has no NaN
-        meta = self.about.at(step, state) | {"metric": {"name": name, "best": self.kept.best, "value": finite}}
+        meta = self.about.at(step, state) | {"metric": {"name": name, "best": self.retention.best, "value": finite}}
         if jax.process_index() == 0 and self._is_locked:
             for partial in self.directory.glob("*.partial"):  # their writers were killed
                 shutil.rmtree(partial)
         self._arrays.write(self._partial(step) / STATE, flatten_with_paths(state))
         self._pending = self._thread.submit(self._commit, step, meta)
-        if self.kept.keep_best and metrics and name not in metrics:
+        if self.retention.keep_best and metrics and name not in metrics:
             raise CheckpointError(f"checkpoints.metric: an evaluation has no {name}, but {', '.join(metrics)}")
 
     def wait(self) -> None:
@@ -184,7 +184,7 @@ class Checkpoints:
             pending.result()
 
     def restore(self, abstract: Any) -> Any:
-        """The state of the last undamaged checkpoint: see `newest` and `Saved.restore`.
+        """The state of the last undamaged checkpoint: see `newest` and `Checkpoint.restore`.
 
         Raises:
           CheckpointError: there is no checkpoint; or it lists each array that differs from `abstract`.
@@ -244,8 +244,8 @@ class Checkpoints:
         metrics: dict[int, float | None] = {}
         for step in steps(self.directory):
             with suppress(CheckpointError):
-                metrics[step] = Saved(self.directory / str(step)).meta["metric"]["value"]
-        removed = metrics.keys() - self.kept.chosen(metrics)
+                metrics[step] = Checkpoint(self.directory / str(step)).meta["metric"]["value"]
+        removed = metrics.keys() - self.retention.chosen(metrics)
         for step in removed:
             (self.directory / str(step)).rename(self._partial(step))
         sync(self.directory)
@@ -260,7 +260,9 @@ class Checkpoints:
 
 
 @contextmanager
-def checkpoints(directory: Path, kept: Kept | None = None, about: About | None = None) -> Iterator[Checkpoints]:
+def checkpoints(
+    directory: Path, retention: Retention | None = None, about: CheckpointMetadata | None = None
+) -> Iterator[Checkpoints]:
     """`Checkpoints`, opened and closed by a `with` statement; when it ends, all that was saved is on disk."""
-    with closing(Checkpoints(directory, kept, about)) as opened:
+    with closing(Checkpoints(directory, retention, about)) as opened:
         yield opened

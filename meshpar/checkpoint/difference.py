@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.checkpoint.saved import Saved
+from meshpar.checkpoint.saved import Checkpoint
 from meshpar.config import changed
 
 BLOCK = 2**20
@@ -60,7 +60,7 @@ class Difference:
         return data
 
 
-def difference(before: Saved, after: Saved) -> Difference:
+def difference(before: Checkpoint, after: Checkpoint) -> Difference:
     """Compares two checkpoints, array by array.
 
     Raises:
@@ -79,7 +79,7 @@ def difference(before: Saved, after: Saved) -> Difference:
     )
 
 
-def _change(before: Saved, after: Saved, path: str) -> Change | None:
+def _change(before: Checkpoint, after: Checkpoint, path: str) -> Change | None:
     old = before.described.get(path)
     new = after.described.get(path)
     shapes = [saved.meta["arrays"].get(path, {}).get("shape") for saved in (before, after)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,9 +10,13 @@ import numpy as np
 import pydantic
 
 from meshpar.errors import CheckpointError
+from meshpar.synonyms import with_new_names
 
-FORMAT = 2
-"""The version of the format that is written. Version 1 had no such number, and no sizes in `sha256.json`."""
+FORMAT = 3
+"""The version of the format that is written. Version 1 had no such number, and no sizes in `sha256.json`.
+
+Until 2, configs and parameters had other names.
+"""
 
 Count = Annotated[int, pydantic.Field(ge=0)]
 
@@ -80,4 +85,18 @@ def parse(text: bytes, path: Path) -> dict[str, Any]:
     number = _Format.model_validate_json(text, strict=True).format
     if number > FORMAT:
         raise CheckpointError(f"{path} has format {number}, and this meshpar reads up to {FORMAT}: update meshpar")
-    return Meta.model_validate_json(text).model_dump()
+    found = Meta.model_validate_json(text).model_dump()
+    return found if number > 2 else _with_new_names(found)
+
+
+def _with_new_names(found: dict[str, Any]) -> dict[str, Any]:
+    """The content as the third format has it."""
+    config = with_new_names(found["config"])
+    if _kind(config) in ("llama", "gpt"):
+        found["arrays"] = {re.sub(r"\btable$", "embedding", path): array for path, array in found["arrays"].items()}
+    return found | {"config": config}
+
+
+def _kind(config: dict[str, Any]) -> Any:
+    model = config.get("model")
+    return model.get("kind") if isinstance(model, dict) else None

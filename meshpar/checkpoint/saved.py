@@ -26,7 +26,7 @@ FOLDER = "checkpoints"
 
 
 @dataclass(frozen=True)
-class Saved:
+class Checkpoint:
     """One checkpoint.
 
     Args:
@@ -41,7 +41,7 @@ class Saved:
       ...     with checkpoints(Path(folder)) as saved:
       ...         saved.save(3, state)
       ...     there = find(Path(folder))
-      ...     body = there.restore(jax.eval_shape(lambda: state), take=["params.body"])["params"]["body"]
+      ...     body = there.restore(jax.eval_shape(lambda: state), include=["params.body"])["params"]["body"]
       >>> there.step, body
       (3, Array([0., 1., 2., 3.], dtype=float32))
     """
@@ -76,7 +76,7 @@ class Saved:
 
     @property
     def described(self) -> dict[str, str]:
-        """Path -> dtype and shape: `params.embed.table` -> `float32[257, 64]`."""
+        """Path -> dtype and shape: `params.embedding` -> `float32[257, 64]`."""
         return {path: f"{array['dtype']}{array['shape']}" for path, array in self.meta["arrays"].items()}
 
     @cached_property
@@ -99,8 +99,8 @@ class Saved:
         if problems := checksums.compare_sizes(self.folder, self._files):
             raise self._damaged(problems)
 
-    def verify(self, take: Sequence[str] = EVERYTHING) -> None:
-        """Compares the checksums of all files of the arrays that `take` matches.
+    def verify(self, include: Sequence[str] = EVERYTHING) -> None:
+        """Compares the checksums of all files of the arrays that `include` matches.
 
         Raises:
           DamagedError, CheckpointError: see `meta`.
@@ -109,14 +109,14 @@ class Saved:
         chunks = self._chunks()
         self._compare(self._files.keys() - chunks)
         paths = {name: name.removeprefix(f"{STATE}/").rpartition("/")[0] for name in chunks}
-        matched = {path for glob in take for path in matching(set(paths.values()), glob)}
+        matched = {path for glob in include for path in matching(set(paths.values()), glob)}
         self._compare(name for name, path in paths.items() if path in matched)
 
     def select(
         self,
         abstract: Any,
-        take: Sequence[str] = EVERYTHING,
-        leave: Sequence[str] = (),
+        include: Sequence[str] = EVERYTHING,
+        exclude: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> Selection:
         """The arrays that `restore` would restore; raises the same errors. Reads no array.
@@ -125,16 +125,16 @@ class Saved:
           config: of the run, as JSON data: an error lists the keys that differ from the checkpoint's.
         """
         changes = changed(self.meta["config"], config) if config else {}
-        return select(self.described, describe(abstract), take, leave, changes, str(self.folder))
+        return select(self.described, describe(abstract), include, exclude, changes, str(self.folder))
 
-    def restore(self, abstract: Any, take: Sequence[str] = EVERYTHING, leave: Sequence[str] = ()) -> Any:
-        """Restores the arrays that `take` matches and `leave` does not, each device reading its own shard.
+    def restore(self, abstract: Any, include: Sequence[str] = EVERYTHING, exclude: Sequence[str] = ()) -> Any:
+        """Restores the arrays that `include` matches and `exclude` does not, each device reading its own shard.
 
         All processes call it.
 
         Args:
           abstract: tree of `ShapeDtypeStruct`s; their shardings may differ from those of the saved state.
-          take, leave: globs of paths, such as `params.**`.
+          include, exclude: globs of paths, such as `params.**`.
 
         Returns:
           The tree with arrays in place of the restored structs; the other structs stay.
@@ -145,23 +145,23 @@ class Saved:
 
         Memory: see `arrays.read`. Each file that will be read is verified before the first array is restored.
         """
-        on_all(lambda: self.check(abstract, take, leave))
-        structs = self._structs(abstract, take, leave)
+        on_all(lambda: self.check(abstract, include, exclude))
+        structs = self._structs(abstract, include, exclude)
         restored = arrays.read(self.folder / STATE, structs)
         return map_with_path(lambda path, struct: restored.get(path, struct), abstract)
 
     def check(
         self,
         abstract: Any,
-        take: Sequence[str] = EVERYTHING,
-        leave: Sequence[str] = (),
+        include: Sequence[str] = EVERYTHING,
+        exclude: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises the errors of `restore`, on this process alone. Each file is verified once."""
-        self.select(abstract, take, leave, config)
+        self.select(abstract, include, exclude, config)
         chunks = self._chunks()
         self._compare(self._files.keys() - chunks)
-        structs = self._structs(abstract, take, leave)
+        structs = self._structs(abstract, include, exclude)
         read = {
             f"{STATE}/{name}"
             for path, struct in structs.items()
@@ -171,14 +171,17 @@ class Saved:
 
     def on_host(self, path: str) -> np.ndarray:
         """One whole array."""
-        self._compare(name for name in self._files if name.startswith(f"{STATE}/{path}/"))
+        name_there = arrays.stored(self.folder / STATE, path)
+        self._compare(name for name in self._files if name.startswith(f"{STATE}/{name_there}/"))
         return arrays.read_on_host(self.folder / STATE, path)
 
-    def _structs(self, abstract: Any, take: Sequence[str], leave: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    def _structs(
+        self, abstract: Any, include: Sequence[str], exclude: Sequence[str]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
         """The structs to restore, by path; those without a sharding are placed on the first device."""
         wanted = flatten_with_paths(abstract)
         found: dict[str, jax.ShapeDtypeStruct] = {}
-        for path in self.select(abstract, take, leave).taken:
+        for path in self.select(abstract, include, exclude).restored:
             struct = wanted[path]
             sharding = struct.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
             found[path] = jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
@@ -226,7 +229,7 @@ def steps(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in found if _is_step(path.name) and path.is_dir())
 
 
-def find_all(folder: Path) -> list[Saved]:
+def find_all(folder: Path) -> list[Checkpoint]:
     """The checkpoints of a run.
 
     Args:
@@ -237,19 +240,19 @@ def find_all(folder: Path) -> list[Saved]:
     """
     folder = folder.absolute()
     if (folder / META).is_file() or (folder / checksums.FILE).is_file():
-        return [Saved(folder)]
+        return [Checkpoint(folder)]
     for directory in (folder, folder / FOLDER):
         if found := steps(directory):
-            return [Saved(directory / str(step)) for step in found]
+            return [Checkpoint(directory / str(step)) for step in found]
     there = "is no checkpoint, and holds none" if folder.exists() else "does not exist"
     raise CheckpointError(f"{folder} {there}")
 
 
-def find(folder: Path, take: Sequence[str] = EVERYTHING) -> Saved:
+def find(folder: Path, include: Sequence[str] = EVERYTHING) -> Checkpoint:
     """The last undamaged checkpoint of `find_all`. A folder that is a checkpoint itself is returned unchecked.
 
     Args:
-      take: globs of the arrays that will be read; other arrays are not verified.
+      include: globs of the arrays that will be read; other arrays are not verified.
 
     Raises:
       CheckpointError: there is none, or all are damaged.
@@ -257,10 +260,12 @@ def find(folder: Path, take: Sequence[str] = EVERYTHING) -> Saved:
     found = find_all(folder)
     if found[0].folder == folder.absolute():
         return found[0]
-    return newest_whole(found, lambda saved: saved.verify(take))[0]
+    return newest_whole(found, lambda saved: saved.verify(include))[0]
 
 
-def newest_whole(found: Sequence[Saved], check: Callable[[Saved], None]) -> tuple[Saved, dict[Path, str]]:
+def newest_whole(
+    found: Sequence[Checkpoint], check: Callable[[Checkpoint], None]
+) -> tuple[Checkpoint, dict[Path, str]]:
     """The last undamaged checkpoint, and folder -> damage of each later one. All processes find the same one.
 
     It warns about each damaged checkpoint.

@@ -22,23 +22,23 @@ class Selection:
     Args:
       taken: restored from the checkpoint.
       made: initialized by the run.
-      unused: in the checkpoint, but not restored.
+      ignored: in the checkpoint, but not restored.
     """
 
-    taken: list[str]
-    made: list[str]
-    unused: list[str]
+    restored: list[str]
+    initialized: list[str]
+    ignored: list[str]
 
 
 def select(
     saved: Mapping[str, str],
     wanted: Mapping[str, str],
-    take: Sequence[str],
-    leave: Sequence[str],
+    include: Sequence[str],
+    exclude: Sequence[str],
     changes: Mapping[str, Sequence[Any]],
     where: str,
 ) -> Selection:
-    """Selects the arrays that `take` matches and `leave` does not. Checkpoint and run must agree on each of them.
+    """Selects the arrays that `include` matches and `exclude` does not. Checkpoint and run must agree on each of them.
 
     Args:
       saved, wanted: path -> dtype and shape, in the checkpoint and in the run.
@@ -49,14 +49,14 @@ def select(
       CheckpointError: lists the globs that match nothing, or each selected array that differs.
     """
     paths = sorted(saved.keys() | wanted.keys())
-    _check_globs({"take": take, "leave": leave}, paths)
-    included = {path for glob in take for path in matching(paths, glob)}
-    excluded = {path for glob in leave for path in matching(paths, glob)}
+    _check_globs({"include": include, "exclude": exclude}, paths)
+    included = {path for glob in include for path in matching(paths, glob)}
+    excluded = {path for glob in exclude for path in matching(paths, glob)}
     selected = sorted(included - excluded)
     differ = {
         path: _difference(saved.get(path), wanted.get(path)) for path in selected if saved.get(path) != wanted.get(path)
     }
-    _check_same(differ, changes, where, whole=tuple(take) == EVERYTHING and not leave)
+    _check_same(differ, changes, where, whole=tuple(include) == EVERYTHING and not exclude)
     return Selection(selected, sorted(wanted.keys() - selected), sorted(saved.keys() - selected))
 
 
@@ -94,5 +94,9 @@ def _check_same(differ: Mapping[str, str], changes: Mapping[str, Sequence[Any]],
     other = "model" if of_model else "optimizer"
     num = len(of_model or differ)
     count = f": {num} array{'s differ' if num > 1 else ' differs'}" if num else ""
-    fix = "run_dir=... makes this a run of its own" if whole else "leave=... excludes what this run initializes itself"
+    fix = (
+        "run_dir=... makes this a run of its own"
+        if whole
+        else "exclude=... leaves out what this run initializes itself"
+    )
     problems.raise_any(CheckpointError, f"{where} holds another {other}{count}; {fix}:")

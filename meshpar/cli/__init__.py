@@ -25,10 +25,10 @@ from meshpar.cli import (  # noqa: F401
     inspect,
     new,
     plot,
-    prove,
     schedule,
     schema,
     train,
+    verify,
 )
 from meshpar.cli.app import app
 from meshpar.errors import MeshparError, excerpt, printable

@@ -37,10 +37,10 @@ def collectives(
 
     measured = measure(operations, sizes)
     if plot:
-        from meshpar.collectives.draw import draw
+        from meshpar.collectives.plot import plot_bench
 
         with writing("--plot", plot):
-            draw(measured, plot)
+            plot_bench(measured, plot)
     echo(measured, json)
 
 

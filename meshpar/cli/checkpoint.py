@@ -12,7 +12,7 @@ from meshpar.cli.app import AsJson, app
 
 if TYPE_CHECKING:
     from meshpar.checkpoint.difference import Change, Difference
-    from meshpar.checkpoint.saved import Saved
+    from meshpar.checkpoint.saved import Checkpoint
 
 verbs = typer.Typer(no_args_is_help=True)
 app.add_typer(verbs, name="checkpoint", help="Lists, shows, verifies and compares checkpoints.")
@@ -44,7 +44,7 @@ def show(folder: Folder, json: AsJson = False) -> None:
     """Shows the contents of a run's last checkpoint, or of the one in DIR. Verifies meta.json and all file sizes."""
     from meshpar.checkpoint.saved import find
 
-    saved = find(folder, take=())
+    saved = find(folder, include=())
     saved.check_sizes()
     typer.echo(json_format.dumps(_shown(saved), indent=2) if json else _text(saved))
 
@@ -75,7 +75,7 @@ def diff(before: Folder, after: Folder, json: AsJson = False) -> None:
     typer.echo(json_format.dumps(found.as_json(), indent=2) if json else _compared(found))
 
 
-def _verified(saved: Saved) -> dict[str, Any]:
+def _verified(saved: Checkpoint) -> dict[str, Any]:
     from meshpar.errors import CheckpointError
 
     try:
@@ -85,7 +85,7 @@ def _verified(saved: Saved) -> dict[str, Any]:
     return {"folder": str(saved.folder), "num_files": saved.num_files}
 
 
-def _row(saved: Saved) -> dict[str, Any]:
+def _row(saved: Checkpoint) -> dict[str, Any]:
     """The row of a checkpoint in `ls`; for a damaged one, the reason."""
     from meshpar.errors import CheckpointError
 
@@ -102,11 +102,11 @@ def _row(saved: Saved) -> dict[str, Any]:
 
 def _with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Marks the best checkpoint, by the metric of the latest."""
-    from meshpar.checkpoint.kept import Kept
+    from meshpar.checkpoint.retention import Retention
 
     whole = [row for row in rows if "damaged" not in row]
     like = [row for row in whole if row["metric"] == whole[-1]["metric"]]
-    ranked = Kept(best=whole[-1]["better"]).ranked({row["step"]: row["value"] for row in like}) if whole else []
+    ranked = Retention(best=whole[-1]["better"]).ranked({row["step"]: row["value"] for row in like}) if whole else []
     return [row | {"best": row["step"] in ranked[:1]} for row in rows]
 
 
@@ -120,7 +120,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [str(row["step"]), row["saved"], human_bytes(row["size_bytes"]), value, mark]
 
 
-def _shown(saved: Saved) -> dict[str, Any]:
+def _shown(saved: Checkpoint) -> dict[str, Any]:
     """`meta.json`, with the bytes of the checkpoint and of each array."""
     import math
 
@@ -133,7 +133,7 @@ def _shown(saved: Saved) -> dict[str, Any]:
     return {"folder": str(saved.folder)} | saved.meta | {"size_bytes": saved.size_bytes, "arrays": arrays}
 
 
-def _text(saved: Saved) -> str:
+def _text(saved: Checkpoint) -> str:
     from meshpar.config import flatten_json
     from meshpar.inspection.report.table import table
     from meshpar.tree import human_bytes

@@ -14,7 +14,7 @@ from meshpar.progress import busy
 if TYPE_CHECKING:
     from meshpar.inspection.difference import Difference
     from meshpar.inspection.inspect import Inspection
-    from meshpar.plan.fit import Judgement
+    from meshpar.plan.fit import FitReport
 
 
 @app.command()
@@ -51,7 +51,7 @@ def inspect(
     echo(report, json)
 
 
-def _inspection(config: Path, overrides: list[str], devices: int | None, target: str | None) -> Inspection | Judgement:
+def _inspection(config: Path, overrides: list[str], devices: int | None, target: str | None) -> Inspection | FitReport:
     from meshpar.experiment import actions
     from meshpar.experiment.config import load, simulate
 

@@ -42,13 +42,13 @@ def schedule(
     import shutil
 
     from meshpar.parallel.pipeline import gantt
-    from meshpar.parallel.pipeline.named import named
-    from meshpar.parallel.pipeline.simulate import Times, simulate
+    from meshpar.parallel.pipeline.get_schedule import get_schedule
+    from meshpar.parallel.pipeline.simulate import OpTimes, simulate
 
     if not f + b + w:
         raise ConfigError("schedule: --f, --b and --w are all 0; at least one operation must take time")
-    found = named(name, stages, microbatches, chunks)
-    simulated = simulate(found, stages, Times(f, b, w, transfer))
+    found = get_schedule(name, stages, microbatches, chunks)
+    simulated = simulate(found, stages, OpTimes(f, b, w, transfer))
     if svg:
         write("--svg", svg, gantt.svg(simulated, f"{name}: {stages} stages, {microbatches} microbatches"))
     typer.echo(gantt.text(simulated, shutil.get_terminal_size((120, 24)).columns))

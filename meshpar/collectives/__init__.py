@@ -1,8 +1,6 @@
 """Collectives for use within a `jax.shard_map`: algorithms are tables that are run, checked and compared."""
 
 from meshpar.collectives.algorithms import algorithms, plan
-from meshpar.collectives.choose import choose, seconds
-from meshpar.collectives.codes import Float8, Int8, OneBit
 from meshpar.collectives.execute import execute
 from meshpar.collectives.hierarchical import hierarchical_all_reduce
 from meshpar.collectives.operations import (
@@ -17,12 +15,14 @@ from meshpar.collectives.operations import (
 )
 from meshpar.collectives.plan import Permute, Plan
 from meshpar.collectives.powersgd import PowerSGD
+from meshpar.collectives.quantize import Float8, Int8, OneBit
 from meshpar.collectives.ragged import ragged_all_to_all
 from meshpar.collectives.reduction import Bfloat16, Exact
+from meshpar.collectives.select import seconds, select
 from meshpar.collectives.simulate import check, simulate
 
 __all__ = [
     "Bfloat16", "Exact", "Float8", "Int8", "OneBit", "Permute", "Plan", "PowerSGD", "algorithms", "all_gather",
-    "all_reduce", "all_to_all", "broadcast", "check", "choose", "execute", "gather", "hierarchical_all_reduce", "plan",
-    "ragged_all_to_all", "reduce", "reduce_scatter", "scatter", "seconds", "simulate",
+    "all_reduce", "all_to_all", "broadcast", "check", "execute", "gather", "hierarchical_all_reduce", "plan",
+    "ragged_all_to_all", "reduce", "reduce_scatter", "scatter", "seconds", "select", "simulate",
 ]  # fmt: skip

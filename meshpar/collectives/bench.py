@@ -17,8 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.collectives import operations
 from meshpar.collectives.algorithms import algorithms, plan
-from meshpar.collectives.choose import here, seconds, work
 from meshpar.collectives.plan import Operation, Plan
+from meshpar.collectives.select import here, seconds, work
 from meshpar.mesh.hardware import Link
 from meshpar.tree import human_bytes
 

@@ -27,8 +27,8 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshpar.collectives import stream
-from meshpar.collectives.stream import Ring
+from meshpar.collectives import ring
+from meshpar.collectives.ring import Ring
 from meshpar.errors import ShardingError
 from meshpar.mesh.varying import varying_alike
 
@@ -55,7 +55,7 @@ def all_gather_matmul(
       A product for each w, in its dtype; not sharded in `dim`.
 
     Communication: n-1 chunks of x; backward the same again, and n-1 chunks of its gradient.
-    Memory: see `stream.gather`; x and the ws are stored for the backward pass.
+    Memory: see `ring.gather`; x and the ws are stored for the backward pass.
     Numerics: sums over chunks are in float32 at least.
     Raises:
       ShardingError: an axis is not manual here, or the `dim` of a w differs from that of the whole x.
@@ -89,7 +89,7 @@ def matmul_reduce_scatter(equation: str, x: jax.Array, w: jax.Array, ring: Ring,
       This device's shard of the sum.
 
     Communication: n-1 chunks of the result; backward n-1 chunks of its gradient.
-    Memory: see `stream.reduce_scatter`; x and w are stored for the backward pass.
+    Memory: see `ring.reduce_scatter`; x and w are stored for the backward pass.
     Numerics: products are summed over devices in the dtype of x.
     Raises:
       ShardingError: an axis is not manual here, or the ring size does not divide `dim`.
@@ -158,7 +158,7 @@ def _gathered(chunks: Chunks, equations: Equations, x: jax.Array, ws: Operands) 
             joined.append(chunks.join(y, part, of_y, owner))
         return joined
 
-    ys = stream.gather(chunks.ring, x.astype(ws[0].dtype), visit)
+    ys = ring.gather(chunks.ring, x.astype(ws[0].dtype), visit)
     return tuple(y.astype(w.dtype) for y, w in zip(ys, ws, strict=True))
 
 
@@ -171,7 +171,7 @@ def _scattered(chunks: Chunks, equations: Equations, dtype: Any, xs: Operands, w
         parts = [_einsum(e, chunks.of(x, e[0], owner), chunks.of(w, e[1], owner), dtype) for e, x, w in operands]
         return reduce(jnp.add, parts)
 
-    return stream.reduce_scatter(chunks.ring, make)
+    return ring.reduce_scatter(chunks.ring, make)
 
 
 def _gathered_backward(chunks: Chunks, equations: Equations, kept: Any, grads: Operands) -> Any:

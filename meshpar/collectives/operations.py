@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.collectives.algorithms import Algorithm, plan
-from meshpar.collectives.choose import choose
 from meshpar.collectives.execute import execute, manual_axes
 from meshpar.collectives.plan import Operation, Plan
+from meshpar.collectives.select import select
 from meshpar.errors import ShardingError
 from meshpar.mesh.varying import Axes, invariant, varying
 
@@ -120,7 +120,7 @@ def same_sum(summed: Callable[[jax.Array], jax.Array], axes: Axes, x: jax.Array)
 
 def _plan(operation: Operation, algorithm: Choice, axes: str | Axes, num_bytes: int, root: int = 0) -> Plan:
     size = _size(axes)
-    return plan(operation, choose(operation, size, num_bytes) if algorithm == "auto" else algorithm, size, root)
+    return plan(operation, select(operation, size, num_bytes) if algorithm == "auto" else algorithm, size, root)
 
 
 def _size(axes: str | Axes) -> int:

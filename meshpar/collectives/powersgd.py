@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from meshpar.collectives.compress import Compression, floats
+from meshpar.collectives.compression import Compression, floats
 from meshpar.collectives.execute import manual_axes
 from meshpar.collectives.operations import all_reduce
 from meshpar.config import Positive

@@ -10,10 +10,10 @@ import pydantic
 from jax import lax
 
 from meshpar.collectives import operations
-from meshpar.collectives.codes import Float8, Int8, OneBit
-from meshpar.collectives.compress import Blocks, Compression, State
+from meshpar.collectives.compression import Blocks, Compression, State
 from meshpar.collectives.operations import Choice, cut, join
 from meshpar.collectives.powersgd import PowerSGD
+from meshpar.collectives.quantize import Float8, Int8, OneBit
 from meshpar.config import Config
 from meshpar.mesh.varying import Axes, invariant
 from meshpar.tree import parse_bytes

@@ -9,7 +9,7 @@ import pydantic
 
 from meshpar.config.annotations import chosen, fields, item_of, kinds
 from meshpar.errors import excerpt, nearest
-from meshpar.synonyms import words
+from meshpar.synonyms import new_name, words
 
 _EXPECTED = {
     "int": "an integer", "float": "a number", "bool": "true or false", "string": "a string", "tuple": "a list",
@@ -67,6 +67,8 @@ def _known_key(root: type[pydantic.BaseModel], data: Any, keys: list[str], model
     """Suggests a key: one of the same section, or one of another section that other frameworks give this name."""
     *section, name = keys
     everywhere = list(_paths(root, data, ()))
+    if new := new_name(".".join(keys), everywhere):
+        return f"{'.'.join(keys)} is now {new}"
     for word in words(name):
         siblings = [".".join([*section, key]) for key in fields(model) if key == word]
         found = siblings or [path for path in everywhere if path == word or path.endswith(f".{word}")]

@@ -14,7 +14,7 @@ from jax.stages import Compiled
 
 from meshpar.checkpoint.checkpoints import Checkpoints, checkpoints
 from meshpar.checkpoint.lock import hold
-from meshpar.checkpoint.saved import FOLDER, Saved, find
+from meshpar.checkpoint.saved import FOLDER, Checkpoint, find
 from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.errors import ContractWarning, MeshparError, ProgramError
 from meshpar.experiment.config import Run
@@ -30,7 +30,7 @@ from meshpar.mesh import process
 from meshpar.mesh.hardware import chip_of
 from meshpar.optim.ema import averaged
 from meshpar.plan import targets
-from meshpar.plan.fit import Judgement, compile_for, judge
+from meshpar.plan.fit import FitReport, compile_for, judge
 from meshpar.progress import busy, say
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.begin import Beginning
@@ -61,7 +61,7 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
     Example:
       >>> from meshpar import Run, explain
       >>> run = Run(
-      ...     model={"kind": "llama", "num_layers": 2, "width": 32, "num_heads": 4, "mlp_width": 64},
+      ...     model={"kind": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64},
       ...     data={"kind": "synthetic"}, optim={"kind": "adamw", "lr": 1e-3}, num_steps=10, run_dir="unused",
       ...     mesh={"fsdp": 16}, rules="fsdp",
       ... )
@@ -78,7 +78,7 @@ def inspect(run: Run, /, target: None = None, num_devices: int | None = None) ->
 
 
 @overload
-def inspect(run: Run, /, target: str, num_devices: int | None = None) -> Judgement: ...
+def inspect(run: Run, /, target: str, num_devices: int | None = None) -> FitReport: ...
 
 
 @overload
@@ -92,7 +92,7 @@ def inspect(
 ) -> Inspection: ...
 
 
-def inspect(*program: Any, **options: Any) -> Inspection | Judgement:
+def inspect(*program: Any, **options: Any) -> Inspection | FitReport:
     """What a run's step, or any program that JAX compiled, sends, computes and holds. Nothing is allocated or run.
 
     `inspect(run, target=None, num_devices=None)` compiles the step of a run, as `meshpar inspect` does.
@@ -119,7 +119,7 @@ def inspect(*program: Any, **options: Any) -> Inspection | Judgement:
       >>> import meshpar
       >>> meshpar.simulate(8)
       >>> run = meshpar.Run(
-      ...     model={"kind": "llama", "num_layers": 2, "width": 32, "num_heads": 4, "mlp_width": 64},
+      ...     model={"kind": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64},
       ...     data={"kind": "synthetic", "seq_len": 16}, optim={"kind": "adamw", "lr": 1e-3}, num_steps=10,
       ...     run_dir="unused", mesh={"data": 8},
       ... )
@@ -135,7 +135,7 @@ def inspect(*program: Any, **options: Any) -> Inspection | Judgement:
     return inspect_program(*program, **options)
 
 
-def _inspect_run(run: Run, target: str | None = None, num_devices: int | None = None) -> Inspection | Judgement:
+def _inspect_run(run: Run, target: str | None = None, num_devices: int | None = None) -> Inspection | FitReport:
     if target is None:
         prepared = prepare(run, run.mesh.build(jax.devices()[:num_devices] if num_devices else None))
         return prepared.inspect(prepared.compile_step())
@@ -178,7 +178,7 @@ def fit(
       >>> from meshpar import Run, fit
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     run = Run(
-      ...         model={"kind": "llama", "num_layers": 1, "width": 8, "num_heads": 2, "mlp_width": 8},
+      ...         model={"kind": "llama", "num_layers": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8},
       ...         data={"kind": "synthetic", "batch_size": 8, "seq_len": 8}, optim={"kind": "adamw", "lr": 1e-3},
       ...         mesh={"data": -1}, num_steps=2, run_dir=folder, loggers=[],
       ...     )
@@ -256,7 +256,7 @@ def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | Pretrained
         pretrained.check(prepared.run.model)
         return PretrainedBeginning(prepared, pretrained)
     elif init is not None and init.from_checkpoint is not None:
-        source, globs = find(init.from_checkpoint, init.take), (init.take, init.leave)
+        source, globs = find(init.from_checkpoint, init.include), (init.include, init.exclude)
     else:
         return None
     beginning = Beginning(prepared, source, *globs, saved.about.config, _data_changed(prepared.run, source, saved))
@@ -264,7 +264,7 @@ def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | Pretrained
     return beginning
 
 
-def _data_changed(run: Run, source: Saved, saved: Checkpoints) -> list[str]:
+def _data_changed(run: Run, source: Checkpoint, saved: Checkpoints) -> list[str]:
     """The files that are not those that this run has read until now; of step 0 and of other runs nothing is asked."""
     if source.folder.parent != saved.directory or not source.step:
         return []
@@ -277,7 +277,7 @@ def _hold_to_contract(prepared: Prepared, step: Step) -> None:
     try:
         prepared.inspect(step)
     except ProgramError as error:
-        if prepared.run.expects:
+        if prepared.run.contract:
             raise
         warnings.warn(
             f"the step could not be held to what the traced step says: {error}", ContractWarning, stacklevel=2

@@ -10,7 +10,7 @@ import numpy as np
 import pydantic
 
 from meshpar import config
-from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.retention import Retention
 from meshpar.config import Config, Positive, Seed
 from meshpar.cost.memory import Widths
 from meshpar.inspection.contract import Contract
@@ -28,7 +28,7 @@ from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Data
 from meshpar.train.loop.stopping import EarlyStopping
-from meshpar.train.loss import Criterion, Distill
+from meshpar.train.loss import Distill, LossConfig
 from meshpar.train.records.loggers import Logger, TensorBoard
 
 Model = Annotated[Family | Import, pydantic.Field(discriminator="kind")]
@@ -63,10 +63,10 @@ class Init(Config):
 
     from_checkpoint: Path | None = None
     """A checkpoint, or the folder of a run, of which the last is meant."""
-    take: Paths = ("params.**",)
+    include: Paths = ("params.**",)
     """Globs of paths of the train state."""
-    leave: Paths = ()
-    """Globs of what is not taken, though `take` matches it: a new head, `params.head.**`."""
+    exclude: Paths = ()
+    """Globs of what is not taken, though `include` matches it: a new head, `params.head.**`."""
     from_hf: Path | None = None
     """A folder with `config.json` and safetensors, as Hugging Face's libraries write them. It is read in place."""
 
@@ -81,11 +81,11 @@ class Run(Config):
     """Everything that a training run is: what a config file holds."""
 
     model: Model
-    loss: Criterion = Criterion()
+    loss: LossConfig = LossConfig()
     """What is minimized."""
     data: Data
     optim: Optimizer
-    adapt: LoRA | None = None
+    lora: LoRA | None = None
     """Trains a little beside the model, and freezes the model."""
     distill: Distill | None = None
     """A teacher to learn from."""
@@ -101,7 +101,7 @@ class Run(Config):
     num_steps: Positive
     num_microbatches: Positive = 1
     """A batch is computed in so many parts, one after the other; gradients are reduced once."""
-    expects: Contract | None = None
+    contract: Contract | None = None
     """What the compiled step may send and hold; it is refused if it goes beyond."""
     seed: Seed = 0
     run_dir: Path
@@ -111,7 +111,7 @@ class Run(Config):
     """Steps between evaluations on held-out data; default: only at the end."""
     init: Init | None = None
     """From where the first parameters are taken; default: they are drawn."""
-    checkpoints: Kept = Kept()
+    checkpoints: Retention = Retention()
     """How often, and which stay."""
     early_stopping: EarlyStopping | None = None
     """When to end before `num_steps`."""

@@ -14,7 +14,7 @@ import optax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from meshpar.checkpoint.checkpoints import About
+from meshpar.checkpoint.checkpoints import CheckpointMetadata
 from meshpar.checkpoint.saved import find
 from meshpar.cost.flops import flops, traced_products
 from meshpar.cost.memory import ModelStates, model_states
@@ -102,10 +102,10 @@ class Prepared(Training):
         return model_states(sharded, stored, optimizer, self.ctx, self.run.precision.widths, frozen)
 
     @property
-    def about(self) -> About:
+    def about(self) -> CheckpointMetadata:
         """What a checkpoint says of the run."""
         run = self.run
-        return About(run.model_dump(mode="json"), self.placement.dims, run.seed, run.data.batch_size)
+        return CheckpointMetadata(run.model_dump(mode="json"), self.placement.dims, run.seed, run.data.batch_size)
 
     @property
     def _on_cpu(self) -> bool:
@@ -117,7 +117,7 @@ class Prepared(Training):
         """Reads a compiled step, and holds it to the run's contract.
 
         Raises:
-          ContractError: lists all that goes beyond `expects`.
+          ContractError: lists all that goes beyond `contract`.
 
         Warns:
           ContractWarning: the compiled step sends more than the traced one says.
@@ -132,8 +132,8 @@ class Prepared(Training):
         else:
             states = None
             said = self.traced_bytes
-        if self.run.expects:
-            broken = self.run.expects.check(told, said, passes)
+        if self.run.contract:
+            broken = self.run.contract.check(told, said, passes)
             broken.raise_any(ContractError, "the compiled step breaks its contract:")
         if states and said is not None and (more := beyond(told, said)):
             text = "\n".join(["the compiled step sends more than the traced step says:", *map(str, more.found)])
@@ -195,7 +195,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
 def _frozen(run: Run, specs: Any) -> Any:
     """How many steps each parameter is frozen; None if none is."""
     beside = tuple(path for path in flatten_with_paths(specs) if not is_lora(path))
-    freeze = (*run.freeze, *([Freeze(paths=beside)] if run.adapt else []))
+    freeze = (*run.freeze, *([Freeze(paths=beside)] if run.lora else []))
     return frozen_until(freeze, specs, run.num_steps) if freeze else None
 
 
@@ -213,7 +213,7 @@ def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
       CheckpointError: there is none.
       ConfigError: it does not fit this run, or this mesh.
     """
-    kept, ours = find(distill.teacher, take=()).meta["config"], {"data": run.data, "lowering": run.lowering}
+    kept, ours = find(distill.teacher, include=()).meta["config"], {"data": run.data, "lowering": run.lowering}
     where = f"distill: the teacher in {distill.teacher}"
     try:
         teacher = Run(**kept | {"distill": None, "num_microbatches": 1, "freeze": (), "init": None})

@@ -13,19 +13,19 @@ from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.experiment.config import Run
 from meshpar.models.contract import LayerStack, Task
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.pipeline.cut import cut_layers
+from meshpar.parallel.pipeline.partition import cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.simulate import simulate as simulate_schedule
 from meshpar.sharding.resolve import AnyMesh, check_array
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.loss import Criterion
+from meshpar.train.loss import LossConfig
 from meshpar.tree import flatten_with_paths
 
 FEATURES: Mapping[str, Callable[[Run], bool]] = {
-    "loss": lambda run: run.loss != Criterion(),
+    "loss": lambda run: run.loss != LossConfig(),
     "distill": lambda run: run.distill is not None,
     "freeze": lambda run: bool(run.freeze),
-    "adapt": lambda run: run.adapt is not None,
+    "lora": lambda run: run.lora is not None,
     "parallel.pipeline": lambda run: run.parallel.pipeline is not None,
     "parallel.gradient_reduction": lambda run: run.parallel.gradient_reduction is not None,
     "parallel.tensor.overlap": lambda run: run.parallel.tensor.overlap != "none",
@@ -37,8 +37,8 @@ _UNPROVEN = "is not proven beside {other}, and so not allowed"
 _IN_CHUNKS = "a kernel that is gathered in chunks has its gradient scattered in chunks, by no declared reduction"
 REFUSED: Mapping[tuple[str, str], str] = {
     **{(key, "parallel.pipeline"): _UNPROVEN for key in FEATURES if key != "parallel.pipeline"},
-    ("adapt", "parallel.tensor.overlap"): _UNPROVEN,
-    ("adapt", "parallel.fsdp.overlap"): _UNPROVEN,
+    ("lora", "parallel.tensor.overlap"): _UNPROVEN,
+    ("lora", "parallel.fsdp.overlap"): _UNPROVEN,
     ("freeze", "parallel.tensor.overlap"): _UNPROVEN,
     ("freeze", "parallel.fsdp.overlap"): _UNPROVEN,
     ("parallel.gradient_reduction", "parallel.fsdp.overlap"): _IN_CHUNKS,
@@ -78,7 +78,7 @@ def task_of(run: Run) -> Task:
     """What the run asks its model to learn."""
     return Task(
         loss=run.loss, rules=run.rules, seq_len=run.data.seq_len, vocab_size=run.data.vocab_size, seed=run.seed,
-        adapter=run.adapt, distill=run.distill,
+        adapter=run.lora, distill=run.distill,
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:
         what = f"{run.data.batch_size} rows cannot be cut into {rows} equal parts"
         parts = f"({ctx.shards('batch')} devices x {ctx.num_passes} microbatches)"
         problems.add("data.batch_size", f"{what} {parts}", f"a multiple of {rows}")
-    for dim in ("seq", "norm_seq"):
+    for dim in ("seq", "residual_seq"):
         shards = ctx.shards(dim)
         if run.data.seq_len % shards:
             what = f"{run.data.seq_len} is not divisible by the {shards} shards of {dim}"
@@ -151,7 +151,7 @@ def _check_layers(layers: LayerStack, schedule: Schedule, ctx: ParallelContext, 
     fixes: list[str] = []
     padded = layers._replace(multiple=num_shards)
     if over and not _why_not_cut(padded, schedule, num_stages):
-        fixes.append(f"model.layers_multiple={num_shards} to store {over} more, of zeros")
+        fixes.append(f"model.pad_layers_to_multiple={num_shards} to store {over} more, of zeros")
     if not why:
         fixes.append("rules.layers=[] to store all on each")
     if not fixes:

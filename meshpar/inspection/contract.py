@@ -1,7 +1,7 @@
 """Contracts limit what a compiled program may send and hold.
 
-A program that exceeds a limit of `expects:` in the config is refused. Independently of `expects:`, a warning reports a
-step of the manual lowering that sends more bytes over any axes than its traced program.
+A program that exceeds a limit of `contract:` in the config is refused. Independently of `contract:`, a warning reports
+a step of the manual lowering that sends more bytes over any axes than its traced program.
 """
 
 from __future__ import annotations
@@ -86,16 +86,16 @@ class Contract(Config):
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute"):
             if (allowed := getattr(self, kind)) is not None:
                 found = [one for one in inspection.collectives if one.kind == kind]
-                _check_kind(f"expects.{kind}", allowed, found, layer_passes, problems)
+                _check_kind(f"contract.{kind}", allowed, found, layer_passes, problems)
         for names, text in self.bytes_per_axis.items():
             form = None if traced is None else traced.get(_axes(names), Fraction(0))
-            _check_bytes(f"expects.bytes_per_axis.{names}", inspection, _axes(names), text, form, problems)
+            _check_bytes(f"contract.bytes_per_axis.{names}", inspection, _axes(names), text, form, problems)
         total = inspection.memory.total
         if self.peak_bytes is not None and total > _limit(self.peak_bytes, None):
             largest = sorted(inspection.largest, key=lambda held: held.num_bytes, reverse=True)
             arrays = [f"{human_bytes(one.num_bytes)}  {one.array}  {one.name}" for one in largest]
             what = f"the step holds {human_bytes(total)}, more than {self.peak_bytes}"
-            problems.add("expects.peak_bytes", _lines(what, arrays))
+            problems.add("contract.peak_bytes", _lines(what, arrays))
         return problems
 
 

@@ -110,4 +110,6 @@ def _written(model: DecoderModel, kind: str) -> Json:
 def canonical(model: DecoderModel) -> DecoderModel:
     """The model with its defaults written out, without the fields that matter only for training."""
     sizes = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
-    return model.model_copy(update=sizes | {"vocab_multiple": 1, "layers_multiple": 1, "dropout": 0.0, "remat": "none"})
+    return model.model_copy(
+        update=sizes | {"pad_vocab_to_multiple": 1, "pad_layers_to_multiple": 1, "dropout": 0.0, "remat": "none"}
+    )

@@ -24,7 +24,7 @@ from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupport
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.data import gather_in_layer
 from meshpar.train.data.packing import ARRAYS
-from meshpar.train.loss import Batch, Loss, Tally, next_token_loss
+from meshpar.train.loss import Batch, Loss, LossSums, next_token_loss
 
 
 class Import(ModelContract):
@@ -63,7 +63,7 @@ class Import(ModelContract):
           ConfigError: the target is not a Flax model, may not be imported, or does not fit the data.
         """
         if task.adapter:
-            raise ConfigError("adapt: LoRA adapts the projections of meshpar's own models, not of an imported one")
+            raise ConfigError("lora: LoRA adapts the projections of meshpar's own models, not of an imported one")
         check_axes(self.axes)
         with user_code.blamed(self.target):
             user = _built(self, task.seq_len)
@@ -104,7 +104,7 @@ class Import(ModelContract):
     def hugging_face(self) -> Unsupported:
         return Unsupported("an imported model, and Hugging Face has no architecture for it")
 
-    def _next_token_losses(self, user: _Model, task: Task, carried: Any) -> tuple[Callable[..., Tally], ...]:
+    def _next_token_losses(self, user: _Model, task: Task, carried: Any) -> tuple[Callable[..., LossSums], ...]:
         """Of a step and of an evaluation."""
         if carried and isinstance(user.module, nn.Module):
             what = f"{self.target} has collections that change: {', '.join(map(str, carried))}"
@@ -146,10 +146,10 @@ def _gathered(loss: Callable[..., Any], dims: Any) -> Callable[..., Any]:
     return of_whole
 
 
-def _next_token(target: str, user: _Model, build: Callable[..., Loss], learns: bool) -> Callable[..., Tally]:
+def _next_token(target: str, user: _Model, build: Callable[..., Loss], learns: bool) -> Callable[..., LossSums]:
     """The loss of the next token, in the form of a user's own loss."""
 
-    def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any = None) -> Tally:
+    def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any = None) -> LossSums:
         with user_code.blamed(target):
             logits, after = user.apply(params, carried or {}, batch["tokens"], learns)
         tally = build(lambda params, batch, key: logits)(params, batch, key, {})

@@ -177,7 +177,7 @@ def names_of(model: DecoderModel, kind: str) -> Names:
 
 def layer_shapes(model: DecoderModel) -> dict[str, Shape]:
     """Path -> shape of a parameter, of one layer, without padding of the vocabulary."""
-    plain = model.model_copy(update={"vocab_multiple": 1})
+    plain = model.model_copy(update={"pad_vocab_to_multiple": 1})
     specs = flatten_with_paths(describe(nnx.eval_shape(lambda: plain.build(nnx.Rngs(0)))))
     return {path: spec.shape[1:] if spec.dims[0] == "layers" else spec.shape for path, spec in specs.items()}
 
@@ -278,7 +278,7 @@ def _compare(
             problems.add(name, f"is {list(tensor.shape)} in {tensor.file.name}, {CONFIG} requires {list(shape)}", fix)
         elif tensor.dtype.name not in FLOATS:
             problems.add(name, f"is {tensor.dtype} in {tensor.file.name}, and only {', '.join(FLOATS)} are read")
-    tied = {"lm_head.weight"} if model.tied else set()
+    tied = {"lm_head.weight"} if model.tie_embeddings else set()
     for name in tensors.keys() - expected.keys() - tied:
         if not name.endswith(BUFFERS):
             problems.add(name, f"is in {tensors[name].file.name}, but is no parameter of this model")

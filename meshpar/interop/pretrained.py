@@ -28,4 +28,4 @@ class PretrainedBeginning:
         """For the run's records: the source, and which parameters were restored and initialized."""
         taken = [f"params.{path}" for path in self.source.paths]
         made = [f"params.{path}" for path in flatten_with_paths(self.training.specs) if path not in self.source.paths]
-        return {"source": str(self.source.folder), "taken": taken, "made": made, "unused": [], "changed": {}}
+        return {"source": str(self.source.folder), "restored": taken, "initialized": made, "ignored": [], "changed": {}}

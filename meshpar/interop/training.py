@@ -24,7 +24,7 @@ from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import batch_specs
-from meshpar.train.loss import Batch, Loss, Tally, as_tally, warn_of_masks
+from meshpar.train.loss import Batch, Loss, LossSums, as_loss_sums, warn_of_masks
 from meshpar.train.step import Update
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths, map_with_path, matching
@@ -70,7 +70,7 @@ def training(
       init: key -> the first parameters: `model.init(key, x)["params"]`, `nnx.state(Model(nnx.Rngs(key)), nnx.Param)`,
         or any tree of arrays.
       loss: (params, batch, key) -> the mean over the rows, a scalar; or (mean, metrics), with a dict of other means;
-        or a `Tally` of sums, if rows have different weights.
+        or a `LossSums` of sums, if rows have different weights.
       batch: an example: name -> array or struct, with the rows as first dim.
       mesh: the mesh; a `MeshLayout` is built on the available devices.
       dims: path glob -> a name for each dim of the arrays that it matches. The first match counts, and overrides the
@@ -82,7 +82,7 @@ def training(
         instead of dims. meshpar's names of axes work as well.
       carried: key -> the first state that a step passes to the next beside the parameters, such as batch statistics
         and random keys. The loss is then (params, batch, key, carried), and returns (mean, metrics, carried) or a
-        `Tally`.
+        `LossSums`.
       evaluation: the loss of an evaluation, if it differs, as with batch statistics.
       draws: whether the loss draws random numbers: if so, it gets a new key at each step, else None.
       more: `seed`, and fields of `ParallelContext`: manual, parallel, compute_dtype (float32 by default), accum_dtype,
@@ -220,7 +220,7 @@ def tallied(
     axes: Mapping[str, str] | None = None,
     hands_on: bool = True,
 ) -> Loss:
-    """Wraps a user's loss as one that returns a `Tally`.
+    """Wraps a user's loss as one that returns a `LossSums`.
 
     Args:
       arrays: the names of the batch's arrays that the loss gets.
@@ -229,7 +229,7 @@ def tallied(
       hands_on: whether it must return the next carried state; an evaluation need not.
     """
 
-    def tallied(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> Tally:
+    def tallied(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
         inputs = {name: x for name, x in batch.items() if name in arrays}
 
         def of_batch(params: Any, carried: Any) -> Any:
@@ -237,9 +237,9 @@ def tallied(
                 more = (as_keys(carried, keys),) if carries else ()
                 result = loss(params, inputs, key, *more)
             passes = getattr(current(), "num_microbatches", 1)
-            if hands_on and passes > 1 and not isinstance(result, Tally):
+            if hands_on and passes > 1 and not isinstance(result, LossSums):
                 warn_of_masks(arrays, passes)
-            return as_tally(as_data(result), batch["rows"], carried, hands_on)
+            return as_loss_sums(as_data(result), batch["rows"], carried, hands_on)
 
         if getattr(current(), "manual", False):
             return of_batch(params, carried)

@@ -1,7 +1,8 @@
 """The built-in models, and how rotary positions are stretched; each chosen by `kind`.
 
 >>> from meshpar import models
->>> models.Llama(num_layers=2, width=32, num_heads=4, mlp_width=64, rope_scaling=models.Interpolated(factor=4)).kind
+>>> scaling = models.Interpolated(factor=4)
+>>> models.Llama(num_layers=2, hidden_size=32, num_heads=4, intermediate_size=64, rope_scaling=scaling).kind
 'llama'
 """
 

@@ -21,11 +21,11 @@ from meshpar.nn.lora import LoRA
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.outputs import Outputs
-from meshpar.parallel.pipeline.parts import Parts
+from meshpar.parallel.pipeline.model import PipelineModel
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.data.packing import ARRAYS
-from meshpar.train.loss import Criterion, Distill, Loss
+from meshpar.train.loss import Distill, Loss, LossConfig
 
 if TYPE_CHECKING:
     from meshpar.models.decoder import DecoderModel
@@ -79,7 +79,7 @@ class Task:
       distill: a teacher to learn from.
     """
 
-    loss: Criterion
+    loss: LossConfig
     rules: AxisRules
     seq_len: int
     vocab_size: int
@@ -105,7 +105,7 @@ class ModelProgram:
     rules: AxisRules
     forward: Callable[..., Outputs] | None = None
     uses_rng: bool = False
-    parts: Parts | None = None
+    parts: PipelineModel | None = None
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     activation_dims: tuple[str, ...] | None = None

@@ -70,7 +70,7 @@ class DecoderModel(Decoder, ModelContract):
         return True
 
     def layer_stack(self) -> LayerStack:
-        return LayerStack(self.num_layers, self.layers_multiple)
+        return LayerStack(self.num_layers, self.pad_layers_to_multiple)
 
     def generation(self) -> DecoderModel:
         return self

@@ -20,11 +20,11 @@ class GPT(DecoderModel):
     learned_positions: ClassVar = True
     attn_bias: ClassVar = "all"
     mlp_bias: ClassVar = True
-    head_norm: ClassVar = False
+    qk_norm: ClassVar = False
     rotary_fraction: ClassVar = 0.0
     rope_scaling: ClassVar = None
     window: ClassVar = None
-    full_layers: ClassVar = ()
+    global_layers: ClassVar = ()
 
     @classmethod
     def architectures(cls) -> Mapping[str, Architecture]:
@@ -32,7 +32,7 @@ class GPT(DecoderModel):
 
 
 HUGGING_FACE: Names = {
-    "transformer.wte.weight": rows("table"),
+    "transformer.wte.weight": rows("embedding"),
     "transformer.wpe.weight": rows("positions"),
     "transformer.ln_f.weight": vector("norm.scale"),
     "transformer.ln_f.bias": vector("norm.bias"),
@@ -52,9 +52,9 @@ HUGGING_FACE: Names = {
 }
 
 GPT2_KEYS = {
-    "vocab_size": "vocab_size", "n_embd": "width", "n_inner": "mlp_width", "n_layer": "num_layers",
+    "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_inner": "intermediate_size", "n_layer": "num_layers",
     "n_head": "num_heads", "n_positions": "max_seq_len", "layer_norm_epsilon": "norm_eps",
-    "tie_word_embeddings": "tied",
+    "tie_word_embeddings": "tie_embeddings",
 }  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def _gpt2(given: Given, found: Problems) -> Json:
         found.add("scale_attn_weights", "only true is supported")
     if given.scale_attn_by_inverse_layer_idx:
         found.add("scale_attn_by_inverse_layer_idx", "only false is supported")
-    return {"tied": True} | ({"mlp_width": 4 * given.n_embd} if given.n_embd else {})
+    return {"tie_embeddings": True} | ({"intermediate_size": 4 * given.n_embd} if given.n_embd else {})
 
 
 def _write_gpt2(model: GPT) -> Json:

@@ -30,7 +30,7 @@ class Llama(DecoderModel):
     attn_bias: Bias = "none"
     """Which attention projections have a bias: none, queries, keys and values (Qwen 2), or all four."""
     mlp_bias: bool = False
-    head_norm: bool = False
+    qk_norm: bool = False
     """Whether each head of queries and keys is normalized before rotary positions (Qwen 3)."""
     rotary_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
     """The fraction of a head, from its first element, that rotary positions rotate."""
@@ -38,13 +38,13 @@ class Llama(DecoderModel):
     """How rotary frequencies are scaled for longer rows."""
     window: Positive | None = None
     """How many tokens a query sees, itself the last of them (Mistral). Default: all before it."""
-    full_layers: tuple[Count, ...] = ()
+    global_layers: tuple[Count, ...] = ()
     """Layers, counted from 0, that ignore `window`: their queries see all tokens before them."""
 
     @pydantic.model_validator(mode="after")
     def _layers_exist(self) -> Llama:
-        if beyond := [layer for layer in self.full_layers if layer >= self.num_layers]:
-            raise ValueError(f"full_layers: there is no layer {beyond[0]}, only 0 to {self.num_layers - 1}")
+        if beyond := [layer for layer in self.global_layers if layer >= self.num_layers]:
+            raise ValueError(f"global_layers: there is no layer {beyond[0]}, only 0 to {self.num_layers - 1}")
         return self
 
     @classmethod
@@ -57,7 +57,7 @@ class Llama(DecoderModel):
 ATTENTION, MLP = "model.layers.*.self_attn", "model.layers.*.mlp"
 
 HUGGING_FACE: Names = {
-    "model.embed_tokens.weight": rows("table"),
+    "model.embed_tokens.weight": rows("embedding"),
     "model.norm.weight": vector("norm.scale"),
     "lm_head.weight": linear("head"),
     "model.layers.*.input_layernorm.weight": vector("blocks.attn_norm.scale"),
@@ -82,10 +82,10 @@ PHI3: Names = {name: f for name, f in HUGGING_FACE.items() if not _APART & {*f.p
 # Hugging Face's config -------------------------------------------------------------------------------------------
 
 LLAMA_KEYS = {
-    "vocab_size": "vocab_size", "hidden_size": "width", "intermediate_size": "mlp_width",
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
     "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim", "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tied",
+    "tie_word_embeddings": "tie_embeddings",
 }  # fmt: skip
 LLAMA3_KEYS = {
     "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
@@ -99,7 +99,7 @@ def _llama(kind: str) -> Callable[[Given, Problems], Json]:
             found.add("hidden_act", f"{excerpt(repr(given.hidden_act))} is not supported for this model, only silu")
         attn_bias = "qkv" if kind == "qwen2" else "all" if kind != "mistral" and given.attention_bias else "none"
         biases = {"attn_bias": attn_bias, "mlp_bias": kind == "llama" and given.mlp_bias}
-        return biases | {"head_norm": kind == "qwen3"} | _window(kind, given, found) | _rope(kind, given, found)
+        return biases | {"qk_norm": kind == "qwen3"} | _window(kind, given, found) | _rope(kind, given, found)
 
     return read
 
@@ -117,7 +117,7 @@ def _window(kind: str, given: Given, found: Problems) -> Json:
         "full_attention" if i < given.max_window_layers else "sliding_attention" for i in layers
     ]
     full = [i for i, type_ in enumerate(types) if type_ == "full_attention"]
-    return {} if len(full) == len(layers) else {"window": window, "full_layers": full}
+    return {} if len(full) == len(layers) else {"window": window, "global_layers": full}
 
 
 def _rope(kind: str, given: Given, found: Problems) -> Json:
@@ -142,8 +142,8 @@ def _rope(kind: str, given: Given, found: Problems) -> Json:
 
 def _write_llama(model: Llama) -> Json:
     """Keys that a `model_type` ignores do no harm: `write` reads each config back before it chooses one."""
-    layers = ["full_attention" if i in model.full_layers else "sliding_attention" for i in range(model.num_layers)]
-    windows = {"layer_types": layers, "max_window_layers": 0} if model.window and model.full_layers else {}
+    layers = ["full_attention" if i in model.global_layers else "sliding_attention" for i in range(model.num_layers)]
+    windows = {"layer_types": layers, "max_window_layers": 0} if model.window and model.global_layers else {}
     scaling = model.rope_scaling and model.rope_scaling.model_dump()
     if scaling:
         names = {field: key for key, field in LLAMA3_KEYS.items()}

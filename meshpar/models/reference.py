@@ -51,7 +51,7 @@ class Scale:
 
     @property
     def small_seq_len(self) -> int:
-        return math.lcm(SEQ_LEN, self.now("seq"), self.now("norm_seq"))
+        return math.lcm(SEQ_LEN, self.now("seq"), self.now("residual_seq"))
 
     def _shards(self, dim: str, sizes: Mapping[str, int]) -> int:
         return math.prod(sizes[axis] for axis in self.rules.table.get(dim, ()) if axis in AXES)
@@ -61,20 +61,20 @@ def decoder_sizes(model: Decoder, scale: Scale) -> dict[str, Any]:
     """The fields that a small decoder has otherwise."""
     heads, kv_heads = _heads(model, scale)
     width = math.lcm(HEAD_DIM * heads, scale.now("embed"))
-    mlp_width = scale.now("mlp") * (width // scale.now("mlp") + 1)
-    vocab_multiple = VOCAB_MULTIPLE * scale.now("vocab")
+    intermediate_size = scale.now("mlp") * (width // scale.now("mlp") + 1)
+    pad_vocab_to_multiple = VOCAB_MULTIPLE * scale.now("vocab")
     is_padded = model.padded_vocab > model.vocab_size
     is_longer = model.learned_positions and model.max_seq_len > scale.seq_len
     return _window(model) | {
         "num_layers": _num_layers(model, scale),
-        "layers_multiple": scale.now("layers") if model.stacked_layers > model.num_layers else 1,
+        "pad_layers_to_multiple": scale.now("layers") if model.stacked_layers > model.num_layers else 1,
         "num_heads": heads,
         "num_kv_heads": model.num_kv_heads and kv_heads,
         "head_dim": model.head_dim and HEAD_DIM,
-        "width": width,
-        "mlp_width": mlp_width,
-        "vocab_size": 4 * vocab_multiple - 3 * is_padded,
-        "vocab_multiple": vocab_multiple if is_padded else 1,
+        "hidden_size": width,
+        "intermediate_size": intermediate_size,
+        "vocab_size": 4 * pad_vocab_to_multiple - 3 * is_padded,
+        "pad_vocab_to_multiple": pad_vocab_to_multiple if is_padded else 1,
         "max_seq_len": math.lcm(scale.small_seq_len, scale.now("positions")) * (1 + is_longer),
     }
 
@@ -90,8 +90,8 @@ def _num_layers(model: Decoder, scale: Scale) -> int:
 def _window(model: Decoder) -> dict[str, Any]:
     if model.window is None:
         return {}
-    full_layers = tuple(layer for layer in model.full_layers if layer < 2)
-    return {"window": min(model.window, SEQ_LEN // 2), "full_layers": full_layers}
+    global_layers = tuple(layer for layer in model.global_layers if layer < 2)
+    return {"window": min(model.window, SEQ_LEN // 2), "global_layers": global_layers}
 
 
 def _heads(model: Decoder, scale: Scale) -> tuple[int, int]:

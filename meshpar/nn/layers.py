@@ -1,7 +1,7 @@
 """Layers that compute with local shards: norms, projections, feed-forward blocks, dropout.
 
 Every parameter has a name for each of its dims, as `dims` metadata. No layer knows the mesh.
-Shapes: B batch, S seq, R norm_seq, D embed, M mlp, H heads, K kv_heads, h head_dim.
+Shapes: B batch, S seq, R residual_seq, D embed, M mlp, H heads, K kv_heads, h head_dim.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class LowRank(nnx.Module):
 
 
 class Projection(nnx.Module):
-    """A linear map between groups of dims, for `enter` and `leave`: `x[.., in] @ kernel[in.., out..] (+ bias[out..])`.
+    """A linear map between groups of dims, for `column_parallel` and `row_parallel`: `x[.., in] @ kernel[in.., out..]
+    (+ bias[out..])`.
 
     Args:
       inputs: (name, size) of each dim that is contracted.
@@ -132,19 +133,21 @@ class Projection(nnx.Module):
         return Weights(self.kernel[...], self.num_inputs, streamed(within_layer(self.kernel), current()), self.lora)
 
     def add_bias(self, y: Float[Array, "B S *outputs"]) -> Float[Array, "B S *outputs"]:
-        """Adds the bias. `leave` does so once, after the sum over shards."""
+        """Adds the bias. `row_parallel` does so once, after the sum over shards."""
         return y if self.bias is None else y + self.bias[...]
 
 
-def enter(x: Float[Array, "B R D"], maps: Sequence[Projection], dim: str) -> Iterator[Float[Array, "B S ..."]]:
+def column_parallel(
+    x: Float[Array, "B R D"], maps: Sequence[Projection], dim: str
+) -> Iterator[Float[Array, "B S ..."]]:
     """Column parallel: projects x by each map, whose weights' `dim` is sharded. See `parallel.linear`."""
-    products = linear.enter(x, [projection.weights for projection in maps], dim)
+    products = linear.column_parallel(x, [projection.weights for projection in maps], dim)
     return (projection.add_bias(y) for projection, y in zip(maps, products, strict=True))
 
 
-def leave(x: Float[Array, "B S ..."], down: Projection, dim: str) -> Float[Array, "B R D"]:
+def row_parallel(x: Float[Array, "B S ..."], down: Projection, dim: str) -> Float[Array, "B R D"]:
     """Row parallel: projects x by `down`, whose weights' `dim` is sharded and contracted."""
-    return down.add_bias(linear.leave(x, down.weights, dim))
+    return down.add_bias(linear.row_parallel(x, down.weights, dim))
 
 
 class SwiGLU(nnx.Module):
@@ -160,9 +163,9 @@ class SwiGLU(nnx.Module):
         self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
 
     def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
-        gate, up = enter(x_BRD, [self.gate, self.up], "mlp")
+        gate, up = column_parallel(x_BRD, [self.gate, self.up], "mlp")
         h_BSM = constrain(jax.nn.silu(gate) * up, "batch", "seq", "mlp")
-        return leave(h_BSM, self.down, "mlp")
+        return row_parallel(h_BSM, self.down, "mlp")
 
 
 class GELU(nnx.Module):
@@ -177,8 +180,8 @@ class GELU(nnx.Module):
         self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
 
     def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
-        (up,) = enter(x_BRD, [self.up], "mlp")
-        return leave(constrain(jax.nn.gelu(up), "batch", "seq", "mlp"), self.down, "mlp")
+        (up,) = column_parallel(x_BRD, [self.up], "mlp")
+        return row_parallel(constrain(jax.nn.gelu(up), "batch", "seq", "mlp"), self.down, "mlp")
 
 
 def dropout(
@@ -190,7 +193,7 @@ def dropout(
     in the sequence, channel. So the mask is the same on any mesh and with any number of microbatches.
 
     Args:
-      x_BSD: [batch, norm_seq, embed], local shard.
+      x_BSD: [batch, residual_seq, embed], local shard.
       rate: in [0, 1).
       key: a typed key, equal on all devices; None disables dropout.
       rows_B: int32 [batch], the index of each row in the global batch.
@@ -200,7 +203,7 @@ def dropout(
     if key is None or rate == 0.0:
         return x_BSD
     _, seq, width = x_BSD.shape
-    axes = manual_axes("norm_seq")
+    axes = manual_axes("residual_seq")
     start = jax.lax.axis_index(axes) * seq if axes else 0
     element_SD = (start + jnp.arange(seq, dtype=jnp.int32))[:, None] * width + jnp.arange(width, dtype=jnp.int32)
     counts = jnp.stack(jnp.broadcast_arrays(rows_B[:, None, None], element_SD[None])).astype(jnp.uint32)

@@ -55,13 +55,13 @@ class LoRA(Config):
                 near = nearest(glob, found)
                 parents = sorted({path.rpartition(".")[0] for path in found})
                 fix = f"did you mean {near}?" if near else f"there are {', '.join(f'{parent}.*' for parent in parents)}"
-                problems.add("adapt.paths", f"{glob!r} matches no projection", fix)
+                problems.add("lora.paths", f"{glob!r} matches no projection", fix)
         problems.raise_any(ConfigError, "LoRA adapts the projections of a model:")
         for path, projection in found.items():
             if any(matching([path], glob) for glob in self.paths):
-                projection.lora = self._beside(projection, rngs)
+                projection.lora = self._adapter(projection, rngs)
 
-    def _beside(self, projection: Projection, rngs: nnx.Rngs) -> LowRank:
+    def _adapter(self, projection: Projection, rngs: nnx.Rngs) -> LowRank:
         shape = projection.kernel.shape
         dims = projection.kernel.get_metadata()["dims"]
         start = 1 if dims[0] == "layers" else 0

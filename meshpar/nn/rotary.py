@@ -16,7 +16,7 @@ from meshpar.config import Config, Positive
 from meshpar.parallel.precision import wide
 
 Factor = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
-Rotation = tuple[Float[Array, "B S 1 p"], Float[Array, "B S 1 p"]]
+RopeAngles = tuple[Float[Array, "B S 1 p"], Float[Array, "B S 1 p"]]
 """Cosines and sines [batch, seq, 1, p] of the rotation angles of a head's pairs."""
 
 
@@ -55,9 +55,9 @@ class Llama3(Config):
 Scaling = Annotated[Interpolated | Llama3, pydantic.Field(discriminator="kind")]
 
 
-def rotation(
+def rope_angles(
     positions_BS: Int[Array, "B S"], rotary_dim: int, theta: float, dtype: jnp.dtype, scaling: Scaling | None = None
-) -> Rotation:
+) -> RopeAngles:
     """The rotation of each token: pair i of p turns by position * theta^(-i/p), where `scaling` may change frequencies.
 
     All layers share the result. Numerics: in float32 at least. Source: Su et al. 2021, arXiv:2104.09864.
@@ -71,9 +71,9 @@ def rotation(
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x_BSHh: Float[Array, "B S H h"], by: Rotation) -> Float[Array, "B S H h"]:
+def apply_rope(x_BSHh: Float[Array, "B S H h"], rope: RopeAngles) -> Float[Array, "B S H h"]:
     """Rotates the pairs (i, i + p) of each head; elements after the first 2p are unchanged."""
-    cos, sin = by
+    cos, sin = rope
     p = cos.shape[-1]
     first = wide(x_BSHh[..., :p])
     second = wide(x_BSHh[..., p : 2 * p])

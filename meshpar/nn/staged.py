@@ -10,12 +10,12 @@ import jax
 from meshpar.nn.describe import functional
 from meshpar.nn.transformer import REMAT, Transformer
 from meshpar.parallel.data import gathering_again
-from meshpar.parallel.pipeline.parts import Batch, Parts
+from meshpar.parallel.pipeline.model import Batch, PipelineModel
 
 Sums = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array]]
 
 
-def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -> Parts:
+def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -> PipelineModel:
     """The parts of an abstract model.
 
     Args:
@@ -23,12 +23,12 @@ def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -
       count: batch -> the same count.
     """
     logits, sizes = functional(model, "logits"), model.model
-    per_layer = 2 * sizes.width * (sizes.num_heads + sizes.kv_heads) * sizes.head_size + sizes.mlp_weights
+    per_layer = 2 * sizes.hidden_size * (sizes.num_heads + sizes.kv_heads) * sizes.head_size + sizes.mlp_weights
 
     def end(params: Any, x: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return loss(logits(params, x), batch)
 
-    return Parts(
+    return PipelineModel(
         layers="blocks",
         num_layers=sizes.num_layers,
         stacked_layers=sizes.stacked_layers,
@@ -38,5 +38,5 @@ def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -
         loss=end,
         count=count,
         policy=gathering_again(REMAT[sizes.remat]),
-        head=sizes.width * sizes.padded_vocab / per_layer,
+        head=sizes.hidden_size * sizes.padded_vocab / per_layer,
     )

@@ -1,6 +1,6 @@
 """A decoder-only transformer, of which each model in `meshpar.models` is a set of choices.
 
-Shapes: B batch, S seq, R norm_seq, D embed, V vocab (local shards in the manual lowering).
+Shapes: B batch, S seq, R residual_seq, D embed, V vocab (local shards in the manual lowering).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshpar.nn.attention.cached import KVCache
 from meshpar.nn.attention.core import Core
 from meshpar.nn.attention.dense import Dense
 from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal, within_layer
-from meshpar.nn.rotary import Rotation, Scaling, rotation
+from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import linear, tensor
 from meshpar.parallel.context import constrain, current
@@ -49,32 +49,32 @@ class Decoder(Config):
     learned_positions: ClassVar[bool]
     attn_bias: ClassVar[Bias]
     mlp_bias: ClassVar[bool]
-    head_norm: ClassVar[bool]
+    qk_norm: ClassVar[bool]
     rotary_fraction: ClassVar[float]
     rope_scaling: ClassVar[Scaling | None]
     window: ClassVar[int | None]
-    full_layers: ClassVar[tuple[int, ...]]
+    global_layers: ClassVar[tuple[int, ...]]
     attention: ClassVar[Core] = Dense()
 
     vocab_size: Positive = 257
     """Number of token ids. 257 = the bytes, and the mark that opens a document."""
-    vocab_multiple: Positive = 1
+    pad_vocab_to_multiple: Positive = 1
     """Rounds the embedding's rows up, so that a mesh can divide them. The padding gets no probability."""
     num_layers: Annotated[Positive, pydantic.Field(le=10_000)]
-    layers_multiple: Positive = 1
+    pad_layers_to_multiple: Positive = 1
     """Rounds the stacked layers up, so that the stages of a pipeline can divide them. The padding is never read."""
-    width: Positive
+    hidden_size: Positive
     num_heads: Positive
     num_kv_heads: Positive | None = None
     """Heads of keys and values, each shared by a group of queries. Default: num_heads."""
     head_dim: Positive | None = None
-    """Default: width / num_heads."""
-    mlp_width: Positive
+    """Default: hidden_size / num_heads."""
+    intermediate_size: Positive
     max_seq_len: Positive = 2048
     """Rows of learned positions; rotary positions have no limit."""
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
-    tied: bool = False
+    tie_embeddings: bool = False
     """Whether the output projection is the embedding table."""
     dropout: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
     """On the embeddings and on what each block adds to the residual stream."""
@@ -85,8 +85,8 @@ class Decoder(Config):
     def _heads_divide(self) -> Decoder:
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.kv_heads}")
-        if self.head_dim is None and self.width % self.num_heads:
-            raise ValueError(f"width = {self.width} is not a multiple of num_heads = {self.num_heads}")
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size = {self.hidden_size} is not a multiple of num_heads = {self.num_heads}")
         return self
 
     @property
@@ -95,7 +95,7 @@ class Decoder(Config):
 
     @property
     def head_size(self) -> int:
-        return self.head_dim or self.width // self.num_heads
+        return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def rotary_dim(self) -> int:
@@ -107,18 +107,18 @@ class Decoder(Config):
         if self.window is None:
             return None
         unlimited = np.iinfo(np.int32).max
-        each = [unlimited if i in self.full_layers else self.window for i in range(self.num_layers)]
+        each = [unlimited if i in self.global_layers else self.window for i in range(self.num_layers)]
         return jnp.asarray(each, jnp.int32)[layer]
 
     @property
     def stacked_layers(self) -> int:
         """Rows of the blocks' parameters."""
-        return -(-self.num_layers // self.layers_multiple) * self.layers_multiple
+        return -(-self.num_layers // self.pad_layers_to_multiple) * self.pad_layers_to_multiple
 
     @property
     def padded_vocab(self) -> int:
         """Rows of the embedding table."""
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+        return -(-self.vocab_size // self.pad_vocab_to_multiple) * self.pad_vocab_to_multiple
 
     @property
     def sharding(self) -> tuple[Sharding, ...]:
@@ -129,11 +129,11 @@ class Decoder(Config):
     @property
     def mlp_weights(self) -> int:
         """Weights of an MLP, as a pipeline weighs a layer against the output projection."""
-        return 3 * self.width * self.mlp_width
+        return 3 * self.hidden_size * self.intermediate_size
 
     def build_mlp(self, out_std: float, rngs: nnx.Rngs) -> nnx.Module:
         """The MLP of one layer. Args: `out_std`, of the initial weights that write to the residual stream."""
-        return self.mlp(self.width, self.mlp_width, bias=self.mlp_bias, out_std=out_std, rngs=rngs)
+        return self.mlp(self.hidden_size, self.intermediate_size, bias=self.mlp_bias, out_std=out_std, rngs=rngs)
 
     def build(self, rngs: nnx.Rngs) -> Transformer:
         return Transformer(self, rngs)
@@ -143,30 +143,30 @@ class Block(nnx.Module):
     """`x + attn(norm(x))`, then `x + mlp(norm(x))`. The MLP may return (output, `Auxiliary`)."""
 
     def __init__(self, model: Decoder, rngs: nnx.Rngs):
-        out_std = (2 * model.num_layers * model.width) ** -0.5
-        self.attn_norm = model.norm(model.width, eps=model.norm_eps)
+        out_std = (2 * model.num_layers * model.hidden_size) ** -0.5
+        self.attn_norm = model.norm(model.hidden_size, eps=model.norm_eps)
         self.attn = Attention(
-            model.width, model.num_heads, model.kv_heads, model.head_size,
+            model.hidden_size, model.num_heads, model.kv_heads, model.head_size,
             bias=model.attn_bias, out_std=out_std, rngs=rngs,
-            head_norm=model.norm_eps if model.head_norm else None,
+            qk_norm=model.norm_eps if model.qk_norm else None,
         )  # fmt: skip
-        self.mlp_norm = model.norm(model.width, eps=model.norm_eps)
+        self.mlp_norm = model.norm(model.hidden_size, eps=model.norm_eps)
         self.mlp = model.build_mlp(out_std, rngs)
         self.dropout = model.dropout
 
     def __call__(
-        self, x_BRD: Float[Array, "B R D"], core: Core, batch: Batch, by: Rotation | None, key: PRNGKeyArray | None,
+        self, x_BRD: Float[Array, "B R D"], core: Core, batch: Batch, rope: RopeAngles | None, key: PRNGKeyArray | None,
         window: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B R D"], Auxiliary, Any]:  # fmt: skip
         def drop(y: Float[Array, "B R D"], which: int) -> Float[Array, "B R D"]:
             return dropout(y, self.dropout, _fold(key, which), batch["rows"])
 
         normed_BRD = self.attn_norm(x_BRD)
-        attended, cache = self.attn(normed_BRD, core, batch["positions"], batch.get("segments"), by, window)
+        attended, cache = self.attn(normed_BRD, core, batch["positions"], batch.get("segments"), rope, window)
         x_BRD += drop(attended, 0)
         made_BRD, auxiliary = with_auxiliary(self.mlp(self.mlp_norm(x_BRD)))
         x_BRD += drop(made_BRD, 1)
-        return constrain(x_BRD, "batch", "norm_seq", "embed"), auxiliary, cache
+        return constrain(x_BRD, "batch", "residual_seq", "embed"), auxiliary, cache
 
 
 class Transformer(nnx.Module):
@@ -180,35 +180,37 @@ class Transformer(nnx.Module):
     """
 
     sharding: ClassVar[Sharding] = {
-        "norm_seq": Supported(within="vocab"),
+        "residual_seq": Supported(within="vocab"),
         "layers": Supported(storage=False, same_as="stage", why="a device needs all layers of its stage"),
         "positions": Supported(partition=False, why="a device looks up any position"),
     }
 
     def __init__(self, model: Decoder, rngs: nnx.Rngs):
         self.model = model
-        self.table = normal(rngs, (model.padded_vocab, model.width), 0.02, ("vocab", "embed"))
+        self.embedding = normal(rngs, (model.padded_vocab, model.hidden_size), 0.02, ("vocab", "embed"))
         if model.learned_positions:
-            self.positions = normal(rngs, (model.max_seq_len, model.width), 0.02, ("positions", "embed"))
+            self.positions = normal(rngs, (model.max_seq_len, model.hidden_size), 0.02, ("positions", "embed"))
         self.blocks = _stacked(lambda rngs: Block(model, rngs), model, rngs)
-        self.norm = model.norm(model.width, eps=model.norm_eps)
-        if not model.tied:
-            self.head = normal(rngs, (model.width, model.padded_vocab), model.width**-0.5, ("embed", "vocab"))
+        self.norm = model.norm(model.hidden_size, eps=model.norm_eps)
+        if not model.tie_embeddings:
+            self.head = normal(
+                rngs, (model.hidden_size, model.padded_vocab), model.hidden_size**-0.5, ("embed", "vocab")
+            )
 
     def embed(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B R D"]:
         """What the first block takes."""
-        return self._embed(_gathered(self.table), batch, key)
+        return self._embed(_gathered(self.embedding), batch, key)
 
-    def shared(self, batch: Batch, x_BRD: Float[Array, "B R D"]) -> Rotation | None:
+    def shared(self, batch: Batch, x_BRD: Float[Array, "B R D"]) -> RopeAngles | None:
         """What all blocks take besides."""
-        return None if self.model.learned_positions else self._rotation(batch["positions"], x_BRD)
+        return None if self.model.learned_positions else self._rope_angles(batch["positions"], x_BRD)
 
     def layer(
         self,
         params: Any,
         x_BRD: Float[Array, "B R D"],
         batch: Batch,
-        by: Rotation | None,
+        rope: RopeAngles | None,
         key: PRNGKeyArray | None,
         index: Int[Array, ""],
     ) -> tuple[Float[Array, "B R D"], Auxiliary]:
@@ -217,23 +219,23 @@ class Transformer(nnx.Module):
         own = jax.tree.unflatten(jax.tree.structure(blocks), jax.tree.leaves(params))
         block = nnx.merge(graph, _gathered_layer(own))
         core, window = self.model.attention, self.model.window_of(index)
-        x_BRD, auxiliary, _ = block(x_BRD, core, batch, by, _fold(key, index), window)
+        x_BRD, auxiliary, _ = block(x_BRD, core, batch, rope, _fold(key, index), window)
         return x_BRD, auxiliary.share(self.model.num_layers)
 
     def logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B S V"]:
         """From what the last block gives."""
-        return self._logits(x_BRD, _gathered(self.table) if self.model.tied else None)
+        return self._logits(x_BRD, _gathered(self.embedding) if self.model.tie_embeddings else None)
 
     def __call__(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B S V"]:
         return self.forward(batch, key).logits
 
     def forward(self, batch: Batch, key: PRNGKeyArray | None = None) -> Outputs:
         """Logits, and the auxiliary losses and metrics of all layers."""
-        table_VD = _gathered(self.table)
-        x_BRD, auxiliary, _ = self._scan(self._embed(table_VD, batch, key), batch, key)
-        return Outputs(self._logits(x_BRD, table_VD if self.model.tied else None), *auxiliary)
+        embedding_VD = _gathered(self.embedding)
+        x_BRD, auxiliary, _ = self._scan(self._embed(embedding_VD, batch, key), batch, key)
+        return Outputs(self._logits(x_BRD, embedding_VD if self.model.tie_embeddings else None), *auxiliary)
 
-    def extend(self, batch: Batch, cache: KVCache) -> tuple[Float[Array, "B V"], KVCache]:
+    def decode(self, batch: Batch, cache: KVCache) -> tuple[Float[Array, "B V"], KVCache]:
         """Reads tokens that follow those in the cache: a whole prompt, or one token a row.
 
         Args:
@@ -244,29 +246,31 @@ class Transformer(nnx.Module):
           Logits [batch, vocab] of what follows each row's last token, local shards of the vocabulary; and the cache
           with these tokens.
         """
-        table_VD = _gathered(self.table)
-        x_BRD, _, cache = self._scan(self._embed(table_VD, batch, None), batch, None, cache)
+        embedding_VD = _gathered(self.embedding)
+        x_BRD, _, cache = self._scan(self._embed(embedding_VD, batch, None), batch, None, cache)
         x_B1D = jnp.take_along_axis(x_BRD, batch["last"][:, None, None], axis=1)
-        return self._logits(x_B1D, table_VD if self.model.tied else None)[:, 0], cache
+        return self._logits(x_B1D, embedding_VD if self.model.tie_embeddings else None)[:, 0], cache
 
-    def _embed(self, table_VD: Float[Array, "V D"], batch: Batch, key: PRNGKeyArray | None) -> Float[Array, "B R D"]:
-        x_BRD = tensor.embed(table_VD, batch["tokens"])
+    def _embed(
+        self, embedding_VD: Float[Array, "V D"], batch: Batch, key: PRNGKeyArray | None
+    ) -> Float[Array, "B R D"]:
+        x_BRD = tensor.embed(embedding_VD, batch["tokens"])
         if self.model.learned_positions:
             x_BRD += _gathered(self.positions)[tensor.local_seq(batch["positions"])]
         x_BRD = dropout(x_BRD, self.model.dropout, _fold(key, self.model.num_layers), batch["rows"])
-        return constrain(x_BRD, "batch", "norm_seq", "embed")
+        return constrain(x_BRD, "batch", "residual_seq", "embed")
 
     def _scan(
         self, x_BRD: Float[Array, "B R D"], batch: Batch, key: PRNGKeyArray | None, cache: KVCache | None = None
     ) -> tuple[Float[Array, "B R D"], Auxiliary, Any]:
         graph, blocks = nnx.split(self.blocks)
-        by = self.shared(batch, x_BRD)
+        rope = self.shared(batch, x_BRD)
 
         def body(carry: tuple[jax.Array, KVCache | None], layer: tuple[Any, jax.Array]) -> tuple[Any, Auxiliary]:
             (x, cache), (params, index) = carry, layer
             block, window = nnx.merge(graph, _gathered_layer(params)), self.model.window_of(index)
             core = self.model.attention if cache is None else cache.layer(index)
-            x, auxiliary, cache = block(x, core, batch, by, _fold(key, index), window)
+            x, auxiliary, cache = block(x, core, batch, rope, _fold(key, index), window)
             return (x, cache), auxiliary.share(self.model.num_layers)
 
         indices = jnp.arange(self.model.num_layers, dtype=jnp.int32)
@@ -276,15 +280,15 @@ class Transformer(nnx.Module):
         (x_BRD, cache), auxiliary = jax.lax.scan(body, (x_BRD, cache), (blocks, indices))
         return x_BRD, jax.tree.map(lambda x: x.sum(0), auxiliary), cache
 
-    def _rotation(self, positions_BS: Int[Array, "B S"], x_BRD: Float[Array, "B R D"]) -> Rotation:
+    def _rope_angles(self, positions_BS: Int[Array, "B S"], x_BRD: Float[Array, "B R D"]) -> RopeAngles:
         model = self.model
-        return rotation(positions_BS, model.rotary_dim, model.rope_theta, x_BRD.dtype, model.rope_scaling)
+        return rope_angles(positions_BS, model.rotary_dim, model.rope_theta, x_BRD.dtype, model.rope_scaling)
 
     def _logits(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Float[Array, "B S V"]:
         graph, norm = nnx.split(self.norm)
         head_DV = _gathered(self.head) if tied_VD is None else tied_VD.T
         normed_BRD = nnx.merge(graph, _gathered_layer(norm))(x_BRD)
-        (logits,) = linear.enter(normed_BRD, [Weights(head_DV)], "vocab")
+        (logits,) = linear.column_parallel(normed_BRD, [Weights(head_DV)], "vocab")
         return constrain(logits, "batch", "seq", "vocab")
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from meshpar.collectives.compress import State
+from meshpar.collectives.compression import State
 from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.local import Axes, varies_over
 

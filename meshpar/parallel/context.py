@@ -83,7 +83,7 @@ class ParallelContext:
     @property
     def residual_axes(self) -> Axes:
         """The axes over which the sequence of the residual stream is sharded: attention's, and those of norms."""
-        return self.axes("seq") + self.axes("norm_seq")
+        return self.axes("seq") + self.axes("residual_seq")
 
     @property
     def loss_axes(self) -> Axes:
@@ -134,7 +134,7 @@ class ParallelContext:
 
     def overlaps(self, dim: str) -> bool:
         """Whether layers whose weights' `dim` is sharded communicate activations while they multiply."""
-        sequence = self.axes("norm_seq")
+        sequence = self.axes("residual_seq")
         return self.parallel.tensor.overlap != "none" and bool(sequence) and sequence == self.axes(dim)
 
 

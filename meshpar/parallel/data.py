@@ -11,8 +11,8 @@ parameters, sent per device and step:
 | 3 | sharded | in each layer, again in its backward | reduce-scatter in each layer | 3(n-1)/n P |
 
 Outside the microbatch loop every parameter is cast to varying, so that autodiff leaves the gradients of one
-device alone; `reduce` sums them once a step, whatever the number of microbatches. Stage 3's reduce-scatter must
-stay in the layer, for never holding a whole gradient is what it is for. So does stage 2's where there is but one
+device alone; `reduce_gradients` sums them once a step, whatever the number of microbatches. Stage 3's reduce-scatter
+must stay in the layer, for never holding a whole gradient is what it is for. So does stage 2's where there is but one
 microbatch: it gathers in the layer then, and keeps what it gathered. With several it gathers before their loop.
 """
 
@@ -91,7 +91,7 @@ def gathering_again(policy: Policy) -> Policy:
     return keeps
 
 
-def enter(params: Any, dims: Any, trainable: Any = None) -> Any:
+def gather_params(params: Any, dims: Any, trainable: Any = None) -> Any:
     """The parameters that microbatches compute with, in the compute dtype: once a step, before their loop.
 
     Args:
@@ -113,20 +113,25 @@ def enter(params: Any, dims: Any, trainable: Any = None) -> Any:
     return jax.tree.map(lambda x, *of: varying(entered(x, *of), ctx.gradient_axes), params, dims, trainable)
 
 
-def reduce(
-    grads: Any, dims: Any, kept: Any = None, *, key: jax.Array | None = None, order: Sequence[int] | None = None
+def reduce_gradients(
+    grads: Any,
+    dims: Any,
+    error_feedback: Any = None,
+    *,
+    key: jax.Array | None = None,
+    order: Sequence[int] | None = None,
 ) -> tuple[Any, Any]:
-    """The sum over all devices of the gradients of `enter`'s results; once a step, after the loop.
+    """The sum over all devices of the gradients of `gather_params`'s results; once a step, after the loop.
 
     Under GSPMD gradients are whole arrays already, and XLA sums them.
 
     Args:
-      kept: what a declared `Reduce` left in the last step: name -> tree like the gradients.
+      error_feedback: what a declared `Reduce` left in the last step: name -> tree like the gradients.
       key: for its stochastic rounding.
       order: of the gradients' leaves, in which the backward makes them; default: that of the tree.
 
     Returns:
-      The sums, and what the next step gets, like `kept`.
+      The sums, and what the next step gets, like `error_feedback`.
 
     Communication: reduce-scatter over the storage axes (ZeRO-1, 2), all-reduce over those over which the
       parameter is copied.
@@ -139,7 +144,7 @@ def reduce(
     if ctx.gradient_reduction is None:
         return jax.tree.map(lambda grad, names: sum_gradient(grad, sum(ctx.copy_axes(names), ())), grads, dims), {}
     leaves, tree = jax.tree.flatten(grads)
-    states = {name: tree.flatten_up_to(state) for name, state in (kept or {}).items()}
+    states = {name: tree.flatten_up_to(state) for name, state in (error_feedback or {}).items()}
     gradients = [
         Copied(grad, *ctx.copy_axes(names), {name: state[i] for name, state in states.items() if state[i] is not None})
         for i, (grad, names) in enumerate(zip(leaves, tree.flatten_up_to(dims), strict=True))

@@ -2,8 +2,8 @@
 
 A block's first maps are column parallel, its last is row parallel; between them a dim t is sharded:
 
-    enter: x[B, S, D] @ w[D, N_t] -> y[B, S, N]               `tensor.enter`, then the products
-    leave: h[B, S, N] {shard of N} @ w[N_t, D] -> y[B, S, D]  the product, then `tensor.leave`
+    column_parallel: x[B, S, D] @ w[D, N_t] -> y[B, S, N]               `tensor.enter_region`, then the products
+    row_parallel: h[B, S, N] {shard of N} @ w[N_t, D] -> y[B, S, D]  the product, then `tensor.exit_region`
 
 With sequence parallelism both communicate x or y, of which each device has S_t; with ZeRO-3 it is the weights that are
 gathered, at D or at N. Either can be hidden: the product is computed in chunks, while others are on their way.
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
-from meshpar.collectives.stream import Ring
+from meshpar.collectives.ring import Ring
 from meshpar.parallel import tensor
 from meshpar.parallel.context import manual
 from meshpar.parallel.data import Stored
@@ -33,13 +33,13 @@ class Weights(NamedTuple):
       kernel: [inputs..., outputs...].
       num_inputs: how many of its dims are contracted.
       stored: (position of a dim, axes) over which it is still to be gathered, see `data.streamed`.
-      beside: x -> what is added to the product, such as LoRA's; not where the product is overlapped.
+      adapter: x -> what is added to the product, such as LoRA's; not where the product is overlapped.
     """
 
     kernel: jax.Array
     num_inputs: int = 1
     stored: Stored = ()
-    beside: Callable[[jax.Array], jax.Array] | None = None
+    adapter: Callable[[jax.Array], jax.Array] | None = None
 
     @property
     def dims(self) -> str:
@@ -53,46 +53,47 @@ class Weights(NamedTuple):
         return f"{_BATCH}{inputs},{self.dims}->{_BATCH}{outputs}"
 
 
-def enter(x: jax.Array, maps: Sequence[Weights], dim: str) -> tuple[jax.Array, ...]:
+def column_parallel(x: jax.Array, maps: Sequence[Weights], dim: str) -> tuple[jax.Array, ...]:
     """Column parallel: each product of x with weights whose `dim` is sharded.
 
     Args:
-      x: [batch, norm_seq, inputs...].
+      x: [batch, residual_seq, inputs...].
       maps: weights that have as many dims each.
       dim: the weights' dim that is sharded.
 
     Returns:
       [batch, seq, outputs...] of each.
 
-    Communication: that of `tensor.enter`; overlapped, of `all_gather_matmul`: chunks of x once more for the backward.
+    Communication: that of `tensor.enter_region`; overlapped, of `all_gather_matmul`: chunks of x once more for the
+    backward.
     """
     ring = _sequence_ring(dim)
     if ring is None:
-        x = tensor.enter(x, dim)
-        return tuple(_with_beside(x, one) for one in maps)
+        x = tensor.enter_region(x, dim)
+        return tuple(_with_adapter(x, one) for one in maps)
     return all_gather_matmul(maps[0].equation, x, [one.kernel for one in maps], ring, dim=_BATCH[tensor.SEQ])
 
 
-def leave(x: jax.Array, weights: Weights, dim: str) -> jax.Array:
+def row_parallel(x: jax.Array, weights: Weights, dim: str) -> jax.Array:
     """Row parallel: the product of x with weights whose `dim` is sharded and contracted.
 
     Args:
       x: [batch, seq, inputs...], local in `dim`.
 
     Returns:
-      [batch, norm_seq, outputs...].
+      [batch, residual_seq, outputs...].
 
-    Communication: that of `tensor.leave`; overlapped, of `matmul_reduce_scatter`, which sends the same.
+    Communication: that of `tensor.exit_region`; overlapped, of `matmul_reduce_scatter`, which sends the same.
     """
     ring = _sequence_ring(dim)
     if ring is None:
-        return tensor.leave(_with_beside(x, weights), dim)
+        return tensor.exit_region(_with_adapter(x, weights), dim)
     return matmul_reduce_scatter(weights.equation, x, weights.kernel, ring, dim=_BATCH[tensor.SEQ])
 
 
-def _with_beside(x: jax.Array, weights: Weights) -> jax.Array:
+def _with_adapter(x: jax.Array, weights: Weights) -> jax.Array:
     product = _product(x, weights)
-    return product if weights.beside is None else product + weights.beside(x)
+    return product if weights.adapter is None else product + weights.adapter(x)
 
 
 def _product(x: jax.Array, weights: Weights) -> jax.Array:

@@ -44,7 +44,7 @@ class Outputs:
     Args:
       logits: [batch, seq, vocab], local shards of the vocabulary.
       losses, metrics: those of all layers, see `Auxiliary`.
-      state: what the next step gets, see `Tally.carried`; None if the forward changes nothing.
+      state: what the next step gets, see `LossSums.carried`; None if the forward changes nothing.
     """
 
     logits: jax.Array
@@ -53,7 +53,7 @@ class Outputs:
     state: Any = None
 
     def sums(self, count: jax.Array) -> Scalars:
-        """Losses and metrics as sums over `count` tokens, as a `Tally` holds metrics."""
+        """Losses and metrics as sums over `count` tokens, as a `LossSums` holds metrics."""
         return {name: x * count.astype(x.dtype) for name, x in (self.metrics | self.losses).items()}
 
 

@@ -50,12 +50,12 @@ class Parallel(Config):
 
     def check(self, rules: AxisRules, is_manual: bool, problems: Problems) -> None:
         """Adds why a strategy would have no effect under these rules, or in the lowering that is not manual."""
-        has_sequence = bool(rules.partition_axes("norm_seq"))
+        has_sequence = bool(rules.partition_axes("residual_seq"))
         has_storage = any(rules.storage_axes(dim) for dim in rules.table if dim != "batch")
         gathers_weights = rules.zero_stage == 3 and has_storage
         tensor, fsdp = (f"parallel.{name}.overlap" for name in ("tensor", "fsdp"))
         if tensor in self.overlaps and not has_sequence:
-            what = "the rules shard no norm_seq: each layer has the whole sequence"
+            what = "the rules shard no residual_seq: each layer has the whole sequence"
             problems.add(tensor, what, f"{tensor}=none, or the preset megatron_sp")
         if fsdp in self.overlaps and not gathers_weights:
             what = "the rules gather no weights in the layers, again for the backward"

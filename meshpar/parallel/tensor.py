@@ -1,10 +1,10 @@
 """Tensor parallelism in the manner of Megatron-LM, with and without its sequence parallelism.
 
 A block enters a region in which a dim (heads, mlp, vocab) is sharded over axes t, and leaves it with a
-partial sum on each device. With sequence parallelism the residual stream outside holds a shard of `norm_seq`:
+partial sum on each device. With sequence parallelism the residual stream outside holds a shard of `residual_seq`:
 
-    enter: x[B, S, D] -> x[B, S, D]          or  x[B, S_t, D] -> x[B, S, D]     all-gather
-    leave: y[B, S, D] {partial over t} -> y  all-reduce  or  y[B, S_t, D]       reduce-scatter
+    enter_region: x[B, S, D] -> x[B, S, D]          or  x[B, S_t, D] -> x[B, S, D]     all-gather
+    exit_region: y[B, S, D] {partial over t} -> y  all-reduce  or  y[B, S_t, D]       reduce-scatter
 
 Each is the other's transpose, so that a block sends the same 8(t-1)/t b s d bytes, forward and backward
 together, in both forms. On one device, and under GSPMD, all of it is the identity.
@@ -28,11 +28,11 @@ SEQ = 1
 """The position of the sequence dim in activations [batch, seq, ...]."""
 
 
-def enter(x: Float[Array, "B R D"], dim: str) -> Float[Array, "B S D"]:
+def enter_region(x: Float[Array, "B R D"], dim: str) -> Float[Array, "B S D"]:
     """`x`, ready to be multiplied by weights whose `dim` is sharded (column parallel).
 
     Args:
-      x: [batch, norm_seq, embed].
+      x: [batch, residual_seq, embed].
       dim: the weights' dim that is sharded within the region.
 
     Returns:
@@ -40,27 +40,28 @@ def enter(x: Float[Array, "B R D"], dim: str) -> Float[Array, "B S D"]:
 
     Communication: with sequence parallelism an all-gather; without, none forward and an all-reduce backward.
     """
-    seq_axes = manual_axes("norm_seq")
+    seq_axes = manual_axes("residual_seq")
     if seq_axes:
         x = lax.all_gather(x, seq_axes, axis=SEQ, tiled=True)
     return varying(x, manual_axes(dim)) if manual_axes(dim) else x
 
 
-def leave(y: Float[Array, "B S D"], dim: str) -> Float[Array, "B R D"]:
+def exit_region(y: Float[Array, "B S D"], dim: str) -> Float[Array, "B R D"]:
     """The sum over the shards of `dim` of what each device computed (row parallel).
 
     Args:
       y: [batch, seq, embed], a partial sum on each device of the axes of `dim`.
 
     Returns:
-      [batch, norm_seq, embed].
+      [batch, residual_seq, embed].
 
     Communication: all-reduce; with sequence parallelism a reduce-scatter.
     """
-    seq_axes, partial = manual_axes("norm_seq"), manual_axes(dim)
+    seq_axes, partial = manual_axes("residual_seq"), manual_axes(dim)
     if rest := tuple(a for a in partial if a not in seq_axes):
         y = lax.psum(y, rest)
-    # In the order of `enter`'s gather: else a device would get another part of the sequence than the one it gave.
+    # In the order of `enter_region`'s gather: else a device would get another part of the sequence than the one it
+    # gave.
     for is_partial, group in groupby(seq_axes, partial.__contains__):
         axes = tuple(group)
         # Over an axis that shards the sequence but not `dim`, every device has the whole sum already.
@@ -70,7 +71,7 @@ def leave(y: Float[Array, "B S D"], dim: str) -> Float[Array, "B R D"]:
 
 def local_seq(x: Shaped[Array, "B S *rest"]) -> Shaped[Array, "B R *rest"]:
     """The part of [batch, seq, ...] that belongs to this device's shard of the residual stream."""
-    return shard(x, manual_axes("norm_seq"), SEQ)
+    return shard(x, manual_axes("residual_seq"), SEQ)
 
 
 def embed(table: Float[Array, "V D"], tokens: Int[Array, "B S"]) -> Float[Array, "B R D"]:
@@ -83,18 +84,18 @@ def embed(table: Float[Array, "V D"], tokens: Int[Array, "B S"]) -> Float[Array,
       tokens: int [batch, seq].
 
     Returns:
-      [batch, norm_seq, embed].
+      [batch, residual_seq, embed].
 
-    Communication: that of `leave`.
+    Communication: that of `exit_region`.
     """
     axes = manual_axes("vocab")
     if not axes:
         # GSPMD partitions this gather well only when the table is whole in embed.
-        return leave(constrain(table, "vocab", "embed")[tokens], "vocab")
+        return exit_region(constrain(table, "vocab", "embed")[tokens], "vocab")
     local = tokens - lax.axis_index(axes) * table.shape[0]
     mine = (local >= 0) & (local < table.shape[0])
     rows = table[jnp.where(mine, local, 0)]
-    return leave(jnp.where(mine[..., None], rows, jnp.zeros_like(rows)), "vocab")
+    return exit_region(jnp.where(mine[..., None], rows, jnp.zeros_like(rows)), "vocab")
 
 
 def cross_entropy(

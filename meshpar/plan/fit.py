@@ -20,7 +20,7 @@ Program = TypeVar("Program")
 
 
 @dataclass(frozen=True)
-class Judgement:
+class FitReport:
     """How a compiled program fits a machine, by the compiler's figures and the maker's; nothing was run.
 
     Args:
@@ -71,7 +71,7 @@ class Judgement:
         return "\n".join([*lines, "", str(self.told)])
 
 
-def judge(told: Inspection, target: Target, mesh: AnyMesh) -> Judgement:
+def judge(told: Inspection, target: Target, mesh: AnyMesh) -> FitReport:
     """Compares a program with the machine for which it was compiled."""
     assert isinstance(mesh, Mesh), "a target has devices"
     devices = mesh.devices.flatten()
@@ -85,7 +85,7 @@ def judge(told: Inspection, target: Target, mesh: AnyMesh) -> Judgement:
             sent_across += sent_bytes
         else:
             sent_inside += sent_bytes
-    return Judgement(told, target, round(sent_inside), round(sent_across))
+    return FitReport(told, target, round(sent_inside), round(sent_across))
 
 
 def compile_for(target: Target, compile_: Callable[[], Program]) -> Program:

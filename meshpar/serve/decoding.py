@@ -67,7 +67,7 @@ class Decoding:
 
     def __post_init__(self) -> None:
         problems = Problems()
-        for dim in ("seq", "norm_seq", "layers"):
+        for dim in ("seq", "residual_seq", "layers"):
             if axes := dim in self.ctx.rules.table and self.ctx.axes(dim):
                 fix = f"mesh.{axes[0]}=1, or rules.{dim}=[]: a checkpoint is restored to any mesh"
                 problems.add(f"rules.{dim}", f"one token cannot be divided over {', '.join(axes)}", fix)
@@ -116,7 +116,7 @@ class Decoding:
         return compile_program(trace(decode, arguments, self._out, donate=(2,)))
 
     def logits(self, params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """`Transformer.extend` on global arrays, in either lowering."""
+        """`Transformer.decode` on global arrays, in either lowering."""
         placed = pspecs(self.cache)
         in_specs = (pspecs(self.params), self.ctx.pspec("batch"), placed)
         out_specs = (self.ctx.pspec("batch", "vocab"), placed)
@@ -143,7 +143,7 @@ class Decoding:
 
     @cached_property
     def _apply(self) -> Callable[..., Any]:
-        return functional(nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0))), "extend")
+        return functional(nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0))), "decode")
 
     def _per_row(self, *shape: int) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self.ctx.mesh, self.ctx.pspec("batch"))  # pyright: ignore
@@ -157,5 +157,5 @@ class Decoding:
 def for_tokens(ctx: ParallelContext) -> ParallelContext:
     """The context without sequence parallelism, microbatches and strategies: a step of decoding has one token a row."""
     rules = ctx.rules
-    whole = AxisRules(preset=rules.preset, zero=rules.zero, **rules.explicit | {"norm_seq": ()})  # pyright: ignore
+    whole = AxisRules(preset=rules.preset, zero=rules.zero, **rules.explicit | {"residual_seq": ()})  # pyright: ignore
     return replace(ctx, rules=whole, parallel=Parallel(), num_microbatches=1)

@@ -84,7 +84,7 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> Source:
         return of_run(config.load(Run, path, overrides), f"meshpar train {path}")
     if (path / CONFIG).is_file():
         return _of_pretrained(open_pretrained(path), overrides)
-    saved = find(path, take=())
+    saved = find(path, include=())
     return _of_checkpoint(path, config.build(Run, saved.meta["config"], str(saved.folder / META), overrides))
 
 

@@ -18,12 +18,13 @@ import pydantic
 
 from meshpar.config import Config
 from meshpar.errors import Problems, ShardingError, nearest
+from meshpar.synonyms import new_name
 
 DIMS = (
-    "batch", "seq", "norm_seq", "positions", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts",
+    "batch", "seq", "residual_seq", "positions", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts",
     "rank", "layers", "stage", "key_data",
 )  # fmt: skip
-ACTIVATION_DIMS = ("batch", "seq", "norm_seq", "stage")
+ACTIVATION_DIMS = ("batch", "seq", "residual_seq", "stage")
 DISPATCHED = ("experts",)
 """Dims whose parts stay where they are stored: tokens travel to them."""
 
@@ -45,7 +46,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "hsdp": _SHARDED | {"zero": 3},
     # Shoeybi et al. 2019, "Megatron-LM"; and Korthikanti et al. 2022: norms and residuals sharded over seq.
     "megatron": _MEGATRON,
-    "megatron_sp": _MEGATRON | {"norm_seq": ("tensor",)},
+    "megatron_sp": _MEGATRON | {"residual_seq": ("tensor",)},
     # A stage of the pipeline holds its own layers.
     "pipeline": _BATCH | {"layers": ("pipe",), "stage": ("pipe",)},
 }
@@ -54,7 +55,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 class AxisRules(Config):
     """Presets, and beside them any `dim=[axes]` that goes before theirs. In a config: `rules: [fsdp, megatron]`.
 
-    `seq` is the sequence as attention sees it, `norm_seq` as norms, residuals and dropout do: Megatron's
+    `seq` is the sequence as attention sees it, `residual_seq` as norms, residuals and dropout do: Megatron's
     sequence parallelism is a rule for the second. With a preset, each of the standard `DIMS` that none
     names is not sharded; without one, every dim of every parameter needs a rule of its own.
 
@@ -89,6 +90,13 @@ class AxisRules(Config):
     @pydantic.model_validator(mode="after")
     def _presets_agree(self) -> AxisRules:
         _join(self.preset)
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _has_no_old_names(self) -> AxisRules:
+        for dim in self.explicit:
+            if new := new_name(f"rules.{dim}", [f"rules.{known}" for known in DIMS]):
+                raise ValueError(f"rules.{dim} is now {new}")
         return self
 
     @property

@@ -88,7 +88,7 @@ def _unlike(x: Any, struct: jax.ShapeDtypeStruct) -> tuple[str, str] | None:
     expected = f"{struct.dtype}{list(struct.shape)}"
     got = f"{x.dtype}{list(x.shape)}"
     if x.shape[1:] == struct.shape[1:] and x.shape[0] < struct.shape[0]:
-        fix = "leave out a shorter last batch; or fill it with rows that do not count, see meshpar.Tally"
+        fix = "leave out a shorter last batch; or fill it with rows that do not count, see meshpar.LossSums"
         return f"has {x.shape[0]} rows, and the step was compiled for {struct.shape[0]}", fix
     if tuple(x.shape) != struct.shape:
         return f"is {got}, and the step was compiled for {expected}", "batches of one shape, or a step for each"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from meshpar.checkpoint.saved import Saved
+from meshpar.checkpoint.saved import Checkpoint
 from meshpar.checkpoint.selection import EVERYTHING, Selection
 from meshpar.config import changed
 from meshpar.train.state import TrainState
@@ -20,22 +20,22 @@ class Beginning:
     """The first state of a training, with some or all arrays from a checkpoint.
 
     Args:
-      take, leave: globs of paths of the state, to restore and not to restore.
+      include, exclude: globs of paths of the state, to restore and not to restore.
       config: of the run, as JSON data.
       data_changed: the data files that differ from those of the checkpoint.
     """
 
     training: Training
-    source: Saved
-    take: Sequence[str] = EVERYTHING
-    leave: Sequence[str] = ()
+    source: Checkpoint
+    include: Sequence[str] = EVERYTHING
+    exclude: Sequence[str] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     data_changed: Sequence[str] = ()
 
     @cached_property
     def selection(self) -> Selection:
         """The arrays to restore. Reads none of them, so misfits are reported before anything is compiled."""
-        return self.source.select(self.training.placement.structs, self.take, self.leave, self.config)
+        return self.source.select(self.training.placement.structs, self.include, self.exclude, self.config)
 
     def state(self) -> TrainState:
         """Restores the selected arrays, and initializes the rest.
@@ -43,11 +43,11 @@ class Beginning:
         The optimizer's state is initialized from the restored parameters, so that its copies of them are equal.
         """
         selection = self.selection
-        restored = self.source.restore(self.training.placement.structs, self.take, self.leave)
-        if not selection.made:
+        restored = self.source.restore(self.training.placement.structs, self.include, self.exclude)
+        if not selection.initialized:
             return restored
-        arrays = {path: x for path, x in flatten_with_paths(restored).items() if path in set(selection.taken)}
-        params = {path: arrays.pop(path) for path in selection.taken if path.startswith("params.")}
+        arrays = {path: x for path, x in flatten_with_paths(restored).items() if path in set(selection.restored)}
+        params = {path: arrays.pop(path) for path in selection.restored if path.startswith("params.")}
         state = self.training.compile_init(given=params)()
         return map_with_path(lambda path, x: arrays.get(path, x), state)
 
@@ -57,8 +57,8 @@ class Beginning:
         data = {"data_changed": list(self.data_changed)} if self.data_changed else {}
         return data | {
             "source": str(self.source.folder),
-            "taken": selection.taken,
-            "made": selection.made,
-            "unused": selection.unused,
+            "restored": selection.restored,
+            "initialized": selection.initialized,
+            "ignored": selection.ignored,
             "changed": changed(self.source.meta["config"], self.config),
         }

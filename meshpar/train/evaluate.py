@@ -13,9 +13,9 @@ from meshpar.optim.ema import averaged
 from meshpar.parallel import data
 from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.spec import ArraySpec
+from meshpar.train.error_feedback import of_loss
 from meshpar.train.gradients import Objective
-from meshpar.train.kept import of_loss
-from meshpar.train.loss import Batch, Tally
+from meshpar.train.loss import Batch, LossSums
 from meshpar.train.program import (
     WHOLE,
     batch_pspecs,
@@ -72,9 +72,9 @@ def trace_evaluation(
     dims = jax.tree.map(lambda p: p.spec.dims, placement.sharded)
 
     def local(params: Any, batch: Batch, carried: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        entered = data.enter(params, dims)
+        entered = data.gather_params(params, dims)
         if objective.pipeline:
-            return data.summed(Tally(*objective.pipeline.evaluation(entered, batch)).sums)
+            return data.summed(LossSums(*objective.pipeline.evaluation(entered, batch)).sums)
         return data.summed(objective.loss(entered, batch, None, of_loss(carried)).sums)
 
     in_specs = (pspecs(placement.params), batch_pspecs(ctx, batch), pspecs(placement.carried))

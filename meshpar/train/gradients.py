@@ -18,8 +18,8 @@ from meshpar.parallel.local import varying_like
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.kept import REDUCE, of_loss
-from meshpar.train.loss import Batch, Loss, Tally
+from meshpar.train.error_feedback import REDUCE, of_loss
+from meshpar.train.loss import Batch, Loss, LossSums
 from meshpar.train.program import WHOLE, batch_pspecs, on_shards, pspecs
 from meshpar.train.state import StatePlacement
 from meshpar.tree import map_with_path
@@ -30,7 +30,7 @@ class Objective:
     """What is minimized; the same for every lowering.
 
     Args:
-      loss: (params, batch, key, carried) -> `Tally`.
+      loss: (params, batch, key, carried) -> `LossSums`.
       key: step -> the step's random key, or None where the model draws nothing.
       frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
       pipeline: how the manual lowering computes `loss` in stages; None where there are none.
@@ -84,18 +84,20 @@ def gradients(
     trained_dims = jax.tree.map(lambda p: p.spec.dims, trained)
 
     def local(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
-        def accumulated(params: Any) -> tuple[Tally, Any]:
+        def accumulated(params: Any) -> tuple[LossSums, Any]:
             return _accumulate(objective, ctx, params, batch, step, of_loss(carried))
 
-        entered = data.enter(params, dims, trainable)
+        entered = data.gather_params(params, dims, trainable)
         sums, grads = accumulated(entered)
         order = order_of(lambda params: accumulated(params)[1], entered) if ctx.gradient_reduction else None
-        kept = jax.tree.map(lambda x: x[0], carried.get(REDUCE, {}))
-        grads, kept = data.reduce(grads, trained_dims, kept, key=_rounding_key(seed, step), order=order)
+        error_feedback = jax.tree.map(lambda x: x[0], carried.get(REDUCE, {}))
+        grads, error_feedback = data.reduce_gradients(
+            grads, trained_dims, error_feedback, key=_rounding_key(seed, step), order=order
+        )
         loss, count, metrics = data.summed(sums.sums)
         loss, metrics, grads = _means(count, (loss, metrics, grads))
         norm = data.global_norm(grads, trained)
-        return Gradients(loss, count, norm, grads, metrics, sums.carried | _kept(kept))
+        return Gradients(loss, count, norm, grads, metrics, sums.carried | _error_feedback(error_feedback))
 
     carried = pspecs(placement.carried)
     in_specs = (pspecs(placement.params), batch_pspecs(ctx, batch), WHOLE, carried)
@@ -108,9 +110,9 @@ def _rounding_key(seed: int, step: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 2**31), step)
 
 
-def _kept(kept: Any) -> dict[str, Any]:
+def _error_feedback(error_feedback: Any) -> dict[str, Any]:
     """What the reduction left, as it is carried: with a dim for the copies."""
-    return {REDUCE: jax.tree.map(lambda x: x[None], kept)} if kept else {}
+    return {REDUCE: jax.tree.map(lambda x: x[None], error_feedback)} if error_feedback else {}
 
 
 STALE = "stale"
@@ -132,16 +134,16 @@ def stale(gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
 
 def _accumulate(
     objective: Objective, ctx: ParallelContext, params: Any, batch: Batch, step: jax.Array, carried: Any
-) -> tuple[Tally, Any]:
+) -> tuple[LossSums, Any]:
     """Sums of losses and of gradients over the microbatches; each gets what the one before it carried."""
     trained = without(params, for_good(objective.frozen))
 
-    def of_microbatch(batch: Batch, carried: Any) -> tuple[Tally, Any]:
+    def of_microbatch(batch: Batch, carried: Any) -> tuple[LossSums, Any]:
         if objective.pipeline:
             sums, grads = objective.pipeline.gradients(params, batch, objective.key(step), ctx.accum_dtype)
-            return Tally(*sums, carried), grads
+            return LossSums(*sums, carried), grads
 
-        def loss(trained: Any) -> tuple[jax.Array, Tally]:
+        def loss(trained: Any) -> tuple[jax.Array, LossSums]:
             params_now = thawed(filled(trained, params), objective.frozen, step)
             tally = objective.loss(params_now, batch, objective.key(step), carried)
             return tally.loss, tally
@@ -160,7 +162,7 @@ def _accumulate(
     zeros = (*_zeros(ctx, trained, batch), carried)
     (total, grads, carried), sums = lax.scan(add, zeros, _microbatches(batch, ctx.num_microbatches))
     count, metrics = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), sums)
-    return Tally(total, count, metrics, carried), grads
+    return LossSums(total, count, metrics, carried), grads
 
 
 def _zeros(ctx: ParallelContext, params: Any, batch: Batch) -> tuple[jax.Array, Any]:

@@ -30,7 +30,7 @@ TEACHER = "teacher"
 
 
 @dataclass(frozen=True)
-class Tally:
+class LossSums:
     """What a loss says of the rows at hand.
 
     Args:
@@ -51,17 +51,17 @@ class Tally:
         return self.loss, self.count, self.metrics
 
 
-jax.tree_util.register_dataclass(Tally, ["loss", "count", "metrics", "carried"], [])
+jax.tree_util.register_dataclass(LossSums, ["loss", "count", "metrics", "carried"], [])
 
-Loss = Callable[[Any, Batch, jax.Array | None, Any], Tally]
-"""(params, batch, key, carried) -> `Tally`, of the rows at hand."""
+Loss = Callable[[Any, Batch, jax.Array | None, Any], LossSums]
+"""(params, batch, key, carried) -> `LossSums`, of the rows at hand."""
 
 
-def as_tally(found: Any, rows: jax.Array, carried: Any, hands_on: bool) -> Tally:
-    """What a user's loss returns, means over the rows or a `Tally`, as sums.
+def as_loss_sums(found: Any, rows: jax.Array, carried: Any, hands_on: bool) -> LossSums:
+    """What a user's loss returns, means over the rows or a `LossSums`, as sums.
 
     Args:
-      found: a mean; (mean, metrics); (mean, metrics, carried); or a `Tally`.
+      found: a mean; (mean, metrics); (mean, metrics, carried); or a `LossSums`.
       carried: what the loss was given to carry; an empty dict where it carries nothing.
       hands_on: whether the loss has to return what it carries, if there is any.
 
@@ -69,7 +69,7 @@ def as_tally(found: Any, rows: jax.Array, carried: Any, hands_on: bool) -> Tally
       ConfigError: it is none of these; or what it carries is missing, or is not like what it was given.
     """
     hands_on = hands_on and bool(jax.tree.leaves(carried))
-    tally = found if isinstance(found, Tally) else _of_means(found, rows, carried, hands_on)
+    tally = found if isinstance(found, LossSums) else _of_means(found, rows, carried, hands_on)
     problems = Problems()
     sums = {"the loss": tally.loss, "the count": tally.count}
     for name, x in (sums | {f"metrics[{name!r}]": x for name, x in tally.metrics.items()}).items():
@@ -86,7 +86,7 @@ def as_tally(found: Any, rows: jax.Array, carried: Any, hands_on: bool) -> Tally
     return replace(tally, count=count, carried=map_with_path(lambda path, x: after.get(path, x), carried))
 
 
-def _of_means(found: Any, rows: jax.Array, carried: Any, hands_on: bool) -> Tally:
+def _of_means(found: Any, rows: jax.Array, carried: Any, hands_on: bool) -> LossSums:
     parts = list(found) if isinstance(found, tuple) else [found]
     metrics = parts[1] if len(parts) > 1 else {}
     numbers = [parts[0] if parts else None, *(metrics.values() if isinstance(metrics, Mapping) else [None])]
@@ -103,7 +103,7 @@ def _of_means(found: Any, rows: jax.Array, carried: Any, hands_on: bool) -> Tall
         return x * num_rows.astype(jnp.result_type(x))
 
     new = parts[2] if len(parts) > 2 else carried
-    return Tally(total(parts[0]), num_rows, {name: total(x) for name, x in metrics.items()}, new)
+    return LossSums(total(parts[0]), num_rows, {name: total(x) for name, x in metrics.items()}, new)
 
 
 def _check_carried(new: Any, given: Any, problems: Problems) -> None:
@@ -124,7 +124,7 @@ def warn_of_masks(names: set[str], num_microbatches: int) -> None:
     if masks := sorted(name for name in names if MASKS.search(name)):
         what = f"the loss returns a mean, and the batch has {', '.join(masks)}: if not all rows or tokens count, the"
         what += f" mean of {num_microbatches} microbatches' means is not the mean of the batch"
-        warnings.warn(f"{what}; return meshpar.Tally(sum, count), which is exact", UserWarning, stacklevel=2)
+        warnings.warn(f"{what}; return meshpar.LossSums(sum, count), which is exact", UserWarning, stacklevel=2)
 
 
 class Distill(Config):
@@ -150,7 +150,7 @@ class Distill(Config):
         return (1 - self.weight) * nll + self.weight * self.temperature**2 * kl
 
 
-class Criterion(Config):
+class LossConfig(Config):
     """What is minimized: the next token's cross entropy, and what is added to it; or a loss of the user's own.
 
     Evaluations leave out what is added, so that runs can be compared.
@@ -165,7 +165,7 @@ class Criterion(Config):
     """Weight of the squared logarithm of the softmax's denominator; 1e-4 keeps logits from drifting."""
 
     @pydantic.model_validator(mode="after")
-    def _one_loss(self) -> Criterion:
+    def _one_loss(self) -> LossConfig:
         if self.target and (self.label_smoothing or self.z_loss):
             raise ValueError("label_smoothing and z_loss are of the next token's cross entropy, not of a target")
         return self
@@ -199,7 +199,7 @@ def _summed(apply: Callable[..., Any], each: Callable[..., jax.Array], learns: b
       learns: whether the model's auxiliary losses are added.
     """
 
-    def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> Tally:
+    def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
         counted = batch["targets"] >= 0
         made = apply(params, batch, key)
         outputs = made if isinstance(made, Outputs) else Outputs(made)
@@ -209,7 +209,7 @@ def _summed(apply: Callable[..., Any], each: Callable[..., jax.Array], learns: b
         metrics = outputs.sums(count)
         for name in outputs.losses if learns else ():
             total += metrics[name].astype(total.dtype)
-        return Tally(total, count, metrics, carried if outputs.state is None else outputs.state)
+        return LossSums(total, count, metrics, carried if outputs.state is None else outputs.state)
 
     return loss
 

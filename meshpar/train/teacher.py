@@ -91,4 +91,4 @@ class Teacher:
 
     def _local(self, params: Any, batch: Batch) -> jax.Array:
         dims = jax.tree.map(lambda spec: spec.dims, self.specs)
-        return self.apply(data.enter(params, dims), batch, None).astype(self.logits.dtype)
+        return self.apply(data.gather_params(params, dims), batch, None).astype(self.logits.dtype)

@@ -14,14 +14,14 @@ from meshpar.cost.flops import needed_flops, traced_products
 from meshpar.optim.freeze import for_good
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.execute import Pipeline
-from meshpar.parallel.pipeline.parts import Parts
+from meshpar.parallel.pipeline.model import PipelineModel
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import check_batch
+from meshpar.train.error_feedback import place_error_feedback, zeros
 from meshpar.train.evaluate import Evaluation, trace_evaluation
 from meshpar.train.gradients import Gradients, Objective, gradients, stale
-from meshpar.train.kept import place_kept, zeros
 from meshpar.train.loss import TEACHER, Batch, Loss
 from meshpar.train.program import batch_structs, compile_program
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place
@@ -36,7 +36,7 @@ class Training:
     Args:
       specs: tree of `ArraySpec`, of the parameters as they are stored.
       init: key -> the first parameters, of any dtype.
-      loss: (params, batch, key, carried) -> `Tally` of the local rows.
+      loss: (params, batch, key, carried) -> `LossSums` of the local rows.
       update: the optimizer.
       batch_specs: name -> `ArraySpec` of an array of a batch; its first dim is `batch`.
       ctx: mesh, rules, lowering, strategies, precisions and number of microbatches.
@@ -58,7 +58,7 @@ class Training:
     ctx: ParallelContext
     key: Callable[[jax.Array], jax.Array] | None = None
     seed: int = 0
-    stages: Parts | None = None
+    stages: PipelineModel | None = None
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     frozen: Any = None
@@ -85,8 +85,8 @@ class Training:
             dims = {*self.ctx.activation_dims, *of_batch}
         frozen = for_good(self.frozen)
         placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, frozen, dims)
-        kept = place_kept(placed.trained, self.ctx)
-        return replace(placed, carried=placed.carried | kept) if kept else placed
+        error_feedback = place_error_feedback(placed.trained, self.ctx)
+        return replace(placed, carried=placed.carried | error_feedback) if error_feedback else placed
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -156,8 +156,10 @@ class Training:
         return trace_evaluation(objective, ctx, self.placement, self.batch_specs)
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:
-        kept = place_kept(self.placement.trained, self.ctx)
-        init_carried = (lambda key: self.init_carried(key) | zeros(kept)) if kept else self.init_carried
+        error_feedback = place_error_feedback(self.placement.trained, self.ctx)
+        init_carried = (
+            (lambda key: self.init_carried(key) | zeros(error_feedback)) if error_feedback else self.init_carried
+        )
         return compile_init(self.init, init_carried, self.update.tx, self.placement, self.seed, options, given)
 
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from meshpar.collectives import Float8, Int8, OneBit, PowerSGD
 from meshpar.collectives.algorithms import plan
-from meshpar.collectives.choose import choose
 from meshpar.collectives.operations import Choice
 from meshpar.collectives.plan import Operation, Permute
 from meshpar.collectives.reduction import Bfloat16, Reduce, Within
+from meshpar.collectives.select import select
 from meshpar.mesh.layout import AXES
 
 Axes = tuple[str, ...]
@@ -52,7 +52,7 @@ def sent(messages: Iterable[Message], axes: Axes, sizes: Sizes, algorithm: Choic
     total = Sent()
     num_ranks = ranks_of(axes, sizes)
     for operation, size, width in messages:
-        name = choose(operation, num_ranks, size * width) if algorithm == "auto" else algorithm
+        name = select(operation, num_ranks, size * width) if algorithm == "auto" else algorithm
         table = plan(operation, name, num_ranks)
         chunk = math.ceil(size / table.num_chunks) * width
         for permute in table.permutes():

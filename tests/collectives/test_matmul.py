@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
-from meshpar.collectives.stream import Ring
+from meshpar.collectives.ring import Ring
 from meshpar.errors import ShardingError
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meshpar.collectives.algorithms import ALGORITHMS, algorithms, operations, plan
-from meshpar.collectives.choose import choose, seconds
 from meshpar.collectives.plan import OPERATIONS, Permute
+from meshpar.collectives.select import seconds, select
 from meshpar.collectives.simulate import check, simulate
 from meshpar.errors import ConfigError, PlanError
 from meshpar.mesh.hardware import LINKS, Link
@@ -148,16 +148,16 @@ def test_time_on_a_switch_by_hand():
     ],
 )
 def test_small_wants_few_rounds_and_large_few_bytes_over_each_link(chip, num_bytes, chosen):
-    assert choose("all_reduce", 16, num_bytes, LINKS[chip].inside) == chosen
+    assert select("all_reduce", 16, num_bytes, LINKS[chip].inside) == chosen
 
 
 def test_a_choice_is_the_fastest_of_all():
     link = LINKS["H100 SXM"].across
     for operation in OPERATIONS:
         times = {name: seconds(plan(operation, name, 6), 1 << 20, link) for name in algorithms(operation)}
-        assert times[choose(operation, 6, 1 << 20, link)] == min(times.values())
+        assert times[select(operation, 6, 1 << 20, link)] == min(times.values())
 
 
 def test_without_a_makers_figures_the_fewest_bytes_and_then_the_fewest_rounds():
-    assert choose("all_reduce", 8, 1 << 10) == "halving_doubling"
-    assert set(ALGORITHMS) >= {choose(operation, 7, 1) for operation in OPERATIONS}
+    assert select("all_reduce", 8, 1 << 10) == "halving_doubling"
+    assert set(ALGORITHMS) >= {select(operation, 7, 1) for operation in OPERATIONS}

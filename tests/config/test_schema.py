@@ -36,7 +36,7 @@ SHORT = {
     "a loss of one's own": {"loss": "model:loss"},
     "how often": {"checkpoints": 100},
     "kinds of compression": {"parallel": {"gradient_reduction": {"within": "bf16", "across": "int8"}}},
-    "limits": {"expects": {"all_to_all": 0, "bytes_per_axis": {"tensor": "traced * 1.01"}}},
+    "limits": {"contract": {"all_to_all": 0, "bytes_per_axis": {"tensor": "traced * 1.01"}}},
     "part of a section, over another file": {"extends": "quickstart.yaml", "optim": {"schedule": {"final": "1e-1"}}},
 }
 WRONG = {

@@ -23,20 +23,27 @@ from meshpar.train.step import with_rows
 from tests.layouts import LAYOUTS
 
 ROWS, SEQ, NUM_STEPS = 32, 16, 3
-SIZES = {"num_layers": 2, "width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": 29, "vocab_multiple": 8}
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 29,
+    "pad_vocab_to_multiple": 8,
+}
 MODELS = {
     "llama": Llama(**SIZES, num_kv_heads=4, remat="dots"),
-    "llama_gqa_tied_dropout": Llama(**SIZES, num_kv_heads=2, tied=True, dropout=0.2),
+    "llama_gqa_tied_dropout": Llama(**SIZES, num_kv_heads=2, tie_embeddings=True, dropout=0.2),
     "gpt_dropout_remat": GPT(**SIZES, max_seq_len=SEQ, dropout=0.2, remat="full"),
-    "gpt_gqa_tied": GPT(**SIZES, num_kv_heads=2, max_seq_len=SEQ, tied=True),
+    "gpt_gqa_tied": GPT(**SIZES, num_kv_heads=2, max_seq_len=SEQ, tie_embeddings=True),
     "llama_gqa_options": Llama(
         **SIZES,
         num_kv_heads=2,
         attn_bias="qkv",
         mlp_bias=True,
-        head_norm=True,
+        qk_norm=True,
         window=5,
-        full_layers=(1,),
+        global_layers=(1,),
         head_dim=8,
         rotary_fraction=0.5,
         remat="dots",
@@ -83,7 +90,7 @@ def prepared(model: str, layout: str | None, lowering: str, num_microbatches: in
         precision=Precision(params="float64", compute="float64"),
         num_steps=NUM_STEPS,
         num_microbatches=num_microbatches,
-        adapt=ADAPT.get(model),
+        lora=ADAPT.get(model),
         run_dir="unused",
         **settings,
     )

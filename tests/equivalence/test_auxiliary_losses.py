@@ -13,7 +13,7 @@ from meshpar.sharding.constrain import manual_axes
 
 from meshpar.experiment.prepare import Prepared
 from meshpar.models import Llama
-from meshpar.nn.layers import SwiGLU, enter, leave
+from meshpar.nn.layers import SwiGLU, column_parallel, row_parallel
 from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.pipeline.split import Split
 from meshpar.parallel.precision import wide
@@ -28,21 +28,21 @@ class MeanSquare(SwiGLU):
     """Adds the mean square of its hidden activations, over the microbatch's tokens on all devices, to the loss."""
 
     def __call__(self, x_BRD: Any) -> Any:
-        gate, up = enter(x_BRD, [self.gate, self.up], "mlp")
+        gate, up = column_parallel(x_BRD, [self.gate, self.up], "mlp")
         h_BSM = jax.nn.silu(gate) * up
         mean = _mean(wide(h_BSM) ** 2, manual_axes("batch") + manual_axes("mlp"))
         largest = _mean(abs(wide(h_BSM)), manual_axes("batch") + manual_axes("mlp"))
-        return leave(h_BSM, self.down, "mlp"), Auxiliary({"hidden": 0.5 * mean}, {"hidden_abs": largest})
+        return row_parallel(h_BSM, self.down, "mlp"), Auxiliary({"hidden": 0.5 * mean}, {"hidden_abs": largest})
 
 
 class OfOwnRows(SwiGLU):
     """The same, but each device's mean is that of its own rows: a fault."""
 
     def __call__(self, x_BRD: Any) -> Any:
-        gate, up = enter(x_BRD, [self.gate, self.up], "mlp")
+        gate, up = column_parallel(x_BRD, [self.gate, self.up], "mlp")
         h_BSM = jax.nn.silu(gate) * up
         mean = _mean(wide(h_BSM) ** 2, manual_axes("mlp"))
-        return leave(h_BSM, self.down, "mlp"), Auxiliary({"hidden": 0.5 * mean}, {"hidden_abs": mean})
+        return row_parallel(h_BSM, self.down, "mlp"), Auxiliary({"hidden": 0.5 * mean}, {"hidden_abs": mean})
 
 
 def _mean(x: Any, axes: tuple[str, ...]) -> Any:
@@ -141,7 +141,7 @@ PIPELINES = [
     [pytest.param(*case, marks=[] if i < 3 else pytest.mark.slow) for i, case in enumerate(PIPELINES)],
 )
 def test_equal_to_one_device_in_stages(kind, mesh, num_microbatches, parts, layers, remat):
-    padding = {"layers_multiple": 4} if layers == 7 else {}
+    padding = {"pad_layers_to_multiple": 4} if layers == 7 else {}
     schedule = scheduled(kind, mesh, num_microbatches)
     run = prepared(model(layers, remat=remat, **padding), mesh, schedule, num_microbatches=parts)
     assert difference(gradients(run), on_one_device(num_microbatches * parts, layers)) < 1e-10

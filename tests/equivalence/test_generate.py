@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshpar.nn.attention.cached import CachedLayer
-from meshpar.nn.attention.core import behind, local_key_heads
+from meshpar.nn.attention.core import causal_window, local_key_heads
 from meshpar.serve.sampling import Sampling
 from tests.serving import LAYOUTS, MAX_TOKENS, MODELS, PROMPTS, cached_logits, full_logits, generator, tokens
 
@@ -92,14 +92,14 @@ def test_a_key_in_the_slot_beside_is_seen(monkeypatch):
 
 def test_attention_to_padding_is_seen(monkeypatch):
     longest = lambda positions: jnp.broadcast_to(positions.max(0), positions.shape)
-    as_in_the_longest_row = lambda queries, keys, window: behind(longest(queries), keys, window)
-    monkeypatch.setattr("meshpar.nn.attention.cached.behind", as_in_the_longest_row)
+    as_in_the_longest_row = lambda queries, keys, window: causal_window(longest(queries), keys, window)
+    monkeypatch.setattr("meshpar.nn.attention.cached.causal_window", as_in_the_longest_row)
     assert difference("llama", "one", "auto") > 1e-2
 
 
 def test_a_window_that_is_too_wide_is_seen(monkeypatch):
-    wider = lambda queries, keys, window: behind(queries, keys, None if window is None else window + 1)
-    monkeypatch.setattr("meshpar.nn.attention.cached.behind", wider)
+    wider = lambda queries, keys, window: causal_window(queries, keys, None if window is None else window + 1)
+    monkeypatch.setattr("meshpar.nn.attention.cached.causal_window", wider)
     got = cached_logits("llama_gqa_options", "one", "auto", ROWS)
     monkeypatch.undo()
     assert abs(got - cached_logits("llama_gqa_options", "one", "auto", ROWS)).max() > 1e-2

@@ -10,7 +10,14 @@ from tests import serving
 from tests.serving import MAX_TOKENS, PROMPTS, generator, tokens
 
 transformers = pytest.importorskip("transformers")
-SIZES = {"vocab_size": 64, "num_heads": 4, "num_kv_heads": 2, "width": 16, "mlp_width": 24, "num_layers": 3}
+SIZES = {
+    "vocab_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_layers": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,7 @@ def ours(model) -> dict:
 
     attn = {"q": (16, 4, 4), "k": (16, 2, 4), "v": (16, 2, 4), "o": (4, 4, 16)}
     return {
-        "table": weights["model.embed_tokens.weight"],
+        "embedding": weights["model.embed_tokens.weight"],
         "head": weights["lm_head.weight"].T,
         "norm": {"scale": weights["model.norm.weight"]},
         "blocks": {

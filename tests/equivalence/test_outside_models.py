@@ -12,14 +12,14 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshpar import AxisRules, MeshLayout, prove, training
+from meshpar import AxisRules, MeshLayout, training, verify
 from meshpar.interop import training as interop_training
-from meshpar.proof.compare import compare, without_gradient
-from meshpar.proof.prove import _wide, _widened
-from meshpar.proof.trial import Trial
 from meshpar.train import step
 from meshpar.train.step import Update, with_rows
 from meshpar.tree import flatten_with_paths
+from meshpar.verification.compare import compare, without_gradient
+from meshpar.verification.trial import Trial
+from meshpar.verification.verify import _wide, _widened
 from tests.equivalence.outside import MODELS, VOCAB, WIDTH, nll, numbers
 
 LAYOUTS = {
@@ -167,13 +167,13 @@ def regional(mean):
 
 
 def test_a_users_own_region_is_proved():
-    proof = prove(regional(lambda x, axes: lax.pmean(x.mean(0), axes)), [numbers(1), numbers(2)])
+    proof = verify(regional(lambda x, axes: lax.pmean(x.mean(0), axes)), [numbers(1), numbers(2)])
     assert proof.is_equal, str(proof)
 
 
 def test_a_users_own_region_without_its_mean_over_devices_is_seen():
-    proof = prove(regional(lambda x, axes: x.mean(0)), [numbers(1), numbers(2)])
-    assert [row.name for row in proof.guilty] == ["data=2", "fsdp=2"]
+    proof = verify(regional(lambda x, axes: x.mean(0)), [numbers(1), numbers(2)])
+    assert [row.name for row in proof.culprits] == ["data=2", "fsdp=2"]
 
 
 # Planted faults ----------------------------------------------------------------------------------------------------

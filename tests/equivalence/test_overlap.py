@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from meshpar.collectives import stream
+from meshpar.collectives import ring
 from tests.equivalence.conftest import ADAPT, MODELS, on_one_device, outcome, prepared
 
 TENSOR = [("tensor", "tensor4_sp"), ("tensor", "data2_fsdp2_tensor2")]
@@ -28,14 +28,14 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "section", "layout", "way", "accumulation", "unrolled"), CASES)
 def test_overlapped_it_equals_one_device(model, section, layout, way, accumulation, unrolled, monkeypatch):
-    monkeypatch.setattr(stream, "UNROLLED", unrolled)
+    monkeypatch.setattr(ring, "UNROLLED", unrolled)
     run = prepared(model, layout, "manual", accumulation, parallel={section: {"overlap": way}})
     assert outcome(run).difference(on_one_device(model)) < 1e-10
 
 
 def test_a_chunk_that_is_taken_for_anothers_is_seen(monkeypatch):
-    monkeypatch.setattr(stream, "UNROLLED", 2)  # a ring of its own, so that no right trace is found in a cache
-    rank = stream.Ring.rank
-    monkeypatch.setattr(stream.Ring, "rank", lambda ring, distance=0: rank(ring, -distance))
+    monkeypatch.setattr(ring, "UNROLLED", 2)  # a ring of its own, so that no right trace is found in a cache
+    rank = ring.Ring.rank
+    monkeypatch.setattr(ring.Ring, "rank", lambda ring, distance=0: rank(ring, -distance))
     run = prepared("llama", "zero3", "manual", 1, parallel={"fsdp": {"overlap": "ring"}})
     assert outcome(run).difference(on_one_device("llama")) > 1e-3

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from meshpar.errors import ConfigError
 from meshpar.parallel.pipeline import execute
-from meshpar.parallel.pipeline.cut import Cut
-from meshpar.parallel.pipeline.schedule import Interleaved, Written
-from meshpar.parallel.pipeline.ticks import Ticks
-from meshpar.proof.trial import Trial
+from meshpar.parallel.pipeline.partition import StagePartition
+from meshpar.parallel.pipeline.schedule import Interleaved, ScheduleFile
+from meshpar.parallel.pipeline.schedule_table import ScheduleTable
 from meshpar.train.state import shardings, structs
 from meshpar.train.step import with_rows
 from meshpar.tree import flatten_with_paths
+from meshpar.verification.trial import Trial
 from tests.pipelines import MODELS, batches, difference, on_one_device, prepared, scheduled
 from tests.unit.test_pipeline_schedule import random_orders
 
@@ -73,7 +73,7 @@ def test_equal_to_one_device(kind, mesh, num_microbatches, model):
 )
 def test_seven_layers_on_four_stages(kind):
     """They lie in eight places, of which the last holds zeros, before the step and after it."""
-    run = prepared(MODELS["tied"](7, layers_multiple=4), "pipe4", scheduled(kind, "pipe4", 6))
+    run = prepared(MODELS["tied"](7, pad_layers_to_multiple=4), "pipe4", scheduled(kind, "pipe4", 6))
     assert difference(run, "tied", 7) < 1e-10
 
 
@@ -89,7 +89,7 @@ def test_seven_layers_on_four_stages(kind):
     ],
 )
 def test_so_they_do_on_any_mesh_and_by_any_cut(kind, mesh, multiple, cut):
-    model = MODELS["tied"](7, layers_multiple=multiple)
+    model = MODELS["tied"](7, pad_layers_to_multiple=multiple)
     run = prepared(model, mesh, scheduled(kind, mesh, 4, cut=cut))
     assert difference(run, "tied", 7) < 1e-10
 
@@ -126,7 +126,7 @@ def test_parts_of_a_batch_go_through_the_stages_one_after_the_other(mesh):
 def any_legal_order(data, folder):
     orders = random_orders(data, 2, 3)
     (folder / "orders.txt").write_text("\n".join(" ".join(map(str, order)) for order in orders))
-    run = prepared(MODELS["tied"](8), "pipe2", Written(num_microbatches=3, path=folder / "orders.txt"))
+    run = prepared(MODELS["tied"](8), "pipe2", ScheduleFile(num_microbatches=3, path=folder / "orders.txt"))
     assert difference(run, "tied", 8) < 1e-10
 
 
@@ -162,14 +162,14 @@ def test_a_slot_too_few_is_seen(monkeypatch):
         return replace(ticks, rows=ticks.rows._replace(residual=np.zeros_like(ticks.rows.residual))), cut
 
     monkeypatch.setattr(execute.Pipeline, "plan", fewer)
-    assert isinstance(run.pipeline.plan(run.ctx)[0], Ticks)
+    assert isinstance(run.pipeline.plan(run.ctx)[0], ScheduleTable)
     assert difference(run, "tied", 8) > 1e-6
 
 
 def test_layers_that_lie_elsewhere_than_the_cut_says_are_seen(monkeypatch):
-    monkeypatch.setattr(Cut, "lies_in_order", lambda cut, stored: True)
+    monkeypatch.setattr(StagePartition, "lies_in_order", lambda cut, stored: True)
     schedule = scheduled("1f1b", "pipe4", 6, cut=(2, 1, 2, 2))
-    assert difference(prepared(MODELS["tied"](7, layers_multiple=4), "pipe4", schedule), "tied", 7) > 1e-3
+    assert difference(prepared(MODELS["tied"](7, pad_layers_to_multiple=4), "pipe4", schedule), "tied", 7) > 1e-3
 
 
 def test_a_dropout_key_of_the_stages_own_count_is_seen(monkeypatch):

@@ -26,7 +26,7 @@ def _references():
 
 
 def test_a_dropped_reduction_is_a_type_error(monkeypatch):
-    monkeypatch.setattr(data, "reduce", lambda grads, *_, **__: (grads, {}))
+    monkeypatch.setattr(data, "reduce_gradients", lambda grads, *_, **__: (grads, {}))
     with pytest.raises(ValueError, match="out_specs"):
         difference("data8")
 

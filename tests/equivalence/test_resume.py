@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar.checkpoint.kept import Kept
-from meshpar.checkpoint.saved import Saved
+from meshpar.checkpoint.retention import Retention
+from meshpar.checkpoint.saved import Checkpoint
 from meshpar.experiment import prepare as prepared
 from meshpar.experiment.actions import fit
 from meshpar.experiment.config import Precision, Run
@@ -34,7 +34,14 @@ COMPILED: dict[Any, Any] = {}
 NUM_STEPS = 6
 # It drops, so that a wrong random key is a wrong loss.
 MODEL = GPT(
-    num_layers=1, width=16, num_heads=4, mlp_width=32, vocab_size=29, vocab_multiple=8, max_seq_len=16, dropout=0.2
+    num_layers=1,
+    hidden_size=16,
+    num_heads=4,
+    intermediate_size=32,
+    vocab_size=29,
+    pad_vocab_to_multiple=8,
+    max_seq_len=16,
+    dropout=0.2,
 )
 
 
@@ -72,7 +79,7 @@ def run_at(where: Where, run_dir: Path) -> Told:
         num_steps=NUM_STEPS,
         num_microbatches=where.num_microbatches,
         log_every=1,
-        checkpoints=Kept(every=1, keep=NUM_STEPS),
+        checkpoints=Retention(every=1, keep=NUM_STEPS),
         run_dir=run_dir,
     )
     read: list[Any] = []
@@ -163,14 +170,14 @@ def off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_optimizer_state(patch: pytest.MonkeyPatch) -> None:
-    restore = Saved.restore
+    restore = Checkpoint.restore
 
-    def forgetful(self: Saved, *args: Any) -> Any:
+    def forgetful(self: Checkpoint, *args: Any) -> Any:
         return map_with_path(
             lambda path, x: jnp.zeros_like(x) if path.startswith("opt_state.") else x, restore(self, *args)
         )
 
-    patch.setattr(Saved, "restore", forgetful)
+    patch.setattr(Checkpoint, "restore", forgetful)
 
 
 def another_key(patch: pytest.MonkeyPatch) -> None:

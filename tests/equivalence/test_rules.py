@@ -10,9 +10,9 @@ from tests.equivalence.conftest import on_one_device, outcome, prepared
 
 BOTH, TENSOR, CONTEXT = ("context", "tensor"), ("tensor",), ("context",)
 MANUAL = {
-    "a sequence over more axes than heads": {"norm_seq": BOTH, "heads": TENSOR, "mlp": CONTEXT, "vocab": BOTH},
-    "a sequence over one axis of the heads": {"norm_seq": CONTEXT, "heads": BOTH, "kv_heads": BOTH, "vocab": CONTEXT},
-    "a sequence in the other order": {"norm_seq": BOTH[::-1], "heads": CONTEXT, "mlp": TENSOR, "vocab": BOTH},
+    "a sequence over more axes than heads": {"residual_seq": BOTH, "heads": TENSOR, "mlp": CONTEXT, "vocab": BOTH},
+    "a sequence over one axis of heads": {"residual_seq": CONTEXT, "heads": BOTH, "kv_heads": BOTH, "vocab": CONTEXT},
+    "a sequence in the other order": {"residual_seq": BOTH[::-1], "heads": CONTEXT, "mlp": TENSOR, "vocab": BOTH},
     "heads alone": {"heads": BOTH, "vocab": TENSOR},
     "head_dim in storage": {"head_dim": ("fsdp",), "mlp": ("fsdp", "tensor"), "vocab": CONTEXT},
 }  # fmt: skip

@@ -18,17 +18,17 @@ from meshpar.optim import AdamW
 from meshpar.optim.ema import averaged
 from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.loss import TEACHER, Criterion, Distill
+from meshpar.train.loss import TEACHER, Distill, LossConfig
 from meshpar.train.step import Step
 from meshpar.train.teacher import Teacher
 from tests.equivalence.conftest import SIZES, batches, prepared
 
 MODEL, LR = "llama", 1e-2
-GREATER = Llama(**SIZES | {"num_layers": 3, "mlp_width": 64})
+GREATER = Llama(**SIZES | {"num_layers": 3, "intermediate_size": 64})
 SETTINGS: dict[str, dict[str, Any]] = {
     "ema": {"optim": AdamW(lr=LR, ema=0.7)},
-    "loss": {"loss": Criterion(label_smoothing=0.1, z_loss=1e-2)},
-    "freeze": {"freeze": (Freeze(paths=("blocks.attn.**", "table"), until=2), Freeze(paths=("blocks.mlp.up.*",)))},
+    "loss": {"loss": LossConfig(label_smoothing=0.1, z_loss=1e-2)},
+    "freeze": {"freeze": (Freeze(paths=("blocks.attn.**", "embedding"), until=2), Freeze(paths=("blocks.mlp.up.*",)))},
     "distill": {"distill": Distill(teacher="unused", temperature=2.0, weight=0.4)},
 }
 SETTINGS["all"] = {name: value for setting in SETTINGS.values() for name, value in setting.items()}
@@ -135,7 +135,7 @@ def without_average() -> list[Any]:
 def test_the_average_is_numpys_and_leaves_the_training_alone():
     found, (_, *kept) = on_one_device("all"), without_average()
     weights = 0.7 ** np.arange(len(kept))[::-1]
-    for path in ("head", "table"):
+    for path in ("head", "embedding"):
         np.testing.assert_array_equal(found["params"][path], kept[-1][path])
         want = np.average([params[path] for params in kept], axis=0, weights=weights)
         np.testing.assert_allclose(found["average"][path], want, rtol=0, atol=1e-12)

@@ -12,8 +12,8 @@ import pytest
 
 from meshpar.checkpoint import checksums
 from meshpar.checkpoint.checkpoints import Checkpoints, checkpoints
-from meshpar.checkpoint.kept import Kept
-from meshpar.checkpoint.saved import Saved, find
+from meshpar.checkpoint.retention import Retention
+from meshpar.checkpoint.saved import Checkpoint, find
 from meshpar.errors import CheckpointError, DamagedError, Problems
 
 # Noise, which cannot be compressed: a flipped bit is a flipped bit of a number, as it is in real weights.
@@ -44,7 +44,7 @@ def message(saved: Checkpoints, abstract: Any) -> str:
 def damage(saved: Checkpoints) -> str:
     """What is said of the one checkpoint that is there: which file, and what is wrong with it."""
     with pytest.raises(DamagedError) as error:
-        Saved(saved.directory / "1").restore(structs(STATE))
+        Checkpoint(saved.directory / "1").restore(structs(STATE))
     heading, _, problem = str(error.value).partition("\n")
     assert heading == f"the checkpoint {saved.directory}/1 is damaged; there is no whole one before it:"
     with pytest.raises(DamagedError) as error:
@@ -178,8 +178,8 @@ def test_of_another_optimizer_that_keeps_arrays_of_the_same_names(saved: Checkpo
     meta = find(saved.directory).meta | {"config": config("sgd")}
     there = find(saved.directory)
     vars(there)["meta"] = meta
-    assert there.select(structs(STATE), config=config("sgd")).taken
-    assert there.select(structs(STATE), ["params.**"], config=config("lion")).taken
+    assert there.select(structs(STATE), config=config("sgd")).restored
+    assert there.select(structs(STATE), ["params.**"], config=config("lion")).restored
     with pytest.raises(CheckpointError) as error:
         there.select(structs(STATE), config=config("lion"))
     assert (
@@ -205,13 +205,13 @@ def test_globs_that_match_nothing(saved: Checkpoints):
         part_message(saved, ["parms.**", "params.a"], ("params.head.**", "zzz"))
         == """\
 cannot select what to restore:
-  take: parms.**
+  include: parms.**
     matches no array of the checkpoint, and none of the run
     did you mean params.**?
-  leave: params.head.**
+  exclude: params.head.**
     matches no array of the checkpoint, and none of the run
     did you mean params.**?
-  leave: zzz
+  exclude: zzz
     matches no array of the checkpoint, and none of the run
     there are opt_state, params, step"""
     )
@@ -222,7 +222,7 @@ def test_a_part_that_differs(saved: Checkpoints):
     assert (
         part_message(saved, ["params.**"], params=new)
         == f"""\
-{saved.directory}/1 holds another model: 3 arrays differ; leave=... excludes what this run initializes itself:
+{saved.directory}/1 holds another model: 3 arrays differ; exclude=... leaves out what this run initializes itself:
   params.a
     float32[4, 256] in the checkpoint, float32[4, 128] in this run
   params.c
@@ -270,7 +270,7 @@ def test_a_metric_that_no_evaluation_has(tmp_path: Path):
     """It is told as soon as it can be known, and the checkpoint is written nevertheless."""
     with (
         pytest.raises(CheckpointError) as error,
-        checkpoints(tmp_path, Kept(keep_best=1, metric="acuracy")) as opened,
+        checkpoints(tmp_path, Retention(keep_best=1, metric="acuracy")) as opened,
     ):
         opened.save(1, STATE, {"loss": 1.0, "accuracy": 0.5})
     assert str(error.value) == "checkpoints.metric: an evaluation has no acuracy, but loss, accuracy"

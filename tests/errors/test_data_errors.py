@@ -375,7 +375,7 @@ def test_a_cache_on_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch):
 # From the command line ------------------------------------------------------------------------------------------
 
 CONFIG = """\
-model: {kind: llama, num_layers: 1, width: 16, num_heads: 2, mlp_width: 32, vocab_size: 64}
+model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32, vocab_size: 64}
 data: DATA
 optim: {kind: adamw, lr: 1e-2}
 num_steps: 2

@@ -14,7 +14,8 @@ from meshpar.experiment.config import load
 from meshpar.experiment.prepare import Prepared, prepare
 
 CONFIG = """\
-model: {kind: llama, num_layers: 4, width: 32, num_heads: 8, num_kv_heads: 2, mlp_width: 48, vocab_size: 96}
+model: {kind: llama, num_layers: 4, hidden_size: 32, num_heads: 8, num_kv_heads: 2, intermediate_size: 48,
+  vocab_size: 96}
 data: {kind: synthetic, vocab_size: 96, batch_size: 24, seq_len: 16}
 optim: {kind: adamw, lr: 1e-3}
 mesh: {fsdp: 2, tensor: 2}
@@ -26,13 +27,13 @@ PIPE_MESH = ["mesh=null", "mesh={pipe: 2}"]
 PIPE = [*PIPE_MESH, "rules=pipeline"]
 ONE_F_ONE_B = "parallel.pipeline={kind: 1f1b, num_microbatches: 4}"
 WSD = "optim.schedule={kind: wsd, warmup_steps: 3, decay_fraction: 0.5}"
-GPT = "{kind: gpt, num_layers: 2, width: 32, num_heads: 8, mlp_width: 48, vocab_size: 96, max_seq_len: 8}"
+GPT = "{kind: gpt, num_layers: 2, hidden_size: 32, num_heads: 8, intermediate_size: 48, vocab_size: 96, max_seq_len: 8}"
 
 MISFITS = {
     "kv_heads over tensor": ["mesh.tensor=4"],
     "heads between two sizes": ["mesh.tensor=3", "model.num_heads=16", "model.num_kv_heads=16"],
     "a dim over two axes": ["mesh.expert=5", "rules.mlp=[tensor, expert]"],
-    "a prime dim": ["model.mlp_width=31"],
+    "a prime dim": ["model.intermediate_size=31"],
     "an axis that no rule uses": ["mesh.context=2"],
     "no rules": ["mesh=null", "mesh={data: 2}", "rules=[]"],
     "no rules on one device": ["mesh=null", "mesh={data: 1}", "rules=[]"],
@@ -47,11 +48,11 @@ MISFITS = {
     "layers and no stages": [*PIPE_MESH, "rules={preset: pipeline, stage: []}"],
     "seq": ["rules.seq=[tensor]"],
     "seq over the batch": ["rules.seq=[fsdp]"],
-    "norm_seq without vocab": ["rules=[fsdp, megatron_sp]", "rules.vocab=[]"],
+    "residual_seq without vocab": ["rules=[fsdp, megatron_sp]", "rules.vocab=[]"],
     "kv_heads without heads": ["rules.heads=[]"],
     "stages under GSPMD": [*PIPE, "lowering=auto"],
     "1 layer on 2 stages": [*PIPE, ONE_F_ONE_B, "model.num_layers=1"],
-    "1 padded layer on 2 stages": [*PIPE, ONE_F_ONE_B, "model.num_layers=1", "model.layers_multiple=3"],
+    "1 padded layer on 2 stages": [*PIPE, ONE_F_ONE_B, "model.num_layers=1", "model.pad_layers_to_multiple=3"],
     "3 layers on 2 stages": [*PIPE, ONE_F_ONE_B, "model.num_layers=3"],
     "3 layers with zbv on 2": [*PIPE, "parallel.pipeline={kind: zbv, num_microbatches: 4}", "model.num_layers=3"],
     "a cut of other layers": [*PIPE, "parallel.pipeline={kind: 1f1b, num_microbatches: 4, cut: [1, 2]}"],
@@ -66,7 +67,7 @@ MISFITS = {
     "weights that are gathered once": ["rules=[zero2, megatron]", "parallel.fsdp.overlap=ring"],
     "two overlaps": ["rules=[fsdp, megatron_sp]", "parallel.fsdp.overlap=ring", "parallel.tensor.overlap=ring"],
     "a reduction of chunks": ["parallel.fsdp.overlap=ring", "parallel.gradient_reduction={}"],
-    "LoRA beside an overlap": ["parallel.fsdp.overlap=ring", "adapt={}"],
+    "LoRA beside an overlap": ["parallel.fsdp.overlap=ring", "lora={}"],
     "token ids": ["model.vocab_size=64"],
     "positions": [f"model={GPT}"],
     "a warm-up longer than the run": ["optim.schedule={kind: linear, warmup_steps: 9}"],

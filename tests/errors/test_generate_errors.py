@@ -11,7 +11,7 @@ from meshpar.sharding.rules import AxisRules
 from tests.serving import decoding, generator
 
 CONFIG = """\
-model: {kind: gpt, num_layers: 1, width: 16, num_heads: 2, mlp_width: 32, max_seq_len: 16}
+model: {kind: gpt, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32, max_seq_len: 16}
 data: {kind: text, path: corpus, batch_size: 8, seq_len: 16}
 optim: {kind: adamw, lr: 1e-3}
 mesh: {data: 8}

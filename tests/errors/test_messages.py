@@ -15,7 +15,7 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 
 CONFIG = """\
-model: {kind: llama, num_layers: 2, width: 16, num_heads: 4, num_kv_heads: 2, mlp_width: 32}
+model: {kind: llama, num_layers: 2, hidden_size: 16, num_heads: 4, num_kv_heads: 2, intermediate_size: 32}
 data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 16}
 optim: {kind: adamw, lr: 1e-3}
 mesh: {data: 2, fsdp: 2, tensor: 2}
@@ -116,7 +116,7 @@ meshpar: the rules do not fit mesh (fsdp=2, pipe=2, tensor=2):
 meshpar: the parts of this config do not fit each other:
   model.num_layers
     3 layers cannot lie in equal parts on 2 stages
-    model.layers_multiple=2 to store 1 more, of zeros, or rules.layers=[] to store all on each
+    model.pad_layers_to_multiple=2 to store 1 more, of zeros, or rules.layers=[] to store all on each
 """,
     ),
     "parts that do not fit each other": (
@@ -235,10 +235,12 @@ def test_a_path_that_no_parameter_has(meshpar):
 
 
 def test_a_step_that_breaks_its_contract(meshpar):
-    code, _, said = meshpar("inspect", EXTRA, "expects={all_reduce: {axes: [data]}, reduce_scatter: {times: 0}}")
+    code, _, said = meshpar("inspect", EXTRA, "contract={all_reduce: {axes: [data]}, reduce_scatter: {times: 0}}")
     assert code == 2
-    assert said.startswith("meshpar: the compiled step breaks its contract:\n  expects.reduce_scatter.times\n    runs ")
-    assert "  expects.all_reduce.axes\n    runs over other axes than data:\n      all_reduce over tensor  2x  " in said
+    assert said.startswith(
+        "meshpar: the compiled step breaks its contract:\n  contract.reduce_scatter.times\n    runs "
+    )
+    assert "  contract.all_reduce.axes\n    runs over other axes than data:\n      all_reduce over tensor  2x  " in said
     assert "Traceback" not in said
 
 

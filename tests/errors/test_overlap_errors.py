@@ -21,7 +21,7 @@ REFUSED = {
         """\
 the parts of this config do not fit each other:
   parallel.tensor.overlap
-    the rules shard no norm_seq: each layer has the whole sequence
+    the rules shard no residual_seq: each layer has the whole sequence
     parallel.tensor.overlap=none, or the preset megatron_sp
   parallel.fsdp.overlap
     the rules gather no weights in the layers, again for the backward
@@ -58,7 +58,7 @@ the parts of this config do not fit each other:
 def test_an_overlap_that_cannot_be_is_refused(settings, said):
     rules = AxisRules(preset=tuple(settings.pop("rules")))
     run = Run(
-        model=Llama(num_layers=2, width=16, num_heads=4, mlp_width=32, vocab_size=32),
+        model=Llama(num_layers=2, hidden_size=16, num_heads=4, intermediate_size=32, vocab_size=32),
         data=Synthetic(batch_size=8, seq_len=16, vocab_size=32),
         optim=AdamW(lr=1e-3),
         mesh=settings.pop("mesh", MeshLayout(fsdp=2, tensor=2)),

@@ -19,7 +19,7 @@ from meshpar.train.records.file import read
 from tests.command import Said
 
 CONFIG = """\
-model: {kind: llama, num_layers: 1, width: 16, num_heads: 2, mlp_width: 32, vocab_size: 64}
+model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32, vocab_size: 64}
 data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 16, num_documents: 64}
 optim: {kind: adamw, lr: 0.01}
 mesh: {data: 8}

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from meshpar.checkpoint.checkpoints import About, checkpoints
+from meshpar.checkpoint.checkpoints import CheckpointMetadata, checkpoints
 from tests.errors.test_messages import EXTRA, meshpar  # noqa: F401  a fixture
 
 TEACHER = "distill={teacher: teacher}"
@@ -93,7 +93,14 @@ def test_a_mistake_is_told_and_ends_with_2(meshpar, mistake):  # noqa: F811
 
 def teacher(**changes) -> None:
     """The folder of a run, with what is read of it before anything is compiled."""
-    model = {"kind": "llama", "num_layers": 1, "width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": 64} | changes
+    model = {
+        "kind": "llama",
+        "num_layers": 1,
+        "hidden_size": 16,
+        "num_heads": 4,
+        "intermediate_size": 32,
+        "vocab_size": 64,
+    } | changes
     data = {"kind": "synthetic", "vocab_size": 64}
     config = {
         "model": model,
@@ -102,18 +109,18 @@ def teacher(**changes) -> None:
         "num_steps": 1,
         "run_dir": "teacher",
     }
-    with checkpoints(Path("teacher/checkpoints"), about=About(config=config)) as saved:
+    with checkpoints(Path("teacher/checkpoints"), about=CheckpointMetadata(config=config)) as saved:
         saved.save(1, {"step": jnp.int32(1)})
 
 
 def test_a_teacher_of_another_vocabulary(meshpar):  # noqa: F811
-    teacher(vocab_multiple=48)
+    teacher(pad_vocab_to_multiple=48)
     said = "distill: the teacher in teacher has 64 token ids in 96 rows of its vocabulary, this model 64 in 64"
     assert meshpar("explain", EXTRA, TEACHER) == (2, "", f"meshpar: {said}\n")
 
 
 def test_a_teacher_that_does_not_fit_the_mesh(meshpar):  # noqa: F811
-    teacher(mlp_width=33)
+    teacher(intermediate_size=33)
     code, _, said = meshpar("explain", EXTRA, TEACHER)
     assert code == 2
     heading = (

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from meshpar import AxisRules, ConfigError, DataError, MeshLayout, ShardingError, Synthetic, Tally, training
+from meshpar import AxisRules, ConfigError, DataError, LossSums, MeshLayout, ShardingError, Synthetic, training
 
 ROWS = {"x": np.ones((16, 4), "f"), "y": np.ones(16, "f")}
 RULES = AxisRules(preset="replicated", unnamed=())
@@ -140,7 +140,10 @@ ARGUMENTS = {
         {"microbatches": 2},
         "microbatches\n    training has no such argument\n    did you mean num_m",
     ),
-    "one of Training's own": ({"specs": {}}, "specs\n    training has no such argument\n    there are manual, parallel"),
+    "one of Training's own": (
+        {"specs": {}},
+        "specs\n    training has no such argument\n    there are manual, parallel",
+    ),
     "a loss without a key": (
         {"loss": lambda params, batch: 0.0},
         "loss\n    is called with 3 arguments\n    def loss(params, batch, key)",
@@ -200,7 +203,7 @@ def masked_mean(params, batch, key):
 
 
 def masked_sums(params, batch, key):
-    return Tally((rows_loss(params, batch) * batch["mask"]).sum(), batch["mask"].sum())
+    return LossSums((rows_loss(params, batch) * batch["mask"]).sum(), batch["mask"].sum())
 
 
 def loss_of(loss, num_microbatches):
@@ -215,7 +218,9 @@ def test_a_sum_and_its_weight_do_not_depend_on_microbatches():
 
 
 def test_a_masked_mean_in_microbatches_is_another_number_and_warned_of():
-    with pytest.warns(UserWarning, match=r"the batch has mask: .* return meshpar.Tally\(sum, count\), which is exact"):
+    with pytest.warns(
+        UserWarning, match=r"the batch has mask: .* return meshpar.LossSums\(sum, count\), which is exact"
+    ):
         assert abs(loss_of(masked_mean, 2) - loss_of(masked_mean, 1)) > 0.1
 
 

@@ -29,14 +29,14 @@ SECTIONS: tuple[dict[str, Any], ...] = tuple(
 {parallel: {pipeline: {kind: interleaved, num_microbatches: 4, num_chunks: 2}}, rules: [pipeline], mesh: {pipe: 2}}
 {parallel: {pipeline: {kind: zbv, num_microbatches: 4}}, rules: [pipeline, megatron], mesh: {pipe: 2, tensor: 2}}
 {parallel: {pipeline: {kind: written, num_microbatches: 4, path: /dev/zero}}, rules: [pipeline], mesh: {pipe: 2}}
-{adapt: {kind: lora, rank: 4}}
+{lora: {kind: lora, rank: 4}}
 {parallel: {gradient_reduction: {within: bf16, across: {kind: powersgd, rank: 2}}}}
 {parallel: {gradient_reduction: {within: int8}}}
-{freeze: [table, {paths: ["blocks.**"], until: 10}]}
+{freeze: [embedding, {paths: ["blocks.**"], until: 10}]}
 {distill: {teacher: nowhere}}
-{init: {from_checkpoint: nowhere, leave: [params.head]}}
+{init: {from_checkpoint: nowhere, exclude: [params.head]}}
 {init: {from_hf: nowhere}}
-{expects: {all_gather: {axes: [fsdp], per_layer: 2}, bytes_per_axis: {tensor: 1MiB}, peak_bytes: 10}}
+{contract: {all_gather: {axes: [fsdp], per_layer: 2}, bytes_per_axis: {tensor: 1MiB}, peak_bytes: 10}}
 {precision: {params: bfloat16, compute: bfloat16, gradients: float32, master: float32}}
 {checkpoints: {every: 10, keep: 2}, eval_every: 10, early_stopping: {patience: 2}}
 {loggers: [tensorboard, {kind: wandb}, mlflow]}
@@ -50,7 +50,7 @@ SECTIONS: tuple[dict[str, Any], ...] = tuple(
 {data: {kind: jsonl, path: x.jsonl, tokenizer: t.json}}
 {data: {kind: numpy, path: x.npy, tokenizer: {kind: ids, vocab_size: 9, bos: 0}}}
 {data: {kind: mixture, parts: [{weight: 1, data: {kind: stdlib}}, {weight: 2, data: {kind: synthetic}}]}}
-{model: {kind: llama, num_layers: 3, width: 12, num_heads: 3, mlp_width: 20, window: 4, full_layers: [1]}}
+{model: {kind: llama, num_layers: 3, hidden_size: 6, num_heads: 3, intermediate_size: 8, window: 4, global_layers: [1]}}
 """.strip().splitlines()
 )
 """What a config may say beside the quickstart."""
@@ -212,7 +212,7 @@ def special(rng: random.Random) -> Case:
 def override(rng: random.Random) -> str:
     """`key=value`, more or less."""
     keys = [rng.choice(KEYS) for _ in range(rng.choice((1, 2, 2, 2, 3)))]
-    top = rng.choice(["model", "data", "optim", "mesh", "rules", "precision", "parallel", "", "expects"])
+    top = rng.choice(["model", "data", "optim", "mesh", "rules", "precision", "parallel", "", "contract"])
     name = ".".join([top, keys[0]] if top and rng.random() < 0.7 else keys)
     form = rng.randrange(6)
     if form == 0:
@@ -313,7 +313,7 @@ def new_words(rng: random.Random) -> list[str]:
 
 def refused_words(rng: random.Random) -> list[str]:
     """A verb that would take minutes, on a config that does not load."""
-    verb = rng.choice(("train", "inspect", "prove"))
+    verb = rng.choice(("train", "inspect", "verify"))
     files = {
         "--html": NAMES,
         "--profile": NAMES,

@@ -21,7 +21,7 @@ from meshpar.models import Llama
 from meshpar.optim import SGD
 from meshpar.train.data import Synthetic
 
-SIZES = {"num_layers": 12, "width": 512, "num_heads": 8, "mlp_width": 2048, "vocab_size": 24576}
+SIZES = {"num_layers": 12, "hidden_size": 512, "num_heads": 8, "intermediate_size": 2048, "vocab_size": 24576}
 
 
 def resident(name: str) -> int:

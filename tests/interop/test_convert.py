@@ -53,7 +53,12 @@ def meshpar(command, monkeypatch, tmp_path):
 def test_a_run_is_made_and_written_back_bit_for_bit(there, meshpar, tmp_path):
     assert meshpar("convert", "run", "mesh.fsdp=8", "rules=[fsdp]", "--from-hf", there) == (0, "")
     run = load(tmp_path / "run/config.yaml")
-    assert (run.model.vocab_size, run.model.tied, run.precision.params, run.init) == (VOCAB, True, "bfloat16", None)
+    assert (run.model.vocab_size, run.model.tie_embeddings, run.precision.params, run.init) == (
+        VOCAB,
+        True,
+        "bfloat16",
+        None,
+    )
     assert meshpar("convert", "run", "--to-hf", "back") == (0, "")
     _same_bits(there, tmp_path / "back")
     for name in ("config.json", "tokenizer.json"):
@@ -73,7 +78,7 @@ def test_fine_tuning_with_lora_is_merged_on_export(tmp_path):
         ),
         optim=AdamW(lr=1e-2),
         init=Init(from_hf=tmp_path / "there"),
-        adapt=LoRA(rank=4, paths=("blocks.**",)),
+        lora=LoRA(rank=4, paths=("blocks.**",)),
         mesh=MeshLayout(fsdp=8),
         rules=AxisRules(preset=("fsdp",)),
         num_steps=2,
@@ -83,12 +88,12 @@ def test_fine_tuning_with_lora_is_merged_on_export(tmp_path):
     trained = {path: jax.device_put(np.asarray(array)) for path, array in flatten_with_paths(state.params).items()}
     start = params(convert.open_pretrained(tmp_path / "there"))
     assert all(np.array_equal(trained[path], start[path]) for path in start)
-    assert run.adapt is not None
-    merged = run.adapt.merged(trained)
+    assert run.lora is not None
+    merged = run.lora.merged(trained)
     convert.to_hf(tmp_path / "run", tmp_path / "tuned")
     theirs = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").eval(), TOKENS)
     np.testing.assert_allclose(our_logits(run.model, merged), theirs, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(our_logits(run.model, trained, run.adapt), theirs, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(our_logits(run.model, trained, run.lora), theirs, rtol=0, atol=1e-5)
     assert abs(our_logits(run.model, start) - theirs).max() > 1e-3
 
 
@@ -248,7 +253,8 @@ def test_bad_arguments(there, meshpar, tmp_path):
 
 
 MINE = """\
-model: {kind: llama, vocab_size: 64, num_layers: 2, width: 32, num_heads: 4, mlp_width: 64, tied: true}
+model: {kind: llama, vocab_size: 64, num_layers: 2, hidden_size: 32, num_heads: 4, intermediate_size: 64,
+  tie_embeddings: true}
 data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 16}
 optim: {kind: adamw, lr: 1e-3}
 init: {from_hf: hf}
@@ -278,20 +284,20 @@ meshpar: the model of init.from_hf differs from the run's:
 
 def test_globs_that_match_nothing_are_told(copied, meshpar, tmp_path):
     (tmp_path / "mine.yaml").write_text(MINE)
-    assert meshpar("explain", "mine.yaml", "adapt={kind: lora, paths: [blocks.atn.q, head.*]}") == (2, """\
+    assert meshpar("explain", "mine.yaml", "lora={kind: lora, paths: [blocks.atn.q, head.*]}") == (2, """\
 meshpar: LoRA adapts the projections of a model:
-  adapt.paths
+  lora.paths
     'blocks.atn.q' matches no projection
     did you mean blocks.attn.q?
-  adapt.paths
+  lora.paths
     'head.*' matches no projection
     there are blocks.attn.*, blocks.mlp.*
 """)  # fmt: skip
-    assert meshpar("explain", "mine.yaml", "freeze=['**', tabel]") == (2, """\
+    assert meshpar("explain", "mine.yaml", "freeze=['**', embeding]") == (2, """\
 meshpar: freeze does not fit the model:
   freeze.1.paths
-    no parameter matches 'tabel'
-    did you mean table?
+    no parameter matches 'embeding'
+    did you mean embedding?
   freeze
     every parameter is frozen for the whole run
     leave at least one to train
@@ -300,7 +306,7 @@ meshpar: freeze does not fit the model:
 
 def test_a_model_that_no_architecture_computes_is_not_exported(there, tmp_path):
     pretrained = convert.open_pretrained(there)
-    odd = pretrained.model.model_copy(update={"attn_bias": "qkv", "head_norm": True})
+    odd = pretrained.model.model_copy(update={"attn_bias": "qkv", "qk_norm": True})
     with pytest.raises(convert.CheckpointError, match="none of the supported architectures computes"):
-        convert.export(tmp_path / "x", odd, {"table": np.zeros((96, 32))})
+        convert.export(tmp_path / "x", odd, {"embedding": np.zeros((96, 32))})
     assert not (tmp_path / "x").exists()

@@ -60,7 +60,7 @@ OPTION = {
     "llama3_rope": {"rope_scaling": None},
     "linear_rope": {"rope_scaling": None},
     "mistral": {"window": None},
-    "qwen2": {"full_layers": ()},
+    "qwen2": {"global_layers": ()},
     "phi3": {"rotary_fraction": 1.0},
     "qwen3": {"rope_theta": 1e4},
 }
@@ -145,7 +145,7 @@ LAYOUTS = {
 def placed(pretrained, layout, **padding):
     sizes, presets = LAYOUTS[layout]
     mesh = MeshLayout(**sizes)
-    model = pretrained.model.model_copy(update={"vocab_multiple": 64} | padding)  # 96 tokens, 128 rows
+    model = pretrained.model.model_copy(update={"pad_vocab_to_multiple": 64} | padding)  # 96 tokens, 128 rows
     placements = resolve(specs(model), AxisRules(preset=tuple(presets)), mesh.build(jax.devices()[: mesh.requested()]))
     return {path: placement.struct for path, placement in flatten_with_paths(placements).items()}
 
@@ -157,7 +157,7 @@ def qwen2(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_process_reads_each_byte_of_its_shards_once_and_no_other(layout, qwen2, read_bytes):
-    got = qwen2.params(placed(qwen2, layout, layers_multiple=3))  # 2 layers, 3 rows
+    got = qwen2.params(placed(qwen2, layout, pad_layers_to_multiple=3))  # 2 layers, 3 rows
     assert sum(read_bytes) == sum(4 * int(np.prod(tensor.shape)) for tensor in qwen2.tensors.values())
     for path, array in params(qwen2).items():
         padded = np.zeros(got[path].shape, array.dtype)

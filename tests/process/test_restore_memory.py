@@ -42,7 +42,7 @@ if what == "save":
     sys.exit()
 
 saved = find(folder)
-saved.restore({"w0": structs["w0"]}, take=["w0"])
+saved.restore({"w0": structs["w0"]}, include=["w0"])
 gc.collect()
 Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")

@@ -17,7 +17,9 @@ from tests.program.test_bytes import sent_as_written
 def main(way: str, remat: str) -> None:
     n = jax.device_count()
     run = Run(
-        model=Llama(num_layers=2, width=2 * n, num_heads=n, mlp_width=4 * n, vocab_size=2 * n, remat=remat),
+        model=Llama(
+            num_layers=2, hidden_size=2 * n, num_heads=n, intermediate_size=4 * n, vocab_size=2 * n, remat=remat
+        ),
         data=Synthetic(batch_size=2, seq_len=2 * n, vocab_size=2 * n),
         optim=AdamW(lr=1e-3),
         mesh=MeshLayout(tensor=n),

@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass
 from fractions import Fraction
 from typing import Any
 
-from meshpar.collectives import stream
+from meshpar.collectives import ring
 from meshpar.cost import memory
 from meshpar.experiment.config import Precision
 from meshpar.experiment.prepare import Prepared
@@ -116,7 +116,7 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
     rows = run.run.data.batch_size // math.prod(run.mesh.shape[axis] for axis in run.ctx.axes("batch"))
     model, tokens = run.run.model, rows * run.run.data.seq_len
     layers, stages = _in_stages(run, tokens) if run.pipeline else (model.num_layers, None)
-    activations = Activations(layers, tokens, model.width, model.remat != "none", model.remat == "full")
+    activations = Activations(layers, tokens, model.hidden_size, model.remat != "none", model.remat == "full")
     widths = _widths(run.run.precision)
     sent = step_traffic(
         run.placement.sharded, run.ctx, widths, activations, run.ctx.num_passes, on_cpu, stages,
@@ -125,7 +125,7 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
     if not run.taught_by:
         return sent
     teacher = run.taught_by.run.model
-    activations = Activations(teacher.num_layers, tokens, teacher.width, False, False)
+    activations = Activations(teacher.num_layers, tokens, teacher.hidden_size, False, False)
     more = teacher_traffic(run.taught_by.placement.sharded, run.teacher.ctx, widths, activations)
     return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
 
@@ -141,7 +141,7 @@ def _in_stages(run: Prepared, tokens: int) -> tuple[int, Stages]:
     ticks, cut = run.pipeline.plan(run.ctx)
     passes, moves, permutes = run.run.num_microbatches, run.pipeline.moves(run.ctx), num_permutes(len(cut.layers))
     moved = moves.num_permutes * moves.unit if moves else 0
-    shared = "table" if run.run.model.tied else None
+    shared = "embedding" if run.run.model.tie_embeddings else None
     per_microbatch = tokens // run.ctx.num_passes
     return cut.layers[0].size, Stages(ticks.num_ticks * passes, permutes, passes, moved, per_microbatch, shared)
 
@@ -182,11 +182,11 @@ def step_traffic(
     trained = {path: placement for path, placement in flatten_with_paths(sharded).items() if path not in frozen}
     if ctx.gradient_reduction:
         _add_buckets(sent, trained.values(), ctx, widths.declared)
-    embedding_learns = bool({"table", "positions"} & trained.keys())
+    embedding_learns = bool({"embedding", "positions"} & trained.keys())
     _add_activations(sent, ctx, widths, activations, on_cpu, embedding_learns)
     _add_scalars(sent, trained.values(), ctx, widths)
     if stages:
-        part = ctx.shards("norm_seq")
+        part = ctx.shards("residual_seq")
         message = Fraction(stages.tokens * activations.width * widths.compute, part)
         sent[ctx.axes("stage")] += stages.ticks * stages.permutes * message
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
@@ -345,7 +345,7 @@ def _add_activations(
         sent[axes] += of.num_layers * (4 + again) * share(_size(ctx, axes), stream_bytes)
     axes = _ordered(ctx.axes("vocab"))
     # The gradient of what is looked up comes back only to who learns, and only a scattered one has to travel.
-    passes = 4 if embedding_learns or not ctx.axes("norm_seq") else 3
+    passes = 4 if embedding_learns or not ctx.axes("residual_seq") else 3
     stream_bytes *= passes + (ctx.overlaps("vocab") and not _merges(axes, ctx, on_cpu))
     sent[axes] += share(_size(ctx, axes), stream_bytes + 2 * 3 * of.tokens * widths.sums)
 
@@ -355,7 +355,7 @@ def _recomputed(dim: str, ctx: ParallelContext, of: Activations, on_cpu: bool) -
     if ctx.overlaps(dim):
         merged = _merges(ctx.axes(dim), ctx, on_cpu)
         return 1 + of.with_products * ((2 if dim == "heads" else 1) - merged)
-    return of.recomputed * (2 if dim == "heads" else 1 if ctx.axes("norm_seq") else 0)
+    return of.recomputed * (2 if dim == "heads" else 1 if ctx.axes("residual_seq") else 0)
 
 
 def _add_scalars(sent: Sums, placements: Iterable[Placement], ctx: ParallelContext, widths: Widths) -> None:
@@ -367,7 +367,7 @@ def _add_scalars(sent: Sums, placements: Iterable[Placement], ctx: ParallelConte
 
 def _merges(axes: Axes, ctx: ParallelContext, on_cpu: bool) -> bool:
     """Whether the compiler makes one of two equal gathers: barriers are nothing to XLA's CPU compiler, loops are."""
-    return on_cpu and _size(ctx, axes) <= stream.UNROLLED
+    return on_cpu and _size(ctx, axes) <= ring.UNROLLED
 
 
 def _stored(placement: Placement, ctx: ParallelContext) -> Axes:

@@ -31,7 +31,7 @@ from tests.layouts import LAYOUTS
 from tests.program.oracle import closed_form, share
 
 ROOT = Path(__file__).parents[2]
-MODEL = Llama(num_layers=3, width=16, num_heads=4, mlp_width=32, vocab_size=32)
+MODEL = Llama(num_layers=3, hidden_size=16, num_heads=4, intermediate_size=32, vocab_size=32)
 ROWS, SEQ = 32, 16
 
 
@@ -119,10 +119,17 @@ def test_what_the_compiler_moves_out_of_a_loop_is_sent_less_often(layout):
     assert sent["fsdp",] < run.traced_bytes["fsdp",]
 
 
-SIZES = {"num_layers": 3, "width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": 32, "max_seq_len": SEQ}
+SIZES = {
+    "num_layers": 3,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 32,
+    "max_seq_len": SEQ,
+}
 OTHERS = {
     "remat": lambda layout: prepared(layout, num_microbatches=2, model=Llama(**SIZES, remat="full")),
-    "gpt": lambda layout: prepared(layout, model=GPT(**SIZES, tied=True, dropout=0.1, remat="dots")),
+    "gpt": lambda layout: prepared(layout, model=GPT(**SIZES, tie_embeddings=True, dropout=0.1, remat="dots")),
     "gpt_biases_kept": lambda layout: prepared(layout, model=GPT(**SIZES)),
     "bfloat16": lambda layout: prepared(layout, precision=Precision(compute="bfloat16")),
     "mixed": lambda layout: prepared(
@@ -131,11 +138,13 @@ OTHERS = {
     ),
     "key_heads_on_all": lambda layout: prepared(layout, model=Llama(**SIZES, num_kv_heads=1), rules={"kv_heads": ()}),
 }
-OPTIONS = {"attn_bias": "all", "mlp_bias": True, "head_norm": True, "rotary_fraction": 0.5, "window": 4}
+OPTIONS = {"attn_bias": "all", "mlp_bias": True, "qk_norm": True, "rotary_fraction": 0.5, "window": 4}
 OTHERS |= {
     "options": lambda layout: prepared(layout, model=Llama(**SIZES, **OPTIONS)),
-    "lora": lambda layout: prepared(layout, model=Llama(**SIZES), adapt=LoRA(rank=2, paths=("blocks.**",))),
-    "frozen": lambda layout: prepared(layout, model=Llama(**SIZES), freeze=(Freeze(paths=("table", "blocks.mlp.**")),)),
+    "lora": lambda layout: prepared(layout, model=Llama(**SIZES), lora=LoRA(rank=2, paths=("blocks.**",))),
+    "frozen": lambda layout: prepared(
+        layout, model=Llama(**SIZES), freeze=(Freeze(paths=("embedding", "blocks.mlp.**")),)
+    ),
 }
 CASES = [("remat", layout) for layout in LAYOUTS] + [
     *(("gpt", layout) for layout in ("zero1", "zero3", "tensor4_sp", "data2_fsdp2_tensor2")),
@@ -199,7 +208,7 @@ def test_so_they_do_in_every_layout(model, layout):
 
 def test_what_is_frozen_is_never_reduced():
     """LoRA's gradients alone: 2(n-1)/n of rank * (inputs + outputs) a projection, in numbers of the test's own."""
-    adapted = prepared("data8", adapt=LoRA(rank=2))
+    adapted = prepared("data8", lora=LoRA(rank=2))
     thin = 4 * MODEL.num_layers * 2 * (16 + 16) * 4  # q, k, v, o; rank 2; float32
     assert total(adapted) == 2 * share(8, thin) < total(prepared("data8")) / 4
     assert {path.split(".")[-2] for path in flatten_with_paths(adapted.placement.opt_state) if "blocks" in path} == {

@@ -15,7 +15,7 @@ from meshpar.config import to_yaml
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return meshpar.Run(
-        model={"kind": "llama", "num_layers": 1, "width": 16, "num_heads": 2, "mlp_width": 16},
+        model={"kind": "llama", "num_layers": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16},
         data={"kind": "synthetic", "batch_size": 8, "seq_len": 8},
         optim={"kind": "adamw", "lr": 1e-3},
         mesh={"fsdp": 8},

@@ -66,31 +66,31 @@ REFUSED = {
     "times": (
         {"all_gather": {"times": 2}},
         f"""\
-  expects.all_gather.times
+  contract.all_gather.times
     runs 3 times, more than 2:
       all_gather over fsdp  3x  384 B  w  {GATHER}""",
     ),
     "per_layer": (
         {"all_gather": {"per_layer": 0}},
         """\
-  expects.all_gather.per_layer
+  contract.all_gather.per_layer
     more than 0 in each of 3 passes of a layer:
       w  3x""",
     ),
     "axes": (
         {"all_reduce": {"axes": ["data"]}},
         f"""\
-  expects.all_reduce.axes
+  contract.all_reduce.axes
     runs over other axes than data:
       all_reduce over tensor  1x  32 B  f32[1,8]  {SUM}""",
     ),
     "bytes": (
         {"bytes_per_axis": {"tensor": "traced * 0.5", "fsdp": 383}},
         f"""\
-  expects.bytes_per_axis.tensor
+  contract.bytes_per_axis.tensor
     sends 32 bytes, more than 16 (traced * 0.5):
       all_reduce over tensor  1x  32 B  f32[1,8]  {SUM}
-  expects.bytes_per_axis.fsdp
+  contract.bytes_per_axis.fsdp
     sends 384 bytes, more than 383:
       all_gather over fsdp  3x  384 B  w  {GATHER}""",
     ),
@@ -104,7 +104,7 @@ def test_a_violation_names_collective_axis_bytes_tensor_and_line(contract, text)
 
 def test_a_step_that_holds_too_much_lists_its_largest_arrays():
     lines = broken(peak_bytes="0.5KiB").splitlines()
-    assert lines[0] == "  expects.peak_bytes"
+    assert lines[0] == "  contract.peak_bytes"
     assert lines[1].endswith("more than 0.5KiB:")
     assert lines[2] == "      384 B  f32[3,4,8]  w"
     assert lines[3].startswith("      256 B  f32[8,8]  jit(local)/shard_map/while/body/")
@@ -134,8 +134,8 @@ def test_a_limit_that_cannot_be_read(contract, said):
 
 
 def test_a_run_refuses_a_step_that_breaks_what_it_expects():
-    run = prepared("zero3", expects=Contract(all_gather=Allowed(per_layer=1)))
-    with pytest.raises(ContractError, match=r"breaks its contract:\n  expects\.all_gather\.per_layer"):
+    run = prepared("zero3", contract=Contract(all_gather=Allowed(per_layer=1)))
+    with pytest.raises(ContractError, match=r"breaks its contract:\n  contract\.all_gather\.per_layer"):
         run.inspect(run.compile_step())
 
 
@@ -157,9 +157,9 @@ def test_a_compiler_that_sends_more_than_the_traced_step_is_reported(monkeypatch
 
 def test_a_second_reduction_in_our_own_layers_is_not_what_the_formulas_say(monkeypatch):
     """No type rules it out and no number shows it: three times the bytes, and the same loss."""
-    leave = tensor.leave
+    leave = tensor.exit_region
     monkeypatch.setattr(
-        tensor, "leave", lambda y, dim: leave(y + 0 * leave(y, dim), dim) if dim == "mlp" else leave(y, dim)
+        tensor, "exit_region", lambda y, dim: leave(y + 0 * leave(y, dim), dim) if dim == "mlp" else leave(y, dim)
     )
     run = prepared("tensor4")
     assert run.traced_bytes["tensor",] > closed_form(run)["tensor",]
@@ -169,14 +169,14 @@ def test_gspmd_is_not_held_to_it_unless_it_is_asked():
     run = prepared("zero3", "auto")
     step = run.compile_step()
     run.inspect(step)
-    asked = prepared("zero3", "auto", expects=Contract(bytes_per_axis={"fsdp": "traced * 1.1"}))
+    asked = prepared("zero3", "auto", contract=Contract(bytes_per_axis={"fsdp": "traced * 1.1"}))
     with pytest.raises(ContractError, match=r"more than [\d,]+ \(traced \* 1.1\)"):
         asked.inspect(step)
 
 
 @pytest.mark.parametrize("expects", [None, Contract()])
 def test_a_program_that_cannot_be_read_stops_only_a_run_that_expects_something(expects):
-    run, step = prepared("zero3", expects=expects), Step(Unreadable(), {})  # pyright: ignore
+    run, step = prepared("zero3", contract=expects), Step(Unreadable(), {})  # pyright: ignore
     with pytest.raises(ProgramError) if expects else pytest.warns(ContractWarning, match="could not be held"):
         _hold_to_contract(run, step)
 

@@ -123,7 +123,7 @@ def test_a_warning_of_an_attempt_that_xla_dropped_is_none():
 
 def crossing_step(run: Prepared) -> Any:
     def step(state: Any, batch: Any) -> Any:
-        x = jnp.sin(state.params["table"])
+        x = jnp.sin(state.params["embedding"])
         x = lax.with_sharding_constraint(x, jax.NamedSharding(run.mesh, P(("data", "fsdp", "tensor"))))  # of a step
         x = lax.with_sharding_constraint(x, jax.NamedSharding(run.mesh, P(None, "data")))
         return state, {"loss": jnp.cos(x).sum()}
@@ -140,7 +140,7 @@ def test_the_warnings_of_a_runs_step_reach_its_inspection():
     # On the way there, the table is gathered too, over an axis over which the rules shard it for good.
     assert sorted(one.kind for one in found) == ["rematerialization", "rematerialization", "unplanned_gather"]
     assert here("of a step") in {one.where for one in found}
-    astray = "state.params.table is gathered over tensor, but the plan keeps it sharded there"
+    astray = "state.params.embedding is gathered over tensor, but the plan keeps it sharded there"
     assert [one.what for one in found if one.kind == "unplanned_gather"] == [astray]
 
 

@@ -68,7 +68,7 @@ def test_what_it_needs_besides_is_that_of_one_layer(layout, lowering, monkeypatc
 
 
 def test_a_token_sends_what_megatron_says_and_two_numbers_to_be_chosen():
-    hidden, values = ROWS * SIZES["width"] * F64, ROWS * F64
+    hidden, values = ROWS * SIZES["hidden_size"] * F64, ROWS * F64
     want = [hidden] * (1 + 2 * SIZES["num_layers"]) + [values, values // 2]
     sent = [one.full_bytes for one in found("tensor4", "manual") for _ in range(one.times)]
     assert {one.kind for one in found("tensor4", "manual")} == {"all_reduce"}
@@ -79,7 +79,7 @@ def test_a_token_sends_what_megatron_says_and_two_numbers_to_be_chosen():
 def test_gspmd_moves_no_keys_and_values(layout):
     """Nor rows of the batch: what goes over `data` is nothing, over `fsdp` parameters alone."""
     largest = max(one.full_bytes for one in found(layout, "auto") if "tensor" in (one.axes or ()))
-    assert largest <= ROWS * SIZES["width"] * F64
+    assert largest <= ROWS * SIZES["hidden_size"] * F64
     assert not [one for one in found(layout, "auto") if one.axes is None or "data" in one.axes]
 
 

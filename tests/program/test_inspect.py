@@ -105,7 +105,7 @@ def test_products_as_gpus_and_tpus_spell_them():
 
 def decoder_flops(recomputed: int) -> int:
     """Forward, and twice that backward: 6 a weight and token, less the lookup; 12 b s^2 d a layer for attention."""
-    d, m, v = MODEL.width, MODEL.mlp_width, MODEL.vocab_size
+    d, m, v = MODEL.hidden_size, MODEL.intermediate_size, MODEL.vocab_size
     layer, attention = 4 * d * d + 3 * d * m, 2 * SEQ * d
     tokens = ROWS * SEQ
     return 2 * tokens * ((3 + recomputed) * MODEL.num_layers * (layer + attention) + 3 * v * d)

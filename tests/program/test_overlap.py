@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
-from meshpar.collectives.stream import Ring
+from meshpar.collectives.ring import Ring
 from meshpar.experiment.config import Precision
 from meshpar.experiment.prepare import prepare
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
@@ -113,8 +113,8 @@ def test_a_plain_gather_hides_nothing_and_holds_all_chunks():
 # A step ----------------------------------------------------------------------------------------------------------
 
 LAYERS, TOKENS = SIZES["num_layers"], 16 * 16
-STREAM = TOKENS * SIZES["width"] * 2
-WEIGHTS = 8 * SIZES["width"] ** 2  # q, k, v, o; up and down are twice as wide
+STREAM = TOKENS * SIZES["hidden_size"] * 2
+WEIGHTS = 8 * SIZES["hidden_size"] ** 2  # q, k, v, o; up and down are twice as wide
 RING = {"overlap": "ring"}
 HIDDEN = {
     # In a layer 8 for the regions, 3 to compute them again, 2 for weights' gradients; 3 at the head. Without, 11 and 2.

@@ -11,13 +11,13 @@ import pytest
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.models import Llama
 from meshpar.parallel.pipeline import split
+from meshpar.parallel.pipeline.schedule_table import in_ticks
 from meshpar.parallel.pipeline.simulate import simulate
-from meshpar.parallel.pipeline.ticks import in_ticks
 from tests.pipelines import MODELS, prepared, scheduled
 from tests.program.oracle import closed_form
 from tests.program.test_bytes import cost_as_traced, cost_as_written
 
-SIZES = {"num_layers": 8, "width": 32, "num_heads": 4, "mlp_width": 64, "vocab_size": 64}
+SIZES = {"num_layers": 8, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64, "vocab_size": 64}
 
 
 def run_of(kind, mesh, m, remat="none", rows=None):
@@ -81,7 +81,7 @@ def test_an_even_cut_moves_no_layer():
 
 
 def test_nor_does_one_that_ends_with_padding():
-    run = prepared(MODELS["tied"](7, layers_multiple=4), "pipe4", scheduled("1f1b", "pipe4", 4))
+    run = prepared(MODELS["tied"](7, pad_layers_to_multiple=4), "pipe4", scheduled("1f1b", "pipe4", 4))
     assert run.pipeline.moves(run.ctx) is None
     assert run.pipeline.cut(run.ctx).layers.reshape(4, 2).tolist() == [[0, 1], [2, 3], [4, 5], [6, -1]]
 
@@ -116,7 +116,7 @@ def test_the_step_sends_and_multiplies_what_it_says(kind, mesh, model, remat):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mesh", "cut"), [("1f1b", "fsdp2_tensor2_sp", None), ("zb_h1", "zero1", (3, 4))])
 def test_padded_layers_count_as_any(kind, mesh, cut):
-    model = MODELS["llama"](7, layers_multiple=2)
+    model = MODELS["llama"](7, pad_layers_to_multiple=2)
     run = prepared(model, mesh, scheduled(kind, mesh, 4, cut=cut), precision="float32")
     assert cost_as_written(run) == cost_as_traced(run)
     assert run.traced_bytes == closed_form(run)

@@ -33,7 +33,9 @@ def sent_and_form(run):
     assert run.traced_bytes == closed_form(run)
     sent, num_flops = cost_as_written(run)
     # XLA turns products with a matrix of one row into multiplications: PowerSGD's four of the last norm's scale.
-    of_one_row = 4 * 2 * run.run.model.width if isinstance(run.run.parallel.gradient_reduction.across, PowerSGD) else 0
+    of_one_row = (
+        4 * 2 * run.run.model.hidden_size if isinstance(run.run.parallel.gradient_reduction.across, PowerSGD) else 0
+    )
     assert (sent, num_flops + of_one_row) == cost_as_traced(run)
     return sent, run.traced_bytes
 
@@ -62,7 +64,7 @@ def test_int8_sends_at_most_52_percent_of_bfloat16_in_a_step_too():
     """Of a model with large gradients: 100 M parameters on 8 devices. Nothing is compiled."""
     from meshpar.models import Llama
 
-    model = Llama(num_layers=8, width=1024, num_heads=8, mlp_width=4096, vocab_size=1024)
+    model = Llama(num_layers=8, hidden_size=1024, num_heads=8, intermediate_size=4096, vocab_size=1024)
     bytes_of = lambda across: gradients_of(
         prepared("data8", model=model, parallel={"gradient_reduction": Reduce(across=across)})
     )

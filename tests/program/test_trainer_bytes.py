@@ -8,14 +8,14 @@ from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.loss import Criterion, Distill
+from meshpar.train.loss import Distill, LossConfig
 from tests.errors.test_trainer_errors import teacher
 from tests.program import oracle
 from tests.program.oracle import closed_form
 from tests.program.test_bytes import prepared, sent_as_written
 
 ADDED = {
-    "loss": Criterion(label_smoothing=0.1, z_loss=1e-3),
+    "loss": LossConfig(label_smoothing=0.1, z_loss=1e-3),
     "optim": AdamW(lr=1e-3, ema=0.99),
     "freeze": (Freeze(paths=("blocks.attn.**",), until=3),),
 }

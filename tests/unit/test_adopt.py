@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from meshpar import AxisRules, MeshLayout, ShardingError, inspect, prove, training
+from meshpar import AxisRules, MeshLayout, ShardingError, inspect, training, verify
 from meshpar.tree import flatten_with_paths
 
 MESH, RULES = MeshLayout(data=2, fsdp=2, tensor=2), AxisRules(preset=("fsdp", "megatron"), unnamed=())
@@ -154,7 +154,7 @@ def test_flaxs_constraints_follow_the_rules():
 
 @pytest.mark.parametrize("adopt", [linen, nnx_stack])
 def test_both_are_proved_as_they_are(adopt):
-    proof = prove(adopt(), [rows(1), rows(2)])
+    proof = verify(adopt(), [rows(1), rows(2)])
     assert proof.is_equal, str(proof)
 
 

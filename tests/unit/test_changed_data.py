@@ -16,7 +16,7 @@ from meshpar.train.data.fingerprint import changed_files, changes, fingerprint
 from tests.sources import write_sources, write_tokenizer
 
 RUN = """\
-model: {kind: llama, num_layers: 1, width: 16, num_heads: 2, mlp_width: 32}
+model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32}
 data: {kind: text, path: corpus, batch_size: 8, seq_len: 8, held_out_fraction: 0.5}
 optim: {kind: adamw, lr: 1e-2}
 mesh: {data: 8}

@@ -20,14 +20,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.checkpoint.arrays import CHUNK_BYTES
-from meshpar.checkpoint.checkpoints import About, Checkpoints, checkpoints
-from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.checkpoints import CheckpointMetadata, Checkpoints, checkpoints
+from meshpar.checkpoint.retention import Retention
 from meshpar.checkpoint.saved import find, find_all
 from meshpar.errors import DamagedError
 from meshpar.train.state import TrainState
 from meshpar.tree import flatten_with_paths
 
-ABOUT = About({"model": {"kind": "toy"}}, {"w": ("embed", "mlp")}, seed=5, batch_size=16)
+ABOUT = CheckpointMetadata({"model": {"kind": "toy"}}, {"w": ("embed", "mlp")}, seed=5, batch_size=16)
 
 
 def new_state(params: Any) -> TrainState:
@@ -136,7 +136,7 @@ def test_meta_says_what_the_arrays_are_and_where_the_run_is(saved: Checkpoints):
     meta = json.loads((saved.directory / "7" / "meta.json").read_text())
     assert before <= datetime.fromisoformat(meta.pop("saved")) <= datetime.now(UTC)
     assert meta == {
-        "format": 2,
+        "format": 3,
         "step": 7,
         "config": {"model": {"kind": "toy"}},
         "arrays": {
@@ -179,7 +179,7 @@ def test_a_save_that_was_killed_is_as_if_it_had_not_been(when: str, tmp_path: Pa
     wanted = {"w": jax.ShapeDtypeStruct((), jnp.float32)}
     with checkpoints(tmp_path) as saved:
         assert saved.latest() == 1
-        assert find(tmp_path).restore(wanted, take=["w"])["w"] == 1
+        assert find(tmp_path).restore(wanted, include=["w"])["w"] == 1
         saved.save(2, {"w": jnp.float32(4)})
         saved.wait()
         assert saved.latest() == 2
@@ -188,7 +188,7 @@ def test_a_save_that_was_killed_is_as_if_it_had_not_been(when: str, tmp_path: Pa
 
 
 def test_the_best_are_kept_beside_the_latest(tmp_path: Path):
-    with checkpoints(tmp_path, Kept(keep=1, keep_best=2)) as saved:
+    with checkpoints(tmp_path, Retention(keep=1, keep_best=2)) as saved:
         for step, loss in enumerate([3.0, 1.0, float("nan"), 2.0, 4.0, 5.0], start=1):
             saved.save(step, {"w": jnp.float32(step)}, {"loss": loss})
         saved.save(7, {"w": jnp.float32(7)})  # not evaluated
@@ -196,14 +196,14 @@ def test_the_best_are_kept_beside_the_latest(tmp_path: Path):
 
 
 def test_the_highest_can_be_the_best(tmp_path: Path):
-    with checkpoints(tmp_path, Kept(keep=1, keep_best=1, metric="accuracy", best="highest")) as saved:
+    with checkpoints(tmp_path, Retention(keep=1, keep_best=1, metric="accuracy", best="highest")) as saved:
         for step, accuracy in enumerate([0.1, 0.9, 0.5], start=1):
             saved.save(step, {"w": jnp.float32(step)}, {"accuracy": accuracy, "loss": -accuracy})
     assert [found.step for found in find_all(tmp_path)] == [2, 3]
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_removed(tmp_path: Path):
-    with checkpoints(tmp_path, Kept(keep=1)) as saved:
+    with checkpoints(tmp_path, Retention(keep=1)) as saved:
         saved.save(1, {"w": jnp.float32(1)})
         saved.wait()
         (tmp_path / "1" / "meta.json").write_text("{")
@@ -222,8 +222,10 @@ def test_a_part_is_restored_and_the_rest_stays_what_it_was(saved: Checkpoints):
     wanted = on_mesh(state, (1, 8), PartitionSpec("fsdp"))
     there = find(saved.directory)
     selection = there.select(wanted, ["params.**", "step"], ["params.blocks.b"])
-    assert selection.taken == ["params.blocks.w", "step"]
-    assert set(selection.made) == set(selection.unused) == set(flatten_with_paths(state)) - set(selection.taken)
+    assert selection.restored == ["params.blocks.w", "step"]
+    assert (
+        set(selection.initialized) == set(selection.ignored) == set(flatten_with_paths(state)) - set(selection.restored)
+    )
     got = there.restore(wanted, ["params.**", "step"], ["params.blocks.b"])
     np.testing.assert_array_equal(got.params["blocks"]["w"], state.params["blocks"]["w"])
     assert got.step == 7

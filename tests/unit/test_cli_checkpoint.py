@@ -16,7 +16,7 @@ from meshpar.errors import DamagedWarning
 from tests.command import Said, exit_code
 
 CONFIG = """\
-model: {kind: llama, num_layers: 1, width: 16, num_heads: 2, mlp_width: 16, vocab_size: 32}
+model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 16, vocab_size: 32}
 data: {kind: synthetic, vocab_size: 32, batch_size: 8, seq_len: 8, num_documents: 60, document_len: 50}
 optim: {kind: adamw, lr: 1e-2}
 mesh: {data: 8}
@@ -129,22 +129,26 @@ def test_a_backbone_of_another_model(refused: Any, out: Any, folder: Path):
     """A vocabulary of another size: table and head are new, the rest is taken."""
     words = ["train", "config.yaml", "run_dir=tuned", "init.from_checkpoint=run", "model.vocab_size=40", "--json"]
     lines = refused(*words).splitlines()
-    assert lines[0].endswith("2 arrays differ; leave=... excludes what this run initializes itself:")
-    assert lines[1:4] == ["  model.vocab_size", "    32 in the checkpoint, 40 in this run", "  params.head"]
+    assert lines[0].endswith("2 arrays differ; exclude=... leaves out what this run initializes itself:")
+    assert lines[1:4] == ["  model.vocab_size", "    32 in the checkpoint, 40 in this run", "  params.embedding"]
 
-    records = [json.loads(line) for line in out(*words, "init.leave=[params.head,params.table]").splitlines()]
+    records = [json.loads(line) for line in out(*words, "init.exclude=[params.head,params.embedding]").splitlines()]
     told = records[0]
     assert (told["kind"], told["step"]) == ("restored", 0)
     assert told["source"] == f"{folder}/run/checkpoints/3"
-    assert "params.blocks.mlp.up.kernel" in told["taken"] and "params.head" in told["made"] and "step" in told["unused"]
+    assert (
+        "params.blocks.mlp.up.kernel" in told["restored"]
+        and "params.head" in told["initialized"]
+        and "step" in told["ignored"]
+    )
     assert told["changed"]["model.vocab_size"] == [32, 40]
     assert [record["step"] for record in records if record["kind"] == "train"][:1] == [1]
 
 
 def test_a_glob_that_matches_nothing(refused: Any, folder: Path):
-    lines = refused("train", "config.yaml", "run_dir=other", "init.from_checkpoint=run", "init.take=[parms.**]")
+    lines = refused("train", "config.yaml", "run_dir=other", "init.from_checkpoint=run", "init.include=[parms.**]")
     assert lines.splitlines()[1:] == [
-        "  take: parms.**",
+        "  include: parms.**",
         "    matches no array of the checkpoint, and none of the run",
         "    did you mean params.**?",
     ]

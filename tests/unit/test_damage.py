@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import pytest
 
 from meshpar.checkpoint import checksums, durable, meta
-from meshpar.checkpoint.checkpoints import About, checkpoints
-from meshpar.checkpoint.kept import Kept
-from meshpar.checkpoint.saved import Saved, find, find_all, steps
+from meshpar.checkpoint.checkpoints import CheckpointMetadata, checkpoints
+from meshpar.checkpoint.retention import Retention
+from meshpar.checkpoint.saved import Checkpoint, find, find_all, steps
 from meshpar.config import changed
 from meshpar.errors import CheckpointError, DamagedError, DamagedWarning
 from tests.command import Said
@@ -33,7 +33,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 def save(folder: Path, *wanted: int, keep: int = 9) -> None:
-    with checkpoints(folder, Kept(keep=keep), About({"seed": 0})) as saved:
+    with checkpoints(folder, Retention(keep=keep), CheckpointMetadata({"seed": 0})) as saved:
         for step in wanted:
             saved.save(step, state(step))
 
@@ -145,7 +145,7 @@ def test_another_model_is_refused_and_no_older_one_is_tried(folder: Path):
 def test_a_damaged_one_moves_aside_when_its_step_is_saved_again(folder: Path):
     flip_one_bit(chunk(folder, 30))
     before = {path.relative_to(folder / "30"): path.read_bytes() for path in (folder / "30").rglob("[!s]*.json")}
-    with checkpoints(folder, Kept(keep=2)) as saved:
+    with checkpoints(folder, Retention(keep=2)) as saved:
         with pytest.warns(DamagedWarning):
             assert saved.restore(STRUCTS)["step"] == 20
         assert names(folder) == {"10", "20", "30"}  # reading moves nothing
@@ -242,14 +242,14 @@ KILLED = """
 import os, signal, shutil, sys
 from pathlib import Path
 from meshpar.checkpoint.checkpoints import checkpoints
-from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.retention import Retention
 from tests.unit.test_damage import state
 
 def die(folder):
     (folder / "meta.json").unlink()  # rmtree has begun
     os.kill(os.getpid(), signal.SIGKILL)
 
-with checkpoints(Path(sys.argv[1]), Kept(keep=1)) as saved:
+with checkpoints(Path(sys.argv[1]), Retention(keep=1)) as saved:
     saved.save(1, state(1))
     saved.wait()
     shutil.rmtree = die
@@ -316,7 +316,7 @@ def test_the_first_format_is_read(folder: Path):
     assert (there.meta["format"], there.restore(STRUCTS)["step"]) == (1, 30)
     flip_one_bit(chunk(folder, 30))
     with pytest.raises(DamagedError, match="is not what was written"):
-        Saved(folder / "30").restore(STRUCTS)
+        Checkpoint(folder / "30").restore(STRUCTS)
 
 
 def test_a_newer_format_is_refused_and_no_older_one_is_used(folder: Path):
@@ -355,10 +355,10 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 def read_all(folder: Path) -> None:
     """Everything that is read of a checkpoint."""
-    there = Saved(folder)
+    there = Checkpoint(folder)
     there.select(STRUCTS, config={"seed": 1})
     changed(there.meta["config"], {"seed": 1})
-    Kept(keep_best=1).chosen({there.step: there.meta["metric"]["value"]})
+    Retention(keep_best=1).chosen({there.step: there.meta["metric"]["value"]})
     there.restore(STRUCTS)
 
 
@@ -406,7 +406,7 @@ def test_damage_to_the_checksums_names_their_file(folder: Path):
             harmless = False
         if not harmless:
             with pytest.raises(DamagedError) as error:
-                Saved(folder / "30").restore(STRUCTS)
+                Checkpoint(folder / "30").restore(STRUCTS)
             assert str(error.value).splitlines()[1] == f"  {path}"
 
 

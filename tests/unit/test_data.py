@@ -18,26 +18,26 @@ from pydantic import TypeAdapter
 
 from meshpar.train.data import Data, Dataset, StandardLibrary, Synthetic, Text
 from meshpar.train.data.documents import Documents, share
-from meshpar.train.data.packing import Batch, Rows
+from meshpar.train.data.packing import Batch, PackedRows
 
 BOS = 256
 CORPORA = st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=8)
 
 
-def packed(documents: list[bytes], seq_len: int) -> Rows:
+def packed(documents: list[bytes], seq_len: int) -> PackedRows:
     tokens = [(0.0, np.frombuffer(document, np.uint8)) for document in documents]
-    return Rows(Documents.joined(tokens, BOS, np.uint16), seq_len)
+    return PackedRows(Documents.joined(tokens, BOS, np.uint16), seq_len)
 
 
-def scattered(documents: list[bytes], seq_len: int) -> Rows:
+def scattered(documents: list[bytes], seq_len: int) -> PackedRows:
     """The same rows, of documents that lie each in an array of its own amid other bytes, the last one first."""
     arrays = tuple(np.frombuffer(b"?" + document + b"??", np.uint8) for document in reversed(documents))
     num, size = len(documents), np.array([len(document) for document in documents])
-    return Rows(Documents(arrays, np.arange(num)[::-1], np.ones(num, int), size, np.zeros(num), BOS), seq_len)
+    return PackedRows(Documents(arrays, np.arange(num)[::-1], np.ones(num, int), size, np.zeros(num), BOS), seq_len)
 
 
 def expected_rows(documents: list[bytes], seq_len: int) -> list[dict[str, list[int]]]:
-    """The definition, token by token: what `Rows.batch` must give, without the padding."""
+    """The definition, token by token: what `PackedRows.batch` must give, without the padding."""
     rows: list[dict[str, list[int]]] = []
     at = 0
     for document in documents:
@@ -54,7 +54,7 @@ def expected_rows(documents: list[bytes], seq_len: int) -> list[dict[str, list[i
     return rows
 
 
-def assert_packs(rows: Rows, documents: list[bytes]) -> None:
+def assert_packs(rows: PackedRows, documents: list[bytes]) -> None:
     expected = expected_rows(documents, rows.seq_len)
     assert len(rows) == len(expected)
     batch = rows.batch(range(len(rows)))
@@ -84,32 +84,32 @@ def test_each_byte_is_once_a_token_and_once_a_target(documents: list[bytes], seq
     assert (tokens == BOS).sum() == len(documents) == len(rows.documents)
 
 
-class LosesTheLastRow(Rows):
+class LosesTheLastRow(PackedRows):
     def __len__(self) -> int:
         return self.documents.num_tokens // self.seq_len
 
 
-class PredictsAcrossDocuments(Rows):
+class PredictsAcrossDocuments(PackedRows):
     def batch(self, rows) -> Batch:
         batch = super().batch(rows)
         ends = (batch["targets"] == -1) & (batch["segments"] > 0)
         return batch | {"targets": np.where(ends, BOS, batch["targets"])}
 
 
-class ForgetsTheNextRow(Rows):
+class ForgetsTheNextRow(PackedRows):
     def batch(self, rows) -> Batch:
         batch = super().batch(rows)
         batch["targets"][:, -1] = -1
         return batch
 
 
-class CountsPositionsOn(Rows):
+class CountsPositionsOn(PackedRows):
     def batch(self, rows) -> Batch:
         return super().batch(rows) | {"positions": np.zeros_like(super().batch(rows)["tokens"])}
 
 
 @pytest.mark.parametrize("fault", [LosesTheLastRow, PredictsAcrossDocuments, ForgetsTheNextRow, CountsPositionsOn])
-def test_a_fault_in_packing_is_seen(fault: type[Rows]):
+def test_a_fault_in_packing_is_seen(fault: type[PackedRows]):
     documents = [b"one", b"two, and longer", b"x"]
     good = packed(documents, 8)
     assert_packs(good, documents)
@@ -120,7 +120,7 @@ def test_a_fault_in_packing_is_seen(fault: type[Rows]):
 def numbered(num_rows: int, batch_size: int, seed: int | None) -> Dataset:
     """A corpus whose row r is one document of the single token r."""
     documents = Documents.joined([(0.0, np.array([r])) for r in range(num_rows)], num_rows, np.uint32)
-    return Dataset((Rows(documents, seq_len=2),), batch_size, seed)
+    return Dataset((PackedRows(documents, seq_len=2),), batch_size, seed)
 
 
 def row_order(dataset: Dataset, num_batches: int) -> list[int]:

@@ -14,7 +14,7 @@ from meshpar.errors import printable
 
 MAIN = [sys.executable, "-c", "from meshpar.cli import main; main()"]
 CONFIG = """\
-model: {kind: llama, num_layers: 2, width: 16, num_heads: 2, mlp_width: 32, vocab_size: 64}
+model: {kind: llama, num_layers: 2, hidden_size: 16, num_heads: 2, intermediate_size: 32, vocab_size: 64}
 data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 16}
 optim: {kind: adamw, lr: 1e-2}
 rules: [replicated]

@@ -13,9 +13,9 @@ import pytest
 from optax._src import alias
 
 from meshpar import AxisRules, MeshLayout, training
-from meshpar.proof.compare import compare, without_gradient
-from meshpar.proof.prove import _wide, _widened
-from meshpar.proof.trial import Trial
+from meshpar.verification.compare import compare, without_gradient
+from meshpar.verification.trial import Trial
+from meshpar.verification.verify import _wide, _widened
 
 MESH = MeshLayout(data=2, fsdp=2, tensor=2)
 RULES = AxisRules(preset=("fsdp", "megatron"))

@@ -144,12 +144,14 @@ def test_bytes_and_flops_come_from_one_walk(monkeypatch):
 
 # What a model needs ----------------------------------------------------------------------------------------------
 
-SIZES = {"num_layers": 3, "width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": 32}
+SIZES = {"num_layers": 3, "hidden_size": 16, "num_heads": 4, "intermediate_size": 32, "vocab_size": 32}
 MODELS = {
     "llama": Llama(**SIZES),
     "llama_kv": Llama(**SIZES, num_kv_heads=2, head_dim=8, attn_bias="all", remat="full", window=4),
-    "llama_padded": Llama(**SIZES | {"vocab_size": 29}, vocab_multiple=8, layers_multiple=2, tied=True),
-    "gpt": GPT(**SIZES, max_seq_len=8, tied=True, dropout=0.1),
+    "llama_padded": Llama(
+        **SIZES | {"vocab_size": 29}, pad_vocab_to_multiple=8, pad_layers_to_multiple=2, tie_embeddings=True
+    ),
+    "gpt": GPT(**SIZES, max_seq_len=8, tie_embeddings=True, dropout=0.1),
     "gpt_untied": GPT(**SIZES, max_seq_len=8),
 }
 SEQ, ROWS = 8, 4
@@ -168,7 +170,7 @@ def by_the_formula(run) -> int:
     model = run.run.model
     kernels = {path: spec for path, spec in flatten_with_paths(run.specs).items() if path.endswith("kernel")}
     params = sum(spec.size * model.num_layers // model.stacked_layers for spec in kernels.values())
-    params += model.padded_vocab * model.width
+    params += model.padded_vocab * model.hidden_size
     data = run.run.data
     each = flops_per_token(params, model.num_layers, data.seq_len, model.num_heads * model.head_size)
     return data.batch_size * data.seq_len * each
@@ -202,7 +204,7 @@ def test_nor_do_the_stages_of_a_pipeline():
 
 
 def test_an_adapter_is_needed_too():
-    plain, adapted = (run_of(MODELS["llama"], adapt=adapt) for adapt in (None, LoRA(rank=2)))
+    plain, adapted = (run_of(MODELS["llama"], lora=adapt) for adapt in (None, LoRA(rank=2)))
     thin = 2 * 3 * 4 * (16 + 16)  # rank, layers, projections
     assert adapted.model_flops - plain.model_flops == 6 * thin * ROWS * SEQ
 

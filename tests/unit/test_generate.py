@@ -11,7 +11,7 @@ from meshpar.experiment import actions
 from meshpar.experiment.config import load
 
 CONFIG = """\
-model: {kind: llama, num_layers: 1, width: 16, num_heads: 2, mlp_width: 32, vocab_multiple: 8}
+model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32, pad_vocab_to_multiple: 8}
 data: {kind: text, path: corpus, batch_size: 8, seq_len: 16, held_out_fraction: 0.5}
 optim: {kind: adamw, lr: 3e-1}
 mesh: {data: 2, fsdp: 2, tensor: 2}

@@ -104,8 +104,8 @@ class Local(nnx.Module):
         self.down = nnx.Linear(32, 64, use_bias=False, kernel_init=down, param_dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens):
-        hidden = nnx.gelu(self.up(tensor.enter(self.table(tokens), "mlp")))
-        return tensor.leave(self.down(hidden), "mlp")
+        hidden = nnx.gelu(self.up(tensor.enter_region(self.table(tokens), "mlp")))
+        return tensor.exit_region(self.down(hidden), "mlp")
 
 
 def own(model, params, batch, key, carried):
@@ -246,7 +246,7 @@ def test_an_nnx_model_is_explained_and_inspected(meshpar):
 
 @pytest.mark.filterwarnings("ignore:scatter inputs have:FutureWarning")  # Flax keeps statistics in float32
 def test_an_nnx_model_with_keys_statistics_and_axes_of_its_own_is_proved(meshpar):
-    code, told = meshpar("prove", "config.yaml", *DROPPING)
+    code, told = meshpar("verify", "config.yaml", *DROPPING)
     assert (code, told.splitlines()[-1]) == (0, "equal to one device: no difference is above 1e-10")
 
 
@@ -447,7 +447,7 @@ REGRESSION = ["model.target=own_model:Regression", *ROWS]
     ids=["no decoder", "Linen", "NNX, local shards of mlp"],
 )
 def test_in_the_manual_lowering_it_is_equal_to_one_device(meshpar, changes):
-    code, told = meshpar("prove", "config.yaml", *MANUAL, *changes)
+    code, told = meshpar("verify", "config.yaml", *MANUAL, *changes)
     last = told.splitlines()[-1]
     assert (code, last.startswith("equal to one device"), last.endswith("no difference is above 1e-10")) == (
         0,
@@ -457,7 +457,7 @@ def test_in_the_manual_lowering_it_is_equal_to_one_device(meshpar, changes):
 
 
 def test_control_a_loss_that_is_not_written_for_local_shards_is_seen(meshpar):
-    code, told = meshpar("prove", "config.yaml", *MANUAL, *REGRESSION, "loss=own_model:centred")
+    code, told = meshpar("verify", "config.yaml", *MANUAL, *REGRESSION, "loss=own_model:centred")
     assert code != 0
     assert "no difference is above" not in told
 

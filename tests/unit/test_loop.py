@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.checkpoint.checkpoints import checkpoints
-from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.retention import Retention
 from meshpar.errors import RunError
 from meshpar.train.loop import window as window_module
 from meshpar.train.loop.loop import Loop
@@ -103,7 +103,7 @@ def toy() -> Toy:
     return Toy(Step(step, batch), compiled, structs)
 
 
-def run(run_dir: Path, kept: Kept | None = None, **changed: Any) -> TrainState:
+def run(run_dir: Path, kept: Retention | None = None, **changed: Any) -> TrainState:
     """Runs the loop, or goes on from the checkpoint in `run_dir`."""
     with recorder(run_dir, 10, as_json=True) as to, checkpoints(run_dir / "checkpoints", kept) as saved:
         settings: dict[str, Any] = {"num_steps": 10, "log_every": 4, "config": {"seed": 0}}
@@ -131,7 +131,7 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 def test_what_is_due_when(tmp_path: Path):
-    state = run(tmp_path, eval_every=5, kept=Kept(every=3))
+    state = run(tmp_path, eval_every=5, kept=Retention(every=3))
     assert state.step == 10
     assert steps_of(tmp_path, "train") == [1, 4, 8, 10]
     assert steps_of(tmp_path, "evaluation") == [5, 10]
@@ -166,7 +166,7 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers_bitwise(tmp_path: Path):
     unbroken = run(tmp_path / "unbroken", log_every=1)
     data = Numbers(interrupted=(7,))
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "broken", log_every=1, train=data, kept=Kept(every=4))
+        run(tmp_path / "broken", log_every=1, train=data, kept=Retention(every=4))
     assert data.closed == [True]
     assert saved_steps(tmp_path / "broken") == [4]
     resumed = run(tmp_path / "broken", log_every=1)
@@ -184,7 +184,7 @@ def test_control_a_run_that_went_on_with_other_batches_has_other_numbers(tmp_pat
 
     unbroken = run(tmp_path / "unbroken")
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "broken", train=Numbers(interrupted=(7,)), kept=Kept(every=4))
+        run(tmp_path / "broken", train=Numbers(interrupted=(7,)), kept=Retention(every=4))
     resumed = run(tmp_path / "broken", train=FromTheStart())
     assert not np.array_equal(np.asarray(resumed.params["w"]), np.asarray(unbroken.params["w"]))
 
@@ -376,7 +376,7 @@ def test_a_slow_source_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_the_loop_counts_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     step = Watched()
     monkeypatch.setattr("time.perf_counter", lambda: float(len(step.begun)))  # a step takes a second
-    run(tmp_path, step=step, eval_every=3, kept=Kept(every=3))
+    run(tmp_path, step=step, eval_every=3, kept=Retention(every=3))
     _, *others = recorded(tmp_path, "train")
     assert [(record["step_s"], record["tokens_per_s"]) for record in others] == [(1.0, ROWS * SEQ)] * 3
 
@@ -391,12 +391,12 @@ def test_utilization_is_recorded_where_the_chip_is_known(tmp_path: Path):
 def test_checkpoints_come_by_time_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     step = Watched()
     monkeypatch.setattr("time.monotonic", lambda: 60.0 * len(step.begun))  # a step takes a minute
-    run(tmp_path, step=step, kept=Kept(every_minutes=3, keep=9))
+    run(tmp_path, step=step, kept=Retention(every_minutes=3, keep=9))
     assert saved_steps(tmp_path) == [3, 6, 9, 10]
 
 
-@pytest.mark.parametrize("kept", [Kept(every_minutes=None), Kept(), Kept(every=5)])
-def test_control_no_time_or_less_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: Kept):
+@pytest.mark.parametrize("kept", [Retention(every_minutes=None), Retention(), Retention(every=5)])
+def test_control_no_time_or_less_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: Retention):
     step = Watched()
     monkeypatch.setattr("time.monotonic", lambda: 60.0 * len(step.begun))
     run(tmp_path, step=step, kept=kept)
@@ -410,7 +410,7 @@ def test_a_data_set_that_raises_on_the_way_is_one_line_and_the_run_goes_on_later
             raise OSError(5, "Input/output error", "/data/a.jsonl")
 
     with pytest.raises(RunError) as failed:
-        run(tmp_path, train=Broken(), source="jsonl /data", kept=Kept(every=4))
+        run(tmp_path, train=Broken(), source="jsonl /data", kept=Retention(every=4))
     told = "step 7: jsonl /data raised OSError: [Errno 5] Input/output error: '/data/a.jsonl'"
     assert str(failed.value) == f"{told}; the same command resumes from the last checkpoint"
     assert saved_steps(tmp_path) == [4]
@@ -430,7 +430,7 @@ def test_a_run_directory_that_is_moved_on_the_way_is_one_line(tmp_path: Path):
             return super().batch(index)
 
     with pytest.raises(RunError, match=r"a record cannot be written to .*run/metrics.jsonl: No such file or directory"):
-        run(tmp_path / "run", train=Moving(), kept=Kept(every=7), log_every=1000)
+        run(tmp_path / "run", train=Moving(), kept=Retention(every=7), log_every=1000)
 
 
 def test_a_checkpoint_on_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -450,7 +450,7 @@ def test_a_checkpoint_on_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: py
 
 def test_a_run_whose_last_record_was_written_in_half_goes_on(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, train=Numbers(interrupted=(7,)), kept=Kept(every=4), log_every=1)
+        run(tmp_path, train=Numbers(interrupted=(7,)), kept=Retention(every=4), log_every=1)
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(file.read_bytes()[:-20])
     run(tmp_path, log_every=1)

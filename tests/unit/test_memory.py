@@ -57,7 +57,14 @@ def test_accumulation_holds_the_sums_beside_a_microbatchs_gradients():
 
 def run_of(sizes, presets, precision, num_microbatches, **model) -> Run:
     shards = int(np.prod([size for axis, size in sizes.items() if axis != "tensor"]))
-    model = {"num_layers": 2, "width": 32, "num_heads": 8, "mlp_width": 128, "vocab_size": 64, "max_seq_len": 8} | model
+    model = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 8,
+        "intermediate_size": 128,
+        "vocab_size": 64,
+        "max_seq_len": 8,
+    } | model
     return Run(
         model=GPT(**model),
         data=Synthetic(batch_size=shards * num_microbatches, seq_len=8, vocab_size=64),
@@ -106,7 +113,7 @@ def test_states_are_what_is_held_on_gpus():
     process.compile_only()
     devices, errors = parse("h100:2x8").devices(), {}
     for layout in layouts(16):
-        run = run_of(*layout, num_layers=40, width=4096, num_heads=32, mlp_width=16384)
+        run = run_of(*layout, num_layers=40, hidden_size=4096, num_heads=32, intermediate_size=16384)
         prepared = prepare(run, run.mesh.build(devices))
         held = prepared.inspect(prepared.compile_step()).memory
         errors[str(layout)] = held.total / prepared.states.total - 1

@@ -158,7 +158,7 @@ def test_a_last_line_that_breaks_off_is_left_out_and_cut_off(tmp_path: Path, cap
 def test_a_long_record_that_was_written_in_part_is_cut_off(tmp_path: Path):
     with recorder(tmp_path, 10, as_json=True) as to:
         to.begin(0, {})
-        to.record("restored", 0, taken=["params.w"] * 5000)
+        to.record("restored", 0, restored=["params.w"] * 5000)
     data = (tmp_path / FILE).read_bytes()
     (tmp_path / FILE).write_bytes(data[:8192])
     with recorder(tmp_path, 10, as_json=True):

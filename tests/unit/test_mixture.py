@@ -13,17 +13,17 @@ from pydantic import TypeAdapter
 from meshpar.config import to_yaml
 from meshpar.errors import ConfigError
 from meshpar.experiment.config import Run, load
-from meshpar.train.data import Data, Mixture, Part, Synthetic
+from meshpar.train.data import Data, Mixture, MixtureComponent, Synthetic
 from meshpar.train.data.dataset import Dataset
 from meshpar.train.data.documents import Documents
-from meshpar.train.data.packing import Rows
+from meshpar.train.data.packing import PackedRows
+from meshpar.train.data.round_robin import WeightedRoundRobin, whole_weights
 from meshpar.train.data.tokenizer import TokenizerFile
-from meshpar.train.data.turns import Turns, whole_weights
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=7).map(tuple)
 
 
-def assert_keeps_the_weights(turns: Turns, num_rows: int) -> None:
+def assert_keeps_the_weights(turns: WeightedRoundRobin, num_rows: int) -> None:
     """Within one row, over each prefix; and each part's rows come one after the other."""
     part, turn = turns.of(np.arange(num_rows))
     for p, weight in enumerate(turns.weights):
@@ -36,10 +36,10 @@ def assert_keeps_the_weights(turns: Turns, num_rows: int) -> None:
 @given(WEIGHTS)
 @settings(deadline=None, max_examples=50)
 def test_weights_are_kept_within_one_row_over_any_prefix(weights: tuple[int, ...]):
-    assert_keeps_the_weights(Turns(weights), 2 * sum(weights) + 3)
+    assert_keeps_the_weights(WeightedRoundRobin(weights), 2 * sum(weights) + 3)
 
 
-class OneAfterTheOther(Turns):
+class OneAfterTheOther(WeightedRoundRobin):
     """Right at the end of each period, and at no other place."""
 
     @property
@@ -47,7 +47,7 @@ class OneAfterTheOther(Turns):
         return np.repeat(np.arange(len(self.weights)), self.weights), np.concatenate([*map(np.arange, self.weights)])
 
 
-class LargestFirst(Turns):
+class LargestFirst(WeightedRoundRobin):
     """By the divisors of Jefferson, without the quota: a heavy part gets ahead."""
 
     @property
@@ -57,9 +57,9 @@ class LargestFirst(Turns):
 
 
 @pytest.mark.parametrize("fault", [OneAfterTheOther, LargestFirst])
-def test_turns_that_are_not_even_are_seen(fault: type[Turns]):
+def test_turns_that_are_not_even_are_seen(fault: type[WeightedRoundRobin]):
     weights = (17, 1, 1, 1, 1)
-    assert_keeps_the_weights(Turns(weights), 63)
+    assert_keeps_the_weights(WeightedRoundRobin(weights), 63)
     with pytest.raises(AssertionError):
         assert_keeps_the_weights(fault(weights), 63)
 
@@ -76,7 +76,7 @@ def numbered(sizes: tuple[int, ...], weights: tuple[int, ...], seed: int | None 
         Documents.joined([(0.0, np.array([100 * p + r])) for r in range(n)], 999, np.uint16)
         for p, n in enumerate(sizes)
     ]
-    return Dataset(tuple(Rows(part, seq_len=2) for part in parts), batch_size, seed, weights)
+    return Dataset(tuple(PackedRows(part, seq_len=2) for part in parts), batch_size, seed, weights)
 
 
 def rows_by_part(dataset: Dataset, num_batches: int) -> list[list[int]]:
@@ -105,8 +105,8 @@ def test_no_row_of_a_part_is_lost_or_repeated_in_its_epoch(sizes: list[int], dat
 def test_an_epoch_with_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch):
     dataset = numbered((5, 7), (1, 2))
     assert_epochs_are_whole(dataset, 12)
-    right = Turns.of
-    monkeypatch.setattr(Turns, "of", lambda self, rows: (right(self, rows)[0], right(self, rows)[1] // 2))
+    right = WeightedRoundRobin.of
+    monkeypatch.setattr(WeightedRoundRobin, "of", lambda self, rows: (right(self, rows)[0], right(self, rows)[1] // 2))
     with pytest.raises(AssertionError):
         assert_epochs_are_whole(dataset, 12)
 
@@ -130,7 +130,7 @@ def test_held_out_comes_once_part_after_part_whatever_the_weights():
 # From a config -------------------------------------------------------------------------------------------------
 
 CONFIG = """\
-model: {kind: llama, num_layers: 1, width: 16, num_heads: 2, mlp_width: 32, vocab_size: 64}
+model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32, vocab_size: 64}
 data:
   kind: mixture
   batch_size: 8
@@ -152,8 +152,8 @@ def test_a_mixture_says_for_its_parts_what_they_leave_out(tmp_path):
     (tmp_path / "again.yaml").write_text(to_yaml(run))
     assert load(tmp_path / "again.yaml") == run
     assert Run.model_validate_json(run.model_dump_json()) == run
-    part = Part(weight=0.7, data=Synthetic(num_documents=30))
-    other = Part(weight=0.3, data=Synthetic(noise=0.5, num_documents=30))
+    part = MixtureComponent(weight=0.7, data=Synthetic(num_documents=30))
+    other = MixtureComponent(weight=0.3, data=Synthetic(noise=0.5, num_documents=30))
     assert Mixture(batch_size=8, seq_len=16, parts=(part, other)) == run.data
 
 

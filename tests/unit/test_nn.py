@@ -12,15 +12,22 @@ from jaxtyping import TypeCheckError
 
 from meshpar.errors import ShardingError
 from meshpar.models import GPT, Llama
-from meshpar.nn.attention.dense import Dense, attend, causal
+from meshpar.nn.attention.dense import Dense, causal, dot_product_attention
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.layers import dropout
-from meshpar.nn.rotary import Interpolated, Llama3, rotate, rotation
+from meshpar.nn.rotary import Interpolated, Llama3, apply_rope, rope_angles
 from meshpar.nn.supported import Supported
 from meshpar.parallel.tensor import cross_entropy
 from meshpar.tree import flatten_with_paths
 
-SIZES = {"num_layers": 2, "width": 16, "num_heads": 4, "mlp_width": 32, "vocab_size": 29, "max_seq_len": 8}
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 29,
+    "max_seq_len": 8,
+}
 
 
 def batch(rows=2, seq=8):
@@ -39,7 +46,7 @@ def logits(model, inputs, key=None):
     return jax.jit(functional(built))(nnx.to_pure_dict(nnx.state(built, nnx.Param)), inputs, key)
 
 
-@pytest.mark.parametrize("model", [Llama(**SIZES), GPT(**SIZES, tied=True)], ids=["llama", "gpt"])
+@pytest.mark.parametrize("model", [Llama(**SIZES), GPT(**SIZES, tie_embeddings=True)], ids=["llama", "gpt"])
 def test_a_token_sees_only_what_comes_before_it_in_its_document(model):
     inputs = batch()
     first_half = jnp.arange(8, dtype=jnp.int32) < 4
@@ -55,7 +62,7 @@ def test_a_token_sees_only_what_comes_before_it_in_its_document(model):
 
 def test_attention_is_softmax_of_scaled_products_over_grouped_heads():
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 5, heads, 4)) for i, heads in enumerate((4, 2, 2)))
-    got = attend(q, k, v, causal(jnp.ones((2, 5), jnp.int32)))
+    got = dot_product_attention(q, k, v, causal(jnp.ones((2, 5), jnp.int32)))
     for head in range(4):
         scores = np.einsum("bsh,bth->bst", q[:, :, head], k[:, :, head // 2]) / 2
         weights = np.exp(np.where(np.tril(np.ones((5, 5))) > 0, scores, -np.inf))
@@ -83,7 +90,7 @@ def test_rotary_products_depend_on_the_distance_alone():
     q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 8)) for i in range(2))
 
     def product(i, j):
-        at = lambda x, p: rotate(x, rotation(jnp.full((1, 1), p, jnp.int32), 8, 10000.0, x.dtype))
+        at = lambda x, p: apply_rope(x, rope_angles(jnp.full((1, 1), p, jnp.int32), 8, 10000.0, x.dtype))
         return float((at(q, i) * at(k, j)).sum())
 
     assert product(3, 1) == pytest.approx(product(9, 7), abs=1e-5)
@@ -92,16 +99,16 @@ def test_rotary_products_depend_on_the_distance_alone():
 
 def test_a_part_of_a_head_is_turned_and_the_rest_stays():
     x, positions = jax.random.normal(jax.random.key(0), (1, 3, 2, 8)), jnp.arange(3, dtype=jnp.int32)[None]
-    turned = rotate(x, rotation(positions, 4, 10000.0, x.dtype))
+    turned = apply_rope(x, rope_angles(positions, 4, 10000.0, x.dtype))
     np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
-    np.testing.assert_array_equal(turned[..., :4], rotate(x[..., :4], rotation(positions, 4, 10000.0, x.dtype)))
+    np.testing.assert_array_equal(turned[..., :4], apply_rope(x[..., :4], rope_angles(positions, 4, 10000.0, x.dtype)))
     assert abs(turned[:, 1:, :, :4] - x[:, 1:, :, :4]).max() > 1e-2
 
 
 def test_scaled_frequencies_are_those_of_positions_that_are_closer():
     positions = jnp.arange(0, 64, 8, dtype=jnp.int32)[None]
     plain, linear = (
-        rotation(p, 8, 1e4, jnp.dtype("float32"), s)
+        rope_angles(p, 8, 1e4, jnp.dtype("float32"), s)
         for p, s in ((positions // 8, None), (positions, Interpolated(factor=8.0)))
     )
     np.testing.assert_allclose(linear, plain, rtol=1e-6)
@@ -111,9 +118,11 @@ def test_scaled_frequencies_are_those_of_positions_that_are_closer():
 
 
 def test_a_window_hides_what_is_further_back_except_in_full_layers():
-    model = Llama(**SIZES, window=3, full_layers=(1,))
+    model = Llama(**SIZES, window=3, global_layers=(1,))
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 8, 2, 4)) for i in range(3))
-    see = lambda v, layer: attend(q, k, v, causal(jnp.ones((1, 8), jnp.int32), model.window_of(jnp.int32(layer))))
+    see = lambda v, layer: dot_product_attention(
+        q, k, v, causal(jnp.ones((1, 8), jnp.int32), model.window_of(jnp.int32(layer)))
+    )
     for layer, sees_the_first in ((0, [True] * 3 + [False] * 5), (1, [True] * 8)):
         differs = np.abs(see(v, layer) - see(v.at[:, 0].add(1.0), layer)).max((0, 2, 3)) > 1e-6
         np.testing.assert_array_equal(differs, sees_the_first)
@@ -128,7 +137,7 @@ def test_biases_and_head_norms_are_where_the_config_says():
     assert paths(attn_bias="qkv") - paths() == of_qkv
     assert paths(attn_bias="all") - paths() == of_qkv | {"blocks.attn.o.bias"}
     assert paths(mlp_bias=True) - paths() == {f"blocks.mlp.{name}.bias" for name in ("gate", "up", "down")}
-    assert paths(head_norm=True) - paths() == {f"blocks.attn.{name}_norm.scale" for name in "qk"}
+    assert paths(qk_norm=True) - paths() == {f"blocks.attn.{name}_norm.scale" for name in "qk"}
 
 
 def test_cross_entropy_is_optaxs_and_padding_gets_no_probability():
@@ -141,11 +150,11 @@ def test_cross_entropy_is_optaxs_and_padding_gets_no_probability():
 
 
 def test_a_padded_vocabulary_changes_neither_loss_nor_gradients():
-    plain, padded = Llama(**SIZES), Llama(**SIZES, vocab_multiple=16)
+    plain, padded = Llama(**SIZES), Llama(**SIZES, pad_vocab_to_multiple=16)
     assert padded.padded_vocab == 32
     params = nnx.to_pure_dict(nnx.state(plain.build(nnx.Rngs(0)), nnx.Param))
     grown = params | {
-        "table": jnp.pad(params["table"], ((0, 3), (0, 0))),
+        "embedding": jnp.pad(params["embedding"], ((0, 3), (0, 0))),
         "head": jnp.pad(params["head"], ((0, 0), (0, 3))),
     }
     inputs, targets = batch(), jnp.ones((2, 8), jnp.int32)
@@ -166,7 +175,7 @@ def test_padded_layers_are_zeros_that_change_nothing():
         apply, params = functional(built), nnx.to_pure_dict(nnx.state(built, nnx.Param))
         return params["blocks"], jax.grad(lambda p: jnp.square(apply(p, batch(), None)).mean())(params)["blocks"]
 
-    padded = Llama(**SIZES, layers_multiple=3)
+    padded = Llama(**SIZES, pad_layers_to_multiple=3)
     assert (padded.num_layers, padded.stacked_layers) == (2, 3)
     for mine, theirs in zip(jax.tree.leaves(grads(padded)), jax.tree.leaves(grads(Llama(**SIZES))), strict=True):
         np.testing.assert_array_equal(mine[:2], theirs)
@@ -206,7 +215,7 @@ def test_remat_changes_no_gradient(remat):
 def test_every_parameter_has_a_name_for_each_dim():
     specs = flatten_with_paths(describe(nnx.eval_shape(lambda: Llama(**SIZES).build(nnx.Rngs(0)))))
     assert specs["blocks.attn.q.kernel"].dims == ("layers", "embed", "heads", "head_dim")
-    assert specs["table"].dims == ("vocab", "embed")
+    assert specs["embedding"].dims == ("vocab", "embed")
 
 
 def test_a_parameter_without_names_is_an_error_that_lists_it():
@@ -224,15 +233,15 @@ def test_heads_must_divide():
 
 
 def test_full_layers_exist():
-    with pytest.raises(ValueError, match="full_layers: there is no layer 2, only 0 to 1"):
-        Llama(**SIZES, window=3, full_layers=(2,))
+    with pytest.raises(ValueError, match="global_layers: there is no layer 2, only 0 to 1"):
+        Llama(**SIZES, window=3, global_layers=(2,))
 
 
 def test_shapes_in_signatures_are_checked():
     """conftest installs the check; a key of another batch, and logits in integers, do not pass it."""
     q, tokens = jnp.ones((2, 8, 4, 4)), jnp.zeros((2, 8), jnp.int32)
-    assert attend(q, q, q, causal(tokens)).shape == q.shape
+    assert dot_product_attention(q, q, q, causal(tokens)).shape == q.shape
     with pytest.raises(TypeCheckError, match="k_BTKh"):
-        attend(q, q[:1], q, causal(tokens))
+        dot_product_attention(q, q[:1], q, causal(tokens))
     with pytest.raises(TypeCheckError, match="logits"):
         cross_entropy(tokens[..., None], tokens, 1)

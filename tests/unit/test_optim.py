@@ -226,7 +226,7 @@ def test_names_of_dims_say_what_is_a_matrix(dims, inputs, outputs):
 
 
 def test_in_a_model_norms_and_biases_are_the_vectors():
-    model = GPT(num_layers=2, width=16, num_heads=4, mlp_width=32)
+    model = GPT(num_layers=2, hidden_size=16, num_heads=4, intermediate_size=32)
     specs = flatten_with_paths(describe(nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))))
     vectors = {path for path, spec in specs.items() if not Matrix.of(spec.dims).outputs}
     assert vectors == {path for path in specs if path.endswith((".bias", ".scale"))}

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from meshpar.errors import ScheduleError
 from meshpar.parallel.pipeline import gantt
-from meshpar.parallel.pipeline.named import KINDS, named
-from meshpar.parallel.pipeline.schedule import GPipe, Interleaved, OneFOneB, Op, Written, ZeroBubbleH1, each, parse
-from meshpar.parallel.pipeline.simulate import Times, simulate, simulate_orders
+from meshpar.parallel.pipeline.get_schedule import KINDS, get_schedule
+from meshpar.parallel.pipeline.schedule import GPipe, Interleaved, OneFOneB, Op, ScheduleFile, ZeroBubbleH1, each, parse
+from meshpar.parallel.pipeline.simulate import OpTimes, simulate, simulate_orders
 
 EVERY = [(p, m) for p in (2, 4, 8) for m in range(p, 8 * p + 1)]
 SAMPLE = [(2, 2), (2, 3), (2, 16), (4, 4), (4, 9), (4, 16), (8, 8), (8, 16)]
@@ -26,7 +26,7 @@ DEALT = [
 @pytest.mark.parametrize(("p", "m"), CASES)
 def test_bubbles_and_activations_are_the_closed_forms(p, m):
     """The table of the papers, F = B = W, exactly."""
-    told = {name: simulate(named(name, p, m), p) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2", "zbv")}
+    told = {name: simulate(get_schedule(name, p, m), p) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2", "zbv")}
     assert told["gpipe"].bubble == told["1f1b"].bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
     assert told["zb_h1"].bubble == pytest.approx((p - 1) / (3 * m + p - 1), abs=1e-12)
     assert told["gpipe"].peak == m
@@ -55,7 +55,7 @@ def test_a_uniform_scan_of_f_and_b_fails_the_bubble_test():
 
 
 def test_transfers_and_unequal_times_count():
-    times = Times(F=1.0, B=2.0, W=0.5, transfer=0.25)
+    times = OpTimes(F=1.0, B=2.0, W=0.5, transfer=0.25)
     p, m = 3, 5
     told = simulate(GPipe(num_microbatches=m), p, times)
     assert told.makespan == pytest.approx((m + p - 1) * 3.5 + 2 * (p - 1) * 0.25)
@@ -122,7 +122,7 @@ def random_orders(data, p, m):
 def test_orders_are_read_from_a_file(tmp_path):
     file = tmp_path / "orders.txt"
     file.write_text("# two stages\nF0 F1 B0 W0 B1 W1\n\nF0 B0 F1 B1 W0 W1  # the last\n")
-    schedule = Written(num_microbatches=2, path=file)
+    schedule = ScheduleFile(num_microbatches=2, path=file)
     assert [str(op) for op in schedule.order(1, 2)] == ["F0", "B0", "F1", "B1", "W0", "W1"]
     assert simulate(schedule, 2).makespan == 7
 
@@ -131,19 +131,19 @@ def test_a_bad_file_is_told_in_full(tmp_path):
     with pytest.raises(ScheduleError, match=r"(?s)orders of 2 stages, but there are 3.*stage 1\n.*no operation: G1, F"):
         parse(["F0 B0", "F0 G1 F"], 3)
     with pytest.raises(ScheduleError, match="cannot be read"):
-        simulate(Written(num_microbatches=1, path=tmp_path / "none"), 1)
+        simulate(ScheduleFile(num_microbatches=1, path=tmp_path / "none"), 1)
 
 
 def test_interleaved_says_how_many_microbatches_it_takes():
     with pytest.raises(
         ScheduleError, match=r"num_microbatches=4 or parallel.pipeline.num_microbatches=8, or parallel.pipeline={"
     ):
-        named("interleaved", 4, 6)
+        get_schedule("interleaved", 4, 6)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "written"])
 def test_pictures_show_every_operation(name):
-    told = simulate(named(name, 4, 8), 4)
+    told = simulate(get_schedule(name, 4, 8), 4)
     drawn = gantt.svg(told, name)
     assert drawn.count("<title>") == len(told.ran)
     wide = gantt.text(told, 500).splitlines()
@@ -156,7 +156,7 @@ def test_pictures_show_every_operation(name):
     st.tuples(*[st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.7, 2.5])] * 4),
 )
 def test_no_operation_is_lost_in_a_picture_whatever_the_times(name, times):
-    told = simulate(named(name, 3, 6), 3, Times(*times))
+    told = simulate(get_schedule(name, 3, 6), 3, OpTimes(*times))
     lines = gantt.text(told, 10_000).splitlines()
     assert [len(re.findall(r"[FBW]\d", line)) for line in lines] == [len(mine) for mine in told.stages]
 
@@ -170,7 +170,7 @@ def test_half_a_unit_of_transfer_leaves_every_operation_in_the_picture(command):
 
 
 def test_a_picture_that_is_too_coarse_says_how_much_of_it_can_be_seen():
-    told = simulate(named("1f1b", 4, 64), 4)
+    told = simulate(get_schedule("1f1b", 4, 64), 4)
     last = gantt.text(told, 60).splitlines()[-1]
     assert re.fullmatch(r"\d+ of 512 operations are shown; a wider terminal shows all", last)
     assert "shown" not in gantt.text(told, 1000)
@@ -192,4 +192,4 @@ def test_the_command_names_the_nearest_schedule(command):
 def test_forwards_alone_are_no_schedule(tmp_path):
     (tmp_path / "orders.txt").write_text("F0\nF0\n")
     with pytest.raises(ScheduleError, match="missing: B0"):
-        simulate(Written(num_microbatches=1, path=tmp_path / "orders.txt"), 2)
+        simulate(ScheduleFile(num_microbatches=1, path=tmp_path / "orders.txt"), 2)

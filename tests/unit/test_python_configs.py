@@ -20,7 +20,7 @@ from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import PRESETS
 
 PLAIN = {
-    "model": {"kind": "llama", "num_layers": 1, "width": 8, "num_heads": 2, "mlp_width": 8},
+    "model": {"kind": "llama", "num_layers": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8},
     "data": {"kind": "synthetic"},
     "optim": {"kind": "adamw", "lr": 1},
     "num_steps": 3,
@@ -42,15 +42,15 @@ SHORT = {
     "one preset by its key": ({"rules": {"preset": "fsdp"}}, "rules", meshpar.AxisRules(preset=("fsdp",))),
     "a glob": ({"freeze": ["blocks.**"]}, "freeze", (Freeze(paths=("blocks.**",)),)),
     "globs": ({"freeze": [["a", "b"], {"paths": "c"}]}, "freeze", (Freeze(paths=("a", "b")), Freeze(paths=("c",)))),
-    "steps between checkpoints": ({"checkpoints": 5}, "checkpoints", meshpar.Kept(every=5)),
+    "steps between checkpoints": ({"checkpoints": 5}, "checkpoints", meshpar.Retention(every=5)),
     "a kind of logger": ({"loggers": ["wandb"]}, "loggers", (meshpar.WandB(),)),
-    "a loss of one's own": ({"loss": "mine:loss"}, "loss", meshpar.Criterion(target="mine:loss")),
+    "a loss of one's own": ({"loss": "mine:loss"}, "loss", meshpar.LossConfig(target="mine:loss")),
     "a kind of compression": (
         {"parallel": {"gradient_reduction": {"across": "int8"}}},
         "parallel",
         meshpar.Parallel(gradient_reduction=meshpar.Reduce(across=Int8())),
     ),
-    "a limit": ({"expects": {"all_to_all": 0}}, "expects", meshpar.Contract(all_to_all={"times": 0})),
+    "a limit": ({"contract": {"all_to_all": 0}}, "contract", meshpar.Contract(all_to_all={"times": 0})),
     "a tokenizer file": (
         {"data": {"kind": "text", "path": "texts", "tokenizer": "tokenizer.json"}},
         "data",

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshpar import ConfigError, ProofError, prove
+from meshpar import ConfigError, VerificationError, verify
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.collectives.reduction import Int8, OneBit, PowerSGD, Reduce
 from meshpar.experiment.config import Precision, load
@@ -59,8 +59,8 @@ def test_an_algorithm_that_cannot_scatter():
 
 def test_a_reduction_that_rounds_is_not_proven():
     run = prepared("data8", parallel={"gradient_reduction": Reduce(across=Int8())}).run
-    with pytest.raises(ProofError, match="gradient_reduction rounds what it sums"):
-        prove(run)
+    with pytest.raises(VerificationError, match="gradient_reduction rounds what it sums"):
+        verify(run)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_a_users_rule_goes_before_the_presets():
 
 def test_presets_in_a_list_are_joined():
     rules = AxisRules.model_validate(["zero2", "megatron_sp"])
-    assert rules["embed"] == ("fsdp",) and rules["norm_seq"] == ("tensor",) and rules.zero_stage == 2
+    assert rules["embed"] == ("fsdp",) and rules["residual_seq"] == ("tensor",) and rules.zero_stage == 2
 
 
 def test_batch_axes_store_parameters_and_carry_nothing_else_in_activations():

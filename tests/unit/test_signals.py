@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.retention import Retention
 from meshpar.errors import ConfigError
 from meshpar.train.loop.signals import EXIT_CODE, Interrupted, Signals
 from tests.unit.test_loop import Numbers, recorded, run, saved_steps, steps_of, toy
@@ -91,7 +91,7 @@ def test_a_signal_while_a_batch_is_awaited_saves_the_step_before(tmp_path, numbe
 
 
 def test_a_step_that_was_saved_already_is_not_saved_again(tmp_path):
-    interrupted(tmp_path / "run", log_every=1, train=Signalled(at=6), kept=Kept(every=3))
+    interrupted(tmp_path / "run", log_every=1, train=Signalled(at=6), kept=Retention(every=3))
     assert saved_steps(tmp_path / "run") == [3, 6]
 
 

@@ -18,7 +18,7 @@ from meshpar.train.data import Synthetic
 from meshpar.train.step import with_rows
 from meshpar.tree import flatten_with_paths
 
-MODEL = Llama(num_layers=2, width=16, num_heads=4, mlp_width=32, vocab_size=32)
+MODEL = Llama(num_layers=2, hidden_size=16, num_heads=4, intermediate_size=32, vocab_size=32)
 OPTIMIZERS = {"adamw": AdamW, "lion": Lion, "sgd": SGD, "adafactor": Adafactor, "muon": Muon}
 COMPOSED = {"mesh": MeshLayout(data=2, fsdp=2, tensor=2), "rules": AxisRules(preset=("fsdp", "megatron"))}
 
@@ -155,4 +155,6 @@ def test_optimizer_state_is_sharded_as_its_parameters_and_never_whole(name, rule
         if "embed" in placement.spec.dims:
             assert "fsdp" in {axis for axes in placement.axes for axis in axes}, path
         else:
-            assert placement.spec.num_bytes <= 4 * max(MODEL.padded_vocab, MODEL.mlp_width) * MODEL.num_layers, path
+            assert (
+                placement.spec.num_bytes <= 4 * max(MODEL.padded_vocab, MODEL.intermediate_size) * MODEL.num_layers
+            ), path

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.retention import Retention
 from meshpar.errors import ConfigError
 from meshpar.optim.ema import averaged
 from meshpar.train.loop.stopping import EarlyStopping
@@ -55,7 +55,7 @@ def test_a_run_that_goes_on_remembers_how_long_it_has_waited(tmp_path):
     rule: dict[str, Any] = {"early_stopping": EarlyStopping(metric="score", patience=2), "eval_every": 2}
     rule["callbacks"] = [scores(1, 2, 3, 4, 5)]
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, train=Numbers(interrupted=(4,)), kept=Kept(every=4), **rule)
+        run(tmp_path, train=Numbers(interrupted=(4,)), kept=Retention(every=4), **rule)
     assert run(tmp_path, **rule).step == 6
     assert steps_of(tmp_path, "evaluation") == [2, 4, 6]
 

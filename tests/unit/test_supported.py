@@ -14,11 +14,18 @@ from meshpar.mesh.layout import AXES
 from meshpar.nn.supported import GSPMD
 from meshpar.sharding.rules import DIMS
 
-SIZES = {"num_layers": 2, "width": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 32, "vocab_size": 64}
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 64,
+}
 MODELS = {
     "llama": {"model": {"kind": "llama", **SIZES}},
     "gpt": {"model": {"kind": "gpt", **SIZES, "max_seq_len": 16}},
-    "lora": {"model": {"kind": "llama", **SIZES}, "adapt": {"rank": 2}},
+    "lora": {"model": {"kind": "llama", **SIZES}, "lora": {"rank": 2}},
 }
 HAS = {"gpt": "positions", "lora": "rank"}
 SWEEP = [
@@ -26,7 +33,7 @@ SWEEP = [
     for model, dim, axis, lowering in product(MODELS, DIMS, AXES, ["manual", "auto"])
     if (model == "llama" or dim == HAS[model]) and dim != "experts"
 ]
-SHARDED = ("norm_seq", "heads", "kv_heads", "mlp", "vocab")
+SHARDED = ("residual_seq", "heads", "kv_heads", "mlp", "vocab")
 TOGETHER = [
     ("llama", {dim: ["tensor"] for dim, sharded in zip(SHARDED, which, strict=True) if sharded}, "tensor", "manual")
     for which in product([False, True], repeat=len(SHARDED))
@@ -35,7 +42,11 @@ TOGETHER = [
 SAMPLE = [
     *(case for case in SWEEP if case[2] == "tensor" and case[3] == "manual"),
     *(case for case in SWEEP if case[2] == "data" and case[3] == "manual" and not {"heads", "mlp"} & case[1].keys()),
-    *(case for case in SWEEP if case[2] == "context" and case[3] == "auto" and case[1].keys() <= {"seq", "norm_seq"}),
+    *(
+        case
+        for case in SWEEP
+        if case[2] == "context" and case[3] == "auto" and case[1].keys() <= {"seq", "residual_seq"}
+    ),
     *TOGETHER[1::6],
 ]
 SILENT = ("no parameter has such a dim", "GSPMD knows no pipeline", "heads must be sharded over the same axes")
@@ -79,7 +90,7 @@ def test_explain_accepts_what_can_be_traced(model, rules, axis, lowering, monkey
 
 
 def test_all_rules_that_do_not_fit_are_told_at_once():
-    rules = {"head_dim": ["tensor"], "layers": ["data"], "seq": ["tensor"], "norm_seq": ["tensor"]}
+    rules = {"head_dim": ["tensor"], "layers": ["data"], "seq": ["tensor"], "residual_seq": ["tensor"]}
     run = run_with("llama", rules, "tensor", "manual")
     run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"data": 2})})
     with pytest.raises(ConfigError) as error:
@@ -91,9 +102,9 @@ the parts of this config do not fit each other:
   rules.seq
     cannot be sharded over tensor: attention needs the whole sequence on each device
     rules.seq=[]
-  rules.norm_seq
+  rules.residual_seq
     is sharded over tensor, so vocab must be, too: not []
-    rules.norm_seq=[], or rules.vocab=[tensor]
+    rules.residual_seq=[], or rules.vocab=[tensor]
   rules.layers
     cannot be sharded over data: a device needs all layers of its stage
     rules.layers=[]

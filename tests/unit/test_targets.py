@@ -91,7 +91,7 @@ def test_what_the_compiler_does_not_know_is_an_error_in_its_words(monkeypatch):
     assert str(error.value) == said
 
 
-# Judgement -------------------------------------------------------------------------------------------------------
+# FitReport -------------------------------------------------------------------------------------------------------
 
 
 def told(groups=((0, 1),)):

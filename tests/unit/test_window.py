@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from meshpar.checkpoint.kept import Kept
+from meshpar.checkpoint.retention import Retention
 from meshpar.errors import RunError
 from meshpar.train.loop.window import IN_FLIGHT, Window
 from tests.unit.test_loop import Numbers, recorded, run, saved_steps
@@ -46,7 +46,7 @@ def test_a_row_at_the_very_end_is_seen():
 def test_a_run_of_skipped_steps_fails_and_its_checkpoints_stay(tmp_path):
     bad = tuple(range(4, 10))
     with pytest.raises(RunError) as failed:
-        run(tmp_path, train=Numbers(bad=bad), kept=Kept(every=2, keep=1), max_skipped_steps=5)
+        run(tmp_path, train=Numbers(bad=bad), kept=Retention(every=2, keep=1), max_skipped_steps=5)
     what = "the run stopped after step 9: loss or gradients were not finite in 5 steps in a row, from step 5 on"
     assert str(failed.value).startswith(f"{what}, and each was skipped; ")
     assert failed.value.exit_code == 1
@@ -54,16 +54,16 @@ def test_a_run_of_skipped_steps_fails_and_its_checkpoints_stay(tmp_path):
 
 
 def test_a_checkpoint_that_is_due_waits_for_a_step_that_is_finite(tmp_path):
-    run(tmp_path, train=Numbers(bad=(3, 4)), kept=Kept(every=4, keep=9), max_skipped_steps=5)
+    run(tmp_path, train=Numbers(bad=(3, 4)), kept=Retention(every=4, keep=9), max_skipped_steps=5)
     assert saved_steps(tmp_path) == [6, 8, 10]
 
 
 def test_a_last_step_that_was_skipped_removes_no_checkpoint(tmp_path):
-    run(tmp_path, train=Numbers(bad=(9,)), kept=Kept(every=4, keep=1), max_skipped_steps=5)
+    run(tmp_path, train=Numbers(bad=(9,)), kept=Retention(every=4, keep=1), max_skipped_steps=5)
     assert saved_steps(tmp_path) == [8, 10]
     assert recorded(tmp_path, "summary")[0]["skipped"] == 1
 
 
 def test_control_a_last_step_that_was_not_removes_the_one_before(tmp_path):
-    run(tmp_path, kept=Kept(every=4, keep=1), max_skipped_steps=5)
+    run(tmp_path, kept=Retention(every=4, keep=1), max_skipped_steps=5)
     assert saved_steps(tmp_path) == [10]

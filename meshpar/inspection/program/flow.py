@@ -198,7 +198,9 @@ def starts_collective(one: Instruction, opcodes: tuple[str, ...]) -> bool:
 
 
 def argument_path(one: Instruction) -> str:
-    """The dotted path of an argument: JAX names it `state.params['table']`, the path is `state.params.table`."""
+    """The dotted path of an argument: JAX names it `state.params['embedding']`, the path is
+    `state.params.embedding`.
+    """
     return re.sub(r"\[\\?'?([^\]\\']*)\\?'?\]", r".\1", one.op_name) or one.name
 
 

@@ -53,7 +53,7 @@ class PlainFinding(_Plain):
 
 
 class PlainInspection(_Plain):
-    """The fields of `Inspection`, and those of `Judgement` if the program was compiled for a target."""
+    """The fields of `Inspection`, and those of `FitReport` if the program was compiled for a target."""
 
     mesh: dict[str, Count]
     sent_bytes: Count

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from meshpar.nn.attention.core import behind, local_key_heads
-from meshpar.nn.attention.dense import Dense, attend
+from meshpar.nn.attention.core import causal_window, local_key_heads
+from meshpar.nn.attention.dense import Dense, dot_product_attention
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import constrain
 
@@ -63,8 +63,8 @@ class CachedLayer:
         keys = jax.lax.dynamic_index_in_dim(cache.keys, self.index, keepdims=False)
         values = jax.lax.dynamic_index_in_dim(cache.values, self.index, keepdims=False)
         slots = jnp.arange(keys.shape[1], dtype=jnp.int32)
-        visible = behind(positions, slots, window)
-        return attend(q, local_key_heads(keys, q), local_key_heads(values, q), visible), cache
+        visible = causal_window(positions, slots, window)
+        return dot_product_attention(q, local_key_heads(keys, q), local_key_heads(values, q), visible), cache
 
     def _put(
         self, all_NBTKh: Float[Array, "N B T K h"], new_BSKh: Float[Array, "B S K h"], positions: Int[Array, "B S"]

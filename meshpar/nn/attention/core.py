@@ -42,7 +42,7 @@ class Core(Protocol):
     ) -> tuple[jax.Array, Any]: ...  # fmt: skip
 
 
-def behind(
+def causal_window(
     queries: Int[Array, "*B S"], keys_T: Int[Array, "T"], window: Int[Array, ""] | None
 ) -> Bool[Array, "*B S T"]:
     """Whether the position of a key is that of the query, or one of the `window - 1` before it."""

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from meshpar.config import Config
 from meshpar.cost.flops import HALF_MASKED
 from meshpar.errors import ShardingError
-from meshpar.nn.attention.core import behind
+from meshpar.nn.attention.core import causal_window
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel.context import manual_axes
 from meshpar.parallel.precision import wide
@@ -33,16 +33,16 @@ class Dense(Config):
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
         positions: Int[Array, "B S"], segments: Int[Array, "B S"], window: Int[Array, ""] | None,
     ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
-        return attend(q, k, v, causal(segments, window)), None
+        return dot_product_attention(q, k, v, causal(segments, window)), None
 
 
 def causal(segments_BS: Int[Array, "B S"], window: Int[Array, ""] | None = None) -> Bool[Array, "B S S"]:
     """Which tokens each token sees: itself, and those before it in its document."""
     index = jnp.arange(segments_BS.shape[1], dtype=jnp.int32)
-    return behind(index, index, window) & (segments_BS[:, :, None] == segments_BS[:, None, :])
+    return causal_window(index, index, window) & (segments_BS[:, :, None] == segments_BS[:, None, :])
 
 
-def attend(
+def dot_product_attention(
     q_BSHh: Float[Array, "B S H h"],
     k_BTKh: Float[Array, "B T K h"],
     v_BTKh: Float[Array, "B T K h"],

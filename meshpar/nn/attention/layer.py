@@ -1,6 +1,6 @@
 """The attention layer: everything about attention but the core.
 
-Shapes: B batch, S seq, R norm_seq, D embed.
+Shapes: B batch, S seq, R residual_seq, D embed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from meshpar.nn.attention.core import Core, local_key_heads
-from meshpar.nn.layers import Projection, RMSNorm, enter, leave
-from meshpar.nn.rotary import Rotation, rotate
+from meshpar.nn.layers import Projection, RMSNorm, column_parallel, row_parallel
+from meshpar.nn.rotary import RopeAngles, apply_rope
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel.context import constrain
 
@@ -24,7 +24,7 @@ class Attention(nnx.Module):
 
     Args:
       bias: which projections have one: none, q, k and v, or all four.
-      head_norm: eps of an RMSNorm over each head of q and k, before rotary positions; None for no norm.
+      qk_norm: eps of an RMSNorm over each head of q and k, before rotary positions; None for no norm.
     """
 
     sharding: ClassVar[Sharding] = {
@@ -35,7 +35,7 @@ class Attention(nnx.Module):
 
     def __init__(
         self, width: int, heads: int, kv_heads: int, head_dim: int, *,
-        bias: Bias, out_std: float, rngs: nnx.Rngs, head_norm: float | None = None,
+        bias: Bias, out_std: float, rngs: nnx.Rngs, qk_norm: float | None = None,
     ):  # fmt: skip
         inner = bias != "none"
         embed = [("embed", width)]
@@ -44,30 +44,30 @@ class Attention(nnx.Module):
         self.k = Projection(embed, [("kv_heads", kv_heads), size], bias=inner, rngs=rngs)
         self.v = Projection(embed, [("kv_heads", kv_heads), size], bias=inner, rngs=rngs)
         self.o = Projection([("heads", heads), size], embed, bias=bias == "all", rngs=rngs, std=out_std)
-        self.q_norm = None if head_norm is None else RMSNorm(head_dim, eps=head_norm, dim="head_dim")
-        self.k_norm = None if head_norm is None else RMSNorm(head_dim, eps=head_norm, dim="head_dim")
+        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm, dim="head_dim")
+        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm, dim="head_dim")
 
     def __call__(
         self, x_BRD: Float[Array, "B R D"], core: Core, positions: Int[Array, "B S"],
-        segments: Int[Array, "B S"] | None = None, by: Rotation | None = None, window: Int[Array, ""] | None = None,
+        segments: Int[Array, "B S"] | None = None, rope: RopeAngles | None = None, window: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B R D"], Any]:  # fmt: skip
         """Attends by `core`, which describes the other arguments and the cache that is returned."""
         if core.has_cache:
             # A cache of key heads that each device holds whole must not vary over the axes of the query heads.
-            (q,) = enter(x_BRD, [self.q], "heads")
-            k, v = enter(x_BRD, [self.k, self.v], "kv_heads")
+            (q,) = column_parallel(x_BRD, [self.q], "heads")
+            k, v = column_parallel(x_BRD, [self.k, self.v], "kv_heads")
         else:
-            q, k, v = enter(x_BRD, [self.q, self.k, self.v], "heads")
+            q, k, v = column_parallel(x_BRD, [self.q, self.k, self.v], "heads")
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        if by is not None:
-            q = rotate(q, by)
-            k = rotate(k, by)
+        if rope is not None:
+            q = apply_rope(q, rope)
+            k = apply_rope(k, rope)
         q = constrain(q, "batch", "seq", "heads", "head_dim")
         if not core.has_cache:
             k = local_key_heads(k, q)
             v = local_key_heads(v, q)
         out, cache = core(q, k, v, positions, segments, window)
         out = constrain(out, "batch", "seq", "heads", "head_dim")
-        return leave(out, self.o, "heads"), cache
+        return row_parallel(out, self.o, "heads"), cache

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from meshpar.parallel.local import Axes, zeros_of
-from meshpar.parallel.pipeline.cut import Cut
+from meshpar.parallel.pipeline.partition import StagePartition
 
 Edge = tuple[int, int, int, int]
 """(stage that stores a piece, its place there, stage that computes with it, its place there)."""
@@ -43,14 +43,14 @@ class Exchange:
         """Rounds in which anything moves to another stage."""
         return sum(any(edge[0] != edge[2] for edge in one) for one in self.rounds)
 
-    def enter(self, tree: Any, axes: Axes, stage: jax.Array) -> Any:
+    def forward(self, tree: Any, axes: Axes, stage: jax.Array) -> Any:
         """[stored, ...] -> [computed, ...], of each array.
 
         Communication: a permute of a piece in each round.
         """
         return jax.tree.map(lambda x: self._move(x, self.rounds, self.computed, axes, stage), tree)
 
-    def leave(self, tree: Any, axes: Axes, stage: jax.Array) -> Any:
+    def backward(self, tree: Any, axes: Axes, stage: jax.Array) -> Any:
         """The way back."""
         back = tuple(tuple((c, d, a, b) for a, b, c, d in one) for one in self.rounds)
         return jax.tree.map(lambda x: self._move(x, back, self.stored, axes, stage), tree)
@@ -70,7 +70,7 @@ class Exchange:
         return out
 
 
-def exchange(cut: Cut, stored: int) -> Exchange:
+def exchange(cut: StagePartition, stored: int) -> Exchange:
     """The rounds for a cut of layers of which each stage stores so many; the last, what is left."""
     num_stages = cut.layers.shape[0]
     # A piece is a chunk where chunks are alike and lie together here and there; else a layer.

@@ -20,32 +20,32 @@ from jax import lax
 from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.local import varying, varying_like, zeros_of
 from meshpar.parallel.outputs import Auxiliary, Scalars
-from meshpar.parallel.pipeline.cut import Cut, cut_layers
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
-from meshpar.parallel.pipeline.parts import Batch, Parts
+from meshpar.parallel.pipeline.model import Batch, PipelineModel
+from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
+from meshpar.parallel.pipeline.schedule_table import KINDS, ScheduleTable, TableRow, tick_table
 from meshpar.parallel.pipeline.simulate import check_complete
 from meshpar.parallel.pipeline.split import Split, split
-from meshpar.parallel.pipeline.ticks import KINDS, Row, Ticks, tick_table
 from meshpar.parallel.precision import summed_in, wide
 
 Sums = tuple[jax.Array, jax.Array, Any]
 Totals = tuple[jax.Array, jax.Array, Scalars]
-"""Sums of losses, tokens and metrics, as a `Tally` has them."""
+"""Sums of losses, tokens and metrics, as a `LossSums` has them."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """A model and its schedule."""
 
-    parts: Parts
+    parts: PipelineModel
     schedule: Schedule
 
     def gradients(self, params: Any, batch: Batch, key: jax.Array | None, sums: Any) -> tuple[Totals, Any]:
         """Totals and the sums of gradients of this device's rows, in the manual lowering.
 
         Args:
-          params: what `parallel.data.enter` gives.
+          params: what `parallel.data.gather_params` gives.
           batch: local rows, a multiple of the microbatches.
           sums: in which gradients are summed; None for float32 at least.
 
@@ -58,7 +58,7 @@ class Pipeline:
         """Totals without auxiliary losses: forwards alone, in the order in which the schedule has them."""
         return _Stage(self, params, batch, None, forward_only=True).evaluation()
 
-    def plan(self, ctx: ParallelContext, forward_only: bool = False) -> tuple[Ticks, Cut]:
+    def plan(self, ctx: ParallelContext, forward_only: bool = False) -> tuple[ScheduleTable, StagePartition]:
         """The table, and which layers are where.
 
         Raises:
@@ -71,7 +71,7 @@ class Pipeline:
             orders = [[op for op in order if op.kind == "F"] for order in orders]
         return tick_table(orders, self.schedule), self.cut(ctx)
 
-    def cut(self, ctx: ParallelContext) -> Cut:
+    def cut(self, ctx: ParallelContext) -> StagePartition:
         return cut_layers(
             self.schedule, ctx.shards("stage"), self.parts.num_layers, self.parts.head, self.parts.stacked_layers
         )
@@ -86,7 +86,7 @@ class _Slots(NamedTuple):
     """What lasts longer than a tick.
 
     Args:
-      inbox: [slot, batch, norm_seq, embed], messages that wait; the last slot is never read.
+      inbox: [slot, batch, residual_seq, embed], messages that wait; the last slot is never read.
       residuals, stash: lists of [slot, layer, ...].
       layers: sums of the gradients of the layers.
       sums: of the loss, the tokens, and the gradients of the other parameters.
@@ -131,7 +131,7 @@ class _Stage:
         losses, metrics = slots.auxiliary
         for x in losses.values():
             total += x.astype(total.dtype)
-        layers = slots.layers if self.exchange is None else self.exchange.leave(slots.layers, self.axes, self.stage)
+        layers = slots.layers if self.exchange is None else self.exchange.backward(slots.layers, self.axes, self.stage)
         return (total, count, metrics | losses), outer | {self.parts.layers: layers}
 
     def evaluation(self) -> Totals:
@@ -142,7 +142,7 @@ class _Stage:
 
     # A tick --------------------------------------------------------------------------------------------------
 
-    def _tick(self, slots: _Slots, rows: Row) -> tuple[_Slots, None]:
+    def _tick(self, slots: _Slots, rows: TableRow) -> tuple[_Slots, None]:
         row = self._mine(rows)
         changed = (self.x, slots.residuals, slots.auxiliary)
         out, residuals, auxiliary = self._if("F", row, self._forward, changed, slots.inbox)
@@ -152,14 +152,14 @@ class _Stage:
         layers = self._if("W", row, self._weights, slots.layers, slots)
         return slots._replace(layers=layers, inbox=self._hand_on(slots.inbox, out, row)), None
 
-    def _forward_tick(self, carry: Any, rows: Row) -> tuple[Any, None]:
+    def _forward_tick(self, carry: Any, rows: TableRow) -> tuple[Any, None]:
         row, (inbox, sums, auxiliary) = self._mine(rows), carry
         out, _, auxiliary = self._if("F", row, self._forward, (self.x, [], auxiliary), inbox)
         ended = (row.kind == KINDS["F"]) & (row.last == 1)
         sums = _if(ended, self._loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
         return (self._hand_on(inbox, out, row), sums, auxiliary), None
 
-    def _hand_on(self, inbox: jax.Array, out: jax.Array, row: Row) -> jax.Array:
+    def _hand_on(self, inbox: jax.Array, out: jax.Array, row: TableRow) -> jax.Array:
         """One permute to the right and one to the left; each stage keeps what its table says."""
         n = self.ctx.shards("stage")
         shifts = [(1, row.from_left), (-1, row.from_right)][: num_permutes(n)]
@@ -168,14 +168,14 @@ class _Stage:
             inbox = inbox.at[slot].set(message)
         return inbox.at[row.own].set(out)
 
-    def _if(self, kind: str, row: Row, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
+    def _if(self, kind: str, row: TableRow, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
         """If the row is of this kind; each stage has as many of each."""
         taken = (self.at_ends[1], self.ticks.num_ticks)
         return _if(row.kind == KINDS[kind], change, changed, *args, row, taken=taken)
 
     # The three operations: (what they change, ...) -> that --------------------------------------------------------
 
-    def _forward(self, changed: Any, inbox: jax.Array, row: Row) -> Any:
+    def _forward(self, changed: Any, inbox: jax.Array, row: TableRow) -> Any:
         embed = lambda: self._typed(self._embed(self.outer, self._micro(row.microbatch)))
 
         weights = self._weights_of(row, self.split.auxiliary)
@@ -190,7 +190,7 @@ class _Stage:
             x = lax.cond(row.first == 1, embed, lambda: inbox[row.inbox])
         return self._each_layer(layer, (x, *changed[1:]), row)
 
-    def _backward(self, changed: Any, slots: _Slots, row: Row) -> Any:
+    def _backward(self, changed: Any, slots: _Slots, row: TableRow) -> Any:
         _, stash, sums = changed
         dlosses = self._weights_of(row, self.split.auxiliary.losses)
         dy, sums = _if(row.last == 1, self._loss_gradient, (slots.inbox[row.inbox], sums), row, taken=self.at_ends)
@@ -204,7 +204,7 @@ class _Stage:
         dx, stash = self._each_layer(layer, (dy, stash), row, reverse=True)
         return dx, stash, _if(row.first == 1, self._embedding_gradient, sums, dx, row, taken=self.at_ends)
 
-    def _weights(self, sums: Any, slots: _Slots, row: Row) -> Any:
+    def _weights(self, sums: Any, slots: _Slots, row: TableRow) -> Any:
         def layer(sums: Any, i: jax.Array, params: Any, rest: Any) -> Any:
             residuals = [a[row.residual, i] for a in slots.residuals]
             stash = [a[row.stash, i] for a in slots.stash]
@@ -214,7 +214,7 @@ class _Stage:
 
         return self._each_layer(layer, sums, row)
 
-    def _each_layer(self, body: Callable[..., Any], carry: Any, row: Row, reverse: bool = False) -> Any:
+    def _each_layer(self, body: Callable[..., Any], carry: Any, row: TableRow, reverse: bool = False) -> Any:
         """`body(carry, i, params, rest)` for each layer of the chunk that a row of the table names."""
         batch = self._micro(row.microbatch)
         shared = self.parts.shared(batch, self.x)
@@ -231,23 +231,23 @@ class _Stage:
     def _embed(self, outer: Any, batch: Batch) -> jax.Array:
         return self.parts.embed(self._whole(outer), batch, self.key)
 
-    def _embedding_gradient(self, sums: Sums, dx: jax.Array, row: Row) -> Sums:
+    def _embedding_gradient(self, sums: Sums, dx: jax.Array, row: TableRow) -> Sums:
         embed = lambda outer: self._typed(self._embed(outer, self._micro(row.microbatch)))
         total, count, grads = sums
         return total, count, _added(grads, jax.vjp(embed, self.outer)[1](dx)[0])
 
-    def _loss_gradient(self, changed: Any, row: Row) -> Any:
+    def _loss_gradient(self, changed: Any, row: TableRow) -> Any:
         y, (total, count, grads) = changed
         loss = lambda outer, y: self.parts.loss(self._whole(outer), y, self._micro(row.microbatch))
         (more, tokens), (d_outer, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(self.outer, y)
         return dy, (total + more, count + tokens, _added(grads, d_outer))
 
-    def _loss(self, sums: Any, y: jax.Array, row: Row) -> Any:
+    def _loss(self, sums: Any, y: jax.Array, row: TableRow) -> Any:
         more = self.parts.loss(self._whole(self.outer), y, self._micro(row.microbatch))
         return jax.tree.map(jnp.add, sums, more)
 
     def _enter(self, layers: Any) -> Any:
-        return layers if self.exchange is None else self.exchange.enter(layers, self.axes, self.stage)
+        return layers if self.exchange is None else self.exchange.forward(layers, self.axes, self.stage)
 
     # What they read ------------------------------------------------------------------------------------------------
 
@@ -279,17 +279,17 @@ class _Stage:
     def _no_auxiliary(self) -> Auxiliary:
         return jax.tree.map(zeros_of, self.split.auxiliary)
 
-    def _weights_of(self, row: Row, auxiliary: Any) -> Any:
+    def _weights_of(self, row: TableRow, auxiliary: Any) -> Any:
         """By what a microbatch's auxiliary losses and metrics are weighted: the number of its tokens, for each."""
         if not jax.tree.leaves(auxiliary):
             return auxiliary
         count = self._per_row(self.parts.count(self._micro(row.microbatch)))
         return jax.tree.map(lambda x: count.astype(x.dtype), auxiliary)
 
-    def _table(self) -> Row:
+    def _table(self) -> TableRow:
         return jax.tree.map(jnp.asarray, self.ticks.rows)
 
-    def _mine(self, rows: Row) -> Row:
+    def _mine(self, rows: TableRow) -> TableRow:
         return jax.tree.map(lambda column: column[self.stage], rows)
 
     def _micro(self, microbatch: jax.Array) -> Batch:

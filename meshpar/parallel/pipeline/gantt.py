@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-from meshpar.parallel.pipeline.simulate import Ran, Timeline
+from meshpar.parallel.pipeline.simulate import TimedOp, Timeline
 
 COLOURS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
 _UNIT, _ROW, _LEFT = 22, 26, 64
@@ -34,9 +34,9 @@ def text(timeline: Timeline, width: int = 120) -> str:
     return "\n".join(lines)
 
 
-def _columns(mine: list[Ran], makespan: float, step: float, is_coarse: bool) -> list[Ran | None]:
+def _columns(mine: list[TimedOp], makespan: float, step: float, is_coarse: bool) -> list[TimedOp | None]:
     """What a stage does in each column. Each operation has one of its own, unless time is drawn too coarse for that."""
-    columns: list[Ran | None] = [None] * math.ceil(makespan / step - 1e-9)
+    columns: list[TimedOp | None] = [None] * math.ceil(makespan / step - 1e-9)
     free = 0
     for one in mine:
         first = _column(one.start, step) if is_coarse else max(free, _column(one.start, step))
@@ -51,7 +51,7 @@ def _column(time: float, step: float) -> int:
     return math.floor(time / step + 0.5 + 1e-9)
 
 
-def _drawn(columns: list[Ran | None], cell: int) -> str:
+def _drawn(columns: list[TimedOp | None], cell: int) -> str:
     cells: list[str] = []
     before = None
     for one in columns:
@@ -66,7 +66,7 @@ def _drawn(columns: list[Ran | None], cell: int) -> str:
     return "".join(cells).rstrip()
 
 
-def _name(one: Ran) -> str:
+def _name(one: TimedOp) -> str:
     """Of a second chunk with an apostrophe, of a third with two."""
     return f"{one.op.kind}{one.op.microbatch}" + "'" * one.op.chunk
 
@@ -95,7 +95,7 @@ def _y(stage: int) -> int:
     return _ROW * (stage + 1)
 
 
-def _box(one: Ran, unit: float) -> str:
+def _box(one: TimedOp, unit: float) -> str:
     x, width = _LEFT + unit * one.start, unit * (one.end - one.start)
     opacity = 1 / (1 + 0.5 * one.op.chunk)
     rect = (

@@ -215,7 +215,7 @@ class PipeDream2BW(OneFOneB):
     kind: Literal["pipedream_2bw"] = "pipedream_2bw"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-class Written(Schedule):
+class ScheduleFile(Schedule):
     """An order of one's own, from a text file: a line a stage, such as `F0 F1 B0 W0 B1 W1`; `F0.1` is on chunk 1."""
 
     kind: Literal["written"] = "written"
@@ -274,6 +274,6 @@ def _op(word: str) -> Op:
 _OP = re.compile(r"([FBW])([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 Pipeline = Annotated[
-    GPipe | OneFOneB | Interleaved | ZeroBubbleH1 | ZeroBubbleH2 | ZBV | PipeDream2BW | Written,
+    GPipe | OneFOneB | Interleaved | ZeroBubbleH1 | ZeroBubbleH2 | ZBV | PipeDream2BW | ScheduleFile,
     pydantic.Field(discriminator="kind"),
 ]

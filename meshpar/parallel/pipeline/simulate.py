@@ -12,7 +12,7 @@ from meshpar.parallel.pipeline.schedule import Op, Order, Schedule
 
 
 @dataclass(frozen=True)
-class Times:
+class OpTimes:
     """How long an operation on a whole stage takes, in any unit; of a chunk, its part.
 
     Args:
@@ -26,7 +26,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Ran:
+class TimedOp:
     """One operation, and when."""
 
     stage: int
@@ -45,7 +45,7 @@ class Timeline:
       chunks: v, of a stage.
     """
 
-    ran: tuple[Ran, ...]
+    ran: tuple[TimedOp, ...]
     num_stages: int
     work: float
     chunks: int
@@ -71,7 +71,7 @@ class Timeline:
         return 1 - self.work / self.makespan
 
     @cached_property
-    def stages(self) -> list[list[Ran]]:
+    def stages(self) -> list[list[TimedOp]]:
         return [[one for one in self.ran if one.stage == stage] for stage in range(self.num_stages)]
 
     @property
@@ -87,7 +87,7 @@ class Timeline:
         return any(one.op.kind == "W" for one in self.ran)
 
 
-def simulate(schedule: Schedule, num_stages: int, times: Times = Times()) -> Timeline:
+def simulate(schedule: Schedule, num_stages: int, times: OpTimes = OpTimes()) -> Timeline:
     """Runs a schedule on paper.
 
     Raises:
@@ -102,13 +102,13 @@ def simulate(schedule: Schedule, num_stages: int, times: Times = Times()) -> Tim
     return simulate_orders(schedule.orders(num_stages), schedule, times)
 
 
-def simulate_orders(orders: Sequence[Order], schedule: Schedule, times: Times = Times()) -> Timeline:
+def simulate_orders(orders: Sequence[Order], schedule: Schedule, times: OpTimes = OpTimes()) -> Timeline:
     """The same, of orders that lie on the stages as the schedule says."""
     check_complete(orders, schedule)
     return timeline(orders, schedule, times)
 
 
-def timeline(orders: Sequence[Order], schedule: Schedule, times: Times) -> Timeline:
+def timeline(orders: Sequence[Order], schedule: Schedule, times: OpTimes) -> Timeline:
     """The same, of orders that may leave something out, such as all backwards.
 
     Raises:
@@ -155,12 +155,12 @@ def splits(orders: Iterable[Order]) -> bool:
 class _Run:
     """A simulation on its way: how far each stage has come."""
 
-    def __init__(self, orders: Sequence[Order], schedule: Schedule, times: Times):
+    def __init__(self, orders: Sequence[Order], schedule: Schedule, times: OpTimes):
         self.orders, self.chunks, self.route = orders, schedule.chunks_per_stage, Route(schedule, len(orders))
         self.times, self.splits = times, splits(orders)
         self.done = [0] * len(orders)
         self.free = [0.0] * len(orders)
-        self.ran: dict[tuple[int, Op], Ran] = {}
+        self.ran: dict[tuple[int, Op], TimedOp] = {}
 
     def advance(self) -> bool:
         """Every stage goes on as far as it can; False if none could."""
@@ -181,7 +181,7 @@ class _Run:
         arrived = (self.ran[need].end + self.times.transfer * (need[0] != stage) for need in needs)
         start = max([self.free[stage], *arrived])
         self.free[stage] = start + self.duration(op)
-        self.ran[stage, op] = Ran(stage, op, start, self.free[stage])
+        self.ran[stage, op] = TimedOp(stage, op, start, self.free[stage])
         return True
 
     def raise_if_stuck(self) -> None:
@@ -226,7 +226,7 @@ class Route:
         ]  # fmt: skip
 
 
-def _peak(ran: Iterable[Ran], last: str) -> int:
+def _peak(ran: Iterable[TimedOp], last: str) -> int:
     """F that have begun whose `last` has not ended, at most."""
     changes = [(one.start, 1) for one in ran if one.op.kind == "F"]
     changes += [(one.end, -1) for one in ran if one.op.kind == last]

@@ -8,13 +8,13 @@ from meshpar.train.data.arrow import Arrow, Parquet
 from meshpar.train.data.corpus import StandardLibrary, Synthetic, Text
 from meshpar.train.data.dataset import Dataset
 from meshpar.train.data.jsonl import Jsonl
-from meshpar.train.data.mixture import Mixture, Part
+from meshpar.train.data.mixture import Mixture, MixtureComponent
 from meshpar.train.data.numpy_files import Numpy
 from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
 
 __all__ = [
-    "Arrow", "Bytes", "Data", "Dataset", "Ids", "Jsonl", "Mixture", "Numpy", "Parquet", "Part", "StandardLibrary",
-    "Synthetic", "Text", "TokenizerFile",
+    "Arrow", "Bytes", "Data", "Dataset", "Ids", "Jsonl", "Mixture", "MixtureComponent", "Numpy", "Parquet",
+    "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
 ]  # fmt: skip
 
 Data = Annotated[

@@ -12,14 +12,14 @@ from typing import Any, Literal
 import numpy as np
 
 from meshpar.errors import DataError, Problems, nearest
-from meshpar.train.data.corpus import AtPath, Texts
+from meshpar.train.data.corpus import AtPath, TextCorpus
+from meshpar.train.data.document_offsets import DocumentOffsets, placed
 from meshpar.train.data.documents import HEADING, Documents
 from meshpar.train.data.encode import Content, check_ids
-from meshpar.train.data.placed import Placed, placed
 from meshpar.train.data.tokenizer import missing_extra
 
 
-class _Column(AtPath, Texts):
+class _Column(AtPath, TextCorpus):
     """Files with columns, one of which contains the documents: text, or lists of token ids. Needs the extra `data`."""
 
     column: str = "text"
@@ -109,7 +109,7 @@ class Arrow(_Column):
         if not all(_is_list(self.open(path)[0].field(self.column).type) for path in files):
             return super().documents()
         problems = Problems()
-        found: list[Placed] = []
+        found: list[DocumentOffsets] = []
         for path in files:
             try:
                 for values in self._values(path, problems):
@@ -165,7 +165,7 @@ def _is_list(found: Any) -> bool:
     return lists and types.is_integer(found.value_type)
 
 
-def _lists(values: Any) -> Placed:
+def _lists(values: Any) -> DocumentOffsets:
     """The lists of an array, without copying them."""
     size = _pyarrow("pyarrow.compute").list_value_length(values).to_numpy(zero_copy_only=False).astype(np.int64)
-    return Placed(values.flatten().to_numpy(zero_copy_only=True), np.cumsum(size) - size, size)
+    return DocumentOffsets(values.flatten().to_numpy(zero_copy_only=True), np.cumsum(size) - size, size)

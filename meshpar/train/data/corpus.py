@@ -20,7 +20,7 @@ from meshpar.train.data.documents import Documents, no_data, share
 from meshpar.train.data.encode import Content, encode
 from meshpar.train.data.files import find, find_or_take, named
 from meshpar.train.data.fingerprint import fingerprint
-from meshpar.train.data.packing import Rows
+from meshpar.train.data.packing import PackedRows
 from meshpar.train.data.tokenizer import AnyTokenizer, Bytes, Ids, Tokenizer, TokenizerFile
 from meshpar.tree import human_bytes
 
@@ -63,7 +63,9 @@ class Batching(Config):
             splits = [corpus.documents().split(self.held_out_fraction) for _, corpus in self.sources]
         except OSError as error:  # a disk or a network failed while a file was read
             raise no_data(str(error.filename or "data"), f"cannot be read: {error.strerror}") from None
-        train, held_out = (tuple(Rows(side, self.seq_len) for side in sides) for sides in zip(*splits, strict=True))
+        train, held_out = (
+            tuple(PackedRows(side, self.seq_len) for side in sides) for sides in zip(*splits, strict=True)
+        )
         return Dataset(train, self.batch_size, seed, weights), Dataset(held_out, self.batch_size, None)
 
     def _check_memory(self) -> None:
@@ -162,7 +164,7 @@ class AtPath(Config):
         return find_or_take(self.root, self.glob)
 
 
-class Texts(FileCorpus):
+class TextCorpus(FileCorpus):
     """Documents that a tokenizer encodes."""
 
     tokenizer: AnyTokenizer = Bytes()
@@ -191,7 +193,7 @@ class Texts(FileCorpus):
         return cached(Path(self.cache), what, files, self.tokenizer, encoded, dtype)
 
 
-class WholeFiles(Texts):
+class WholeFiles(TextCorpus):
     """Files of which each is a document. Text that is not UTF-8 can be encoded by `Bytes`, but by no tokenizer file."""
 
     def read(self, files: list[Path]) -> Iterator[Content]:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from meshpar.train.data.packing import Batch, Rows
-from meshpar.train.data.turns import Turns
+from meshpar.train.data.packing import Batch, PackedRows
+from meshpar.train.data.round_robin import WeightedRoundRobin
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Dataset:
       weights: of the parts, as integers.
     """
 
-    parts: tuple[Rows, ...]
+    parts: tuple[PackedRows, ...]
     batch_size: int
     seed: int | None
     weights: tuple[int, ...] = (1,)
@@ -50,7 +50,7 @@ class Dataset:
         return -(-self.num_rows // self.batch_size) if self.seed is None else 2**62 // self.batch_size
 
     def __getitem__(self, index: int) -> Batch:
-        """Batch `index`, see `Rows.batch`.
+        """Batch `index`, see `PackedRows.batch`.
 
         Raises:
           IndexError: the index is negative, or at or beyond the length.
@@ -101,8 +101,8 @@ class Dataset:
         return part, np.array([self._orders[p][int(t)] for p, t in zip(part, turn, strict=True)], np.int64)
 
     @cached_property
-    def _turns(self) -> Turns:
-        return Turns(self.weights)
+    def _turns(self) -> WeightedRoundRobin:
+        return WeightedRoundRobin(self.weights)
 
     @cached_property
     def _orders(self) -> list[Any]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshpar.errors import DataError, Problems, nearest
 from meshpar.regular import open_regular
-from meshpar.train.data.corpus import AtPath, Texts
+from meshpar.train.data.corpus import AtPath, TextCorpus
 from meshpar.train.data.documents import HEADING
 from meshpar.train.data.encode import Content
 
@@ -19,7 +19,7 @@ MOST_PROBLEMS = 10  # reading stops here
 LONGEST_LINE = 2**28
 
 
-class Jsonl(AtPath, Texts):
+class Jsonl(AtPath, TextCorpus):
     """Files with a JSON object a line. One field of it is the document: text, or a list of token ids.
 
     >>> Jsonl(path="corpus", field="body").glob

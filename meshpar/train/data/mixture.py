@@ -11,13 +11,13 @@ from meshpar.train.data.arrow import Arrow, Parquet
 from meshpar.train.data.corpus import Batching, Corpus, StandardLibrary, Synthetic, Text
 from meshpar.train.data.jsonl import Jsonl
 from meshpar.train.data.numpy_files import Numpy
+from meshpar.train.data.round_robin import LONGEST, whole_weights
 from meshpar.train.data.tokenizer import Tokenizer
-from meshpar.train.data.turns import LONGEST, whole_weights
 
 Source = Annotated[Text | StandardLibrary | Synthetic | Jsonl | Parquet | Arrow | Numpy, Field(discriminator="kind")]
 
 
-class Part(Config):
+class MixtureComponent(Config):
     """A corpus in a mixture."""
 
     weight: float = Field(gt=0, allow_inf_nan=False)
@@ -37,7 +37,7 @@ class Mixture(Batching):
     """
 
     kind: Literal["mixture"] = "mixture"
-    parts: tuple[Part, ...]
+    parts: tuple[MixtureComponent, ...]
 
     @property
     def sources(self) -> list[tuple[int, Corpus]]:
@@ -89,7 +89,7 @@ class Mixture(Batching):
 
 
 def _completed(part: Any, shared: dict[str, Any]) -> Any:
-    if isinstance(part, Part):
+    if isinstance(part, MixtureComponent):
         new = {key: value for key, value in shared.items() if key not in part.data.model_fields_set}
         return part.model_copy(update={"data": part.data.model_copy(update=new)})
     if isinstance(part, dict) and isinstance(part.get("data"), dict):

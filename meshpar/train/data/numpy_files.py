@@ -14,10 +14,10 @@ import numpy as np
 from meshpar.errors import DataError, Problems
 from meshpar.regular import open_regular
 from meshpar.train.data.corpus import AtPath, FileCorpus
+from meshpar.train.data.document_offsets import DocumentOffsets, placed
 from meshpar.train.data.documents import HEADING, Documents
 from meshpar.train.data.encode import check_ids
 from meshpar.train.data.npy import MAGIC, map_array, read_array, unreadable
-from meshpar.train.data.placed import Placed, placed
 from meshpar.train.data.tokenizer import AnyTokenizer
 from meshpar.tree import human_bytes
 
@@ -43,7 +43,7 @@ class Numpy(AtPath, FileCorpus):
 
     def documents(self) -> Documents:
         problems = Problems()
-        found: list[Placed] = []
+        found: list[DocumentOffsets] = []
         for path in self.files():
             with closing(_arrays(path)) as arrays:
                 try:
@@ -53,7 +53,7 @@ class Numpy(AtPath, FileCorpus):
         problems.raise_any(DataError, HEADING)
         return placed(found, self.tokenizer.bos)
 
-    def _documents(self, array: np.ndarray) -> Placed:
+    def _documents(self, array: np.ndarray) -> DocumentOffsets:
         if array.ndim not in (1, 2):
             raise DataError(f"has the shape {array.shape}: token ids are a vector or a matrix")
         tokens = array.reshape(-1)
@@ -65,9 +65,9 @@ class Numpy(AtPath, FileCorpus):
                 opens.append(np.flatnonzero(window == self.tokenizer.bos) + at)
         if array.ndim == 2:
             size = np.full(array.shape[0], array.shape[1])
-            return Placed(tokens, np.arange(array.shape[0]) * array.shape[1], size)
+            return DocumentOffsets(tokens, np.arange(array.shape[0]) * array.shape[1], size)
         ends = np.concatenate([*opens, [tokens.size]])
-        return Placed(tokens, ends[:-1] + 1, np.diff(ends) - 1)
+        return DocumentOffsets(tokens, ends[:-1] + 1, np.diff(ends) - 1)
 
 
 def _arrays(path: Path) -> Generator[np.ndarray, None, None]:

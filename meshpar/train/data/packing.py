@@ -10,16 +10,16 @@ from numpy.typing import ArrayLike
 from meshpar.train.data.documents import Documents
 
 ARRAYS = ("tokens", "targets", "segments", "positions")
-"""The arrays of a batch, int32[batch, seq] each; see `Rows.batch`."""
+"""The arrays of a batch, int32[batch, seq] each; see `PackedRows.batch`."""
 Batch = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """The sequence of all documents as rows of `seq_len` tokens, which are read on request.
 
     >>> documents = Documents.joined([(0.0, np.array([1, 2, 3])), (0.0, np.array([4]))], bos=9, dtype=np.uint8)
-    >>> for name, array in Rows(documents, seq_len=4).batch([0, 1]).items():
+    >>> for name, array in PackedRows(documents, seq_len=4).batch([0, 1]).items():
     ...     print(f"{name:9}", *array.tolist())
     tokens    [9, 1, 2, 3] [9, 4, 9, 9]
     targets   [1, 2, 3, -1] [4, -1, -1, -1]

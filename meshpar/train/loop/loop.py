@@ -40,7 +40,7 @@ class Loop:
 
     Args:
       config: the run's config, which is recorded.
-      log_every, eval_every: in steps, as is `checkpoints.kept.every`; None for only at the end. The first step is
+      log_every, eval_every: in steps, as is `checkpoints.retention.every`; None for only at the end. The first step is
         logged too.
       mfu_of: tokens/s -> model FLOPs utilization; None if the chip is not known.
       profile: folder for a trace of three steps, after three steps of warm-up.
@@ -126,7 +126,7 @@ class Loop:
                 ends = is_last or (bool(means) and self._stops(index))
 
                 is_interrupted, is_overdue = self._agree(saved_at, is_logged)
-                is_save_due = is_save_due or is_overdue or self._is_due(index, self.checkpoints.kept.every)
+                is_save_due = is_save_due or is_overdue or self._is_due(index, self.checkpoints.retention.every)
                 # Skipped steps change no parameter: a checkpoint waits for a step that is finite.
                 if ends or is_interrupted or (is_save_due and not window.drain()):
                     with stopwatch.paused():
@@ -184,7 +184,7 @@ class Loop:
 
     def _agree(self, saved_at: float, is_logged: bool) -> tuple[bool, bool]:
         """Whether to end, and whether a checkpoint is overdue. Several processes agree on it at logged steps."""
-        every = self.checkpoints.kept.every_minutes
+        every = self.checkpoints.retention.every_minutes
         is_overdue = every is not None and time.monotonic() - saved_at >= 60 * every
         is_interrupted = self.signals.caught is not None
         if jax.process_count() == 1:
@@ -236,7 +236,7 @@ class Loop:
         self.recorder.check()
         if keeps_all:
             self._wait()
-            self.checkpoints.kept = self.checkpoints.kept.without_end()
+            self.checkpoints.retention = self.checkpoints.retention.without_end()
         with writing("a checkpoint", self.checkpoints.directory):
             self.checkpoints.save(index, state, means)
 

@@ -81,12 +81,12 @@ def _text(record: Record) -> str:
 
 
 def _restored(record: Record) -> str:
-    taken, made, unused = (record[name] for name in ("taken", "made", "unused"))
-    parts = [f"restores {_arrays(taken, [*made, *unused])} of {record['source']}"]
-    if made:
-        parts.append(f"initializes {_arrays(made, taken)}")
-    if unused:
-        parts.append(f"ignores {_arrays(unused, taken)}")
+    restored, initialized, ignored = (record[name] for name in ("restored", "initialized", "ignored"))
+    parts = [f"restores {_arrays(restored, [*initialized, *ignored])} of {record['source']}"]
+    if initialized:
+        parts.append(f"initializes {_arrays(initialized, restored)}")
+    if ignored:
+        parts.append(f"ignores {_arrays(ignored, restored)}")
     parts += [f"{key} was {old}, is {new}" for key, (old, new) in record["changed"].items()]
     return "; ".join(parts)
 

@@ -12,27 +12,27 @@ import optax
 import pytest
 from jax import lax
 
-from meshpar import AxisRules, MeshLayout, Proof, Tally, prove, training
+from meshpar import AxisRules, LossSums, MeshLayout, Verification, training, verify
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.parallel import data, tensor
 from meshpar.parallel.context import ParallelContext, manual, manual_axes
 from meshpar.parallel.local import varying
 from meshpar.train import gradients
 from meshpar.train.step import Update
-from tests.proof import toy as toys
-from tests.proof.toy import BATCHES, toy
+from tests.verification import toy as toys
+from tests.verification.toy import BATCHES, toy
 
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 FSDP = ("fsdp", "megatron")
 
 
-def proof_of(training_) -> Proof:
-    return prove(training_, BATCHES)
+def proof_of(training_) -> Verification:
+    return verify(training_, BATCHES)
 
 
-def guilty(proof: Proof) -> dict[str, str]:
+def guilty(proof: Verification) -> dict[str, str]:
     """Layout -> what differs there first."""
-    return {row.name: str(row.difference or row.error) for row in proof.guilty}
+    return {row.name: str(row.difference or row.error) for row in proof.culprits}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def next_of(tokens, border: Callable):
 
 
 def from_the_neighbour(first):
-    axes = manual_axes("norm_seq")
+    axes = manual_axes("residual_seq")
     if not axes:
         return first
     size = lax.axis_size(axes)
@@ -159,11 +159,11 @@ def test_labels_shifted_within_a_shard(border):
     """The sequence is cut over context; the label of a shard's last token is the first of the next shard."""
 
     def bigrams(params, batch, key):
-        axes = manual_axes("norm_seq")
+        axes = manual_axes("residual_seq")
         logits = params["table"][batch["tokens"]] @ params["head"]
         nll = tensor.cross_entropy(logits, next_of(batch["tokens"], border), toys.PADDED)
         sums = nll.sum(), jnp.ones_like(batch["tokens"]).sum(dtype=jnp.int32)
-        return Tally(*(lax.psum(sums, axes) if axes else sums))
+        return LossSums(*(lax.psum(sums, axes) if axes else sums))
 
     bigram = training(
         lambda key: {name: toys.init(key)[name] for name in ("table", "head")},
@@ -171,12 +171,12 @@ def test_labels_shifted_within_a_shard(border):
         optax.sgd(0.1),
         BATCHES[0],
         mesh=MeshLayout(data=2, context=2).build(jax.devices()[:4]),
-        rules=AxisRules(preset="replicated", norm_seq=("context",)),
+        rules=AxisRules(preset="replicated", residual_seq=("context",)),
         dims={name: toys.DIMS[name] for name in ("table", "head")},
-        batch_dims={"tokens": ("batch", "norm_seq")},
+        batch_dims={"tokens": ("batch", "residual_seq")},
         manual=True,
     )
-    proof = prove(bigram, BATCHES)
+    proof = verify(bigram, BATCHES)
     assert list(guilty(proof)) == ([] if border is from_the_neighbour else ["context=2"])
     if not proof.is_equal:
         assert guilty(proof)["context=2"].startswith("step 1, the loss: ")
@@ -216,7 +216,7 @@ def test_a_key_that_is_not_folded(monkeypatch):
     monkeypatch.setattr(toys, "rows", lambda batch: jnp.arange(batch["row"].shape[0], dtype=jnp.int32))
     proof = proof_of(toy({"data": 2, "tensor": 2}, "megatron", draws=True))
     assert list(guilty(proof)) == ["data=2"]
-    assert proof.draws_guilty
+    assert proof.draws_differ
     assert str(proof).endswith("it is equal if nothing is drawn: the random draws differ")
 
 
@@ -275,13 +275,13 @@ def test_two_axes_that_are_wrong_only_together(monkeypatch):
     monkeypatch.setattr(data, "sum_gradient", confused)
     proof = proof_of(toy(CUBE, *FSDP))
     assert guilty(proof) == {"data=2, tensor=2": "step 1, gradient of down: exactly 3x (and 3 more of 4 gradients)"}
-    assert "guilty: data=2, tensor=2, together" in str(proof)
+    assert "culprit: data=2, tensor=2, together" in str(proof)
 
 
 def test_numbers_that_are_not_finite(monkeypatch):
     spoil = lambda x, dim: leave(x, dim) * (jnp.nan if manual_axes(dim) else 1.0)
-    leave = tensor.leave
-    monkeypatch.setattr(tensor, "leave", spoil)
+    leave = tensor.exit_region
+    monkeypatch.setattr(tensor, "exit_region", spoil)
     proof = proof_of(toy({"data": 2, "tensor": 2}, "megatron"))
     assert guilty(proof) == {"tensor=2": "step 1, the loss: is not finite"}
 

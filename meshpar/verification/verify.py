@@ -14,21 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.config import flatten
-from meshpar.errors import MeshError, ProofError
+from meshpar.errors import MeshError, VerificationError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
 from meshpar.mesh.layout import MeshLayout, describe_sizes
-from meshpar.proof.batches import token_batch
-from meshpar.proof.compare import Comparison, compare, without_gradient
-from meshpar.proof.shrink import shrink
-from meshpar.proof.trial import Batches, StepResult, Trial
-from meshpar.proof.verdict import CHECKPOINT, Proof, Row, Sizes
 from meshpar.train.training import Training
+from meshpar.verification.batches import token_batch
+from meshpar.verification.compare import Comparison, compare, without_gradient
+from meshpar.verification.report import CHECKPOINT, Row, Sizes, Verification
+from meshpar.verification.shrink import shrink
+from meshpar.verification.trial import Batches, StepResult, Trial
 
 NUM_STEPS = 4
 
 
-def prove(subject: Run | Training, batches: Batches | None = None) -> Proof:
+def verify(subject: Run | Training, batches: Batches | None = None) -> Verification:
     """Trains in float64 on simulated devices: on the mesh, on one device, and on one axis at a time.
 
     It compares the loss, every gradient, the norm of the gradient, and the parameters after each step. It does the same
@@ -40,7 +40,8 @@ def prove(subject: Run | Training, batches: Batches | None = None) -> Proof:
 
     Raises:
       MeshError: there are not enough CPU devices, real or simulated.
-      ProofError: the loss is not computed in float64, gradients are rounded where they are reduced, or there are fewer
+      VerificationError: the loss is not computed in float64, gradients are rounded where they are reduced, or there are
+      fewer
         than two batches.
       ConfigError, ShardingError: see `prepare`.
 
@@ -48,41 +49,42 @@ def prove(subject: Run | Training, batches: Batches | None = None) -> Proof:
       >>> from meshpar import AdamW, AxisRules, Llama, MeshLayout, Run, Synthetic, simulate
       >>> simulate(8)
       >>> run = Run(
-      ...     model=Llama(num_layers=2, width=32, num_heads=4, mlp_width=64), data=Synthetic(batch_size=8),
+      ...     model=Llama(num_layers=2, hidden_size=32, num_heads=4, intermediate_size=64),
+      ...     data=Synthetic(batch_size=8),
       ...     optim=AdamW(lr=1e-3), mesh=MeshLayout(data=2), rules=AxisRules(preset="replicated"),
       ...     num_steps=10, run_dir="unused",
       ... )
-      >>> prove(run).is_equal
+      >>> verify(run).is_equal
       True
     """
     parallel = subject.parallel if isinstance(subject, Run) else subject.ctx.parallel
     if (reduction := parallel.gradient_reduction) and reduction.rounds:
         key = "parallel.gradient_reduction"
-        fix = f"prove it with {key}.within=exact {key}.across=exact"
-        raise ProofError(f"{key} rounds what it sums: it is near one device's numbers, not equal to them; {fix}")
+        fix = f"verify it with {key}.within=exact {key}.across=exact"
+        raise VerificationError(f"{key} rounds what it sums: it is near one device's numbers, not equal to them; {fix}")
     with jax.enable_x64(True):
         if isinstance(subject, Run):
             small = shrink(subject)
             training = prepare(small, small.mesh.build(_devices(small.mesh.requested() or 1)))
             rng = np.random.default_rng(0)
             sizes = (small.data.batch_size, small.data.seq_len, small.data.vocab_size)
-            return _prove(training, [token_batch(rng, *sizes) for _ in range(NUM_STEPS)], _changes(subject, small))
+            return _verify(training, [token_batch(rng, *sizes) for _ in range(NUM_STEPS)], _changes(subject, small))
         if batches is None or len(batches) < 2:
-            raise ProofError("pass two batches or more, one for each step: the run is interrupted between them")
-        return _prove(_widened(subject), [_wide(batch) for batch in batches], {})
+            raise VerificationError("pass two batches or more, one for each step: the run is interrupted between them")
+        return _verify(_widened(subject), [_wide(batch) for batch in batches], {})
 
 
-def _prove(training: Training, batches: Batches, shrunk: dict[str, tuple[Any, Any]]) -> Proof:
+def _verify(training: Training, batches: Batches, shrunk: dict[str, tuple[Any, Any]]) -> Verification:
     checker = _Checker(training, batches)
     rows = list(checker.rows())
     if not rows[0].is_equal and all(row.is_equal for row in rows[1:] if row.axes != CHECKPOINT):
         rows += checker.pairs()
     undecided = tuple(path for path, elements in checker.undecided.items() if elements.any())
     draws = training.key is not None
-    proof = Proof(checker.sizes, shrunk, tuple(rows), undecided, draws)
-    if proof.is_equal or not draws:
-        return proof
-    return replace(proof, draws_guilty=checker.is_equal_without_draws(proof.guilty[0]))
+    verification = Verification(checker.sizes, shrunk, tuple(rows), undecided, draws)
+    if verification.is_equal or not draws:
+        return verification
+    return replace(verification, draws_differ=checker.is_equal_without_draws(verification.culprits[0]))
 
 
 class _Checker:

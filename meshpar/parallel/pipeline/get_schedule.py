@@ -7,12 +7,12 @@ from typing import get_args
 
 from meshpar.config import build
 from meshpar.errors import Problems, ScheduleError, nearest
-from meshpar.parallel.pipeline.schedule import Pipeline, Schedule, Written
+from meshpar.parallel.pipeline.schedule import Pipeline, Schedule, ScheduleFile
 
 KINDS: dict[str, type[Schedule]] = {cls.model_fields["kind"].default: cls for cls in get_args(get_args(Pipeline)[0])}
 
 
-def named(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
+def get_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
     """The schedule that is called so, or whose orders stand in the file that is.
 
     Args:
@@ -21,10 +21,10 @@ def named(name: str, num_stages: int, num_microbatches: int, num_chunks: int | N
     Raises:
       ScheduleError: there is none; or it does not go with so many stages, microbatches or chunks.
 
-    >>> named("zb_h1", 4, 8)
+    >>> get_schedule("zb_h1", 4, 8)
     ZeroBubbleH1(num_microbatches=8, cut=None, kind='zb_h1')
     """
-    kind = Written if name not in KINDS and os.path.isfile(name) else KINDS.get(name)
+    kind = ScheduleFile if name not in KINDS and os.path.isfile(name) else KINDS.get(name)
     if kind is None:
         near = nearest(name, KINDS)
         hint = f"; did you mean {near}?" if near else ""

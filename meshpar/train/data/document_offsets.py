@@ -10,7 +10,7 @@ import numpy as np
 from meshpar.train.data.documents import Documents, share_of_ids
 
 
-class Placed(NamedTuple):
+class DocumentOffsets(NamedTuple):
     """The documents of one array: where each starts, and its number of tokens, int64[num] each."""
 
     tokens: np.ndarray
@@ -18,7 +18,7 @@ class Placed(NamedTuple):
     size: np.ndarray
 
 
-def placed(arrays: Sequence[Placed], bos: int) -> Documents:
+def placed(arrays: Sequence[DocumentOffsets], bos: int) -> Documents:
     """The documents of these arrays, without copying them. A `bos` at the start of a document is not doubled.
 
     Every document is read once, to compute the checksum that determines its side of the split.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshpar import GPT, AdamW, AxisRules, Llama, MeshLayout, Run, Synthetic, load, prepare
 from meshpar.parallel.pipeline.schedule import OneFOneB
-from meshpar.proof.shrink import MOST_DEVICES, least_factor, shrink, small_sizes
+from meshpar.verification.shrink import MOST_DEVICES, least_factor, shrink, small_sizes
 
 CONFIGS = sorted(Path("configs").glob("*.yaml"))
 
@@ -56,7 +56,9 @@ def test_sizes_keep_their_axes(sizes):
     ],
 )
 def test_heads(heads, kv_heads, tensor, rules, expected):
-    model = Llama(num_layers=6, width=8 * heads * tensor, num_heads=heads, num_kv_heads=kv_heads, mlp_width=96)
+    model = Llama(
+        num_layers=6, hidden_size=8 * heads * tensor, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=96
+    )
     small = shrink(run_of(model, MeshLayout(tensor=tensor), AxisRules(preset="megatron", vocab=(), **rules)))
     assert (small.model.num_heads, small.model.kv_heads) == expected
     prepare(small, small.mesh.abstract())
@@ -64,12 +66,12 @@ def test_heads(heads, kv_heads, tensor, rules, expected):
 
 def test_what_is_structure_is_kept():
     model = GPT(
-        num_layers=12, width=96, num_heads=6, mlp_width=384, vocab_size=50257, vocab_multiple=64,
-        tied=True, dropout=0.1, remat="full", max_seq_len=1024,
+        num_layers=12, hidden_size=96, num_heads=6, intermediate_size=384, vocab_size=50257, pad_vocab_to_multiple=64,
+        tie_embeddings=True, dropout=0.1, remat="full", max_seq_len=1024,
     )  # fmt: skip
     run = run_of(model, MeshLayout(data=4, tensor=2), AxisRules(preset="megatron"), num_microbatches=8)
     small = shrink(run)
-    assert (small.model.tied, small.model.dropout, small.model.remat) == (True, 0.1, "full")
+    assert (small.model.tie_embeddings, small.model.dropout, small.model.remat) == (True, 0.1, "full")
     assert small.model.padded_vocab > small.model.vocab_size
     assert small.model.max_seq_len == 2 * small.data.seq_len
     assert (small.num_microbatches, small.data.batch_size) == (2, 16)
@@ -78,7 +80,7 @@ def test_what_is_structure_is_kept():
 
 
 def test_layers_that_are_padded_stay_so():
-    model = Llama(num_layers=70, layers_multiple=12, width=64, num_heads=4, mlp_width=64)
+    model = Llama(num_layers=70, pad_layers_to_multiple=12, hidden_size=64, num_heads=4, intermediate_size=64)
     schedule = OneFOneB(num_microbatches=24)
     small = shrink(run_of(model, MeshLayout(pipe=12), AxisRules(preset="pipeline"), parallel={"pipeline": schedule}))
     assert (small.mesh.pipe, small.model.num_layers, small.model.stacked_layers) == (4, 5, 8)
@@ -87,7 +89,7 @@ def test_layers_that_are_padded_stay_so():
 
 def test_a_free_axis_and_slices_count():
     rules = AxisRules(preset=("fsdp", "megatron"))
-    model = Llama(num_layers=2, width=64, num_heads=4, mlp_width=64)
+    model = Llama(num_layers=2, hidden_size=64, num_heads=4, intermediate_size=64)
     free = shrink(run_of(model, MeshLayout(data=-1, tensor=4), rules))
     assert (free.mesh.data, free.mesh.tensor) == (2, 4)
     slices = shrink(run_of(model, MeshLayout(fsdp=8, dcn={"data": 4}), rules))

@@ -7,7 +7,7 @@ from pathlib import Path
 from meshpar.collectives.bench import Bench
 
 
-def draw(bench: Bench, path: Path) -> None:
+def plot_bench(bench: Bench, path: Path) -> None:
     """Plots time against size, one panel per operation: points are measured, dashed lines are modelled."""
     from matplotlib.figure import Figure
 

@@ -18,7 +18,7 @@ LONGEST = 10_000
 
 
 @dataclass(frozen=True)
-class Turns:
+class WeightedRoundRobin:
     """The order of the parts: of the first n rows, each part has n x weight / sum(weights), within one row.
 
     Args:
@@ -27,7 +27,7 @@ class Turns:
     Source: the quota method of Balinski and Young, "The Quota Method of Apportionment" (1975): among the parts that
     would not exceed their share, the next row goes to the one whose next row is due first.
 
-    >>> Turns((2, 1)).of(np.arange(6))[0].tolist()
+    >>> WeightedRoundRobin((2, 1)).of(np.arange(6))[0].tolist()
     [0, 0, 1, 0, 0, 1]
     """
 

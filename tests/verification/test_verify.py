@@ -1,4 +1,4 @@
-"""A config is proved from the command line, and the exit code says what was found; docs/guides/prove.md proves one
+"""A config is verified from the command line, and the exit code says what was found; docs/guides/verify.md proves one
 that is right."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import jax
 from jax import lax
 from typer.testing import CliRunner
 
-from meshpar import GPT, AxisRules, Lion, MeshLayout, Run, Synthetic, prove
+from meshpar import GPT, AxisRules, Lion, MeshLayout, Run, Synthetic, verify
 from meshpar.cli import app
 from meshpar.parallel import data
 from meshpar.parallel.local import varying
@@ -23,17 +23,17 @@ def test_a_fault_ends_with_1(monkeypatch):
     summed = data._sum
     monkeypatch.setattr(data, "_sum", twice)
     small = ["model.num_layers=1", "mesh.fsdp=1", "mesh.tensor=1", "rules=[replicated]", "mesh.data=8"]
-    result = CliRunner().invoke(app, ["prove", "configs/quickstart.yaml", *small, "--json"])
+    result = CliRunner().invoke(app, ["verify", "configs/quickstart.yaml", *small, "--json"])
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
     told = json.loads(result.output)
-    assert (told["equal"], told["guilty"]) == (False, ["data=8"])
+    assert (told["equal"], told["culprits"]) == (False, ["data=8"])
     assert told["rows"][0]["compared"]["first"]["how"] == "exactly 8x"
 
 
 def test_an_optimizer_that_divides_by_a_gradient_of_zero():
     """The bias of keys moves no score: Lion takes the sign of what rounding makes of its gradient."""
     run = Run(
-        model=GPT(num_layers=1, width=16, num_heads=2, mlp_width=32, dropout=0.1),
+        model=GPT(num_layers=1, hidden_size=16, num_heads=2, intermediate_size=32, dropout=0.1),
         data=Synthetic(batch_size=8, seq_len=16),
         optim=Lion(lr=1e-3),
         mesh=MeshLayout(data=2),
@@ -42,7 +42,7 @@ def test_an_optimizer_that_divides_by_a_gradient_of_zero():
         num_steps=5,
         run_dir="unused",
     )
-    proof = prove(run)
+    proof = verify(run)
     assert proof.is_equal, str(proof)
     assert proof.undecided == ("blocks.attn.k.bias",)
     assert str(proof).splitlines()[-3:] == [
@@ -54,5 +54,5 @@ def test_an_optimizer_that_divides_by_a_gradient_of_zero():
 
 def test_too_few_devices(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda platform=None: jax.local_devices()[:1])
-    result = CliRunner().invoke(app, ["prove", "configs/quickstart.yaml"])
+    result = CliRunner().invoke(app, ["verify", "configs/quickstart.yaml"])
     assert str(result.exception) == "8 CPU devices are needed, 1 are available; call meshpar.simulate(8) first"

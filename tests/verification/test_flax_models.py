@@ -1,4 +1,4 @@
-"""Models that nobody here wrote go through `inspect` and `prove` as they are."""
+"""Models that nobody here wrote go through `inspect` and `verify` as they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from meshpar import AxisRules, MeshLayout, ProofError, inspect, prove, training
+from meshpar import AxisRules, MeshLayout, VerificationError, inspect, training, verify
 
 ROWS = 8
 
@@ -74,7 +74,7 @@ def cnn():
 
 
 def test_a_linen_model_is_proved(cnn):
-    proof = prove(cnn, [digits(seed, 12) for seed in range(2)])
+    proof = verify(cnn, [digits(seed, 12) for seed in range(2)])
     assert proof.is_equal, str(proof)
     assert [row.name for row in proof.rows][:3] == ["data=2, tensor=2", "data=2", "tensor=2"]
 
@@ -100,7 +100,7 @@ def test_an_nnx_model_is_proved():
     mesh = MeshLayout(data=4).build(jax.devices()[:4])
     rules = AxisRules(preset="replicated", unnamed=())
     mlp = training(init, loss, optax.adamw(1e-2), digits(0, 4), mesh=mesh, rules=rules, draws=True)
-    proof = prove(mlp, [digits(seed, 4) for seed in range(2)])
+    proof = verify(mlp, [digits(seed, 4) for seed in range(2)])
     assert proof.is_equal, str(proof)
     assert proof.draws
 
@@ -111,8 +111,8 @@ def test_a_model_that_computes_in_float32_is_refused():
         lambda params, batch, key: (batch["image"].reshape(-1, 16) @ params["w"]).mean().astype(np.float32),
         optax.sgd(0.1), digits(0, 4), mesh=MeshLayout(data=8), rules=AxisRules(preset="replicated", unnamed=()),
     )  # fmt: skip
-    with pytest.raises(ProofError) as error:
-        prove(half, [digits(seed, 4) for seed in range(2)])
+    with pytest.raises(VerificationError) as error:
+        verify(half, [digits(seed, 4) for seed in range(2)])
     assert str(error.value) == (
         "the loss is float32, though the parameters are float64: rounding would hide differences; "
         "build the model without a dtype of its own"
@@ -120,5 +120,5 @@ def test_a_model_that_computes_in_float32_is_refused():
 
 
 def test_one_batch_is_not_enough(cnn):
-    with pytest.raises(ProofError, match="the run is interrupted between them"):
-        prove(cnn, [digits(0, 12)])
+    with pytest.raises(VerificationError, match="the run is interrupted between them"):
+        verify(cnn, [digits(0, 12)])

@@ -11,10 +11,10 @@ import pydantic
 from meshpar.config import Config, Count, Positive
 
 
-class Kept(Config):
+class Retention(Config):
     """How often a checkpoint is written, and which are kept: the latest and the best.
 
-    >>> sorted(Kept(keep=1, keep_best=2).chosen({1: 3.0, 2: 2.0, 3: 2.5, 4: None, 5: float("nan")}))
+    >>> sorted(Retention(keep=1, keep_best=2).chosen({1: 3.0, 2: 2.0, 3: 2.5, 4: None, 5: float("nan")}))
     [2, 3, 5]
     """
 
@@ -33,10 +33,10 @@ class Kept(Config):
     best: Literal["lowest", "highest"] = "lowest"
     """Whether the lowest or the highest value of the metric is the best."""
 
-    def without_end(self) -> Kept:
+    def without_end(self) -> Retention:
         """A copy that keeps every checkpoint.
 
-        >>> sorted(Kept(keep=1).without_end().chosen({1: None, 2: None}))
+        >>> sorted(Retention(keep=1).without_end().chosen({1: None, 2: None}))
         [1, 2]
         """
         return self.model_copy(update={"keep": sys.maxsize})

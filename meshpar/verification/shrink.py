@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from meshpar.experiment.config import Precision, Run
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models.reference import Scale, least_factor
-from meshpar.parallel.pipeline.schedule import Schedule, Written
+from meshpar.parallel.pipeline.schedule import Schedule, ScheduleFile
 from meshpar.train.data import Synthetic
 
 MOST_DEVICES = 8
@@ -39,7 +39,7 @@ def shrink(run: Run) -> Run:
         "num_microbatches": num_microbatches,
         "parallel": parallel,
         "precision": Precision(params="float64", compute="float64", master=run.precision.master and "float64"),
-        "expects": None,
+        "contract": None,
     }
     return run.model_copy(update=changes)
 
@@ -76,6 +76,6 @@ def greatest_factor(number: int) -> int:
 
 def _pipeline(schedule: Schedule, num_stages: int) -> Schedule:
     """Twice as many microbatches as stages; orders that are written are of as many as they are."""
-    if isinstance(schedule, Written):
+    if isinstance(schedule, ScheduleFile):
         return schedule
     return schedule.model_copy(update={"num_microbatches": 2 * num_stages, "cut": None})

@@ -19,7 +19,7 @@ COPIES = "copies"
 """The dim that tells apart what devices with the same part of a gradient keep of it."""
 
 
-def place_kept(sharded: Any, ctx: ParallelContext) -> dict[str, Any]:
+def place_error_feedback(sharded: Any, ctx: ParallelContext) -> dict[str, Any]:
     """`carried`, of the reduction alone: {reduce: {name: tree of `Placement`}}, or nothing.
 
     Args:

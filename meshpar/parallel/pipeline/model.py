@@ -15,7 +15,7 @@ Batch = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
-class Parts:
+class PipelineModel:
     """A model that can be cut between its layers, as functions of its parameters.
 
     Args:

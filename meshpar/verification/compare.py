@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshpar.proof.trial import KINDS, Arrays, StepResult
+from meshpar.verification.trial import KINDS, Arrays, StepResult
 
 TOLERANCE = 1e-10
 """A correct layout differs by about 1e-14, from rounding; a wrong one by about 1e-1."""

@@ -11,7 +11,7 @@ from meshpar.parallel.pipeline.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Cut:
+class StagePartition:
     """The layers of each chunk.
 
     Args:
@@ -38,7 +38,7 @@ class Cut:
 
 def cut_layers(
     schedule: Schedule, num_stages: int, num_layers: int, head: float = 0.0, stacked_layers: int | None = None
-) -> Cut:
+) -> StagePartition:
     """The cut that is given, or the one by which the longest virtual stage is shortest.
 
     Args:
@@ -57,7 +57,7 @@ def cut_layers(
         stage, chunk = schedule.stage_of(virtual, num_stages), virtual // num_stages
         layers[stage, chunk, :count] = range(first, first + count)
         first += count
-    return Cut(layers)
+    return StagePartition(layers)
 
 
 def _as_stored(schedule: Schedule, num_stages: int, num_layers: int, stacked: int) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.collectives.compress import Blocks
+from meshpar.collectives.compression import Blocks
 
 
 class Scaled(Blocks):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from meshpar import AxisRules, MeshLayout, Tally, Training, training
+from meshpar import AxisRules, LossSums, MeshLayout, Training, training
 from meshpar.nn.layers import dropout
 from meshpar.parallel import tensor
 from meshpar.parallel.context import manual_axes
@@ -32,20 +32,20 @@ def init(key):
 def centred(x_BRD):
     """Each channel less its mean over the sequence, of which a device may hold a shard."""
     mean = x_BRD.mean(1, keepdims=True)
-    axes = manual_axes("norm_seq")
+    axes = manual_axes("residual_seq")
     return x_BRD - (lax.pmean(mean, axes) if axes else mean)
 
 
 def loss(params, batch, key):
     p = {name: gather_in_layer(x, DIMS[name]) for name, x in params.items()}
     x_BRD = tensor.embed(p["table"], batch["tokens"])
-    hidden = jnp.tanh(tensor.enter(centred(x_BRD), "mlp") @ p["up"])
-    update = tensor.leave(hidden @ p["down"], "mlp")
+    hidden = jnp.tanh(tensor.enter_region(centred(x_BRD), "mlp") @ p["up"])
+    update = tensor.exit_region(hidden @ p["down"], "mlp")
     x_BRD += update if key is None else dropout(update, 0.3, key, rows(batch))
-    logits = tensor.enter(x_BRD, "vocab") @ p["head"]
+    logits = tensor.enter_region(x_BRD, "vocab") @ p["head"]
     counted = batch["targets"] >= 0
     nll = tensor.cross_entropy(logits, jnp.where(counted, batch["targets"], 0), VOCAB)
-    return Tally(jnp.where(counted, nll, jnp.zeros_like(nll)).sum(), counted.sum(dtype=jnp.int32))
+    return LossSums(jnp.where(counted, nll, jnp.zeros_like(nll)).sum(), counted.sum(dtype=jnp.int32))
 
 
 def rows(batch):

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshpar.parallel.pipeline.schedule import Op, Order, Schedule
-from meshpar.parallel.pipeline.simulate import Ran, Route, Timeline, Times, splits, timeline
+from meshpar.parallel.pipeline.simulate import OpTimes, Route, TimedOp, Timeline, splits, timeline
 
 IDLE, KINDS = 0, {"F": 1, "B": 2, "W": 3}
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """What a stage does in a tick; as arrays [tick, stage], all ticks.
 
     Args:
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ticks:
+class ScheduleTable:
     """A schedule on a number of stages, ready to be executed.
 
     Args:
@@ -54,7 +54,7 @@ class Ticks:
       num_inbox, num_residuals, num_stashes: slots that the stage with most of them needs.
     """
 
-    rows: Row
+    rows: TableRow
     num_inbox: int
     num_residuals: int
     num_stashes: int
@@ -64,7 +64,7 @@ class Ticks:
         return len(self.rows.kind)
 
 
-def tick_table(orders: list[Order], schedule: Schedule) -> Ticks:
+def tick_table(orders: list[Order], schedule: Schedule) -> ScheduleTable:
     """The table of orders that are complete and do not wait for each other.
 
     >>> from meshpar.parallel.pipeline.schedule import OneFOneB
@@ -75,10 +75,10 @@ def tick_table(orders: list[Order], schedule: Schedule) -> Ticks:
     return _Table(orders, schedule).ticks()
 
 
-def in_ticks(orders: list[Order], schedule: Schedule, times: Times | None = None) -> Timeline:
+def in_ticks(orders: list[Order], schedule: Schedule, times: OpTimes | None = None) -> Timeline:
     """When each operation runs, W apart from B; if no times are given, in ticks, of which each lasts one."""
     v = float(schedule.chunks_per_stage)
-    return timeline([split_backwards(order) for order in orders], schedule, times or Times(v, v, v))
+    return timeline([split_backwards(order) for order in orders], schedule, times or OpTimes(v, v, v))
 
 
 def split_backwards(order: Order) -> Order:
@@ -95,20 +95,20 @@ class _Table:
         self.tick = {(one.stage, one.op): round(one.start) for one in self.ran}
         self.num_ticks = max(self.tick.values()) + 1
 
-    def ticks(self) -> Ticks:
+    def ticks(self) -> ScheduleTable:
         inbox = [(*span, key) for key, span in self._messages().items()]
         residuals = [(self.tick[s, op], self._end(s, op), (s, op[1:])) for s, op in self.tick if op.kind == "F"]
         stashes = [(self.tick[s, op], self._end(s, op), (s, op[1:])) for s, op in self.tick if op.kind == "B"]
         slots = [_slots(spans) for spans in (inbox, residuals, stashes)]
         counts = [max([slot + 1 for slot in found.values()], default=0) for found in slots]
-        rows = Row(*(np.zeros((self.num_ticks, self.num_stages), np.int32) for _ in Row._fields))
+        rows = TableRow(*(np.zeros((self.num_ticks, self.num_stages), np.int32) for _ in TableRow._fields))
         for unused in (rows.from_left, rows.from_right, rows.own):
             unused[:] = counts[0]
         for one in self.ran:
             self._fill(rows, one, *slots)
-        return Ticks(rows, *counts)
+        return ScheduleTable(rows, *counts)
 
-    def _fill(self, rows: Row, one: Ran, inbox: _Found, residuals: _Found, stashes: _Found) -> None:
+    def _fill(self, rows: TableRow, one: TimedOp, inbox: _Found, residuals: _Found, stashes: _Found) -> None:
         t, s, op = round(one.start), one.stage, one.op
         virtual = self.route.virtual(s, op.chunk)
         rows.kind[t, s], rows.microbatch[t, s], rows.chunk[t, s] = KINDS[op.kind], op.microbatch, op.chunk
@@ -119,7 +119,7 @@ class _Table:
         if (to := self._receiver(s, op)) is not None and to in inbox:
             self._way(rows, s, to[0])[t, to[0]] = inbox[to]
 
-    def _way(self, rows: Row, stage: int, to: int) -> np.ndarray:
+    def _way(self, rows: TableRow, stage: int, to: int) -> np.ndarray:
         if to == stage:
             return rows.own
         # Of two stages each is the other's neighbour on both sides: what passes between them comes from the left.

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.checkpoint.checkpoints import checkpoints
-from meshpar.errors import ProofError
+from meshpar.errors import VerificationError
 from meshpar.train.gradients import Gradients
 from meshpar.train.state import TrainState, shardings
 from meshpar.train.step import step_function
@@ -57,7 +57,7 @@ class Trial:
         """Runs a step on each batch.
 
         Raises:
-          ProofError: the loss is not computed in float64.
+          VerificationError: the loss is not computed in float64.
         """
         results = []
         for batch in batches:
@@ -97,7 +97,7 @@ def _result(metrics: Any, grads: Any, state: TrainState) -> StepResult:
     metrics, grads, params, carried = jax.device_get((metrics, grads, state.params, state.carried))
     if metrics["loss"].dtype != np.float64:
         what = f"the loss is {metrics['loss'].dtype}, though the parameters are float64"
-        raise ProofError(f"{what}: rounding would hide differences; build the model without a dtype of its own")
+        raise VerificationError(f"{what}: rounding would hide differences; build the model without a dtype of its own")
     return StepResult(
         {"loss": metrics["loss"]},
         flatten_with_paths(grads),

@@ -18,7 +18,7 @@ from meshpar.mesh.hardware import LINKS, Link, chip_of
 
 
 @lru_cache(maxsize=4096)
-def choose(operation: Operation, num_ranks: int, num_bytes: int, link: Link | None = None) -> Algorithm:
+def select(operation: Operation, num_ranks: int, num_bytes: int, link: Link | None = None) -> Algorithm:
     """The fastest algorithm for an operation.
 
     Args:
@@ -28,7 +28,7 @@ def choose(operation: Operation, num_ranks: int, num_bytes: int, link: Link | No
 
     >>> from meshpar.mesh.hardware import LINKS
     >>> link = LINKS["TPU v5e"].inside
-    >>> choose("all_reduce", 16, 1 << 10, link), choose("all_reduce", 16, 1 << 30, link)
+    >>> select("all_reduce", 16, 1 << 10, link), select("all_reduce", 16, 1 << 30, link)
     ('recursive_doubling', 'bidirectional_ring')
     """
     link = link or here()

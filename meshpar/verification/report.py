@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshpar.mesh.layout import describe_sizes
-from meshpar.proof.compare import TOLERANCE, Comparison, Difference
-from meshpar.proof.trial import KINDS
+from meshpar.verification.compare import TOLERANCE, Comparison, Difference
+from meshpar.verification.trial import KINDS
 
 CHECKPOINT = ("checkpoint",)
 """Stands for the axes of a run that was interrupted and restored."""
@@ -41,7 +41,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Proof:
+class Verification:
     """The result of a proof.
 
     Args:
@@ -51,7 +51,7 @@ class Proof:
         the whole mesh differs and none of the axes alone does.
       undecided: parameters with elements that are not compared, because their gradient is zero.
       draws: whether the training draws random numbers, for dropout for example.
-      draws_guilty: whether the layouts are equal if nothing is drawn.
+      draws_differ: whether the layouts are equal if nothing is drawn.
     """
 
     sizes: Sizes
@@ -59,7 +59,7 @@ class Proof:
     rows: tuple[Row, ...]
     undecided: tuple[str, ...]
     draws: bool
-    draws_guilty: bool = False
+    draws_differ: bool = False
 
     @property
     def is_equal(self) -> bool:
@@ -67,7 +67,7 @@ class Proof:
         return all(row.is_equal for row in self.rows)
 
     @property
-    def guilty(self) -> tuple[Row, ...]:
+    def culprits(self) -> tuple[Row, ...]:
         """The wrong layouts with the fewest axes; checkpoints come last."""
         wrong = sorted((row for row in self.rows if not row.is_equal), key=_num_axes)
         return tuple(row for row in wrong if _num_axes(row) == _num_axes(wrong[0]))
@@ -80,10 +80,10 @@ class Proof:
             "tolerance": TOLERANCE,
             "shrunk": {key: list(values) for key, values in self.shrunk.items()},
             "rows": [asdict(row) | {"equal": row.is_equal} for row in self.rows],
-            "guilty": [row.name for row in self.guilty],
+            "culprits": [row.name for row in self.culprits],
             "undecided": list(self.undecided),
             "draws": self.draws,
-            "draws_guilty": self.draws_guilty,
+            "draws_differ": self.draws_differ,
         }
 
     def __str__(self) -> str:
@@ -95,17 +95,17 @@ class Proof:
         if self.undecided:
             paths = ", ".join(self.undecided)
             parts.append(f"not compared, because the gradient is zero except for rounding: parameters of {paths}")
-        return "\n\n".join([*parts, self._verdict()])
+        return "\n\n".join([*parts, self._report()])
 
-    def _verdict(self) -> str:
+    def _report(self) -> str:
         if self.is_equal:
             draws = ", including random draws" if self.draws else ""
             return f"equal to one device{draws}: no difference is above {TOLERANCE:g}"
         lines = ["NOT equal to one device"]
-        for row in self.guilty:
+        for row in self.culprits:
             layout = {0: "on one device already", 1: row.name}.get(len(row.axes), f"{row.name}, together")
-            lines += [f"  guilty: {layout}", f"    {row.difference or row.error}"]
-        if self.draws_guilty:
+            lines += [f"  culprit: {layout}", f"    {row.difference or row.error}"]
+        if self.draws_differ:
             lines.append("  it is equal if nothing is drawn: the random draws differ")
         return "\n".join(lines)
 
