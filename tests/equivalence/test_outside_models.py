@@ -133,7 +133,7 @@ def metrics_of(mesh, **more):
     layout = MeshLayout(**sizes)
     mesh = layout.build(jax.devices()[: layout.requested() or 1])
     mlp = MODELS["mlp"][0](mesh, AxisRules(preset=preset))
-    trial = Trial(_widened(replace(mlp, key=None, **more)))
+    trial = Trial(_widened(replace(mlp, key=None).on(**more)))
     batch = trial.training.put(_wide(numbers(1)))
     evaluated = trial.training.compile_evaluation()(trial.start().params, batch, {})
     _, metrics, _ = trial._step(trial.start(), batch)

@@ -22,6 +22,7 @@ from meshpar.train.loop import window as window_module
 from meshpar.train.loop.loop import Loop
 from meshpar.train.loop.stopwatch import Stopwatch
 from meshpar.train.loop.window import IN_FLIGHT
+from meshpar.train.program import compile_program, trace
 from meshpar.train.records.file import read
 from meshpar.train.records.loggers import Record
 from meshpar.train.records.metrics import recorder
@@ -94,7 +95,7 @@ def toy() -> Toy:
     scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     structs = TrainState(scalar, {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=whole)}, (), scalar)
     batch = {name: jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32, sharding=rows) for name in ("tokens", "targets")}
-    step = jax.jit(take_step, out_shardings=whole, donate_argnums=0).lower(structs, batch).compile()
+    step = compile_program(trace(take_step, (structs, batch), whole, donate=(0,)))
 
     def evaluate(params: Any, batch: Any, carried: Any) -> Any:
         return {"loss": loss_of(params, batch), "tokens": jnp.int32(ROWS * SEQ)}
