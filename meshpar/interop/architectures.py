@@ -43,7 +43,7 @@ def read(config: Json, where: str, problems: Problems, most_layers: int = LARGES
     extra = _extra(architecture, given, found) if not found else {}
     model = None
     try:
-        model = MODELS[kind].model_validate_json(json.dumps(extra | sizes), strict=True)
+        model = pydantic.TypeAdapter(MODELS[kind]).validate_json(json.dumps(extra | sizes), strict=True)
     except pydantic.ValidationError as invalid:
         _report(invalid, {field: key for key, field in architecture.keys.items()}, found)
     for problem in found.found:

@@ -251,12 +251,6 @@ def _tensors_of(folder: Path, file: str, problems: Problems) -> dict[str, Tensor
     return tensors_in(folder / file, problems)
 
 
-def _canonical(name: str, names: Names) -> str:
-    """The name with its model's prefix, which a checkpoint without output projection does not have."""
-    prefix = next(iter(names)).partition(".")[0] + "."
-    return name if name.startswith((prefix, "lm_head.")) else prefix + name
-
-
 def _expected(model: DecoderModel, names: Names) -> Iterator[tuple[str, Shape]]:
     shapes = layer_shapes(model)
     for name, foreign in names.items():

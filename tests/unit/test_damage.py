@@ -324,7 +324,7 @@ def test_a_newer_format_is_refused_and_no_older_one_is_used(folder: Path):
     rewrite_meta(folder / "30", json.dumps({"format": meta.FORMAT + 1, "step": plain["step"]}))
     with pytest.raises(CheckpointError) as error:
         find(folder)
-    assert str(error.value) == f"{folder}/30/meta.json has format 3, and this meshpar reads up to 2: update meshpar"
+    assert str(error.value) == f"{folder}/30/meta.json has format 4, and this meshpar reads up to 3: update meshpar"
 
 
 def mutated(plain: Any, chance: random.Random) -> Any:

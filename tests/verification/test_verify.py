@@ -20,8 +20,8 @@ def test_a_fault_ends_with_1(monkeypatch):
         once = summed(grad, axes)
         return lax.psum(varying(once, ("data",)), "data") if "data" in axes else once
 
-    summed = data._sum
-    monkeypatch.setattr(data, "_sum", twice)
+    summed = data.sum_gradient
+    monkeypatch.setattr(data, "sum_gradient", twice)
     small = ["model.num_layers=1", "mesh.fsdp=1", "mesh.tensor=1", "rules=[replicated]", "mesh.data=8"]
     result = CliRunner().invoke(app, ["verify", "configs/quickstart.yaml", *small, "--json"])
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception

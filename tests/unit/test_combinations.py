@@ -1,0 +1,79 @@
+"""The table of features that cannot be combined is what `prepare` refuses, and nothing else of it."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from meshpar import ConfigError, Run, prepare
+from meshpar.experiment import validate
+from meshpar.experiment.validate import FEATURES, REFUSED
+
+SIZES = {
+    "kind": "llama", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 32, "vocab_size": 258,
+}  # fmt: skip
+SETTINGS: dict[str, dict[str, Any]] = {
+    "loss": {"loss": {"z_loss": 1e-4}},
+    "freeze": {"freeze": ["embedding"]},
+    "lora": {"lora": {"rank": 2}},
+    "parallel.pipeline": {"parallel": {"pipeline": {"kind": "1f1b", "num_microbatches": 2}}},
+    "parallel.gradient_reduction": {"parallel": {"gradient_reduction": {}}},
+    "parallel.tensor.overlap": {"parallel": {"tensor": {"overlap": "ring"}}},
+    "parallel.fsdp.overlap": {"parallel": {"fsdp": {"overlap": "ring"}}},
+}
+# A distillation reads its teacher's checkpoint. Both overlaps exclude each other under any rules: test_overlap_errors.
+PAIRS = [pair for pair in combinations(SETTINGS, 2) if not all("overlap" in key for key in pair)]
+
+
+def run_with(*keys: str) -> Run:
+    settings: dict[str, Any] = {}
+    for key in keys:
+        for section, value in SETTINGS[key].items():
+            settings[section] = settings.get(section, {}) | value if isinstance(value, dict) else value
+    is_piped = "parallel.pipeline" in keys
+    return Run(
+        model={
+            "kind": "llama",
+            "num_layers": 2,
+            "hidden_size": 16,
+            "num_heads": 4,
+            "intermediate_size": 32,
+            "vocab_size": 258,
+        },
+        data={"kind": "synthetic", "batch_size": 8, "seq_len": 8},
+        optim={"kind": "adamw", "lr": 1e-3},
+        mesh={"fsdp": 2, "tensor": 2} | ({"pipe": 2} if is_piped else {}),
+        rules=["fsdp", "megatron_sp", *(["pipeline"] if is_piped else [])],
+        num_steps=2,
+        run_dir="unused",
+        **settings,
+    )
+
+
+def refused(*keys: str) -> bool:
+    run = run_with(*keys)
+    try:
+        prepare(run, run.mesh.abstract())
+    except ConfigError as error:
+        return any(f"\n  {key}\n" in str(error) for key in keys)
+    return False
+
+
+def test_each_feature_is_in_the_table_and_seen():
+    assert {*SETTINGS, "distill"} == {*FEATURES}
+    for key in SETTINGS:
+        run = run_with(key)
+        assert [name for name, is_used in FEATURES.items() if is_used(run)] == [key]
+        assert not refused(key)
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_a_pair_is_refused_if_the_table_says_so(one, other):
+    assert refused(one, other) == ((one, other) in REFUSED or (other, one) in REFUSED)
+
+
+def test_control_without_the_table_pairs_pass(monkeypatch):
+    monkeypatch.setattr(validate, "REFUSED", {})
+    assert not refused("lora", "parallel.pipeline")
