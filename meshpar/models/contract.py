@@ -152,7 +152,7 @@ class ModelContract(Config):
 
     def layer_stack(self) -> LayerStack | Unsupported:
         """The layers that a pipeline divides into stages."""
-        return Unsupported(f"a model of kind {self._name} has no stack of layers that stages could divide")
+        return Unsupported(f"a model of kind {self._name} has no stack of layers to divide into pipeline stages")
 
     def generation(self) -> DecoderModel | Unsupported:
         """The decoder that generates tokens with a cache."""
@@ -160,7 +160,7 @@ class ModelContract(Config):
 
     def hugging_face(self) -> DecoderModel | Unsupported:
         """The decoder that can be converted from and to Hugging Face."""
-        return Unsupported(f"a model of kind {self._name}, and Hugging Face has no architecture for it")
+        return Unsupported(f"a model of kind {self._name}, for which Hugging Face has no architecture")
 
     @classmethod
     def architectures(cls) -> Mapping[str, Architecture]:
