@@ -70,8 +70,7 @@ def verify(subject: Run | Training, batches: Batches | None = None) -> Verificat
             return _verify(training, [token_batch(rng, *sizes) for _ in range(NUM_STEPS)], _changes(subject, small))
         if batches is None or len(batches) < 2:
             raise VerificationError("pass two batches or more, one for each step: the run is interrupted between them")
-        wide = [{name: np.asarray(x, _wide_dtype(x)) for name, x in batch.items()} for batch in batches]
-        return _verify(_widened(subject), wide, {})
+        return _verify(_widened(subject), [wide_batch(batch) for batch in batches], {})
 
 
 def _verify(training: Training, batches: Batches, shrunk: dict[str, tuple[Any, Any]]) -> Verification:
@@ -173,6 +172,11 @@ def _widened(training: Training) -> Training:
 
     trees = {name: jax.tree.map(widen, getattr(training, name)) for name in ("specs", "carried", "batch_specs")}
     return replace(training.on(compute_dtype=np.dtype("float64")), **trees)
+
+
+def wide_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Changes all floats of a batch to float64."""
+    return {name: np.asarray(x, _wide_dtype(x)) for name, x in batch.items()}
 
 
 def _wide_dtype(x: Any) -> np.dtype:
