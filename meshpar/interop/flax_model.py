@@ -1,4 +1,4 @@
-"""A user's own Flax model that a config names, with or without a loss of its own."""
+"""Imports a user's own Flax model from a config, with or without a loss of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.interop import user_code
 from meshpar.interop.declared import lazily, unboxed
 from meshpar.interop.keys import key_implementations
-from meshpar.interop.training import Init, arrays_of, check_axes, specs_of, takes, tallied, with_axes
+from meshpar.interop.training import Init, arrays_of, check_axes, specs_of, takes, with_axes, with_loss_sums
 from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupported, Vocabulary
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.data import gather_in_layer
@@ -28,7 +28,7 @@ from meshpar.train.loss import Batch, Loss, LossSums, next_token_loss
 
 
 class Import(ModelContract):
-    """A Flax model that a function of the user's makes.
+    """A Flax model that a user's function returns.
 
     >>> Import(target="my_package.my_module:build", arguments={"width": 64}).target
     'my_package.my_module:build'
@@ -36,31 +36,31 @@ class Import(ModelContract):
 
     kind: Literal["import"] = "import"
     target: Target
-    """`package.module:name` of a function that gives a Linen module; or of an NNX module's class, or a function like
-    it, which is called with `rngs`."""
+    """`package.module:name` of a function that returns a Linen module; or of the class of an NNX module or a function
+    that returns one, which are called with `rngs`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """What it is called with, by name."""
+    """Keyword arguments of that function."""
     dims: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Path glob -> a name for each dim of the parameters that it matches; goes before what the model declares."""
+    """Path glob -> a name for each dim of the parameters that it matches. Overrides the model's declarations."""
     activation_dims: tuple[str, ...] = ()
-    """Names that only activations have: rules may name them too."""
+    """Names of dims that only activations have. Rules may use them."""
     axes: dict[str, str] = Field(default_factory=dict)
-    """The model's own name of a mesh axis -> meshpar's, `{tp: tensor}`, for a model that names axes and not dims."""
+    """The model's own name of a mesh axis -> meshpar's, `{tp: tensor}`, for a model that names axes instead of dims."""
     manual: bool = False
-    """Whether the model and its loss are written for local shards, so that `lowering: manual` may run them. They get
-    a device's rows, and whole parameters where the rules only store them in shards; what rules shard over axes that
-    carry no batch, they get in shards, and they communicate over these axes themselves."""
+    """Whether the model and its loss are written for local shards, so that `lowering: manual` can run them. They get
+    a device's rows. Parameters sharded over axes of the batch are gathered first; parameters sharded over other axes
+    are local shards, and the model communicates over these axes itself."""
 
     def program(self, task: Task) -> ModelProgram:
         """Imports the model, and its own loss if the config names one.
 
-        The loss's target is a function (model, params, batch, key) with the results of a loss of `meshpar.training`;
-        `model` is the Linen module, or the `GraphDef` of the NNX module. If the model has collections that change,
-        there is a fifth argument, `carried`, and a third result. Without a target, the loss is the cross entropy of
-        the next token, from the logits `model(tokens)`.
+        The config's loss is a function (model, params, batch, key) that returns the same as a loss of
+        `meshpar.training`; `model` is the Linen module, or the `GraphDef` of the NNX module. If the model has
+        collections that change, the loss has a fifth argument, `carried`, and a third result. The default loss is the
+        cross entropy of the next token, from the logits `model(tokens)`.
 
         Raises:
-          ConfigError: the target is not a Flax model, may not be imported, or does not fit the data.
+          ConfigError: the target is not a Flax model, importing it is not allowed, or it does not fit the data.
         """
         if task.adapter:
             raise ConfigError("lora: LoRA adapts the projections of meshpar's own models, not of an imported one")
@@ -70,7 +70,7 @@ class Import(ModelContract):
             specs, carried = specs_of(user.init, user.carried, task.seed, self.dims)
             keys = key_implementations(jax.eval_shape(lazily(user.carried), jax.random.key(task.seed)))
         dims = jax.tree.map(lambda spec: spec.dims, specs)
-        as_sums = partial(tallied, arrays=set(ARRAYS), carries=bool(carried), keys=keys, axes=self.axes)
+        as_sums = partial(with_loss_sums, arrays=set(ARRAYS), carries=bool(carried), keys=keys, axes=self.axes)
         if task.loss.target is None:
             loss, evaluation = self._next_token_losses(user, task, carried)
         else:
@@ -79,7 +79,7 @@ class Import(ModelContract):
             specs=specs,
             init=arrays_of(user.init),
             loss=as_sums(_gathered(loss, dims)),
-            evaluation=as_sums(_gathered(evaluation, dims), hands_on=task.loss.target is None),
+            evaluation=as_sums(_gathered(evaluation, dims), returns_carried=task.loss.target is None),
             rules=with_axes(task.rules, self.axes, (specs, carried)),
             uses_rng=task.loss.target is not None,
             carried=carried,
@@ -91,30 +91,31 @@ class Import(ModelContract):
         return Unsupported(f"{self.target} is imported")
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
-        what = "only meshpar's own layers communicate in chunks, not those of a model that is imported"
+        what = "only meshpar's own layers communicate in chunks, not those of an imported model"
         for key in ctx.parallel.overlaps:
             problems.add(key, what, f"{key}=none")
 
     def manual_lowering(self) -> Literal[True] | Unsupported:
         if self.manual:
             return True
-        why = "a model that is imported is lowered by GSPMD, unless model.manual=true says that it is written for"
-        return Unsupported(f"{why} local shards")
+        why = "GSPMD lowers an imported model, unless model.manual=true declares that it is written for local shards"
+        return Unsupported(why)
 
     def hugging_face(self) -> Unsupported:
-        return Unsupported("an imported model, and Hugging Face has no architecture for it")
+        return Unsupported("an imported model, for which Hugging Face has no architecture")
 
     def _next_token_losses(self, user: _Model, task: Task, carried: Any) -> tuple[Callable[..., LossSums], ...]:
-        """Of a step and of an evaluation."""
+        """Returns the loss of a step and the loss of an evaluation."""
         if carried and isinstance(user.module, nn.Module):
             what = f"{self.target} has collections that change: {', '.join(map(str, carried))}"
-            raise ConfigError(f"{what}; it needs a loss of its own, loss: package.module:name")
+            raise ConfigError(f"{what}; set a loss that returns their new values, loss: package.module:name")
         vocab_size = _vocab_size(self, user, task.seq_len)
         if task.vocab_size > vocab_size:
-            what = f"the data has {task.vocab_size} token ids, the logits of {self.target} are of"
-            raise ConfigError(f"{what} {vocab_size}")
-        learning = _next_token(self.target, user, partial(task.loss.build, vocab_size=vocab_size), True)
-        return learning, _next_token(self.target, user, partial(next_token_loss, vocab_size=vocab_size), False)
+            what = f"the data has {task.vocab_size} token ids"
+            raise ConfigError(f"{what}, but {self.target} has logits for {vocab_size}")
+        loss = _next_token(self.target, user, partial(task.loss.build, vocab_size=vocab_size), is_training=True)
+        build = partial(next_token_loss, vocab_size=vocab_size)
+        return loss, _next_token(self.target, user, build, is_training=False)
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,8 @@ class _Model:
     Args:
       module: the Linen module, or the `GraphDef` of the NNX module.
       init: key -> parameters.
-      carried: key -> the first state that the forward changes, such as batch statistics.
-      apply: (params, carried, tokens, learns) -> logits, and the next `carried`.
+      carried: key -> the initial state that the forward changes, such as batch statistics.
+      apply: (params, carried, tokens, is_training) -> logits, and the next `carried`.
     """
 
     module: Any
@@ -135,31 +136,31 @@ class _Model:
 
 
 def _gathered(loss: Callable[..., Any], dims: Any) -> Callable[..., Any]:
-    """The same of parameters that are stored in shards: in the manual lowering they are gathered before its forward.
+    """Wraps a loss so that parameters stored in shards are gathered before its forward, in the manual lowering.
 
-    Memory: all of them whole at once, as under ZeRO-2.
+    Memory: all gathered parameters at once, as under ZeRO-2.
     """
 
-    def of_whole(params: Any, *arguments: Any) -> Any:
+    def gathered_loss(params: Any, *arguments: Any) -> Any:
         return loss(gather_in_layer(params, dims), *arguments)
 
-    return of_whole
+    return gathered_loss
 
 
-def _next_token(target: str, user: _Model, build: Callable[..., Loss], learns: bool) -> Callable[..., LossSums]:
-    """The loss of the next token, in the form of a user's own loss."""
+def _next_token(target: str, user: _Model, build: Callable[..., Loss], is_training: bool) -> Callable[..., LossSums]:
+    """Returns the loss of the next token, with the arguments of a user's own loss."""
 
     def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any = None) -> LossSums:
         with user_code.blamed(target):
-            logits, after = user.apply(params, carried or {}, batch["tokens"], learns)
-        tally = build(lambda params, batch, key: logits)(params, batch, key, {})
-        return replace(tally, carried=after)
+            logits, after = user.apply(params, carried or {}, batch["tokens"], is_training)
+        sums = build(lambda params, batch, key: logits)(params, batch, key, {})
+        return replace(sums, carried=after)
 
     return loss
 
 
 def _own(target: str, module: Any, carries: bool) -> Callable[..., Any]:
-    """The loss that a config names."""
+    """Imports the loss that a config names."""
     user_loss = user_code.load(target)
     arguments = ("model", "params", "batch", "key", *(["carried"] if carries else []))
     if not takes(user_loss, len(arguments)):
@@ -178,14 +179,14 @@ def _built(model: Import, seq_len: int) -> _Model:
     if not callable(build):
         raise ConfigError(f"{model.target} is {type(build).__name__}, not a function that returns a Flax model")
     parameters = signature(build.__init__ if isinstance(build, type) else build).parameters
-    hidden = ("self", "parent", "name") if isinstance(build, type) else ()  # Linen adds the last two to its modules
+    hidden = ("self", "parent", "name") if isinstance(build, type) else ()  # Linen adds the last two
     _check_arguments(model, {name: p for name, p in parameters.items() if name not in hidden})
     if "rngs" in parameters:
         return _of_nnx(partial(build, **model.arguments))
     module = build(**model.arguments)
     if isinstance(module, nn.Module):
         return _of_linen(module, seq_len)
-    what = f"{model.target} returns {type(module).__name__}: no Linen module, and has no argument rngs for NNX"
+    what = f"{model.target} returns {type(module).__name__}, not a Linen module, and has no argument rngs for NNX"
     raise ConfigError(f"{what}; name a function that returns a Flax model")
 
 
@@ -215,7 +216,7 @@ def _of_linen(module: nn.Module, seq_len: int) -> _Model:
     def carried(key: jax.Array) -> dict[str, Any]:
         return {name: value for name, value in variables(key).items() if name != "params"}
 
-    def apply(params: Any, carried: Any, tokens: jax.Array, learns: bool) -> tuple[jax.Array, Any]:
+    def apply(params: Any, carried: Any, tokens: jax.Array, is_training: bool) -> tuple[jax.Array, Any]:
         return module.apply({"params": params}, tokens), carried  # pyright: ignore
 
     return _Model(module, lambda key: variables(key)["params"], carried, apply)
@@ -231,9 +232,9 @@ def _of_nnx(build: Callable[..., nnx.Module]) -> _Model:
     def carried(key: jax.Array) -> Any:
         return nnx.state(build(rngs=nnx.Rngs(key)), nnx.Not(nnx.Param)) or {}
 
-    def apply(params: Any, carried: Any, tokens: jax.Array, learns: bool) -> tuple[jax.Array, Any]:
+    def apply(params: Any, carried: Any, tokens: jax.Array, is_training: bool) -> tuple[jax.Array, Any]:
         model = nnx.merge(graph, params, carried) if carried else nnx.merge(graph, params)
-        if learns:
+        if is_training:
             model.train()
         else:
             model.eval()

@@ -1,4 +1,4 @@
-"""Trains any Flax model, or any pytree of parameters, on a mesh, without a change to the model."""
+"""Trains any Flax model, or any pytree of parameters, on a mesh, without changes to the model."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths, map_with_path, matching
 
 UNNAMED = "unnamed"
-"""The name of every dim that neither the model nor the user names. `AxisRules(..., unnamed=())` replicates it."""
+"""The name of dims that neither the model nor the user names. `AxisRules(..., unnamed=())` replicates them."""
 AXIS_NAME = "batch"
-"""A loss may use this axis name, as in `BatchNorm(axis_name="batch")`. The batch has all rows, so its size is 1."""
+"""An axis name of size 1 for losses that need one, as in `BatchNorm(axis_name="batch")`: the batch has all rows."""
 
 CARRY = (
     "pass carried=lambda key: nnx.state(Model(nnx.Rngs(key)), nnx.Not(nnx.Param)), merge it in the loss, "
@@ -60,37 +60,36 @@ def training(
     draws: bool = False,
     **more: Any,
 ) -> Training:
-    """The training of a user's own model: any pytree of parameters, and a loss.
+    """Makes a `Training` of a user's own model: any pytree of parameters, and a loss.
 
-    Dims have the names that a Flax model declares: with Linen's `with_partitioning` and `with_logical_partitioning`, or
-    NNX's `with_partitioning` (its `out_sharding`), also where `scan` and `vmap` stack layers. Flax's
+    A Flax model declares the names of its dims: with Linen's `with_partitioning` and `with_logical_partitioning`, or
+    NNX's `with_partitioning` (its `out_sharding`), also if `scan` and `vmap` stack layers. Flax's
     `with_logical_constraint` follows the same rules.
 
     Args:
-      init: key -> the first parameters: `model.init(key, x)["params"]`, `nnx.state(Model(nnx.Rngs(key)), nnx.Param)`,
+      init: key -> the initial parameters: `model.init(key, x)["params"]`, `nnx.state(Model(nnx.Rngs(key)), nnx.Param)`,
         or any tree of arrays.
       loss: (params, batch, key) -> the mean over the rows, a scalar; or (mean, metrics), with a dict of other means;
         or a `LossSums` of sums, if rows have different weights.
-      batch: an example: name -> array or struct, with the rows as first dim.
+      batch: an example: name -> array or struct, whose first dim is the rows.
       mesh: the mesh; a `MeshLayout` is built on the available devices.
-      dims: path glob -> a name for each dim of the arrays that it matches. The first match counts, and overrides the
-        model's declaration. A dim that has no name from either is called `unnamed`.
-      batch_dims: name -> a name for each dim of an array of the batch; by default only the first dim is sharded, as
+      dims: path glob -> a name for each dim of the arrays that it matches. The first match applies, and overrides the
+        model's declaration. A dim without a name is called `unnamed`.
+      batch_dims: array of the batch -> a name for each of its dims; by default only the first dim is sharded, as
         `batch`.
-      activation_dims: names that only activations have, in `with_logical_constraint`; rules may use them.
+      activation_dims: names of dims that only activations have, in `with_logical_constraint`. Rules may use them.
       axes: the model's own name of a mesh axis -> meshpar's, `{"tp": "tensor"}`, for a model that names mesh axes
-        instead of dims. meshpar's names of axes work as well.
-      carried: key -> the first state that a step passes to the next beside the parameters, such as batch statistics
-        and random keys. The loss is then (params, batch, key, carried), and returns (mean, metrics, carried) or a
-        `LossSums`.
-      evaluation: the loss of an evaluation, if it differs, as with batch statistics.
-      draws: whether the loss draws random numbers: if so, it gets a new key at each step, else None.
+        instead of dims. meshpar's own axis names work as well.
+      carried: key -> the initial state that the forward changes, such as batch statistics and random keys. The loss is
+        then (params, batch, key, carried), and returns (mean, metrics, carried) or a `LossSums`.
+      evaluation: the loss of an evaluation, if it differs, for example because of batch statistics.
+      draws: whether the loss draws random numbers. If so, its key is new at each step, else None.
       more: `seed`, and fields of `ParallelContext`: manual, parallel, compute_dtype (float32 by default), accum_dtype,
         num_microbatches.
 
     Raises:
-      ConfigError: an argument is unknown, a glob matches nothing, or a loss has other parameters.
-      DataError: an array of the batch has other rows than the rest, or the rows cannot be split equally.
+      ConfigError: an argument is unknown, a glob matches nothing, or a loss has the wrong parameters.
+      DataError: the arrays of the batch differ in their number of rows, or the rows cannot be split equally.
 
     Example:
       >>> rows = {"x": jnp.ones((8, 4)), "y": jnp.ones(8)}
@@ -104,7 +103,7 @@ def training(
       >>> int(state.step)
       1
     """
-    mesh = mesh.build() if isinstance(mesh, MeshLayout) else mesh  # first: it may simulate devices
+    mesh = mesh.build() if isinstance(mesh, MeshLayout) else mesh  # before JAX is used: build() may simulate devices
     check_axes(axes or {})
     _check_arguments(more, {"loss": loss, "evaluation": evaluation}, carried is not None)
     seed = more.pop("seed", 0)
@@ -113,7 +112,7 @@ def training(
     )
     specs, carried_specs = specs_of(init, carried, seed, dims or {})
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
-        raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have such a dim too; leave it out")
+        raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have this dim too; remove it")
     keys = key_implementations(jax.eval_shape(lazily(carried), jax.random.key(seed))) if carried else {}
     names = set(batch)
     return Training(
@@ -121,8 +120,8 @@ def training(
         init=arrays_of(init),
         carried=carried_specs,
         init_carried=arrays_of(carried) if carried else lambda key: {},
-        loss=tallied(loss, names, carried is not None, keys, axes),
-        evaluation=evaluation and tallied(evaluation, names, carried is not None, keys, axes, hands_on=False),
+        loss=with_loss_sums(loss, names, carried is not None, keys, axes),
+        evaluation=evaluation and with_loss_sums(evaluation, names, carried is not None, keys, axes, False),
         update=Update(tx),
         batch_specs=batch_specs(batch, batch_dims or {}, ctx),
         ctx=replace(ctx, rules=with_axes(rules, axes or {}, (specs, carried_specs))),
@@ -132,16 +131,16 @@ def training(
 
 
 def specs_of(init: Init, carried: Init | None, seed: int, dims: Dims) -> tuple[Any, Any]:
-    """Trees of `ArraySpec` of the parameters and of the carried state; see `training`.
+    """Returns trees of `ArraySpec` of the parameters and of the carried state; see `training`.
 
     Raises:
-      ConfigError: a glob matches nothing, or `init` returns arrays that no optimizer can change.
+      ConfigError: a glob matches nothing, or `init` returns arrays that no optimizer can train.
     """
     problems = Problems()
     first = jax.random.key(seed)
     params = jax.eval_shape(lazily(init), first)
     _check_trainable(params, problems)
-    problems.raise_any(ConfigError, "an optimizer cannot change these:")
+    problems.raise_any(ConfigError, "an optimizer cannot train these arrays:")
     specs = _specs(params, dims, problems)
     carried_specs = _specs(jax.eval_shape(lazily(carried), first), dims, problems) if carried else {}
     paths = [path.removesuffix(".value") for path in (*flatten_with_paths(specs), *flatten_with_paths(carried_specs))]
@@ -159,21 +158,22 @@ def _specs(tree: Any, dims: Dims, problems: Problems) -> Any:
     declared = declared_dims(boxed)
 
     def spec(path: str, struct: jax.ShapeDtypeStruct) -> ArraySpec:
-        words = (KEY_DATA,) if path in keys else ()
+        key_dims = (KEY_DATA,) if path in keys else ()
+        num_dims = struct.ndim - len(key_dims)
         path = path.removesuffix(".value")  # of an NNX variable
         given = next((names for glob, names in dims.items() if matching([path], glob)), declared.get(path))
-        names = tuple(name or UNNAMED for name in given or (None,) * (struct.ndim - len(words)))
-        if len(names) + len(words) != struct.ndim:
+        names = tuple(name or UNNAMED for name in given or (None,) * num_dims)
+        if len(names) != num_dims:
             shape = f"{struct.dtype}{list(struct.shape)}"
             problems.add(f"{path}  {shape}", f"has {len(names)} names: {', '.join(names)}", "a name for each dim")
-            names = (UNNAMED,) * (struct.ndim - len(words))
-        return ArraySpec(struct.shape, np.dtype(struct.dtype), names + words)
+            names = (UNNAMED,) * num_dims
+        return ArraySpec(struct.shape, np.dtype(struct.dtype), names + key_dims)
 
     return map_with_path(spec, unboxed(boxed))
 
 
 def _check_trainable(params: Any, problems: Problems) -> None:
-    """Reports arrays that an optimizer cannot change: NNX state, integers, batch statistics."""
+    """Reports arrays that an optimizer cannot train: NNX state, integers, batch statistics."""
     fix = "init: nnx.state(model, nnx.Param); carried: nnx.state(model, nnx.Not(nnx.Param))"
     kinds = changing(params)
     for path, kind in kinds.items():
@@ -189,12 +189,12 @@ def _check_trainable(params: Any, problems: Problems) -> None:
 
 
 def arrays_of(init: Init) -> Init:
-    """`init` without Linen's boxes, and with random keys as integers."""
+    """Wraps `init`: its result has no boxes of Linen's, and random keys are integers."""
     return lambda key: as_data(unboxed(lazily(init)(key)))
 
 
 def with_axes(rules: AxisRules, axes: Mapping[str, str], trees: Any) -> AxisRules:
-    """The rules, and a rule for each dim whose name is that of the mesh axes over which it is sharded."""
+    """Adds a rule for each dim whose name is the mesh axes that shard it, as in `PartitionSpec("fsdp", "tp")`."""
     known = {axis: axis for axis in AXES} | {**axes}
     dims = {dim for spec in jax.tree.leaves(trees) for dim in spec.dims if axes and dim not in rules.table}
     parts = {dim: dim.split("+") for dim in dims}
@@ -203,73 +203,74 @@ def with_axes(rules: AxisRules, axes: Mapping[str, str], trees: Any) -> AxisRule
 
 
 def check_axes(axes: Mapping[str, str]) -> None:
-    """Checks a model's own names of mesh axes; see `training`."""
+    """Checks the argument `axes` of `training`."""
     problems = Problems()
     for name, axis in axes.items():
         if axis not in AXES or list(axes.values()).count(axis) > 1:
-            what = "has two names" if axis in AXES else "is no axis of a mesh"
-            problems.add(f"axes: {name}", f"{axis} {what}", f"each of {', '.join(AXES)} at most once")
+            what = "has two names" if axis in AXES else "is not an axis of a mesh"
+            problems.add(f"axes: {name}", f"{axis} {what}", f"use each of {', '.join(AXES)} at most once")
     problems.raise_any(ConfigError, "the model's names of axes are wrong:")
 
 
-def tallied(
+def with_loss_sums(
     loss: Callable[..., Any],
     arrays: set[str],
     carries: bool,
     keys: Mapping[str, Any],
     axes: Mapping[str, str] | None = None,
-    hands_on: bool = True,
+    returns_carried: bool = True,
 ) -> Loss:
     """Wraps a user's loss as one that returns a `LossSums`.
 
     Args:
-      arrays: the names of the batch's arrays that the loss gets.
+      arrays: names of the batch's arrays that the loss gets.
       carries: whether it gets the carried state as a fourth argument.
-      keys: as of `key_implementations`.
-      hands_on: whether it must return the next carried state; an evaluation need not.
+      keys: the result of `key_implementations`.
+      axes: the model's own name of a mesh axis -> meshpar's.
+      returns_carried: whether it must return the next carried state; an evaluation need not.
     """
 
-    def tallied(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
+    def wrapped(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
         inputs = {name: x for name, x in batch.items() if name in arrays}
 
         def of_batch(params: Any, carried: Any) -> Any:
             with flax_rules(axes), _explained():
                 more = (as_keys(carried, keys),) if carries else ()
                 result = loss(params, inputs, key, *more)
-            passes = getattr(current(), "num_microbatches", 1)
-            if hands_on and passes > 1 and not isinstance(result, LossSums):
-                warn_of_masks(arrays, passes)
-            return as_loss_sums(as_data(result), batch["rows"], carried, hands_on)
+            num_microbatches = getattr(current(), "num_microbatches", 1)
+            if returns_carried and num_microbatches > 1 and not isinstance(result, LossSums):
+                warn_of_masks(arrays, num_microbatches)
+            return as_loss_sums(as_data(result), batch["rows"], carried, returns_carried)
 
         if getattr(current(), "manual", False):
             return of_batch(params, carried)
         bound = jax.vmap(of_batch, in_axes=None, out_axes=None, axis_size=1, axis_name=AXIS_NAME)
         return bound(params, carried)
 
-    return tallied
+    return wrapped
 
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Replaces the errors of JAX and Flax that a loss written for pmap or another mesh causes by plain ones."""
+    """Explains the errors of JAX and Flax that a loss written for pmap or another mesh causes."""
     try:
         yield
     except Exception as error:
         message = str(error)
         if unbound := re.search(r"unbound axis name: (\w+)", message):
-            what = f"the loss communicates over {unbound[1]!r}, which only pmap, vmap or shard_map would bind"
-            fix = f'the rows of all devices are one batch here: leave axis_name out, or say axis_name="{AXIS_NAME}"'
+            what = f"the loss communicates over {unbound[1]!r}, an axis name that only pmap, vmap or shard_map binds"
+            fix = f'the batch has the rows of all devices: leave axis_name out, or use axis_name="{AXIS_NAME}"'
         elif missing := re.search(r"Resource axis: (\w+) of .* is not found in mesh", message):
-            what = f"the model is sharded over an axis {missing[1]!r}, and the mesh has {', '.join(AXES)}"
-            fix = f'say which it is, axes={{"{missing[1]}": "tensor"}}; in a config, model.axes'
+            what = f"the model is sharded over an axis {missing[1]!r}, but the mesh has {', '.join(AXES)}"
+            fix = f'map it to one of these, axes={{"{missing[1]}": "tensor"}}; in a config, model.axes'
         elif "of type Auto or Manual" in message:
-            what = "the model gives out_sharding to a JAX function, which asks for a mesh of explicit axes"
-            fix = "leave out_sharding out of the forward; or say jax.lax.with_sharding_constraint(x, spec) instead"
+            what = "the model passes out_sharding to a JAX function, which needs a mesh of explicit axes"
+            fix = "remove out_sharding from the forward, or use jax.lax.with_sharding_constraint(x, spec) instead"
         elif "different trace level" in message:
-            what = "the loss changes NNX state that was made outside of it, and the change would be lost"
+            what = "the loss changes NNX state that was created outside of it, so the change would be lost"
             fix = CARRY
         elif "Incorrect number of leaves" in message:
-            what = "the NNX model has state beside its parameters, and the loss merges the parameters alone"
+            what = "the NNX model has state besides its parameters, but the loss merges only the parameters"
             fix = CARRY
         else:
             raise

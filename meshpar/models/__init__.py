@@ -1,4 +1,4 @@
-"""The built-in models, and how rotary positions are stretched; each chosen by `kind`.
+"""The built-in models and the scalings of rotary positions. The key `kind` of a config selects one.
 
 >>> from meshpar import models
 >>> scaling = models.Interpolated(factor=4)
@@ -14,7 +14,7 @@ from meshpar.models.llama import Llama
 from meshpar.nn.rotary import Interpolated, Llama3
 
 Family = Llama | GPT
-"""Every decoder family is registered here."""
+"""The registry of decoder families."""
 KINDS: tuple[type[ModelContract], ...] = get_args(Family)
 
 __all__ = ["GPT", "Interpolated", "Llama", "Llama3"]

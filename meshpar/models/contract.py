@@ -1,7 +1,7 @@
-"""The model contract: what every kind of model answers to the code that trains, verifies, serves or converts it.
+"""The model contract: the methods of a model that training, verification, generation and conversion call.
 
-A kind of model is a config, such as `Llama` or `Import`. It inherits from `ModelContract` and overrides the answers
-that it can give; for the others the base class returns `Unsupported`, which is falsy and holds the reason.
+A kind of model is a config, such as `Llama` or `Import`. It inherits from `ModelContract` and overrides the methods
+that it supports. The others return `Unsupported`, which is falsy and contains the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """The answer of a model that does not support what it is asked for. It is falsy.
+    """The result of a method of the contract that a model does not support. It is falsy.
 
     >>> answer = Unsupported("a bag of words has no layers")
     >>> answer.because if not answer else "supported"
@@ -47,36 +47,36 @@ class Unsupported:
 
 
 class Vocabulary(NamedTuple):
-    """How many token ids a model has, and how many rows its embedding has with the padding."""
+    """The number of token ids of a model, and the rows of its embedding, including padding."""
 
     size: int
     padded: int
 
 
 class LayerStack(NamedTuple):
-    """How many layers a model has, and the number that their stack is rounded up to a multiple of."""
+    """The number of layers of a model; their stack is padded to a multiple of `multiple`."""
 
     num_layers: int
     multiple: int
 
     @property
     def stacked_layers(self) -> int:
-        """Rows of the layers' parameters, padding included."""
+        """Rows of the layers' stacked parameters, including padding."""
         return -(-self.num_layers // self.multiple) * self.multiple
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a run asks its model to learn.
+    """The settings of a run that its model depends on.
 
     Args:
-      loss: what is minimized.
-      rules: of the run.
-      seq_len: tokens of a row.
-      vocab_size: token ids of the data.
-      seed: of the run.
-      adapter: trained in place of the model, which is frozen.
-      distill: a teacher to learn from.
+      loss: the loss that is minimized.
+      rules: the run's sharding rules.
+      seq_len: tokens per row.
+      vocab_size: number of token ids of the data.
+      seed: the run's seed.
+      adapter: LoRA matrices that are trained instead of the model, which is frozen.
+      distill: a teacher model, for distillation.
     """
 
     loss: LossConfig
@@ -90,12 +90,12 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProgram:
-    """A model's functions and what they compute with. See `Training` for the fields that have the same name there.
+    """A model's functions, and the specs of their arrays. Fields not described here are those of `Training`.
 
     Args:
-      forward: (params, batch, key) -> `Outputs`; None if only `loss` computes them.
+      forward: (params, batch, key) -> `Outputs`; None if the model has a loss of its own only.
       uses_rng: whether `loss` draws random numbers.
-      parts: the model as a pipeline sees it; None if it cannot be cut into stages.
+      parts: the model's parts for a pipeline; None if it cannot be divided into stages.
     """
 
     specs: Any
@@ -115,7 +115,7 @@ class ModelContract(Config):
     """Base of every kind of model that a config can name."""
 
     def program(self, task: Task) -> ModelProgram:
-        """What a training computes with. Nothing is allocated.
+        """Returns the functions and specs that a training compiles. Nothing is allocated.
 
         Raises:
           ConfigError: the model does not fit the task.
@@ -123,48 +123,48 @@ class ModelContract(Config):
         raise NotImplementedError(type(self).__name__)
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
-        """Adds what in the model's config does not fit the task, the rules or the mesh. It builds nothing."""
+        """Reports conflicts of the model's config with the task, the rules or the mesh, without building the model."""
 
     def batch_specs(self, batch_size: int, seq_len: int) -> dict[str, ArraySpec]:
-        """Name -> `ArraySpec` of an array of a batch. Default: those of packed tokens."""
+        """Name -> `ArraySpec` of each array of a batch. Default: packed tokens."""
         spec = ArraySpec((batch_size, seq_len), np.dtype("int32"), ("batch", "seq"))
         return dict.fromkeys(ARRAYS, spec)
 
     def reference(self, scale: Scale) -> Self:
-        """A small model of the same structure, on which a layout is verified. Default: the model itself."""
+        """Returns a small model of the same structure, for `verify`. Default: the model itself."""
         return self
 
     @property
     def sharding(self) -> tuple[Sharding, ...]:
-        """How its layers can have dims sharded, see `nn.supported`. Default: in every way."""
+        """Which dims its layers support sharded, see `nn.supported`. Default: no limits."""
         return ()
 
     def array_specs(self) -> Any:
-        """Tree of `ArraySpec`, of its parameters; None if they are not known without importing the model."""
+        """Tree of `ArraySpec` of the parameters; None if only importing the model can determine them."""
         return None
 
     def vocabulary(self) -> Vocabulary | Unsupported:
         return Unsupported(f"the vocabulary of a model of kind {self._name} is not known from its config")
 
     def manual_lowering(self) -> Literal[True] | Unsupported:
-        """Whether its code is written for local shards, with the communication that they need."""
+        """Whether its code computes with local shards, and contains the communication for them."""
         return Unsupported(f"a model of kind {self._name} is not written for local shards")
 
     def layer_stack(self) -> LayerStack | Unsupported:
-        """The layers between which a pipeline cuts it into stages."""
-        return Unsupported(f"a model of kind {self._name} has no stack of layers that stages could divide")
+        """The layers that a pipeline divides into stages."""
+        return Unsupported(f"a model of kind {self._name} has no stack of layers to divide into pipeline stages")
 
     def generation(self) -> DecoderModel | Unsupported:
         """The decoder that generates tokens with a cache."""
-        return Unsupported("only meshpar's own decoders keep keys and values of tokens")
+        return Unsupported("only meshpar's own decoders can cache the keys and values of tokens")
 
     def hugging_face(self) -> DecoderModel | Unsupported:
-        """The decoder that can be exchanged with Hugging Face's libraries."""
-        return Unsupported(f"a model of kind {self._name}, and Hugging Face has no architecture for it")
+        """The decoder that can be converted from and to Hugging Face."""
+        return Unsupported(f"a model of kind {self._name}, for which Hugging Face has no architecture")
 
     @classmethod
     def architectures(cls) -> Mapping[str, Architecture]:
-        """`model_type` of Hugging Face -> how that architecture's config and tensors map to this kind of model."""
+        """Hugging Face's `model_type` -> the map of its config and tensors to this kind of model."""
         return {}
 
     @property

@@ -1,4 +1,4 @@
-"""What every decoder of meshpar answers to the model contract, whatever its parts are."""
+"""The model contract of meshpar's own decoders, which is the same for all families."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshpar.train.loss import count_targets, next_token_loss, summed_cross_entr
 
 
 class DecoderModel(Decoder, ModelContract):
-    """Base of the decoder families; each is one file, with its map of Hugging Face's names and keys beside it."""
+    """Base of the decoder families. The file of each also contains the map of Hugging Face's names and keys."""
 
     def program(self, task: Task) -> ModelProgram:
         def build(rngs: nnx.Rngs) -> Transformer:
@@ -47,7 +47,7 @@ class DecoderModel(Decoder, ModelContract):
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
         if task.loss.target:
-            problems.add("loss", "is of a model that is imported", "model.kind=import, or no loss")
+            problems.add("loss", "a loss of your own needs an imported model", "model.kind=import, or no loss")
         if self.learned_positions and task.seq_len > self.max_seq_len:
             what = f"{task.seq_len} is more than model.max_seq_len = {self.max_seq_len}"
             fix = f"model.max_seq_len={task.seq_len}, or data.seq_len={self.max_seq_len}"

@@ -1,4 +1,4 @@
-"""How Hugging Face describes a model: the keys of its `config.json`, and the names and shapes of its tensors."""
+"""The types that map Hugging Face's format to a model: keys of `config.json`, names and shapes of tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Foreign:
-    """A tensor of the other checkpoint, a matrix or a vector, that holds one or several of our parameters.
+    """A tensor of Hugging Face, a matrix or a vector, that contains one or several of our parameters.
 
     Args:
-      parts: paths of our parameters; their outputs are concatenated.
-      inputs: the number of leading dims of a parameter, without `layers`, that are inputs; the others are outputs. 0
-        for a vector.
+      parts: paths of our parameters, which are concatenated along their outputs.
+      inputs: how many leading dims of a parameter are inputs, without `layers`; the others are outputs. 0 for a vector.
       outputs_first: whether the tensor is `[out, in]`, as in PyTorch's Linear, instead of `[in, out]`.
     """
 
@@ -31,7 +30,7 @@ class Foreign:
     outputs_first: bool = False
 
     def shape(self, shapes: dict[str, Shape]) -> Shape:
-        """The tensor's shape, from the shapes of its parts without `layers`.
+        """Computes the tensor's shape from the shapes of its parts, without `layers`.
 
         >>> linear("q", "k").shape({"q": (8, 2, 4), "k": (8, 1, 4)})
         (12, 8)
@@ -44,7 +43,7 @@ class Foreign:
 
 
 Names = dict[str, Foreign]
-"""Name of a tensor, with `*` for the number of the layer -> its parameters."""
+"""Name of a tensor, with `*` in place of the layer's number -> its parameters."""
 
 
 def linear(*parts: str, inputs: int = 1) -> Foreign:
@@ -65,13 +64,13 @@ def vector(*parts: str) -> Foreign:
 # The config ----------------------------------------------------------------------------------------------------
 
 LARGEST = 2**31 - 1
-"""The largest size that is read: products of larger ones overflow."""
+"""The largest size that is accepted: products of larger sizes could overflow."""
 Number = Annotated[float, pydantic.Field(allow_inf_nan=False)]
 Size = Annotated[int, pydantic.Field(ge=0, le=LARGEST)]
 
 
 class Rope(pydantic.BaseModel):
-    """`rope_parameters`, which transformers 5 writes, or `rope_scaling`, which earlier versions wrote."""
+    """`rope_parameters` of transformers 5, or `rope_scaling` of earlier versions."""
 
     model_config = pydantic.ConfigDict(strict=True)
 
@@ -88,12 +87,12 @@ class Rope(pydantic.BaseModel):
     @classmethod
     def _one_for_all_layers(cls, data: Any) -> Any:
         if isinstance(data, dict) and any(isinstance(value, dict) for value in data.values()):
-            raise ValueError("rope parameters that differ between layer types are not supported")
+            raise ValueError("rope parameters must be the same for all layer types")
         return data
 
 
 class Given(pydantic.BaseModel):
-    """The keys of a `config.json` that are read, apart from sizes. A null key counts as missing."""
+    """The keys of a `config.json` that are read, except sizes. A key that is null counts as missing."""
 
     model_config = pydantic.ConfigDict(strict=True)
 
@@ -119,15 +118,15 @@ class Given(pydantic.BaseModel):
 
 @dataclass(frozen=True)
 class Architecture:
-    """One `model_type` of Hugging Face, as a kind of model of ours reads and writes it.
+    """Maps one `model_type` of Hugging Face to a kind of model of ours, for reading and writing.
 
     Args:
       called: the name of its class in transformers.
       names: its tensors.
-      keys: key of `config.json` -> field of our model.
-      read: our model's other fields, from the config; reports what is not supported.
-      write: the config's other keys, from our model.
-      given: the keys that `read` needs.
+      keys: key of `config.json` -> field of our model with the same value.
+      read: config -> our model's other fields; reports values that are not supported.
+      write: our model -> the other keys of the config.
+      given: the type of the config that `read` needs.
     """
 
     called: str

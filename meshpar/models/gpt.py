@@ -12,7 +12,7 @@ from meshpar.nn.layers import GELU, LayerNorm
 
 
 class GPT(DecoderModel):
-    """The sizes of a GPT-2; see `Decoder`."""
+    """The config of a GPT-2; see `Decoder`."""
 
     kind: Literal["gpt"] = "gpt"
     norm: ClassVar = LayerNorm
@@ -60,10 +60,8 @@ GPT2_KEYS = {
 
 def _gpt2(given: Given, found: Problems) -> Json:
     if given.activation_function not in ("gelu_new", "gelu_pytorch_tanh"):
-        found.add(
-            "activation_function",
-            f"{excerpt(repr(given.activation_function))} is not supported for this model, only gelu_new",
-        )
+        what = f"{excerpt(repr(given.activation_function))} is not supported for this model, only gelu_new"
+        found.add("activation_function", what)
     if not given.scale_attn_weights:
         found.add("scale_attn_weights", "only true is supported")
     if given.scale_attn_by_inverse_layer_idx:
@@ -71,8 +69,6 @@ def _gpt2(given: Given, found: Problems) -> Json:
     return {"tie_embeddings": True} | ({"intermediate_size": 4 * given.n_embd} if given.n_embd else {})
 
 
-def _write_gpt2(model: GPT) -> Json:
-    return {"activation_function": "gelu_new", "bos_token_id": None, "eos_token_id": None}
+WRITTEN: Json = {"activation_function": "gelu_new", "bos_token_id": None, "eos_token_id": None}
 
-
-ARCHITECTURES = {"gpt2": Architecture("GPT2LMHeadModel", HUGGING_FACE, GPT2_KEYS, _gpt2, _write_gpt2)}
+ARCHITECTURES = {"gpt2": Architecture("GPT2LMHeadModel", HUGGING_FACE, GPT2_KEYS, _gpt2, lambda model: WRITTEN)}

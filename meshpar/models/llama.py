@@ -1,6 +1,6 @@
 """Llama: RMSNorm, rotary positions, SwiGLU. Source: Touvron et al. 2023, arXiv:2302.13971.
 
-Its options also give Mistral, Qwen 2, Qwen 3, SmolLM and Phi 3.
+With its options, the same class is Mistral, Qwen 2, Qwen 3, SmolLM or Phi 3.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshpar.nn.rotary import Scaling
 
 
 class Llama(DecoderModel):
-    """The sizes of a Llama; see `Decoder`."""
+    """The config of a Llama; see `Decoder`."""
 
     kind: Literal["llama"] = "llama"
     norm: ClassVar = RMSNorm
@@ -30,16 +30,17 @@ class Llama(DecoderModel):
     attn_bias: Bias = "none"
     """Which attention projections have a bias: none, queries, keys and values (Qwen 2), or all four."""
     mlp_bias: bool = False
+    """Whether the projections of the MLP have a bias."""
     qk_norm: bool = False
     """Whether each head of queries and keys is normalized before rotary positions (Qwen 3)."""
     rotary_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
-    """The fraction of a head, from its first element, that rotary positions rotate."""
+    """The fraction of each head, from its first element, that is rotated by rotary positions."""
     rope_scaling: Scaling | None = None
-    """How rotary frequencies are scaled for longer rows."""
+    """How rotary frequencies are scaled for rows longer than in pretraining."""
     window: Positive | None = None
-    """How many tokens a query sees, itself the last of them (Mistral). Default: all before it."""
+    """How many tokens a query attends to, including its own (Mistral). Default: all up to its own."""
     global_layers: tuple[Count, ...] = ()
-    """Layers, counted from 0, that ignore `window`: their queries see all tokens before them."""
+    """Indices of layers, from 0, that ignore `window`: their queries attend to all earlier tokens."""
 
     @pydantic.model_validator(mode="after")
     def _layers_exist(self) -> Llama:
@@ -54,7 +55,8 @@ class Llama(DecoderModel):
 
 # Hugging Face's tensors ------------------------------------------------------------------------------------------
 
-ATTENTION, MLP = "model.layers.*.self_attn", "model.layers.*.mlp"
+ATTENTION = "model.layers.*.self_attn"
+MLP = "model.layers.*.mlp"
 
 HUGGING_FACE: Names = {
     "model.embed_tokens.weight": rows("embedding"),
@@ -74,9 +76,9 @@ _FUSED: Names = {
     f"{ATTENTION}.qkv_proj.weight": linear(*(f"blocks.attn.{x}.kernel" for x in "qkv")),
     f"{MLP}.gate_up_proj.weight": linear("blocks.mlp.gate.kernel", "blocks.mlp.up.kernel"),
 }
-_APART = {part for foreign in _FUSED.values() for part in foreign.parts}
-PHI3: Names = {name: f for name, f in HUGGING_FACE.items() if not _APART & {*f.parts}} | _FUSED
-"""Llama's names, where Hugging Face stores some projections as one."""
+_FUSED_PARTS = {part for foreign in _FUSED.values() for part in foreign.parts}
+PHI3: Names = {name: f for name, f in HUGGING_FACE.items() if not _FUSED_PARTS & {*f.parts}} | _FUSED
+"""The tensors of Phi 3, which stores q, k and v as one, and gate and up as one."""
 
 
 # Hugging Face's config -------------------------------------------------------------------------------------------
@@ -116,8 +118,8 @@ def _window(kind: str, given: Given, found: Problems) -> Json:
     types = given.layer_types or [
         "full_attention" if i < given.max_window_layers else "sliding_attention" for i in layers
     ]
-    full = [i for i, type_ in enumerate(types) if type_ == "full_attention"]
-    return {} if len(full) == len(layers) else {"window": window, "global_layers": full}
+    global_layers = [i for i, type_ in enumerate(types) if type_ == "full_attention"]
+    return {} if len(global_layers) == len(layers) else {"window": window, "global_layers": global_layers}
 
 
 def _rope(kind: str, given: Given, found: Problems) -> Json:
@@ -135,13 +137,13 @@ def _rope(kind: str, given: Given, found: Problems) -> Json:
         found.add(key, f"rope_type {excerpt(repr(type_))} is not supported", "supported: default, linear, llama3")
     fraction = given.partial_rotary_factor if rope.partial_rotary_factor is None else rope.partial_rotary_factor
     if fraction != 1 and kind != "phi3":
-        found.add("partial_rotary_factor", f"is {fraction}, and a {kind} is supported with 1 only")
+        found.add("partial_rotary_factor", f"is {fraction}, but only 1 is supported for {kind}")
     theta = given.rope_theta if rope.rope_theta is None else rope.rope_theta
     return {"rope_theta": theta, "rope_scaling": scaling, "rotary_fraction": fraction}
 
 
 def _write_llama(model: Llama) -> Json:
-    """Keys that a `model_type` ignores do no harm: `write` reads each config back before it chooses one."""
+    """Writes the keys of all architectures in this file. The export selects one that reads them as the same model."""
     layers = ["full_attention" if i in model.global_layers else "sliding_attention" for i in range(model.num_layers)]
     windows = {"layer_types": layers, "max_window_layers": 0} if model.window and model.global_layers else {}
     scaling = model.rope_scaling and model.rope_scaling.model_dump()
@@ -161,15 +163,15 @@ def _write_llama(model: Llama) -> Json:
     }  # fmt: skip
 
 
-def _kin(kind: str, called: str, names: Names = HUGGING_FACE) -> Architecture:
+def _architecture(kind: str, called: str, names: Names = HUGGING_FACE) -> Architecture:
     return Architecture(called, names, LLAMA_KEYS, _llama(kind), _write_llama)
 
 
 ARCHITECTURES = {
-    "llama": _kin("llama", "LlamaForCausalLM"),
-    "mistral": _kin("mistral", "MistralForCausalLM"),
-    "qwen2": _kin("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": _kin("qwen3", "Qwen3ForCausalLM"),
-    "phi3": _kin("phi3", "Phi3ForCausalLM", PHI3),
+    "llama": _architecture("llama", "LlamaForCausalLM"),
+    "mistral": _architecture("mistral", "MistralForCausalLM"),
+    "qwen2": _architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": _architecture("qwen3", "Qwen3ForCausalLM"),
+    "phi3": _architecture("phi3", "Phi3ForCausalLM", PHI3),
 }
-"""By `model_type`. Of several that compute the same, the first is written."""
+"""By `model_type`. An export selects the first one that computes the same as the model."""

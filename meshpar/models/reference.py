@@ -1,4 +1,4 @@
-"""A small model of the same structure as a large one: what divides, repeats or is padded there does so here."""
+"""Shrinks a model without changing its structure: which dims are divisible, repeated or padded stays the same."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from meshpar.mesh.layout import AXES
 from meshpar.nn.transformer import Decoder
 from meshpar.sharding.rules import AxisRules
 
-HEAD_DIM, SEQ_LEN, VOCAB_MULTIPLE = 4, 16, 8
+HEAD_DIM = 4
+SEQ_LEN = 16
+VOCAB_MULTIPLE = 8
 
 
 def least_factor(number: int) -> int:
-    """The smallest prime that divides it; 1 of 1.
+    """The smallest prime factor of a number; 1 for 1.
 
     >>> [least_factor(n) for n in (1, 2, 8, 9, 35)]
     [1, 2, 2, 3, 5]
@@ -25,12 +27,13 @@ def least_factor(number: int) -> int:
 
 @dataclass(frozen=True)
 class Scale:
-    """From a run to a small one: into how many shards a dim is cut in each.
+    """Into how many shards a dim is divided, in a run and in the small run that `verify` makes of it.
 
     Args:
-      before, after: axis -> size, of the run's mesh and of the small one.
-      seq_len: of the run.
-      chunks_per_stage: of the run's pipeline; None without.
+      rules: the run's sharding rules.
+      before, after: axis -> size, of the run's mesh and of the small mesh.
+      seq_len: tokens per row of the run.
+      chunks_per_stage: chunks per stage of the run's pipeline; None without a pipeline.
     """
 
     rules: AxisRules
@@ -40,13 +43,15 @@ class Scale:
     chunks_per_stage: int | None
 
     def was(self, dim: str) -> int:
+        """Shards of a dim in the run."""
         return self._shards(dim, self.before)
 
     def now(self, dim: str) -> int:
+        """Shards of a dim in the small run."""
         return self._shards(dim, self.after)
 
     def small(self, dim: str, size: int) -> int:
-        """The small size of a dim: one element for each shard if it was so, else as many as the least factor says."""
+        """The small size of a dim: a shard has as many elements as the smallest prime factor of its size in the run."""
         return self.now(dim) * least_factor(max(1, size // self.was(dim)))
 
     @property
@@ -58,10 +63,10 @@ class Scale:
 
 
 def decoder_sizes(model: Decoder, scale: Scale) -> dict[str, Any]:
-    """The fields that a small decoder has otherwise."""
+    """The fields in which the small decoder differs."""
     heads, kv_heads = _heads(model, scale)
-    width = math.lcm(HEAD_DIM * heads, scale.now("embed"))
-    intermediate_size = scale.now("mlp") * (width // scale.now("mlp") + 1)
+    hidden_size = math.lcm(HEAD_DIM * heads, scale.now("embed"))
+    intermediate_size = scale.now("mlp") * (hidden_size // scale.now("mlp") + 1)
     pad_vocab_to_multiple = VOCAB_MULTIPLE * scale.now("vocab")
     is_padded = model.padded_vocab > model.vocab_size
     is_longer = model.learned_positions and model.max_seq_len > scale.seq_len
@@ -71,7 +76,7 @@ def decoder_sizes(model: Decoder, scale: Scale) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": model.num_kv_heads and kv_heads,
         "head_dim": model.head_dim and HEAD_DIM,
-        "hidden_size": width,
+        "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
         "vocab_size": 4 * pad_vocab_to_multiple - 3 * is_padded,
         "pad_vocab_to_multiple": pad_vocab_to_multiple if is_padded else 1,
@@ -80,7 +85,7 @@ def decoder_sizes(model: Decoder, scale: Scale) -> dict[str, Any]:
 
 
 def _num_layers(model: Decoder, scale: Scale) -> int:
-    """Two; in a pipeline one for each part of it, and one more if they were not alike."""
+    """Two; in a pipeline one per chunk, and one more if the run's chunks have different sizes."""
     if scale.chunks_per_stage is None:
         return min(model.num_layers, 2)
     chunks = scale.chunks_per_stage
@@ -95,10 +100,10 @@ def _window(model: Decoder) -> dict[str, Any]:
 
 
 def _heads(model: Decoder, scale: Scale) -> tuple[int, int]:
-    """Heads of queries, and of keys: fewer than shards, if they were."""
-    heads, kv_heads = model.num_heads, model.kv_heads
+    """Query heads and key heads. There are fewer key heads than shards of queries if that is so in the run."""
+    group = least_factor(model.num_heads // model.kv_heads)
     if scale.was("kv_heads") == scale.was("heads"):
-        small = scale.small("kv_heads", kv_heads)
-        return small * least_factor(heads // kv_heads), small
-    small = math.lcm(scale.small("heads", heads), least_factor(heads // kv_heads))
-    return small, math.gcd(small, max(1, kv_heads * scale.now("heads") // scale.was("heads")))
+        kv_heads = scale.small("kv_heads", model.kv_heads)
+        return kv_heads * group, kv_heads
+    heads = math.lcm(scale.small("heads", model.num_heads), group)
+    return heads, math.gcd(heads, max(1, model.kv_heads * scale.now("heads") // scale.was("heads")))

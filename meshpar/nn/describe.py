@@ -15,13 +15,13 @@ from meshpar.sharding.spec import ArraySpec
 
 
 def describe(model: nnx.Module) -> dict[str, Any]:
-    """The specs of a model, as nested dicts by attribute name.
+    """Returns the `ArraySpec` of each parameter, as nested dicts by attribute name.
 
     Args:
-      model: with arrays, or abstract from `nnx.eval_shape`.
+      model: holds arrays, or structs from `nnx.eval_shape`.
 
     Raises:
-      ShardingError: lists every parameter that lacks a name for a dim.
+      ShardingError: lists every parameter whose names do not match its dims.
     """
     problems = Problems()
     flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
@@ -35,16 +35,16 @@ def describe(model: nnx.Module) -> dict[str, Any]:
 
 
 def functional(model: nnx.Module, method: str = "__call__") -> Callable[..., Any]:
-    """`apply(params, *args) = model(*args)` with these parameters, nested as in `describe`.
+    """Turns a model into a function `apply(params, *args)`, with `params` nested as in `describe`.
 
     Args:
-      method: the method that is called.
+      method: the method of the model that `apply` calls.
     """
     graph, state = nnx.split(model)
 
     def apply(params: Any, *args: Any) -> Any:
         pure = nnx.to_pure_dict(state)
-        assert jax.tree.structure(pure) == jax.tree.structure(params), "these are another model's parameters"
+        assert jax.tree.structure(pure) == jax.tree.structure(params), "the parameters belong to another model"
         filled = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(params))
         return getattr(nnx.merge(graph, filled), method)(*args)
 
@@ -52,5 +52,5 @@ def functional(model: nnx.Module, method: str = "__call__") -> Callable[..., Any
 
 
 def nested(flat: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """Nested dicts of leaves by path."""
+    """Turns a dict of leaves by path into nested dicts."""
     return unflatten_dict({tuple(map(str, path)): leaf for path, leaf in flat.items()})

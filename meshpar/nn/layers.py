@@ -1,6 +1,6 @@
 """Layers that compute with local shards: norms, projections, feed-forward blocks, dropout.
 
-Every parameter has a name for each of its dims, as `dims` metadata. No layer knows the mesh.
+The metadata `dims` of a parameter names its dims. No layer depends on the mesh.
 Shapes: B batch, S seq, R residual_seq, D embed, M mlp, H heads, K kv_heads, h head_dim.
 """
 
@@ -36,7 +36,7 @@ def filled(value: float, shape: Sequence[int], dims: Sequence[str]) -> nnx.Param
 
 
 def within_layer(param: nnx.Param) -> tuple[str, ...]:
-    """The names of a parameter's dims inside the scan over layers, which removes the dim `layers`."""
+    """The names of a parameter's dims inside the scan over layers, where the dim `layers` is gone."""
     return tuple(dim for dim in param.get_metadata()["dims"] if dim != "layers")
 
 
@@ -84,7 +84,7 @@ class LayerNorm(nnx.Module):
 
 
 class LowRank(nnx.Module):
-    """`x[.., in] @ a[in.., rank] @ b[rank, out..] * scale`; b starts as zeros, so the model is unchanged at first.
+    """`x[.., in] @ a[in.., rank] @ b[rank, out..] * scale`; b starts at zero, so the model is unchanged at first.
 
     Communication: none. Where the kernel's inputs are sharded, the result is a partial sum like the kernel's product.
     """
@@ -105,8 +105,9 @@ class LowRank(nnx.Module):
 
 
 class Projection(nnx.Module):
-    """A linear map between groups of dims, for `column_parallel` and `row_parallel`: `x[.., in] @ kernel[in.., out..]
-    (+ bias[out..])`.
+    """A linear map between groups of dims: `x[.., in..] @ kernel[in.., out..] (+ bias[out..])`.
+
+    `column_parallel` and `row_parallel` apply it.
 
     Args:
       inputs: (name, size) of each dim that is contracted.
@@ -133,20 +134,20 @@ class Projection(nnx.Module):
         return Weights(self.kernel[...], self.num_inputs, streamed(within_layer(self.kernel), current()), self.lora)
 
     def add_bias(self, y: Float[Array, "B S *outputs"]) -> Float[Array, "B S *outputs"]:
-        """Adds the bias. `row_parallel` does so once, after the sum over shards."""
+        """Adds the bias. `row_parallel` adds it after the sum over shards, so that it counts once."""
         return y if self.bias is None else y + self.bias[...]
 
 
 def column_parallel(
     x: Float[Array, "B R D"], maps: Sequence[Projection], dim: str
 ) -> Iterator[Float[Array, "B S ..."]]:
-    """Column parallel: projects x by each map, whose weights' `dim` is sharded. See `parallel.linear`."""
+    """Projects x by each map, where `dim` of the outputs is sharded. See `parallel.linear`."""
     products = linear.column_parallel(x, [projection.weights for projection in maps], dim)
     return (projection.add_bias(y) for projection, y in zip(maps, products, strict=True))
 
 
 def row_parallel(x: Float[Array, "B S ..."], down: Projection, dim: str) -> Float[Array, "B R D"]:
-    """Row parallel: projects x by `down`, whose weights' `dim` is sharded and contracted."""
+    """Projects x by `down`, where `dim` of the inputs is sharded. See `parallel.linear`."""
     return down.add_bias(linear.row_parallel(x, down.weights, dim))
 
 
@@ -190,7 +191,7 @@ def dropout(
     """Zeroes elements of the residual stream with probability `rate`, and divides the others by `1 - rate`.
 
     The random bits of an element are a hash of the key and of its *global* position: row of the global batch, index
-    in the sequence, channel. So the mask is the same on any mesh and with any number of microbatches.
+    in the sequence, channel. So the mask does not depend on the mesh or the number of microbatches.
 
     Args:
       x_BSD: [batch, residual_seq, embed], local shard.

@@ -1,4 +1,4 @@
-"""LoRA: trains a product of two thin matrices that is added to the frozen kernel of a projection.
+"""LoRA: trains two thin matrices, whose product is added to the frozen kernel of a projection.
 
 Source: Hu et al. 2021, arXiv:2106.09685.
 """
@@ -27,8 +27,8 @@ class LoRA(Config):
     """Trains a low-rank update of some projections, and freezes all other parameters.
 
     Memory: gradients and optimizer state of rank * (inputs + outputs) elements per projection.
-    Communication: gradients of the update. Frozen parameters are gathered where they are stored in shards, but have no
-      gradients to reduce.
+    Communication: only the gradients of the update are reduced. Frozen parameters that are stored in shards are
+      gathered before use.
     """
 
     kind: Literal["lora"] = "lora"
@@ -36,7 +36,7 @@ class LoRA(Config):
     alpha: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 16.0
     """The update is scaled by alpha / rank."""
     paths: tuple[str, ...] = ("blocks.attn.*",)
-    """Globs of the projections to update: `blocks.attn.q`, `blocks.mlp.*`, `blocks.**`."""
+    """Path globs of the projections that get an update: `blocks.attn.q`, `blocks.mlp.*`, `blocks.**`."""
 
     @property
     def scale(self) -> float:
@@ -72,7 +72,7 @@ class LoRA(Config):
         return LowRank(a, b, projection.num_inputs, self.scale)
 
     def merged(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The parameters of the model without LoRA, by path: each update is added to its kernel.
+        """Returns the parameters of the model without LoRA, by path, where each update is added to its kernel.
 
         Numerics: added in float32 at least, then rounded to the kernel's dtype.
         """
@@ -85,7 +85,7 @@ class LoRA(Config):
 
 
 def is_lora(path: str) -> bool:
-    """Whether LoRA added a parameter."""
+    """Whether the parameter at this path was added by LoRA."""
     return f".{NAME}." in path
 
 

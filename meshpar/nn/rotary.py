@@ -21,7 +21,7 @@ RopeAngles = tuple[Float[Array, "B S 1 p"], Float[Array, "B S 1 p"]]
 
 
 class Interpolated(Config):
-    """Divides every frequency by `factor`, so positions get closer. Source: Chen et al. 2023, arXiv:2306.15595."""
+    """Divides every frequency by `factor`, as if positions were closer. Source: Chen et al. 2023, arXiv:2306.15595."""
 
     kind: Literal["linear"] = "linear"
     factor: Factor
@@ -31,7 +31,7 @@ class Interpolated(Config):
 
 
 class Llama3(Config):
-    """Divides low frequencies by `factor`, leaves high ones, and interpolates between.
+    """Divides low frequencies by `factor`, leaves high frequencies unchanged, and interpolates between.
 
     Source: Grattafiori et al. 2024, arXiv:2407.21783, as in Llama 3.1.
     """
@@ -58,7 +58,7 @@ Scaling = Annotated[Interpolated | Llama3, pydantic.Field(discriminator="kind")]
 def rope_angles(
     positions_BS: Int[Array, "B S"], rotary_dim: int, theta: float, dtype: jnp.dtype, scaling: Scaling | None = None
 ) -> RopeAngles:
-    """The rotation of each token: pair i of p turns by position * theta^(-i/p), where `scaling` may change frequencies.
+    """Computes the rotation of each token: pair i of p turns by position * theta^(-i/p), or a scaled frequency.
 
     All layers share the result. Numerics: in float32 at least. Source: Su et al. 2021, arXiv:2104.09864.
 

@@ -1,4 +1,4 @@
-"""A transformer as a pipeline sees it."""
+"""Divides a transformer into the parts that a pipeline runs on its stages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ Sums = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array]]
 
 
 def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -> PipelineModel:
-    """The parts of an abstract model.
+    """Returns the embedding, the layers and the loss of a model as functions of parameters.
 
     Args:
+      model: abstract, from `nnx.eval_shape`.
       loss: (logits, batch) -> (sum, count).
-      count: batch -> the same count.
+      count: batch -> the count alone.
     """
-    logits, sizes = functional(model, "logits"), model.model
+    logits = functional(model, "logits")
+    sizes = model.model
     per_layer = 2 * sizes.hidden_size * (sizes.num_heads + sizes.kv_heads) * sizes.head_size + sizes.mlp_weights
 
     def end(params: Any, x: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:

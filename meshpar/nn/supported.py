@@ -1,7 +1,7 @@
 """Checks that rules shard dims only in ways that the layers support.
 
-A rule can name any axis for any dim. A layer supports some of that: its code gathers parameters that are stored in
-shards, and reduces results that were computed from a shard. Each layer declares the dims that it limits as `sharding`.
+A rule can name any axis for any dim, but a layer must contain the communication for it: it gathers parameters that are
+stored in shards, and reduces results computed from a shard. Each layer declares the limits of its dims as `sharding`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from meshpar.sharding.rules import ACTIVATION_DIMS
 
 @dataclass(frozen=True)
 class Supported:
-    """How a layer can have a dim sharded.
+    """How a layer supports a dim that is sharded.
 
     Args:
-      storage: over an axis that carries the batch: a device stores a shard, and gathers the whole before use.
-      partition: over any other axis: a device computes with its shard.
+      storage: whether an axis that carries the batch may shard it: a device stores a shard, and gathers it before use.
+      partition: whether any other axis may shard it: a device computes with its shard.
       same_as: a dim that must be partitioned over the same axes.
-      within: a dim whose axes must include those of this dim's partition.
+      within: a dim that must be partitioned over these axes too, and possibly over more.
       why: the reason for the limits.
     """
 
@@ -39,11 +39,11 @@ Sharding = Mapping[str, Supported]
 GSPMD: Sharding = {
     "stage": Supported(partition=False, why="GSPMD knows no pipeline: all stages would do the same work"),
 }
-"""The limits under `lowering: auto`, where XLA communicates whatever a rule needs."""
+"""The limits under `lowering: auto`, where XLA adds the communication that a rule needs."""
 
 
 def check_supported(layers: Iterable[Sharding], ctx: ParallelContext, problems: Problems) -> None:
-    """Adds every rule that shards a dim in a way that is not supported.
+    """Reports every rule that shards a dim in a way that is not supported.
 
     Args:
       layers: the limits of each layer of the model.
@@ -78,7 +78,11 @@ def _refuse(dim: str, axes: tuple[str, ...], why: str, ctx: ParallelContext, pro
 def _add_mismatch(
     dim: str, other: str, requirement: str, replaced: tuple[str, ...], ctx: ParallelContext, problems: Problems
 ) -> None:
-    """Adds that `other` does not fit the partition of `dim`, which replaces some axes of `other` in the fix."""
+    """Reports that the rule of `other` does not fit the partition of `dim`.
+
+    Args:
+      replaced: axes of `other` that the suggested rule replaces by those of `dim`.
+    """
     partition = ctx.axes(dim)
     rule = ctx.rules.table.get(other, ())
     storage = [axis for axis in ctx.rules[dim] if axis not in partition]

@@ -1,4 +1,4 @@
-"""A decoder-only transformer, of which each model in `meshpar.models` is a set of choices.
+"""The decoder-only transformer behind each model of `meshpar.models`, which select its parts.
 
 Shapes: B batch, S seq, R residual_seq, D embed, V vocab (local shards in the manual lowering).
 """
@@ -33,7 +33,7 @@ Batch = dict[str, Int[Array, "..."]]
 
 _policies = jax.checkpoint_policies
 REMAT: dict[str, Callable[..., Any]] = {
-    # What the forward keeps for the backward.
+    # Which activations the forward saves for the backward.
     "none": _policies.everything_saveable,
     "dots": _policies.checkpoint_dots,
     "dots_no_batch": _policies.checkpoint_dots_with_no_batch_dims,
@@ -42,7 +42,7 @@ REMAT: dict[str, Callable[..., Any]] = {
 
 
 class Decoder(Config):
-    """The sizes of a decoder. Subclasses choose its parts, or leave a choice to the config as a field."""
+    """The sizes of a decoder. A subclass sets the parts below as class variables, or declares them as fields."""
 
     norm: ClassVar[type[RMSNorm] | type[LayerNorm]]
     mlp: ClassVar[type[SwiGLU] | type[GELU]]
@@ -57,29 +57,35 @@ class Decoder(Config):
     attention: ClassVar[Core] = Dense()
 
     vocab_size: Positive = 257
-    """Number of token ids. 257 = the bytes, and the mark that opens a document."""
+    """Number of token ids. The default is for bytes: 256, and one that begins a document."""
     pad_vocab_to_multiple: Positive = 1
-    """Rounds the embedding's rows up, so that a mesh can divide them. The padding gets no probability."""
+    """Pads the rows of the embedding to a multiple, so that a mesh can shard them. Padded ids have probability 0."""
     num_layers: Annotated[Positive, pydantic.Field(le=10_000)]
+    """Number of transformer blocks."""
     pad_layers_to_multiple: Positive = 1
-    """Rounds the stacked layers up, so that the stages of a pipeline can divide them. The padding is never read."""
+    """Pads the stacked layers to a multiple, so that pipeline stages can divide them. The padding is never computed."""
     hidden_size: Positive
+    """Width of the residual stream."""
     num_heads: Positive
+    """Query heads of each attention layer."""
     num_kv_heads: Positive | None = None
-    """Heads of keys and values, each shared by a group of queries. Default: num_heads."""
+    """Heads of keys and values; each serves num_heads / num_kv_heads query heads. Default: num_heads."""
     head_dim: Positive | None = None
-    """Default: hidden_size / num_heads."""
+    """Width of a head. Default: hidden_size / num_heads."""
     intermediate_size: Positive
+    """Width of the MLP's hidden layer."""
     max_seq_len: Positive = 2048
-    """Rows of learned positions; rotary positions have no limit."""
+    """Rows of the learned position embedding; rotary positions have no limit."""
     rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
     norm_eps: float = 1e-5
+    """Added to the mean square, or the variance, in each norm."""
     tie_embeddings: bool = False
-    """Whether the output projection is the embedding table."""
+    """Whether the output projection uses the weights of the embedding."""
     dropout: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
-    """On the embeddings and on what each block adds to the residual stream."""
+    """Rate of dropout on the embeddings, and on the output of each attention and MLP."""
     remat: Literal["none", "dots", "dots_no_batch", "full"] = "none"
-    """What a block's backward recomputes: nothing, all but matmuls, all but weight matmuls, everything."""
+    """Which activations of a block the backward recomputes: none, all but matmuls, all but weight matmuls, or all."""
 
     @pydantic.model_validator(mode="after")
     def _heads_divide(self) -> Decoder:
@@ -99,11 +105,11 @@ class Decoder(Config):
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that rotary positions rotate, an even number."""
+        """How many elements of a head are rotated by rotary positions, an even number."""
         return int(self.head_size * self.rotary_fraction) // 2 * 2
 
     def window_of(self, layer: Int[Array, ""]) -> Int[Array, ""] | None:
-        """How many positions a query of this layer sees; None if no layer has a window."""
+        """How many tokens a query of this layer attends to; None if no layer has a window."""
         if self.window is None:
             return None
         unlimited = np.iinfo(np.int32).max
@@ -112,27 +118,27 @@ class Decoder(Config):
 
     @property
     def stacked_layers(self) -> int:
-        """Rows of the blocks' parameters."""
+        """Rows of the blocks' stacked parameters, including padding."""
         return -(-self.num_layers // self.pad_layers_to_multiple) * self.pad_layers_to_multiple
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding table."""
+        """Rows of the embedding, including padding."""
         return -(-self.vocab_size // self.pad_vocab_to_multiple) * self.pad_vocab_to_multiple
 
     @property
     def sharding(self) -> tuple[Sharding, ...]:
-        """How each layer can have dims sharded, see `nn.supported`."""
+        """Which dims each layer supports sharded, see `nn.supported`."""
         layers = (self.attention, Transformer, self.norm, self.mlp, Attention)
         return tuple(layer.sharding for layer in layers)
 
     @property
     def mlp_weights(self) -> int:
-        """Weights of an MLP, as a pipeline weighs a layer against the output projection."""
+        """Weights of an MLP: a pipeline compares the cost of a layer with that of the output projection by them."""
         return 3 * self.hidden_size * self.intermediate_size
 
     def build_mlp(self, out_std: float, rngs: nnx.Rngs) -> nnx.Module:
-        """The MLP of one layer. Args: `out_std`, of the initial weights that write to the residual stream."""
+        """Returns the MLP of one layer. `out_std` is the standard deviation of its initial output weights."""
         return self.mlp(self.hidden_size, self.intermediate_size, bias=self.mlp_bias, out_std=out_std, rngs=rngs)
 
     def build(self, rngs: nnx.Rngs) -> Transformer:
@@ -164,15 +170,15 @@ class Block(nnx.Module):
         normed_BRD = self.attn_norm(x_BRD)
         attended, cache = self.attn(normed_BRD, core, batch["positions"], batch.get("segments"), rope, window)
         x_BRD += drop(attended, 0)
-        made_BRD, auxiliary = with_auxiliary(self.mlp(self.mlp_norm(x_BRD)))
-        x_BRD += drop(made_BRD, 1)
+        mlp_out_BRD, auxiliary = with_auxiliary(self.mlp(self.mlp_norm(x_BRD)))
+        x_BRD += drop(mlp_out_BRD, 1)
         return constrain(x_BRD, "batch", "residual_seq", "embed"), auxiliary, cache
 
 
 class Transformer(nnx.Module):
     """Embedding, a scan over stacked blocks, a norm and an output projection.
 
-    The blocks' parameters carry a leading dim `layers`. `batch` holds int32 [batch, seq] `tokens`, `positions`,
+    The blocks' parameters have a leading dim `layers`. `batch` contains int32 [batch, seq] `tokens`, `positions`,
     `segments`, and int32 [batch] `rows` (indices in the global batch).
 
     Returns:
@@ -190,7 +196,7 @@ class Transformer(nnx.Module):
         self.embedding = normal(rngs, (model.padded_vocab, model.hidden_size), 0.02, ("vocab", "embed"))
         if model.learned_positions:
             self.positions = normal(rngs, (model.max_seq_len, model.hidden_size), 0.02, ("positions", "embed"))
-        self.blocks = _stacked(lambda rngs: Block(model, rngs), model, rngs)
+        self.blocks = _stacked_blocks(model, rngs)
         self.norm = model.norm(model.hidden_size, eps=model.norm_eps)
         if not model.tie_embeddings:
             self.head = normal(
@@ -198,12 +204,15 @@ class Transformer(nnx.Module):
             )
 
     def embed(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B R D"]:
-        """What the first block takes."""
+        """Returns the input of the first block."""
         return self._embed(_gathered(self.embedding), batch, key)
 
     def shared(self, batch: Batch, x_BRD: Float[Array, "B R D"]) -> RopeAngles | None:
-        """What all blocks take besides."""
-        return None if self.model.learned_positions else self._rope_angles(batch["positions"], x_BRD)
+        """Returns the rotary angles, which all blocks share; None for learned positions."""
+        model = self.model
+        if model.learned_positions:
+            return None
+        return rope_angles(batch["positions"], model.rotary_dim, model.rope_theta, x_BRD.dtype, model.rope_scaling)
 
     def layer(
         self,
@@ -214,37 +223,37 @@ class Transformer(nnx.Module):
         key: PRNGKeyArray | None,
         index: Int[Array, ""],
     ) -> tuple[Float[Array, "B R D"], Auxiliary]:
-        """The block of that index, whose parameters are `params`, nested as `blocks` are."""
+        """Applies the block with this index; `params` are its parameters, nested as `blocks`."""
         graph, blocks = nnx.split(self.blocks)
         own = jax.tree.unflatten(jax.tree.structure(blocks), jax.tree.leaves(params))
         block = nnx.merge(graph, _gathered_layer(own))
-        core, window = self.model.attention, self.model.window_of(index)
-        x_BRD, auxiliary, _ = block(x_BRD, core, batch, rope, _fold(key, index), window)
+        window = self.model.window_of(index)
+        x_BRD, auxiliary, _ = block(x_BRD, self.model.attention, batch, rope, _fold(key, index), window)
         return x_BRD, auxiliary.share(self.model.num_layers)
 
     def logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B S V"]:
-        """From what the last block gives."""
+        """Returns the logits, from the output of the last block."""
         return self._logits(x_BRD, _gathered(self.embedding) if self.model.tie_embeddings else None)
 
     def __call__(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B S V"]:
         return self.forward(batch, key).logits
 
     def forward(self, batch: Batch, key: PRNGKeyArray | None = None) -> Outputs:
-        """Logits, and the auxiliary losses and metrics of all layers."""
+        """Returns the logits, and the auxiliary losses and metrics of all layers."""
         embedding_VD = _gathered(self.embedding)
         x_BRD, auxiliary, _ = self._scan(self._embed(embedding_VD, batch, key), batch, key)
         return Outputs(self._logits(x_BRD, embedding_VD if self.model.tie_embeddings else None), *auxiliary)
 
     def decode(self, batch: Batch, cache: KVCache) -> tuple[Float[Array, "B V"], KVCache]:
-        """Reads tokens that follow those in the cache: a whole prompt, or one token a row.
+        """Computes tokens that follow those in the cache: a whole prompt, or one token per row.
 
         Args:
-          batch: int32 [batch, seq] `tokens` and `positions`, one after the other in each row; int32 [batch] `rows`,
-            and `last`, the index of each row's last token: what comes behind it is padding.
+          batch: int32 [batch, seq] `tokens` and their consecutive `positions`; int32 [batch] `rows`, and `last`, the
+            index of the last token in each row, before its padding.
 
         Returns:
-          Logits [batch, vocab] of what follows each row's last token, local shards of the vocabulary; and the cache
-          with these tokens.
+          Logits [batch, vocab] of the token after the last one, local shards of the vocabulary; and the cache with
+          these tokens.
         """
         embedding_VD = _gathered(self.embedding)
         x_BRD, _, cache = self._scan(self._embed(embedding_VD, batch, None), batch, None, cache)
@@ -267,8 +276,10 @@ class Transformer(nnx.Module):
         rope = self.shared(batch, x_BRD)
 
         def body(carry: tuple[jax.Array, KVCache | None], layer: tuple[Any, jax.Array]) -> tuple[Any, Auxiliary]:
-            (x, cache), (params, index) = carry, layer
-            block, window = nnx.merge(graph, _gathered_layer(params)), self.model.window_of(index)
+            x, cache = carry
+            params, index = layer
+            block = nnx.merge(graph, _gathered_layer(params))
+            window = self.model.window_of(index)
             core = self.model.attention if cache is None else cache.layer(index)
             x, auxiliary, cache = block(x, core, batch, rope, _fold(key, index), window)
             return (x, cache), auxiliary.share(self.model.num_layers)
@@ -280,10 +291,6 @@ class Transformer(nnx.Module):
         (x_BRD, cache), auxiliary = jax.lax.scan(body, (x_BRD, cache), (blocks, indices))
         return x_BRD, jax.tree.map(lambda x: x.sum(0), auxiliary), cache
 
-    def _rope_angles(self, positions_BS: Int[Array, "B S"], x_BRD: Float[Array, "B R D"]) -> RopeAngles:
-        model = self.model
-        return rope_angles(positions_BS, model.rotary_dim, model.rope_theta, x_BRD.dtype, model.rope_scaling)
-
     def _logits(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Float[Array, "B S V"]:
         graph, norm = nnx.split(self.norm)
         head_DV = _gathered(self.head) if tied_VD is None else tied_VD.T
@@ -292,43 +299,41 @@ class Transformer(nnx.Module):
         return constrain(logits, "batch", "seq", "vocab")
 
 
-def _stacked(make: Callable[[nnx.Rngs], nnx.Module], model: Decoder, rngs: nnx.Rngs) -> Any:
-    """A module for each layer as one, their parameters stacked along a leading dim `layers`.
+def _stacked_blocks(model: Decoder, rngs: nnx.Rngs) -> Any:
+    """Returns all blocks as one module, whose parameters are stacked along a leading dim `layers`.
 
-    Memory: drawn one layer after the other, so that what the drawing takes besides is that of one layer.
+    Memory: layers are initialized one after the other, so temporary arrays have the size of one layer.
     """
+    padding = model.stacked_layers - model.num_layers
 
-    def state(key: jax.Array) -> Any:
-        return nnx.state(make(nnx.Rngs(params=key)))
+    def init(key: jax.Array) -> Any:
+        return nnx.state(Block(model, nnx.Rngs(params=key)))
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.concatenate([x, jnp.zeros((padding, *x.shape[1:]), x.dtype)]) if padding else x
 
     keys = jax.random.split(rngs.params(), model.num_layers)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    padding = model.stacked_layers - model.num_layers
-    pad = lambda x: jnp.concatenate([x, jnp.zeros((padding, *x.shape[1:]), x.dtype)]) if padding else x
-    stacked = nnx.merge(graph, jax.tree.map(pad, jax.lax.map(state, keys)))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Block(model, nnx.Rngs(0))))
+    stacked = nnx.merge(graph, jax.tree.map(pad, jax.lax.map(init, keys)))
     for _, param in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
         param.set_metadata(dims=("layers", *param.get_metadata()["dims"]))
     return stacked
 
 
 def _gathered_layer(params: Any) -> Any:
-    """The whole parameters of one module; a scan has taken the dim `layers` away already."""
-    return jax.tree_util.tree_map_with_path(_gathered_part, params, is_leaf=_is_param)
+    """Gathers the parameters of one module, inside the scan that removes the dim `layers`."""
+    return jax.tree_util.tree_map_with_path(_gathered_part, params, is_leaf=lambda x: isinstance(x, nnx.Param))
 
 
 def _gathered_part(path: Any, param: Any) -> Any:
     dims = within_layer(param)
-    # A projection gathers its kernel itself, if it does so in chunks.
+    # A projection that overlaps communication gathers its kernel itself, in chunks.
     by_itself = path[-1].key == "kernel" and streamed(dims, current())
     return param if by_itself else param.replace(gather_in_layer(param[...], dims))
 
 
 def _gathered(param: nnx.Param) -> jax.Array:
     return gather_in_layer(param[...], param.get_metadata()["dims"])
-
-
-def _is_param(x: Any) -> bool:
-    return isinstance(x, nnx.Param)
 
 
 def _fold(key: PRNGKeyArray | None, index: int | Int[Array, ""]) -> PRNGKeyArray | None:

@@ -1,4 +1,4 @@
-"""The two programs of generation: `prefill` reads the prompts, `decode` one token a row; compiled from placements."""
+"""Compiles the two programs of generation: `prefill` computes the prompts, `decode` one token per row."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from meshpar.train.state import stored
 
 
 class Turn(NamedTuple):
-    """The tokens that were chosen last, and what they are chosen for.
+    """The newest token of each row.
 
     Args:
-      tokens: int32[batch].
-      positions: int32[batch]. Their positions.
+      tokens: int32[batch]. Token ids.
+      positions: int32[batch]. Positions of the tokens.
     """
 
     tokens: Any
@@ -42,19 +42,19 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """What is generated from, and where; enough to compile both programs before any array exists.
+    """The settings of a generation, from which both programs are compiled before any array exists.
 
     Args:
-      model: its sizes.
-      ctx: mesh, rules, lowering, and the dtype of the computation; see `for_tokens`.
-      dtype: of the parameters as they are stored.
-      sampling: how tokens are chosen.
-      num_rows: a multiple of the batch's shards.
+      model: the decoder's config.
+      ctx: mesh, rules, lowering and compute dtype; see `for_tokens`.
+      dtype: the dtype in which parameters are stored.
+      sampling: how tokens are selected.
+      num_rows: rows of the batch, a multiple of its shards.
       prompt_len: tokens of the longest prompt.
-      max_tokens: of the longest answer.
+      max_tokens: tokens of the longest answer.
 
     Raises:
-      ShardingError: the rules shard what generation cannot: the sequence, or the layers.
+      ShardingError: the rules shard the sequence or the layers, which generation does not support.
     """
 
     model: Decoder
@@ -75,71 +75,71 @@ class Decoding:
 
     @cached_property
     def params(self) -> Any:
-        """Tree of `Placement`: the parameters."""
+        """Tree of `Placement` of the parameters."""
         abstract = nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0)))
         specs = jax.tree.map(lambda s: ArraySpec(s.shape, self.dtype, s.dims), describe(abstract))
         return stored(resolve(specs, self.ctx.rules, self.ctx.mesh), self.ctx.rules)
 
     @cached_property
     def cache(self) -> KVCache:
-        """`KVCache` of `Placement`s."""
+        """Placements of the cache."""
         return cache_placement(self.model, self.ctx, self.num_rows, self.prompt_len + self.max_tokens)
 
     @property
     def prompts(self) -> Turn:
-        """The prompts as structs: int32[batch, seq] tokens, padded behind; and the length of each row's."""
+        """Structs of the prompts: int32[batch, seq] tokens, padded on the right; and int32[batch] lengths."""
         return Turn(self._per_row(self.prompt_len), self._per_row())
 
     @property
     def turn(self) -> Turn:
+        """Structs of a turn."""
         return Turn(self._per_row(), self._per_row())
 
     def compile_prefill(self) -> Callable[..., Any]:
-        """(params, prompts) -> (the first turn, a cache that is born sharded)."""
+        """(params, prompts) -> (the first turn, the cache). The cache is allocated in shards."""
 
         def prefill(params: Any, prompts: Turn) -> tuple[Turn, KVCache]:
             tokens, lengths = prompts
             empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(self.cache))
             positions = jnp.broadcast_to(jnp.arange(self.prompt_len, dtype=jnp.int32), tokens.shape)
-            return self._take(params, tokens, positions, lengths - 1, empty)
+            return self._step(params, tokens, positions, lengths - 1, empty)
 
         return compile_program(trace(prefill, (structs(self.params), self.prompts), self._out))
 
     def compile_decode(self) -> Callable[..., Any]:
-        """(params, turn, cache) -> (the next turn, cache). The cache is donated, and written in place."""
+        """(params, turn, cache) -> (the next turn, the cache). The cache is donated, and written in place."""
 
         def decode(params: Any, turn: Turn, cache: KVCache) -> tuple[Turn, KVCache]:
             last = jnp.zeros_like(turn.positions)
-            return self._take(params, turn.tokens[:, None], turn.positions[:, None], last, cache)
+            return self._step(params, turn.tokens[:, None], turn.positions[:, None], last, cache)
 
         arguments = (structs(self.params), self.turn, structs(self.cache))
         return compile_program(trace(decode, arguments, self._out, donate=(2,)))
 
     def logits(self, params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """`Transformer.decode` on global arrays, in either lowering."""
-        placed = pspecs(self.cache)
-        in_specs = (pspecs(self.params), self.ctx.pspec("batch"), placed)
-        out_specs = (self.ctx.pspec("batch", "vocab"), placed)
-        return on_shards(self._extend, self.ctx, in_specs, out_specs)(params, batch, cache)
+        cache_pspecs = pspecs(self.cache)
+        in_specs = (pspecs(self.params), self.ctx.pspec("batch"), cache_pspecs)
+        out_specs = (self.ctx.pspec("batch", "vocab"), cache_pspecs)
 
-    def _extend(self, params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        return self._apply(jax.tree.map(lambda x: x.astype(self.ctx.compute_dtype), params), batch, cache)
+        def decode(params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
+            return self._apply(jax.tree.map(lambda x: x.astype(self.ctx.compute_dtype), params), batch, cache)
 
-    def _take(
+        return on_shards(decode, self.ctx, in_specs, out_specs)(params, batch, cache)
+
+    def _step(
         self, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array, cache: KVCache
     ) -> tuple[Turn, KVCache]:
-        """Reads tokens, and chooses one for each row."""
+        """Computes tokens, and selects the next one of each row."""
         rows = jnp.arange(self.num_rows, dtype=jnp.int32)
         batch = {"tokens": tokens, "positions": positions, "last": last, "rows": rows}
         logits, cache = self.logits(params, batch, cache)
-        following = jnp.take_along_axis(positions, last[:, None], axis=1)[:, 0] + 1
-        return Turn(self._choose(logits, rows, following), following), cache
-
-    def _choose(self, logits: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
-        choose = partial(sample, how=self.sampling, vocab_size=self.model.vocab_size)
+        next_positions = jnp.take_along_axis(positions, last[:, None], axis=1)[:, 0] + 1
+        select = partial(sample, how=self.sampling, vocab_size=self.model.vocab_size)
         per_row = self.ctx.pspec("batch")
         in_specs = (self.ctx.pspec("batch", "vocab"), per_row, per_row)
-        return on_shards(choose, self.ctx, in_specs, per_row)(logits, rows, positions)
+        chosen = on_shards(select, self.ctx, in_specs, per_row)(logits, rows, next_positions)
+        return Turn(chosen, next_positions), cache
 
     @cached_property
     def _apply(self) -> Callable[..., Any]:
@@ -155,7 +155,7 @@ class Decoding:
 
 
 def for_tokens(ctx: ParallelContext) -> ParallelContext:
-    """The context without sequence parallelism, microbatches and strategies: a step of decoding has one token a row."""
+    """Removes sequence parallelism, microbatches and strategies: a step of decoding has one token per row."""
     rules = ctx.rules
     whole = AxisRules(preset=rules.preset, zero=rules.zero, **rules.explicit | {"residual_seq": ()})  # pyright: ignore
     return replace(ctx, rules=whole, parallel=Parallel(), num_microbatches=1)

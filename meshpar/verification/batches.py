@@ -1,4 +1,4 @@
-"""Batches with two documents a row and an uneven number of targets, which show faults that plain tokens would not."""
+"""Batches with two documents per row and an uneven number of targets, which reveal more faults than plain tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def token_batch(rng: np.random.Generator, batch_size: int, seq_len: int, vocab_size: int) -> dict[str, np.ndarray]:
-    """The arrays of a decoder's batch, int32[batch, seq].
+    """Draws the arrays of a decoder's batch, int32[batch, seq].
 
-    Later rows have fewer targets that count, so that the mean of the devices' means is not the mean. The second
-    document starts off the middle of the row, where no shard starts.
+    Later rows have fewer targets, so that the mean of the devices' means is not the mean. The second document starts
+    after the middle of the row, so that it does not start with a shard.
 
     >>> batch = token_batch(np.random.default_rng(0), 2, 8, 5)
     >>> batch["positions"][0].tolist()

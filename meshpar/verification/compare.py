@@ -1,4 +1,4 @@
-"""Compares two runs of the same steps: where they differ first, by how much, and by what factor."""
+"""Compares the steps of two runs: finds the first difference, its size, and its factor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshpar.verification.trial import KINDS, Arrays, StepResult
 TOLERANCE = 1e-10
 """A correct layout differs by about 1e-14, from rounding; a wrong one by about 1e-1."""
 NOISE = 1e-13
-"""A gradient smaller than this fraction of the largest one is a zero plus rounding."""
+"""A gradient smaller than this fraction of the largest counts as zero with rounding."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def compare(
     """Compares runs step by step.
 
     Args:
-      undecided: path -> bool array: elements of parameters that are not compared, see `without_gradient`.
+      undecided: path -> bool array, True for elements of parameters that are not compared, see `without_gradient`.
       first_step: the number of the first step.
     """
     largest = {kind: 0.0 for kind in KINDS if getattr(reference[0], kind)}
@@ -82,10 +82,10 @@ def compare(
 
 
 def without_gradient(reference: Sequence[StepResult]) -> Arrays:
-    """path -> bool array: the elements whose gradient is zero except for rounding.
+    """path -> bool array, True for elements whose gradient is zero except for rounding.
 
-    An optimizer that divides by the size of the gradient (Lion, Adafactor) turns that rounding into a whole update. No
-    two layouts agree on it, and they need not: the loss does not depend on such an element.
+    An optimizer that divides by the size of the gradient (Lion, Adafactor) turns that rounding into a full update.
+    Layouts differ in it, which is no fault: the loss does not depend on these elements.
     """
     grads = reference[0].gradients
     noise = NOISE * max(np.abs(grad).max() for grad in grads.values())
@@ -116,7 +116,7 @@ def _describe(got: np.ndarray, reference: np.ndarray) -> str:
 
 
 def _factor(got: np.ndarray, reference: np.ndarray) -> str | None:
-    """The factor between two arrays, if all elements have the same: `2x`, `1/4x`, or `1.37 times as large`."""
+    """The factor between two arrays if it is the same for all elements: `2x`, `1/4x`, or `1.37 times as large`."""
     counted = np.abs(reference) > 1e-6 * np.abs(reference).max()
     ratios = got[counted] / reference[counted]
     if not ratios.size or np.ptp(ratios) > 1e-8 * np.abs(ratios).max():

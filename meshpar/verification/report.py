@@ -1,4 +1,4 @@
-"""The result of a proof: a table of layouts, and the first one that is wrong, with its first difference."""
+"""The result of `verify`: a table of layouts, and the layouts that are wrong, each with its first difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshpar.verification.compare import TOLERANCE, Comparison, Difference
 from meshpar.verification.trial import KINDS
 
 CHECKPOINT = ("checkpoint",)
-"""Stands for the axes of a run that was interrupted and restored."""
+"""The value of `Row.axes` for a run that was interrupted and restored."""
 Sizes = dict[str, int]
 
 
@@ -22,7 +22,7 @@ class Row:
 
     Args:
       name: name of the layout.
-      axes: its axes of more than one device.
+      axes: its axes with more than one device.
       compared: None if the layout could not be traced or run; `error` is the reason.
     """
 
@@ -42,16 +42,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a proof.
+    """The result of `verify`.
 
     Args:
-      sizes: axis -> size, of the mesh that was tested.
-      shrunk: key -> (value in the run, value in the proof), of each key that was made smaller.
+      sizes: axis -> size of the mesh that was verified.
+      shrunk: key -> (value in the run, value in the small run) of each key that was shrunk.
       rows: the whole mesh, each axis alone, and one device; resumed runs, if the whole mesh is equal; pairs of axes, if
         the whole mesh differs and none of the axes alone does.
       undecided: parameters with elements that are not compared, because their gradient is zero.
       draws: whether the training draws random numbers, for dropout for example.
-      draws_differ: whether the layouts are equal if nothing is drawn.
+      draws_differ: whether the layouts differ only if random numbers are drawn.
     """
 
     sizes: Sizes

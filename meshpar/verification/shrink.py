@@ -1,4 +1,4 @@
-"""A small run of the same structure: what divides, repeats or is padded in the real one does so in this one."""
+"""Shrinks a run without changing its structure, so that it can be verified on a few simulated devices."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from meshpar.experiment.config import Precision, Run
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models.reference import Scale, least_factor
-from meshpar.parallel.pipeline.schedule import Schedule, ScheduleFile
+from meshpar.parallel.pipeline.schedule import ScheduleFile
 from meshpar.train.data import Synthetic
 
 MOST_DEVICES = 8
 
 
 def shrink(run: Run) -> Run:
-    """The run on at most eight devices, if the axes allow it, with a tiny model and float64.
+    """Returns the run with a tiny model in float64, on at most eight devices if its axes allow that.
 
-    Kept are: which axes there are, which dims they shard and over how many shards each is cut beyond that, groups of
-    query heads, ties, padding of the vocabulary, dropout, remat, accumulation, optimizer and lowering.
+    These stay the same: which axes there are, which dims they shard, whether a device has one or several elements of a
+    dim, groups of query heads, tied embeddings, padding, dropout, remat, accumulation, optimizer and lowering.
     """
     layout = {axis: 2 if size == -1 else size for axis, size in run.mesh.sizes.items()}
     sizes = {axis: size * (run.mesh.dcn.sizes[axis] if run.mesh.dcn else 1) for axis, size in layout.items()}
@@ -27,7 +27,9 @@ def shrink(run: Run) -> Run:
     scale = Scale(run.rules, sizes, mesh.sizes, run.data.seq_len, schedule and schedule.chunks_per_stage)
     model = run.model.reference(scale)
     num_microbatches = least_factor(run.num_microbatches)
-    parallel = run.parallel.model_copy(update={"pipeline": schedule and _pipeline(schedule, mesh.pipe)})
+    if schedule and not isinstance(schedule, ScheduleFile):  # a file fixes its number of microbatches
+        schedule = schedule.model_copy(update={"num_microbatches": 2 * mesh.pipe, "cut": None})
+    parallel = run.parallel.model_copy(update={"pipeline": schedule})
     passes = num_microbatches * parallel.num_microbatches
     batch_size = 2 * passes * scale.now("batch")
     vocabulary = model.vocabulary()
@@ -45,7 +47,9 @@ def shrink(run: Run) -> Run:
 
 
 def small_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes that multiply to eight at most: of the largest its greatest factor is left out, of none its least.
+    """Divides the sizes of axes by prime factors, the greatest of the largest first, until the product is at most 8.
+
+    Each axis keeps its least factor, so the product may be larger.
 
     >>> small_sizes({"data": 64, "tensor": 8})
     {'data': 2, 'tensor': 4}
@@ -64,7 +68,7 @@ def small_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def greatest_factor(number: int) -> int:
-    """The largest prime that divides it; 1 of 1.
+    """The largest prime factor of a number; 1 for 1.
 
     >>> [greatest_factor(n) for n in (1, 2, 8, 12, 35)]
     [1, 2, 2, 3, 7]
@@ -72,10 +76,3 @@ def greatest_factor(number: int) -> int:
     while (least := least_factor(number)) < number:
         number //= least
     return number
-
-
-def _pipeline(schedule: Schedule, num_stages: int) -> Schedule:
-    """Twice as many microbatches as stages; orders that are written are of as many as they are."""
-    if isinstance(schedule, ScheduleFile):
-        return schedule
-    return schedule.model_copy(update={"num_microbatches": 2 * num_stages, "cut": None})

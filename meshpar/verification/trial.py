@@ -30,7 +30,7 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 @dataclass(frozen=True)
 class StepResult:
-    """The arrays of one step by path, for each kind of quantity in the order in which a step computes them."""
+    """The arrays of one step by path, for each kind of quantity. A step computes the kinds in this order."""
 
     loss: Arrays
     gradients: Arrays
@@ -50,7 +50,7 @@ class Trial:
 
     @cached_property
     def start(self) -> Callable[[], TrainState]:
-        """The compiled function that makes the first state."""
+        """The compiled function that returns the initial state."""
         return self.training.compile_init(QUICK)
 
     def run(self, state: TrainState, batches: Batches) -> tuple[TrainState, list[StepResult]]:
@@ -66,7 +66,7 @@ class Trial:
         return state, results
 
     def saved_and_restored(self, state: TrainState, there: Trial) -> TrainState:
-        """Saves the state, and restores it on another layout or the same."""
+        """Saves the state, and restores it on the layout of `there`."""
         with tempfile.TemporaryDirectory() as folder, checkpoints(Path(folder) / "checkpoints") as saved:
             saved.save(int(state.step), state)
             saved.wait()
@@ -85,7 +85,7 @@ class Trial:
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Any, Any]:
             computed.clear()
             new, metrics = step_function(gradients, training.update, training.placement)(state, batch)
-            return new, metrics, computed[0].grads  # optimizers such as SAM may compute further ones
+            return new, metrics, computed[0].grads  # optimizers such as SAM compute further gradients
 
         structs = training.placement.structs
         whole = NamedSharding(training.mesh, PartitionSpec())  # pyright: ignore

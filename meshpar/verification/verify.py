@@ -1,4 +1,4 @@
-"""Checks that a training computes the same on its mesh as on one device; if not, finds the axis that is wrong."""
+"""Checks that a training computes the same on its mesh as on one device; if not, finds the axis at fault."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ NUM_STEPS = 4
 def verify(subject: Run | Training, batches: Batches | None = None) -> Verification:
     """Trains in float64 on simulated devices: on the mesh, on one device, and on one axis at a time.
 
-    It compares the loss, every gradient, the norm of the gradient, and the parameters after each step. It does the same
-    for runs that were interrupted, saved and resumed, on the mesh and on one device.
+    It compares the loss, every gradient, the norm of the gradient, and the parameters after each step. It also compares
+    runs that are saved, restored and resumed, on the mesh and on one device.
 
     Args:
-      subject: a run, which is shrunk first; or a training, of which only the precision is changed.
-      batches: a batch for each step, name -> array; for a training only.
+      subject: a run, which is shrunk first; or a training, which is verified in its own size.
+      batches: for a training only: a batch for each step, name -> array.
 
     Raises:
       MeshError: there are not enough CPU devices, real or simulated.
-      VerificationError: the loss is not computed in float64, gradients are rounded where they are reduced, or there are
-      fewer
+      VerificationError: the loss is not computed in float64, the reduction of gradients rounds them, or there are fewer
         than two batches.
       ConfigError, ShardingError: see `prepare`.
 
@@ -71,7 +70,7 @@ def verify(subject: Run | Training, batches: Batches | None = None) -> Verificat
             return _verify(training, [token_batch(rng, *sizes) for _ in range(NUM_STEPS)], _changes(subject, small))
         if batches is None or len(batches) < 2:
             raise VerificationError("pass two batches or more, one for each step: the run is interrupted between them")
-        return _verify(_widened(subject), [_wide(batch) for batch in batches], {})
+        return _verify(_widened(subject), [wide_batch(batch) for batch in batches], {})
 
 
 def _verify(training: Training, batches: Batches, shrunk: dict[str, tuple[Any, Any]]) -> Verification:
@@ -102,7 +101,7 @@ class _Checker:
         self.undecided = without_gradient(self.reference)
 
     def rows(self) -> Iterator[Row]:
-        """The whole mesh, each axis alone, one device; resumed runs, if the whole mesh is equal."""
+        """Tries the whole mesh, each axis alone, and one device; then resumed runs, if the whole mesh is equal."""
         whole = self._trial(self.sizes)
         single = self._trial({})
         first = self._row(describe_sizes(self.sizes), tuple(self.sizes), lambda: self._run(whole))
@@ -121,7 +120,7 @@ class _Checker:
             yield self._row(f"{resumed}, on one device", CHECKPOINT, lambda: self._resume(whole, single))
 
     def pairs(self) -> Iterator[Row]:
-        """Two axes at a time."""
+        """Tries each pair of axes."""
         return (self._alone(pair) for pair in combinations(self.sizes, 2) if len(self.sizes) > 2)
 
     def is_equal_without_draws(self, row: Row) -> bool:
@@ -142,7 +141,7 @@ class _Checker:
     def _row(self, name: str, axes: tuple[str, ...], run: Callable[[], Comparison]) -> Row:
         try:
             return Row(name, axes, run())
-        except Exception as error:  # it is the layout's fault, as the reference did not fail
+        except Exception as error:  # the layout is at fault, since the reference did not fail
             return Row(name, axes, None, _message(error))
 
     def _run(self, trial: Trial) -> Comparison:
@@ -158,7 +157,7 @@ class _Checker:
 
 
 def _message(error: Exception) -> str:
-    """The first line of an error; of JAX's error on varying types, its meaning."""
+    """The first line of an error, or an explanation of JAX's error about varying types."""
     lines = str(error).strip().splitlines() or [""]
     if unsummed := re.search(r"^\* out_specs\.(\S+) is .* varying over \{([^}]*)\}", str(error), re.MULTILINE):
         return f"it cannot be traced: a sum over {unsummed[2]} is missing before the step returns its {unsummed[1]}"
@@ -166,7 +165,7 @@ def _message(error: Exception) -> str:
 
 
 def _widened(training: Training) -> Training:
-    """The training with all floats in float64."""
+    """Changes all floats of a training to float64."""
 
     def widen(spec: Any) -> Any:
         return replace(spec, dtype=_wide_dtype(spec))
@@ -175,8 +174,8 @@ def _widened(training: Training) -> Training:
     return replace(training.on(compute_dtype=np.dtype("float64")), **trees)
 
 
-def _wide(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The batch with all floats in float64."""
+def wide_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Changes all floats of a batch to float64."""
     return {name: np.asarray(x, _wide_dtype(x)) for name, x in batch.items()}
 
 
@@ -197,7 +196,7 @@ def _devices(count: int) -> list[Any]:
 
 
 def _changes(run: Run, small: Run) -> dict[str, tuple[Any, Any]]:
-    """key -> (value before, value after), of each key that was shrunk."""
+    """Key -> (value before, value after) of each key that was shrunk."""
     before = flatten(run)
     after = flatten(small)
     sections = ("model.", "mesh.", "num_microbatches", "data.batch_size", "data.seq_len")

@@ -19,7 +19,7 @@ from meshpar.train.step import Update, with_rows
 from meshpar.tree import flatten_with_paths
 from meshpar.verification.compare import compare, without_gradient
 from meshpar.verification.trial import Trial
-from meshpar.verification.verify import _wide, _widened
+from meshpar.verification.verify import _widened, wide_batch
 from tests.equivalence.outside import MODELS, VOCAB, WIDTH, nll, numbers
 
 LAYOUTS = {
@@ -49,7 +49,7 @@ def trained(model, layout):
     mesh = MeshLayout(**sizes)
     mesh = mesh.build(jax.devices()[: mesh.requested() or 1])
     trial = Trial(_widened(make(mesh, AxisRules(preset=preset))))
-    return trial.run(trial.start(), [_wide(batch(seed)) for seed in (1, 2, 3)])
+    return trial.run(trial.start(), [wide_batch(batch(seed)) for seed in (1, 2, 3)])
 
 
 @lru_cache
@@ -110,7 +110,7 @@ def test_an_optimizer_that_asks_again_takes_the_steps_that_it_takes_by_hand(name
     params = jax.device_get(Trial(adopted).start().params)
     opt_state = tx.init(params)
     for seed, one in zip((1, 2, 3), taken, strict=True):
-        batch = with_rows(_wide(numbers(seed)))
+        batch = with_rows(wide_batch(numbers(seed)))
 
         def loss(params, batch=batch):
             tally = adopted.loss(params, batch, None, {})
@@ -134,7 +134,7 @@ def metrics_of(mesh, **more):
     mesh = layout.build(jax.devices()[: layout.requested() or 1])
     mlp = MODELS["mlp"][0](mesh, AxisRules(preset=preset))
     trial = Trial(_widened(replace(mlp, key=None).on(**more)))
-    batch = trial.training.put(_wide(numbers(1)))
+    batch = trial.training.put(wide_batch(numbers(1)))
     evaluated = trial.training.compile_evaluation()(trial.start().params, batch, {})
     _, metrics, _ = trial._step(trial.start(), batch)
     return jax.device_get(metrics), jax.device_get(evaluated)

@@ -114,15 +114,15 @@ LOSSES = {
     "a metric without a name": (lambda p, b, key: (mean_loss(p, b, key), b["x"].mean()), "the loss returns (array, ar"),
     "a pmean over devices": (
         lambda p, b, key: jax.lax.pmean(mean_loss(p, b, key), "devices"),
-        "the loss communicates over 'devices', which only pmap, vmap or shard_map would bind; the rows of all devices",
+        "the loss communicates over 'devices', an axis name that only pmap, vmap or shard_map binds; the batch has",
     ),
     "an axis of another mesh": (
         lambda p, b, key: jax.lax.with_sharding_constraint(b["x"], P("dp")).mean() * p["w"].sum(),
-        "the model is sharded over an axis 'dp', and the mesh has replica, data, ",
+        "the model is sharded over an axis 'dp', but the mesh has replica, data, ",
     ),
     "an explicit sharding": (
         lambda p, b, key: jnp.einsum("ab,b->a", b["x"], p["w"], out_sharding=P("data")).mean(),
-        "the model gives out_sharding to a JAX function, which asks for a mesh of explicit axes",
+        "the model passes out_sharding to a JAX function, which needs a mesh of explicit axes",
     ),
 }
 
@@ -154,7 +154,7 @@ ARGUMENTS = {
     ),
     "a glob": ({"dims": {"v": ("embed",)}}, "dims['v']\n    matches no array\n    the arrays are w"),
     "names": ({"dims": {"w": ("embed", "mlp")}}, "w  float32[4]\n    has 2 names: embed, mlp\n    a name for each dim"),
-    "an axis": ({"axes": {"tp": "tnsor"}}, "axes: tp\n    tnsor is no axis of a mesh"),
+    "an axis": ({"axes": {"tp": "tnsor"}}, "axes: tp\n    tnsor is not an axis of a mesh"),
     "whole variables": (
         {"init": lambda key: {"params": {"w": jnp.ones(4)}, "batch_stats": {"mean": jnp.ones(4)}}},
         "batch_stats.mean\n    is a batch statistic, which the forward changes",
@@ -253,8 +253,11 @@ def state(*filters):
     ("more", "told"),
     [
         ({"init": state(), "loss": mean_loss}, "norm.mean\n    is BatchStat of NNX, which the forward changes"),
-        ({"loss": lambda p, b, k: nnx.merge(GRAPH, p)(b["x"])}, "merges the parameters alone; pass carried=lam"),
-        ({"loss": lambda p, b, k: nnx.merge(GRAPH, p, STATE)(b["x"])}, "state that was made outside of it, and the ch"),
+        ({"loss": lambda p, b, k: nnx.merge(GRAPH, p)(b["x"])}, "merges only the parameters; pass carried=lambda"),
+        (
+            {"loss": lambda p, b, k: nnx.merge(GRAPH, p, STATE)(b["x"])},
+            "state that was created outside of it, so ",
+        ),
         (
             {"loss": lambda p, b, k, c: nnx.merge(GRAPH, p, c)(b["x"]), "carried": state(nnx.BatchStat)},
             "the loss is given norm to carry, and does not return what becomes of it; return (mean, metrics, carried)",

@@ -15,7 +15,7 @@ from optax._src import alias
 from meshpar import AxisRules, MeshLayout, training
 from meshpar.verification.compare import compare, without_gradient
 from meshpar.verification.trial import Trial
-from meshpar.verification.verify import _wide, _widened
+from meshpar.verification.verify import _widened, wide_batch
 
 MESH = MeshLayout(data=2, fsdp=2, tensor=2)
 RULES = AxisRules(preset=("fsdp", "megatron"))
@@ -68,7 +68,7 @@ def _precision():
 
 def rows(seed):
     rng = np.random.default_rng(seed)
-    return _wide({name: rng.normal(size=(16, 8)).astype("f") for name in ("x", "y")})
+    return wide_batch({name: rng.normal(size=(16, 8)).astype("f") for name in ("x", "y")})
 
 
 def loss(params, batch, key):

@@ -234,7 +234,7 @@ def test_batch_statistics_are_carried(meshpar):
     assert code == 2
     assert told == (
         "meshpar: own_model:Own has collections that change: batch_stats; "
-        "it needs a loss of its own, loss: package.module:name\n"
+        "set a loss that returns their new values, loss: package.module:name\n"
     )
 
 
@@ -300,7 +300,7 @@ def test_a_mean_in_microbatches_is_warned_of(meshpar):
             "own_model:OwnNNX failed at {file}:{OwnNNX}: TypeError: ",
         ),
         (["model.arguments={width: wide}"], "own_model:Own failed at {file}:{Own}: TypeError: "),
-        (["model.axes={tp: tnsor}"], "the model's names of axes are wrong:\n  axes: tp\n    tnsor is no axis of a me"),
+        (["model.axes={tp: tnsor}"], "the model's names of axes are wrong:\n  axes: tp\n    tnsor is not an axis of "),
         (["model.dims={'**.kernal': [embed]}"], "the names of dims do not fit the model:\n  dims['**.kernal']"),
     ],
 )
@@ -407,11 +407,11 @@ def test_a_config_that_was_not_read_from_a_file_imports_nothing():
         ("model.target=own_model:Onw", "own_model:Onw: {here}/own_model.py has no Onw; did you mean Own?"),
         (
             "model.target=own_model:number",
-            "own_model:number returns int: no Linen module, and has no argument rngs for NNX; "
+            "own_model:number returns int, not a Linen module, and has no argument rngs for NNX; "
             "name a function that returns a Flax model",
         ),
         ("model.target=decimal:Own", "decimal:Own: there is no decimal.py in the working directory, {here}"),
-        ("data.vocab_size=70", "the data has 70 token ids, the logits of own_model:Own are of 64"),
+        ("data.vocab_size=70", "the data has 70 token ids, but own_model:Own has logits for 64"),
     ],
 )
 def test_what_does_not_fit(meshpar, tmp_path, changed, told):
@@ -425,7 +425,7 @@ ROWS = ["mesh.fsdp=4", "mesh.tensor=1"]
 def test_the_manual_lowering_is_for_models_that_are_written_for_it(meshpar):
     code, told = meshpar("explain", "config.yaml", "lowering=manual")
     assert code == 2
-    what = "a model that is imported is lowered by GSPMD, unless model.manual=true says that it is written for local"
+    what = "GSPMD lowers an imported model, unless model.manual=true declares that it is written for local"
     assert told.endswith(f"lowering\n    {what} shards\n    lowering=auto\n")
 
 
@@ -433,8 +433,8 @@ def test_it_has_no_stages_and_overlaps_nothing(meshpar):
     pipeline = ["parallel.pipeline={kind: 1f1b, num_microbatches: 2}", "parallel.fsdp.overlap=ring"]
     code, told = meshpar("explain", "config.yaml", *MANUAL, *pipeline)
     assert code == 2
-    assert "pipeline\n    a model of kind import has no stack of layers that stages could divide\n" in told
-    assert "only meshpar's own layers communicate in chunks, not those of a model that is imported" in told
+    assert "pipeline\n    a model of kind import has no stack of layers to divide into pipeline stages\n" in told
+    assert "only meshpar's own layers communicate in chunks, not those of an imported model" in told
 
 
 LOCAL = ["model.target=own_model:Local", "model.arguments={width: 16}"]

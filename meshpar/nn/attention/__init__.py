@@ -1,8 +1,8 @@
-"""Causal self-attention: one layer, and the cores that compute it.
+"""Causal self-attention: one layer, and the cores that it can use.
 
-`layer.py` holds what all attention has: projections, head norms, rotary positions, heads of local shards. A core
-computes how tokens attend to each other, see `core.Core`. Each core is one file. A model offers a core by one line, in
-the type of its field `attention`; a caller that has a cache passes the cache's own core.
+`layer.py` contains what all variants share: projections, head norms, rotary positions, local heads. A core computes
+how tokens attend to each other, see `core.Core`; each core is one file. A model supports a core if the type of its
+field `attention` includes it. Generation passes the core of its cache instead.
 """
 
 from meshpar.nn.attention.layer import Attention, Bias

@@ -1,8 +1,8 @@
-"""The core of generation: a cache of keys and values, so that a new token does not compute earlier ones again.
+"""The attention core of generation: it caches keys and values, so that earlier tokens are not computed again.
 
-A token is stored in the slot of its position, and a query sees the slots up to its own position. So the cache needs
-neither lengths nor a mask for padding: a slot that padding behind a short prompt has filled is overwritten by the token
-of that position before any query sees it.
+A token is stored in the slot of its position, and a query attends to the slots up to its own position. So the cache
+needs neither lengths nor a padding mask: a slot that holds padding of a short prompt is overwritten by the token of
+that position before any query attends to it.
 
 Shapes: N layers, B batch, T slots, S new tokens, K kv_heads, H heads, h head_dim (local shards in the manual lowering).
 """
@@ -24,14 +24,14 @@ from meshpar.parallel.context import constrain
 CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 _ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
-    # An index is (layer, position). Rows are declared as a batch, so that GSPMD sees that they do not mix.
+    # An index is (layer, position). Rows are declared as batch dims, so that GSPMD can shard them.
     operand_batching_dims=(1,), scatter_indices_batching_dims=(0,), scatter_dims_to_operand_dims=(0, 2),
     inserted_window_dims=(0, 2), update_window_dims=(2, 3),
 )  # fmt: skip
 
 
 class KVCache(NamedTuple):
-    """Keys after rotary positions, and values; float[layers, batch, seq, kv_heads, head_dim]."""
+    """Keys (after rotary positions) and values: float[layers, batch, seq, kv_heads, head_dim]."""
 
     keys: Float[Array, "N B T K h"]
     values: Float[Array, "N B T K h"]
@@ -46,8 +46,8 @@ class CachedLayer:
     """Writes the new tokens to the cache of one layer, and attends to all tokens in it.
 
     Args:
-      cache: of all layers, so that the scan over them carries one buffer and writes in place.
-      index: int32[]. The layer.
+      cache: the cache of all layers. The scan over layers carries it as one buffer, and writes in place.
+      index: int32[]. The index of the layer.
     """
 
     cache: KVCache

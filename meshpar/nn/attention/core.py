@@ -1,4 +1,4 @@
-"""What an attention core is, and what cores share.
+"""The interface of attention cores, and functions that cores share.
 
 Shapes: B batch, S query positions, T key positions, H heads, K kv_heads, h head_dim.
 """
@@ -22,20 +22,20 @@ class Core(Protocol):
 
     Args:
       q: [batch, seq, heads, head_dim], local shards in the manual lowering.
-      k, v: [batch, seq, kv_heads, head_dim]: the key heads of these query heads; with `has_cache`, the key heads that
-        this device stores.
+      k, v: [batch, seq, kv_heads, head_dim]: the key heads of these query heads. A core with `has_cache` gets the key
+        heads that this device stores instead.
       positions: int32 [batch, seq]. The position of each token in its document.
-      segments: int32 [batch, seq]. The document of each token; None where a cache holds one document a row.
-      window: int32 []. How many tokens a query sees, itself the last of them; None for all before it.
+      segments: int32 [batch, seq]. The document of each token; None for a cache, which has one document per row.
+      window: int32 []. How many tokens a query attends to, including its own; None for all up to its own.
 
     Returns:
-      [batch, seq, heads, head_dim]; and the cache with the new keys and values, or None.
+      The result [batch, seq, heads, head_dim]; and the cache with the new keys and values, or None.
     """
 
     has_cache: ClassVar[bool]
     """Whether the core stores keys and values."""
     sharding: ClassVar[Sharding]
-    """How the core can have dims sharded, see `nn.supported`."""
+    """Which dims the core supports sharded, see `nn.supported`."""
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: jax.Array | None
@@ -45,13 +45,13 @@ class Core(Protocol):
 def causal_window(
     queries: Int[Array, "*B S"], keys_T: Int[Array, "T"], window: Int[Array, ""] | None
 ) -> Bool[Array, "*B S T"]:
-    """Whether the position of a key is that of the query, or one of the `window - 1` before it."""
+    """Which keys a query attends to: its own position, and the `window - 1` positions before it."""
     distance = queries[..., None] - keys_T
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 def local_key_heads(k_BTKh: Float[Array, "B T K h"], q_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B T L h"]:
-    """One key head for each local query head where the rules shard `heads` but not `kv_heads`; else `k` itself."""
+    """Selects a key head for each local query head if the rules shard `heads` but not `kv_heads`; else returns `k`."""
     axes = manual_axes("heads")
     if axes == manual_axes("kv_heads"):
         return k_BTKh

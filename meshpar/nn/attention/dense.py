@@ -1,4 +1,4 @@
-"""The dense core: it computes the score of every query and key.
+"""The dense attention core, which computes the scores of all pairs of query and key.
 
 Shapes: B batch, S query positions, T key positions, H heads, K kv_heads, G = H / K, h head_dim.
 """
@@ -21,7 +21,7 @@ from meshpar.parallel.precision import wide
 
 
 class Dense(Config):
-    """Computes all scores, and masks those of tokens that a query does not see. Memory: the scores, B H S S."""
+    """Computes all scores, and masks those that a query does not attend to. Memory: the scores, B H S S."""
 
     kind: Literal["dense"] = "dense"
     has_cache: ClassVar[bool] = False
@@ -37,7 +37,7 @@ class Dense(Config):
 
 
 def causal(segments_BS: Int[Array, "B S"], window: Int[Array, ""] | None = None) -> Bool[Array, "B S S"]:
-    """Which tokens each token sees: itself, and those before it in its document."""
+    """Which tokens each token attends to: itself, and earlier tokens of its document."""
     index = jnp.arange(segments_BS.shape[1], dtype=jnp.int32)
     return causal_window(index, index, window) & (segments_BS[:, :, None] == segments_BS[:, None, :])
 
@@ -48,7 +48,7 @@ def dot_product_attention(
     v_BTKh: Float[Array, "B T K h"],
     visible_BST: Bool[Array, "B S T"],
 ) -> Float[Array, "B S H h"]:
-    """`softmax(q k^T / sqrt(h)) v` over the keys that a query sees. Returns [B, S, H, h].
+    """Computes `softmax(q k^T / sqrt(h)) v` over the visible keys of each query. Returns [B, S, H, h].
 
     Numerics: softmax in float32 at least. Memory: the scores, B H S T.
 

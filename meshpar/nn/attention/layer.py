@@ -1,4 +1,4 @@
-"""The attention layer: everything about attention but the core.
+"""The attention layer: projections, head norms and rotary positions around a core.
 
 Shapes: B batch, S seq, R residual_seq, D embed.
 """
@@ -20,10 +20,10 @@ Bias = Literal["none", "qkv", "all"]
 
 
 class Attention(nnx.Module):
-    """`o(core(q(x), k(x), v(x)))`, with grouped queries; heads are sharded by their rules.
+    """`o(core(q(x), k(x), v(x)))`, with grouped queries. The rules of `heads` and `kv_heads` shard the heads.
 
     Args:
-      bias: which projections have one: none, q, k and v, or all four.
+      bias: which projections have a bias: none, q, k and v, or all four.
       qk_norm: eps of an RMSNorm over each head of q and k, before rotary positions; None for no norm.
     """
 
@@ -51,9 +51,9 @@ class Attention(nnx.Module):
         self, x_BRD: Float[Array, "B R D"], core: Core, positions: Int[Array, "B S"],
         segments: Int[Array, "B S"] | None = None, rope: RopeAngles | None = None, window: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B R D"], Any]:  # fmt: skip
-        """Attends by `core`, which describes the other arguments and the cache that is returned."""
+        """Returns the output and the core's new cache; see `Core` for the other arguments."""
         if core.has_cache:
-            # A cache of key heads that each device holds whole must not vary over the axes of the query heads.
+            # If key heads are replicated, keys in the cache must not vary over the axes of the query heads.
             (q,) = column_parallel(x_BRD, [self.q], "heads")
             k, v = column_parallel(x_BRD, [self.k, self.v], "kv_heads")
         else:
