@@ -150,9 +150,7 @@ class Interleaved(Schedule):
     def check(self, num_stages: int, problems: Problems) -> None:
         super().check(num_stages, problems)
         if self.num_microbatches % num_stages:
-            what = (
-                f"{self.num_microbatches} is not a multiple of the {num_stages} stages, as kind: interleaved requires"
-            )
+            what = f"{self.num_microbatches} is not a multiple of the {num_stages} stages, which interleaved needs"
             below = self.num_microbatches // num_stages * num_stages
             near = [n for n in (below, below + num_stages) if n]
             fix = " or ".join(f"parallel.pipeline.num_microbatches={n}" for n in near)
@@ -272,9 +270,8 @@ def parse(lines: Sequence[str], num_stages: int) -> list[Order]:
     for number, line in enumerate(lines):
         wrong = [word for word in line.split() if not _OP.fullmatch(word)]
         if wrong:
-            problems.add(
-                f"stage {number}", f"not an operation: {', '.join(wrong)}", "F, B or W and a number: F0, B3, W2.1"
-            )
+            what = f"not an operation: {', '.join(wrong)}"
+            problems.add(f"stage {number}", what, "F, B or W and a number: F0, B3, W2.1")
     problems.raise_any(ScheduleError, "the orders cannot be read:")
     matches = [[_OP.fullmatch(word) for word in line.split()] for line in lines]
     return [[Op(m[1], int(m[2]), int(m[3] or 0)) for m in line if m] for line in matches]
