@@ -1,7 +1,8 @@
-"""Gradients that are copied on several devices, summed in buckets, as a declared `Reduce` says.
+"""Sums the gradients of replicated parameters over devices, in buckets, as a declared `Reduce` specifies.
 
-Those that lie alike are one stream, in the order in which the backward makes them, and a bucket is its next so many
-elements. A bucket is sent when its last gradient is there; a large gradient fills several.
+Gradients with the same copies, varying axes and dtype form a stream, in the order in which the backward computes them.
+A stream is cut into buckets of equal size. A bucket is sent once its last gradient is computed; a large gradient fills
+several buckets.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.local import Axes, varies_over
 
 PASSES_ON = {"convert_element_type", "copy", "pvary", "reshape", "transpose", "mul", "div"}
-"""What may follow on a gradient once it is made."""
+"""Operations on a gradient that do not change when it counts as computed."""
 
 
 class Piece(NamedTuple):
-    """Elements of one gradient, flat: from start to stop."""
+    """A range of elements of one flattened gradient: from start to stop."""
 
     gradient: int
     start: int
@@ -32,12 +33,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Copied:
-    """A gradient before it is summed over the devices that have a part of it.
+    """A gradient before it is summed over the devices that hold a partial sum of it.
 
     Args:
-      inside: axes of the copies inside a slice.
-      slow: axes of those in other slices.
-      state: what the last step left of it; empty if there is none.
+      inside: the axes to sum over inside a slice.
+      slow: the axes to sum over that cross slices.
+      state: the reduction's state for this gradient after the last step; empty if it has none.
     """
 
     value: jax.Array
@@ -47,7 +48,7 @@ class Copied:
 
 
 def buckets(sizes: Sequence[int], bucket_size: int) -> list[list[Piece]]:
-    """A stream of gradients, cut into buckets of so many elements; the last has the rest.
+    """Cuts a stream of gradients of these sizes into buckets of `bucket_size` elements; the last bucket has the rest.
 
     >>> buckets([3, 5], 4)
     [[Piece(gradient=0, start=0, stop=3), Piece(gradient=1, start=0, stop=1)], [Piece(gradient=1, start=1, stop=5)]]
@@ -70,25 +71,28 @@ def buckets(sizes: Sequence[int], bucket_size: int) -> list[list[Piece]]:
 def sum_copies(
     gradients: list[Copied], order: Sequence[int], reduction: Reduce, key: jax.Array | None
 ) -> list[tuple[jax.Array, State]]:
-    """The sum of each, and what the next step gets.
+    """Sums each gradient over its copies; returns the sums and the states for the next step.
 
     Args:
-      order: of the gradients, that which is made first comes first.
+      order: the indices of the gradients, the one that is computed first first.
       key: for stochastic rounding.
 
-    Communication: that of `Reduce.sum` for each bucket.
+    Communication: that of `Reduce.sum`, for each bucket.
     """
     summed: dict[int, tuple[jax.Array, State]] = {i: (g.value, {}) for i, g in enumerate(gradients)}
     for number, stream in enumerate(_streams(gradients, order)):
-        of = [gradients[i] for i in stream]
-        one = None if key is None else jax.random.fold_in(key, number)
-        results = _fused(of, reduction, one) if reduction.fuses else [_alone(g, reduction, one) for g in of]
+        copied = [gradients[i] for i in stream]
+        stream_key = None if key is None else jax.random.fold_in(key, number)
+        if reduction.fuses:
+            results = _fused(copied, reduction, stream_key)
+        else:
+            results = [reduction.sum(g.value, g.inside, g.slow, g.state, stream_key) for g in copied]
         summed.update(zip(stream, results, strict=True))
     return [summed[i] for i in range(len(gradients))]
 
 
 def _streams(gradients: list[Copied], order: Sequence[int]) -> Iterator[list[int]]:
-    """Those with the same copies, that vary over the same axes and are of one dtype."""
+    """The indices of gradients that have the same copies, varying axes and dtype."""
     streams: dict[Any, list[int]] = {}
     for i in order:
         g = gradients[i]
@@ -97,38 +101,37 @@ def _streams(gradients: list[Copied], order: Sequence[int]) -> Iterator[list[int
     yield from streams.values()
 
 
-def _alone(g: Copied, reduction: Reduce, key: jax.Array | None) -> tuple[jax.Array, State]:
-    return reduction.sum(g.value, g.inside, g.slow, g.state, key)
-
-
-def _fused(of: list[Copied], reduction: Reduce, key: jax.Array | None) -> list[tuple[jax.Array, State]]:
-    pieces = buckets([g.value.size for g in of], reduction.bucket_size(of[0].value.dtype.itemsize))
-    join = lambda bucket, get: jnp.concatenate([get(of[p.gradient]).reshape(-1)[p.start : p.stop] for p in bucket])
-    parts: list[list[tuple[jax.Array, State]]] = [[] for _ in of]
-    for number, bucket in enumerate(pieces):
-        state = {name: join(bucket, lambda g, name=name: g.state[name]) for name in of[0].state}
-        one = None if key is None else jax.random.fold_in(key, number)
-        total, kept = reduction.sum(join(bucket, lambda g: g.value), of[0].inside, of[0].slow, state, one)
+def _fused(gradients: list[Copied], reduction: Reduce, key: jax.Array | None) -> list[tuple[jax.Array, State]]:
+    first = gradients[0]
+    parts: list[list[tuple[jax.Array, State]]] = [[] for _ in gradients]
+    sizes = [g.value.size for g in gradients]
+    for number, bucket in enumerate(buckets(sizes, reduction.bucket_size(first.value.dtype.itemsize))):
+        state = {name: _join(bucket, [g.state[name] for g in gradients]) for name in first.state}
+        bucket_key = None if key is None else jax.random.fold_in(key, number)
+        values = _join(bucket, [g.value for g in gradients])
+        total, new_state = reduction.sum(values, first.inside, first.slow, state, bucket_key)
         at = 0
         for gradient, start, stop in bucket:
             cut = slice(at, at + stop - start)
-            parts[gradient].append((total[cut], {name: lost[cut] for name, lost in kept.items()}))
+            parts[gradient].append((total[cut], {name: x[cut] for name, x in new_state.items()}))
             at += stop - start
-    return [_whole(pieces, g.value.shape) for pieces, g in zip(parts, of, strict=True)]
+    summed: list[tuple[jax.Array, State]] = []
+    for pieces, g in zip(parts, gradients, strict=True):
+        total = jnp.concatenate([total for total, _ in pieces]).reshape(g.value.shape)
+        states = {name: [state[name] for _, state in pieces] for name in pieces[0][1]}
+        summed.append((total, {name: jnp.concatenate(x).reshape(g.value.shape) for name, x in states.items()}))
+    return summed
 
 
-def _whole(pieces: list[tuple[jax.Array, State]], shape: tuple[int, ...]) -> tuple[jax.Array, State]:
-    whole = lambda cut: jnp.concatenate(cut).reshape(shape)
-    return whole([total for total, _ in pieces]), {
-        name: whole([state[name] for _, state in pieces]) for name in pieces[0][1]
-    }
+def _join(bucket: list[Piece], arrays: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate([arrays[piece.gradient].reshape(-1)[piece.start : piece.stop] for piece in bucket])
 
 
 def order_of(gradients: Callable[..., Any], *arguments: Any) -> list[int]:
-    """The leaves of what a function returns, in the order in which it makes them.
+    """The indices of the leaves that a function returns, in the order in which it computes them.
 
     Args:
-      gradients: traced once more, for this alone.
+      gradients: the function. It is traced once more, only for this.
     """
     jaxpr = jax.make_jaxpr(gradients)(*arguments).jaxpr
     made = {var: i for i, equation in enumerate(jaxpr.eqns) for var in equation.outvars}

@@ -33,12 +33,12 @@ class ParallelContext:
     Args:
       manual: whether programs are one `shard_map` over all axes; else GSPMD partitions them.
       parallel: the strategies of the manual lowering.
-      compute_dtype: in which the model computes; None for the dtype of its parameters.
-      accum_dtype: in which gradients are summed over microbatches and devices; None for float32 at least.
-      num_microbatches: how many parts of a batch are computed one after the other, before a pipeline cuts each.
+      compute_dtype: the dtype in which the model computes; None for the dtype of its parameters.
+      accum_dtype: the dtype in which gradients are summed over microbatches and devices; None for at least float32.
+      num_microbatches: how many parts of a batch are computed one after the other. A pipeline cuts each part again.
       dcn_axes: axes that cross slices.
-      activation_dims: dims that only activations of a user's model have: their axes may carry the batch. None where
-        the model is one of meshpar's own.
+      activation_dims: dims that only activations of a user's model have; their axes may carry the batch. None for
+        meshpar's own models.
     """
 
     mesh: AnyMesh
@@ -56,7 +56,7 @@ class ParallelContext:
         return "manual" if self.manual else "auto"
 
     def axes(self, dim: str) -> Axes:
-        """The axes over which an activation's dim is partitioned; those of size 1 left out."""
+        """The axes over which an activation's dim is partitioned, without axes of size 1."""
         if dim in (self.activation_dims or ()):
             return live(self.mesh, self.rules[dim])
         return live(self.mesh, self.rules.partition_axes(dim))
@@ -70,7 +70,7 @@ class ParallelContext:
         return live(self.mesh, self.rules.storage_axes(dim))
 
     def pspec(self, *dims: str | None) -> PartitionSpec:
-        """How an activation with these dims is sharded. A dim without a name is whole."""
+        """The sharding of an activation with these dims. A dim without a name is not sharded."""
         return PartitionSpec(*((dim and self.axes(dim)) or None for dim in dims))
 
     # Roles of axes -----------------------------------------------------------------------------------------------
@@ -82,17 +82,17 @@ class ParallelContext:
 
     @property
     def residual_axes(self) -> Axes:
-        """The axes over which the sequence of the residual stream is sharded: attention's, and those of norms."""
+        """The axes over which the sequence of the residual stream is sharded: those of `seq` and of `residual_seq`."""
         return self.axes("seq") + self.axes("residual_seq")
 
     @property
     def loss_axes(self) -> Axes:
-        """The axes over which the loss is a partial sum: devices have other tokens, or a stage that has no loss."""
+        """The axes over which the loss is a partial sum: devices hold different tokens, or stages without a loss."""
         return self.axes("batch") + self.axes("seq") + self.stage_axes
 
     @property
     def gradient_axes(self) -> Axes:
-        """The axes over which gradients are partial sums: devices have other tokens or layers."""
+        """The axes over which gradients are partial sums: devices hold different tokens or layers."""
         return self.axes("batch") + self.residual_axes + self.stage_axes
 
     def copy_axes(self, dims: tuple[str, ...]) -> tuple[Axes, Axes]:
@@ -109,7 +109,7 @@ class ParallelContext:
 
     @property
     def num_passes(self) -> int:
-        """How often the layers are computed for a batch: microbatches, those of the pipeline included."""
+        """The number of microbatches in which the layers compute a batch, those of the pipeline included."""
         return self.num_microbatches * self.parallel.num_microbatches
 
     @property
@@ -124,16 +124,16 @@ class ParallelContext:
 
     @property
     def gathers_in_layers(self) -> bool:
-        """Whether a layer gathers the parameters that are stored in shards, and scatters their gradients."""
+        """Whether a layer gathers the parameters that are stored in shards and reduce-scatters their gradients."""
         return self.rules.zero_stage == 3 or (self.rules.zero_stage == 2 and self.num_passes == 1)
 
     @property
     def reduces_in_loop(self) -> bool:
-        """Whether gradients are reduced in each microbatch: ZeRO-3 of the manual lowering never holds a whole one."""
+        """Whether gradients are reduced in each microbatch: manual ZeRO-3 never holds a whole gradient."""
         return self.manual and self.rules.zero_stage == 3
 
     def overlaps(self, dim: str) -> bool:
-        """Whether layers whose weights' `dim` is sharded communicate activations while they multiply."""
+        """Whether layers whose weights are sharded in `dim` communicate activations while they multiply."""
         sequence = self.axes("residual_seq")
         return self.parallel.tensor.overlap != "none" and bool(sequence) and sequence == self.axes(dim)
 
@@ -143,7 +143,7 @@ _current: ContextVar[ParallelContext | None] = ContextVar("meshpar_context", def
 
 @contextmanager
 def tracing(ctx: ParallelContext | None) -> Iterator[None]:
-    """Within, code is traced for this context; for one device with None."""
+    """Traces the code inside the `with` block for this context; None means for one device."""
     token = _current.set(ctx)
     try:
         yield
@@ -152,18 +152,18 @@ def tracing(ctx: ParallelContext | None) -> Iterator[None]:
 
 
 def current() -> ParallelContext | None:
-    """The context of the program that is being traced."""
+    """The context of the program that is being traced; None on one device."""
     return _current.get()
 
 
 def manual() -> ParallelContext | None:
-    """The context, if the code is traced inside the manual lowering's `shard_map`."""
+    """The context, if the code is traced inside the manual lowering's `shard_map`; else None."""
     ctx = _current.get()
     return ctx if ctx is not None and ctx.manual else None
 
 
 def manual_axes(dim: str) -> Axes:
-    """The axes over which the code holds only a shard of `dim`; none when it holds the whole."""
+    """The axes over which the code holds a local shard of `dim`; empty when it holds the whole dim."""
     ctx = manual()
     return ctx.axes(dim) if ctx else ()
 
@@ -176,7 +176,7 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
       dims: a name for each dim.
 
     Raises:
-      ShardingError: a dim is not divisible, where JAX would replicate silently; or it has no rule, or no name.
+      ShardingError: a dim has no name or no rule, or is not divisible (JAX would silently replicate it).
 
     >>> constrain(jax.numpy.ones((4, 8)), "batch", "embed").shape
     (4, 8)

@@ -1,12 +1,12 @@
-"""Linear maps of local shards, and the communication that is hidden behind them.
+"""Linear maps of local shards, with communication that can overlap the products.
 
-A block's first maps are column parallel, its last is row parallel; between them a dim t is sharded:
+A block's first maps are column parallel, its last is row parallel. Between them a dim is sharded over axes t:
 
     column_parallel: x[B, S, D] @ w[D, N_t] -> y[B, S, N]               `tensor.enter_region`, then the products
     row_parallel: h[B, S, N] {shard of N} @ w[N_t, D] -> y[B, S, D]  the product, then `tensor.exit_region`
 
-With sequence parallelism both communicate x or y, of which each device has S_t; with ZeRO-3 it is the weights that are
-gathered, at D or at N. Either can be hidden: the product is computed in chunks, while others are on their way.
+With sequence parallelism the maps communicate x or y, of which each device holds S_t. With ZeRO-3 they gather the
+weights, in D or in N. Either communication can overlap the product, which is then computed in chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from meshpar.parallel import tensor
 from meshpar.parallel.context import manual
 from meshpar.parallel.data import Stored
 
-_BATCH, _INPUTS, _OUTPUTS = "bs", "ijk", "xyz"
+# Letters for the dims in einsum equations.
+_BATCH = "bs"
+_INPUTS = "ijk"
+_OUTPUTS = "xyz"
 
 
 class Weights(NamedTuple):
@@ -31,9 +34,9 @@ class Weights(NamedTuple):
 
     Args:
       kernel: [inputs..., outputs...].
-      num_inputs: how many of its dims are contracted.
-      stored: (position of a dim, axes) over which it is still to be gathered, see `data.streamed`.
-      adapter: x -> what is added to the product, such as LoRA's; not where the product is overlapped.
+      num_inputs: how many of the kernel's dims are contracted.
+      stored: the dim and axes over which the kernel is gathered during the product, see `data.streamed`.
+      adapter: x -> a term that is added to the product, such as LoRA's; not used where the product is overlapped.
     """
 
     kernel: jax.Array
@@ -43,29 +46,30 @@ class Weights(NamedTuple):
 
     @property
     def dims(self) -> str:
-        """A letter for each dim."""
+        """A letter for each dim of the kernel."""
         return _INPUTS[: self.num_inputs] + _OUTPUTS[: self.kernel.ndim - self.num_inputs]
 
     @property
     def equation(self) -> str:
-        """Of `einsum(x, kernel)`, x being [batch, seq, inputs...]."""
-        inputs, outputs = self.dims[: self.num_inputs], self.dims[self.num_inputs :]
+        """The equation of `einsum(x, kernel)`, where x is [batch, seq, inputs...]."""
+        inputs = self.dims[: self.num_inputs]
+        outputs = self.dims[self.num_inputs :]
         return f"{_BATCH}{inputs},{self.dims}->{_BATCH}{outputs}"
 
 
 def column_parallel(x: jax.Array, maps: Sequence[Weights], dim: str) -> tuple[jax.Array, ...]:
-    """Column parallel: each product of x with weights whose `dim` is sharded.
+    """Column parallel: multiplies x by each of several weights whose `dim` is sharded.
 
     Args:
       x: [batch, residual_seq, inputs...].
-      maps: weights that have as many dims each.
+      maps: weights whose kernels have equally many dims.
       dim: the weights' dim that is sharded.
 
     Returns:
-      [batch, seq, outputs...] of each.
+      [batch, seq, outputs...] for each weight.
 
-    Communication: that of `tensor.enter_region`; overlapped, of `all_gather_matmul`: chunks of x once more for the
-    backward.
+    Communication: that of `tensor.enter_region`; overlapped, that of `all_gather_matmul`, which sends the chunks of x
+      again in the backward.
     """
     ring = _sequence_ring(dim)
     if ring is None:
@@ -75,15 +79,15 @@ def column_parallel(x: jax.Array, maps: Sequence[Weights], dim: str) -> tuple[ja
 
 
 def row_parallel(x: jax.Array, weights: Weights, dim: str) -> jax.Array:
-    """Row parallel: the product of x with weights whose `dim` is sharded and contracted.
+    """Row parallel: multiplies x by weights whose `dim` is sharded and contracted.
 
     Args:
-      x: [batch, seq, inputs...], local in `dim`.
+      x: [batch, seq, inputs...], a local shard in `dim`.
 
     Returns:
       [batch, residual_seq, outputs...].
 
-    Communication: that of `tensor.exit_region`; overlapped, of `matmul_reduce_scatter`, which sends the same.
+    Communication: that of `tensor.exit_region`; overlapped, that of `matmul_reduce_scatter`, which sends as much.
     """
     ring = _sequence_ring(dim)
     if ring is None:
@@ -97,15 +101,16 @@ def _with_adapter(x: jax.Array, weights: Weights) -> jax.Array:
 
 
 def _product(x: jax.Array, weights: Weights) -> jax.Array:
-    """x @ kernel, where the kernel may be gathered while it is multiplied.
+    """x @ kernel. A kernel that is stored in shards is gathered during the product.
 
-    Communication: of a kernel that is still stored, that of `all_gather_matmul`: all-gather forward; backward another
-      and a reduce-scatter of the gradient.
+    Communication: none, or that of `all_gather_matmul`: an all-gather forward, and backward another and a
+      reduce-scatter of the gradient.
     """
     if not weights.stored:
         return jnp.tensordot(x, weights.kernel, axes=weights.num_inputs)
-    ctx, [(position, axes)] = manual(), weights.stored
-    assert ctx is not None, "only there parameters are stored in shards"
+    ctx = manual()
+    assert ctx is not None, "parameters are stored in shards only in the manual lowering"
+    [(position, axes)] = weights.stored
     of_x, of_kernel, of_y = weights.equation.replace("->", ",").split(",")
     ring = Ring(axes, both_ways=ctx.parallel.fsdp.overlap == "bidirectional")
     equation = f"{of_kernel},{of_x}->{of_y}"
@@ -113,7 +118,7 @@ def _product(x: jax.Array, weights: Weights) -> jax.Array:
 
 
 def _sequence_ring(dim: str) -> Ring | None:
-    """The ring round which the parts of the sequence travel, if they do so while they are multiplied."""
+    """The ring round which chunks of the sequence travel; None if communication does not overlap the product."""
     ctx = manual()
     if ctx is None or not ctx.overlaps(dim):
         return None

@@ -1,4 +1,4 @@
-"""What one device knows of itself inside the manual lowering."""
+"""Helpers for code that runs on local shards, inside the manual lowering."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Axes", "shard", "varies_over", "varying", "varying_like"]
 
 
 def zeros_of(like: Any, *leading: int) -> jax.Array:
-    """Zeros [*leading, *shape] of the type of `like`, an array or an abstract value: room for so many of it."""
+    """Zeros [*leading, *shape] with the dtype and varying axes of `like`, an array or an abstract value."""
     aval = jax.typeof(like) if isinstance(like, jax.Array) else like
     return varying(jnp.zeros((*leading, *like.shape), like.dtype), tuple(sorted(aval.manual_axis_type.varying)))
 
 
 def shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """This device's equal part of dim `dim` of an array that every device of `axes` holds whole.
+    """This device's equal part, along `dim`, of an array that is replicated over `axes`.
 
     Communication: none.
     """

@@ -13,13 +13,13 @@ Scalars = dict[str, jax.Array]
 
 
 class Auxiliary(NamedTuple):
-    """Scalars that a layer computes besides its output; without any, both dicts are empty.
+    """Scalars that a layer returns in addition to its output. Both dicts may be empty.
 
-    Each is a mean over the tokens of the microbatch. Devices that hold different rows may have different means: they
-    are averaged, weighted by the number of targets that count. Over all other axes they must be the same.
+    Each is a mean over the tokens of the microbatch. Devices that hold different rows may have different means; these
+    are averaged, weighted by the number of targets that count. Along all other axes devices must have equal means.
 
     Args:
-      losses: name -> float[]. Their sum over layers is added to what is minimized, and reported as a metric.
+      losses: name -> float[]. Their sum over layers is added to the objective and reported as a metric.
       metrics: name -> float[]. Their mean over layers is reported.
     """
 
@@ -27,24 +27,24 @@ class Auxiliary(NamedTuple):
     metrics: Scalars
 
     def share(self, num_layers: int) -> Auxiliary:
-        """One layer's part of the model's, which is the sum of the parts of all layers. Numerics: float32 at least."""
+        """One layer's contribution to the model's `Auxiliary`, the sum over all layers. Numerics: at least float32."""
         losses = {name: wide(x) for name, x in self.losses.items()}
         return Auxiliary(losses, {name: wide(x) / num_layers for name, x in self.metrics.items()})
 
 
 def with_auxiliary(made: jax.Array | tuple[jax.Array, Auxiliary]) -> tuple[jax.Array, Auxiliary]:
-    """The output of a module that may return `Auxiliary` besides."""
+    """The output of a module, with an empty `Auxiliary` if the module returns none."""
     return made if isinstance(made, tuple) else (made, Auxiliary({}, {}))
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a forward returns.
+    """What a model's forward returns.
 
     Args:
       logits: [batch, seq, vocab], local shards of the vocabulary.
-      losses, metrics: those of all layers, see `Auxiliary`.
-      state: what the next step gets, see `LossSums.carried`; None if the forward changes nothing.
+      losses, metrics: summed over all layers, see `Auxiliary`.
+      state: the extra state for the next step; None if the forward does not change it.
     """
 
     logits: jax.Array
@@ -53,7 +53,7 @@ class Outputs:
     state: Any = None
 
     def sums(self, count: jax.Array) -> Scalars:
-        """Losses and metrics as sums over `count` tokens, as a `LossSums` holds metrics."""
+        """Losses and metrics as sums over `count` tokens, the form in which `LossSums` holds metrics."""
         return {name: x * count.astype(x.dtype) for name, x in (self.metrics | self.losses).items()}
 
 

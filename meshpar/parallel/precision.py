@@ -1,4 +1,4 @@
-"""The precision in which sums are taken."""
+"""The dtypes in which values are summed."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def summed_in(x: jax.Array, dtype: Any) -> jax.Array:
-    """A gradient in the dtype in which it is summed over microbatches and devices; without one, `wide`."""
+    """A gradient in the dtype in which it is summed over microbatches and devices; `wide` if that is None."""
     return wide(x) if dtype is None else x.astype(dtype)

@@ -17,56 +17,57 @@ class TensorParallel(Config):
     """How layers with sequence parallelism communicate their activations."""
 
     overlap: Overlap = "none"
-    """`ring`, `bidirectional`: in chunks that travel one way or both, each multiplied while others are on their way."""
+    """`ring`, `bidirectional`: chunks travel round a ring, in one or both directions, while others are multiplied."""
 
 
 class FullySharded(Config):
-    """How layers communicate the weights that ZeRO-3 gathers."""
+    """How layers communicate the weights that ZeRO-3 shards."""
 
     overlap: Overlap = "none"
-    """`ring`, `bidirectional`: in chunks that travel one way or both, each multiplied while others are on their way."""
+    """`ring`, `bidirectional`: chunks travel round a ring, in one or both directions, while others are multiplied."""
 
 
 class Parallel(Config):
-    """The strategies by which the manual lowering communicates. Each reads its own field; all get this object whole."""
+    """The strategies of the manual lowering. Each reads its own field; all receive the whole object."""
 
     tensor: TensorParallel = TensorParallel()
     fsdp: FullySharded = FullySharded()
     pipeline: Schedule | None = None
-    """How each microbatch of a step goes through the stages of axis pipe: `{kind: 1f1b, num_microbatches: 16}`."""
+    """The schedule of the stages on axis pipe, such as `{kind: 1f1b, num_microbatches: 16}`. Default: no pipeline."""
     gradient_reduction: Reduce | None = None
     """How gradients are summed over devices. Default: XLA's own collectives."""
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many microbatches the pipeline cuts each part of a batch."""
+        """The number of microbatches into which the pipeline cuts each part of a batch; 1 without a pipeline."""
         return self.pipeline.num_microbatches if self.pipeline else 1
 
     @property
     def overlaps(self) -> dict[str, str]:
-        """Key -> value, of the overlaps that are on."""
+        """Config key -> value of each overlap that is on."""
         ways = {"parallel.tensor.overlap": self.tensor.overlap, "parallel.fsdp.overlap": self.fsdp.overlap}
         return {key: way for key, way in ways.items() if way != "none"}
 
     def check(self, rules: AxisRules, is_manual: bool, problems: Problems) -> None:
-        """Adds why a strategy would have no effect under these rules, or in the lowering that is not manual."""
+        """Adds a problem for each strategy that would have no effect under these rules or this lowering."""
         has_sequence = bool(rules.partition_axes("residual_seq"))
         has_storage = any(rules.storage_axes(dim) for dim in rules.table if dim != "batch")
         gathers_weights = rules.zero_stage == 3 and has_storage
         tensor, fsdp = (f"parallel.{name}.overlap" for name in ("tensor", "fsdp"))
         if tensor in self.overlaps and not has_sequence:
-            what = "the rules shard no residual_seq: each layer has the whole sequence"
+            what = "nothing to overlap: the rules do not shard residual_seq, so each layer has the whole sequence"
             problems.add(tensor, what, f"{tensor}=none, or the preset megatron_sp")
         if fsdp in self.overlaps and not gathers_weights:
-            what = "the rules gather no weights in the layers, again for the backward"
+            what = "nothing to overlap: the rules do not gather weights in the layers, as ZeRO-3 does"
             problems.add(fsdp, what, "rules.zero=3" if has_storage else f"{fsdp}=none, or the preset fsdp")
         if {tensor, fsdp} <= {*self.overlaps} and has_sequence and gathers_weights:
-            what = f"{tensor} is on, too: a product goes by the chunks of one operand"
+            what = f"{tensor} is on too, but only one operand of a product can travel in chunks"
             problems.add(fsdp, what, f"{tensor}=none, or {fsdp}=none")
         if is_manual:
             return
         if self.overlaps:
-            problems.add("lowering", "auto: GSPMD chooses how it communicates, and overlaps nothing", "lowering=manual")
+            what = "auto: GSPMD chooses the communication, so overlap has no effect"
+            problems.add("lowering", what, "lowering=manual")
         if self.pipeline:
             problems.add("parallel.pipeline", "GSPMD knows no pipeline", "lowering=manual, or parallel.pipeline=null")
         if self.gradient_reduction:

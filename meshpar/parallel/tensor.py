@@ -1,13 +1,13 @@
-"""Tensor parallelism in the manner of Megatron-LM, with and without its sequence parallelism.
+"""Tensor parallelism as in Megatron-LM, with and without its sequence parallelism.
 
-A block enters a region in which a dim (heads, mlp, vocab) is sharded over axes t, and leaves it with a
-partial sum on each device. With sequence parallelism the residual stream outside holds a shard of `residual_seq`:
+A block enters a region in which a dim (heads, mlp, vocab) is sharded over axes t, and exits it with a partial sum on
+each device. With sequence parallelism the residual stream outside of the region is sharded in `residual_seq`:
 
     enter_region: x[B, S, D] -> x[B, S, D]          or  x[B, S_t, D] -> x[B, S, D]     all-gather
     exit_region: y[B, S, D] {partial over t} -> y  all-reduce  or  y[B, S_t, D]       reduce-scatter
 
-Each is the other's transpose, so that a block sends the same 8(t-1)/t b s d bytes, forward and backward
-together, in both forms. On one device, and under GSPMD, all of it is the identity.
+Each is the transpose of the other, so a block sends 8(t-1)/t b s d bytes in both forms, forward and backward
+together. On one device and under GSPMD both are the identity.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 """
@@ -29,7 +29,7 @@ SEQ = 1
 
 
 def enter_region(x: Float[Array, "B R D"], dim: str) -> Float[Array, "B S D"]:
-    """`x`, ready to be multiplied by weights whose `dim` is sharded (column parallel).
+    """Prepares `x` for multiplication by weights whose `dim` is sharded (column parallel).
 
     Args:
       x: [batch, residual_seq, embed].
@@ -38,7 +38,7 @@ def enter_region(x: Float[Array, "B R D"], dim: str) -> Float[Array, "B S D"]:
     Returns:
       [batch, seq, embed], the same on every device of the axes of `dim`.
 
-    Communication: with sequence parallelism an all-gather; without, none forward and an all-reduce backward.
+    Communication: with sequence parallelism an all-gather; otherwise none forward and an all-reduce backward.
     """
     seq_axes = manual_axes("residual_seq")
     if seq_axes:
@@ -47,7 +47,7 @@ def enter_region(x: Float[Array, "B R D"], dim: str) -> Float[Array, "B S D"]:
 
 
 def exit_region(y: Float[Array, "B S D"], dim: str) -> Float[Array, "B R D"]:
-    """The sum over the shards of `dim` of what each device computed (row parallel).
+    """Sums the devices' partial sums over the shards of `dim` (row parallel).
 
     Args:
       y: [batch, seq, embed], a partial sum on each device of the axes of `dim`.
@@ -55,16 +55,16 @@ def exit_region(y: Float[Array, "B S D"], dim: str) -> Float[Array, "B R D"]:
     Returns:
       [batch, residual_seq, embed].
 
-    Communication: all-reduce; with sequence parallelism a reduce-scatter.
+    Communication: an all-reduce; with sequence parallelism a reduce-scatter.
     """
-    seq_axes, partial = manual_axes("residual_seq"), manual_axes(dim)
+    seq_axes = manual_axes("residual_seq")
+    partial = manual_axes(dim)
     if rest := tuple(a for a in partial if a not in seq_axes):
         y = lax.psum(y, rest)
-    # In the order of `enter_region`'s gather: else a device would get another part of the sequence than the one it
-    # gave.
+    # In the order of `enter_region`'s gather, so that each device gets back the part of the sequence that it had.
     for is_partial, group in groupby(seq_axes, partial.__contains__):
         axes = tuple(group)
-        # Over an axis that shards the sequence but not `dim`, every device has the whole sum already.
+        # Over an axis that shards the sequence but not `dim`, every device has the full sum already.
         y = lax.psum_scatter(y, axes, scatter_dimension=SEQ, tiled=True) if is_partial else shard(y, axes, SEQ)
     return y
 
@@ -75,9 +75,9 @@ def local_seq(x: Shaped[Array, "B S *rest"]) -> Shaped[Array, "B R *rest"]:
 
 
 def embed(table: Float[Array, "V D"], tokens: Int[Array, "B S"]) -> Float[Array, "B R D"]:
-    """`table[V_t, D], tokens[B, S] -> x[B, S, D]`: looks up rows of a table whose vocabulary is sharded.
+    """`table[V_t, D], tokens[B, S] -> x[B, S, D]`: looks up rows of a table that is sharded over the vocabulary.
 
-    Each device looks up the tokens that it has, and contributes zeros for the rest.
+    Each device looks up the tokens in its shard and contributes zeros for the others.
 
     Args:
       table: [vocab, embed], local shard.
@@ -90,12 +90,12 @@ def embed(table: Float[Array, "V D"], tokens: Int[Array, "B S"]) -> Float[Array,
     """
     axes = manual_axes("vocab")
     if not axes:
-        # GSPMD partitions this gather well only when the table is whole in embed.
+        # GSPMD partitions this gather well only when the table is not sharded in embed.
         return exit_region(constrain(table, "vocab", "embed")[tokens], "vocab")
     local = tokens - lax.axis_index(axes) * table.shape[0]
-    mine = (local >= 0) & (local < table.shape[0])
-    rows = table[jnp.where(mine, local, 0)]
-    return exit_region(jnp.where(mine[..., None], rows, jnp.zeros_like(rows)), "vocab")
+    in_shard = (local >= 0) & (local < table.shape[0])
+    rows = table[jnp.where(in_shard, local, 0)]
+    return exit_region(jnp.where(in_shard[..., None], rows, jnp.zeros_like(rows)), "vocab")
 
 
 def cross_entropy(
@@ -111,20 +111,20 @@ def cross_entropy(
       logits: [batch, seq, vocab], local shard.
       targets: int [batch, seq], each in [0, vocab_size).
       vocab_size: rows of the vocabulary at or beyond it are padding and get no probability.
-      label_smoothing: the part of the target's probability that is spread evenly over the whole vocabulary.
+      label_smoothing: the share of the target's probability that is spread evenly over the whole vocabulary.
       z_loss: weight of `log(sum(exp(logits)))^2`, which keeps the logits from drifting.
 
     Returns:
-      Negative log-likelihoods in float32 (float64 if the logits are), the same on every device of the axes.
+      Negative log-likelihoods in float32 (float64 if the logits are), equal on all devices of the axes.
 
-    Communication: all-reduces of [batch, seq]: one maximum, one of two sums; with smoothing and z-loss no more.
+    Communication: all-reduces of [batch, seq]: one maximum and one of two sums; smoothing and z-loss add none.
     Source: Szegedy et al. 2016, arXiv:1512.00567 (smoothing); Chowdhery et al. 2022, arXiv:2204.02311 (z-loss).
     """
     axes = manual_axes("vocab")
     ids = _ids(logits.shape[-1], axes)
     top, shifted = _shifted(wide(logits), ids < vocab_size, axes)
     hit = jnp.where(ids == targets[..., None], shifted, jnp.zeros_like(shifted)).sum(-1)
-    if label_smoothing:  # before the sum over devices: it is of the smoothed target then, and as small as without
+    if label_smoothing:  # before the sum over devices, so that smoothing communicates nothing
         spread = jnp.where(ids < vocab_size, shifted, jnp.zeros_like(shifted)).sum(-1)
         hit = (1 - label_smoothing) * hit + label_smoothing / vocab_size * spread
     sums = jnp.stack([jnp.exp(shifted).sum(-1), hit])
@@ -136,11 +136,11 @@ def cross_entropy(
 def divergence(
     logits: Float[Array, "B S V"], teacher: Float[Array, "B S V"], vocab_size: int, temperature: float = 1.0
 ) -> Float[Array, "B S"]:
-    """KL divergence of a model's distribution from its teacher's, `logits[B, S, V_t], teacher[B, S, V_t] -> kl[B, S]`.
+    """KL divergence of a model's distribution from its teacher's: `logits[B, S, V_t], teacher[B, S, V_t] -> kl[B, S]`.
 
     Args:
       logits: [batch, seq, vocab], local shard.
-      teacher: the same of the teacher, to which no gradient flows.
+      teacher: the teacher's logits, [batch, seq, vocab], local shard. No gradient flows to them.
       vocab_size: rows of the vocabulary at or beyond it are padding and get no probability.
       temperature: both logits are divided by it.
 
@@ -150,9 +150,9 @@ def divergence(
     axes = manual_axes("vocab")
     real = _ids(logits.shape[-1], axes) < vocab_size
     both = jnp.stack([wide(logits), lax.stop_gradient(wide(teacher))]) / temperature
-    _, (own, given) = _shifted(both, real, axes)
-    apart = jnp.where(real, given - own, jnp.zeros_like(own))
-    sums = jnp.stack([jnp.exp(own).sum(-1), jnp.exp(given).sum(-1), (jnp.exp(given) * apart).sum(-1)])
+    _, (student, target) = _shifted(both, real, axes)
+    difference = jnp.where(real, target - student, jnp.zeros_like(student))
+    sums = jnp.stack([jnp.exp(student).sum(-1), jnp.exp(target).sum(-1), (jnp.exp(target) * difference).sum(-1)])
     total, weight, cross = lax.psum(sums, axes) if axes else sums
     return cross / weight - jnp.log(weight) + jnp.log(total)
 
@@ -166,7 +166,7 @@ def _ids(width: int, axes: tuple[str, ...]) -> Int[Array, "V"]:
 def _shifted(
     logits: Float[Array, "*rows V"], real: Bool[Array, "V"], axes: tuple[str, ...]
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows V"]]:
-    """The largest logit of the whole vocabulary, and all less that, those of padding minus infinity."""
+    """The largest logit of the whole vocabulary, and the logits minus it. Logits of padding become -inf."""
     logits = jnp.where(real, logits, -jnp.inf)
     top = lax.stop_gradient(logits.max(-1))
     top = lax.pmax(top, axes) if axes else top
@@ -174,7 +174,7 @@ def _shifted(
 
 
 def top(logits: Float[Array, "B V"], num: int) -> Float[Array, "B K"]:
-    """`logits[B, V_t] -> best[B, K]`: the `num` largest of each row, largest first; all, if there are fewer.
+    """`logits[B, V_t] -> best[B, K]`: the `num` largest logits of each row (all, if there are fewer), largest first.
 
     Communication: an all-gather of the `num` largest of each shard.
     """
@@ -186,7 +186,7 @@ def top(logits: Float[Array, "B V"], num: int) -> Float[Array, "B K"]:
 
 
 def argmax(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
-    """`logits[B, V_t] -> id[B]`: where the largest of each row is, the first of equals; the same on every device.
+    """`logits[B, V_t] -> id[B]`: the index of the largest logit of each row, the first of equals; on every device.
 
     Communication: two all-reduces of [batch].
     """

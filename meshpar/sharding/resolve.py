@@ -1,4 +1,4 @@
-"""Resolve: (specs, rules, mesh) to placements, or to one error that lists every misfit."""
+"""Resolves (specs, rules, mesh) to placements, or raises one error that lists every problem."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AnyMesh = Mesh | AbstractMesh
 
 @dataclass(frozen=True)
 class Placement:
-    """One array on a mesh: for each dim the axes that it is sharded over, and the rule that said so."""
+    """The sharding of one array on a mesh: for each dim its axes, and the rule that they come from."""
 
     spec: ArraySpec
     mesh: AnyMesh
@@ -42,37 +42,37 @@ class Placement:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the part that one device holds."""
+        """The shape of a local shard."""
         sizes = self.mesh.shape
         shards = (math.prod(sizes[a] for a in axes) for axes in self.axes)
         return tuple(size // n for size, n in zip(self.spec.shape, shards, strict=True))
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of the part that one device holds."""
+        """The bytes of a local shard."""
         return math.prod(self.local_shape) * self.spec.dtype.itemsize
 
     def copies(self, axes: tuple[str, ...]) -> int:
-        """How many of the devices along `axes` hold the same part."""
-        mine = {axis for axes in self.axes for axis in axes}
-        return math.prod(self.mesh.shape[axis] for axis in axes if axis not in mine)
+        """How many of the devices along `axes` hold the same shard."""
+        sharded = {axis for axes in self.axes for axis in axes}
+        return math.prod(self.mesh.shape[axis] for axis in axes if axis not in sharded)
 
     def gathered(self, rules: AxisRules) -> Placement:
-        """The same array once it is gathered over the axes that only store it."""
+        """The placement of the array after it is gathered over its storage axes."""
         dims = zip(self.spec.dims, self.axes, strict=True)
         return replace(self, axes=tuple(tuple(a for a in axes if rules.use(dim, a) != "storage") for dim, axes in dims))
 
 
 def live(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes that really divide something: those of size 1 appear in no sharding and no collective.
+    """The axes of size > 1. Axes of size 1 appear in no sharding and no collective.
 
-    Nor do those that the mesh does not have: `resolve` reports them.
+    Axes that the mesh does not have are left out too; `resolve` reports them.
     """
     return tuple(a for a in axes if mesh.shape.get(a, 1) > 1)
 
 
 def sharding_axes(placements: Iterable[Placement]) -> tuple[str, ...]:
-    """The axes that shard any of the arrays, in the order of the mesh."""
+    """The axes that shard at least one of the arrays, in the order of the mesh."""
     used = {axis for placement in placements for axes in placement.axes for axis in axes}
     return tuple(axis for axis in AXES if axis in used)
 
@@ -86,37 +86,35 @@ def resolve(
       specs: a tree of `ArraySpec`.
       rules: dim -> axes.
       mesh: real or abstract.
-      beside: another such tree, which the rules are about too; it is checked with the first.
-      activation_dims: names that only activations of a user's model have; None where the model is meshpar's own.
+      beside: a further tree of `ArraySpec` to check against the rules, such as a teacher's; it is not placed.
+      activation_dims: dims that only activations of a user's model have; None for meshpar's own models.
 
     Returns:
-      The same tree of `Placement`s, fully sharded as the rules say; `Placement.without` derives the others.
+      The same tree with `Placement`s, sharded by all rules; `Placement.gathered` derives those after a gather.
 
     Raises:
       ShardingError: lists every array with a dim that has no rule, is not divisible, or uses an axis twice;
-        every rule that matches nothing; and every axis of the mesh that no rule uses.
+        every rule that matches no dim; and every axis of the mesh that no rule uses.
     """
     problems = Problems()
     arrays = flatten_with_paths(specs) | flatten_with_paths(beside)
     if not rules.preset and not rules.explicit:
-        problems.add(
-            "rules", "there are none, and each dim of a parameter needs one", "rules=replicated, or another preset"
-        )
+        problems.add("rules", "every dim of a parameter needs a rule", "rules=replicated, or another preset")
         problems.raise_any(ShardingError, "there are no rules:")
     _check_rules(arrays, rules, mesh, problems, activation_dims)
     misfits = sum(check_array(path, spec, rules, mesh, problems) for path, spec in arrays.items())
     subject = f"{misfits} array{'s do' if misfits > 1 else ' does'}" if misfits else "the rules do"
     problems.raise_any(ShardingError, f"{subject} not fit mesh ({describe_sizes(dict(mesh.shape))}):")
-    return map_with_path(lambda _, spec: _place(spec, rules, mesh), specs)
 
+    def place(_: str, spec: ArraySpec) -> Placement:
+        axes = tuple(live(mesh, rules[dim]) for dim in spec.dims)
+        return Placement(spec, mesh, axes, tuple(_rule(rules, dim) for dim in spec.dims))
 
-def _place(spec: ArraySpec, rules: AxisRules, mesh: AnyMesh) -> Placement:
-    axes = tuple(live(mesh, rules[dim]) for dim in spec.dims)
-    return Placement(spec, mesh, axes, tuple(_rule(rules, dim) for dim in spec.dims))
+    return map_with_path(place, specs)
 
 
 def _rule(rules: AxisRules, dim: str) -> str:
-    """The rule of a dim, where it comes from, and how its axes are used."""
+    """The rule of a dim as text, with its source and how its axes are used."""
     axes = rules[dim]
     uses = {rules.use(dim, axis) for axis in axes}
     if len(uses) > 1:
@@ -137,7 +135,7 @@ def _check_rules(
             near = nearest(dim, dims)
             fix = f"did you mean rules.{near}?" if near else ""
             if activation_dims is not None:
-                declared = f"if only activations have it, say so: activation_dims=[{dim}]"
+                declared = f"if only activations have it, declare it: activation_dims=[{dim}]"
                 fix = f"{fix} Or, {declared}" if fix else declared
             problems.add(f"rules.{dim}", "no parameter has such a dim", fix)
         for axis in (a for a in axes if a not in AXES):
@@ -150,7 +148,7 @@ def _check_rules(
 
 
 def check_array(path: str, spec: ArraySpec, rules: AxisRules, mesh: AnyMesh, problems: Problems) -> bool:
-    """Adds the problems of one array, as one entry under its path; says whether there are any."""
+    """Adds the problems of one array under its path; returns whether there are any."""
     found: list[tuple[str, str]] = []
     owner: dict[str, str] = {}
     for size, dim in zip(spec.shape, spec.dims, strict=True):
@@ -165,7 +163,7 @@ def check_array(path: str, spec: ArraySpec, rules: AxisRules, mesh: AnyMesh, pro
         found += _indivisible(size, dim, spec, rules, mesh)
     for dim in {dim: None for dim in spec.dims if spec.dims.count(dim) > 1 and dim in rules.table}:
         if axes := live(mesh, rules[dim]):
-            what = f"{spec.dims.count(dim)} dims are called {dim}, and only one of them can be sharded over {axes[0]}"
+            what = f"{spec.dims.count(dim)} dims are called {dim}, but only one can be sharded over {axes[0]}"
             found.append((what, f"give them different names by dims=, or rules.{dim}=[] to leave them whole"))
     for what, fix in found:
         problems.add(f"{path}  {spec}", what, fix)
@@ -185,9 +183,9 @@ def _indivisible(size: int, dim: str, spec: ArraySpec, rules: AxisRules, mesh: A
 
 
 def _nearest_sizes(size: int, axes: tuple[str, ...], mesh: AnyMesh) -> list[int]:
-    """Sizes of the last axis that divide a dim of this size: the nearest ones to its own, below and above.
+    """Sizes of the last axis with which a dim of this size is divisible: the nearest below and above the current one.
 
-    The nearest one below that divides the number of devices is among them.
+    They include the nearest one below that divides the number of devices.
     """
     own = mesh.shape[axes[-1]]
     others = math.prod(mesh.shape[axis] for axis in axes[:-1])

@@ -1,12 +1,12 @@
-"""Rules: which mesh axes each dim is sharded over.
+"""Rules: the mesh axes over which each dim is sharded.
 
-Three laws say how an axis is used for a dim, with no second table for activations:
+One table serves parameters and activations. Three laws determine how an axis is used for a dim:
 
-- **storage**: an axis that carries the batch carries nothing else in an *activation*. A parameter that is sharded over
-  such an axis is stored there in shards, and gathered before use. That is ZeRO; `zero` says when it is gathered.
-- **dispatch**: a dim that owns its part of the work (`experts`) is not gathered over an axis that carries the batch:
-  devices exchange tokens instead.
-- **partition**: every other axis shards parameters and activations alike. That is tensor parallelism.
+- **storage**: an axis that carries the batch shards no other dim of an *activation*. A parameter that is sharded over
+  this axis is stored in shards, and gathered before use. This is ZeRO; `zero` sets when it is gathered.
+- **dispatch**: `experts` that are sharded over an axis that carries the batch are not gathered: devices exchange tokens
+  instead.
+- **partition**: every other axis shards parameters and activations alike. This is tensor parallelism.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DIMS = (
 )  # fmt: skip
 ACTIVATION_DIMS = ("batch", "seq", "residual_seq", "stage")
 DISPATCHED = ("experts",)
-"""Dims whose parts stay where they are stored: tokens travel to them."""
+"""Dims whose shards are not gathered: devices send tokens to them."""
 
 Use = Literal["partition", "storage", "dispatch"]
 
@@ -35,14 +35,14 @@ _SHARDED = _BATCH | {"embed": ("fsdp",)}
 _MEGATRON = _BATCH | dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tensor",))
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # Every parameter whole on every device; gradients all-reduced.
+    # Every parameter is replicated; gradients are all-reduced.
     "replicated": _BATCH,
-    # Rajbhandari et al. 2020, "ZeRO": what is sharded over fsdp is the optimizer state; and the gradients and
-    # stored parameters; and the parameters during the step.
+    # Rajbhandari et al. 2020, "ZeRO". Over fsdp it shards, cumulatively: 1 the optimizer state; 2 the gradients and
+    # the stored parameters; 3 the parameters during the step.
     "zero1": _SHARDED | {"zero": 1},
     "zero2": _SHARDED | {"zero": 2},
     "fsdp": _SHARDED | {"zero": 3},
-    # The same rules: a mesh with replica > 1 or data > 1 is what makes it hybrid (sharded inside, copied across).
+    # The same rules: a mesh with replica > 1 or data > 1 makes it hybrid (sharded over fsdp, replicated over these).
     "hsdp": _SHARDED | {"zero": 3},
     # Shoeybi et al. 2019, "Megatron-LM"; and Korthikanti et al. 2022: norms and residuals sharded over seq.
     "megatron": _MEGATRON,
@@ -53,11 +53,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 class AxisRules(Config):
-    """Presets, and beside them any `dim=[axes]` that goes before theirs. In a config: `rules: [fsdp, megatron]`.
+    """Presets, and rules `dim=[axes]` that override them. In a config: `rules: [fsdp, megatron]`.
 
-    `seq` is the sequence as attention sees it, `residual_seq` as norms, residuals and dropout do: Megatron's
-    sequence parallelism is a rule for the second. With a preset, each of the standard `DIMS` that none
-    names is not sharded; without one, every dim of every parameter needs a rule of its own.
+    `seq` is the sequence in attention, `residual_seq` the sequence in norms, residuals and dropout. Megatron's
+    sequence parallelism is a rule for `residual_seq`. With a preset, standard `DIMS` without a rule are not sharded;
+    without a preset, every dim of every parameter needs a rule.
 
     Raises:
       ShardingError: two presets, or two rules joined by `|`, disagree on a dim.
@@ -74,8 +74,8 @@ class AxisRules(Config):
     preset: tuple[str, ...] = ()
     """Names of presets, joined in order."""
     zero: Literal[0, 1, 2, 3] | None = None
-    """Where a parameter that is sharded over a batch axis is gathered: 1 it is stored whole, and only its
-    optimizer state is sharded; 2 once a step; 3 in each layer, again in the backward. Default: the preset's, or 3."""
+    """When a parameter that is sharded over a batch axis is gathered: 1 after the update (only its optimizer state
+    is sharded); 2 once a step; 3 in each layer, and again in the backward. Default: the preset's, or 3."""
 
     @pydantic.field_validator("preset")
     @classmethod
@@ -101,7 +101,7 @@ class AxisRules(Config):
 
     @property
     def explicit(self) -> dict[str, tuple[str, ...]]:
-        """The rules that the user wrote, without the presets'."""
+        """The user's own rules, without those of presets."""
         return dict(self.__pydantic_extra__ or {})
 
     @property
@@ -116,12 +116,13 @@ class AxisRules(Config):
         return self.zero if self.zero is not None else _join(self.preset).get("zero", (3, ""))[0]
 
     def __getitem__(self, dim: str) -> tuple[str, ...]:
-        """The axes of a dim. A dim of activations that no rule names is not sharded."""
+        """The axes of a dim. Dims of activations without a rule are not sharded."""
         return self.table.get(dim, ()) if dim in ACTIVATION_DIMS else self.table[dim]
 
     def __or__(self, other: AxisRules) -> AxisRules:
         problems = Problems()
-        mine, theirs = self.explicit | {"zero": self.zero}, other.explicit | {"zero": other.zero}
+        mine = self.explicit | {"zero": self.zero}
+        theirs = other.explicit | {"zero": other.zero}
         for dim in [dim for dim in mine if dim in theirs]:
             if None not in (mine[dim], theirs[dim]) and mine[dim] != theirs[dim]:
                 problems.add(f"rules.{dim}", f"{_text(mine[dim])} and {_text(theirs[dim])}", "keep one of the two")
@@ -132,7 +133,7 @@ class AxisRules(Config):
         )
 
     def source(self, dim: str) -> str:
-        """Where the rule for `dim` comes from, for people: `preset fsdp`, `rules.embed`, `default`."""
+        """The source of the rule for `dim`, as text: `preset fsdp`, `rules.embed`, `default`."""
         if dim in self.explicit:
             return f"rules.{dim}"
         return f"preset {_join(self.preset)[dim][1]}" if dim in _join(self.preset) else "default"
@@ -149,26 +150,26 @@ class AxisRules(Config):
         return "dispatch" if dim in DISPATCHED else "storage"
 
     def partition_axes(self, dim: str) -> tuple[str, ...]:
-        """The axes of a dim of an activation: the batch's own, or those that carry no batch."""
+        """The axes over which a dim of an activation is sharded: for other dims than batch, those without the batch."""
         return tuple(axis for axis in self.table.get(dim, ()) if self.use(dim, axis) == "partition")
 
     def storage_axes(self, dim: str) -> tuple[str, ...]:
-        """The axes over which a dim of a parameter is stored in shards, and gathered before use."""
+        """The axes over which a dim of a parameter is stored in shards and gathered before use."""
         return tuple(axis for axis in self[dim] if self.use(dim, axis) == "storage")
 
 
 def _join(presets: Sequence[str]) -> dict[str, tuple[Any, str]]:
-    """What the presets say together: dim -> (value, name of the preset that says so)."""
-    said: dict[str, tuple[Any, str]] = {}
+    """The joined tables of presets: dim -> (value, name of the preset that sets it)."""
+    joined: dict[str, tuple[Any, str]] = {}
     problems = Problems()
     for name in presets:
         for dim, value in PRESETS[name].items():
-            before, by = said.setdefault(dim, (value, name))
+            before, by = joined.setdefault(dim, (value, name))
             if before != value:
-                what = f"preset {by} says {_text(before)}, preset {name} says {_text(value)}"
+                what = f"preset {by} sets {_text(before)}, preset {name} sets {_text(value)}"
                 problems.add(f"rules.{dim}", what, "keep one of the two presets")
     problems.raise_any(ShardingError, "two rules disagree:")
-    return said
+    return joined
 
 
 def _text(value: Any) -> str:

@@ -196,7 +196,7 @@ def test_an_embedding_without_its_own_gradient_is_seen(monkeypatch):
 def test_what_does_not_fit_is_told_at_once():
     with pytest.raises(ConfigError) as error:
         prepared(MODELS["tied"](3), "pipe4", Interleaved(num_microbatches=6), rules={"layers": ()})
-    assert "6 microbatches go through 4 stages in groups of 4" in str(error.value)
+    assert "6 is not a multiple of the 4 stages, which interleaved needs" in str(error.value)
     either = "parallel.pipeline.num_microbatches=4 or parallel.pipeline.num_microbatches=8"
     assert f"{either}, or parallel.pipeline={{kind: 1f1b, num_microbatches: 6}}" in str(error.value)
     assert "3 layers cannot be cut into 8 parts (4 stages x 2 chunks)" in str(error.value)

@@ -91,7 +91,7 @@ meshpar: 1 problem in config.yaml:
   rules (command line)
     two rules disagree:
       rules.zero
-        preset zero1 says 1, preset fsdp says 3
+        preset zero1 sets 1, preset fsdp sets 3
         keep one of the two presets
 """,
     ),

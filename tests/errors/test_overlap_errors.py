@@ -21,10 +21,10 @@ REFUSED = {
         """\
 the parts of this config do not fit each other:
   parallel.tensor.overlap
-    the rules shard no residual_seq: each layer has the whole sequence
+    nothing to overlap: the rules do not shard residual_seq, so each layer has the whole sequence
     parallel.tensor.overlap=none, or the preset megatron_sp
   parallel.fsdp.overlap
-    the rules gather no weights in the layers, again for the backward
+    nothing to overlap: the rules do not gather weights in the layers, as ZeRO-3 does
     rules.zero=3""",
     ),
     "no weights in shards": (
@@ -32,7 +32,7 @@ the parts of this config do not fit each other:
         """\
 the parts of this config do not fit each other:
   parallel.fsdp.overlap
-    the rules gather no weights in the layers, again for the backward
+    nothing to overlap: the rules do not gather weights in the layers, as ZeRO-3 does
     parallel.fsdp.overlap=none, or the preset fsdp""",
     ),
     "GSPMD": (
@@ -40,7 +40,7 @@ the parts of this config do not fit each other:
         """\
 the parts of this config do not fit each other:
   lowering
-    auto: GSPMD chooses how it communicates, and overlaps nothing
+    auto: GSPMD chooses the communication, so overlap has no effect
     lowering=manual""",
     ),
     "both at once": (
@@ -48,7 +48,7 @@ the parts of this config do not fit each other:
         """\
 the parts of this config do not fit each other:
   parallel.fsdp.overlap
-    parallel.tensor.overlap is on, too: a product goes by the chunks of one operand
+    parallel.tensor.overlap is on too, but only one operand of a product can travel in chunks
     parallel.tensor.overlap=none, or parallel.fsdp.overlap=none""",
     ),
 }

@@ -187,7 +187,7 @@ def test_names_of_the_batch_that_do_not_fit(names, told):
 
 def test_a_rule_for_a_name_that_nothing_has():
     rules = RULES | AxisRules(height=())
-    with pytest.raises(ShardingError, match=r"if only activations have it, say so: activation_dims=\[height\]"):
+    with pytest.raises(ShardingError, match=r"if only activations have it, declare it: activation_dims=\[height\]"):
         _ = made(rules=rules).placement
     _ = made(rules=rules, activation_dims=["height"]).placement
     _ = made(rules=rules, batch_dims={"x": ("batch", "height")}).placement

@@ -70,9 +70,9 @@ def test_a_swap_of_two_orders_deadlocks_and_says_who_waits_for_what():
         simulate_orders(orders, schedule)
     assert str(error.value) == (
         "the stages wait for each other:\n"
-        "  stage 0, tick 3\n    waits in B0 for B0 of stage 1, which is at B0\n"
-        "  stage 1, tick 3\n    waits in B0 for B0 of stage 2, which is at B1\n"
-        "  stage 2, tick 0\n    waits in B1 for F1 of stage 2, which is at B1"
+        "  stage 0, tick 3\n    B0 waits for B0 of stage 1, which is at B0\n"
+        "  stage 1, tick 3\n    B0 waits for B0 of stage 2, which is at B1\n"
+        "  stage 2, tick 0\n    B1 waits for F1 of stage 2, which is at B1"
     )
 
 
@@ -82,10 +82,10 @@ def test_what_is_missing_or_twice_is_told_of_all_stages():
     with pytest.raises(ScheduleError) as error:
         simulate_orders(orders, schedule)
     assert str(error.value) == (
-        "the schedule is not one:\n"
+        "the schedule does not have every operation exactly once:\n"
         "  stage 0\n    missing: B1\n"
         "  stage 1\n    more than once: F1\n"
-        "  stage 1\n    of no microbatch, chunk or kind: B7"
+        "  stage 1\n    unknown microbatch, chunk or kind: B7"
     )
 
 
@@ -128,7 +128,9 @@ def test_orders_are_read_from_a_file(tmp_path):
 
 
 def test_a_bad_file_is_told_in_full(tmp_path):
-    with pytest.raises(ScheduleError, match=r"(?s)orders of 2 stages, but there are 3.*stage 1\n.*no operation: G1, F"):
+    with pytest.raises(
+        ScheduleError, match=r"(?s)orders of 2 stages, but there are 3.*stage 1\n.*not an operation: G1, F"
+    ):
         parse(["F0 B0", "F0 G1 F"], 3)
     with pytest.raises(ScheduleError, match="cannot be read"):
         simulate(ScheduleFile(num_microbatches=1, path=tmp_path / "none"), 1)

@@ -59,7 +59,7 @@ def test_a_name_that_stands_twice_cannot_be_sharded():
         == """\
 1 array does not fit mesh (fsdp=4):
   w  float32[8, 8, 4]  (unnamed, unnamed, mlp)
-    2 dims are called unnamed, and only one of them can be sharded over fsdp
+    2 dims are called unnamed, but only one can be sharded over fsdp
     give them different names by dims=, or rules.unnamed=[] to leave them whole"""
     )
 

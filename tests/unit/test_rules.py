@@ -48,5 +48,5 @@ def test_rules_that_disagree_are_refused(one, other):
 
 
 def test_presets_that_disagree_are_refused():
-    with pytest.raises(ValueError, match="preset zero1 says 1, preset fsdp says 3"):
+    with pytest.raises(ValueError, match="preset zero1 sets 1, preset fsdp sets 3"):
         AxisRules(preset=("zero1", "fsdp"))

@@ -1,8 +1,8 @@
-"""Layers from where they are stored to the stages that compute with them, and their gradients back.
+"""Moves layers from the stages that store them to the stages that compute with them, and their gradients back.
 
-Stored layers are cut into equal parts in the model's own order, so that a checkpoint knows no pipeline. A schedule
-that lays them otherwise (interleaved, like a V, uneven) moves them once a step, in rounds: in each, every stage sends
-at most one piece and receives at most one, which is a permute.
+Layers are stored in equal parts in the model's order, so checkpoints do not depend on the schedule. A schedule with
+another placement (interleaved, V-shaped, uneven) moves them once a step, in rounds. In a round every stage sends at
+most one piece and receives at most one, so a round is a permute.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from meshpar.parallel.local import Axes, zeros_of
 from meshpar.parallel.pipeline.partition import StagePartition
 
 Edge = tuple[int, int, int, int]
-"""(stage that stores a piece, its place there, stage that computes with it, its place there)."""
+"""(stage that stores a piece, its index there, stage that computes with it, its index there)."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The rounds.
+    """The rounds in which layers move.
 
     Args:
-      rounds: the pieces that move in each; no stage sends or receives twice in one.
-      unit: layers of a piece.
-      stored, computed: layers on a stage, here and there.
+      rounds: the pieces that move in each round; in one round no stage sends or receives twice.
+      unit: the number of layers in a piece.
+      stored, computed: how many layers a stage stores, and computes with.
     """
 
     rounds: tuple[tuple[Edge, ...], ...]
@@ -40,40 +40,45 @@ class Exchange:
 
     @property
     def num_permutes(self) -> int:
-        """Rounds in which anything moves to another stage."""
-        return sum(any(edge[0] != edge[2] for edge in one) for one in self.rounds)
+        """The number of rounds in which a piece moves to another stage."""
+        return sum(any(edge[0] != edge[2] for edge in edges) for edges in self.rounds)
 
     def forward(self, tree: Any, axes: Axes, stage: jax.Array) -> Any:
-        """[stored, ...] -> [computed, ...], of each array.
+        """[stored, ...] -> [computed, ...], for each array.
 
-        Communication: a permute of a piece in each round.
+        Communication: a permute of one piece in each round.
         """
         return jax.tree.map(lambda x: self._move(x, self.rounds, self.computed, axes, stage), tree)
 
     def backward(self, tree: Any, axes: Axes, stage: jax.Array) -> Any:
-        """The way back."""
-        back = tuple(tuple((c, d, a, b) for a, b, c, d in one) for one in self.rounds)
+        """[computed, ...] -> [stored, ...], for each array. Communication: as `forward`."""
+        back = tuple(tuple((c, d, a, b) for a, b, c, d in edges) for edges in self.rounds)
         return jax.tree.map(lambda x: self._move(x, back, self.stored, axes, stage), tree)
 
     def _move(self, x: jax.Array, rounds: Any, size: int, axes: Axes, stage: jax.Array) -> jax.Array:
-        out, n = zeros_of(jax.typeof(x).update(shape=x.shape[1:]), size), lax.axis_size(axes)
-        for one in rounds:
-            sent, kept = np.zeros(n, np.int32), np.full(n, -1, np.int32)
-            for source, place, target, there in one:
-                sent[source], kept[target] = place * self.unit, there * self.unit
+        def put(out: jax.Array, piece: jax.Array, at: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(out, piece, at, 0)
+
+        out = zeros_of(jax.typeof(x).update(shape=x.shape[1:]), size)
+        n = lax.axis_size(axes)
+        for edges in rounds:
+            sent = np.zeros(n, np.int32)
+            received = np.full(n, -1, np.int32)  # -1: receives nothing
+            for source, sent_from, target, received_at in edges:
+                sent[source] = sent_from * self.unit
+                received[target] = received_at * self.unit
             piece = lax.dynamic_slice_in_dim(x, jnp.asarray(sent)[stage], self.unit)
-            if any(source != target for source, _, target, _ in one):
-                piece = lax.ppermute(piece, axes, [(source, target) for source, _, target, _ in one])
-            at = jnp.asarray(kept)[stage]
-            put = lambda out, piece, at: lax.dynamic_update_slice_in_dim(out, piece, at, 0)
+            if any(source != target for source, _, target, _ in edges):
+                piece = lax.ppermute(piece, axes, [(source, target) for source, _, target, _ in edges])
+            at = jnp.asarray(received)[stage]
             out = lax.cond(at >= 0, put, lambda out, *_: out, out, piece, at)
         return out
 
 
 def exchange(cut: StagePartition, stored: int) -> Exchange:
-    """The rounds for a cut of layers of which each stage stores so many; the last, what is left."""
+    """The exchange for a partition of layers, where each stage stores `stored` layers; the last may store fewer."""
     num_stages = cut.layers.shape[0]
-    # A piece is a chunk where chunks are alike and lie together here and there; else a layer.
+    # A piece is a chunk if all chunks have equal lengths and no chunk is stored on two stages; else it is a layer.
     unit = cut.longest if cut.is_even and stored % cut.longest == 0 else 1
     own = cut.layers.reshape(num_stages, -1)[:, ::unit]
     edges = [
@@ -84,7 +89,7 @@ def exchange(cut: StagePartition, stored: int) -> Exchange:
 
 
 def _rounds(edges: list[Edge], num_stages: int) -> Iterable[tuple[Edge, ...]]:
-    """Largest matchings of those that store with those that compute, until no piece is left; what stays comes first."""
+    """Maximum matchings of sources with targets, until no piece is left. Pieces that stay on their stage come first."""
     left = sorted(edges, key=lambda edge: (edge[0] != edge[2], edge))
     while left:
         found = _matching(left, num_stages)
@@ -93,7 +98,7 @@ def _rounds(edges: list[Edge], num_stages: int) -> Iterable[tuple[Edge, ...]]:
 
 
 def _matching(edges: list[Edge], num_stages: int) -> list[Edge]:
-    """A matching with as many edges as can be, by augmenting paths."""
+    """A matching with the most edges, by augmenting paths."""
     of_target: dict[int, Edge] = {}
 
     def augment(source: int, seen: set[int]) -> bool:

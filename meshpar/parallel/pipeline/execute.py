@@ -1,9 +1,9 @@
-"""One program for every schedule: a scan over ticks, in each of which every stage reads from a table what it does.
+"""Runs any pipeline schedule as one program: a scan over ticks, in which each stage looks up its operation in a table.
 
-A tick is three conditionals (F, B, W) of which a stage takes one at most, and two permutes: all that was made goes one
-stage to the right and one to the left, and the table says who keeps what. What lasts longer than a tick lies in slots
-that are updated in place: a conditional with two branches, one of which changes nothing, copies nothing; a switch over
-three would copy every slot and every sum in every tick.
+A tick is three conditionals (F, B, W), of which a stage runs at most one, and two permutes: each stage sends its output
+to the next and to the previous stage, and the table specifies which stage stores it. Values that outlive a tick are in
+slots that are updated in place. XLA can do this because each conditional has two branches, one of which changes
+nothing; a switch over three operations would copy every slot and every sum in every tick.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.schedule_table import KINDS, ScheduleTable, TableRow, tick_table
 from meshpar.parallel.pipeline.simulate import check_complete
-from meshpar.parallel.pipeline.split import Split, split
+from meshpar.parallel.pipeline.split import Avals, Split, split
 from meshpar.parallel.precision import summed_in, wide
 
 Sums = tuple[jax.Array, jax.Array, Any]
 Totals = tuple[jax.Array, jax.Array, Scalars]
-"""Sums of losses, tokens and metrics, as a `LossSums` has them."""
+"""Sums of losses, tokens and metrics, as in `LossSums`."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model and its schedule."""
+    """A model and the schedule that runs it."""
 
     parts: PipelineModel
     schedule: Schedule
 
     def gradients(self, params: Any, batch: Batch, key: jax.Array | None, sums: Any) -> tuple[Totals, Any]:
-        """Totals and the sums of gradients of this device's rows, in the manual lowering.
+        """The totals and the summed gradients of this device's rows, in the manual lowering.
 
         Args:
-          params: what `parallel.data.gather_params` gives.
-          batch: local rows, a multiple of the microbatches.
-          sums: in which gradients are summed; None for float32 at least.
+          params: the result of `parallel.data.gather_params`.
+          batch: local rows; their number is a multiple of the number of microbatches.
+          sums: the dtype in which gradients are summed; None for at least float32.
 
-        Communication: two permutes of an activation in each tick, over the axis of the stages.
-        Memory: what a layer keeps of a microbatch, for as many of them as the schedule holds.
+        Communication: two permutes of an activation in each tick, over the stage axes.
+        Memory: the residuals of a layer for each microbatch that the schedule holds at once.
         """
         return _Stage(self, params, batch, key).gradients(sums)
 
     def evaluation(self, params: Any, batch: Batch) -> Totals:
-        """Totals without auxiliary losses: forwards alone, in the order in which the schedule has them."""
+        """Totals without auxiliary losses: runs only the forwards, in the order of the schedule."""
         return _Stage(self, params, batch, None, forward_only=True).evaluation()
 
     def plan(self, ctx: ParallelContext, forward_only: bool = False) -> tuple[ScheduleTable, StagePartition]:
-        """The table, and which layers are where.
+        """The table of the schedule, and the layers of each stage.
 
         Raises:
-          ScheduleError: the schedule is not complete, or its stages wait for each other.
+          ScheduleError: the schedule is incomplete, or its stages wait for each other.
         """
         num_stages = ctx.shards("stage")
         orders = self.schedule.orders(num_stages)
@@ -77,20 +77,21 @@ class Pipeline:
         )
 
     def moves(self, ctx: ParallelContext) -> Exchange | None:
-        """How layers come to where the schedule wants them; None if they lie there, or all on every stage."""
-        cut, stored = self.cut(ctx), self.parts.stacked_layers // ctx.shards("stage")
+        """The exchange that moves layers to their stages; None if they are stored there, or on all stages."""
+        cut = self.cut(ctx)
+        stored = self.parts.stacked_layers // ctx.shards("stage")
         return exchange(cut, stored) if ctx.axes("layers") and not cut.lies_in_order(stored) else None
 
 
 class _Slots(NamedTuple):
-    """What lasts longer than a tick.
+    """The values of a stage that outlive a tick.
 
     Args:
-      inbox: [slot, batch, residual_seq, embed], messages that wait; the last slot is never read.
+      inbox: [slot, batch, residual_seq, embed], messages that are not used yet; the last slot is never read.
       residuals, stash: lists of [slot, layer, ...].
-      layers: sums of the gradients of the layers.
-      sums: of the loss, the tokens, and the gradients of the other parameters.
-      auxiliary: sums of the layers' losses and metrics, weighted by the tokens.
+      layers: sums of the layers' gradients.
+      sums: sums of the loss, the tokens, and the gradients of the other parameters.
+      auxiliary: sums of the layers' losses and metrics, weighted by tokens.
     """
 
     inbox: jax.Array
@@ -102,27 +103,32 @@ class _Slots(NamedTuple):
 
 
 class _Stage:
-    """The program of a stage, which is that of all: they differ in the number `stage` alone."""
+    """The program of a stage. All stages run the same program; only the number `stage` differs."""
 
     def __init__(
         self, pipeline: Pipeline, params: Any, batch: Batch, key: jax.Array | None, forward_only: bool = False
     ):
-        self.ctx = ctx = _manual()
-        self.parts, self.key = pipeline.parts, key
+        ctx = manual()
+        assert ctx is not None, "a pipeline runs only in the manual lowering"
+        self.ctx = ctx
+        self.parts = pipeline.parts
+        self.key = key
         self.ticks, self.cut = pipeline.plan(ctx, forward_only)
         self.num_microbatches = pipeline.schedule.num_microbatches
-        # [rows / m, m, ...]: a microbatch is read where it lies, and never laid out anew.
+        # [rows / m, m, ...]: a microbatch is sliced in place, without a change of layout.
         self.batch = jax.tree.map(lambda a: a.reshape(-1, self.num_microbatches, *a.shape[1:]), batch)
         self.at_ends = (self.num_microbatches, self.num_microbatches * pipeline.schedule.chunks_per_stage)
-        self.axes, self.everywhere = ctx.stage_axes, ctx.gradient_axes
+        self.axes = ctx.stage_axes
         self.stage = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
         self.exchange = pipeline.moves(ctx)
-        self.layers = self._enter(params[self.parts.layers])
+        self.layers = params[self.parts.layers]
+        if self.exchange is not None:
+            self.layers = self.exchange.forward(self.layers, self.axes, self.stage)
         self.outer = {name: value for name, value in params.items() if name != self.parts.layers}
         self.indices = jnp.asarray(self.cut.layers.reshape(ctx.shards("stage"), -1))[self.stage]
         self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if ctx.axes("layers") else self.indices
         x = jax.eval_shape(partial(self._embed, self.outer), self._micro(jnp.int32(0)))
-        self.x = varying(jnp.zeros(x.shape, x.dtype), self.everywhere)
+        self.x = self._typed(jnp.zeros(x.shape, x.dtype))
         self.split = self._split()
 
     def gradients(self, dtype: Any) -> tuple[Totals, Any]:
@@ -131,7 +137,9 @@ class _Stage:
         losses, metrics = slots.auxiliary
         for x in losses.values():
             total += x.astype(total.dtype)
-        layers = slots.layers if self.exchange is None else self.exchange.backward(slots.layers, self.axes, self.stage)
+        layers = slots.layers
+        if self.exchange is not None:
+            layers = self.exchange.backward(layers, self.axes, self.stage)
         return (total, count, metrics | losses), outer | {self.parts.layers: layers}
 
     def evaluation(self) -> Totals:
@@ -150,17 +158,23 @@ class _Stage:
         out, stash, sums = self._if("B", row, self._backward, (out, slots.stash, slots.sums), slots)
         slots = slots._replace(stash=stash, sums=sums)
         layers = self._if("W", row, self._weights, slots.layers, slots)
-        return slots._replace(layers=layers, inbox=self._hand_on(slots.inbox, out, row)), None
+        return slots._replace(layers=layers, inbox=self._send(slots.inbox, out, row)), None
 
     def _forward_tick(self, carry: Any, rows: TableRow) -> tuple[Any, None]:
-        row, (inbox, sums, auxiliary) = self._mine(rows), carry
+        row = self._mine(rows)
+        inbox, sums, auxiliary = carry
+
+        def add_loss(sums: Any, y: jax.Array, row: TableRow) -> Any:
+            more = self.parts.loss(self._whole(self.outer), y, self._micro(row.microbatch))
+            return jax.tree.map(jnp.add, sums, more)
+
         out, _, auxiliary = self._if("F", row, self._forward, (self.x, [], auxiliary), inbox)
         ended = (row.kind == KINDS["F"]) & (row.last == 1)
-        sums = _if(ended, self._loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
-        return (self._hand_on(inbox, out, row), sums, auxiliary), None
+        sums = _if(ended, add_loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
+        return (self._send(inbox, out, row), sums, auxiliary), None
 
-    def _hand_on(self, inbox: jax.Array, out: jax.Array, row: TableRow) -> jax.Array:
-        """One permute to the right and one to the left; each stage keeps what its table says."""
+    def _send(self, inbox: jax.Array, out: jax.Array, row: TableRow) -> jax.Array:
+        """Sends the output to the next and the previous stage; each stage stores messages in the slots of its row."""
         n = self.ctx.shards("stage")
         shifts = [(1, row.from_left), (-1, row.from_right)][: num_permutes(n)]
         for by, slot in shifts:
@@ -169,22 +183,23 @@ class _Stage:
         return inbox.at[row.own].set(out)
 
     def _if(self, kind: str, row: TableRow, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
-        """If the row is of this kind; each stage has as many of each."""
+        """Runs `change` if the row is of this kind. Every stage has equally many operations of a kind."""
         taken = (self.at_ends[1], self.ticks.num_ticks)
         return _if(row.kind == KINDS[kind], change, changed, *args, row, taken=taken)
 
-    # The three operations: (what they change, ...) -> that --------------------------------------------------------
+    # The three operations. Each returns its first argument, changed ------------------------------------------------
 
     def _forward(self, changed: Any, inbox: jax.Array, row: TableRow) -> Any:
-        embed = lambda: self._typed(self._embed(self.outer, self._micro(row.microbatch)))
+        def embed() -> jax.Array:
+            return self._typed(self._embed(self.outer, self._micro(row.microbatch)))
 
         weights = self._weights_of(row, self.split.auxiliary)
 
         def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
-            x, kept, sums = carry
+            x, slots, sums = carry
             y, auxiliary, residuals = self.split.forward(params, x, rest)
             sums = jax.tree.map(lambda total, weight, more: total + weight * more, sums, weights, auxiliary)
-            return y, [a.at[row.residual, i].set(r) for a, r in zip(kept, residuals, strict=bool(kept))], sums
+            return y, [a.at[row.residual, i].set(r) for a, r in zip(slots, residuals, strict=bool(slots))], sums
 
         with _taken(*self.at_ends):
             x = lax.cond(row.first == 1, embed, lambda: inbox[row.inbox])
@@ -196,10 +211,10 @@ class _Stage:
         dy, sums = _if(row.last == 1, self._loss_gradient, (slots.inbox[row.inbox], sums), row, taken=self.at_ends)
 
         def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
-            dy, kept = carry
+            dy, stashes = carry
             residuals = [a[row.residual, i] for a in slots.residuals]
             dx, stash = self.split.input_gradient(params, residuals, dy, dlosses, rest)
-            return dx, [a.at[row.stash, i].set(s) for a, s in zip(kept, stash, strict=True)]
+            return dx, [a.at[row.stash, i].set(s) for a, s in zip(stashes, stash, strict=True)]
 
         dx, stash = self._each_layer(layer, (dy, stash), row, reverse=True)
         return dx, stash, _if(row.first == 1, self._embedding_gradient, sums, dx, row, taken=self.at_ends)
@@ -215,14 +230,19 @@ class _Stage:
         return self._each_layer(layer, sums, row)
 
     def _each_layer(self, body: Callable[..., Any], carry: Any, row: TableRow, reverse: bool = False) -> Any:
-        """`body(carry, i, params, rest)` for each layer of the chunk that a row of the table names."""
+        """Runs `body(carry, i, params, rest)` for each layer of the row's chunk."""
         batch = self._micro(row.microbatch)
         shared = self.parts.shared(batch, self.x)
 
         def step(carry: Any, i: jax.Array) -> tuple[Any, None]:
             at = row.chunk * self.cut.longest + i
-            run = lambda carry: body(carry, i, self._params(at), (batch, shared, self.key, self.indices[at]))
-            return run(carry) if self.cut.is_even else _if(self.indices[at] >= 0, run, carry, taken=(1, 1)), None
+
+            def run(carry: Any) -> Any:
+                return body(carry, i, self._params(at), (batch, shared, self.key, self.indices[at]))
+
+            if self.cut.is_even:
+                return run(carry), None
+            return _if(self.indices[at] >= 0, run, carry, taken=(1, 1)), None
 
         return lax.scan(step, carry, jnp.arange(self.cut.longest, dtype=jnp.int32), reverse=reverse)[0]
 
@@ -232,24 +252,21 @@ class _Stage:
         return self.parts.embed(self._whole(outer), batch, self.key)
 
     def _embedding_gradient(self, sums: Sums, dx: jax.Array, row: TableRow) -> Sums:
-        embed = lambda outer: self._typed(self._embed(outer, self._micro(row.microbatch)))
+        def embed(outer: Any) -> jax.Array:
+            return self._typed(self._embed(outer, self._micro(row.microbatch)))
+
         total, count, grads = sums
         return total, count, _added(grads, jax.vjp(embed, self.outer)[1](dx)[0])
 
     def _loss_gradient(self, changed: Any, row: TableRow) -> Any:
+        def loss(outer: Any, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return self.parts.loss(self._whole(outer), y, self._micro(row.microbatch))
+
         y, (total, count, grads) = changed
-        loss = lambda outer, y: self.parts.loss(self._whole(outer), y, self._micro(row.microbatch))
         (more, tokens), (d_outer, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(self.outer, y)
         return dy, (total + more, count + tokens, _added(grads, d_outer))
 
-    def _loss(self, sums: Any, y: jax.Array, row: TableRow) -> Any:
-        more = self.parts.loss(self._whole(self.outer), y, self._micro(row.microbatch))
-        return jax.tree.map(jnp.add, sums, more)
-
-    def _enter(self, layers: Any) -> Any:
-        return layers if self.exchange is None else self.exchange.forward(layers, self.axes, self.stage)
-
-    # What they read ------------------------------------------------------------------------------------------------
+    # What the operations read --------------------------------------------------------------------------------------
 
     def _split(self) -> Split:
         batch = self._micro(self.stage)
@@ -262,8 +279,12 @@ class _Stage:
         return split(layer, self.parts.policy, self._params(self.stage), self.x, rest)
 
     def _empty(self, dtype: Any) -> _Slots:
-        room = lambda kept, slots: [zeros_of(aval, slots, self.cut.longest) for aval in kept]
-        zeros = lambda tree: jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, dtype)), p), tree)
+        def room(avals: Avals, num_slots: int) -> list[jax.Array]:
+            return [zeros_of(aval, num_slots, self.cut.longest) for aval in avals]
+
+        def zeros(tree: Any) -> Any:
+            return jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, dtype)), p), tree)
+
         return _Slots(
             zeros_of(self.x, self.ticks.num_inbox + 1),
             room(self.split.residuals, self.ticks.num_residuals),
@@ -280,7 +301,7 @@ class _Stage:
         return jax.tree.map(zeros_of, self.split.auxiliary)
 
     def _weights_of(self, row: TableRow, auxiliary: Any) -> Any:
-        """By what a microbatch's auxiliary losses and metrics are weighted: the number of its tokens, for each."""
+        """The weight of each of a microbatch's auxiliary losses and metrics: the number of its tokens."""
         if not jax.tree.leaves(auxiliary):
             return auxiliary
         count = self._per_row(self.parts.count(self._micro(row.microbatch)))
@@ -304,38 +325,32 @@ class _Stage:
         return outer | {self.parts.layers: self.layers}
 
     def _per_row(self, x: jax.Array) -> jax.Array:
-        """A scalar, typed as one that differs between devices with other rows or layers."""
+        """Types a scalar as different on devices with different rows or layers."""
         return varying(x, self.ctx.loss_axes)
 
     def _typed(self, x: jax.Array) -> jax.Array:
-        return varying(x, self.everywhere)
+        return varying(x, self.ctx.gradient_axes)
 
 
 def num_permutes(num_stages: int) -> int:
-    """In a tick: to the left and to the right; of two stages each is the other's only neighbour."""
+    """The number of permutes in a tick: two, but one for two stages, whose neighbours on both sides are the same."""
     return min(2, num_stages - 1)
 
 
 def _if(condition: jax.Array, change: Callable[..., Any], changed: Any, *args: Any, taken: tuple[int, int]) -> Any:
-    """`change(changed, *args)` if so, else `changed` as it is, in place.
+    """`change(changed, *args)` if the condition holds, else `changed`, without a copy.
 
     Args:
-      taken: (so often, of so many times), on a stage that does it at all.
+      taken: (how often it holds, out of how many times), on a stage on which it ever holds.
     """
     with _taken(*taken):
         return lax.cond(condition, change, lambda changed, *_: changed, changed, *args)
 
 
 def _taken(times: int, of: int) -> Any:
-    """Says in the program's text how often a conditional is taken, for whoever counts what it does."""
+    """A named scope that records how often a conditional's branch runs. `meshpar.cost` reads it."""
     return jax.named_scope(f"taken_{times}_of_{of}")
 
 
 def _added(sums: Any, grads: Any) -> Any:
     return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads)
-
-
-def _manual() -> ParallelContext:
-    ctx = manual()
-    assert ctx is not None, "only within the manual lowering"
-    return ctx

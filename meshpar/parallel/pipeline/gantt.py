@@ -1,4 +1,4 @@
-"""A timeline drawn: a row a stage, time to the right."""
+"""Draws a timeline: one row per stage, time to the right."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from html import escape
 from meshpar.parallel.pipeline.simulate import TimedOp, Timeline
 
 COLOURS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
-_UNIT, _ROW, _LEFT = 22, 26, 64
+# Pixels: the shortest operation, a row, the left margin.
+_UNIT = 22
+_ROW = 26
+_LEFT = 64
 
 
 def text(timeline: Timeline, width: int = 120) -> str:
-    """In letters: F, B and W where they begin, `-` while they last, `.` where a stage waits.
+    """Draws in letters: F, B and W where they begin, `-` while they last, `.` where a stage waits.
 
     Args:
-      width: columns. Where there is no room for the microbatches, a letter lasts as its operation does, and every
-        second chunk's is small; where there is none for that, time is drawn coarser, and the last line says how many
-        operations can be seen.
+      width: columns. Without room for the numbers of microbatches, letters repeat while an operation lasts, and those
+        of every second chunk are lowercase. Without room for that, time is coarser, and the last line reports how
+        many operations are shown.
     """
     step = min((one.end - one.start for one in timeline.ran if one.end > one.start), default=1.0)
     columns = round(timeline.makespan / step)
@@ -35,7 +38,7 @@ def text(timeline: Timeline, width: int = 120) -> str:
 
 
 def _columns(mine: list[TimedOp], makespan: float, step: float, is_coarse: bool) -> list[TimedOp | None]:
-    """What a stage does in each column. Each operation has one of its own, unless time is drawn too coarse for that."""
+    """The operation of a stage in each column. Each has a column of its own, unless time is coarse."""
     columns: list[TimedOp | None] = [None] * math.ceil(makespan / step - 1e-9)
     free = 0
     for one in mine:
@@ -47,7 +50,7 @@ def _columns(mine: list[TimedOp], makespan: float, step: float, is_coarse: bool)
 
 
 def _column(time: float, step: float) -> int:
-    """The nearest. Of two, always the later: operations that last a step each never meet in one."""
+    """The nearest column; the later one of two, so that operations that last one step never share a column."""
     return math.floor(time / step + 0.5 + 1e-9)
 
 
@@ -67,12 +70,12 @@ def _drawn(columns: list[TimedOp | None], cell: int) -> str:
 
 
 def _name(one: TimedOp) -> str:
-    """Of a second chunk with an apostrophe, of a third with two."""
+    """The name with an apostrophe for the second chunk, two for the third."""
     return f"{one.op.kind}{one.op.microbatch}" + "'" * one.op.chunk
 
 
 def summary(timeline: Timeline) -> str:
-    """The numbers below the picture."""
+    """The numbers of a timeline, in one line."""
     return (
         f"makespan {timeline.makespan:g}   busy {timeline.work:g}   bubble {timeline.bubble:.4f}"
         f"   idle in one step {timeline.idle:.4f}   activations held {timeline.peak:g}"
@@ -80,10 +83,11 @@ def summary(timeline: Timeline) -> str:
 
 
 def svg(timeline: Timeline, title: str) -> str:
-    """As a self-contained SVG document; second chunks are lighter."""
+    """Draws a self-contained SVG document; second chunks are lighter."""
     shortest = min((one.end - one.start for one in timeline.ran if one.end > one.start), default=1.0)
     unit = _UNIT / shortest
-    width, height = round(_LEFT + unit * timeline.makespan + 8), _ROW * (timeline.num_stages + 2)
+    width = round(_LEFT + unit * timeline.makespan + 8)
+    height = _ROW * (timeline.num_stages + 2)
     rows = [_text(8, 18, title), *(_text(8, _y(i) + 16, f"stage {i}") for i in range(timeline.num_stages))]
     boxes = [_box(one, unit) for one in timeline.ran]
     foot = _text(8, _y(timeline.num_stages) + 16, summary(timeline))
@@ -96,7 +100,8 @@ def _y(stage: int) -> int:
 
 
 def _box(one: TimedOp, unit: float) -> str:
-    x, width = _LEFT + unit * one.start, unit * (one.end - one.start)
+    x = _LEFT + unit * one.start
+    width = unit * (one.end - one.start)
     opacity = 1 / (1 + 0.5 * one.op.chunk)
     rect = (
         f'<rect x="{x:.1f}" y="{_y(one.stage)}" width="{width:.1f}" height="{_ROW - 4}" fill="{COLOURS[one.op.kind]}"'

@@ -1,4 +1,4 @@
-"""A schedule by its name."""
+"""Looks up a schedule by its name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ KINDS: dict[str, type[Schedule]] = {cls.model_fields["kind"].default: cls for cl
 
 
 def get_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
-    """The schedule that is called so, or whose orders stand in the file that is.
+    """The schedule of this name, or the schedule whose orders are in the file of this name.
 
     Args:
-      num_chunks: of each stage; None for the schedule's own.
+      num_chunks: the number of chunks of each stage; None for the schedule's default.
 
     Raises:
-      ScheduleError: there is none; or it does not go with so many stages, microbatches or chunks.
+      ScheduleError: there is no such schedule or file; or it does not fit the stages, microbatches or chunks.
 
     >>> get_schedule("zb_h1", 4, 8)
     ZeroBubbleH1(num_microbatches=8, cut=None, kind='zb_h1')
@@ -28,13 +28,14 @@ def get_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: 
     if kind is None:
         near = nearest(name, KINDS)
         hint = f"; did you mean {near}?" if near else ""
-        raise ScheduleError(f"no schedule or file is called {name!r}{hint}; there are {', '.join(KINDS)}")
+        raise ScheduleError(f"no schedule or file is called {name!r}{hint}; the schedules are {', '.join(KINDS)}")
     if num_chunks is not None and "num_chunks" not in kind.model_fields:
-        raise ScheduleError(f"{name} takes no number of chunks")
-    given = {"num_microbatches": num_microbatches, "path": name, "num_chunks": num_chunks}
-    known = {key: value for key, value in given.items() if key in kind.model_fields and value is not None}
-    schedule = build(kind, known, f"schedule {name}")
+        settable = ", ".join(key for key, cls in KINDS.items() if "num_chunks" in cls.model_fields)
+        raise ScheduleError(f"{name}: its number of chunks is fixed; it can be set for {settable}")
+    settings = {"num_microbatches": num_microbatches, "path": name, "num_chunks": num_chunks}
+    settings = {key: value for key, value in settings.items() if key in kind.model_fields and value is not None}
+    schedule = build(kind, settings, f"schedule {name}")
     problems = Problems()
     schedule.check(num_stages, problems)
-    problems.raise_any(ScheduleError, f"{name} does not go with {num_stages} stages:")
+    problems.raise_any(ScheduleError, f"{name} does not fit {num_stages} stages:")
     return schedule

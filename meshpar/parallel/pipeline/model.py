@@ -1,4 +1,4 @@
-"""A model as a pipeline sees it."""
+"""The interface of a model to a pipeline."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Batch = dict[str, jax.Array]
 
 @dataclass(frozen=True)
 class PipelineModel:
-    """A model that can be cut between its layers, as functions of its parameters.
+    """The functions of a model that can be cut between its layers.
 
     Args:
       layers: the key of the stacked layers in the tree of parameters; their first dim is `layers`.
-      num_layers: of the whole model.
-      stacked_layers: rows of their parameters; those behind the last layer are padding.
-      embed: (params, batch, key) -> x, what the first layer takes.
-      shared: (batch, x) -> what all layers take besides, worked out once for all layers of a stage.
+      num_layers: the number of layers of the whole model.
+      stacked_layers: the size of dim `layers`; rows beyond `num_layers` are padding.
+      embed: (params, batch, key) -> x, the input of the first layer.
+      shared: (batch, x) -> further inputs of all layers, computed once for all layers of a stage.
       layer: (one layer's params, x, batch, shared, key, index) -> (x, its share of the model's `Auxiliary`).
-      loss: (params, x, batch) -> (sum, count), from what the last layer gives.
-      count: batch -> the same count, by which auxiliary losses are weighted.
-      policy: what a layer's forward keeps for its backward, as of `jax.checkpoint`.
-      head: what `loss` costs, in layers.
+      loss: (params, x, batch) -> (sum, count), where x is the output of the last layer.
+      count: batch -> the same count, the weight of auxiliary losses.
+      policy: which values a layer's forward saves for its backward, as in `jax.checkpoint`.
+      head: the cost of `loss`, in layers.
     """
 
     layers: str

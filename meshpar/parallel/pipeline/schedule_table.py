@@ -1,9 +1,9 @@
-"""Orders as tables that one program reads: what each stage does in each tick, and where it finds and puts what.
+"""Compiles orders to a table that one program reads: the operation of each stage in each tick, and its slots.
 
-In a tick every stage does at most one F, B or W, and then hands on what it made. A backward that is not split is a B
-and a W that follows at once: so ticks are of equal length, and a cotangent travels on before the gradient of the
-weights is worked out. What waits is kept in slots, as few as the schedule lets be: messages from their arrival until
-they are used, residuals of a forward until the end of its W, and what B leaves for W.
+In a tick every stage runs at most one F, B or W and then sends its output. A backward that is not split is a B followed
+by its W. So ticks have equal length, and a cotangent is sent before the weights' gradient is computed. Slots hold
+messages from their arrival until they are used, residuals from F to the end of W, and the stash from B to W. Their
+number is the smallest that the schedule allows.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ import numpy as np
 from meshpar.parallel.pipeline.schedule import Op, Order, Schedule
 from meshpar.parallel.pipeline.simulate import OpTimes, Route, TimedOp, Timeline, splits, timeline
 
-IDLE, KINDS = 0, {"F": 1, "B": 2, "W": 3}
+IDLE = 0
+KINDS = {"F": 1, "B": 2, "W": 3}
 
 
 class TableRow(NamedTuple):
-    """What a stage does in a tick; as arrays [tick, stage], all ticks.
+    """The operation of a stage in a tick; or of all stages in all ticks, as arrays [tick, stage].
 
     Args:
-      kind: 0 idle, or of `KINDS`.
+      kind: `IDLE`, or one of `KINDS`.
       first, last: whether the chunk is the first or the last of the whole model.
-      inbox: the slot where F finds its input, and B its cotangent; of the last chunk, its output.
-      from_left, from_right, own: slots where messages that come at the end of the tick are put, or `num_inbox`,
-        where nothing is ever read: of the stage before, of the one after, and of itself.
+      inbox: the slot with the input of F or the cotangent of B; for B of the last chunk, with the output of its F.
+      from_left, from_right, own: the slots that store the messages of the previous stage, the next stage and the stage
+        itself at the end of the tick; or `num_inbox`, a slot that is never read.
     """
 
     kind: Any
@@ -51,7 +52,7 @@ class ScheduleTable:
 
     Args:
       rows: int32 [num_ticks, num_stages] each.
-      num_inbox, num_residuals, num_stashes: slots that the stage with most of them needs.
+      num_inbox, num_residuals, num_stashes: numbers of slots; the largest number that a stage needs.
     """
 
     rows: TableRow
@@ -65,7 +66,7 @@ class ScheduleTable:
 
 
 def tick_table(orders: list[Order], schedule: Schedule) -> ScheduleTable:
-    """The table of orders that are complete and do not wait for each other.
+    """The table of orders that are complete and do not deadlock.
 
     >>> from meshpar.parallel.pipeline.schedule import OneFOneB
     >>> ticks = tick_table(OneFOneB(num_microbatches=8).orders(4), OneFOneB(num_microbatches=8))
@@ -76,27 +77,35 @@ def tick_table(orders: list[Order], schedule: Schedule) -> ScheduleTable:
 
 
 def in_ticks(orders: list[Order], schedule: Schedule, times: OpTimes | None = None) -> Timeline:
-    """When each operation runs, W apart from B; if no times are given, in ticks, of which each lasts one."""
+    """When each operation runs, with W apart from B. Default times: every operation lasts one tick."""
     v = float(schedule.chunks_per_stage)
     return timeline([split_backwards(order) for order in orders], schedule, times or OpTimes(v, v, v))
 
 
 def split_backwards(order: Order) -> Order:
-    """The same order, each B followed by its W, unless it has W of its own."""
+    """The order with each B followed by its W, unless it has W already."""
     if splits([order]) or not any(op.kind == "B" for op in order):
         return order
-    return [each for op in order for each in ([op, Op("W", *op[1:])] if op.kind == "B" else [op])]
+    out: Order = []
+    for op in order:
+        out.append(op)
+        if op.kind == "B":
+            out.append(Op("W", *op[1:]))
+    return out
 
 
 class _Table:
     def __init__(self, orders: list[Order], schedule: Schedule):
-        self.route, self.num_stages = Route(schedule, len(orders)), len(orders)
+        self.route = Route(schedule, len(orders))
+        self.num_stages = len(orders)
         self.ran = in_ticks(orders, schedule).ran
         self.tick = {(one.stage, one.op): round(one.start) for one in self.ran}
         self.num_ticks = max(self.tick.values()) + 1
 
     def ticks(self) -> ScheduleTable:
-        inbox = [(*span, key) for key, span in self._messages().items()]
+        sent = {self._receiver(stage, op): tick for (stage, op), tick in self.tick.items()}
+        # A message takes a slot of its receiver from its arrival to its use.
+        inbox = [(tick + 1, self.tick[to], to) for to, tick in sent.items() if to is not None and to in self.tick]
         residuals = [(self.tick[s, op], self._end(s, op), (s, op[1:])) for s, op in self.tick if op.kind == "F"]
         stashes = [(self.tick[s, op], self._end(s, op), (s, op[1:])) for s, op in self.tick if op.kind == "B"]
         slots = [_slots(spans) for spans in (inbox, residuals, stashes)]
@@ -109,36 +118,37 @@ class _Table:
         return ScheduleTable(rows, *counts)
 
     def _fill(self, rows: TableRow, one: TimedOp, inbox: _Found, residuals: _Found, stashes: _Found) -> None:
-        t, s, op = round(one.start), one.stage, one.op
+        t = round(one.start)
+        s = one.stage
+        op = one.op
         virtual = self.route.virtual(s, op.chunk)
-        rows.kind[t, s], rows.microbatch[t, s], rows.chunk[t, s] = KINDS[op.kind], op.microbatch, op.chunk
-        rows.first[t, s], rows.last[t, s] = virtual == 0, virtual == len(self.route.stages) - 1
+        rows.kind[t, s] = KINDS[op.kind]
+        rows.microbatch[t, s] = op.microbatch
+        rows.chunk[t, s] = op.chunk
+        rows.first[t, s] = virtual == 0
+        rows.last[t, s] = virtual == len(self.route.stages) - 1
         rows.inbox[t, s] = inbox.get((s, op), 0)
         rows.residual[t, s] = residuals[s, op[1:]]
         rows.stash[t, s] = stashes.get((s, op[1:]), 0)
         if (to := self._receiver(s, op)) is not None and to in inbox:
-            self._way(rows, s, to[0])[t, to[0]] = inbox[to]
+            self._arrival(rows, s, to[0])[t, to[0]] = inbox[to]
 
-    def _way(self, rows: TableRow, stage: int, to: int) -> np.ndarray:
+    def _arrival(self, rows: TableRow, stage: int, to: int) -> np.ndarray:
         if to == stage:
             return rows.own
-        # Of two stages each is the other's neighbour on both sides: what passes between them comes from the left.
+        # Two stages are each other's neighbours on both sides: their messages all count as from the left.
         return rows.from_left if to == (stage + 1) % self.num_stages else rows.from_right
 
     def _receiver(self, stage: int, op: Op) -> tuple[int, Op] | None:
-        """Who needs what an operation makes: the next chunk, the one before, or, at the end, its own backward."""
-        virtual, last = self.route.virtual(stage, op.chunk), len(self.route.stages) - 1
+        """The operation that needs the output of `op`: on the next chunk, the previous one, or its own B at the end."""
+        virtual = self.route.virtual(stage, op.chunk)
+        last = len(self.route.stages) - 1
         if op.kind == "W" or (op.kind == "B" and virtual == 0):
             return None
         if op.kind == "F" and virtual == last:
             return stage, Op("B", *op[1:])
         to = virtual + (1 if op.kind == "F" else -1)
         return self.route.stages[to], Op(op.kind, op.microbatch, to // self.num_stages)
-
-    def _messages(self) -> dict[tuple[int, Op], tuple[int, int]]:
-        """Receiver -> the ticks from the arrival of its message to its use."""
-        sent = {self._receiver(stage, op): tick for (stage, op), tick in self.tick.items()}
-        return {to: (tick + 1, self.tick[to]) for to, tick in sent.items() if to is not None and to in self.tick}
 
     def _end(self, stage: int, op: Op) -> int:
         return self.tick.get((stage, Op("W", *op[1:])), self.tick[stage, op])
@@ -148,8 +158,8 @@ _Found = dict[tuple[int, tuple], int]
 
 
 def _slots(spans: Iterable[tuple[int, int, tuple[int, tuple]]]) -> _Found:
-    """A slot for each span of ticks [first, last], the lowest that is free on its stage."""
-    busy: dict[int, list[int]] = defaultdict(list)  # stage -> last tick of each of its slots
+    """Assigns each span of ticks [first, last] the lowest slot that is free on its stage."""
+    busy: dict[int, list[int]] = defaultdict(list)  # stage -> the last tick of each slot
     found: _Found = {}
     for first, last, key in sorted(spans):
         ends = busy[key[0]]

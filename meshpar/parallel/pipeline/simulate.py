@@ -1,4 +1,4 @@
-"""When each operation of a schedule runs, if each stage does its own in order and waits for what it needs."""
+"""Simulates a schedule: each stage runs its operations in order and waits for the inputs of each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshpar.parallel.pipeline.schedule import Op, Order, Schedule
 
 @dataclass(frozen=True)
 class OpTimes:
-    """How long an operation on a whole stage takes, in any unit; of a chunk, its part.
+    """The times of operations on a whole stage, in any unit; on one of v chunks they are 1/v of it.
 
     Args:
-      transfer: of an activation or a cotangent, to another stage.
+      transfer: the time in which an activation or a cotangent reaches another stage.
     """
 
     F: float = 1.0
@@ -27,7 +27,7 @@ class OpTimes:
 
 @dataclass(frozen=True)
 class TimedOp:
-    """One operation, and when."""
+    """An operation of a stage, and when it runs."""
 
     stage: int
     op: Op
@@ -37,12 +37,12 @@ class TimedOp:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a simulation says.
+    """The result of a simulation.
 
     Args:
       ran: all operations, in the order in which they end.
-      work: the time that a stage is busy, of the one that is so longest.
-      chunks: v, of a stage.
+      work: the time for which the busiest stage is busy.
+      chunks: v, the number of chunks of a stage.
     """
 
     ran: tuple[TimedOp, ...]
@@ -52,22 +52,22 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end: what a step takes that waits for all stages."""
+        """The time from the first start to the last end: the duration of a step that waits for all stages."""
         return max(one.end for one in self.ran)
 
     @property
     def span(self) -> float:
-        """The longest time from a stage's first start to its last end: a step's, if the next begins meanwhile."""
+        """The longest time from a stage's first start to its last end: the duration of a step if steps overlap."""
         return max(max(one.end for one in mine) - min(one.start for one in mine) for mine in self.stages)
 
     @property
     def bubble(self) -> float:
-        """The idle part of `span`, which is how zero-bubble schedules count it."""
+        """The idle fraction of `span`, as the zero-bubble papers define it."""
         return 1 - self.work / self.span
 
     @property
     def idle(self) -> float:
-        """The idle part of `makespan`."""
+        """The idle fraction of `makespan`."""
         return 1 - self.work / self.makespan
 
     @cached_property
@@ -76,9 +76,9 @@ class Timeline:
 
     @property
     def peak(self) -> float:
-        """Activations held at once by the stage that holds most, in those of a whole stage for one microbatch.
+        """The most activations that a stage holds at once; the unit is one microbatch on a whole stage.
 
-        They are held from the start of F to the end of W, or of B where there is no W.
+        They are held from the start of F to the end of W, or of B if there is no W.
         """
         return max(_peak(mine, "W" if self.splits else "B") for mine in self.stages) / self.chunks
 
@@ -88,28 +88,28 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, num_stages: int, times: OpTimes = OpTimes()) -> Timeline:
-    """Runs a schedule on paper.
+    """Computes when each operation of a schedule runs.
 
     Raises:
-      ScheduleError: an operation is missing or stands twice; or the stages wait for each other, and then which
-        stage, since when, in which operation, for what.
+      ScheduleError: an operation is missing or occurs twice; or the stages wait for each other. It lists each stage
+        that waits, since when, in which operation, and for which.
 
     >>> from meshpar.parallel.pipeline.schedule import OneFOneB
-    >>> told = simulate(OneFOneB(num_microbatches=8), 4)
-    >>> told.makespan, told.peak
+    >>> run = simulate(OneFOneB(num_microbatches=8), 4)
+    >>> run.makespan, run.peak
     (33.0, 4.0)
     """
     return simulate_orders(schedule.orders(num_stages), schedule, times)
 
 
 def simulate_orders(orders: Sequence[Order], schedule: Schedule, times: OpTimes = OpTimes()) -> Timeline:
-    """The same, of orders that lie on the stages as the schedule says."""
+    """`simulate` for other orders than those of the schedule, with its placement of chunks."""
     check_complete(orders, schedule)
     return timeline(orders, schedule, times)
 
 
 def timeline(orders: Sequence[Order], schedule: Schedule, times: OpTimes) -> Timeline:
-    """The same, of orders that may leave something out, such as all backwards.
+    """`simulate_orders` for orders that may be incomplete, such as forwards only.
 
     Raises:
       ScheduleError: the stages wait for each other.
@@ -124,10 +124,10 @@ def timeline(orders: Sequence[Order], schedule: Schedule, times: OpTimes) -> Tim
 
 
 def check_complete(orders: Sequence[Order], schedule: Schedule) -> None:
-    """Every microbatch goes once through every chunk, forward and back.
+    """Checks that every microbatch has each operation exactly once on every chunk.
 
     Raises:
-      ScheduleError: lists what is missing, and what stands twice or is of no microbatch.
+      ScheduleError: lists the operations that are missing, occur twice or have no microbatch.
     """
     problems = Problems()
     kinds = "FBW" if splits(orders) else "FB"
@@ -140,30 +140,33 @@ def check_complete(orders: Sequence[Order], schedule: Schedule) -> None:
         for what, ops in (
             ("missing", wanted - counts.keys()),
             ("more than once", {op for op in wanted if counts[op] > 1}),
-            ("of no microbatch, chunk or kind", counts.keys() - wanted),
+            ("unknown microbatch, chunk or kind", counts.keys() - wanted),
         ):
             if ops:
                 problems.add(f"stage {stage}", f"{what}: {', '.join(map(str, sorted(ops)))}")
-    problems.raise_any(ScheduleError, "the schedule is not one:")
+    problems.raise_any(ScheduleError, "the schedule does not have every operation exactly once:")
 
 
 def splits(orders: Iterable[Order]) -> bool:
-    """Whether W are apart from B."""
+    """Whether any order has W apart from B."""
     return any(op.kind == "W" for order in orders for op in order)
 
 
 class _Run:
-    """A simulation on its way: how far each stage has come."""
+    """The state of a simulation. Of each stage: `done` operations have run, and it is `free` from that time on."""
 
     def __init__(self, orders: Sequence[Order], schedule: Schedule, times: OpTimes):
-        self.orders, self.chunks, self.route = orders, schedule.chunks_per_stage, Route(schedule, len(orders))
-        self.times, self.splits = times, splits(orders)
+        self.orders = orders
+        self.chunks = schedule.chunks_per_stage
+        self.route = Route(schedule, len(orders))
+        self.times = times
+        self.splits = splits(orders)
         self.done = [0] * len(orders)
         self.free = [0.0] * len(orders)
         self.ran: dict[tuple[int, Op], TimedOp] = {}
 
     def advance(self) -> bool:
-        """Every stage goes on as far as it can; False if none could."""
+        """Runs each stage as far as it can; returns False if no stage could run anything."""
         before = sum(self.done)
         for stage, order in enumerate(self.orders):
             while self.done[stage] < len(order) and self._try(stage, order[self.done[stage]]):
@@ -178,8 +181,10 @@ class _Run:
         needs = self.route.needed(op, stage)
         if not all(need in self.ran for need in needs):
             return False
-        arrived = (self.ran[need].end + self.times.transfer * (need[0] != stage) for need in needs)
-        start = max([self.free[stage], *arrived])
+        start = self.free[stage]
+        for need in needs:
+            transfer = self.times.transfer if need[0] != stage else 0.0
+            start = max(start, self.ran[need].end + transfer)
         self.free[stage] = start + self.duration(op)
         self.ran[stage, op] = TimedOp(stage, op, start, self.free[stage])
         return True
@@ -192,19 +197,17 @@ class _Run:
             op = order[self.done[stage]]
             for there, need in self.route.needed(op, stage):
                 if (there, need) not in self.ran:
-                    what = f"waits in {op} for {need} of stage {there}, which is at {self._next(there)}"
+                    at = self.orders[there][self.done[there]]
+                    what = f"{op} waits for {need} of stage {there}, which is at {at}"
                     problems.add(f"stage {stage}, tick {self.free[stage]:g}", what)
         problems.raise_any(ScheduleError, "the stages wait for each other:")
 
-    def _next(self, stage: int) -> Op:
-        return self.orders[stage][self.done[stage]]
-
 
 class Route:
-    """Where each virtual stage lies, and what each operation needs to be done before.
+    """The stage of each virtual stage, and the operations that each operation depends on.
 
-    Args:
-      stages: stage of each virtual stage, first to last.
+    Attributes:
+      stages: the stage of each virtual stage, first to last.
     """
 
     def __init__(self, schedule: Schedule, num_stages: int):
@@ -213,11 +216,11 @@ class Route:
         self._virtual = {(stage, k // num_stages): k for k, stage in enumerate(self.stages)}
 
     def virtual(self, stage: int, chunk: int) -> int:
-        """The virtual stage that is a stage's chunk."""
+        """The virtual stage of a stage's chunk."""
         return self._virtual[stage, chunk]
 
     def needed(self, op: Op, stage: int) -> list[tuple[int, Op]]:
-        """Besides what the stage's order says: (stage, operation)."""
+        """The (stage, operation) pairs that `op` depends on, without those that precede it in the stage's order."""
         k = self._virtual[stage, op.chunk]
         needs = {"F": [("F", k - 1)], "B": [("F", k), ("B", k + 1)], "W": [("B", k)]}[op.kind]
         return [
@@ -227,11 +230,11 @@ class Route:
 
 
 def _peak(ran: Iterable[TimedOp], last: str) -> int:
-    """F that have begun whose `last` has not ended, at most."""
+    """The largest number of F that have begun and whose operation `last` has not ended."""
     changes = [(one.start, 1) for one in ran if one.op.kind == "F"]
     changes += [(one.end, -1) for one in ran if one.op.kind == last]
     held = peak = 0
-    for _, change in sorted(changes):  # what ends is gone before what begins
+    for _, change in sorted(changes):  # at equal times ends come before starts
         held += change
         peak = max(peak, held)
     return peak

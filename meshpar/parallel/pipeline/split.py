@@ -1,9 +1,14 @@
-"""A layer's derivative in three parts, cut out of one trace: forward, the input's gradient, the weights' gradient.
+"""Splits a layer's derivative into three functions: forward (F), input gradient (B), weight gradient (W).
 
-`jax.vjp` gives both gradients at once. Here its trace is cut where data flows: what the output needs is F, what the
-input's gradient needs is B, the rest is W. F leaves residuals and B a stash for those that come later; weights, and
-what is made of weights alone (a gathered or cast one), are in no part kept but taken or made anew. So B and W together
-cost what the whole backward costs, two forwards, where two calls of `jax.vjp` would cost more than four.
+`jax.vjp` computes both gradients at once. Here its jaxpr is cut by data flow: equations that the output needs are F,
+those that the input's gradient needs are B, the rest is W. F returns residuals for B and W, and B a stash for W.
+Weights, and values computed from weights alone (gathered or cast ones), are not stored: each part reads or recomputes
+them. So B and W together cost as much as the whole backward, two forwards; two calls of `jax.vjp` would cost over four.
+
+This file depends on JAX's internals, which may change in any release: it reads the equations of jaxprs and builds new
+ones with `jax.extend.core` (`Jaxpr` with its `effects` and `debug_info`, `ClosedJaxpr`, `jaxpr_as_fun`), it knows the
+names of the primitives that call functions and of their parameters `jaxpr` and `call_jaxpr`, and it relies on
+`jax.vjp` tracing both passes into one jaxpr. Run tests/equivalence/test_pipelines.py on each supported version of JAX.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from jax.extend import core
 from meshpar.parallel.local import zeros_of
 from meshpar.parallel.outputs import Auxiliary
 
+# The primitives that call a function, which `_flattened` inlines.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
 Policy = Callable[..., bool]
 Avals = tuple[Any, ...]
@@ -25,11 +31,12 @@ Avals = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Split:
-    """Three functions of one layer. `given` are the leaves of (params, rest), the same in each.
+    """F, B and W of one layer, as functions of its parameters.
 
     Args:
-      residuals, stash: types of what F leaves for B and W, and B for W.
-      auxiliary: tree of the types of what the layer returns besides y.
+      residuals: types of the values that F returns for B and W.
+      stash: types of the values that B returns for W.
+      auxiliary: tree of the types of the layer's `Auxiliary`.
     """
 
     _forward: core.ClosedJaxpr
@@ -42,7 +49,7 @@ class Split:
     _params: Any
 
     def forward(self, params: Any, x: jax.Array, rest: Any) -> tuple[jax.Array, Auxiliary, list[jax.Array]]:
-        """y, what the layer returns besides, and residuals."""
+        """Returns y, the layer's `Auxiliary`, and the residuals."""
         y, *others = _call(self._forward, *self._given(params, rest), x)
         leaves, tree = jax.tree.flatten(self.auxiliary)
         return y, jax.tree.unflatten(tree, others[: len(leaves)]), others[len(leaves) :]
@@ -50,10 +57,10 @@ class Split:
     def input_gradient(
         self, params: Any, residuals: Sequence[jax.Array], dy: jax.Array, dlosses: Any, rest: Any
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """dx, and the stash.
+        """Returns dx and the stash.
 
         Args:
-          dlosses: the cotangents of the auxiliary losses, like these.
+          dlosses: tree like the auxiliary losses, their cotangents.
         """
         cotangents = jax.tree.leaves((dy, dlosses))
         dx, *stash = _call(self._input_gradient, *self._given(params, rest), *residuals, *cotangents)
@@ -62,7 +69,7 @@ class Split:
     def weight_gradient(
         self, params: Any, residuals: Sequence[jax.Array], stash: Sequence[jax.Array], rest: Any
     ) -> Any:
-        """The gradient of the parameters."""
+        """Returns the gradient of the parameters."""
         leaves = _call(self._weight_gradient, *self._given(params, rest), *residuals, *stash)
         return jax.tree.unflatten(self._params, leaves)
 
@@ -73,18 +80,15 @@ class Split:
 def split(
     fn: Callable[..., tuple[jax.Array, Auxiliary]], policy: Policy, params: Any, x: jax.Array, rest: Any
 ) -> Split:
-    """Cuts the derivative of `fn`.
+    """Splits the derivative of `fn` into F, B and W.
 
     Args:
-      fn: (params, x, rest) -> (y, auxiliary), y of the type of x.
-      policy: which values F may keep, as of `jax.checkpoint`; the others are worked out again.
-      rest: what is not differentiated: a batch, a key.
-
-    Returns:
-      the three parts; they cost F, B and W, and what the policy has worked out again, in B.
+      fn: (params, x, rest) -> (y, auxiliary), with y of the type of x.
+      policy: the values that F may save, as in `jax.checkpoint`; B recomputes the others.
+      rest: inputs that are not differentiated, such as a batch and a key.
     """
-    once, (_, names) = jax.make_jaxpr(fn, return_shape=True)(params, x, rest)
-    auxiliary = jax.tree.unflatten(jax.tree.structure(names), once.out_avals[1:])
+    traced, (_, names) = jax.make_jaxpr(fn, return_shape=True)(params, x, rest)
+    auxiliary = jax.tree.unflatten(jax.tree.structure(names), traced.out_avals[1:])
 
     def whole(params: Any, x: jax.Array, rest: Any, cotangents: Any) -> Any:
         def differentiated(params: Any, x: jax.Array) -> Any:
@@ -97,7 +101,8 @@ def split(
     cotangents = x, jax.tree.map(zeros_of, auxiliary.losses)
     traced = jax.make_jaxpr(whole)(params, x, rest, cotangents)
     flat = jax.make_jaxpr(_flattened(traced))(*jax.tree.leaves((params, x, rest, cotangents)))
-    num_params, num_rest = len(jax.tree.leaves(params)), len(jax.tree.leaves(rest))
+    num_params = len(jax.tree.leaves(params))
+    num_rest = len(jax.tree.leaves(rest))
     invars = flat.jaxpr.invars
     given = [*flat.jaxpr.constvars, *invars[:num_params], *invars[num_params + 1 : num_params + 1 + num_rest]]
     cut = _Cut(flat, policy, given, invars[num_params], invars[num_params + 1 + num_rest :])
@@ -106,7 +111,13 @@ def split(
 
 @dataclass
 class _Cut:
-    """The cutting of one trace. Its outputs are y, auxiliary losses and metrics, gradients of the parameters, dx."""
+    """Cuts one flat jaxpr. Its outputs are y, auxiliary losses and metrics, gradients of the parameters, dx.
+
+    Args:
+      given: variables that every part gets: constants, parameters, rest.
+      producer: variable -> the number of the equation that computes it.
+      of_x, of_dy: variables that depend on x and on the cotangents.
+    """
 
     flat: core.ClosedJaxpr
     policy: Policy
@@ -137,11 +148,10 @@ class _Cut:
         stash: dict[Any, None] = {}
         in_weights = self._needed(dparams, residuals, stash, made | {*self.cotangents})
         in_forward = self._cone([*outputs, *residuals])
-        of_given = self.given
         return Split(
-            self._part(in_forward, [*of_given, self.x], [*outputs, *residuals]),
-            self._part(in_backward, [*of_given, *residuals, *self.cotangents], [dx, *stash]),
-            self._part(in_weights, [*of_given, *residuals, *stash], dparams),
+            self._part(in_forward, [*self.given, self.x], [*outputs, *residuals]),
+            self._part(in_backward, [*self.given, *residuals, *self.cotangents], [dx, *stash]),
+            self._part(in_weights, [*self.given, *residuals, *stash], dparams),
             list(self.flat.consts), tuple(v.aval for v in residuals), tuple(v.aval for v in stash),
             auxiliary, params,
         )  # fmt: skip
@@ -149,8 +159,14 @@ class _Cut:
     def _needed(
         self, targets: Iterable[Any], residuals: dict[Any, None], stash: dict[Any, None], made: Iterable[Any] = ()
     ) -> set[int]:
-        """The equations that work out `targets` from residuals, and from what was `made` before, which is stashed."""
-        made, given, found = set(made), set(self.given), set()
+        """The equations that compute `targets`. Adds what they read to `residuals`, and to `stash` if it is in `made`.
+
+        Args:
+          made: values that an earlier part of the backward has.
+        """
+        made = set(made)
+        given = set(self.given)
+        found: set[int] = set()
         todo = [v for v in targets if not _is_literal(v)]
         while todo:
             v = todo.pop()
@@ -158,15 +174,15 @@ class _Cut:
                 continue
             if v in made and (v in self.of_x or v in self.of_dy):
                 stash[v] = None
-            elif self._is_kept(v):
+            elif self._is_saved(v):
                 residuals[v] = None
             elif self.producer[v] not in found:
                 found.add(self.producer[v])
                 todo += [u for u in self.flat.jaxpr.eqns[self.producer[v]].invars if not _is_literal(u)]
         return found
 
-    def _is_kept(self, v: Any) -> bool:
-        """Whether F keeps a value: the input; what it made of the input, as the policy says."""
+    def _is_saved(self, v: Any) -> bool:
+        """Whether F saves a value: the input, and what the policy saves of the values that depend on it."""
         if v is self.x:
             return True
         if v not in self.of_x or v in self.of_dy:
@@ -175,6 +191,7 @@ class _Cut:
         return bool(self.policy(eqn.primitive, *(u.aval for u in eqn.invars), **eqn.params))
 
     def _cone(self, targets: Iterable[Any]) -> set[int]:
+        """All equations that `targets` depend on."""
         found: set[int] = set()
         todo = [v for v in targets if not _is_literal(v)]
         while todo:
@@ -189,11 +206,14 @@ class _Cut:
 
 
 def _flattened(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
-    """The same function without calls of functions, so that it can be cut between any two operations."""
+    """The same function with all calls inlined, so that it can be cut between any two operations."""
 
     def run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        read = lambda v: v.val if _is_literal(v) else values[v]
+
+        def read(v: Any) -> Any:
+            return v.val if _is_literal(v) else values[v]
+
         for eqn in jaxpr.eqns:
             inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
             if eqn.primitive.name in _CALLS and inner is not None:
@@ -211,7 +231,7 @@ def _flattened(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
 def _part(
     of: core.Jaxpr, eqns: Sequence[core.JaxprEqn], invars: Sequence[Any], outvars: Sequence[Any]
 ) -> core.ClosedJaxpr:
-    """Some of the equations of a trace, as a function of some of its values."""
+    """A jaxpr of some of the equations of another."""
     effects = set().union(*(eqn.effects for eqn in eqns))
     jaxpr = core.Jaxpr((), list(invars), list(outvars), list(eqns), effects, debug_info=of.debug_info)
     return core.ClosedJaxpr(jaxpr, ())
