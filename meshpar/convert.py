@@ -105,7 +105,7 @@ def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
       largest_file: bytes of tensors per file.
 
     Raises:
-      CheckpointError: the folder exists, there is no checkpoint, or no supported architecture is equivalent to the model.
+      CheckpointError: the folder exists, there is no checkpoint, or no supported architecture matches the model.
 
     Example: see `from_hf`.
     """

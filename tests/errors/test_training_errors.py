@@ -296,7 +296,7 @@ def test_what_is_carried_has_to_stay_as_it_is():
 
 
 def test_an_optimizer_that_takes_no_keyword_within_a_chain():
-    with pytest.raises(ConfigError, match=r"got an unexpected keyword.*goes by itself, outside of optax\.chain"):
+    with pytest.raises(ConfigError, match=r"got an unexpected keyword.*works only alone, outside of optax\.chain"):
         traced(tx=optax.chain(optax.clip(1.0), optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))))
 
 
