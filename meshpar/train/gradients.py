@@ -100,7 +100,7 @@ def gradients(
         norm = data.global_norm(grads, trained)
         next_carried = sums.carried
         if error_feedback:
-            next_carried |= {REDUCE: jax.tree.map(lambda x: x[None], error_feedback)}
+            next_carried = next_carried | {REDUCE: jax.tree.map(lambda x: x[None], error_feedback)}
         return Gradients(loss, count, norm, grads, metrics, next_carried)
 
     carried = pspecs(placement.carried)

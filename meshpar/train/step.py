@@ -44,7 +44,7 @@ class Update:
     def __call__(
         self, state: TrainState, got: Gradients, sharded: Any, elsewhere: Callable[[Any], Gradients] | None = None
     ) -> tuple[TrainState, Metrics]:
-        """The next state. If loss or gradients are not finite, parameters and optimizer state stay as they are.
+        """The next state. A loss or gradients that are not finite change only the counters.
 
         Args:
           elsewhere: trained parameters -> gradients of the same batch at them, for optimizers that need several
