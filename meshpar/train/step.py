@@ -144,7 +144,7 @@ class Step:
     given: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        return self.compiled(state, batch | self.given)
+        return self.program(state, batch | self.given)
 
     @property
     def compiled(self) -> jax.stages.Compiled:
