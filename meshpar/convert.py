@@ -33,13 +33,13 @@ RUN_CONFIG = "config.yaml"
 
 
 def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
-    """Creates a run directory that starts from the model of a Hugging Face folder, and no longer needs the folder.
+    """Creates a run directory from a Hugging Face model. The run does not need the folder afterwards.
 
-    It has `config.yaml`, complete with the model's sizes; the checkpoint of step 0, from which `train` resumes;
-    and in `hugging_face` the `config.json` and the tokenizer, which `to_hf` uses.
+    The directory contains `config.yaml`, with the model's sizes; the checkpoint of step 0, from which `train` resumes;
+    and `hugging_face`, with the `config.json` and the tokenizer for `to_hf`.
 
     Args:
-      overrides: `key=value` changes of the config that is written: `mesh.fsdp=8`, `optim.lr=1e-5`.
+      overrides: `key=value` changes to the config: `mesh.fsdp=8`, `optim.lr=1e-5`.
 
     Memory: the run's state on its mesh, and a second copy of one parameter.
 
@@ -82,7 +82,7 @@ def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
 
 
 def run_of(pretrained: Pretrained, run_dir: Path) -> Run:
-    """A run of the model in the precision of its files; if that is bfloat16, the optimizer has a float32 copy."""
+    """A run of the model in the dtype of its files; for bfloat16 the optimizer keeps a float32 copy."""
     model = pretrained.model
     precision = Precision()
     if pretrained.dtype == np.dtype("bfloat16"):
@@ -98,14 +98,14 @@ def run_of(pretrained: Pretrained, run_dir: Path) -> Run:
 
 
 def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
-    """Writes the last checkpoint of a run as a folder that Hugging Face's libraries read, with LoRA merged.
+    """Writes the last checkpoint of a run as a Hugging Face folder, with LoRA merged into the kernels.
 
     Args:
       source: a run directory, or the config of a run.
       largest_file: bytes of tensors per file.
 
     Raises:
-      CheckpointError: the folder exists, there is no checkpoint, or no supported architecture computes the same.
+      CheckpointError: the folder exists, there is no checkpoint, or no supported architecture matches the model.
 
     Example: see `from_hf`.
     """
@@ -131,4 +131,3 @@ def _saved_run(saved: Checkpoint) -> Run:
         return Run.model_validate_json(json.dumps(saved.meta["config"]), strict=True)
     except (ValueError, KeyError, TypeError):
         raise CheckpointError(f"{saved.folder} holds no config of a run, so its model is unknown") from None
-    return run

@@ -1,4 +1,4 @@
-"""What a run is taken through: explained, inspected, trained. The first two are prefixes of the third."""
+"""Explains, inspects and trains a run. The first two are the beginning of the third."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from meshpar.train.step import Step
 
 
 def explain(run: Run, path: str | None = None, num_devices: int | None = None) -> Report:
-    """What every device would hold; needs no devices. `meshpar explain` prints it.
+    """Reports what every device would hold; needs no devices. `meshpar explain` prints it.
 
     Args:
-      path: a glob; reports on, and draws, the parameters that it matches.
-      num_devices: of the mesh, where one of its sizes is -1. Default: as many as the sizes multiply to, or one.
+      path: a glob; only the parameters that match it are reported and drawn.
+      num_devices: size of the mesh where one of its axes is -1. Default: the product of the sizes, or one.
 
     Raises:
-      ConfigError: no parameter matches, or keys of the run do not fit each other.
+      ConfigError: no parameter matches `path`, or keys of the run do not fit each other.
       MeshError: the sizes of the mesh do not multiply to the number of devices.
       ShardingError: lists every array that does not fit the rules and the mesh.
 
@@ -69,8 +69,8 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
       (2, 257)
     """
     prepared = prepare(run, run.mesh.abstract(num_devices))
-    told = report(prepared.placement.params, asdict(prepared.states))
-    return told if path is None else told.only(path)
+    found = report(prepared.placement.params, asdict(prepared.states))
+    return found if path is None else found.only(path)
 
 
 @overload
@@ -93,24 +93,24 @@ def inspect(
 
 
 def inspect(*program: Any, **options: Any) -> Inspection | FitReport:
-    """What a run's step, or any program that JAX compiled, sends, computes and holds. Nothing is allocated or run.
+    """Reports what a run's step, or any compiled program, sends, computes and holds. Nothing is allocated or run.
 
     `inspect(run, target=None, num_devices=None)` compiles the step of a run, as `meshpar inspect` does.
     `inspect(compiled, mesh=None, *, warnings=(), planned=None, threshold_bytes=...)` reads a program that you compiled.
 
     Args:
-      target: a machine that is not here, such as `v5e:16x16`; the step is compiled for it, and judged. A process in
-        which JAX has not started yet sees only its CPUs afterwards, and keeps no cache of compiled programs.
-      num_devices: compile for the first so many of the devices that are here. Default: all.
-      compiled: a program for one or more devices, or its text; the text alone tells neither its temporaries nor what
-        is found of arguments and outputs.
-      mesh: the mesh it was compiled for, which names the axes.
-      warnings: what XLA said while it compiled, see `compiling`.
-      planned: what its author means it to gather, reduce and hold whole, so that it is no finding.
-      threshold_bytes: of the smallest array on which findings remark though no plan speaks of it.
+      target: another machine, such as `v5e:16x16`. The step is compiled for it, and whether it fits there is reported.
+        If JAX has not started in this process, it uses only CPUs afterwards, without a cache of compiled programs.
+      num_devices: compile for this many of the local devices. Default: all.
+      compiled: a program for one or more devices, or its text. The text alone contains neither the size of temporaries
+        nor findings about arguments and outputs.
+      mesh: the mesh of the program; its axes are named in the report.
+      warnings: XLA's messages from the compilation, see `compiling`.
+      planned: what the program gathers, reduces and holds whole on purpose, and so is no finding.
+      threshold_bytes: size of the smallest array about which there are findings without a plan.
 
     Raises:
-      ContractError: the step goes beyond what the run expects.
+      ContractError: the step exceeds the contract of the run.
       MeshError: there is no such machine, its compiler is not installed, or the step is too big to compile.
       ConfigError, ShardingError: the run does not fit itself or its mesh.
       ProgramError: lists every collective that could not be counted.
@@ -123,8 +123,8 @@ def inspect(*program: Any, **options: Any) -> Inspection | FitReport:
       ...     data={"kind": "synthetic", "seq_len": 16}, optim={"kind": "adamw", "lr": 1e-3}, num_steps=10,
       ...     run_dir="unused", mesh={"data": 8},
       ... )
-      >>> told = meshpar.inspect(run)
-      >>> told.bytes_per_axis == told.traced
+      >>> inspection = meshpar.inspect(run)
+      >>> inspection.bytes_per_axis == inspection.traced
       True
       >>> import jax
       >>> meshpar.inspect(jax.jit(lambda x: x @ x).lower(jax.numpy.ones((16, 16))).compile()).flops
@@ -154,24 +154,24 @@ def fit(
     callbacks: Sequence[Callback] = (),
     signals: bool = False,
 ) -> TrainState:
-    """Trains, or goes on from the last checkpoint in the run directory.
+    """Trains a run, or resumes it from the last checkpoint in its directory.
 
     Args:
       json: print records as JSON instead of a progress bar.
       profile: a folder for a trace of a few steps.
       dump_hlo: a file for the compiled step's text.
-      callbacks: (state, step) -> name -> number: what else each evaluation records.
+      callbacks: (state, step) -> name -> number: further metrics that each evaluation records.
       signals: at SIGINT or SIGTERM finish the step, save, and raise `Interrupted`; at a second signal end at once. This
-        needs the main thread. By default signals are the caller's: a `KeyboardInterrupt` that is raised within saves
-        nothing more, and the run goes on from its last checkpoint.
+        needs the main thread. By default the caller handles signals: after a `KeyboardInterrupt` nothing more is
+        saved, and the next call resumes from the last checkpoint.
 
     Returns:
       The last state.
 
     Raises:
-      RunError: the run failed on its way.
-      Interrupted: a signal came.
-      MeshparError: the config does not fit itself, the devices or the run directory; nothing was trained.
+      RunError: the run failed while it trained.
+      Interrupted: a signal arrived.
+      MeshparError: the config has a fault, or does not fit the devices or the run directory; nothing was trained.
 
     Example:
       >>> import tempfile
@@ -188,9 +188,9 @@ def fit(
       2
     """
     process.check_joined()
-    heard = Signals()
-    with heard.listening() if signals else nullcontext():
-        return _fit(run, json, profile, dump_hlo, callbacks, heard)
+    received = Signals()
+    with received.listening() if signals else nullcontext():
+        return _fit(run, json, profile, dump_hlo, callbacks, received)
 
 
 def _fit(
@@ -207,19 +207,20 @@ def _fit(
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed)
         with busy("compiling the step and the evaluation") if shows else nullcontext():
-            step, evaluate = prepared.compile_step(), prepared.compile_evaluation()
+            step = prepared.compile_step()
+            evaluate = prepared.compile_evaluation()
         if dump_hlo:
             dump_hlo.write_text(step.text)
         _hold_to_contract(prepared, step)
         if prepared.taught_by and run.distill:
-            step = replace(step, given={TEACHER: _taught(prepared.taught_by, run.distill, step.given[TEACHER])})
+            step = _with_teacher(step, prepared.taught_by, run.distill)
         state = beginning.state() if beginning else prepared.compile_init()()
         first = int(state.step)
-        told = beginning.record() if beginning else {}
+        restored = beginning.record() if beginning else {}
         for folder, why in saved.damaged.items():
             records.record("damaged", first, folder=str(folder), why=why)
         if beginning:
-            records.record("restored", first, **told)
+            records.record("restored", first, **restored)
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, _mfu(prepared), profile,
@@ -228,44 +229,52 @@ def _fit(
         state = loop.fit(state)
     end = int(state.step)
     if end == first and jax.process_index() == 0:
-        say(announce.nothing(run.run_dir, end, told["changed"] if told else {}))
+        say(announce.nothing(run.run_dir, end, restored.get("changed", {})))
     elif shows:
         generates = bool(run.model.generation()) and not isinstance(run.data.tokenizer, Ids)
         say(announce.end(run.run_dir, end, generates))
     return state
 
 
-def _taught(teacher: Prepared, distill: Distill, structs: Any) -> Any:
-    """The parameters that a teacher is evaluated with, and nothing else of its checkpoint."""
-    take = ["opt_state.ema.**"] if teacher.run.optim.ema else ["params.**"]
-    params = averaged(find(distill.teacher, take).restore(teacher.placement.structs, take))
-    return jax.tree.map(lambda x, struct: jax.device_put(x.astype(struct.dtype), struct.sharding), params, structs)
+def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:
+    """Gives a step the teacher's parameters. Nothing else of its checkpoint is read."""
+    include = ["opt_state.ema.**"] if teacher.run.optim.ema else ["params.**"]
+    state = find(distill.teacher, include).restore(teacher.placement.structs, include)
+
+    def put(x: jax.Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(x.astype(struct.dtype), struct.sharding)
+
+    return replace(step, given={TEACHER: jax.tree.map(put, averaged(state), step.given[TEACHER])})
 
 
 def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | PretrainedBeginning | None:
-    """A run goes on from its own last checkpoint that is whole, if there is one.
+    """The run's own last intact checkpoint, or else the source that `init` names, if there is one.
 
     Raises:
-      CheckpointError, ConfigError: it does not fit, or what is to be taken of another does not.
+      CheckpointError, ConfigError: the source does not fit the run.
     """
     init = prepared.run.init
-    if newest := saved.newest(prepared.placement.structs):
-        source, globs = newest, (EVERYTHING, ())
-    elif init is not None and init.from_hf is not None:
+    source = saved.newest(prepared.placement.structs)
+    include: Sequence[str] = EVERYTHING
+    exclude: Sequence[str] = ()
+    if source is None and init and init.from_hf:
         pretrained = open_pretrained(init.from_hf)
         pretrained.check(prepared.run.model)
         return PretrainedBeginning(prepared, pretrained)
-    elif init is not None and init.from_checkpoint is not None:
-        source, globs = find(init.from_checkpoint, init.include), (init.include, init.exclude)
-    else:
+    if source is None and init and init.from_checkpoint:
+        source = find(init.from_checkpoint, init.include)
+        include = init.include
+        exclude = init.exclude
+    if source is None:
         return None
-    beginning = Beginning(prepared, source, *globs, saved.about.config, _data_changed(prepared.run, source, saved))
+    data_changed = _data_changed(prepared.run, source, saved)
+    beginning = Beginning(prepared, source, include, exclude, saved.about.config, data_changed)
     _ = beginning.selection
     return beginning
 
 
 def _data_changed(run: Run, source: Checkpoint, saved: Checkpoints) -> list[str]:
-    """The files that are not those that this run has read until now; of step 0 and of other runs nothing is asked."""
+    """The data files that changed since this run's last checkpoint; none for step 0 or another run's checkpoint."""
     if source.folder.parent != saved.directory or not source.step:
         return []
     before = source.meta["data"].get("files")
@@ -273,19 +282,18 @@ def _data_changed(run: Run, source: Checkpoint, saved: Checkpoints) -> list[str]
 
 
 def _hold_to_contract(prepared: Prepared, step: Step) -> None:
-    """As `Prepared.inspect`; but a program that cannot be read stops only a run that expects something of it."""
+    """As `Prepared.inspect`; but a program that cannot be read is an error only if the run has a contract."""
     try:
         prepared.inspect(step)
     except ProgramError as error:
         if prepared.run.contract:
             raise
-        warnings.warn(
-            f"the step could not be held to what the traced step says: {error}", ContractWarning, stacklevel=2
-        )
+        message = f"the compiled step could not be compared with the traced step: {error}"
+        warnings.warn(message, ContractWarning, stacklevel=2)
 
 
 def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
-    """tokens/s -> model FLOPs utilization, where the chip's speed is known and the model's operations are countable."""
+    """tokens/s -> model FLOPs utilization; None if the chip's speed is unknown or the operations cannot be counted."""
     chip = chip_of(jax.devices()[0])
     if chip is None:
         return None

@@ -1,4 +1,4 @@
-"""The root of a config: everything that a training run is."""
+"""The root of a config: a whole training run."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from meshpar.train.loss import Distill, LossConfig
 from meshpar.train.records.loggers import Logger, TensorBoard
 
 Model = Annotated[Family | Import, pydantic.Field(discriminator="kind")]
-"""A model of meshpar's own, or the user's."""
+"""One of meshpar's models, or a user's Flax model."""
 Paths = tuple[str, ...]
 Float = Literal["bfloat16", "float32", "float64"]
 
 
 class Precision(Config):
-    """In what numbers are stored, computed, summed and updated."""
+    """The dtypes in which a run stores, computes, sums and updates."""
 
     params: Float = "float32"
-    """Of the parameters, as they are stored."""
+    """Dtype of the stored parameters."""
     compute: Float = "float32"
-    """In which the model computes, and parameters are gathered."""
+    """Dtype in which the model computes and parameters are gathered."""
     gradients: Float | None = None
-    """In which gradients are summed over microbatches and devices. Default: float32 at least."""
+    """Dtype in which gradients are summed over microbatches and devices. Default: float32 at least."""
     master: Float | None = None
-    """In which the optimizer keeps parameters of its own, if these are wider than the stored ones."""
+    """Dtype of the optimizer's own copy of the parameters, wider than the stored ones. Default: no copy."""
 
     @property
     def widths(self) -> Widths:
-        """Bytes of an element in each of them."""
+        """Bytes per element of each."""
         compute = np.dtype(self.compute).itemsize
         sums = max(compute, 4)
         gradients = np.dtype(self.gradients).itemsize if self.gradients else sums
@@ -59,71 +59,72 @@ class Precision(Config):
 
 
 class Init(Config):
-    """From where the first parameters are taken, a checkpoint or a folder; what is not taken is drawn."""
+    """The source of the first parameters: a checkpoint or a Hugging Face folder. The rest is initialized at random."""
 
     from_checkpoint: Path | None = None
-    """A checkpoint, or the folder of a run, of which the last is meant."""
+    """A checkpoint; or a run directory, whose last checkpoint is used."""
     include: Paths = ("params.**",)
-    """Globs of paths of the train state."""
+    """Globs of the paths in the train state to restore."""
     exclude: Paths = ()
-    """Globs of what is not taken, though `include` matches it: a new head, `params.head.**`."""
+    """Globs of paths not to restore although `include` matches them, such as a new head: `params.head.**`."""
     from_hf: Path | None = None
-    """A folder with `config.json` and safetensors, as Hugging Face's libraries write them. It is read in place."""
+    """A folder with `config.json` and safetensors files, as Hugging Face's libraries write it. It is read in place."""
 
     @pydantic.model_validator(mode="after")
     def _one_source(self) -> Init:
         if (self.from_checkpoint is None) == (self.from_hf is None):
-            raise ValueError("takes one of from_checkpoint and from_hf")
+            raise ValueError("set either from_checkpoint or from_hf")
         return self
 
 
 class Run(Config):
-    """Everything that a training run is: what a config file holds."""
+    """A training run: everything that a config file specifies."""
 
     model: Model
     loss: LossConfig = LossConfig()
-    """What is minimized."""
+    """The loss to minimize."""
     data: Data
     optim: Optimizer
     lora: LoRA | None = None
-    """Trains a little beside the model, and freezes the model."""
+    """Trains low-rank matrices alongside the model's kernels, and freezes the model."""
     distill: Distill | None = None
-    """A teacher to learn from."""
+    """A teacher model whose predictions are learned."""
     freeze: tuple[Freeze, ...] = ()
-    """Parameters that keep their values: globs, or `{paths: [...], until: 100}`."""
+    """Parameters that are not updated: globs, or `{paths: [...], until: 100}` to train them from step 100 on."""
     mesh: MeshLayout = MeshLayout()
     rules: AxisRules = AxisRules(preset=("replicated",))
     lowering: Literal["manual", "auto"] = "manual"
-    """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses it."""
+    """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses the communication."""
     parallel: Parallel = Parallel()
-    """Strategies of the manual lowering: overlaps, a pipeline, how gradients are reduced."""
+    """Strategies of the manual lowering: overlaps, a pipeline, the reduction of gradients."""
     precision: Precision = Precision()
     num_steps: Positive
     num_microbatches: Positive = 1
-    """A batch is computed in so many parts, one after the other; gradients are reduced once."""
+    """Equal parts of a batch that are computed one after another; gradients are reduced once."""
     contract: Contract | None = None
-    """What the compiled step may send and hold; it is refused if it goes beyond."""
+    """Limits on what the compiled step sends and holds; a step that exceeds them is refused."""
     seed: Seed = 0
     run_dir: Path
-    """Where metrics and checkpoints go. A run that finds a checkpoint there goes on from it."""
+    """Directory for metrics and checkpoints. A run resumes from the last checkpoint in it."""
     log_every: Positive = 10
+    """Steps between records of the training loss."""
     eval_every: Positive | None = None
     """Steps between evaluations on held-out data; default: only at the end."""
     init: Init | None = None
-    """From where the first parameters are taken; default: they are drawn."""
+    """Source of the first parameters; default: they are initialized at random."""
     checkpoints: Retention = Retention()
-    """How often, and which stay."""
+    """How often checkpoints are saved, and which are retained."""
     early_stopping: EarlyStopping | None = None
     """When to end before `num_steps`."""
     max_skipped_steps: Positive | None = 10
-    """A step whose loss or gradients are not finite is skipped. So many in a row end the run; null for any number."""
+    """A step whose loss or gradients are not finite is skipped. This many in a row end the run; null for no limit."""
     loggers: tuple[Logger, ...] = (TensorBoard(),)
-    """Who gets the records beside `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow."""
+    """Loggers that get the records in addition to `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow."""
 
     @pydantic.model_validator(mode="after")
     def _evaluates_before_it_stops(self) -> Run:
         if self.early_stopping and not self.eval_every:
-            raise ValueError("early_stopping looks at evaluations: set eval_every, the steps between them")
+            raise ValueError("early_stopping needs evaluations: set eval_every, the steps between them")
         return self
 
     def context(self, mesh: AnyMesh) -> ParallelContext:
@@ -146,7 +147,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
     """Reads a config file, with `key=value` overrides.
 
     Raises:
-      ConfigError: with all problems of the config; or it names code that it may not import, see `interop.user_code`.
+      ConfigError: with all problems of the config; or it names code that may not be imported, see `interop.user_code`.
     """
     loaded = config.load(Run, path, overrides)
     targets = {("model.target",): getattr(loaded.model, "target", None), ("loss", "loss.target"): loaded.loss.target}
@@ -158,6 +159,6 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
 
 
 def simulate(run: Run, num_devices: int | None) -> None:
-    """Where the devices are CPUs: presents as many as are asked for, or as the mesh has."""
+    """Simulates `num_devices` CPU devices, or as many as the mesh of the run has."""
     if count := num_devices or run.mesh.requested():
         process.simulate(count)

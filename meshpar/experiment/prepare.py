@@ -1,4 +1,4 @@
-"""A run, worked out as far as it goes without a device: the one place where everything meets."""
+"""Prepares a run: its model, placements and step, as far as possible without a device."""
 
 from __future__ import annotations
 
@@ -43,46 +43,46 @@ from meshpar.tree import flatten_with_paths
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(Training):
-    """A run's training, and what its traced step says of bytes and operations."""
+    """The training of a run, and the bytes and operations of its traced step."""
 
     run: Run
     taught_by: Prepared | None = None
-    """The training of the teacher, on this mesh."""
+    """The training of the teacher, on the same mesh."""
     abstract_platform: str = "cpu"
-    """What the step is compiled for, where the mesh is abstract."""
+    """The platform that the step is compiled for, if the mesh is abstract."""
 
     @cached_property
     def traced_bytes(self) -> Traffic | None:
-        """Bytes that a device sends in a step of the manual lowering, by axes, as the traced step says.
+        """Bytes that a device sends in a step of the manual lowering, by axes, counted in the traced step.
 
-        None where GSPMD decides what is sent: of an imported model, of an optimizer that mixes elements, of a teacher
-        whose logits are sharded in another way, and where 2BW meets ZeRO-1: stale weights are gathered whole. Under
-        GSPMD also None where the manual layers are not written for the rules.
+        None where GSPMD decides what is sent: for an imported model, an optimizer that mixes elements, a teacher
+        whose logits are sharded differently, and 2BW with ZeRO-1, which gathers stale weights whole. With
+        `lowering=auto` also None if the manual layers do not support the rules.
         """
-        return traffic(self.collectives(self._traced_step)) if self._says_all else None
+        return traffic(self.collectives(self._traced_step)) if self._is_countable else None
 
     @cached_property
     def traced_flops(self) -> dict[str, Fraction] | None:
-        """Operations of a device's products in a step of the manual lowering, by kind, as the traced step says.
+        """Operations of a device's products in a step of the manual lowering, by kind, counted in the traced step.
 
-        Of a pipeline, those of a stage that has both ends of the model. None where `traced_bytes` are.
+        For a pipeline, those of a stage that has both ends of the model. None where `traced_bytes` is None.
         """
-        return flops(traced_products(self._traced_step), self.mesh.size) if self._says_all else None
+        return flops(traced_products(self._traced_step), self.mesh.size) if self._is_countable else None
 
     @cached_property
     def _traced_step(self) -> ClosedJaxpr:
         return jax.make_jaxpr(self.on(manual=True).step)(self.placement.structs, self.batch | self.given)
 
     def collectives(self, step: ClosedJaxpr) -> list[Collective]:
-        """Those of a traced step of the manual lowering, ZeRO-1's gathers of updated parameters included."""
-        float_bytes = 4 if self._on_cpu else 1  # XLA:CPU widens 16-bit floats on their way
+        """The collectives of a traced manual step, with ZeRO-1's gathers of updated parameters."""
+        float_bytes = 4 if self._on_cpu else 1  # XLA:CPU sends 16-bit floats as 32-bit ones
         updated = jax.tree.leaves(self.placement.trained)
         stored = jax.tree.leaves(without(self.placement.params, self.placement.frozen))
         return traced_collectives(step, float_bytes) + gathers(updated, stored, float_bytes)
 
     @property
-    def _says_all(self) -> bool:
-        """Whether a traced step of the manual lowering names all that a device sends."""
+    def _is_countable(self) -> bool:
+        """Whether a traced step of the manual lowering contains everything that a device sends."""
         if not self.run.optim.elementwise or not self.run.model.manual_lowering():
             return False
         if self.pipeline and self.pipeline.schedule.is_stale and self.rules.zero_stage == 1:
@@ -97,13 +97,15 @@ class Prepared(Training):
     def states(self) -> ModelStates:
         """Bytes that a device holds of parameters, gradients and optimizer state, in the manual lowering."""
         placed = self.placement
-        sharded, stored, optimizer = map(jax.tree.leaves, (placed.sharded, placed.params, placed.opt_state))
+        sharded = jax.tree.leaves(placed.sharded)
+        stored = jax.tree.leaves(placed.params)
+        optimizer = jax.tree.leaves(placed.opt_state)
         frozen = [path in placed.frozen for path in flatten_with_paths(placed.sharded)]
         return model_states(sharded, stored, optimizer, self.ctx, self.run.precision.widths, frozen)
 
     @property
     def about(self) -> CheckpointMetadata:
-        """What a checkpoint says of the run."""
+        """The description of the run in its checkpoints."""
         run = self.run
         return CheckpointMetadata(run.model_dump(mode="json"), self.placement.dims, run.seed, run.data.batch_size)
 
@@ -114,41 +116,41 @@ class Prepared(Training):
         return self.abstract_platform == "cpu"
 
     def inspect(self, step: Step) -> Inspection:
-        """Reads a compiled step, and holds it to the run's contract.
+        """Reads a compiled step, and checks it against the run's contract.
 
         Raises:
-          ContractError: lists all that goes beyond `contract`.
+          ContractError: lists everything that exceeds `contract`.
 
         Warns:
-          ContractWarning: the compiled step sends more than the traced one says.
+          ContractWarning: the compiled step sends more than the traced one.
         """
-        meant = planned_by(self.ctx, self.placement.sharded, self.placement.opt_state)
-        told = inspection.inspect(step.compiled, self.mesh, warnings=step.program.warnings, planned=meant)
+        planned = planned_by(self.ctx, self.placement.sharded, self.placement.opt_state)
+        found = inspection.inspect(step.compiled, self.mesh, warnings=step.program.warnings, planned=planned)
         layers = self.run.model.layer_stack()
         passes = (layers.num_layers if layers else 1) * self.ctx.num_passes
         if self.ctx.manual:
             states = asdict(self.states)
-            said = traffic(self.collectives(step.program.jaxpr)) if self._says_all else None
+            traced = traffic(self.collectives(step.program.jaxpr)) if self._is_countable else None
         else:
             states = None
-            said = self.traced_bytes
+            traced = self.traced_bytes
         if self.run.contract:
-            broken = self.run.contract.check(told, said, passes)
-            broken.raise_any(ContractError, "the compiled step breaks its contract:")
-        if states and said is not None and (more := beyond(told, said)):
+            problems = self.run.contract.check(found, traced, passes)
+            problems.raise_any(ContractError, "the compiled step breaks its contract:")
+        if states and traced is not None and (more := beyond(found, traced)):
             text = "\n".join(["the compiled step sends more than the traced step says:", *map(str, more.found)])
             warnings.warn(text, ContractWarning, stacklevel=2)
-        traced = {axes_name(axes): round(num_bytes) for axes, num_bytes in (said or {}).items()}
-        return replace(told, traced=traced or None, model_states=states)
+        by_axes = {axes_name(axes): round(num_bytes) for axes, num_bytes in (traced or {}).items()}
+        return replace(found, traced=by_axes or None, model_states=states)
 
 
 def prepare(run: Run, mesh: AnyMesh | None = None, abstract_platform: str = "cpu") -> Prepared:
-    """Checks what can be checked before anything is compiled.
+    """Checks a run and prepares it, before anything is compiled.
 
     Args:
-      mesh: default: the run's own, on the devices that are here.
-      abstract_platform: what the step is compiled for, if the mesh is abstract: `traced_bytes` depend on it. No device
-        is looked for then.
+      mesh: default: the run's own, on the local devices.
+      abstract_platform: the platform that the step is compiled for, if the mesh is abstract: `traced_bytes` depends on
+        it. No devices are needed then.
 
     Raises:
       ConfigError, MeshError, ShardingError: with all problems of their kind.
@@ -161,16 +163,19 @@ def prepare(run: Run, mesh: AnyMesh | None = None, abstract_platform: str = "cpu
 
 
 def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
-    model, dtype = run.model.program(task_of(run)), np.dtype(run.precision.params)
+    model = run.model.program(task_of(run))
+    dtype = np.dtype(run.precision.params)
     specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.specs)
-    frozen = _frozen(run, specs)
-    never = for_good(frozen)
-    tx = _optimizer(run, jax.tree.map(lambda spec: spec.dims, without(specs, never)), frozen and without(frozen, never))
+    freeze = run.freeze
+    if run.lora:
+        freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
+    frozen = frozen_until(freeze, specs, run.num_steps) if freeze else None
     if run.parallel.pipeline and run.parallel.pipeline.is_stale:
         init = model.init
         model = replace(model, carried={STALE: specs}, init_carried=lambda key: {STALE: init(key)})
-    master = run.precision.master
+    master = run.precision.master and np.dtype(run.precision.master)
     ctx = replace(run.context(mesh), rules=model.rules, activation_dims=model.activation_dims)
+    tx = _optimizer(run, specs, frozen, master)
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
     prepared = Prepared(
         run=run,
@@ -183,7 +188,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         key=partial(step_key, run.seed) if model.uses_rng else None,
         stages=model.parts,
         frozen=frozen,
-        update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master and np.dtype(master)),
+        update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master),
         batch_specs=run.model.batch_specs(run.data.batch_size, run.data.seq_len),
         ctx=ctx,
         seed=run.seed,
@@ -192,44 +197,45 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 
 
-def _frozen(run: Run, specs: Any) -> Any:
-    """How many steps each parameter is frozen; None if none is."""
-    beside = tuple(path for path in flatten_with_paths(specs) if not is_lora(path))
-    freeze = (*run.freeze, *([Freeze(paths=beside)] if run.lora else []))
-    return frozen_until(freeze, specs, run.num_steps) if freeze else None
-
-
-def _optimizer(run: Run, dims: Any, frozen: Any) -> optax.GradientTransformation:
-    """Of what is trained, at once or from a step on."""
-    tx = run.optim.build(run.num_steps, dims, frozen if any(jax.tree.leaves(frozen)) else None)
-    tx = with_master(tx, np.dtype(run.precision.master)) if run.precision.master else tx
-    return with_ema(tx, run.optim.ema) if run.optim.ema else tx
+def _optimizer(run: Run, specs: Any, frozen: Any, master: Any) -> optax.GradientTransformation:
+    """The optimizer of all parameters that are not frozen for good."""
+    never = for_good(frozen)
+    dims = jax.tree.map(lambda spec: spec.dims, without(specs, never))
+    until = without(frozen, never) if frozen else None
+    tx = run.optim.build(run.num_steps, dims, until if any(jax.tree.leaves(until)) else None)
+    if master:
+        tx = with_master(tx, master)
+    if run.optim.ema:
+        tx = with_ema(tx, run.optim.ema)
+    return tx
 
 
 def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
-    """The run that is kept in the teacher's directory, as prepared on this mesh under the rules of a teacher.
+    """The run in the teacher's directory, prepared on the student's mesh with the teacher's rules.
 
     Raises:
-      CheckpointError: there is none.
-      ConfigError: it does not fit this run, or this mesh.
+      CheckpointError: the directory has no checkpoint.
+      ConfigError: the teacher does not fit this run or this mesh.
     """
-    kept, ours = find(distill.teacher, include=()).meta["config"], {"data": run.data, "lowering": run.lowering}
+    config = find(distill.teacher, include=()).meta["config"]
     where = f"distill: the teacher in {distill.teacher}"
     try:
-        teacher = Run(**kept | {"distill": None, "num_microbatches": 1, "freeze": (), "init": None})
-        its, mine = _vocabulary(teacher), _vocabulary(run)
-        prepared = prepare(teacher.model_copy(update=ours | {"rules": distill.rules or run.rules}), mesh)
+        teacher = Run(**config | {"distill": None, "num_microbatches": 1, "freeze": (), "init": None})
+        taught = _vocabulary(teacher)
+        own = _vocabulary(run)
+        update = {"data": run.data, "lowering": run.lowering, "rules": distill.rules or run.rules}
+        prepared = prepare(teacher.model_copy(update=update), mesh)
     except MeshparError as error:
         raise ConfigError(f"{where} does not fit:\n{error}") from None
-    if its != mine:
-        what = f"has {its.size} token ids in {its.padded} rows of its vocabulary"
-        raise ConfigError(f"{where} {what}, this model {mine.size} in {mine.padded}")
+    if taught != own:
+        what = f"has {taught.size} token ids in {taught.padded} rows of its vocabulary"
+        raise ConfigError(f"{where} {what}, this model {own.size} in {own.padded}")
     return prepared
 
 
 def _vocabulary(run: Run) -> Vocabulary:
     if not (found := run.model.vocabulary()):
-        raise ConfigError(f"{found.because}; teachers and their students are llama and gpt")
+        raise ConfigError(f"{found.because}; a teacher and its student must be of kind llama or gpt")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What in a config does not fit what else stands in it."""
+"""Checks that the keys of a config fit each other."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ FEATURES: Mapping[str, Callable[[Run], bool]] = {
     "parallel.tensor.overlap": lambda run: run.parallel.tensor.overlap != "none",
     "parallel.fsdp.overlap": lambda run: run.parallel.fsdp.overlap != "none",
 }
-"""Key -> whether a run uses what it stands for: features that cannot each be combined with every other."""
+"""Key -> whether a run uses this feature. Some of these features cannot be combined, see `REFUSED`."""
 
-_UNPROVEN = "is not proven beside {other}, and so not allowed"
-_IN_CHUNKS = "a kernel that is gathered in chunks has its gradient scattered in chunks, by no declared reduction"
+_UNPROVEN = "is not verified in combination with {other}, and so it is not allowed"
+_IN_CHUNKS = "parallel.fsdp.overlap scatters gradients in chunks, and no declared reduction applies to them"
 REFUSED: Mapping[tuple[str, str], str] = {
     **{(key, "parallel.pipeline"): _UNPROVEN for key in FEATURES if key != "parallel.pipeline"},
     ("lora", "parallel.tensor.overlap"): _UNPROVEN,
@@ -52,10 +52,10 @@ _OFF = dict.fromkeys(("parallel.tensor.overlap", "parallel.fsdp.overlap"), "none
 
 
 def check(run: Run, mesh: AnyMesh) -> None:
-    """Checks what no part of a config knows of another.
+    """Checks the parts of a config against each other and against the mesh.
 
     Raises:
-      ConfigError: with all of it.
+      ConfigError: lists every problem.
     """
     ctx = run.context(mesh)
     problems = Problems()
@@ -66,7 +66,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
     run.model.check(task_of(run), ctx, problems)
     run.parallel.check(run.rules, ctx.manual, problems)
     _check_pipeline(run, ctx, problems)
-    _check_kept(run, problems)
+    _check_keep_best(run, problems)
     _check_combinations(run, problems)
     run.optim.schedule.check(run.num_steps, problems)
     if problems.found and run.rules.table and (specs := run.model.array_specs()):
@@ -75,7 +75,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
 
 
 def task_of(run: Run) -> Task:
-    """What the run asks its model to learn."""
+    """What the run trains its model for."""
     return Task(
         loss=run.loss, rules=run.rules, seq_len=run.data.seq_len, vocab_size=run.data.vocab_size, seed=run.seed,
         adapter=run.lora, distill=run.distill,
@@ -83,7 +83,7 @@ def task_of(run: Run) -> Task:
 
 
 def _check_arrays(run: Run, specs: Any, mesh: AnyMesh, problems: Problems) -> None:
-    """Adds each array that does not fit the mesh even without the rules that are refused already."""
+    """Adds each array that does not fit the mesh even without the rules with known problems."""
     refused = [problem.where.removeprefix("rules.") for problem in problems.found if problem.where.startswith("rules.")]
     whole: dict[str, Any] = dict.fromkeys([*refused, "layers"], ())  # `_check_layers` reports layers
     rules = AxisRules(preset=run.rules.preset, zero=run.rules.zero, **run.rules.explicit | whole)
@@ -105,7 +105,7 @@ def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:
 
 
 def _check_combinations(run: Run, problems: Problems) -> None:
-    """Adds each feature that cannot be combined with others that the run uses, and which to leave out."""
+    """Adds each feature that cannot be combined with others in the run, and which ones to turn off."""
     for key in FEATURES:
         others = [other for (one, other) in REFUSED if one == key and FEATURES[key](run) and FEATURES[other](run)]
         reasons = {REFUSED[key, other].format(other=_NAMES[other]): None for other in others}
@@ -137,12 +137,13 @@ def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:
 
 
 def _check_layers(layers: LayerStack, schedule: Schedule, ctx: ParallelContext, problems: Problems) -> None:
-    """Every fix that is proposed has been tried."""
-    num_stages, num_shards = ctx.shards("stage"), ctx.shards("layers")
+    """Checks that the layers can be divided among the stages. Only fixes that work are proposed."""
+    num_stages = ctx.shards("stage")
+    num_shards = ctx.shards("layers")
     why = _why_not_cut(layers, schedule, num_stages)
     if why and schedule.cut:
         even = schedule.model_copy(update={"cut": None})
-        fix = "parallel.pipeline.cut=null to cut as evenly as possible"
+        fix = "parallel.pipeline.cut=null to divide the layers as evenly as possible"
         problems.add("parallel.pipeline.cut", why, "" if _why_not_cut(layers, even, num_stages) else fix)
         return
     over = -layers.stacked_layers % num_shards
@@ -151,19 +152,19 @@ def _check_layers(layers: LayerStack, schedule: Schedule, ctx: ParallelContext, 
     fixes: list[str] = []
     padded = layers._replace(multiple=num_shards)
     if over and not _why_not_cut(padded, schedule, num_stages):
-        fixes.append(f"model.pad_layers_to_multiple={num_shards} to store {over} more, of zeros")
+        fixes.append(f"model.pad_layers_to_multiple={num_shards} to add {over} of zeros")
     if not why:
-        fixes.append("rules.layers=[] to store all on each")
+        fixes.append("rules.layers=[] to store all on each stage")
     if not fixes:
         least = num_stages * schedule.chunks_per_stage
         step = math.lcm(layers.multiple, num_shards)
         fixes.append(f"model.num_layers={math.ceil(least / step) * step}")
-    what = f"{layers.stacked_layers} layers cannot lie in equal parts on {num_stages} stages"
+    what = f"{layers.stacked_layers} layers cannot be divided equally among {num_stages} stages"
     problems.add("model.num_layers", why or what, ", or ".join(fixes))
 
 
 def _why_not_cut(layers: LayerStack, schedule: Schedule, num_stages: int) -> str:
-    """What speaks against cutting the layers into the parts of the schedule; empty if nothing does."""
+    """Why the layers cannot be cut into the parts of the schedule; empty if they can."""
     try:
         cut_layers(schedule, num_stages, layers.num_layers, stacked_layers=layers.stacked_layers)
     except ScheduleError as error:
@@ -171,9 +172,9 @@ def _why_not_cut(layers: LayerStack, schedule: Schedule, num_stages: int) -> str
     return ""
 
 
-def _check_kept(run: Run, problems: Problems) -> None:
-    kept = run.checkpoints
-    if kept.keep_best and kept.every and kept.every % (run.eval_every or run.num_steps):
+def _check_keep_best(run: Run, problems: Problems) -> None:
+    retention = run.checkpoints
+    if retention.keep_best and retention.every and retention.every % (run.eval_every or run.num_steps):
         when = f"every {run.eval_every} steps" if run.eval_every else "at the end"
-        what = f"a checkpoint every {kept.every} steps needs an evaluation to be judged by, and there is one {when}"
-        problems.add("checkpoints.keep_best", what, f"eval_every={kept.every}")
+        what = f"a checkpoint is saved every {retention.every} steps, and the evaluation that ranks it runs only {when}"
+        problems.add("checkpoints.keep_best", what, f"eval_every={retention.every}")

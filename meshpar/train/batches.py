@@ -32,7 +32,7 @@ def batch_specs(
     problems = Problems()
     specs: dict[str, ArraySpec] = {}
     if not batch:
-        problems.add("batch", "has no array", "an example: {name: array}")
+        problems.add("batch", "contains no arrays", "an example: {name: array}")
     for name, x in batch.items():
         if reason := _unfit(x):
             problems.add(f"batch[{name!r}]", *reason)
@@ -64,10 +64,10 @@ def check_batch(batch: Mapping[str, Any], structs: Mapping[str, jax.ShapeDtypeSt
     for name, x in batch.items():
         if name not in structs:
             fix = suggestion(name, structs, f"the step was compiled for {', '.join(structs)}")
-            problems.add(f"batch[{name!r}]", "the step knows no such array", fix)
+            problems.add(f"batch[{name!r}]", "the step has no such array", fix)
         elif (reason := _unfit(x)) or (reason := _unlike(x, structs[name])):
             problems.add(f"batch[{name!r}]", *reason)
-    problems.raise_any(DataError, "this batch is not like the one that the step was compiled for:")
+    problems.raise_any(DataError, "this batch differs from the one that the step was compiled for:")
 
 
 def _unfit(x: Any) -> tuple[str, str] | None:
@@ -121,7 +121,7 @@ def _check_rows(specs: Mapping[str, ArraySpec], ctx: ParallelContext, problems: 
         problems.add("batch", f"its arrays have different numbers of rows: {listed}", "the same rows in each array")
         return
     if not {*ctx.rules.partition_axes("batch")} <= {*ctx.mesh.shape}:
-        return  # an axis that the mesh has not is a fault of the rules, which `resolve` reports
+        return  # `resolve` reports rules with an axis that the mesh does not have
     parts = ctx.shards("batch") * ctx.num_microbatches
     for count in set(counts.values()):
         if count % parts:

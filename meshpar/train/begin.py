@@ -1,4 +1,4 @@
-"""Starts a training from a checkpoint: resumes it, or restores some of its arrays."""
+"""Starts a training from a checkpoint: resumes it, or restores some of the arrays."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from meshpar.tree import flatten_with_paths, map_with_path
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first state of a training, with some or all arrays from a checkpoint.
+    """The first state of a training, with some or all arrays restored from a checkpoint.
 
     Args:
-      include, exclude: globs of paths of the state, to restore and not to restore.
-      config: of the run, as JSON data.
+      include, exclude: globs of paths in the state to restore, and not to restore.
+      config: the config of the run, as JSON data.
       data_changed: the data files that differ from those of the checkpoint.
     """
 
@@ -34,7 +34,7 @@ class Beginning:
 
     @cached_property
     def selection(self) -> Selection:
-        """The arrays to restore. Reads none of them, so misfits are reported before anything is compiled."""
+        """The arrays to restore. None is read yet: problems are reported before anything is compiled."""
         return self.source.select(self.training.placement.structs, self.include, self.exclude, self.config)
 
     def state(self) -> TrainState:

@@ -1,4 +1,4 @@
-"""What a declared reduction keeps from step to step: placed, born and checkpointed with what the loss carries."""
+"""Places the error feedback of a gradient reduction, which is stored and checkpointed as carried state."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.sharding.spec import ArraySpec
 
 REDUCE = "reduce"
-"""Its key in `TrainState.carried`."""
+"""The key of error feedback in `TrainState.carried`."""
 COPIES = "copies"
-"""The dim that tells apart what devices with the same part of a gradient keep of it."""
+"""The dim over devices that hold the same part of a gradient: each has error feedback of its own."""
 
 
 def place_error_feedback(sharded: Any, ctx: ParallelContext) -> dict[str, Any]:
-    """`carried`, of the reduction alone: {reduce: {name: tree of `Placement`}}, or nothing.
+    """Placements of the reduction's carried state: {reduce: {name: tree of `Placement`}}, or {} without any.
 
     Args:
-      sharded: tree of `Placement`: the gradients.
+      sharded: tree of `Placement`, of the gradients.
     """
     if ctx.gradient_reduction is None:
         return {}
@@ -33,17 +33,17 @@ def place_error_feedback(sharded: Any, ctx: ParallelContext) -> dict[str, Any]:
 
 
 def zeros(placements: Any) -> Any:
-    """Before the first step."""
+    """The error feedback before the first step."""
     return jax.tree.map(lambda p: jnp.zeros(p.spec.shape, p.spec.dtype), placements)
 
 
 def of_loss(carried: Any) -> Any:
-    """What the loss itself carries."""
+    """The carried state without error feedback: that of the loss."""
     return {key: value for key, value in carried.items() if key != REDUCE} if REDUCE in carried else carried
 
 
 def _place(gradient: Placement, name: str, ctx: ParallelContext) -> Placement | None:
-    """Of one gradient; None if no two devices have the same part of it."""
+    """Places the error feedback of one gradient; None if no two devices have the same part of it."""
     inside, across = ctx.copy_axes(gradient.spec.dims)
     axes = inside + across
     if not axes or ctx.gradient_reduction is None:
@@ -51,11 +51,12 @@ def _place(gradient: Placement, name: str, ctx: ParallelContext) -> Placement | 
     shape = ctx.gradient_reduction.state(gradient.local_shape)[name]
     if shape == gradient.local_shape:
         return _stack(gradient, axes, gradient.spec.shape, gradient.spec.dims, gradient.axes)
-    over = axes + tuple(axis for axis in sharding_axes([gradient]) if axis not in axes)
-    return _stack(gradient, over, shape, ("one",) * len(shape), ((),) * len(shape))
+    axes += tuple(axis for axis in sharding_axes([gradient]) if axis not in axes)
+    return _stack(gradient, axes, shape, ("one",) * len(shape), ((),) * len(shape))
 
 
-def _stack(of: Placement, over: tuple[str, ...], shape: Any, dims: Any, axes: Any) -> Placement:
-    num = math.prod(of.mesh.shape[axis] for axis in over)
+def _stack(gradient: Placement, over: tuple[str, ...], shape: Any, dims: Any, axes: Any) -> Placement:
+    """Places an array with a copy for each device along the axes `over`."""
+    num = math.prod(gradient.mesh.shape[axis] for axis in over)
     spec = ArraySpec((num, *shape), np.dtype("float32"), (COPIES, *dims))
-    return Placement(spec, of.mesh, (over, *axes), ("reduce",) * (1 + len(dims)))
+    return Placement(spec, gradient.mesh, (over, *axes), ("reduce",) * (1 + len(dims)))

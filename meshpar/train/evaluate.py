@@ -1,4 +1,4 @@
-"""The loss on a batch, without gradients: the forward of the step, compiled on its own."""
+"""Evaluates the loss of a batch without gradients, with the forward of the step compiled separately."""
 
 from __future__ import annotations
 
@@ -30,35 +30,36 @@ from meshpar.train.program import (
 from meshpar.train.state import StatePlacement, TrainState
 
 Evaluation = Callable[[Any, Batch, Any], dict[str, jax.Array]]
-"""(params, batch, carried) -> `loss` f32[], `tokens` int32[] and the loss's own metrics, sums over all devices.
+"""(params, batch, carried) -> `loss` f32[], `tokens` int32[] and the loss's own metrics, summed over all devices.
 
 Nothing is donated."""
 
 Callback = Callable[[TrainState, int], Mapping[str, Any]]
-"""(state, step) -> name -> a number, to be recorded with the evaluation; on every process, with collectives if need be.
+"""(state, step) -> name -> a number to record with the evaluation. It runs on every process and may use collectives.
 
-`ema.averaged(state)` are the parameters that the evaluation uses."""
+The evaluation uses the parameters `ema.averaged(state)`."""
 
 
 def called(callbacks: Sequence[Callback], state: TrainState, step: int, taken: Set[str]) -> dict[str, float]:
-    """What the callbacks give. They may move data between host and devices as they like.
+    """Runs the callbacks and collects their metrics. They may move data between host and devices.
 
     Raises:
-      ConfigError: a name that is taken, or something that is no number.
+      ConfigError: lists every name in `taken` and every value that is not a number.
     """
-    problems, found = Problems(), {}
+    problems = Problems()
+    found: dict[str, float] = {}
     for callback in callbacks:
         with jax.transfer_guard("allow"):
-            told = {name: jax.device_get(value) for name, value in callback(state, step).items()}
-        for name, value in told.items():
+            values = {name: jax.device_get(value) for name, value in callback(state, step).items()}
+        for name, value in values.items():
             where = f"{getattr(callback, '__name__', callback)} -> {name}"
             if name in found or name in taken or name in ("kind", "step"):
-                problems.add(where, "there is such a record already", "another name")
+                problems.add(where, "this name is recorded already", "another name")
             elif np.ndim(value) or not isinstance(value, (int, float, np.generic, np.ndarray)):
-                problems.add(where, f"{type(value).__name__} is no number", "a mean, or one number a name")
+                problems.add(where, f"{type(value).__name__} is not a number", "a mean, or a name for each number")
             else:
                 found[name] = float(value)
-    problems.raise_any(ConfigError, f"what the callbacks of an evaluation give cannot be recorded, at step {step}:")
+    problems.raise_any(ConfigError, f"an evaluation callback returned values that cannot be recorded, at step {step}:")
     return found
 
 
@@ -67,7 +68,7 @@ def trace_evaluation(
 ) -> jax.stages.Traced:
     """Traces an `Evaluation` with the same layers, lowering and placements as the step; dropout is off.
 
-    It takes the parameters that `ema.averaged` gives.
+    Its parameters are those of `ema.averaged`.
     """
     dims = jax.tree.map(lambda p: p.spec.dims, placement.sharded)
 

@@ -1,4 +1,4 @@
-"""Loss and gradients of a step, one function for every lowering."""
+"""Computes the loss and gradients of a step, with one function for every lowering."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from meshpar.tree import map_with_path
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimized; the same for every lowering.
+    """What a step minimizes, the same for every lowering.
 
     Args:
       loss: (params, batch, key, carried) -> `LossSums`.
-      key: step -> the step's random key, or None where the model draws nothing.
-      frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
-      pipeline: how the manual lowering computes `loss` in stages; None where there are none.
+      key: step -> the step's random key; None if the loss uses no randomness.
+      frozen: for how many steps each parameter is frozen, see `freeze.frozen_until`; None if none is.
+      pipeline: computes `loss` in stages under the manual lowering; None without stages.
     """
 
     loss: Loss
@@ -44,15 +44,15 @@ class Objective:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a step computes before the optimizer.
+    """The result of a step before the optimizer.
 
     Args:
       loss: f32[]. Mean over the real tokens of all devices and microbatches.
       tokens: int32[]. Their number.
       norm: f32[]. Of the whole gradient.
       grads: like the parameters, each sharded as `StatePlacement.sharded`.
-      metrics: name -> f32[]. The loss's own, means like it.
-      carried: what the next step gets.
+      metrics: name -> f32[]. The loss's own metrics, means over the same tokens.
+      carried: the carried state for the next step.
     """
 
     loss: jax.Array
@@ -73,7 +73,7 @@ def gradients(
 
     Args:
       batch: the arrays of a batch, without `rows`.
-      seed: the run's, for a reduction with stochastic rounding.
+      seed: of the run, for a reduction with stochastic rounding.
 
     Communication: in the manual lowering that of `parallel.data` and `parallel.tensor`, and all-reduces of the scalars;
       under GSPMD XLA chooses it.
@@ -91,13 +91,17 @@ def gradients(
         sums, grads = accumulated(entered)
         order = order_of(lambda params: accumulated(params)[1], entered) if ctx.gradient_reduction else None
         error_feedback = jax.tree.map(lambda x: x[0], carried.get(REDUCE, {}))
-        grads, error_feedback = data.reduce_gradients(
-            grads, trained_dims, error_feedback, key=_rounding_key(seed, step), order=order
-        )
+        # For stochastic rounding. The loss draws from no such key, as no run has 2**31 steps.
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 2**31), step)
+        grads, error_feedback = data.reduce_gradients(grads, trained_dims, error_feedback, key=key, order=order)
         loss, count, metrics = data.summed(sums.sums)
-        loss, metrics, grads = _means(count, (loss, metrics, grads))
+        divisor = jnp.where(count > 0, count, jnp.ones_like(count))  # weights may sum to less than 1
+        loss, metrics, grads = jax.tree.map(lambda x: x / divisor.astype(x.dtype), (loss, metrics, grads))
         norm = data.global_norm(grads, trained)
-        return Gradients(loss, count, norm, grads, metrics, sums.carried | _error_feedback(error_feedback))
+        next_carried = sums.carried
+        if error_feedback:
+            next_carried = next_carried | {REDUCE: jax.tree.map(lambda x: x[None], error_feedback)}
+        return Gradients(loss, count, norm, grads, metrics, next_carried)
 
     carried = pspecs(placement.carried)
     in_specs = (pspecs(placement.params), batch_pspecs(ctx, batch), WHOLE, carried)
@@ -105,22 +109,12 @@ def gradients(
     return on_shards(local, ctx, in_specs, out_specs)
 
 
-def _rounding_key(seed: int, step: jax.Array) -> jax.Array:
-    """The random key by which a step's gradients are rounded; none that the loss draws from, as no step is so late."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 2**31), step)
-
-
-def _error_feedback(error_feedback: Any) -> dict[str, Any]:
-    """What the reduction left, as it is carried: with a dim for the copies."""
-    return {REDUCE: jax.tree.map(lambda x: x[None], error_feedback)} if error_feedback else {}
-
-
 STALE = "stale"
-"""The key of the parameters before the last update, among what is carried from step to step."""
+"""The key in the carried state of the parameters before the last update."""
 
 
 def stale(gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """The same, at the parameters before the last update; those of this step are carried to the next.
+    """Computes gradients at the parameters before the last update, and carries the present ones to the next step.
 
     Memory: the parameters once more, sharded as their gradients.
     Source: Narayanan et al. 2021, arXiv:2006.09503.
@@ -135,7 +129,7 @@ def stale(gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
 def _accumulate(
     objective: Objective, ctx: ParallelContext, params: Any, batch: Batch, step: jax.Array, carried: Any
 ) -> tuple[LossSums, Any]:
-    """Sums of losses and of gradients over the microbatches; each gets what the one before it carried."""
+    """Sums losses and gradients over the microbatches. Each microbatch gets the carried state of the one before."""
     trained = without(params, for_good(objective.frozen))
 
     def of_microbatch(batch: Batch, carried: Any) -> tuple[LossSums, Any]:
@@ -145,37 +139,28 @@ def _accumulate(
 
         def loss(trained: Any) -> tuple[jax.Array, LossSums]:
             params_now = thawed(filled(trained, params), objective.frozen, step)
-            tally = objective.loss(params_now, batch, objective.key(step), carried)
-            return tally.loss, tally
+            sums = objective.loss(params_now, batch, objective.key(step), carried)
+            return sums.loss, sums
 
-        grads, tally = jax.grad(loss, has_aux=True)(trained)
-        return tally, jax.tree.map(lambda g: summed_in(g, ctx.accum_dtype), grads)
+        grads, sums = jax.grad(loss, has_aux=True)(trained)
+        return sums, jax.tree.map(lambda g: summed_in(g, ctx.accum_dtype), grads)
 
     def add(sums: Any, batch: Batch) -> tuple[Any, tuple[jax.Array, dict[str, jax.Array]]]:
         total, grads, carried = sums
-        tally, more = of_microbatch(batch, carried)
-        new = jax.tree.map(jnp.add, (total, grads), (tally.loss, more))
-        return (*new, tally.carried), (tally.count, tally.metrics)
+        one, more = of_microbatch(batch, carried)
+        total, grads = jax.tree.map(jnp.add, (total, grads), (one.loss, more))
+        return (total, grads, one.carried), (one.count, one.metrics)
+
+    def split(x: jax.Array) -> jax.Array:
+        """[batch, ...] -> [num, batch / num, ...]; each device keeps its own rows."""
+        num = ctx.num_microbatches
+        return x.reshape(x.shape[0] // num, num, *x.shape[1:]).swapaxes(0, 1)
 
     if ctx.num_microbatches == 1:
         return of_microbatch(batch, carried)
-    zeros = (*_zeros(ctx, trained, batch), carried)
-    (total, grads, carried), sums = lax.scan(add, zeros, _microbatches(batch, ctx.num_microbatches))
+    grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, ctx.accum_dtype)), p), trained)
+    total = varying_like(wide(jnp.zeros((), jax.tree.leaves(trained)[0].dtype)), batch["rows"])
+    zeros = (data.partial_sum(total), grads, carried)
+    (total, grads, carried), sums = lax.scan(add, zeros, jax.tree.map(split, batch))
     count, metrics = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), sums)
     return LossSums(total, count, metrics, carried), grads
-
-
-def _zeros(ctx: ParallelContext, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
-    grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, ctx.accum_dtype)), p), params)
-    total = varying_like(wide(jnp.zeros((), jax.tree.leaves(params)[0].dtype)), batch["rows"])
-    return data.partial_sum(total), grads
-
-
-def _microbatches(batch: Batch, num: int) -> Batch:
-    """[batch, ...] -> [num, batch / num, ...]; each device keeps its own rows."""
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] // num, num, *x.shape[1:]).swapaxes(0, 1), batch)
-
-
-def _means(count: jax.Array, sums: Any) -> Any:
-    count = jnp.where(count > 0, count, jnp.ones_like(count))  # weights may sum to less than 1
-    return jax.tree.map(lambda x: x / count.astype(x.dtype), sums)

@@ -1,7 +1,7 @@
-"""Programs: functions of global arrays, traced for a parallel context and compiled from placements.
+"""Traces and compiles programs: functions of global arrays, for a parallel context and placements.
 
-This is the one place with a `shard_map`, and the one that says how arguments and results of programs are sharded. The
-step, the evaluation, a teacher's forward, the first state and the programs of generation all come through it.
+Only this module calls `shard_map` and specifies how arguments and results of programs are sharded. The step, the
+evaluation, a teacher's forward, the first state and the programs of generation are all made here.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from meshpar.sharding.spec import ArraySpec
 
 Batch = dict[str, jax.Array]
 WHOLE = PartitionSpec()
-"""Every device has the whole."""
+"""Every device holds the whole array."""
 
 
 def on_shards(local: Callable[..., Any], ctx: ParallelContext, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """A function of local shards as one of global arrays: one `shard_map` over all axes in the manual lowering.
+    """Turns a function of local shards into one of global arrays: a `shard_map` over all axes in the manual lowering.
 
     Under GSPMD `local` gets the global arrays themselves, and XLA partitions it.
 
     Args:
       local: traced with `ctx` as the current context.
-      in_specs, out_specs: trees of `PartitionSpec`, of its arguments and its result.
+      in_specs, out_specs: trees of `PartitionSpec`, of the arguments and the result.
     """
 
     def traced(*args: Any) -> Any:
@@ -44,7 +44,7 @@ def on_shards(local: Callable[..., Any], ctx: ParallelContext, in_specs: Any, ou
 
 
 def pspecs(placements: Any) -> Any:
-    """How the arrays of a tree of `Placement` are sharded."""
+    """The partition specs of a tree of `Placement`."""
     return jax.tree.map(lambda p: p.pspec, placements)
 
 
@@ -59,12 +59,12 @@ def shardings(tree: Any) -> Any:
 
 
 def whole(mesh: Any) -> NamedSharding:
-    """The sharding of an array that each device has whole."""
+    """The sharding of an array that every device holds whole."""
     return NamedSharding(mesh, WHOLE)
 
 
 def batch_structs(ctx: ParallelContext, specs: dict[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a batch as structs, each sharded as the rules say of its dims; a dim without a name is whole."""
+    """The arrays of a batch as structs, sharded by the rules of their dims. A dim without a name is not sharded."""
 
     def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(ctx.mesh, ctx.pspec(*spec.dims))  # pyright: ignore
@@ -74,12 +74,12 @@ def batch_structs(ctx: ParallelContext, specs: dict[str, ArraySpec]) -> dict[str
 
 
 def batch_pspecs(ctx: ParallelContext, specs: dict[str, ArraySpec]) -> dict[str, PartitionSpec]:
-    """How the arrays of a batch are sharded, and the indices of its rows."""
+    """The partition specs of the arrays of a batch, and of the indices of its rows."""
     return {name: ctx.pspec(*spec.dims) for name, spec in specs.items()} | {"rows": ctx.pspec("batch")}
 
 
 def with_rows(batch: Batch) -> Batch:
-    """The batch, and the index of each row: what dropout derives its masks from."""
+    """Adds the index of each row to a batch. Dropout derives its masks from it."""
     num_rows = next(iter(batch.values())).shape[0]
     return batch | {"rows": jnp.arange(num_rows, dtype=jnp.int32)}
 
@@ -90,7 +90,7 @@ class Program:
 
     Args:
       compiled: the executable.
-      warnings: what XLA said while it compiled, see `inspection.program.compiling`.
+      warnings: XLA's messages from the compilation, see `inspection.program.compiling`.
       jaxpr: the traced program.
     """
 
@@ -105,12 +105,12 @@ class Program:
 def trace(
     function: Callable[..., Any], arguments: tuple[Any, ...], out_shardings: Any, donate: tuple[int, ...] = ()
 ) -> jax.stages.Traced:
-    """Traces a function for arguments that need not exist.
+    """Traces a function for arguments that do not exist yet.
 
     Args:
       arguments: trees of `ShapeDtypeStruct` with shardings.
-      out_shardings: of its result.
-      donate: positions of the arguments whose memory it may reuse.
+      out_shardings: shardings of the result.
+      donate: positions of the arguments whose memory the program may reuse.
     """
     return jax.jit(function, out_shardings=out_shardings, donate_argnums=donate).trace(*arguments)
 
@@ -119,7 +119,7 @@ def compile_program(traced: jax.stages.Traced, options: dict[str, Any] | None = 
     """Compiles a traced function; nothing is allocated.
 
     Args:
-      options: the compiler's.
+      options: for the compiler.
     """
     lowered = traced.lower()
     with compiling() as warnings:

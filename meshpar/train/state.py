@@ -1,4 +1,4 @@
-"""The train state and its placements: born sharded, one tree of `ShapeDtypeStruct`s for every reader."""
+"""The train state and its placements. The state is initialized sharded, and is described by one tree of structs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshpar.train.program import compile_program, shardings, structs, trace, wh
 from meshpar.tree import flatten_with_paths, map_with_path
 
 OWN = 64
-"""Elements up to which an array of the optimizer that is of no parameter lies whole on every device."""
+"""The largest number of elements of an optimizer array without a parameter that every device holds whole."""
 
 
 @partial(
@@ -31,14 +31,14 @@ OWN = 64
 )
 @dataclass(frozen=True)
 class TrainState:
-    """All that a step reads and writes: what is donated, and what a checkpoint holds.
+    """Everything that a step reads and writes. A step donates it, and a checkpoint stores it.
 
     Args:
       step: int32[]. The number of steps taken, skipped ones included.
       params: nested dicts of arrays.
       opt_state: the Optax state.
       skipped: int32[]. How many steps were skipped because loss or gradients were not finite.
-      carried: what the loss hands from step to step beside the parameters, such as batch statistics.
+      carried: state other than parameters that the loss passes from step to step, such as batch statistics.
     """
 
     step: Any
@@ -50,13 +50,13 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """Where a train state lies.
+    """How a train state is sharded.
 
     Args:
-      sharded: tree of `Placement`: the parameters, as sharded as the rules can make them. Gradients lie so.
-      params: the same, as they are stored: whole over the storage axes under ZeRO-1.
+      sharded: tree of `Placement`: the parameters, sharded as far as the rules allow, and their gradients.
+      params: the parameters as they are stored: whole over the storage axes under ZeRO-1.
       opt_state: tree of `Placement`, like the Optax state.
-      carried: tree of `Placement`, of what the loss hands on.
+      carried: tree of `Placement`, of the carried state.
       frozen: paths of parameters that are not trained.
     """
 
@@ -69,7 +69,7 @@ class StatePlacement:
 
     @property
     def trained(self) -> Any:
-        """`sharded`, without what is frozen."""
+        """`sharded`, without the frozen parameters."""
         return without(self.sharded, self.frozen)
 
     @property
@@ -80,7 +80,7 @@ class StatePlacement:
 
     @property
     def dims(self) -> dict[str, tuple[str, ...]]:
-        """Path -> names of the dims, of each array of the state that has some."""
+        """Path -> names of the dims, of each array of the state that has dims."""
         placed = flatten_with_paths({"params": self.params, "opt_state": self.opt_state, "carried": self.carried})
         return {path: placement.spec.dims for path, placement in placed.items()}
 
@@ -94,16 +94,16 @@ def place(
     frozen: frozenset[str] = frozenset(),
     activation_dims: Collection[str] | None = None,
 ) -> StatePlacement:
-    """Places parameters, optimizer state, and what the loss carries.
+    """Places parameters, optimizer state and carried state.
 
     Args:
       specs: tree of `ArraySpec`, of the parameters as they are stored.
-      carried: the same, of what the loss carries.
+      carried: the same, of the carried state.
       frozen: paths of parameters that `tx` does not see.
       activation_dims: see `resolve`.
 
     Raises:
-      ShardingError: see `resolve`; or the optimizer keeps an array of which it cannot be said how to shard it.
+      ShardingError: see `resolve`; or the optimizer has an array that is not sharded like any parameter.
     """
     carried = carried or {}
     sharded = resolve(specs, rules, mesh, carried, activation_dims)
@@ -125,9 +125,12 @@ def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMe
     state = jax.eval_shape(tx.init, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype), sharded))
 
     def one(path: str, leaf: Any) -> Placement:
-        placement = _inherit(leaf, _owner(path, params), mesh)
+        # The parameter whose path the leaf's path ends in, or else contains.
+        ends = [name for name in params if f".{path}".endswith(f".{name}")]
+        names = ends or [name for name in params if f".{name}." in f".{path}."]
+        placement = _inherit(leaf, params[max(names, key=len)] if names else None, mesh)
         if placement is None:
-            problems.add(path, f"{leaf.dtype}{list(leaf.shape)} is like no parameter", "use another optimizer")
+            problems.add(path, f"{leaf.dtype}{list(leaf.shape)} matches no parameter", "use another optimizer")
         return placement  # pyright: ignore
 
     placed = map_with_path(one, state)
@@ -135,22 +138,16 @@ def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMe
     return placed
 
 
-def _owner(path: str, params: dict[str, Placement]) -> Placement | None:
-    """The parameter whose path the leaf's path ends in, or else has within it."""
-    ends = [name for name in params if f".{path}".endswith(f".{name}")]
-    names = ends or [name for name in params if f".{name}." in f".{path}."]
-    return params[max(names, key=len)] if names else None
-
-
 def _inherit(leaf: Any, owner: Placement | None, mesh: AnyMesh) -> Placement | None:
-    """Where an array of the optimizer lies: dim by dim as its parameter does.
+    """Shards an array of the optimizer like its parameter, dim by dim; None if that is impossible.
 
-    A factored one has some of the parameter's dims; a memory of several steps has dims before them; what is of no
-    parameter, and tiny, is the optimizer's own.
+    A factored array has some of the parameter's dims; a memory of several steps has further dims before them. A tiny
+    array without a parameter is the optimizer's own.
     """
+    dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.dtype(leaf.dtype)
 
     def placed(dims: tuple[str, ...], axes: tuple[tuple[str, ...], ...], reason: tuple[str, ...]) -> Placement:
-        return Placement(ArraySpec(leaf.shape, _dtype(leaf), dims), mesh, axes, reason)
+        return Placement(ArraySpec(leaf.shape, dtype, dims), mesh, axes, reason)
 
     def unsharded(reason: str) -> Placement:
         return placed(("own",) * leaf.ndim, ((),) * leaf.ndim, (reason,) * leaf.ndim)
@@ -170,12 +167,8 @@ def _inherit(leaf: Any, owner: Placement | None, mesh: AnyMesh) -> Placement | N
     return placed(dims, axes, reason)
 
 
-def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.dtype(leaf.dtype)
-
-
 def _subsequence(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Which dims of `of` the shape keeps, in order. Of two equal dims, either divides alike.
+    """The positions in `of` of the sizes in `shape`, in order; None if one is missing. Equal dims are interchangeable.
 
     >>> _subsequence((2, 64), (2, 64, 16))
     (0, 1)
@@ -200,14 +193,14 @@ def compile_init(
     options: Any = None,
     given: dict[str, jax.Array] | None = None,
 ) -> Callable[[], TrainState]:
-    """A compiled function that makes the first state, each device its own shard and no more.
+    """A compiled function that initializes the state; each device computes only its own shards.
 
     Args:
       init_params: key -> params.
-      init_carried: key -> what the loss carries.
+      init_carried: key -> carried state.
       options: the compiler's.
-      given: arrays by path, `params.head.kernel`, that are there already, placed as `placement.structs`: they are not
-        drawn, and are donated.
+      given: existing arrays by path, such as `params.head.kernel`, placed as `placement.structs`. They are donated, and
+        replace the initialized ones.
 
     Communication: none: JAX's random numbers are a function of the element's position.
     """

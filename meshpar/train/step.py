@@ -1,4 +1,4 @@
-"""The step: gradients of either lowering, then the optimizer; compiled before anything is allocated."""
+"""The training step: gradients, then the optimizer. It is compiled before anything is allocated."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Update:
     factored means, Muon's orthogonalization), and an elementwise chain on sharded state communicates nothing.
 
     Args:
-      tx: any Optax chain, without clipping; it may take the keyword `step`, int32[].
+      tx: any Optax chain, without clipping; its update may have the keyword `step`, int32[].
       clip_norm: the largest norm of the whole gradient; None for no limit.
-      dtype: in which `tx` computes; None for that of the parameters.
-      learning_rate: number of updates -> learning rate, to report it; None if it is not known.
+      dtype: dtype in which `tx` computes; None for that of the parameters.
+      learning_rate: number of updates -> learning rate, for the metrics; None if it is not known.
     """
 
     tx: optax.GradientTransformation
@@ -44,16 +44,21 @@ class Update:
     def __call__(
         self, state: TrainState, got: Gradients, sharded: Any, elsewhere: Callable[[Any], Gradients] | None = None
     ) -> tuple[TrainState, Metrics]:
-        """The next state; the present one, if loss or gradients are not finite.
+        """The next state. A loss or gradients that are not finite change only the counters.
 
         Args:
-          elsewhere: trained parameters -> the gradients of the same batch there, for optimizers that ask for more than
-            one: line searches (`value_fn`) and sharpness-aware minimization (`grad_fn`).
+          elsewhere: trained parameters -> gradients of the same batch at them, for optimizers that need several
+            gradients per step: line searches (`value_fn`) and sharpness-aware minimization (`grad_fn`).
         """
         trained = as_in(got.grads, state.params)
-        grads = jax.tree.map(
-            lambda g, p: (g * self._scale(got.norm).astype(g.dtype)).astype(self.dtype or p.dtype), got.grads, trained
-        )
+        scale = jnp.ones_like(got.norm)
+        if self.clip_norm is not None:
+            scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(got.norm, jnp.finfo(got.norm.dtype).tiny))
+
+        def scaled(g: jax.Array, p: jax.Array) -> jax.Array:
+            return (g * scale.astype(g.dtype)).astype(self.dtype or p.dtype)
+
+        grads = jax.tree.map(scaled, got.grads, trained)
         # ZeRO-1 stores parameters whole, but each device updates only its shard.
         old = jax.lax.with_sharding_constraint(trained, sharded)
         with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
@@ -61,14 +66,19 @@ class Update:
             given = {"value": got.loss, "grad": grads, "step": state.step}
             if elsewhere:
                 given |= asked_again(elsewhere)
-            given = {name: x for name, x in given.items() if _takes(tx, name)}
+            parameters = signature(tx.update).parameters
+            if all(parameter.kind is not Parameter.VAR_KEYWORD for parameter in parameters.values()):
+                given = {name: x for name, x in given.items() if name in parameters}  # SAM's update accepts no others
             try:
                 updates, opt_state = tx.update(grads, state.opt_state, old, **given)
             except TypeError as error:
                 raise _refused(error, given) from error
             params = jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded)
         finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
-        keep = lambda new, old: jnp.where(finite, new, old)
+
+        def keep(new: Any, old: Any) -> Any:
+            return jnp.where(finite, new, old)
+
         new = TrainState(
             step=state.step + 1,
             params=filled(jax.lax.with_sharding_constraint(jax.tree.map(keep, params, old), sharded), state.params),
@@ -84,11 +94,6 @@ class Update:
             return {}
         with jax.numpy_dtype_promotion("standard"):
             return {"lr": jnp.asarray(self.learning_rate(state.step - state.skipped), jnp.float32)}
-
-    def _scale(self, norm: jax.Array) -> jax.Array:
-        if self.clip_norm is None:
-            return jnp.ones_like(norm)
-        return jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
 
 
 def asked_again(elsewhere: Callable[[Any], Gradients]) -> dict[str, Callable[..., Any]]:
@@ -111,23 +116,17 @@ def asked_again(elsewhere: Callable[[Any], Gradients]) -> dict[str, Callable[...
     loss.defvjp(forward, backward)
 
     def value_fn(params: Any, *, step: Any = None, grad_fn: Any = None) -> jax.Array:
-        return loss(params)  # Optax's line search refuses what an update is given and this function is not
+        return loss(params)  # Optax's line search requires that this function accepts the arguments of an update
 
     return {"value_fn": value_fn, "grad_fn": grad_fn}
 
 
-def _takes(tx: optax.GradientTransformationExtraArgs, name: str) -> bool:
-    """Whether an update has an argument; some, as SAM's, do not take those that they do not know."""
-    parameters = signature(tx.update).parameters.values()
-    return any(parameter.kind is Parameter.VAR_KEYWORD or parameter.name == name for parameter in parameters)
-
-
 def _refused(error: TypeError, given: Mapping[str, Any]) -> Exception:
-    """What is raised where an optimizer refuses what it is given, or asks for more."""
+    """The error for an optimizer that refuses the arguments of an update, or requires others."""
     if not re.search("keyword|value_fn", str(error)):
         return error
-    what = f"this optimizer does not take what an update is given, {', '.join(given)}, or asks for more: {error}"
-    return ConfigError(f"{what}; optax.contrib.sam goes by itself, outside of optax.chain")
+    what = f"this optimizer refuses the arguments of an update, {', '.join(given)}, or requires others: {error}"
+    return ConfigError(f"{what}; optax.contrib.sam works only alone, outside of optax.chain")
 
 
 @dataclass(frozen=True)
@@ -135,9 +134,9 @@ class Step:
     """A compiled training step: `state, metrics = step(state, batch)`. The state is donated.
 
     Args:
-      program: the step's.
-      batch: tree of `ShapeDtypeStruct`: the batch it takes.
-      given: what every call gets alongside its batch: name -> tree of arrays, or of structs until they exist.
+      program: the compiled function.
+      batch: tree of `ShapeDtypeStruct`: the batch that it was compiled for.
+      given: further inputs of every call: name -> tree of arrays, or of structs until they exist.
     """
 
     program: Program
@@ -145,7 +144,7 @@ class Step:
     given: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        return self.compiled(state, batch | self.given)
+        return self.program(state, batch | self.given)
 
     @property
     def compiled(self) -> jax.stages.Compiled:
@@ -154,14 +153,14 @@ class Step:
 
     @property
     def text(self) -> str:
-        """The optimized program."""
+        """The optimized program as HLO text."""
         return self.compiled.as_text() or ""
 
 
 def step_function(
     gradients: Callable[..., Gradients], update: Update, placement: StatePlacement
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The step before it is compiled: enough to trace it for a machine that is not here.
+    """The step before it is compiled, which can be traced for any machine.
 
     Args:
       gradients: (params, batch, step, carried) -> `Gradients`, see `train.gradients`.
@@ -189,8 +188,8 @@ def compile_step(
 
     Args:
       batch: structs with shardings, see `batch_structs`.
-      given: what every call gets alongside its batch, trees of structs.
-      options: the compiler's.
+      given: further inputs of every call, trees of structs.
+      options: for the compiler.
     """
     state = placement.structs
     out = (shardings(state), whole(placement.mesh))

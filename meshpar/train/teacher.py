@@ -1,4 +1,4 @@
-"""A teacher in the step of its student: parameters that are never trained, where rules of their own put them."""
+"""Runs a teacher in its student's step. Its parameters are not trained, and are sharded by rules of their own."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ LOGITS = ("batch", "seq", "vocab")
 
 @dataclass(frozen=True)
 class Teacher:
-    """The forward of another model on the same batch, compiled into the step, outside of what is differentiated.
+    """The forward of another model on the same batch, compiled into the step and not differentiated.
 
-    What it gives is one more array of the batch, sharded as the student's rules say; so it is cut into microbatches
-    like any other. If both models' rules shard `batch` and `vocab` alike, nothing is sent for that.
+    Its logits become an array of the batch, sharded by the student's rules, and are split into microbatches like any
+    other. If both models' rules shard `batch` and `vocab` alike, no communication is needed for that.
 
     Args:
       apply: (params, batch, key) -> logits [batch, seq, vocab], local shards of the vocabulary.
-      specs: tree of `ArraySpec`, of its parameters.
-      rules: of its parameters and activations.
-      student: the context of the step; its mesh and compute dtype are the teacher's too.
+      specs: tree of `ArraySpec`, of the teacher's parameters.
+      rules: of the teacher's parameters and activations.
+      student: the context of the step; the teacher has the same mesh and compute dtype.
       batch_specs: name -> `ArraySpec` of an array of a batch.
-      vocab: rows of both models' vocabulary, padding included.
+      vocab: rows of both models' vocabulary with padding.
 
-    Memory: its parameters as its rules shard them; and for all rows of a step its logits, in the dtype of the
-      computation.
-    Communication: that of a forward, once a step: ZeRO-2 and -3 gather once, ZeRO-1 never.
+    Memory: the teacher's parameters, sharded by its rules; and its logits for all rows of a step, in the compute dtype.
+    Communication: that of one forward per step: ZeRO-2 and -3 gather once, ZeRO-1 never.
     """
 
     apply: Callable[..., jax.Array]
@@ -52,17 +51,17 @@ class Teacher:
 
     @cached_property
     def ctx(self) -> ParallelContext:
-        """The student's, with the teacher's rules: all rows of a step at once."""
+        """The student's context with the teacher's rules, and all rows of a step at once."""
         return replace(self.student, rules=self.rules, num_microbatches=1)
 
     @cached_property
     def placement(self) -> Any:
-        """Tree of `Placement`, of its parameters as they are stored."""
+        """Tree of `Placement`, of the teacher's stored parameters."""
         return place(self.specs, self.rules, self.student.mesh, optax.identity()).params
 
     @property
     def structs(self) -> Any:
-        """What a step takes for its parameters."""
+        """The parameters as the structs that a step is compiled for."""
         return structs(self.placement)
 
     @cached_property
@@ -72,11 +71,11 @@ class Teacher:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether its logits come as the student needs them."""
+        """Whether the teacher's logits are sharded like the student's."""
         return all(self.ctx.axes(dim) == self.student.axes(dim) for dim in LOGITS)
 
     def teaching(self, gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
-        """Puts the teacher's logits where a batch has its parameters."""
+        """Replaces the teacher's parameters in a batch by its logits before the gradients are computed."""
 
         def taught(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
             own = {name: x for name, x in batch.items() if name != TEACHER}
@@ -85,10 +84,11 @@ class Teacher:
         return taught
 
     def __call__(self, params: Any, batch: Batch) -> jax.Array:
-        """Logits [batch, seq, vocab] of a batch, the global array."""
-        in_specs = (pspecs(self.placement), batch_pspecs(self.ctx, self.batch_specs))
-        return on_shards(self._local, self.ctx, in_specs, self.ctx.pspec(*LOGITS))(params, batch)
-
-    def _local(self, params: Any, batch: Batch) -> jax.Array:
+        """The logits of a batch, the global array [batch, seq, vocab]."""
         dims = jax.tree.map(lambda spec: spec.dims, self.specs)
-        return self.apply(data.gather_params(params, dims), batch, None).astype(self.logits.dtype)
+
+        def local(params: Any, batch: Batch) -> jax.Array:
+            return self.apply(data.gather_params(params, dims), batch, None).astype(self.logits.dtype)
+
+        in_specs = (pspecs(self.placement), batch_pspecs(self.ctx, self.batch_specs))
+        return on_shards(local, self.ctx, in_specs, self.ctx.pspec(*LOGITS))(params, batch)

@@ -1,4 +1,4 @@
-"""A training: a loss, an optimizer and a mesh, worked out as far as it goes without a device."""
+"""A training: a loss, an optimizer and a mesh, prepared as far as possible without a device."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from meshpar.train.teacher import Teacher
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a step computes, and on which mesh: the same declaration on another mesh is `training.on(mesh=...)`.
+    """A training step and its mesh. `training.on(mesh=...)` is the same training on another mesh.
 
     Args:
       specs: tree of `ArraySpec`, of the parameters as they are stored.
-      init: key -> the first parameters, of any dtype.
+      init: key -> the first parameters, in any dtype.
       loss: (params, batch, key, carried) -> `LossSums` of the local rows.
-      update: the optimizer.
+      update: applies the optimizer.
       batch_specs: name -> `ArraySpec` of an array of a batch; its first dim is `batch`.
       ctx: mesh, rules, lowering, strategies, precisions and number of microbatches.
-      key: step -> the step's random key; None where the loss draws nothing.
-      seed: of the first parameters, and of gradients with stochastic rounding.
-      stages: the model in stages, for a pipeline; None without.
-      carried: tree of `ArraySpec`, of what the loss hands from step to step beside the parameters.
-      init_carried: key -> the first of it.
-      frozen: how many steps each parameter is frozen, see `freeze.frozen_until`; None where none is.
-      teacher: a model whose logits the loss finds in the batch; each step is given its parameters.
-      evaluation: the loss where nothing is learned; default: `loss` without a key.
+      key: step -> the step's random key; None if the loss uses no randomness.
+      seed: for the first parameters, and for gradients with stochastic rounding.
+      stages: the model in stages, for a pipeline; None without one.
+      carried: tree of `ArraySpec`, of the state other than parameters that the loss passes from step to step.
+      init_carried: key -> the first carried state.
+      frozen: for how many steps each parameter is frozen, see `freeze.frozen_until`; None if none is.
+      teacher: a model whose logits are added to the batch; its parameters are an input of each step.
+      evaluation: the loss for evaluations; default: `loss` without a key.
     """
 
     specs: Any
@@ -66,7 +66,7 @@ class Training:
     evaluation: Loss | None = None
 
     def on(self, **changes: Any) -> Self:
-        """The same training with another mesh, lowering or anything else of its context."""
+        """The same training with changes to its context, such as another mesh or lowering."""
         return replace(self, ctx=replace(self.ctx, **changes))
 
     @property
@@ -95,7 +95,7 @@ class Training:
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """The model and its schedule, in the manual lowering of a model in stages."""
+        """The model in stages and its schedule; None without stages or under GSPMD."""
         schedule = self.ctx.schedule
         return Pipeline(self.stages, schedule) if self.stages and schedule else None
 
@@ -105,7 +105,7 @@ class Training:
 
     @property
     def gradients(self) -> Callable[..., Gradients]:
-        """(params, batch, step, carried) -> `Gradients`; with a teacher, the batch holds its parameters."""
+        """(params, batch, step, carried) -> `Gradients`; with a teacher, the batch contains its parameters."""
         specs = self.batch_specs | ({TEACHER: self.teacher.logits} if self.teacher else {})
         found = gradients(self.objective, self.ctx, self.placement, specs, self.seed)
         if self.pipeline and self.pipeline.schedule.is_stale:
@@ -119,14 +119,14 @@ class Training:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What every step gets alongside its batch, as structs: the teacher's parameters."""
+        """Further inputs of every step, as structs: the teacher's parameters."""
         return {TEACHER: self.teacher.structs} if self.teacher else {}
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The arrays of a batch on the devices, each device its own rows.
+        """Puts the arrays of a batch on the devices, each device its own rows.
 
         Raises:
-          DataError: the batch is not like the one that the step is compiled for.
+          DataError: the batch differs from the one that the step is compiled for.
         """
         check_batch(batch, self.batch)
         return {name: jax.device_put(x, self.batch[name].sharding) for name, x in batch.items()}
@@ -139,11 +139,11 @@ class Training:
 
     @cached_property
     def model_flops(self) -> Fraction:
-        """Operations that the model needs for a batch, by which model FLOPs utilization (MFU) is stated.
+        """Operations that the model needs for a batch, from which model FLOPs utilization (MFU) is computed.
 
         They are three times those of the products in an evaluation, as traced under GSPMD: the backward needs twice
-        those of the forward, as if all parameters were trained. Our causal attention, which computes all scores, counts
-        half. That of an imported model counts as it is traced.
+        those of the forward, as if all parameters were trained. Our causal attention computes all scores, and half of
+        them count. An imported model's attention counts as it is traced.
 
         Raises:
           ProgramError: the model multiplies in a `while` of unknown length.
@@ -157,9 +157,11 @@ class Training:
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:
         error_feedback = place_error_feedback(self.placement.trained, self.ctx)
-        init_carried = (
-            (lambda key: self.init_carried(key) | zeros(error_feedback)) if error_feedback else self.init_carried
-        )
+
+        def init_carried(key: jax.Array) -> Any:
+            carried = self.init_carried(key)
+            return carried | zeros(error_feedback) if error_feedback else carried
+
         return compile_init(self.init, init_carried, self.update.tx, self.placement, self.seed, options, given)
 
 

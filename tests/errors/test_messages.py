@@ -115,8 +115,8 @@ meshpar: the rules do not fit mesh (fsdp=2, pipe=2, tensor=2):
         """\
 meshpar: the parts of this config do not fit each other:
   model.num_layers
-    3 layers cannot lie in equal parts on 2 stages
-    model.pad_layers_to_multiple=2 to store 1 more, of zeros, or rules.layers=[] to store all on each
+    3 layers cannot be divided equally among 2 stages
+    model.pad_layers_to_multiple=2 to add 1 of zeros, or rules.layers=[] to store all on each stage
 """,
     ),
     "parts that do not fit each other": (

@@ -74,7 +74,7 @@ meshpar: 1 problem in config.yaml:
         """\
 meshpar: 1 problem in config.yaml:
   the file
-    early_stopping looks at evaluations: set eval_every, the steps between them
+    early_stopping needs evaluations: set eval_every, the steps between them
 """,
     ),
     "a teacher that is not there": (

@@ -86,7 +86,7 @@ def test_rows_that_microbatches_do_not_divide():
 PUTS = {
     "a shorter last batch": ({"x": ROWS["x"][:5], "y": ROWS["y"][:5]}, "batch['x']\n    has 5 rows, and the step was"),
     "an array too few": ({"x": ROWS["x"]}, "batch['y']\n    is missing\n    the step was compiled for x, y"),
-    "an array too many": (ROWS | {"z": ROWS["x"]}, "batch['z']\n    the step knows no such array"),
+    "an array too many": (ROWS | {"z": ROWS["x"]}, "batch['z']\n    the step has no such array"),
     "another dtype": (ROWS | {"y": np.ones(16, "i4")}, "is int32[16], and the step was compiled for float32[16]"),
     "another shape": (ROWS | {"y": np.ones((16, 2), "f")}, "is float32[16, 2], and the step was compiled for float32"),
     "a tensor": (ROWS | {"x": Tensor()}, "batch['x']\n    is a tensor of torch"),
@@ -106,7 +106,10 @@ def test_a_batch_unlike_the_example(case):
 LOSSES = {
     "no scalar": (lambda p, b, key: rows_loss(p, b), "the loss\n    has the shape [16], and has to be one number"),
     "an integer": (lambda p, b, key: jnp.int32(3), "the loss\n    is int32, which has no gradient"),
-    "nothing": (lambda p, b, key: None, "the loss returns (NoneType); give a mean, (mean, metrics), or (mean, metrics"),
+    "nothing": (
+        lambda p, b, key: None,
+        "the loss returns (NoneType); return a mean, (mean, metrics), or (mean, metrics",
+    ),
     "a vector metric": (
         lambda p, b, key: (mean_loss(p, b, key), {"m": b["x"].mean(0)}),
         "metrics['m']\n    has the shape [4], and has to be one number",
@@ -260,7 +263,7 @@ def state(*filters):
         ),
         (
             {"loss": lambda p, b, k, c: nnx.merge(GRAPH, p, c)(b["x"]), "carried": state(nnx.BatchStat)},
-            "the loss is given norm to carry, and does not return what becomes of it; return (mean, metrics, carried)",
+            "the loss gets norm as carried state, and does not return its new value; return (mean, metrics, carried)",
         ),
     ],
 )
@@ -299,7 +302,7 @@ def test_what_is_carried_has_to_stay_as_it_is():
 
 
 def test_an_optimizer_that_takes_no_keyword_within_a_chain():
-    with pytest.raises(ConfigError, match=r"got an unexpected keyword.*goes by itself, outside of optax\.chain"):
+    with pytest.raises(ConfigError, match=r"got an unexpected keyword.*works only alone, outside of optax\.chain"):
         traced(tx=optax.chain(optax.clip(1.0), optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))))
 
 

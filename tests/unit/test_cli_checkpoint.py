@@ -158,7 +158,7 @@ def test_the_best_need_an_evaluation(refused: Any):
     lines = refused("train", "config.yaml", "eval_every=2", "checkpoints.every=3", "num_steps=9", "run_dir=other")
     assert lines.splitlines()[1:] == [
         "  checkpoints.keep_best",
-        "    a checkpoint every 3 steps needs an evaluation to be judged by, and there is one every 2 steps",
+        "    a checkpoint is saved every 3 steps, and the evaluation that ranks it runs only every 2 steps",
         "    eval_every=3",
     ]
 

@@ -318,7 +318,10 @@ def test_what_a_model_is_called_with_wrongly_is_told_in_a_few_lines(meshpar, tmp
     [
         (["loss=own_model:misspelt"], "own_model:misspelt failed at {file}:{line}: KeyError: 'tokes'\n"),
         (["loss=own_model:keyless"], "own_model:keyless is called with 4 arguments; def keyless(model, params, "),
-        ([*DROPPING, "loss=own_model:forgets"], "the loss is given dropout, norm to carry, and does not return what "),
+        (
+            [*DROPPING, "loss=own_model:forgets"],
+            "the loss gets dropout, norm as carried state, and does not return its ",
+        ),
     ],
 )
 def test_what_a_loss_does_wrongly_is_told_in_a_line(meshpar, tmp_path, changes, told):

@@ -143,7 +143,7 @@ WRONG = {
     "no kind": ({"optim": {"lr": 1}}, ["optim", "has no kind", "kind: adamw or lion or sgd or adafactor or muon"]),
     "two keys": (
         {"early_stopping": {"patience": 3}},
-        ["Run", "early_stopping looks at evaluations: set eval_every, the steps between them"],
+        ["Run", "early_stopping needs evaluations: set eval_every, the steps between them"],
     ),
 }
 

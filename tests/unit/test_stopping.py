@@ -86,9 +86,9 @@ def test_a_callback_gets_the_state_and_may_move_data_as_it_likes(tmp_path):
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ({"loss": 1.0}, "give -> loss\n    there is such a record already\n    another name"),
-        ({"each": [1.0, 2.0]}, "give -> each\n    list is no number\n    a mean, or one number a name"),
-        ({"name": "good"}, "give -> name\n    str is no number\n    a mean, or one number a name"),
+        ({"loss": 1.0}, "give -> loss\n    this name is recorded already\n    another name"),
+        ({"each": [1.0, 2.0]}, "give -> each\n    list is not a number\n    a mean, or a name for each number"),
+        ({"name": "good"}, "give -> name\n    str is not a number\n    a mean, or a name for each number"),
     ],
 )
 def test_what_cannot_be_recorded(tmp_path, found, said):
@@ -97,7 +97,7 @@ def test_what_cannot_be_recorded(tmp_path, found, said):
 
     with pytest.raises(ConfigError) as refused:
         run(tmp_path, callbacks=[give])
-    heading = "what the callbacks of an evaluation give cannot be recorded, at step 10:"
+    heading = "an evaluation callback returned values that cannot be recorded, at step 10:"
     assert str(refused.value) == f"{heading}\n  {said}"
 
 
