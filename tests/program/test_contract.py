@@ -18,6 +18,7 @@ from meshpar.experiment.actions import _hold_to_contract
 from meshpar.inspection.contract import Allowed, Contract
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.parallel import tensor
+from meshpar.train.program import Program
 from meshpar.train.step import Step, Update, compile_step, step_function
 from tests.program.oracle import closed_form
 from tests.program.test_bytes import prepared
@@ -176,7 +177,7 @@ def test_gspmd_is_not_held_to_it_unless_it_is_asked():
 
 @pytest.mark.parametrize("expects", [None, Contract()])
 def test_a_program_that_cannot_be_read_stops_only_a_run_that_expects_something(expects):
-    run, step = prepared("zero3", contract=expects), Step(Unreadable(), {})  # pyright: ignore
+    run, step = prepared("zero3", contract=expects), Step(Program(Unreadable(), (), jax.make_jaxpr(lambda: 0)()), {})  # pyright: ignore
     with pytest.raises(ProgramError) if expects else pytest.warns(ContractWarning, match="could not be compared"):
         _hold_to_contract(run, step)
 
