@@ -92,11 +92,7 @@ def parse(text: bytes, path: Path) -> dict[str, Any]:
 def _with_new_names(found: dict[str, Any]) -> dict[str, Any]:
     """The content as the third format has it."""
     config = with_new_names(found["config"])
-    if _kind(config) in ("llama", "gpt"):
+    model = config.get("model")
+    if isinstance(model, dict) and model.get("kind") in ("llama", "gpt"):
         found["arrays"] = {re.sub(r"\btable$", "embedding", path): array for path, array in found["arrays"].items()}
     return found | {"config": config}
-
-
-def _kind(config: dict[str, Any]) -> Any:
-    model = config.get("model")
-    return model.get("kind") if isinstance(model, dict) else None

@@ -53,7 +53,7 @@ def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTr
         num_updates = state.num_updates + 1
 
         def mix(old: jax.Array, param: jax.Array, change: jax.Array) -> jax.Array:
-            return old + _newest_weight(decay, num_updates, old.dtype) * (wide(param) + wide(change) - old)
+            return old + newest_weight(decay, num_updates, old.dtype) * (wide(param) + wide(change) - old)
 
         return updates, EmaState(jax.tree.map(mix, state.ema, params, updates), num_updates, inner_state)
 
@@ -71,6 +71,6 @@ def averaged(state: Any) -> Any:
     return filled(average, state.params)  # parameters that are never trained have no average
 
 
-def _newest_weight(decay: float, count: jax.Array, dtype: Any) -> jax.Array:
+def newest_weight(decay: float, count: jax.Array, dtype: Any) -> jax.Array:
     """`(1 - decay) / (1 - decay^count)`, computed without cancellation for a decay near 1."""
     return (1 - decay) / -jnp.expm1(count.astype(dtype) * math.log(decay))

@@ -38,7 +38,7 @@ def test_the_average_is_unbiased_from_the_first_update_on(decay, num_updates):
 
 
 def test_control_an_average_without_its_correction_is_seen(monkeypatch):
-    monkeypatch.setattr(ema_module, "_newest_weight", lambda decay, count, dtype: jnp.asarray(1 - decay, dtype))
+    monkeypatch.setattr(ema_module, "newest_weight", lambda decay, count, dtype: jnp.asarray(1 - decay, dtype))
     assert bias(0.99, 7) > 1
 
 
