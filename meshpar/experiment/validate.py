@@ -97,8 +97,8 @@ def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:
         what = f"{run.data.batch_size} rows cannot be cut into {rows} equal parts"
         parts = f"({ctx.shards('batch')} devices x {ctx.num_passes} microbatches)"
         problems.add("data.batch_size", f"{what} {parts}", f"a multiple of {rows}")
-    for dim in ("seq", "residual_seq"):
-        shards = ctx.shards(dim)
+    for dim, axes in {"seq": ctx.axes("seq"), "residual_seq": ctx.residual_axes}.items():
+        shards = math.prod(ctx.mesh.shape[axis] for axis in axes)
         if run.data.seq_len % shards:
             what = f"{run.data.seq_len} is not divisible by the {shards} shards of {dim}"
             problems.add("data.seq_len", what, f"a multiple of {shards}")

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import linear
-from meshpar.parallel.context import constrain, current, manual_axes
+from meshpar.parallel.context import constrain, current, manual
 from meshpar.parallel.data import streamed
 from meshpar.parallel.linear import Weights
 from meshpar.parallel.precision import wide
@@ -204,7 +204,8 @@ def dropout(
     if key is None or rate == 0.0:
         return x_BSD
     _, seq, width = x_BSD.shape
-    axes = manual_axes("residual_seq")
+    ctx = manual()
+    axes = ctx.residual_axes if ctx else ()
     start = jax.lax.axis_index(axes) * seq if axes else 0
     element_SD = (start + jnp.arange(seq, dtype=jnp.int32))[:, None] * width + jnp.arange(width, dtype=jnp.int32)
     counts = jnp.stack(jnp.broadcast_arrays(rows_B[:, None, None], element_SD[None])).astype(jnp.uint32)

@@ -33,6 +33,9 @@ class Dense(Config):
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
         positions: Int[Array, "B S"], segments: Int[Array, "B S"], window: Int[Array, ""] | None,
     ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
+        if axes := manual_axes("seq"):
+            sharded = f"rules.seq = {list(axes)}"
+            raise ShardingError(f"{sharded}: this attention needs the whole sequence on each device; use rules.seq=[]")
         return dot_product_attention(q, k, v, causal(segments, window)), None
 
 
@@ -51,13 +54,7 @@ def dot_product_attention(
     """Computes `softmax(q k^T / sqrt(h)) v` over the visible keys of each query. Returns [B, S, H, h].
 
     Numerics: softmax in float32 at least. Memory: the scores, B H S T.
-
-    Raises:
-      ShardingError: the rules shard the sequence.
     """
-    if axes := manual_axes("seq"):
-        sharded = f"rules.seq = {list(axes)}"
-        raise ShardingError(f"{sharded}: this attention needs the whole sequence on each device; use rules.seq=[]")
     batch, seq, _, size = q_BSHh.shape
     q_BSKGh = q_BSHh.reshape(batch, seq, k_BTKh.shape[2], -1, size) * jnp.asarray(size**-0.5, q_BSHh.dtype)
     with jax.named_scope(HALF_MASKED):
