@@ -34,7 +34,8 @@ def merge(annotation: Any, under: Any, over: Any, where: str, sources: Mapping[s
     model = chosen(annotation, {"kind": new_kind})
     known = fields(model)
     of_other_kinds = {key for other in models(annotation) for key in fields(other) if key not in known}
-    if new_kind != old_kind and {new_kind, old_kind} <= set(kinds(annotation)):
+    known_kinds = list(kinds(annotation))  # a kind in a config may be anything, a mapping too
+    if new_kind != old_kind and new_kind in known_kinds and old_kind in known_kinds:
         under = _of_kind(model, under, unfolded, where, sources, problems)
     merged = dict(under)
     for key, value in unfolded.items():

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from meshpar.config import flatten, schema, to_yaml
+from meshpar.errors import ConfigError
 from meshpar.experiment.config import Run, load
 from meshpar.experiment.prepare import prepare
 from meshpar.train.step import with_rows
@@ -48,3 +49,9 @@ def test_the_schema_knows_every_key_and_its_text():
     described = schema(Run)
     assert set(described["properties"]) == set(Run.model_fields) | {"extends"}
     assert "gradients are reduced once" in described["properties"]["num_microbatches"]["description"]
+
+
+def test_a_kind_that_is_a_mapping_is_an_error():
+    """Found by fuzzing: it cannot be looked up among the kinds."""
+    with pytest.raises(ConfigError, match=r"model.kind"):
+        load(CONFIGS[0], ["model.kind.of=llama"])

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 from jax import lax
-from meshpar.sharding.constrain import manual_axes
 
 from meshpar.experiment.prepare import Prepared
 from meshpar.models import Llama
 from meshpar.nn.layers import SwiGLU, column_parallel, row_parallel
+from meshpar.parallel.context import manual_axes
 from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.pipeline.split import Split
 from meshpar.parallel.precision import wide
