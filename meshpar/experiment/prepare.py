@@ -125,7 +125,7 @@ class Prepared(Training):
           ContractWarning: the compiled step sends more than the traced one.
         """
         planned = planned_by(self.ctx, self.placement.sharded, self.placement.opt_state)
-        found = inspection.inspect(step.compiled, self.mesh, warnings=step.program.warnings, planned=planned)
+        found = inspection.inspect(step.compiled, self.mesh, warnings=step.warnings, planned=planned)
         layers = self.run.model.layer_stack()
         passes = (layers.num_layers if layers else 1) * self.ctx.num_passes
         if self.ctx.manual:

@@ -33,22 +33,18 @@ FEATURES: Mapping[str, Callable[[Run], bool]] = {
 }
 """Key -> whether a run uses this feature. Some of these features cannot be combined, see `REFUSED`."""
 
-_UNPROVEN = "is not verified in combination with {other}, and so it is not allowed"
+_OVERLAPS = ("parallel.tensor.overlap", "parallel.fsdp.overlap")
+_WITH_PIPELINE = "is not verified in combination with a pipeline, and so it is not allowed"
+_WITH_OVERLAP = "is not verified in combination with a collective matmul, and so it is not allowed"
 _IN_CHUNKS = "parallel.fsdp.overlap scatters gradients in chunks, and no declared reduction applies to them"
 REFUSED: Mapping[tuple[str, str], str] = {
-    **{(key, "parallel.pipeline"): _UNPROVEN for key in FEATURES if key != "parallel.pipeline"},
-    ("lora", "parallel.tensor.overlap"): _UNPROVEN,
-    ("lora", "parallel.fsdp.overlap"): _UNPROVEN,
-    ("freeze", "parallel.tensor.overlap"): _UNPROVEN,
-    ("freeze", "parallel.fsdp.overlap"): _UNPROVEN,
+    **{(key, "parallel.pipeline"): _WITH_PIPELINE for key in FEATURES if key != "parallel.pipeline"},
+    **{(key, overlap): _WITH_OVERLAP for key in ("lora", "freeze") for overlap in _OVERLAPS},
     ("parallel.gradient_reduction", "parallel.fsdp.overlap"): _IN_CHUNKS,
 }
 """(feature, other feature) -> why a run may not use both. The docs' table of combinations and the tests read it."""
 
-_NAMES = {"parallel.pipeline": "a pipeline"} | dict.fromkeys(
-    ("parallel.tensor.overlap", "parallel.fsdp.overlap"), "a collective matmul"
-)
-_OFF = dict.fromkeys(("parallel.tensor.overlap", "parallel.fsdp.overlap"), "none") | {"parallel.pipeline": "null"}
+_OFF = dict.fromkeys(_OVERLAPS, "none") | {"parallel.pipeline": "null"}
 
 
 def check(run: Run, mesh: AnyMesh) -> None:
@@ -107,11 +103,12 @@ def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:
 def _check_combinations(run: Run, problems: Problems) -> None:
     """Adds each feature that cannot be combined with others in the run, and which ones to turn off."""
     for key in FEATURES:
-        others = [other for (one, other) in REFUSED if one == key and FEATURES[key](run) and FEATURES[other](run)]
-        reasons = {REFUSED[key, other].format(other=_NAMES[other]): None for other in others}
-        for why in reasons:
-            without = [o for o in others if REFUSED[key, o].format(other=_NAMES[o]) == why]
-            fix = " and ".join(f"{other}={_OFF[other]}" for other in without)
+        others_by_reason: dict[str, list[str]] = {}
+        for (one, other), why in REFUSED.items():
+            if one == key and FEATURES[key](run) and FEATURES[other](run):
+                others_by_reason.setdefault(why, []).append(other)
+        for why, others in others_by_reason.items():
+            fix = " and ".join(f"{other}={_OFF[other]}" for other in others)
             problems.add(key, why, f"no {key}, or {fix}")
 
 

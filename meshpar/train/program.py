@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.inspection.program.compiling import compiling
 from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.sharding.spec import ArraySpec
 
@@ -90,12 +89,10 @@ class Program:
 
     Args:
       compiled: the executable.
-      warnings: XLA's messages from the compilation, see `inspection.program.compiling`.
       jaxpr: the traced program.
     """
 
     compiled: jax.stages.Compiled
-    warnings: tuple[str, ...]
     jaxpr: ClosedJaxpr
 
     def __call__(self, *args: Any) -> Any:
@@ -121,7 +118,4 @@ def compile_program(traced: jax.stages.Traced, options: dict[str, Any] | None = 
     Args:
       options: for the compiler.
     """
-    lowered = traced.lower()
-    with compiling() as warnings:
-        compiled = lowered.compile(compiler_options=options)
-    return Program(compiled, tuple(warnings), traced.jaxpr)
+    return Program(traced.lower().compile(compiler_options=options), traced.jaxpr)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from meshpar.errors import ConfigError
+from meshpar.inspection.program.compiling import compiling
 from meshpar.optim.freeze import as_in, filled
 from meshpar.train.gradients import Gradients
 from meshpar.train.loss import Batch
@@ -137,11 +138,13 @@ class Step:
       program: the compiled function.
       batch: tree of `ShapeDtypeStruct`: the batch that it was compiled for.
       given: further inputs of every call: name -> tree of arrays, or of structs until they exist.
+      warnings: XLA's messages from the compilation, which `Prepared.inspect` reports; see `compiling`.
     """
 
     program: Program
     batch: dict[str, jax.ShapeDtypeStruct]
     given: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return self.program(state, batch | self.given)
@@ -194,4 +197,6 @@ def compile_step(
     state = placement.structs
     out = (shardings(state), whole(placement.mesh))
     traced = trace(step, (state, batch | (given or {})), out, donate=(0,))
-    return Step(compile_program(traced, options), batch, given or {})
+    with compiling() as warnings:
+        program = compile_program(traced, options)
+    return Step(program, batch, given or {}, tuple(warnings))

@@ -177,7 +177,7 @@ def test_gspmd_is_not_held_to_it_unless_it_is_asked():
 
 @pytest.mark.parametrize("expects", [None, Contract()])
 def test_a_program_that_cannot_be_read_stops_only_a_run_that_expects_something(expects):
-    run, step = prepared("zero3", contract=expects), Step(Program(Unreadable(), (), jax.make_jaxpr(lambda: 0)()), {})  # pyright: ignore
+    run, step = prepared("zero3", contract=expects), Step(Program(Unreadable(), jax.make_jaxpr(lambda: 0)()), {})  # pyright: ignore
     with pytest.raises(ProgramError) if expects else pytest.warns(ContractWarning, match="could not be compared"):
         _hold_to_contract(run, step)
 

@@ -25,6 +25,7 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.optim import Adafactor, AdamW
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
+from meshpar.train.program import compile_program, trace
 from meshpar.train.step import compile_step
 from tests.program.test_bytes import MODEL, ROWS, SEQ, prepared
 
@@ -136,12 +137,21 @@ def test_the_warnings_of_a_runs_step_reach_its_inspection():
     step = crossing_step(run)
     with pytest.warns(ContractWarning):
         found = run.inspect(step).findings
-    assert len(step.program.warnings) == 2
+    assert len(step.warnings) == 2
     # On the way there, the table is gathered too, over an axis over which the rules shard it for good.
     assert sorted(one.kind for one in found) == ["rematerialization", "rematerialization", "unplanned_gather"]
     assert here("of a step") in {one.where for one in found}
     astray = "state.params.embedding is gathered over tensor, but the plan keeps it sharded there"
     assert [one.what for one in found if one.kind == "unplanned_gather"] == [astray]
+
+
+def test_those_of_another_program_still_reach_standard_error():
+    """Nobody reads them of an evaluation, so that to collect them would hide them."""
+    not_compiled_before = lambda x: crossing(x)
+    sharded = (array((16, 32), P(), **GRID),)
+    with compiling() as seen:
+        compile_program(trace(not_compiled_before, sharded, None))
+    assert len(seen) == 1 and "Involuntary full rematerialization" in seen[0]
 
 
 # Gathers ---------------------------------------------------------------------------------------------------------
@@ -244,7 +254,7 @@ def of_run(run: Prepared, threshold_bytes: int) -> tuple[Finding, ...]:
     step = run.compile_step()
     meant = planned_by(run.ctx, run.placement.sharded, run.placement.opt_state)
     return inspect(
-        step.compiled, run.mesh, warnings=step.program.warnings, planned=meant, threshold_bytes=threshold_bytes
+        step.compiled, run.mesh, warnings=step.warnings, planned=meant, threshold_bytes=threshold_bytes
     ).findings
 
 
