@@ -25,7 +25,6 @@ def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -
     """
     logits = functional(model, "logits")
     sizes = model.model
-    per_layer = 2 * sizes.hidden_size * (sizes.num_heads + sizes.kv_heads) * sizes.head_size + sizes.mlp_weights
 
     def end(params: Any, x: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return loss(logits(params, x), batch)
@@ -40,5 +39,5 @@ def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -
         loss=end,
         count=count,
         policy=gathering_again(REMAT[sizes.remat]),
-        head=sizes.hidden_size * sizes.padded_vocab / per_layer,
+        head=sizes.hidden_size * sizes.padded_vocab / sizes.weights_of_a_layer,
     )

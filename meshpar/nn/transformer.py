@@ -24,8 +24,8 @@ from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal,
 from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import linear, tensor
-from meshpar.parallel.context import constrain, current
-from meshpar.parallel.data import gather_in_layer, gathering_again, streamed
+from meshpar.parallel.context import constrain, current, platform
+from meshpar.parallel.data import gather_in_layer, gathering_again, gathers_again, streamed
 from meshpar.parallel.linear import Weights
 from meshpar.parallel.outputs import Auxiliary, Outputs, with_auxiliary
 
@@ -39,6 +39,11 @@ REMAT: dict[str, Callable[..., Any]] = {
     "dots_no_batch": _policies.checkpoint_dots_with_no_batch_dims,
     "full": _policies.nothing_saveable,
 }
+
+
+UNROLLED_WEIGHTS = 2**17
+UNROLLED_LAYERS = 16
+"""`unroll: auto` removes the loop if each layer has at least so many weights, and there are at most so many layers."""
 
 
 class Decoder(Config):
@@ -87,6 +92,8 @@ class Decoder(Config):
     """How tokens attend to each other: `auto`, `reference`, or `blocks`, which never holds the scores of a row."""
     remat: Literal["none", "dots", "dots_no_batch", "full"] = "none"
     """Which activations of a block the backward recomputes: none, all but matmuls, all but weight matmuls, or all."""
+    unroll: Literal["auto", "all"] | Positive = "auto"
+    """How many layers an iteration of the loop over layers computes: `auto`, `all` for no loop, or a number."""
 
     @pydantic.model_validator(mode="after")
     def _heads_divide(self) -> Decoder:
@@ -123,6 +130,27 @@ class Decoder(Config):
         return -(-self.num_layers // self.pad_layers_to_multiple) * self.pad_layers_to_multiple
 
     @property
+    def weights_of_a_layer(self) -> int:
+        """Weights of the products in one layer."""
+        return 2 * self.hidden_size * (self.num_heads + self.kv_heads) * self.head_size + self.mlp_weights
+
+    def layers_of_an_iteration(self, platform: str, recomputes: bool) -> int:
+        """How many layers one iteration of the loop over layers computes.
+
+        `auto` removes the loop on CPUs, where it copies the parameters of each layer and keeps XLA from fusing layers.
+        It stays where layers are so small that the loop costs little, or so many that compiling them takes long, and
+        where the backward recomputes: without a loop between them, XLA:CPU merges that with the forward, which undoes
+        remat and ZeRO-3. On GPUs and TPUs a loop reads parameters in place, and its program stays small.
+
+        Args:
+          recomputes: whether the backward recomputes activations, or gathers parameters again.
+        """
+        if self.unroll != "auto":
+            return self.num_layers if self.unroll == "all" else min(self.unroll, self.num_layers)
+        is_worth_it = self.weights_of_a_layer >= UNROLLED_WEIGHTS and self.num_layers <= UNROLLED_LAYERS
+        return self.num_layers if platform == "cpu" and is_worth_it and not recomputes else 1
+
+    @property
     def padded_vocab(self) -> int:
         """Rows of the embedding, including padding."""
         return -(-self.vocab_size // self.pad_vocab_to_multiple) * self.pad_vocab_to_multiple
@@ -146,7 +174,7 @@ class Decoder(Config):
         return Transformer(self, rngs)
 
 
-TRAINING_FIELDS = ("pad_vocab_to_multiple", "pad_layers_to_multiple", "dropout", "attention", "remat")
+TRAINING_FIELDS = ("pad_vocab_to_multiple", "pad_layers_to_multiple", "dropout", "attention", "remat", "unroll")
 """The fields that do not change what a trained model computes."""
 
 
@@ -289,11 +317,15 @@ class Transformer(nnx.Module):
             x, auxiliary, cache = block(x, core, batch, rope, _fold(key, index), window)
             return (x, cache), auxiliary.share(self.model.num_layers)
 
-        indices = jnp.arange(self.model.num_layers, dtype=jnp.int32)
-        policy = gathering_again(REMAT[self.model.remat])
-        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-        blocks = jax.tree.map(lambda x: x[: len(indices)], blocks)
-        (x_BRD, cache), auxiliary = jax.lax.scan(body, (x_BRD, cache), (blocks, indices))
+        num_layers = self.model.num_layers
+        recomputes = self.model.remat != "none" or gathers_again()
+        unroll = self.model.layers_of_an_iteration(platform(), recomputes)
+        indices = jnp.arange(num_layers, dtype=jnp.int32)
+        blocks = jax.tree.map(lambda x: x[:num_layers], blocks)
+        if recomputes:
+            policy = gathering_again(REMAT[self.model.remat])
+            body = jax.checkpoint(body, policy=policy, prevent_cse=unroll > 1)
+        (x_BRD, cache), auxiliary = jax.lax.scan(body, (x_BRD, cache), (blocks, indices), unroll=unroll)
         return x_BRD, jax.tree.map(lambda x: x.sum(0), auxiliary), cache
 
     def _logits(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Float[Array, "B S V"]:

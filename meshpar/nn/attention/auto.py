@@ -16,6 +16,7 @@ from meshpar.nn.supported import Sharding
 class Auto(Config):
     """`reference` for rows of one block, else `blocks`."""
 
+    shorthand: ClassVar = "kind"
     kind: Literal["auto"] = "auto"
     has_cache: ClassVar[bool] = False
     sharding: ClassVar[Sharding] = Reference.sharding

@@ -34,6 +34,7 @@ class Blocks(Config):
     Source: Dao 2023 (FlashAttention-2), arXiv:2307.08691.
     """
 
+    shorthand: ClassVar = "kind"
     kind: Literal["blocks"] = "blocks"
     block_size: Positive = BLOCK_SIZE
     """The most tokens of a block. A row is divided into equal blocks, as few as possible."""

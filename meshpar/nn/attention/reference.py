@@ -21,6 +21,7 @@ from meshpar.parallel.precision import wide
 class Reference(Config):
     """Computes all scores, and masks those that a query does not attend to. Memory: the scores, B H S S."""
 
+    shorthand: ClassVar = "kind"
     kind: Literal["reference"] = "reference"
     has_cache: ClassVar[bool] = False
     sharding: ClassVar[Sharding] = {
