@@ -26,7 +26,7 @@ from meshpar.inspection.inspect import inspect as inspect_program
 from meshpar.inspection.report.report import Report, report
 from meshpar.interop.huggingface import open_pretrained
 from meshpar.interop.pretrained import PretrainedBeginning
-from meshpar.mesh import process
+from meshpar.mesh import compilation_cache, process
 from meshpar.mesh.hardware import chip_of
 from meshpar.optim.ema import averaged
 from meshpar.plan import targets
@@ -138,7 +138,9 @@ def inspect(*program: Any, **options: Any) -> Inspection | FitReport:
 def _inspect_run(run: Run, target: str | None = None, num_devices: int | None = None) -> Inspection | FitReport:
     if target is None:
         prepared = prepare(run, run.mesh.build(jax.devices()[:num_devices] if num_devices else None))
-        return prepared.inspect(prepared.compile_step())
+        with compilation_cache.disabled():  # a program from the cache comes without the compiler's warnings
+            step = prepared.compile_step()
+        return prepared.inspect(step)
     machine = targets.parse(target)
     process.compile_only()
     prepared = prepare(run, run.mesh.build(machine.devices()))
