@@ -34,8 +34,6 @@ _DEFAULTS: dict[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": MIN_COMPILE_S,
     "jax_compilation_cache_include_metadata_in_key": True,
 }
-
-
 _OF_THE_CPU = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
 """The lines of /proc/cpuinfo that are the same for all CPUs of a kind, on x86 and ARM."""
 

@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import jax
@@ -16,10 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
+from jax.sharding import PartitionSpec
 
 import meshpar
+from meshpar.inspection.program.compiling import compiling
 from meshpar.mesh import compilation_cache, process
 from tests.command import Said
+from tests.program.test_findings import GRID, array, crossing
 
 CONFIG = """\
 model: {kind: llama, num_layers: 2, hidden_size: 16, num_heads: 2, intermediate_size: 32, vocab_size: 64}
@@ -164,6 +167,18 @@ def test_the_same_program_from_another_line_is_compiled_anew(entries, events):
     other = jax.jit(lambda x: x * 3).lower(1.0).compile()
     assert events == [MISS, MISS]
     assert first.as_text() != other.as_text(), "the text names the line"
+
+
+def test_a_program_from_the_cache_has_no_warnings_so_inspect_disables_it(entries):
+    compilation_cache.enable()
+    counts = []
+    for context in (nullcontext, nullcontext, compilation_cache.disabled, nullcontext):
+        jax.clear_caches()
+        lowered = jax.jit(crossing).lower(array((16, 32), PartitionSpec(), **GRID))
+        with context(), compiling() as warnings:
+            lowered.compile()
+        counts.append(len(warnings))
+    assert counts == [1, 0, 1, 0]
 
 
 def test_other_machines_programs_are_not_cached_although_programs_were_before(entries, events, monkeypatch):
