@@ -208,9 +208,9 @@ def _fit(
         if shows:
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed)
-        with busy("compiling the step and the evaluation") if shows else nullcontext():
+        with busy("compiling the step") if shows else nullcontext():
             step = prepared.compile_step()
-            evaluate = prepared.compile_evaluation()
+        evaluate = prepared.lazy_evaluation()
         if dump_hlo:
             dump_hlo.write_text(step.text)
         _hold_to_contract(prepared, step)
