@@ -1,6 +1,6 @@
-"""Measures the overhead of meshpar: step time, Python time, import time, compile time and host memory.
+"""Measures the overhead of meshpar: times of a step, of Python, of imports, compiling and starting, and host memory.
 
-    python scripts/bench_step.py [step|python|import|compile|memory ...] [--json]
+    python scripts/bench_step.py [step|python|import|compile|start|warm|memory ...] [--json]
 
 Ratios compare medians of interleaved runs in one process. Simulated devices share the cores of one machine, so the
 ratios show that the programs do the same work, not how fast they would be on real devices.
@@ -12,6 +12,7 @@ import argparse
 import json
 
 import measure
+import measure_start
 
 MEASURES = {
     # name: (description, limit, function that measures it)
@@ -23,6 +24,8 @@ MEASURES = {
     ),
     "import": ("import meshpar over import jax, flax, optax", 1.1, measure.import_ratio),
     "compile": ("compile time for 512 devices over 8", 1.15, measure.compile_ratio),
+    "start": ("train to its first step over a bare jit's, CPU seconds", 1.10, measure_start.cold_over_bare),
+    "warm": ("the same with a filled compilation cache, over an empty one", 0.35, measure_start.warm_over_cold),
     "memory": ("peak host memory of initializing a sharded state over its bytes", 1.3, measure.memory_ratio),
 }
 
