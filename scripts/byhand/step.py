@@ -1,0 +1,100 @@
+"""A training step of every layout but the pipeline: one device, data, ZeRO-3, and tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from byhand import adamw, ends, layers
+from byhand.axes import Axes
+
+NORMS = ("attn_norm", "mlp_norm", "norm")
+
+
+def compile_step(
+    axes: Axes, mesh: Mesh, params: Any, batch: dict[str, jax.Array], vocab_size: int, learning_rate: Callable
+) -> tuple[Callable, Any]:
+    """A compiled, donated step `state, loss = step(state, batch)`, and its first state.
+
+    Args:
+      params: global host arrays; `layers` is a list of `layers.Weights`.
+    """
+    spec = specs(axes, params)
+    state_spec = {"params": spec, "mean": spec, "square": spec, "step": P()}
+    rows = jax.tree.map(lambda _: P(axes.batch), batch)
+    local = partial(_step, axes, vocab_size, learning_rate)
+    step = jax.shard_map(local, mesh=mesh, in_specs=(state_spec, rows), out_specs=(state_spec, P()), check_vma=False)
+    place = partial(jax.tree.map, lambda s: NamedSharding(mesh, s), is_leaf=lambda s: isinstance(s, P))
+    state = jax.jit(adamw.init, out_shardings=place(state_spec))(jax.device_put(params, place(spec)))
+    return jax.jit(step, donate_argnums=0).lower(state, batch).compile(), state
+
+
+def specs(axes: Axes, params: Any) -> Any:
+    """How each parameter is sharded: over `tensor`, or over `batch` where it is stored in shards."""
+    t = axes.tensor
+    whole = axes.batch if axes.stored else None
+    layer = {
+        "qkv": P(whole, None, t), "o": P(whole or t), "gate_up": P(whole, None, t), "down": P(whole or t),
+        "attn_norm": P(whole), "mlp_norm": P(whole),
+    }  # fmt: skip
+    return {
+        "embedding": P(whole or t),
+        "layers": [layer for _ in params["layers"]],
+        "norm": P(whole),
+        "head": P(whole, t),
+    }
+
+
+def _step(axes: Axes, vocab_size: int, learning_rate: Callable, state: Any, batch: Any) -> tuple[Any, jax.Array]:
+    params = state["params"]
+    ends_ = axes.gather({name: w for name, w in params.items() if name != "layers"})
+    count = axes.sum_batch((batch["targets"] >= 0).sum())
+    common = layers.shared(batch, params["layers"][0]["qkv"].shape[-1])
+    x = ends.embed(axes, ends_["embedding"], batch["tokens"])
+    saved = []
+    for weights in params["layers"]:
+        x, one = layers.forward(axes, weights, x, common)
+        saved.append(one)
+    value, dx, dnorm, dhead = ends.loss(axes, ends_["norm"], ends_["head"], x, batch["targets"], count, vocab_size)
+    layer_grads = []
+    for weights, one in zip(reversed(params["layers"]), reversed(saved), strict=True):
+        dx, grad = layers.backward(axes, weights, one, dx, common)
+        layer_grads.insert(0, grad)
+    dtable = ends.embed_backward(axes, ends_["embedding"].shape[0], batch["tokens"], dx)
+    grads = axes.reduce({"embedding": dtable, "norm": dnorm, "head": dhead}) | {"layers": layer_grads}
+    grads = _summed(axes, grads)
+    norm = _global_norm(axes, grads)
+    return adamw.update(state, grads, norm, learning_rate), axes.sum_batch(value)
+
+
+def _summed(axes: Axes, grads: Any) -> Any:
+    """Sums gradients over the devices that hold a copy of the parameter and a part of its gradient."""
+
+    def one(path: Any, g: jax.Array) -> jax.Array:
+        over = () if axes.stored or not axes.batch else (axes.batch,)
+        if axes.sequence and path[-1].key in NORMS:
+            over += (axes.tensor,)
+        return lax.psum(g, over) if over else g
+
+    return jax.tree.map_with_path(one, grads)
+
+
+def _global_norm(axes: Axes, grads: Any) -> jax.Array:
+    def square(g: jax.Array) -> jax.Array:
+        return jnp.square(g).sum()
+
+    sharded = axes.batch if axes.stored else axes.tensor
+    if sharded is None:
+        return jnp.sqrt(sum(map(square, jax.tree.leaves(grads))))
+    parts = jax.tree.leaves_with_path(grads)
+    is_copy = [not axes.stored and path[-1].key in NORMS for path, _ in parts]
+    part = sum(square(g) for (_, g), copy in zip(parts, is_copy, strict=True) if not copy)
+    whole = sum(square(g) for (_, g), copy in zip(parts, is_copy, strict=True) if copy)
+    return jnp.sqrt(lax.psum(part, sharded) + whole)
