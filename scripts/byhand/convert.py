@@ -7,22 +7,37 @@ from typing import Any
 import numpy as np
 
 
-def from_llama(params: Any) -> dict[str, Any]:
-    """Unstacks the layers, and joins q, k and v, and gate and up; all on the host."""
+def from_llama(params: Any, num_shards: int) -> dict[str, Any]:
+    """Unstacks the layers, and joins q, k and v, and gate and up, so that each shard has its own three or two.
+
+    Args:
+      num_shards: of heads and MLP.
+    """
     blocks = params["blocks"]
-    attn = {name: np.asarray(w["kernel"]) for name, w in blocks["attn"].items()}
-    mlp = {name: np.asarray(w["kernel"]) for name, w in blocks["mlp"].items()}
+    num_layers, width = blocks["attn_norm"]["scale"].shape
+
+    def columns(w: Any) -> np.ndarray:
+        return np.asarray(w["kernel"]).reshape(num_layers, width, num_shards, -1)
+
+    def joined(parts: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts, -1).reshape(num_layers, width, -1)
+
+    def transposed(w: Any) -> np.ndarray:
+        return np.asarray(w["kernel"]).reshape(num_layers, -1, width).swapaxes(1, 2)
+
+    attn = blocks["attn"]
+    mlp = blocks["mlp"]
     stacked = {
         "attn_norm": np.asarray(blocks["attn_norm"]["scale"]),
-        "qkv": np.stack([attn["q"], attn["k"], attn["v"]], 2),
-        "o": attn["o"],
+        "qkv": joined([columns(attn[name]) for name in "qkv"]),
+        "o": transposed(attn["o"]),
         "mlp_norm": np.asarray(blocks["mlp_norm"]["scale"]),
-        "gate_up": np.stack([mlp["gate"], mlp["up"]], 2),
-        "down": mlp["down"],
+        "gate_up": joined([columns(mlp["gate"]), columns(mlp["up"])]),
+        "down": transposed(mlp["down"]),
     }
     return {
         "embedding": np.asarray(params["embedding"]),
-        "layers": [{name: w[i] for name, w in stacked.items()} for i in range(len(attn["q"]))],
+        "layers": [{name: w[i] for name, w in stacked.items()} for i in range(num_layers)],
         "norm": np.asarray(params["norm"]["scale"]),
         "head": np.asarray(params["head"]),
     }

@@ -20,15 +20,19 @@ EPS = 1e-5
 THETA = 10000.0
 
 Weights = dict[str, jax.Array]
-"""attn_norm, mlp_norm [D]; qkv [D, 3, H, h]; o [H, h, D]; gate_up [D, 2, M]; down [M, D]."""
+"""attn_norm, mlp_norm [D]; qkv [D, 3 H h]; o [D, H h]; gate_up [D, 2 M]; down [D, M].
+
+D is the first dim of all: a product with the transpose of its right side needs no copy, one of its left side does, and
+so the smaller side of each weight gradient is transposed.
+"""
 
 
 class Shared(NamedTuple):
-    """What all layers use: cosines and sines [B, 1, S, h / 2], and the masks of the blocks of queries."""
+    """What all layers use: cosines and signed sines [B, 1, S, 2, h / 2], and the masks of the blocks of queries."""
 
     cos: jax.Array
     sin: jax.Array
-    bias: list[jax.Array]
+    masks: attention.Masks
 
 
 class Saved(NamedTuple):
@@ -45,20 +49,21 @@ class Saved(NamedTuple):
 def shared(batch: dict[str, jax.Array], head_dim: int) -> Shared:
     half = head_dim // 2
     angle = batch["positions"][:, None, :, None] * THETA ** (-jnp.arange(half) / half)
-    return Shared(jnp.cos(angle), jnp.sin(angle), attention.masks(batch["segments"]))
+    sin = jnp.sin(angle)
+    cos = jnp.cos(angle)
+    return Shared(jnp.stack([cos, cos], 3), jnp.stack([-sin, sin], 3), attention.masks(batch["segments"]))
 
 
 def forward(axes: Axes, weights: Weights, x: jax.Array, shared: Shared) -> tuple[jax.Array, Saved]:
     """x [B, R, D] -> the same after one layer."""
     w = axes.gather(weights)
     attn_in = axes.enter(norm(x, w["attn_norm"]))
-    qkv = jnp.tensordot(attn_in, w["qkv"], 1).transpose(2, 0, 3, 1, 4)
-    scale = qkv.shape[-1] ** -0.5
-    attn = attention.forward(rotate(qkv[0], shared) * scale, rotate(qkv[1], shared), qkv[2], shared.bias)
-    middle = x + axes.exit(jnp.tensordot(attn.out.swapaxes(1, 2), w["o"], 2))
+    q, k, v = split_heads(attn_in @ w["qkv"], shared)
+    attn = attention.forward(rotate(q, shared) * q.shape[-1] ** -0.5, rotate(k, shared), v, shared.masks)
+    middle = x + axes.exit(join_heads(attn.out) @ w["o"].T)
     mlp_in = axes.enter(norm(middle, w["mlp_norm"]))
-    gate_up = jnp.tensordot(mlp_in, w["gate_up"], 1)
-    y = middle + axes.exit(hidden(gate_up) @ w["down"])
+    gate_up = mlp_in @ w["gate_up"]
+    y = middle + axes.exit(hidden(gate_up) @ w["down"].T)
     saved = Saved(x, attn_in, attn, middle, mlp_in, gate_up)
     return y, saved if axes.sequence else saved._replace(attn_in=None, mlp_in=None)
 
@@ -69,23 +74,35 @@ def backward(axes: Axes, weights: Weights, saved: Saved, dy: jax.Array, shared: 
     grads: dict[str, Any] = {}
     mlp_in = norm(saved.middle, w["mlp_norm"]) if saved.mlp_in is None else saved.mlp_in
     dout = axes.enter(dy)
-    grads["down"] = product_over_tokens(hidden(saved.gate_up), dout)
-    dgate_up = hidden_backward(saved.gate_up, dout @ w["down"].T)
+    grads["down"] = product_over_tokens(dout, hidden(saved.gate_up))
+    dgate_up = hidden_backward(saved.gate_up, dout @ w["down"])
     grads["gate_up"] = product_over_tokens(mlp_in, dgate_up)
-    dnormed = axes.exit(jnp.einsum("bscm,dcm->bsd", dgate_up, w["gate_up"]))
+    dnormed = axes.exit(dgate_up @ w["gate_up"].T)
     dmiddle, grads["mlp_norm"] = norm_backward(saved.middle, w["mlp_norm"], dnormed)
     dmiddle += dy
     attn_in = norm(saved.x, w["attn_norm"]) if saved.attn_in is None else saved.attn_in
     dout = axes.enter(dmiddle)
-    grads["o"] = jnp.einsum("bhsk,bsd->hkd", saved.attn.out, dout)
-    dattn = jnp.einsum("bsd,hkd->bhsk", dout, w["o"])
-    dq, dk, dv = attention.backward(saved.attn, shared.bias, dattn)
-    scale = dq.shape[-1] ** -0.5
-    dqkv = jnp.stack([rotate_back(dq, shared) * scale, rotate_back(dk, shared), dv]).transpose(1, 3, 0, 2, 4)
+    grads["o"] = product_over_tokens(dout, join_heads(saved.attn.out))
+    dattn = (dout @ w["o"]).reshape(*dout.shape[:2], -1, saved.attn.q.shape[-1]).swapaxes(1, 2)
+    dq, dk, dv = attention.backward(saved.attn, shared.masks, dattn)
+    dq = rotate_back(dq.swapaxes(2, 3), shared) * dk.shape[-1] ** -0.5
+    dqkv = jnp.concatenate([join_heads(dq), join_heads(rotate_back(dk, shared)), join_heads(dv)], -1)
     grads["qkv"] = product_over_tokens(attn_in, dqkv)
-    dnormed = axes.exit(jnp.einsum("bschk,dchk->bsd", dqkv, w["qkv"]))
+    dnormed = axes.exit(dqkv @ w["qkv"].T)
     dx, grads["attn_norm"] = norm_backward(saved.x, w["attn_norm"], dnormed)
     return dx + dmiddle, axes.reduce(grads)
+
+
+def split_heads(qkv: jax.Array, shared: Shared) -> list[jax.Array]:
+    """[B, S, 3 H h] -> three of [B, H, S, h]."""
+    head_dim = 2 * shared.cos.shape[-1]
+    parts = jnp.split(qkv, 3, axis=-1)
+    return [x.reshape(*x.shape[:2], -1, head_dim).swapaxes(1, 2) for x in parts]
+
+
+def join_heads(x: jax.Array) -> jax.Array:
+    """[B, H, S, h] -> [B, S, H h]."""
+    return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -105,23 +122,22 @@ def _reciprocal_rms(x: jax.Array) -> jax.Array:
 
 
 def hidden(gate_up: jax.Array) -> jax.Array:
-    """[B, S, 2, M] -> silu(gate) * up."""
-    return jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+    """[B, S, 2 M] -> silu(gate) * up."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return gate * jax.nn.sigmoid(gate) * up
 
 
 def hidden_backward(gate_up: jax.Array, dhidden: jax.Array) -> jax.Array:
-    gate = gate_up[:, :, 0]
+    gate, up = jnp.split(gate_up, 2, axis=-1)
     sigmoid = jax.nn.sigmoid(gate)
-    dgate = dhidden * gate_up[:, :, 1] * sigmoid * (1 + gate * (1 - sigmoid))
-    return jnp.stack([dgate, dhidden * gate * sigmoid], axis=2)
+    dgate = dhidden * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return jnp.concatenate([dgate, dhidden * gate * sigmoid], axis=-1)
 
 
 def rotate(x: jax.Array, shared: Shared) -> jax.Array:
-    """Rotary positions of [B, H, S, h]."""
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate(
-        [first * shared.cos - second * shared.sin, second * shared.cos + first * shared.sin], axis=-1
-    )
+    """Rotary positions of [B, H, S, h], whose pairs are (i, i + h / 2)."""
+    pairs = x.reshape(*x.shape[:3], 2, -1)
+    return (pairs * shared.cos + pairs[..., ::-1, :] * shared.sin).reshape(x.shape)
 
 
 def rotate_back(x: jax.Array, shared: Shared) -> jax.Array:
@@ -129,5 +145,5 @@ def rotate_back(x: jax.Array, shared: Shared) -> jax.Array:
 
 
 def product_over_tokens(x: jax.Array, dy: jax.Array) -> jax.Array:
-    """x[B, S, in], dy[B, S, out..] -> [in, out..]."""
-    return jnp.tensordot(x, dy, ((0, 1), (0, 1)))
+    """x[B, S, in], dy[B, S, out] -> [in, out]."""
+    return x.reshape(-1, x.shape[-1]).T @ dy.reshape(-1, dy.shape[-1])

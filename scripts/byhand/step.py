@@ -19,7 +19,7 @@ NORMS = ("attn_norm", "mlp_norm", "norm")
 
 
 def compile_step(
-    axes: Axes, mesh: Mesh, params: Any, batch: dict[str, jax.Array], vocab_size: int, learning_rate: Callable
+    axes: Axes, mesh: Mesh, params: Any, batch: dict[str, jax.Array], model: Any, learning_rate: Callable
 ) -> tuple[Callable, Any]:
     """A compiled, donated step `state, loss = step(state, batch)`, and its first state.
 
@@ -29,7 +29,7 @@ def compile_step(
     spec = specs(axes, params)
     state_spec = {"params": spec, "mean": spec, "square": spec, "step": P()}
     rows = jax.tree.map(lambda _: P(axes.batch), batch)
-    local = partial(_step, axes, vocab_size, learning_rate)
+    local = partial(_step, axes, model, learning_rate)
     step = jax.shard_map(local, mesh=mesh, in_specs=(state_spec, rows), out_specs=(state_spec, P()), check_vma=False)
     place = partial(jax.tree.map, lambda s: NamedSharding(mesh, s), is_leaf=lambda s: isinstance(s, P))
     state = jax.jit(adamw.init, out_shardings=place(state_spec))(jax.device_put(params, place(spec)))
@@ -40,10 +40,10 @@ def specs(axes: Axes, params: Any) -> Any:
     """How each parameter is sharded: over `tensor`, or over `batch` where it is stored in shards."""
     t = axes.tensor
     whole = axes.batch if axes.stored else None
-    layer = {
-        "qkv": P(whole, None, t), "o": P(whole or t), "gate_up": P(whole, None, t), "down": P(whole or t),
-        "attn_norm": P(whole), "mlp_norm": P(whole),
-    }  # fmt: skip
+    layer = {name: P(whole, t) for name in ("qkv", "o", "gate_up", "down")} | {
+        "attn_norm": P(whole),
+        "mlp_norm": P(whole),
+    }
     return {
         "embedding": P(whole or t),
         "layers": [layer for _ in params["layers"]],
@@ -52,17 +52,19 @@ def specs(axes: Axes, params: Any) -> Any:
     }
 
 
-def _step(axes: Axes, vocab_size: int, learning_rate: Callable, state: Any, batch: Any) -> tuple[Any, jax.Array]:
+def _step(axes: Axes, model: Any, learning_rate: Callable, state: Any, batch: Any) -> tuple[Any, jax.Array]:
     params = state["params"]
     ends_ = axes.gather({name: w for name, w in params.items() if name != "layers"})
     count = axes.sum_batch((batch["targets"] >= 0).sum())
-    common = layers.shared(batch, params["layers"][0]["qkv"].shape[-1])
+    common = layers.shared(batch, model.head_size)
     x = ends.embed(axes, ends_["embedding"], batch["tokens"])
     saved = []
     for weights in params["layers"]:
         x, one = layers.forward(axes, weights, x, common)
         saved.append(one)
-    value, dx, dnorm, dhead = ends.loss(axes, ends_["norm"], ends_["head"], x, batch["targets"], count, vocab_size)
+    value, dx, dnorm, dhead = ends.loss(
+        axes, ends_["norm"], ends_["head"], x, batch["targets"], count, model.vocab_size
+    )
     layer_grads = []
     for weights, one in zip(reversed(params["layers"]), reversed(saved), strict=True):
         dx, grad = layers.backward(axes, weights, one, dx, common)
