@@ -22,7 +22,7 @@ def init(params: Any) -> dict[str, Any]:
 
 
 def update(state: dict[str, Any], grads: Any, norm: jax.Array, learning_rate: Callable[[Any], Any]) -> dict[str, Any]:
-    """The next state. Vectors, which belong to norms, are not decayed.
+    """The next state. Norms are not decayed.
 
     Args:
       norm: of the whole gradient.
@@ -33,14 +33,14 @@ def update(state: dict[str, Any], grads: Any, norm: jax.Array, learning_rate: Ca
     mean_scale = 1 / (1 - B1**step)
     square_scale = 1 / (1 - B2**step)
 
-    def one(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def one(path: Any, p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
         g = g * clip
         m = B1 * m + (1 - B1) * g
         v = B2 * v + (1 - B2) * g * g
         direction = m * mean_scale / (jnp.sqrt(v * square_scale) + EPS)
-        decay = WEIGHT_DECAY * p if p.ndim > 1 else 0.0
+        decay = WEIGHT_DECAY * p if "norm" not in path[-1].key else 0.0
         return p - rate * (direction + decay), m, v
 
-    new = jax.tree.map(one, state["params"], state["mean"], state["square"], grads)
+    new = jax.tree.map_with_path(one, state["params"], state["mean"], state["square"], grads)
     params, mean, square = jax.tree.transpose(jax.tree.structure(grads), None, new)
     return {"params": params, "mean": mean, "square": square, "step": step}

@@ -9,31 +9,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from byhand import adamw, ends, layers
 from byhand.axes import Axes
+from byhand.program import compile_local
 
 NORMS = ("attn_norm", "mlp_norm", "norm")
 
 
 def compile_step(
-    axes: Axes, mesh: Mesh, params: Any, batch: dict[str, jax.Array], model: Any, learning_rate: Callable
-) -> tuple[Callable, Any]:
-    """A compiled, donated step `state, loss = step(state, batch)`, and its first state.
+    axes: Axes, mesh: Mesh, params: Any, batch: Any, model: Any, learning_rate: Callable
+) -> tuple[Callable, Any, Any]:
+    """See `program.compile_local`.
 
     Args:
-      params: global host arrays; `layers` is a list of `layers.Weights`.
+      params: whole arrays, see `convert.from_llama`.
     """
-    spec = specs(axes, params)
-    state_spec = {"params": spec, "mean": spec, "square": spec, "step": P()}
-    rows = jax.tree.map(lambda _: P(axes.batch), batch)
     local = partial(_step, axes, model, learning_rate)
-    step = jax.shard_map(local, mesh=mesh, in_specs=(state_spec, rows), out_specs=(state_spec, P()), check_vma=False)
-    place = partial(jax.tree.map, lambda s: NamedSharding(mesh, s), is_leaf=lambda s: isinstance(s, P))
-    state = jax.jit(adamw.init, out_shardings=place(state_spec))(jax.device_put(params, place(spec)))
-    return jax.jit(step, donate_argnums=0).lower(state, batch).compile(), state
+    return compile_local(local, mesh, params, specs(axes, params), batch, axes.batch)
 
 
 def specs(axes: Axes, params: Any) -> Any:
