@@ -9,4 +9,6 @@
     adamw.py       the update
     step.py        a step of every layout but the pipeline
     pipeline.py    a step in stages
+    program.py     compiles a step
+    convert.py     the parameters, from meshpar's
 """

@@ -57,6 +57,10 @@ class Axes:
             return weights
         return jax.tree.map(lambda w: lax.all_gather(w, self.batch, axis=0, tiled=True), weights)
 
+    def gather_again(self, weights: Any, after: jax.Array) -> Any:
+        """Gathers in the backward. Without the barrier XLA would keep the weights of the forward, unlike ZeRO-3."""
+        return self.gather(lax.optimization_barrier((weights, after))[0]) if self.stored else weights
+
     def reduce(self, grads: Any) -> Any:
         """Sums the gradients of a layer over `batch`; where the weights are stored in shards, each device its shard."""
         if not self.stored:

@@ -70,7 +70,7 @@ def forward(axes: Axes, weights: Weights, x: jax.Array, shared: Shared) -> tuple
 
 def backward(axes: Axes, weights: Weights, saved: Saved, dy: jax.Array, shared: Shared) -> tuple[jax.Array, Weights]:
     """The gradient of x, and of the weights; the norms' is a partial sum over `tensor` with a sharded sequence."""
-    w = axes.gather(weights)
+    w = axes.gather_again(weights, dy)
     grads: dict[str, Any] = {}
     mlp_in = norm(saved.middle, w["mlp_norm"]) if saved.mlp_in is None else saved.mlp_in
     dout = axes.enter(dy)
