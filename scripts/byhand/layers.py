@@ -1,7 +1,7 @@
 """A decoder layer, forward and backward, on local shards.
 
-Queries, keys and values are one matrix product, gate and up projection another. The backward computes norms and the
-MLP's activation again, from the reciprocal root mean squares and the two projections.
+Queries, keys and values are one matrix product, gate and up projection another. The backward computes the MLP's
+activation again, from the two projections.
 
 Shapes: B batch, S seq, R residual_seq, D embed, H heads, h head_dim, M mlp (local shards).
 """
@@ -36,13 +36,13 @@ class Shared(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward needs; `attn_in` and `mlp_in` only where the sequence was gathered."""
+    """What the backward needs."""
 
     x: jax.Array
-    attn_in: jax.Array | None
+    attn_in: jax.Array
     attn: attention.Saved
     middle: jax.Array
-    mlp_in: jax.Array | None
+    mlp_in: jax.Array
     gate_up: jax.Array
 
 
@@ -64,30 +64,27 @@ def forward(axes: Axes, weights: Weights, x: jax.Array, shared: Shared) -> tuple
     mlp_in = axes.enter(norm(middle, w["mlp_norm"]))
     gate_up = mlp_in @ w["gate_up"]
     y = middle + axes.exit(hidden(gate_up) @ w["down"].T)
-    saved = Saved(x, attn_in, attn, middle, mlp_in, gate_up)
-    return y, saved if axes.sequence else saved._replace(attn_in=None, mlp_in=None)
+    return y, Saved(x, attn_in, attn, middle, mlp_in, gate_up)
 
 
 def backward(axes: Axes, weights: Weights, saved: Saved, dy: jax.Array, shared: Shared) -> tuple[jax.Array, Weights]:
     """The gradient of x, and of the weights; the norms' is a partial sum over `tensor` with a sharded sequence."""
     w = axes.gather_again(weights, dy)
     grads: dict[str, Any] = {}
-    mlp_in = norm(saved.middle, w["mlp_norm"]) if saved.mlp_in is None else saved.mlp_in
     dout = axes.enter(dy)
     grads["down"] = product_over_tokens(dout, hidden(saved.gate_up))
     dgate_up = hidden_backward(saved.gate_up, dout @ w["down"])
-    grads["gate_up"] = product_over_tokens(mlp_in, dgate_up)
+    grads["gate_up"] = product_over_tokens(saved.mlp_in, dgate_up)
     dnormed = axes.exit(dgate_up @ w["gate_up"].T)
     dmiddle, grads["mlp_norm"] = norm_backward(saved.middle, w["mlp_norm"], dnormed)
     dmiddle += dy
-    attn_in = norm(saved.x, w["attn_norm"]) if saved.attn_in is None else saved.attn_in
     dout = axes.enter(dmiddle)
     grads["o"] = product_over_tokens(dout, join_heads(saved.attn.out))
     dattn = (dout @ w["o"]).reshape(*dout.shape[:2], -1, saved.attn.q.shape[-1]).swapaxes(1, 2)
     dq, dk, dv = attention.backward(saved.attn, shared.masks, dattn)
     dq = rotate_back(dq.swapaxes(2, 3), shared) * dk.shape[-1] ** -0.5
     dqkv = jnp.concatenate([join_heads(dq), join_heads(rotate_back(dk, shared)), join_heads(dv)], -1)
-    grads["qkv"] = product_over_tokens(attn_in, dqkv)
+    grads["qkv"] = product_over_tokens(saved.attn_in, dqkv)
     dnormed = axes.exit(dqkv @ w["qkv"].T)
     dx, grads["attn_norm"] = norm_backward(saved.x, w["attn_norm"], dnormed)
     return dx + dmiddle, axes.reduce(grads)
