@@ -186,7 +186,7 @@ def test_a_w_that_begins_from_the_input_fails_it(monkeypatch):
     needed = split._Cut._needed
 
     def from_scratch(self, targets, residuals, stash, made=()):
-        return needed(self, targets, residuals, stash, {self.dy} if made else ())
+        return needed(self, targets, residuals, stash, set(self.cotangents) if made else ())
 
     monkeypatch.setattr(split._Cut, "_needed", from_scratch)
     run = run_of("zb_h1", "pipe4", 8)
