@@ -146,6 +146,30 @@ def test_a_permute_that_moves_nothing_sends_nothing():
     assert total_sent_bytes(collectives_of(text.replace("{{0,1},{2,2}}", "{}"))) == 0
 
 
+@pytest.mark.parametrize(
+    ("branches", "times"),
+    [
+        ("branch_computations={%skip, %send}", 1),
+        ("true_computation=%send, false_computation=%skip", 1),
+        ("true_computation=%skip, false_computation=%send", 2),
+    ],
+)
+def test_the_branch_for_true_is_the_second(branches, times):
+    """Some compilers print the branches by their number, some by their truth, with that for true first."""
+    both = """
+%skip (s: bf16[4,8]) -> bf16[4,8] {
+  ROOT %s = bf16[4,8]{1,0} parameter(0)
+}
+%send (t: bf16[4,8]) -> bf16[4,8] {
+  %t = bf16[4,8]{1,0} parameter(0)
+  ROOT %c = bf16[4,8]{1,0} collective-permute(%t), channel_id=1, source_target_pairs={{0,1}}
+}
+"""
+    scope = 'metadata={op_name="jit(f)/taken_2_1_of_1/cond"}'
+    text = module(f"ROOT %r = bf16[4,8]{{1,0}} conditional(%i, %p, %p), {branches}, {scope}", both)
+    assert [one.times for one in collectives_of(text)] == [times]
+
+
 def test_all_devices_form_the_empty_group_however_long_the_header():
     text = module("ROOT %r = bf16[4,8]{1,0} all-reduce(%p), channel_id=1, replica_groups={}, to_apply=%add", "", 3000)
     assert collectives_of(text, make_mesh())[0].axes == ("data", "fsdp", "tensor")

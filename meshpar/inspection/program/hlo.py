@@ -131,7 +131,8 @@ def total_sent_bytes(
 ) -> Fraction:
     """Bytes that a device sends in one call of the program.
 
-    Every branch of a conditional counts as taken, so the sum is an upper bound if branches communicate.
+    A branch of a conditional counts as taken, unless the conditional's scope states how often; so the sum is an upper
+    bound if other branches communicate.
 
     Args:
       kind: counts only collectives of this kind.
