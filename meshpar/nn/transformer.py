@@ -313,7 +313,7 @@ class Transformer(nnx.Module):
             params, index = layer
             block = nnx.merge(graph, _gathered_layer(params))
             window = self.model.window_of(index)
-            core = self.model.attention if cache is None else cache.layer(index)
+            core = self.model.attention if cache is None else cache.layer(index, self.model.attention)
             x, auxiliary, cache = block(x, core, batch, rope, _fold(key, index), window)
             return (x, cache), auxiliary.share(self.model.num_layers)
 
