@@ -34,15 +34,16 @@ class DecoderModel(Decoder, ModelContract):
 
         abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
         forward = functional(abstract, "forward")
+        stage_loss = partial(summed_cross_entropy, vocab_size=self.vocab_size, chunk=task.loss.chunk)
         return ModelProgram(
             specs=describe(abstract),
             init=init,
             loss=task.loss.build(forward, self.vocab_size, task.distill),
-            evaluation=next_token_loss(forward, self.vocab_size),
+            evaluation=next_token_loss(forward, self.vocab_size, task.loss.chunk),
             rules=task.rules,
             forward=forward,
             uses_rng=self.dropout > 0,
-            parts=parts(abstract, partial(summed_cross_entropy, vocab_size=self.vocab_size), count_targets),
+            parts=parts(abstract, stage_loss, count_targets),
         )
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
