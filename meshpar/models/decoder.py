@@ -16,6 +16,7 @@ from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.projection import describe_chunk
 from meshpar.train.loss import count_targets, next_token_loss, summed_cross_entropy
 
 
@@ -57,6 +58,11 @@ class DecoderModel(Decoder, ModelContract):
             what = f"the data has {task.vocab_size} token ids, the model {self.vocab_size}"
             problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")
         check_supported(self.sharding, ctx, problems)
+
+    def selected(self, task: Task, ctx: ParallelContext, batch_size: int) -> dict[str, str]:
+        rows = batch_size // ctx.shards("batch") // (ctx.num_passes if ctx.manual else ctx.num_microbatches)
+        vocab = self.padded_vocab // ctx.shards("vocab")
+        return {"loss.chunk": describe_chunk(task.loss.chunk, rows, task.seq_len, self.hidden_size, vocab)}
 
     def array_specs(self) -> Any:
         return describe(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))))

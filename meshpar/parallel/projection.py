@@ -27,6 +27,7 @@ from meshpar.parallel.context import constrain, current
 from meshpar.parallel.linear import Weights, column_parallel
 from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide
+from meshpar.tree import human_bytes
 
 Chunk = Literal["auto", "none"] | int
 """The tokens of a chunk on a device; `auto` selects by `chunk_length`, `none` computes all logits at once."""
@@ -38,6 +39,8 @@ MIN_TOKENS = 1024
 """`auto` never makes smaller chunks: each reads and writes the gradient of the whole head."""
 MIN_BYTES = 2**25
 """`auto` never makes chunks whose logits are smaller, in float32."""
+_WIDTH = 4
+"""Bytes of a logit in float32, in which the loss is computed."""
 
 
 def chunk_length(chunk: Chunk, rows: int, seq: int, hidden_size: int, vocab: int) -> int | None:
@@ -56,14 +59,26 @@ def chunk_length(chunk: Chunk, rows: int, seq: int, hidden_size: int, vocab: int
     """
     if chunk == "none":
         return None
-    if chunk == "auto":
-        tokens = max(MIN_TOKENS, MIN_BYTES // (vocab * jnp.dtype(jnp.float32).itemsize))
-        if rows * seq <= tokens + hidden_size:
-            return None
-    else:
-        tokens = chunk
+    tokens = max(MIN_TOKENS, MIN_BYTES // (vocab * _WIDTH)) if chunk == "auto" else chunk
     length = max(1, tokens // rows)
+    if chunk == "auto" and rows * seq <= rows * length + hidden_size:
+        return None
     return length if length < seq else None
+
+
+def describe_chunk(chunk: Chunk, rows: int, seq: int, hidden_size: int, vocab: int) -> str:
+    """What `chunk_length` selects, and the bytes of the logits in float32.
+
+    >>> describe_chunk("auto", rows=8, seq=8192, hidden_size=4096, vocab=32064)
+    '64 chunks of 128 positions: 125.25 MiB of logits at a time, not 7.83 GiB'
+    """
+    length = chunk_length(chunk, rows, seq, hidden_size, vocab)
+    position_bytes = rows * vocab * _WIDTH
+    if length is None:
+        return f"one chunk: {human_bytes(seq * position_bytes)} of logits"
+    chunks = f"{-(-seq // length)} chunks of {length} position{'s' if length > 1 else ''}"
+    held = human_bytes(length * position_bytes)
+    return f"{chunks}: {held} of logits at a time, not {human_bytes(seq * position_bytes)}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,127 @@
+"""A step with its loss in chunks sends and multiplies as much as without, and holds no array of all logits."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from meshpar.experiment.config import Precision
+from meshpar.experiment.prepare import Prepared
+from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
+from meshpar.models import Llama
+from meshpar.nn.lora import LoRA
+from meshpar.parallel import projection
+from meshpar.train.loss import LossConfig
+from meshpar.train.step import Step
+from tests.layouts import LAYOUTS
+from tests.program import test_bytes
+from tests.program.oracle import closed_form
+from tests.program.test_bytes import ROWS, SEQ, cost_as_traced, cost_as_written
+
+CHUNK = 12
+OTHERS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"precision": Precision(compute="bfloat16")},
+    "frozen_head": {"lora": LoRA(rank=2, paths=("blocks.**",))},
+    "tied": {"model": Llama(**test_bytes.SIZES, tie_embeddings=True)},
+}
+CASES = [(layout, num, "plain") for layout in LAYOUTS for num in (1, 4)]
+CASES += [("data2_fsdp2_tensor2", 1, name) for name in OTHERS]
+
+
+def prepared(layout: str, chunk: Any, num_microbatches: int = 1, lowering: str = "manual", **more: Any) -> Prepared:
+    return test_bytes.prepared(layout, lowering, num_microbatches, loss=LossConfig(chunk=chunk), **more)
+
+
+@pytest.mark.parametrize(("layout", "num_microbatches", "name"), CASES)
+def test_bytes_and_flops_are_those_without_chunks(layout, num_microbatches, name):
+    run = prepared(layout, CHUNK, num_microbatches, **OTHERS.get(name, {}))
+    assert cost_as_written(run) == cost_as_traced(run)
+    assert cost_as_traced(run) == cost_as_traced(prepared(layout, "none", num_microbatches, **OTHERS.get(name, {})))
+    assert run.traced_bytes == closed_form(run)
+
+
+def test_a_region_that_is_entered_in_each_chunk_sends_more(monkeypatch):
+    """Control: the same count sees a gradient that is reduced once for each chunk."""
+    enter = projection.tensor.enter_region
+    of_chunk = projection._of_chunk
+    monkeypatch.setattr(projection.tensor, "enter_region", lambda x, dim: x)
+    monkeypatch.setattr(projection, "_of_chunk", lambda cost, x, *rest: of_chunk(cost, enter(x, "vocab"), *rest))
+    plain = test_bytes.prepared("tensor4", loss=LossConfig(chunk="none"))
+    assert cost_as_traced(prepared("tensor4", CHUNK))[0] != plain.traced_bytes
+
+
+# Memory -------------------------------------------------------------------------------------------------------------
+
+VOCAB = 4096
+LARGE = Llama(num_layers=2, hidden_size=32, num_heads=4, intermediate_size=64, vocab_size=VOCAB)
+LAYOUTS_OF_LARGE = [("data8", "manual"), ("zero3", "auto"), ("tensor4_sp", "manual"), ("data2_fsdp2_tensor2", "auto")]
+
+
+@lru_cache
+def large(layout: str, lowering: str, chunk: Any) -> tuple[Prepared, Step]:
+    run = prepared(layout, chunk, lowering=lowering, model=LARGE)
+    return run, run.compile_step()
+
+
+def logits_of_a_device(run: Prepared) -> int:
+    """The number of logits of all tokens that a device computes."""
+    return ROWS * SEQ * VOCAB // run.ctx.shards("batch") // run.ctx.shards("vocab")
+
+
+def largest_with_vocabulary(run: Prepared, step: Step) -> int:
+    """Elements of the largest array of the compiled program that has a dim of the vocabulary's size on a device."""
+    width = VOCAB // run.ctx.shards("vocab")
+    shapes = [tuple(map(int, dims.split(","))) for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", step.text)]
+    return max(math.prod(shape) for shape in shapes if width in shape)
+
+
+@pytest.mark.parametrize(("layout", "lowering"), LAYOUTS_OF_LARGE)
+def test_no_array_has_all_logits(layout, lowering):
+    run, step = large(layout, lowering, CHUNK)
+    assert largest_with_vocabulary(run, step) < logits_of_a_device(run)
+    assert largest_with_vocabulary(*large(layout, lowering, "none")) >= logits_of_a_device(run)
+
+
+@pytest.mark.parametrize(("layout", "lowering"), LAYOUTS_OF_LARGE)
+def test_temporaries_shrink_by_more_than_all_logits(layout, lowering):
+    held = [
+        large(layout, lowering, chunk)[1].compiled.memory_analysis().temp_size_in_bytes for chunk in (CHUNK, "none")
+    ]
+    assert held[1] - held[0] > 4 * logits_of_a_device(large(layout, lowering, CHUNK)[0])
+
+
+@pytest.mark.parametrize("layout", ["data8", "zero3"])
+def test_gspmd_reduces_the_heads_gradient_once(layout, monkeypatch):
+    run, step = large(layout, "auto", CHUNK)
+    plain = sent(*large(layout, "auto", "none"))
+    assert sent(run, step) < 1.01 * plain
+    monkeypatch.setattr(projection, "_for_each_group", lambda head: head[None])  # control: one sum in every chunk
+    run = prepared(layout, CHUNK, lowering="auto", model=LARGE)
+    assert sent(run, run.compile_step()) > 1.5 * plain
+
+
+def sent(run: Prepared, step: Step) -> float:
+    return float(total_sent_bytes(collectives_of(step.text, run.mesh)))
+
+
+def test_a_small_model_has_the_program_that_it_had():
+    run = prepared("data8", "auto")
+    assert run.selected == {"loss.chunk": "one chunk: 8.00 KiB of logits"}
+    assert run.compile_step().text == prepared("data8", "none").compile_step().text
+    assert run.compile_step().text != prepared("data8", CHUNK).compile_step().text
+
+
+def test_what_is_reported_is_what_the_step_does(monkeypatch):
+    lengths = []
+    summed = projection._summed
+    monkeypatch.setattr(
+        projection, "_summed", lambda cost, length, *rest: lengths.append(length) or summed(cost, length, *rest)
+    )
+    for lowering, layout in (("manual", "data2_fsdp2_tensor2"), ("auto", "tensor4_sp")):
+        run = prepared(layout, 8, 2, lowering)
+        run.compile_step()
+        assert f"of {lengths.pop()} position" in run.selected["loss.chunk"]
