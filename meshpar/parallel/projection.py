@@ -34,7 +34,6 @@ Chunk = Literal["auto", "none"] | int
 Cost = Callable[[jax.Array, Any], jax.Array]
 """(logits [batch, chunk, vocab], tree of [batch, chunk, ...]) -> float[], the sum of the losses of these tokens."""
 
-
 MIN_TOKENS = 1024
 """`auto` never makes smaller chunks: each reads and writes the gradient of the whole head."""
 MIN_BYTES = 2**25
@@ -105,7 +104,8 @@ class Projection:
           cost: the loss of a chunk. Its second argument is not differentiated.
           tokens: tree of [batch, seq, ...], what `cost` gets beside the logits.
 
-        Communication: that of `tensor.enter_region`, once; and that of `cost`, in each chunk.
+        Communication: that of `tensor.enter_region`, once; and that of `cost`, in each chunk. GSPMD sums the loss over
+          devices in each chunk, one number.
         Memory: the logits and their gradient, of one chunk; the gradient of the head, in float32 at least.
         """
         width, vocab = self.head.shape
@@ -185,17 +185,19 @@ def _in_chunks(
     seq = jax.tree.leaves(arrays)[0].shape[tensor.SEQ]
     rest = seq % length
 
-    def split(x: jax.Array) -> jax.Array:
-        return x[:, : seq - rest].reshape(x.shape[0], -1, length, *x.shape[2:]).swapaxes(0, 1)
+    def visit_from(carry: Any, start: jax.Array | int, size: int = length) -> Any:
+        # Slices of whole arrays: as inputs of the scan, the arrays would be copied in chunks.
+        return visit(carry, jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, tensor.SEQ), arrays))
 
     def join(x: jax.Array) -> jax.Array:
         return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
-    carry, (totals, found) = lax.scan(visit, carry, jax.tree.map(split, arrays))
+    starts = jnp.arange(0, seq - rest, length, dtype=jnp.int32)
+    carry, (totals, found) = lax.scan(visit_from, carry, starts)
     total = totals.sum()
     found = jax.tree.map(join, found)
     if rest:
-        carry, (last, more) = visit(carry, jax.tree.map(lambda x: x[:, seq - rest :], arrays))
+        carry, (last, more) = visit_from(carry, seq - rest, rest)
         total += last
         found = jax.tree.map(lambda *both: jnp.concatenate(both, tensor.SEQ), found, more)
     return carry, total, found

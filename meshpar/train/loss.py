@@ -172,6 +172,13 @@ class LossConfig(Config):
     chunk: Literal["auto", "none"] | Positive = "auto"
     """Tokens whose logits a device holds at a time; `none` holds all; `auto` makes chunks where they hold less."""
 
+    @pydantic.field_validator("chunk", mode="before")
+    @classmethod
+    def _chunk(cls, chunk: Any) -> Any:
+        if chunk not in ("auto", "none") and (type(chunk) is not int or not 0 < chunk < 2**31):
+            raise ValueError(f"must be auto, none, or a number of tokens, got {chunk!r}")
+        return chunk
+
     @pydantic.model_validator(mode="after")
     def _one_loss(self) -> LossConfig:
         if self.target and (self.label_smoothing or self.z_loss or self.chunk != "auto"):
