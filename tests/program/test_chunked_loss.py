@@ -12,6 +12,7 @@ import pytest
 from meshpar.experiment.config import Precision
 from meshpar.experiment.prepare import Prepared
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
+from meshpar.mesh.varying import invariant
 from meshpar.models import Llama
 from meshpar.nn.lora import LoRA
 from meshpar.parallel import projection
@@ -19,7 +20,7 @@ from meshpar.train.loss import LossConfig
 from meshpar.train.step import Step
 from tests.layouts import LAYOUTS
 from tests.program import test_bytes
-from tests.program.oracle import closed_form
+from tests.program.oracle import closed_form, share
 from tests.program.test_bytes import ROWS, SEQ, cost_as_traced, cost_as_written
 
 CHUNK = 12
@@ -44,14 +45,16 @@ def test_bytes_and_flops_are_those_without_chunks(layout, num_microbatches, name
     assert run.traced_bytes == closed_form(run)
 
 
-def test_a_region_that_is_entered_in_each_chunk_sends_more(monkeypatch):
-    """Control: the same count sees a gradient that is reduced once for each chunk."""
-    enter = projection.tensor.enter_region
+def test_a_head_whose_gradient_is_reduced_in_each_chunk_sends_more(monkeypatch):
+    """Control: the same count sees an all-reduce of the head's gradient in each of six chunks."""
     of_chunk = projection._of_chunk
-    monkeypatch.setattr(projection.tensor, "enter_region", lambda x, dim: x)
-    monkeypatch.setattr(projection, "_of_chunk", lambda cost, x, *rest: of_chunk(cost, enter(x, "vocab"), *rest))
-    plain = test_bytes.prepared("tensor4", loss=LossConfig(chunk="none"))
-    assert cost_as_traced(prepared("tensor4", CHUNK))[0] != plain.traced_bytes
+    run = prepared("data8", CHUNK)
+    plain = cost_as_traced(run)[0]
+    monkeypatch.setattr(
+        projection, "_of_chunk", lambda cost, x, head, *rest: of_chunk(cost, x, invariant(head, ("data",)), *rest)
+    )
+    head_bytes = math.prod(run.specs["head"].shape) * 4
+    assert cost_as_traced(prepared("data8", CHUNK))[0]["data",] - plain["data",] == 6 * 2 * share(8, head_bytes)
 
 
 # Memory -------------------------------------------------------------------------------------------------------------
