@@ -69,7 +69,7 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
       (2, 257)
     """
     prepared = prepare(run, run.mesh.abstract(num_devices))
-    found = report(prepared.placement.params, asdict(prepared.states))
+    found = report(prepared.placement.params, asdict(prepared.states), prepared.selected)
     return found if path is None else found.only(path)
 
 

@@ -23,11 +23,11 @@ from meshpar.nn.attention.layer import Attention, Bias
 from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal, within_layer
 from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
 from meshpar.nn.supported import Sharding, Supported
-from meshpar.parallel import linear, tensor
+from meshpar.parallel import tensor
 from meshpar.parallel.context import constrain, current, platform
 from meshpar.parallel.data import gather_in_layer, gathering_again, gathers_again, streamed
-from meshpar.parallel.linear import Weights
 from meshpar.parallel.outputs import Auxiliary, Outputs, with_auxiliary
+from meshpar.parallel.projection import Projection
 
 Batch = dict[str, Int[Array, "..."]]
 
@@ -264,18 +264,18 @@ class Transformer(nnx.Module):
         x_BRD, auxiliary, _ = block(x_BRD, self.model.attention, batch, rope, _fold(key, index), window)
         return x_BRD, auxiliary.share(self.model.num_layers)
 
-    def logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B S V"]:
-        """Returns the logits, from the output of the last block."""
-        return self._logits(x_BRD, _gathered(self.embedding) if self.model.tie_embeddings else None)
+    def project(self, x_BRD: Float[Array, "B R D"]) -> Projection:
+        """Returns the projection that computes the logits, from the output of the last block."""
+        return self._project(x_BRD, _gathered(self.embedding) if self.model.tie_embeddings else None)
 
     def __call__(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B S V"]:
         return self.forward(batch, key).logits
 
     def forward(self, batch: Batch, key: PRNGKeyArray | None = None) -> Outputs:
-        """Returns the logits, and the auxiliary losses and metrics of all layers."""
+        """Returns the projection of the logits, and the auxiliary losses and metrics of all layers."""
         embedding_VD = _gathered(self.embedding)
         x_BRD, auxiliary, _ = self._scan(self._embed(embedding_VD, batch, key), batch, key)
-        return Outputs(self._logits(x_BRD, embedding_VD if self.model.tie_embeddings else None), *auxiliary)
+        return Outputs(self._project(x_BRD, embedding_VD if self.model.tie_embeddings else None), *auxiliary)
 
     def decode(self, batch: Batch, cache: KVCache) -> tuple[Float[Array, "B V"], KVCache]:
         """Computes tokens that follow those in the cache: a whole prompt, or one token per row.
@@ -291,7 +291,8 @@ class Transformer(nnx.Module):
         embedding_VD = _gathered(self.embedding)
         x_BRD, _, cache = self._scan(self._embed(embedding_VD, batch, None), batch, None, cache)
         x_B1D = jnp.take_along_axis(x_BRD, batch["last"][:, None, None], axis=1)
-        return self._logits(x_B1D, embedding_VD if self.model.tie_embeddings else None)[:, 0], cache
+        projection = self._project(x_B1D, embedding_VD if self.model.tie_embeddings else None)
+        return projection.logits()[:, 0], cache
 
     def _embed(
         self, embedding_VD: Float[Array, "V D"], batch: Batch, key: PRNGKeyArray | None
@@ -328,12 +329,10 @@ class Transformer(nnx.Module):
         (x_BRD, cache), auxiliary = jax.lax.scan(body, (x_BRD, cache), (blocks, indices), unroll=unroll)
         return x_BRD, jax.tree.map(lambda x: x.sum(0), auxiliary), cache
 
-    def _logits(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Float[Array, "B S V"]:
+    def _project(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Projection:
         graph, norm = nnx.split(self.norm)
         head_DV = _gathered(self.head) if tied_VD is None else tied_VD.T
-        normed_BRD = nnx.merge(graph, _gathered_layer(norm))(x_BRD)
-        (logits,) = linear.column_parallel(normed_BRD, [Weights(head_DV)], "vocab")
-        return constrain(logits, "batch", "seq", "vocab")
+        return Projection(nnx.merge(graph, _gathered_layer(norm))(x_BRD), head_DV)
 
 
 def _stacked_blocks(model: Decoder, rngs: nnx.Rngs) -> Any:
