@@ -62,7 +62,10 @@ class DecoderModel(Decoder, ModelContract):
     def selected(self, task: Task, ctx: ParallelContext, batch_size: int) -> dict[str, str]:
         rows = batch_size // ctx.shards("batch") // (ctx.num_passes if ctx.manual else ctx.num_microbatches)
         vocab = self.padded_vocab // ctx.shards("vocab")
-        return {"loss.chunk": describe_chunk(task.loss.chunk, rows, task.seq_len, self.hidden_size, vocab)}
+        return {
+            "loss.chunk": describe_chunk(task.loss.chunk, rows, task.seq_len, self.hidden_size, vocab),
+            "model.attention": self.attention.describe(task.seq_len, None if self.global_layers else self.window),
+        }
 
     def array_specs(self) -> Any:
         return describe(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))))

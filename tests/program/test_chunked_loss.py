@@ -118,7 +118,7 @@ def sent(run: Prepared, step: Step) -> float:
 
 def test_a_small_model_has_the_program_that_it_had():
     run = prepared("data8", "auto")
-    assert run.selected == {"loss.chunk": "one chunk: 8.00 KiB of logits"}
+    assert run.selected["loss.chunk"] == "one chunk: 8.00 KiB of logits"
     assert traced(run) == traced(prepared("data8", "none"))
     assert traced(run) != traced(prepared("data8", CHUNK))
 

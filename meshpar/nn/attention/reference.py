@@ -36,6 +36,10 @@ class Reference(Config):
         with needed(needed_scores(q.shape[1], window) / q.shape[1] ** 2):
             return dot_product_attention(q, k, v, causal(segments, window)), None
 
+    def describe(self, seq_len: int, window: int | None) -> str:
+        """What it computes for a row of `seq_len` tokens."""
+        return f"reference: all {seq_len} x {seq_len} scores of a row and head, which it holds"
+
 
 def causal(segments_BS: Int[Array, "B S"], window: Window = None) -> Bool[Array, "B S S"]:
     """Which tokens each token attends to: itself, and earlier tokens of its document."""
