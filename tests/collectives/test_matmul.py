@@ -14,9 +14,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
-from meshpar.collectives.ring import Ring
+from meshpar.collectives.ring import Ring, gather
 from meshpar.errors import ShardingError
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
+from meshpar.mesh.varying import varying
 
 P = PartitionSpec
 WAYS = {"ring": False, "bidirectional": True}
@@ -105,6 +106,22 @@ def test_chunks_that_go_another_way_are_seen(shift, monkeypatch):
 
     monkeypatch.setattr(Ring, "send", send_elsewhere)
     assert difference(5, "ring", weights_stored) > 1e-2
+
+
+@pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")])
+def test_the_axes_of_a_ring_may_be_in_any_order(axes):
+    """The chunks of a gather are seen with the ranks of their devices, which count along the axes as they are given."""
+    mesh = jax.make_mesh((2, 3), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:6])
+
+    def local(x):
+        def visit(seen, chunk, rank):
+            seen = varying(jnp.zeros(6), axes) if seen is None else seen
+            return seen.at[rank].set(chunk[0])
+
+        return gather(Ring(axes), x, visit)
+
+    seen = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))(jnp.arange(6.0))
+    np.testing.assert_array_equal(seen.reshape(6, 6), np.tile(np.arange(6.0), (6, 1)))
 
 
 def test_it_can_be_differentiated_twice():

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.collectives.permute import permute
 from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.local import varying, varying_like, zeros_of
 from meshpar.parallel.outputs import Auxiliary, Scalars
@@ -178,7 +179,7 @@ class _Stage:
         n = self.ctx.shards("stage")
         shifts = [(1, row.from_left), (-1, row.from_right)][: num_permutes(n)]
         for by, slot in shifts:
-            message = lax.ppermute(out, self.axes, [(i, (i + by) % n) for i in range(n)])
+            message = permute(out, self.axes, [(i, (i + by) % n) for i in range(n)])
             inbox = inbox.at[slot].set(message)
         return inbox.at[row.own].set(out)
 
