@@ -34,6 +34,7 @@ from .interop.training import training
 from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
+from .nn import attention
 from .nn.lora import LoRA
 from .optim import SGD, Adafactor, AdamW, Lion, Muon
 from .optim.ema import averaged
@@ -160,6 +161,7 @@ __all__ = [
     "WandB",
     "ZeroBubbleH1",
     "ZeroBubbleH2",
+    "attention",
     "averaged",
     "checkpoints",
     "collectives",

@@ -10,20 +10,27 @@ other.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from meshpar.cost.walk import walk
 from meshpar.errors import ProgramError
 
-HALF_MASKED = "half_masked"
-"""The named scope of products that compute the scores of all queries and keys; a causal model needs half of them."""
+_NEEDED = re.compile(r"needed_(\d+)_of_(\d+)")
+
+
+def needed(part: Fraction) -> AbstractContextManager[Any]:
+    """A scope for products of which a model needs only a part, as causal attention needs half of all scores."""
+    return jax.named_scope(f"needed_{part.numerator}_of_{part.denominator}")
 
 
 @dataclass(frozen=True)
@@ -36,14 +43,14 @@ class Product:
         where GSPMD divides them.
       num_shards: the number of devices that run it on different shards; 1 outside of manual regions.
       times: how often one call of the program runs it.
-      is_half_masked: whether it is in the scope `HALF_MASKED`.
+      needed: the part of it that the model needs, see `needed`.
     """
 
     kind: str
     num_flops: int
     num_shards: int = 1
     times: Fraction = Fraction(1)
-    is_half_masked: bool = False
+    needed: Fraction = Fraction(1)
 
     @property
     def total(self) -> Fraction:
@@ -73,8 +80,9 @@ def traced_products(program: ClosedJaxpr) -> list[Product]:
         if visit.times is None:
             raise ProgramError(f"{visit.primitive}: in a while loop, which may run any number of times")
         num_flops = 2 * _COUNTS[visit.primitive](visit.equation)
-        is_half_masked = HALF_MASKED in visit.scope
-        found.append(Product(visit.primitive, num_flops, visit.num_shards, visit.times, is_half_masked))
+        part = _NEEDED.search(visit.scope)
+        share = Fraction(int(part[1]), int(part[2])) if part else Fraction(1)
+        found.append(Product(visit.primitive, num_flops, visit.num_shards, visit.times, share))
     return found
 
 
@@ -87,8 +95,8 @@ def flops(found: Iterable[Product], num_devices: int = 1) -> dict[str, Fraction]
 
 
 def needed_flops(found: Iterable[Product]) -> Fraction:
-    """Operations that a model needs: half of those in the scope `HALF_MASKED`, all others."""
-    return sum((one.total / 2 if one.is_half_masked else one.total for one in found), Fraction(0))
+    """Operations that a model needs, see `needed`."""
+    return sum((one.total * one.needed for one in found), Fraction(0))
 
 
 def _dot_terms(equation: Any) -> int:

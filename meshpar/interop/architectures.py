@@ -12,6 +12,7 @@ from meshpar.errors import Problems, excerpt, nearest
 from meshpar.models import KINDS
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import LARGEST, Architecture, Json
+from meshpar.nn.transformer import TRAINING_FIELDS
 
 MODELS: dict[str, type[DecoderModel]] = {
     model_type: kind  # pyright: ignore[reportAssignmentType]  only decoders have architectures
@@ -110,6 +111,5 @@ def _written(model: DecoderModel, kind: str) -> Json:
 def canonical(model: DecoderModel) -> DecoderModel:
     """The model with its defaults written out, without the fields that matter only for training."""
     sizes = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
-    return model.model_copy(
-        update=sizes | {"pad_vocab_to_multiple": 1, "pad_layers_to_multiple": 1, "dropout": 0.0, "remat": "none"}
-    )
+    defaults = {name: type(model).model_fields[name].default for name in TRAINING_FIELDS}
+    return model.model_copy(update=sizes | defaults)

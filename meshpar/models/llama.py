@@ -14,7 +14,7 @@ from meshpar.config import Count, Positive
 from meshpar.errors import Problems, excerpt
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import Architecture, Given, Json, Names, Rope, linear, rows, vector
-from meshpar.nn.attention import Bias
+from meshpar.nn.attention.layer import Bias
 from meshpar.nn.layers import RMSNorm, SwiGLU
 from meshpar.nn.rotary import Scaling
 

@@ -16,10 +16,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.config import Config, Positive
-from meshpar.nn.attention import Attention, Bias
+from meshpar.nn.attention import AnyCore, Auto
 from meshpar.nn.attention.cached import KVCache
-from meshpar.nn.attention.core import Core
-from meshpar.nn.attention.dense import Dense
+from meshpar.nn.attention.core import Core, Window
+from meshpar.nn.attention.layer import Attention, Bias
 from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal, within_layer
 from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
 from meshpar.nn.supported import Sharding, Supported
@@ -54,7 +54,6 @@ class Decoder(Config):
     rope_scaling: ClassVar[Scaling | None]
     window: ClassVar[int | None]
     global_layers: ClassVar[tuple[int, ...]]
-    attention: ClassVar[Core] = Dense()
 
     vocab_size: Positive = 257
     """Number of token ids. The default is for bytes: 256, and one that begins a document."""
@@ -84,6 +83,8 @@ class Decoder(Config):
     """Whether the output projection uses the weights of the embedding."""
     dropout: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
     """Rate of dropout on the embeddings, and on the output of each attention and MLP."""
+    attention: Annotated[AnyCore, pydantic.Field(discriminator="kind")] = Auto()
+    """How tokens attend to each other: `auto`, `reference`, or `blocks`, which never holds the scores of a row."""
     remat: Literal["none", "dots", "dots_no_batch", "full"] = "none"
     """Which activations of a block the backward recomputes: none, all but matmuls, all but weight matmuls, or all."""
 
@@ -108,10 +109,10 @@ class Decoder(Config):
         """How many elements of a head are rotated by rotary positions, an even number."""
         return int(self.head_size * self.rotary_fraction) // 2 * 2
 
-    def window_of(self, layer: Int[Array, ""]) -> Int[Array, ""] | None:
-        """How many tokens a query of this layer attends to; None if no layer has a window."""
-        if self.window is None:
-            return None
+    def window_of(self, layer: Int[Array, ""]) -> Window:
+        """How many tokens a query of this layer attends to."""
+        if self.window is None or not self.global_layers:
+            return self.window
         unlimited = np.iinfo(np.int32).max
         each = [unlimited if i in self.global_layers else self.window for i in range(self.num_layers)]
         return jnp.asarray(each, jnp.int32)[layer]
@@ -145,6 +146,10 @@ class Decoder(Config):
         return Transformer(self, rngs)
 
 
+TRAINING_FIELDS = ("pad_vocab_to_multiple", "pad_layers_to_multiple", "dropout", "attention", "remat")
+"""The fields that do not change what a trained model computes."""
+
+
 class Block(nnx.Module):
     """`x + attn(norm(x))`, then `x + mlp(norm(x))`. The MLP may return (output, `Auxiliary`)."""
 
@@ -162,7 +167,7 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_BRD: Float[Array, "B R D"], core: Core, batch: Batch, rope: RopeAngles | None, key: PRNGKeyArray | None,
-        window: Int[Array, ""] | None = None,
+        window: Window = None,
     ) -> tuple[Float[Array, "B R D"], Auxiliary, Any]:  # fmt: skip
         def drop(y: Float[Array, "B R D"], which: int) -> Float[Array, "B R D"]:
             return dropout(y, self.dropout, _fold(key, which), batch["rows"])

@@ -8,13 +8,18 @@ import jax
 import jax.numpy as jnp
 
 
+def wide_dtype(dtype: Any) -> Any:
+    """The dtype of a sum of values of this dtype: float32, or float64 for float64."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
 def wide(x: jax.Array) -> jax.Array:
     """`x` in float32, or in float64 if it is float64: bfloat16 and float16 are for storing and multiplying.
 
     >>> wide(jnp.ones(2, jnp.bfloat16)).dtype
     dtype('float32')
     """
-    return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    return x.astype(wide_dtype(x.dtype))
 
 
 def summed_in(x: jax.Array, dtype: Any) -> jax.Array:

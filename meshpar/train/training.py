@@ -142,8 +142,8 @@ class Training:
         """Operations that the model needs for a batch, from which model FLOPs utilization (MFU) is computed.
 
         They are three times those of the products in an evaluation, as traced under GSPMD: the backward needs twice
-        those of the forward, as if all parameters were trained. Our causal attention computes all scores, and half of
-        them count. An imported model's attention counts as it is traced.
+        those of the forward, as if all parameters were trained. Of our causal attention's scores,
+        half count. An imported model's attention counts as it is traced.
 
         Raises:
           ProgramError: the model multiplies in a `while` of unknown length.

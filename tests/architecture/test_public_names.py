@@ -60,7 +60,7 @@ def test_so_are_those_of_a_namespace(name):
 
 
 def test_the_namespaces_are_the_modules_that_are_meant():
-    assert set(NAMESPACES) == {"collectives", "convert", "data", "loggers", "models", "optim", "pipeline"}
+    assert set(NAMESPACES) == {"attention", "collectives", "convert", "data", "loggers", "models", "optim", "pipeline"}
 
 
 def public_values():

@@ -72,7 +72,7 @@ class Outcome:
 
 
 def prepared(model: str, layout: str | None, lowering: str, num_microbatches: int, **settings: Any) -> Prepared:
-    """A run on eight devices; without a layout, on one."""
+    """A run on eight devices; without a layout, on one. `fields` of the model may be set."""
     sizes, presets = LAYOUTS[layout] if layout else ({}, ["replicated"])
     if "gqa" in model and sizes.get("tensor") == 4:  # two key heads on four devices: replicated, and said so
         rules = AxisRules(preset=tuple(presets), kv_heads=())
@@ -81,7 +81,7 @@ def prepared(model: str, layout: str | None, lowering: str, num_microbatches: in
     rules = settings.pop("rules", rules)
     mesh = settings.pop("mesh", MeshLayout(**sizes))
     run = Run(
-        model=MODELS[model],
+        model=MODELS[model].model_copy(update=settings.pop("fields", {})),
         data=Synthetic(batch_size=ROWS, seq_len=SEQ, vocab_size=SIZES["vocab_size"]),
         optim=AdamW(lr=1e-2),
         mesh=mesh,

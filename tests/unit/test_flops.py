@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import GPT, AdamW, AxisRules, Llama, LoRA, MeshLayout, Run, Synthetic, prepare
 from meshpar.cost import walk
-from meshpar.cost.flops import HALF_MASKED, flops, needed_flops, traced_products
+from meshpar.cost.flops import flops, needed, needed_flops, traced_products
 from meshpar.errors import ProgramError
 from meshpar.experiment import actions
 from meshpar.inspection.inspect import inspect
@@ -172,8 +172,11 @@ def by_the_formula(run) -> int:
     params = sum(spec.size * model.num_layers // model.stacked_layers for spec in kernels.values())
     params += model.padded_vocab * model.hidden_size
     data = run.run.data
-    each = flops_per_token(params, model.num_layers, data.seq_len, model.num_heads * model.head_size)
-    return data.batch_size * data.seq_len * each
+    width = model.num_heads * model.head_size
+    each = flops_per_token(params, model.num_layers, data.seq_len, width)
+    beyond = (data.seq_len - (model.window or data.seq_len)) ** 2 / 2
+    unseen = 12 * model.num_layers * width * beyond  # the scores beyond the window, of a row
+    return data.batch_size * (data.seq_len * each - unseen)
 
 
 def test_flops_of_a_model_that_was_counted_by_hand():
@@ -209,9 +212,9 @@ def test_an_adapter_is_needed_too():
     assert adapted.model_flops - plain.model_flops == 6 * thin * ROWS * SEQ
 
 
-def test_scores_that_are_not_half_masked_count_whole():
+def test_products_that_a_model_needs_only_in_part_count_in_part():
     def scores(x):
-        with jax.named_scope(HALF_MASKED):
+        with needed(Fraction(1, 2)):
             return jnp.einsum("id,jd->ij", x, x)
 
     masked, whole = (traced_products(jax.make_jaxpr(f)(X)) for f in (scores, lambda x: jnp.einsum("id,jd->ij", x, x)))

@@ -12,7 +12,7 @@ from jaxtyping import TypeCheckError
 
 from meshpar.errors import ShardingError
 from meshpar.models import GPT, Llama
-from meshpar.nn.attention.dense import Dense, causal, dot_product_attention
+from meshpar.nn.attention.reference import Reference, causal, dot_product_attention
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.layers import dropout
 from meshpar.nn.rotary import Interpolated, Llama3, apply_rope, rope_angles
@@ -71,7 +71,7 @@ def test_attention_is_softmax_of_scaled_products_over_grouped_heads():
 
 
 def test_a_model_chooses_its_attention_core_and_declares_the_limits_of_that_core():
-    class Doubled(Dense):
+    class Doubled(Reference):
         sharding: ClassVar = {"seq": Supported()}
 
         def __call__(self, *args):
@@ -83,7 +83,7 @@ def test_a_model_chooses_its_attention_core_and_declares_the_limits_of_that_core
 
     assert abs(logits(Other(**SIZES), batch()) - logits(Llama(**SIZES), batch())).max() > 1e-4
     assert Other(**SIZES).sharding[0] == Doubled.sharding
-    assert Llama(**SIZES).sharding[0] == Dense.sharding
+    assert Llama(**SIZES).sharding[0] == Reference.sharding
 
 
 def test_rotary_products_depend_on_the_distance_alone():

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from meshpar.nn.attention.core import causal_window, local_key_heads
-from meshpar.nn.attention.dense import Dense, dot_product_attention
+from meshpar.nn.attention.core import Window, causal_window, local_key_heads
+from meshpar.nn.attention.reference import Reference, dot_product_attention
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import constrain
 
@@ -53,11 +53,11 @@ class CachedLayer:
     cache: KVCache
     index: Int[Array, ""]
     has_cache: ClassVar[bool] = True
-    sharding: ClassVar[Sharding] = Dense.sharding
+    sharding: ClassVar[Sharding] = Reference.sharding
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
-        positions: Int[Array, "B S"], segments: None, window: Int[Array, ""] | None,
+        positions: Int[Array, "B S"], segments: None, window: Window,
     ) -> tuple[Float[Array, "B S H h"], KVCache]:  # fmt: skip
         cache = KVCache(self._put(self.cache.keys, k, positions), self._put(self.cache.values, v, positions))
         keys = jax.lax.dynamic_index_in_dim(cache.keys, self.index, keepdims=False)

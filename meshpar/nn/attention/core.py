@@ -5,15 +5,20 @@ Shapes: B batch, S query positions, T key positions, H heads, K kv_heads, h head
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from meshpar.errors import ShardingError
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import manual_axes
 from meshpar.parallel.local import varies_over, varying
+
+Window = Int[Array, ""] | int | None
+"""How many tokens a query attends to, including its own; None for all up to its own. An array if layers differ."""
 
 
 @runtime_checkable
@@ -26,7 +31,7 @@ class Core(Protocol):
         heads that this device stores instead.
       positions: int32 [batch, seq]. The position of each token in its document.
       segments: int32 [batch, seq]. The document of each token; None for a cache, which has one document per row.
-      window: int32 []. How many tokens a query attends to, including its own; None for all up to its own.
+      window: how many tokens a query attends to, see `Window`.
 
     Returns:
       The result [batch, seq, heads, head_dim]; and the cache with the new keys and values, or None.
@@ -38,16 +43,30 @@ class Core(Protocol):
     """Which dims the core supports sharded, see `nn.supported`."""
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: jax.Array | None
+        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: Window
     ) -> tuple[jax.Array, Any]: ...  # fmt: skip
 
 
-def causal_window(
-    queries: Int[Array, "*B S"], keys_T: Int[Array, "T"], window: Int[Array, ""] | None
-) -> Bool[Array, "*B S T"]:
+def whole_sequence() -> None:
+    """Raises ShardingError if the rules shard the sequence, for cores that need all of it on each device."""
+    if axes := manual_axes("seq"):
+        sharded = f"rules.seq = {list(axes)}"
+        raise ShardingError(f"{sharded}: this attention needs the whole sequence on each device; use rules.seq=[]")
+
+
+def causal_window(queries: Int[Array, "*B S"], keys_T: Int[Array, "T"], window: Window) -> Bool[Array, "*B S T"]:
     """Which keys a query attends to: its own position, and the `window - 1` positions before it."""
     distance = queries[..., None] - keys_T
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def needed_scores(seq_len: int, window: Window) -> Fraction:
+    """The scores of a row that causal attention needs: half of all, by the convention of Megatron-LM.
+
+    A window that is the same in all layers leaves out the scores beyond it.
+    """
+    width = min(window, seq_len) if isinstance(window, int) else seq_len
+    return seq_len * width - Fraction(width**2, 2)
 
 
 def local_key_heads(k_BTKh: Float[Array, "B T K h"], q_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B T L h"]:

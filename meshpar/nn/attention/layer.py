@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from meshpar.nn.attention.core import Core, local_key_heads
+from meshpar.nn.attention.core import Core, Window, local_key_heads
 from meshpar.nn.layers import Projection, RMSNorm, column_parallel, row_parallel
 from meshpar.nn.rotary import RopeAngles, apply_rope
 from meshpar.nn.supported import Sharding, Supported
@@ -49,7 +49,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x_BRD: Float[Array, "B R D"], core: Core, positions: Int[Array, "B S"],
-        segments: Int[Array, "B S"] | None = None, rope: RopeAngles | None = None, window: Int[Array, ""] | None = None,
+        segments: Int[Array, "B S"] | None = None, rope: RopeAngles | None = None, window: Window = None,
     ) -> tuple[Float[Array, "B R D"], Any]:  # fmt: skip
         """Returns the output and the core's new cache; see `Core` for the other arguments."""
         if core.has_cache:

@@ -3,7 +3,7 @@
 MFU (model FLOPs utilization) is the operations that the model needs, `Training.model_flops`, over those that the chips
 could do. A decoder needs, per token, 6 operations for each parameter that the token is multiplied by (2 forward, 4
 backward), and for attention 6 x seq_len x num_heads x head_dim in each layer: half of 12, because a causal model needs
-half of the scores. Recomputation does not count.
+half of the scores. Scores beyond a window that all layers have, and recomputation, do not count.
 """
 
 from __future__ import annotations

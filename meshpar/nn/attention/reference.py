@@ -1,4 +1,4 @@
-"""The dense attention core, which computes the scores of all pairs of query and key.
+"""The reference attention core, which computes and holds the scores of all pairs of query and key.
 
 Shapes: B batch, S query positions, T key positions, H heads, K kv_heads, G = H / K, h head_dim.
 """
@@ -12,18 +12,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.config import Config
-from meshpar.cost.flops import HALF_MASKED
-from meshpar.errors import ShardingError
-from meshpar.nn.attention.core import causal_window
+from meshpar.cost.flops import needed
+from meshpar.nn.attention.core import Window, causal_window, needed_scores, whole_sequence
 from meshpar.nn.supported import Sharding, Supported
-from meshpar.parallel.context import manual_axes
 from meshpar.parallel.precision import wide
 
 
-class Dense(Config):
+class Reference(Config):
     """Computes all scores, and masks those that a query does not attend to. Memory: the scores, B H S S."""
 
-    kind: Literal["dense"] = "dense"
+    kind: Literal["reference"] = "reference"
     has_cache: ClassVar[bool] = False
     sharding: ClassVar[Sharding] = {
         "seq": Supported(partition=False, why="attention needs the whole sequence on each device"),
@@ -31,15 +29,14 @@ class Dense(Config):
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
-        positions: Int[Array, "B S"], segments: Int[Array, "B S"], window: Int[Array, ""] | None,
+        positions: Int[Array, "B S"], segments: Int[Array, "B S"], window: Window,
     ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
-        if axes := manual_axes("seq"):
-            sharded = f"rules.seq = {list(axes)}"
-            raise ShardingError(f"{sharded}: this attention needs the whole sequence on each device; use rules.seq=[]")
-        return dot_product_attention(q, k, v, causal(segments, window)), None
+        whole_sequence()
+        with needed(needed_scores(q.shape[1], window) / q.shape[1] ** 2):
+            return dot_product_attention(q, k, v, causal(segments, window)), None
 
 
-def causal(segments_BS: Int[Array, "B S"], window: Int[Array, ""] | None = None) -> Bool[Array, "B S S"]:
+def causal(segments_BS: Int[Array, "B S"], window: Window = None) -> Bool[Array, "B S S"]:
     """Which tokens each token attends to: itself, and earlier tokens of its document."""
     index = jnp.arange(segments_BS.shape[1], dtype=jnp.int32)
     return causal_window(index, index, window) & (segments_BS[:, :, None] == segments_BS[:, None, :])
@@ -57,8 +54,7 @@ def dot_product_attention(
     """
     batch, seq, _, size = q_BSHh.shape
     q_BSKGh = q_BSHh.reshape(batch, seq, k_BTKh.shape[2], -1, size) * jnp.asarray(size**-0.5, q_BSHh.dtype)
-    with jax.named_scope(HALF_MASKED):
-        scores = wide(jnp.einsum("bskgh,btkh->bkgst", q_BSKGh, k_BTKh))
-        scores = jnp.where(visible_BST[:, None, None], scores, jnp.finfo(scores.dtype).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v_BTKh.dtype)
-        return jnp.einsum("bkgst,btkh->bskgh", weights, v_BTKh).reshape(q_BSHh.shape)
+    scores = wide(jnp.einsum("bskgh,btkh->bkgst", q_BSKGh, k_BTKh))
+    scores = jnp.where(visible_BST[:, None, None], scores, jnp.finfo(scores.dtype).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BTKh.dtype)
+    return jnp.einsum("bkgst,btkh->bskgh", weights, v_BTKh).reshape(q_BSHh.shape)

@@ -1,0 +1,33 @@
+"""Selects an attention core by the length of the rows."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import jax
+
+from meshpar.config import Config
+from meshpar.nn.attention.blocks import BLOCK_SIZE, Blocks
+from meshpar.nn.attention.core import Window
+from meshpar.nn.attention.reference import Reference
+from meshpar.nn.supported import Sharding
+
+
+class Auto(Config):
+    """`reference` for rows of one block, else `blocks`."""
+
+    kind: Literal["auto"] = "auto"
+    has_cache: ClassVar[bool] = False
+    sharding: ClassVar[Sharding] = Reference.sharding
+
+    def select(self, seq_len: int) -> tuple[Reference | Blocks, str]:
+        """The core for rows of `seq_len` tokens, and the reason."""
+        if seq_len <= BLOCK_SIZE:
+            return Reference(), f"a row of {seq_len} tokens is one block, whose scores the backward need not recompute"
+        return Blocks(), f"a row of {seq_len} tokens has more than one block of {BLOCK_SIZE}"
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: Window
+    ) -> tuple[jax.Array, Any]:
+        core, _ = self.select(q.shape[1])
+        return core(q, k, v, positions, segments, window)

@@ -1,0 +1,176 @@
+"""Attention over a table of block pairs, which never holds the scores of more than one pair.
+
+The forward keeps a running maximum and sum of exponentials for each query, and rescales the result when the maximum
+grows. The backward computes the scores of each pair again, from the log of the final sum. Both are one loop over the
+table: with separate operations for each of three pairs, XLA:CPU needed 1.3 times the time and memory.
+
+Source: Dao 2023 (FlashAttention-2), arXiv:2307.08691; Milakov and Gimelshein 2018, arXiv:1805.02867.
+
+Shapes: B batch, K kv_heads, G query heads for each of them, S queries, T keys, s and t of one block, h head_dim.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from meshpar.nn.attention.block_pairs import BlockGrid
+from meshpar.parallel.local import varies_over, varying
+from meshpar.parallel.precision import wide_dtype
+
+
+class Tokens(NamedTuple):
+    """What decides whether a query attends to a key.
+
+    Args:
+      index: int32 [seq]. The place of each token in its row.
+      segments: int32 [batch, seq]. The document of each token.
+    """
+
+    index: Int[Array, "S"]
+    segments: Int[Array, "B S"]
+
+    def block(self, start: jax.Array, size: int) -> Tokens:
+        cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
+        return Tokens(cut(self.index, axis=0), cut(self.segments, axis=1))
+
+
+class Softmax(NamedTuple):
+    """The state of the online softmax, in float32 at least.
+
+    Args:
+      total: the exponentials times the values, relative to `highest`.
+      highest: the largest score so far.
+      mass: the sum of the exponentials, relative to `highest`.
+    """
+
+    total: Float[Array, "B K G S h"]
+    highest: Float[Array, "B K G S"]
+    mass: Float[Array, "B K G S"]
+
+    def result(self) -> Float[Array, "B K G S h"]:
+        return self.total / self.mass[..., None]
+
+    def log_mass(self) -> Float[Array, "B K G S"]:
+        """The log of the sum of the exponentials of all scores."""
+        return self.highest + jnp.log(self.mass)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(
+    grid: BlockGrid,
+    q: Float[Array, "B K G S h"],
+    k: Float[Array, "B K T h"],
+    v: Float[Array, "B K T h"],
+    queries: Tokens,
+    keys: Tokens,
+    window: Int[Array, ""] | None,
+    pairs: Int[Array, "P 4"],
+) -> Float[Array, "B K G S h"]:
+    """Computes `softmax(q k^T) v` over the pairs of the table. Each query must attend to a key of its first pair.
+
+    Args:
+      q: already divided by the square root of head_dim.
+      window: how many tokens a query attends to, including its own; None for all up to its own.
+      pairs: rows of `BlockGrid.rows`.
+
+    Memory: beside the result, its gradient and the arguments, the scores of one pair.
+    Numerics: the softmax and all sums over blocks in float32 at least.
+    """
+    return _forward(grid, q, k, v, queries, keys, window, pairs).result().astype(v.dtype)
+
+
+def _forward(grid: BlockGrid, q, k, v, queries, keys, window, pairs) -> Softmax:
+    dtype = wide_dtype(q.dtype)
+
+    def step(state: Softmax, pair: jax.Array) -> tuple[Softmax, None]:
+        visible = _visible(grid, pair, queries, keys, window)
+        scores = _scores(_block(q, pair[0], grid), _block(k, pair[1], grid), visible)
+        old = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, pair[0], grid.size, 3), state)
+        highest = jnp.maximum(old.highest, scores.max(-1))
+        shrunk = jnp.exp(old.highest - highest)
+        weights = jnp.exp(scores - highest[..., None])
+        values = _product("bkgst,bkth->bkgsh", weights.astype(v.dtype), _block(v, pair[1], grid))
+        new = Softmax(old.total * shrunk[..., None] + values, highest, old.mass * shrunk + weights.sum(-1))
+        return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, pair[0], 3), state, new), None
+
+    rows = q.shape[:-1]
+    empty = Softmax(jnp.zeros(q.shape, dtype), jnp.full(rows, jnp.finfo(dtype).min, dtype), jnp.zeros(rows, dtype))
+    return lax.scan(step, _varying(empty, q), pairs)[0]
+
+
+def _attend_forward(grid: BlockGrid, q, k, v, *masks):
+    state = _forward(grid, q, k, v, *masks)
+    out = state.result().astype(v.dtype)
+    return out, (q, k, v, *masks, out, state.log_mass())
+
+
+def _attend_backward(grid: BlockGrid, saved, grad):
+    q, k, v, queries, keys, window, pairs, out, log_mass = saved
+    # The gradient of a score is its weight times (the gradient of the weight - their mean over the keys).
+    mean = (grad.astype(log_mass.dtype) * out.astype(log_mass.dtype)).sum(-1)
+
+    def step(grads: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        q_block = _block(q, pair[0], grid)
+        k_block = _block(k, pair[1], grid)
+        grad_block = _block(grad, pair[0], grid)
+        scores = _scores(q_block, k_block, _visible(grid, pair, queries, keys, window))
+        weights = jnp.exp(scores - lax.dynamic_slice_in_dim(log_mass, pair[0], grid.size, 3)[..., None])
+        of_weights = _product("bkgsh,bkth->bkgst", grad_block, _block(v, pair[1], grid))
+        of_scores = weights * (of_weights - lax.dynamic_slice_in_dim(mean, pair[0], grid.size, 3)[..., None])
+        of_scores = of_scores.astype(q.dtype)
+        added = (
+            _product("bkgst,bkth->bkgsh", of_scores, k_block),
+            _product("bkgst,bkgsh->bkth", of_scores, q_block),
+            _product("bkgst,bkgsh->bkth", weights.astype(v.dtype), grad_block),
+        )
+        starts = (pair[0], pair[1], pair[1])
+        return tuple(_add(x, part, start) for x, part, start in zip(grads, added, starts, strict=True)), None
+
+    zeros = tuple(jnp.zeros(x.shape, log_mass.dtype) for x in (q, k, v))
+    grads, _ = lax.scan(step, _varying(zeros, q), pairs)
+    return *(x.astype(like.dtype) for x, like in zip(grads, (q, k, v), strict=True)), None, None, None, None
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _visible(grid: BlockGrid, pair, queries: Tokens, keys: Tokens, window) -> Bool[Array, "B s t"]:
+    of_queries = queries.block(pair[0], grid.size)
+    of_keys = keys.block(pair[1], grid.size)
+    distance = of_queries.index[:, None] - of_keys.index
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    if grid.is_ragged:
+        place = jnp.arange(grid.size, dtype=jnp.int32)
+        visible &= (place >= pair[2] - pair[0])[:, None] & (place >= pair[3] - pair[1])
+    return visible & (of_queries.segments[:, :, None] == of_keys.segments[:, None, :])
+
+
+def _scores(q, k, visible) -> Float[Array, "B K G s t"]:
+    scores = _product("bkgsh,bkth->bkgst", q, k)
+    return jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
+
+
+def _product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, left, right, preferred_element_type=wide_dtype(left.dtype))
+
+
+def _block(x: jax.Array, start: jax.Array, grid: BlockGrid) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, start, grid.size, x.ndim - 2)
+
+
+def _add(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+    old = lax.dynamic_slice_in_dim(x, start, part.shape[-2], x.ndim - 2)
+    return lax.dynamic_update_slice_in_dim(x, old + part, start, x.ndim - 2)
+
+
+def _varying(tree, like: jax.Array):
+    axes = tuple(sorted(varies_over(like)))
+    return jax.tree.map(lambda x: varying(x, axes), tree)

@@ -1,0 +1,164 @@
+"""The attention cores by themselves: results, gradients, FLOPs and memory."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar.cost.flops import flops, needed_flops, traced_products
+from meshpar.nn.attention import Auto, Blocks, Reference, block_pairs, blocks, online_softmax
+
+BATCH, HEADS, SIZE = 2, 6, 4
+
+
+def inputs(seq, kv_heads, dtype="float64"):
+    """Queries, keys, values, and documents of which some begin within a block."""
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=(BATCH, seq, n, SIZE)), dtype) for n in (HEADS, kv_heads, kv_heads)]
+    return arrays, jnp.asarray(np.sort(rng.integers(0, 3, (BATCH, seq)), axis=1), jnp.int32)
+
+
+def computed(core, seq, kv_heads, window=None, dtype="float64"):
+    """The result and the gradients of q, k and v."""
+    arrays, segments = inputs(seq, kv_heads, dtype)
+
+    def weighted(q, k, v):
+        out, _ = core(q, k, v, segments, segments, window)
+        return (out * jnp.cos(jnp.arange(out.size, dtype=out.dtype).reshape(out.shape))).sum(), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(weighted, (0, 1, 2), has_aux=True))(*arrays)
+    return out, *grads
+
+
+def difference(*arguments, core, **options):
+    found = computed(core, *arguments, **options)
+    expected = computed(Reference(), *arguments, **options)
+    return max(float(jnp.abs(a - b).max()) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("seq", "block_size", "kv_heads"),
+    [(16, 4, 1), (16, 16, 3), (16, 6, 6), (17, 8, 3), (29, 7, 1), (5, 64, 3), (1, 1, 3)],
+)
+def test_blocks_equal_the_reference(float64, seq, block_size, kv_heads):
+    assert difference(seq, kv_heads, core=Blocks(block_size=block_size)) < 1e-12
+
+
+@pytest.mark.parametrize(("block_size", "window"), [(4, 1), (4, 4), (4, 5), (6, 3), (6, 9), (6, 40)])
+@pytest.mark.parametrize("known", [True, False], ids=["one for all layers", "by layer"])
+def test_windows_too(float64, block_size, known, window):
+    width = window if known else jnp.int32(window)
+    assert difference(16, 3, core=Blocks(block_size=block_size), window=width) < 1e-12
+
+
+def test_bfloat16_is_as_exact_as_the_reference():
+    exact = computed(Reference(), 32, 3, dtype="float32")
+
+    def error(core):
+        found = computed(core, 32, 3, dtype="bfloat16")
+        return max(float(jnp.abs(a.astype("float32") - b).max()) for a, b in zip(found, exact, strict=True))
+
+    assert error(Blocks(block_size=8)) < 1.2 * error(Reference())
+
+
+def test_planted_a_forgotten_pair_changes_the_result(float64, monkeypatch):
+    monkeypatch.setattr(blocks, "causal_pairs", lambda n: np.delete(block_pairs.causal_pairs(n), 2, 0))
+    assert difference(16, 3, core=Blocks(block_size=4)) > 1e-2
+
+
+def test_planted_blocks_that_overlap_count_tokens_twice(float64, monkeypatch):
+    monkeypatch.setattr(block_pairs.BlockGrid, "is_ragged", False)
+    assert difference(16, 3, core=Blocks(block_size=6)) > 1e-2
+    assert difference(16, 3, core=Blocks(block_size=4)) < 1e-12
+
+
+def test_planted_a_backward_without_the_mean_of_the_weights_gradients(float64, monkeypatch):
+    backward = online_softmax._attend_backward
+
+    def forgets(grid, saved, grad):
+        *rest, out, log_mass = saved
+        return backward(grid, (*rest, 0 * out, log_mass), grad)
+
+    monkeypatch.setattr(online_softmax.attend, "bwd", forgets)
+    assert difference(16, 3, core=Blocks(block_size=4)) > 1e-2
+
+
+# FLOPs and memory ------------------------------------------------------------------------------------------------
+
+
+def forward(core, seq, window=None):
+    (q, k, v), segments = inputs(seq, 3, "float32")
+    return jax.make_jaxpr(lambda q, k, v: core(q, k, v, segments, segments, window)[0])(q, k, v)
+
+
+def executed(core, seq, window=None):
+    return flops(traced_products(forward(core, seq, window)))["dot_general"]
+
+
+PER_SCORE = 2 * 2 * BATCH * HEADS * SIZE
+"""Operations for one score of each row and head, and for its value."""
+
+
+@pytest.mark.parametrize(
+    ("seq", "block_size", "window", "num_pairs"),
+    [
+        (32, 8, None, 10),
+        (32, 32, None, 1),
+        (30, 8, None, 10),
+        (32, 8, 1, 4),
+        (32, 8, 2, 7),
+        (32, 8, 9, 7),
+        (32, 8, 10, 9),
+    ],
+)
+def test_only_pairs_with_a_visible_token_are_computed(seq, block_size, window, num_pairs):
+    assert executed(Blocks(block_size=block_size), seq, window) == num_pairs * 8**2 * PER_SCORE * (block_size // 8) ** 2
+
+
+def test_the_reference_computes_all_scores():
+    assert executed(Reference(), 32) == executed(Reference(), 32, 2) == 32**2 * PER_SCORE
+
+
+@pytest.mark.parametrize("window", [None, 5, 32, 99])
+def test_every_core_needs_the_same(window):
+    needs = {needed_flops(traced_products(forward(c, 32, window))) for c in (Blocks(block_size=8), Reference())}
+    width = min(window or 32, 32)
+    assert needs == {(32 * width - width**2 / 2) * PER_SCORE}
+
+
+def test_at_4096_tokens_hardly_more_than_the_ideal_is_computed():
+    arrays = [jax.ShapeDtypeStruct((1, 4096, n, SIZE), "float32") for n in (HEADS, 3, 3)]
+    segments = jax.ShapeDtypeStruct((1, 4096), "int32")
+
+    def ratio(core):
+        run = lambda q, k, v, s: core(q, k, v, s, s, None)[0]
+        products = traced_products(jax.make_jaxpr(run)(*arrays, segments))
+        return float(sum(product.total for product in products) / needed_flops(products))
+
+    assert 1.0 < ratio(Auto()) < 1.04
+    assert ratio(Reference()) == 2.0
+
+
+def temporaries(core, seq):
+    arrays = [jax.ShapeDtypeStruct((1, seq, n, 8), "float32") for n in (4, 2, 2)]
+    segments = jax.ShapeDtypeStruct((1, seq), "int32")
+
+    def loss(q, k, v, segments):
+        return core(q, k, v, segments, segments, None)[0].sum()
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays, segments).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_grows_with_the_row_and_not_with_its_square():
+    assert temporaries(Blocks(), 4096) < 2.05 * temporaries(Blocks(), 2048)
+    assert temporaries(Reference(), 2048) > 3.5 * temporaries(Reference(), 1024)
+
+
+def test_auto_selects_by_the_length_of_the_row():
+    core, why = Auto().select(128)
+    assert core == Reference() and "one block" in why
+    core, why = Auto().select(129)
+    assert core == Blocks() and "129 tokens has more than one block of 128" in why
