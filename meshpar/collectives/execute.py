@@ -1,8 +1,7 @@
-"""The executor: runs any plan on `lax.ppermute`, within a `shard_map`."""
+"""The executor: runs any plan as permutes, within a `shard_map`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshpar.collectives.permute import permute
 from meshpar.collectives.plan import NONE, Permute, Plan, Round
 from meshpar.errors import MeshError, nearest
 from meshpar.mesh.varying import Axes, varying
@@ -108,22 +108,22 @@ class _Lane:
 
     def __init__(self, permutes: Sequence[Permute], axes: Axes):
         first = permutes[0]
-        order = _device_order(axes)
+        num_ranks = lax.axis_size(axes)
         self.axes = axes
         self.adds = first.adds
-        self.pairs = list(zip(order[first.source].tolist(), order[first.target].tolist(), strict=True))
-        slots = np.full((2, len(permutes), len(order), first.chunks.shape[1]), NONE)
-        for sent, got, permute in zip(*slots, permutes, strict=True):
-            sent[permute.source] = got[permute.target] = permute.chunks
+        self.pairs = list(zip(first.source.tolist(), first.target.tolist(), strict=True))
+        slots = np.full((2, len(permutes), num_ranks, first.chunks.shape[1]), NONE)
+        for sent, got, each in zip(*slots, permutes, strict=True):
+            sent[each.source] = got[each.target] = each.chunks
         self.sent, self.got = map(_Slots, slots)
 
     def send(self, slots: jax.Array, at: jax.Array) -> jax.Array:
         message = self.sent.read(slots, at)
         if message.dtype != jnp.bfloat16:
-            return lax.ppermute(message, self.axes, self.pairs)
+            return permute(message, self.axes, self.pairs)
         # XLA's CPU compiler would send bfloat16 as float32; integers it leaves alone.
         bits = lax.bitcast_convert_type(message, jnp.uint16)
-        return lax.bitcast_convert_type(lax.ppermute(bits, self.axes, self.pairs), message.dtype)
+        return lax.bitcast_convert_type(permute(bits, self.axes, self.pairs), message.dtype)
 
     def receive(self, slots: jax.Array, message: jax.Array, at: jax.Array, rank: jax.Array) -> jax.Array:
         if self.adds:  # a rank that receives nothing adds zeros
@@ -162,11 +162,3 @@ class _Slots:
         if self.in_a_row:
             return lax.dynamic_update_slice_in_dim(slots, chunks, at[0], 0)
         return slots.at[at].set(chunks, mode="promise_in_bounds", unique_indices=True)
-
-
-def _device_order(axes: Axes) -> np.ndarray:
-    """Rank -> index of its device in mesh order, which `lax.ppermute` uses whatever the order of its axes."""
-    sizes = {axis: lax.axis_size(axis) for axis in axes}
-    mesh = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in sizes]
-    places = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in mesh])
-    return places.transpose([mesh.index(axis) for axis in axes]).reshape(-1)

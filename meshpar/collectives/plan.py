@@ -41,7 +41,7 @@ NONE = -1
 
 @dataclass(frozen=True, eq=False)
 class Permute:
-    """Messages that are sent at once, as one `lax.ppermute`: all of one size, no two from or to the same rank.
+    """Messages that are sent at once, as one permute: all of one size, no two from or to the same rank.
 
     Args:
       source: int[m]. The sending ranks.

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.collectives.permute import permute
 from meshpar.errors import ShardingError
 from meshpar.mesh.varying import Axes
 
@@ -82,7 +83,7 @@ class Ring:
         """Moves each chunk one hop along its lane. Chunks beyond the number of lanes are not sent."""
         ranks = range(self.size)
         return [
-            lax.ppermute(chunk, self.axes, [(i, (i + lane.shift) % self.size) for i in ranks])
+            permute(chunk, self.axes, [(i, (i + lane.shift) % self.size) for i in ranks])
             for chunk, lane in zip(chunks, lanes, strict=False)
         ]
 

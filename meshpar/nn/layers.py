@@ -25,8 +25,12 @@ from meshpar.parallel.precision import wide
 
 
 def normal(rngs: nnx.Rngs, shape: Sequence[int], std: float, dims: Sequence[str]) -> nnx.Param:
-    """A parameter drawn from a truncated normal distribution, with a name for each dim."""
-    value = jax.random.truncated_normal(rngs.params(), -3.0, 3.0, shape, jnp.float32) * std
+    """A parameter drawn from a truncated normal distribution, with a name for each dim.
+
+    Numerics: float32; float64 where JAX's x64 mode is on. The last bit of a draw depends on how XLA fuses it, which
+    depends on the layout. In float64 it is rounding to `verify`; in float32 it would be a difference.
+    """
+    value = jax.random.truncated_normal(rngs.params(), -3.0, 3.0, shape) * std
     return nnx.Param(value, dims=tuple(dims))
 
 

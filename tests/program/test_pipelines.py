@@ -181,7 +181,7 @@ def test_an_even_cut_moves_no_layer():
     assert all("while" in one.op_name for one in permutes(told("1f1b", "pipe4", 8)))
 
 
-def test_nor_does_one_that_ends_with_padding():
+def test_nor_does_one_that_ends_with_padding(float64):
     run = prepared(MODELS["tied"](7, pad_layers_to_multiple=4), "pipe4", scheduled("1f1b", "pipe4", 4))
     assert run.pipeline.moves(run.ctx) is None
     assert run.pipeline.cut(run.ctx).layers.reshape(4, 2).tolist() == [[0, 1], [2, 3], [4, 5], [6, -1]]

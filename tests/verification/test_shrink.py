@@ -55,7 +55,7 @@ def test_sizes_keep_their_axes(sizes):
         (9, 3, 3, {}, (9, 3)),  # groups of three
     ],
 )
-def test_heads(heads, kv_heads, tensor, rules, expected):
+def test_heads(heads, kv_heads, tensor, rules, expected, float64):
     model = Llama(
         num_layers=6, hidden_size=8 * heads * tensor, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=96
     )
@@ -79,7 +79,7 @@ def test_what_is_structure_is_kept():
     assert small.optim == run.optim
 
 
-def test_layers_that_are_padded_stay_so():
+def test_layers_that_are_padded_stay_so(float64):
     model = Llama(num_layers=70, pad_layers_to_multiple=12, hidden_size=64, num_heads=4, intermediate_size=64)
     schedule = OneFOneB(num_microbatches=24)
     small = shrink(run_of(model, MeshLayout(pipe=12), AxisRules(preset="pipeline"), parallel={"pipeline": schedule}))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshpar.collectives.permute import permute
 from meshpar.parallel.local import Axes, zeros_of
 from meshpar.parallel.pipeline.partition import StagePartition
 
@@ -69,7 +70,7 @@ class Exchange:
                 received[target] = received_at * self.unit
             piece = lax.dynamic_slice_in_dim(x, jnp.asarray(sent)[stage], self.unit)
             if any(source != target for source, _, target, _ in edges):
-                piece = lax.ppermute(piece, axes, [(source, target) for source, _, target, _ in edges])
+                piece = permute(piece, axes, [(source, target) for source, _, target, _ in edges])
             at = jnp.asarray(received)[stage]
             out = lax.cond(at >= 0, put, lambda out, *_: out, out, piece, at)
         return out

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.collectives.permute import permute
 from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.local import varying, varying_like, zeros_of
 from meshpar.parallel.outputs import Auxiliary, Scalars
@@ -185,7 +186,7 @@ class _Stage:
         """
 
         def send(rounds: Pattern, out: jax.Array) -> list[jax.Array]:
-            return [lax.ppermute(out, self.axes, pairs) if pairs else out for pairs in rounds]
+            return [permute(out, self.axes, pairs) if pairs else out for pairs in rounds]
 
         if self.ticks.num_rounds:
             branches = [partial(send, rounds) for rounds in self.ticks.patterns]
