@@ -1,21 +1,25 @@
-"""Measures the overhead of meshpar: step time, Python time, import time, compile time and host memory.
+"""Measures the overhead of meshpar: times of a step, of Python, of imports, compiling and starting, and host memory.
 
-    python scripts/bench_step.py [step|python|import|compile|memory ...] [--json]
+    python scripts/bench_step.py [step|python|import|compile|start|warm|memory ...] [--layouts NAME ...] [--rounds 9]
+        [--json]
 
-Ratios compare medians of interleaved runs in one process. Simulated devices share the cores of one machine, so the
-ratios show that the programs do the same work, not how fast they would be on real devices.
+`step` compares process CPU seconds with two hand-written programs, in each layout of eight simulated devices, and on
+one: the fastest that we can write (`byhand/`), and the usual one (`handwritten.py`, a scan over layers). Ratios compare
+medians of interleaved runs in one process. Simulated devices share the cores of one machine, so the ratios show that
+the programs do the same work, not how fast they would be on real devices.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 import measure
+import measure_start
 
 MEASURES = {
     # name: (description, limit, function that measures it)
-    "step": ("step time over a hand-written jit's", 1.03, measure.step_ratio),
     "python": (
         "microseconds of Python per step in addition to the executable, 400 leaves",
         50.0,
@@ -23,24 +27,59 @@ MEASURES = {
     ),
     "import": ("import meshpar over import jax, flax, optax", 1.1, measure.import_ratio),
     "compile": ("compile time for 512 devices over 8", 1.15, measure.compile_ratio),
+    "start": ("train to its first step over a bare jit's, CPU seconds", 1.10, measure_start.cold_over_bare),
+    "warm": ("the same with a filled compilation cache, over an empty one", 0.35, measure_start.warm_over_cold),
     "memory": ("peak host memory of initializing a sharded state over its bytes", 1.3, measure.memory_ratio),
 }
+STEP_LIMIT = 1.02
+"""Of the step's CPU seconds over those of the fastest hand-written one."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measures", nargs="*", help="default: all")
+    parser.add_argument("--layouts", nargs="*", default=list(measure.LAYOUTS), choices=list(measure.LAYOUTS))
+    parser.add_argument("--rounds", type=int, default=9, help="of steps")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
-    results = {}
-    for name in arguments.measures or MEASURES:
+    results: dict[str, Any] = {}
+    is_over = False
+    for name in arguments.measures or ["step", *MEASURES]:
+        if name == "step":
+            results[name] = measure.step_ratios(arguments.layouts, arguments.rounds)
+            is_over |= any(_is_over(row) for row in results[name].values())
+            if not arguments.json:
+                _print_steps(results[name])
+            continue
         what, limit, how = MEASURES[name]
         results[name] = how() | {"what": what, "limit": limit}
+        is_over |= results[name]["value"] > limit
         if not arguments.json:
             print(f"{name:<8} {results[name]['value']:8.3f}  limit {limit:<5} {what}", flush=True)
     if arguments.json:
         print(json.dumps(results, indent=2))
-    raise SystemExit(any(r["value"] > r["limit"] for r in results.values()))
+    raise SystemExit(is_over)
+
+
+def _ratio(times: dict[str, float], other: str) -> float:
+    return times["meshpar"] / times[other]
+
+
+def _is_over(row: dict[str, Any]) -> bool:
+    over_scan = row["scan_limit"] is not None and _ratio(row["cpu_s"], "scan") > row["scan_limit"]
+    return _ratio(row["cpu_s"], "by hand") > STEP_LIMIT or over_scan
+
+
+def _print_steps(rows: dict[str, Any]) -> None:
+    print(f"{'':<12} {'CPU ms of a step':^29} {'over by hand':^22} {'over the scan':^22}")
+    print(f"{'layout':<12} {'meshpar':>9} {'by hand':>9} {'scan':>9} " + f" {'CPU':>6} {'limit':>6} {'wall':>6} " * 2)
+    for name, row in rows.items():
+        times = "".join(f" {row['cpu_s'][program] * 1e3:>9.1f}" for program in ("meshpar", "by hand", "scan"))
+        ratios = ""
+        for other, limit in (("by hand", STEP_LIMIT), ("scan", row["scan_limit"])):
+            shown = "-" if limit is None else f"{limit:.2f}"
+            ratios += f"  {_ratio(row['cpu_s'], other):>6.3f} {shown:>6} {_ratio(row['wall_s'], other):>6.3f} "
+        print(f"{name:<12}{times}{ratios}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,18 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from compare import LAYOUTS, QUICKSTART
+
 HERE = Path(__file__).resolve().parent
-QUICKSTART = HERE.parent / "configs" / "quickstart.yaml"
 
 
-def step_ratio(num_rounds: int = 80) -> dict[str, Any]:
-    return _in_process(f"measure._step_ratio({num_rounds})")
+def step_ratios(layouts: Sequence[str] = tuple(LAYOUTS), num_rounds: int = 9) -> dict[str, Any]:
+    """What `compare` measures in each layout, in fresh processes."""
+    return {name: _in_process(f"compare.compare({name!r}, {num_rounds})") for name in layouts}
 
 
 def python_microseconds() -> dict[str, Any]:
@@ -45,30 +48,6 @@ def compile_ratio(num_rounds: int = 3) -> dict[str, Any]:
 
 def memory_ratio() -> dict[str, Any]:
     return _in_process("measure._memory_ratio()")
-
-
-def _step_ratio(num_rounds: int) -> dict[str, Any]:
-    import jax
-
-    import handwritten
-
-    run = _quickstart(8)
-    step = run.compile_step()
-    state = run.compile_init()()
-    batch = _batch(run)
-    params = handwritten.init(run.run.model, run.mesh)
-    rate = run.run.optim.learning_rate(run.run.num_steps)
-    bare, opt_state = handwritten.compile_step(run.run.model, run.mesh, params, batch, rate)
-    ours = []
-    theirs = []
-    for _ in range(num_rounds):
-        start = time.perf_counter()
-        state, _ = jax.block_until_ready(step(state, batch))
-        ours.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        params, opt_state, _ = jax.block_until_ready(bare(params, opt_state, batch))
-        theirs.append(time.perf_counter() - start)
-    return _ratio(ours[5:], theirs[5:])
 
 
 def _python_microseconds(num_leaves: int = 400, num_calls: int = 300) -> dict[str, Any]:
@@ -124,13 +103,6 @@ def _quickstart(num_devices: int, *overrides: str) -> Any:
     return prepare(load(QUICKSTART, list(overrides)))
 
 
-def _batch(run: Any) -> Any:
-    import jax
-
-    first = run.run.data.train(run.run.seed)[0]
-    return {name: jax.device_put(x, run.batch[name].sharding) for name, x in first.items()}
-
-
 def _ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
     ours_s = statistics.median(ours)
     theirs_s = statistics.median(theirs)
@@ -150,8 +122,8 @@ def _cpu_s(code: str) -> float:
 
 
 def _in_process(expression: str) -> Any:
-    """Evaluates an expression of this module in a fresh interpreter."""
-    code = f"import json, measure; print(json.dumps({expression}))"
+    """Evaluates an expression of the modules beside this one in a fresh interpreter."""
+    code = f"import json, compare, measure; print(json.dumps({expression}))"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE)}
     done = subprocess.run([sys.executable, "-c", code], check=True, env=environment, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])

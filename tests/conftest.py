@@ -10,6 +10,7 @@ os.environ.setdefault(
     "--xla_cpu_collective_call_terminate_timeout_seconds=300 "
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
 )
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is read from the user's home, or written there
 
 import jax
 import pytest

@@ -114,7 +114,7 @@ class Checkpoints:
                 pass
         except OSError as error:
             raise CheckpointError(f"run_dir: {self.directory} cannot be written: {error.strerror}") from None
-        self._arrays = Writer()
+        self._arrays: Writer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._held = ExitStack()
@@ -157,9 +157,10 @@ class Checkpoints:
             into this folder; or the metric that ranks checkpoints is not in `metrics` (the state is written anyway).
         """
         self.wait()
-        if self._writer is None:  # only writers need the lock
+        if self._arrays is None:  # only writers need the lock, and Orbax
             self._is_locked = self._held.enter_context(lock.hold(self.directory))
             self._writer = f"{of_first(secrets.randbits(31)):08x}"
+            self._arrays = self._held.enter_context(closing(Writer()))
         folder = self.directory / str(step)
         if folder.is_dir() and folder not in self.damaged:
             raise self._exists(step)
@@ -172,7 +173,7 @@ class Checkpoints:
             for partial in self.directory.glob("*.partial"):  # their writers were killed
                 shutil.rmtree(partial)
         self._arrays.write(self._partial(step) / STATE, flatten_with_paths(state))
-        self._pending = self._thread.submit(self._commit, step, meta)
+        self._pending = self._thread.submit(self._commit, self._arrays, step, meta)
         if self.retention.keep_best and metrics and name not in metrics:
             raise CheckpointError(f"checkpoints.metric: an evaluation has no {name}, but {', '.join(metrics)}")
 
@@ -201,11 +202,10 @@ class Checkpoints:
                 self.wait()
             finally:
                 self._thread.shutdown()
-                self._arrays.close()
 
-    def _commit(self, step: int, meta: dict[str, Any]) -> None:
+    def _commit(self, arrays: Writer, step: int, meta: dict[str, Any]) -> None:
         try:
-            self._arrays.wait()
+            arrays.wait()
             if jax.process_index() == 0:
                 self._name(step, meta)
         except BaseException:

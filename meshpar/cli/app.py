@@ -23,12 +23,25 @@ Devices = Annotated[
     int | None,
     typer.Option(min=1, max=4096, help="Number of CPU devices to simulate.", show_default="as many as the mesh has"),
 ]
+NoCache = Annotated[
+    bool, typer.Option("--no-cache", help="Compile everything anew, and store no compiled program on disk.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def echo(result: Any, json: bool) -> None:
     """Prints a result, as text or as JSON."""
     typer.echo(json_format.dumps(result.as_json(), indent=2) if json else str(result))
+
+
+def use_cache(no_cache: bool) -> None:
+    """Turns the persistent compilation cache on or off, before the first program is compiled."""
+    from meshpar.mesh import compilation_cache
+
+    if no_cache:
+        compilation_cache.disable()
+    else:
+        compilation_cache.enable()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshpar.cli.app import AsJson, Devices, Overrides, app, echo
+from meshpar.cli.app import AsJson, Devices, NoCache, Overrides, app, echo, use_cache
 from meshpar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End an answer before it.")] = None,
     devices: Devices = None,
     json: AsJson = False,
+    no_cache: NoCache = False,
 ) -> None:
     """Completes prompts, all in one batch, with the latest checkpoint of a run, on any mesh.
 
@@ -43,6 +44,7 @@ def generate(
 
     opened = open_source(source, overrides or [])
     simulate(opened.run, devices)
+    use_cache(no_cache)
     result = generated(
         opened, texts, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
         stop=stop or [], show=(lambda piece: None) if json else Terminal(texts).show,

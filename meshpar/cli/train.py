@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, check_file, check_folder, leave, writing
+from meshpar.cli.app import (
+    AsJson,
+    ConfigFile,
+    Devices,
+    NoCache,
+    Overrides,
+    app,
+    check_file,
+    check_folder,
+    leave,
+    use_cache,
+    writing,
+)  # fmt: skip
 from meshpar.errors import RunError
 
 
@@ -19,6 +31,7 @@ def train(
     json: AsJson = False,
     profile: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a trace of a few steps.")] = None,
     dump_hlo: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the compiled step's text.")] = None,
+    no_cache: NoCache = False,
 ) -> None:
     """Trains the model of CONFIG, or resumes from the last checkpoint in its run directory.
 
@@ -36,6 +49,7 @@ def train(
             profile.mkdir(parents=True, exist_ok=True)
         check_folder("--profile", profile, profile)
     simulate(loaded, devices)
+    use_cache(no_cache)
     try:
         actions.fit(loaded, json=json, profile=profile, dump_hlo=dump_hlo, signals=True)
     except (RunError, Interrupted) as ended:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from meshpar.cli.app import AsJson, ConfigFile, Overrides, app, echo
+from meshpar.cli.app import AsJson, ConfigFile, NoCache, Overrides, app, echo, use_cache
 from meshpar.errors import ConfigError
 from meshpar.progress import busy
 
 
 @app.command()
-def verify(config: ConfigFile, overrides: Overrides = None, json: AsJson = False) -> None:
+def verify(config: ConfigFile, overrides: Overrides = None, json: AsJson = False, no_cache: NoCache = False) -> None:
     """Checks that a small version of CONFIG computes on its mesh what one device computes; otherwise names the axis."""
     from meshpar.experiment.config import load
     from meshpar.mesh import process
@@ -19,6 +19,7 @@ def verify(config: ConfigFile, overrides: Overrides = None, json: AsJson = False
 
     loaded = load(config, overrides or [])
     process.simulate(shrink(loaded).mesh.requested() or 1)
+    use_cache(no_cache)
     with busy("training on the mesh, on one device, and on one axis at a time", quiet=True):
         result = proof.verify(loaded)
     echo(result, json)

@@ -52,6 +52,7 @@ class Collective:
       full_bytes: S, the whole buffer of a group: the output of an all-gather, the input of a reduce-scatter.
       group_size: n, the number of devices of a group.
       times: how often one call of the program runs it.
+      senders: the fraction of the devices that send; below 1 only for a permute.
     """
 
     kind: str
@@ -59,15 +60,16 @@ class Collective:
     full_bytes: int
     group_size: int
     times: Fraction = Fraction(1)
+    senders: Fraction = Fraction(1)
 
     @property
     def sent_bytes(self) -> Fraction:
-        """Bytes that a device sends in one run; the maximum, if devices differ.
+        """Bytes that a device sends in one run; the mean over all devices for a permute, where some send nothing.
 
-        Communication: (n-1)/n S; 2(n-1)/n S for an all-reduce; S for a permute.
+        Communication: (n-1)/n S; 2(n-1)/n S for an all-reduce; S for each sender of a permute.
         """
         if self.kind == "collective_permute":
-            return Fraction(self.full_bytes)
+            return self.senders * self.full_bytes
         share = Fraction(self.group_size - 1, self.group_size) * self.full_bytes
         return 2 * share if self.kind == "all_reduce" else share
 
@@ -126,10 +128,12 @@ def _collectives(visit: Visit, float_bytes: int) -> Iterator[Collective]:
     group_size = math.prod(sizes[axis] for axis in names)
     kind = _KINDS[visit.primitive]
     spanned = names
+    senders = Fraction(1)
     if kind == "collective_permute":  # it spans the axes along which any source differs from its target
         pairs = np.array(params["perm"], int).reshape(-1, 2)
         indices = np.unravel_index(pairs, [sizes[axis] for axis in names])
         spanned = [axis for axis, index in zip(names, indices, strict=True) if (index[:, 0] != index[:, 1]).any()]
+        senders = Fraction(int((pairs[:, 0] != pairs[:, 1]).sum()), group_size)
     axes = tuple(axis for axis in AXES if axis in spanned and sizes[axis] > 1)
     if not axes:
         return
@@ -140,4 +144,4 @@ def _collectives(visit: Visit, float_bytes: int) -> Iterator[Collective]:
         width = max(dtype.itemsize, float_bytes) if jnp.issubdtype(dtype, jnp.floating) else dtype.itemsize
         num_bytes = operand.aval.size * width
         full = num_bytes * group_size if kind == "all_gather" else num_bytes
-        yield Collective(kind, axes, full, group_size, visit.times)
+        yield Collective(kind, axes, full, group_size, visit.times, senders)

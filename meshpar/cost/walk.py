@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -18,8 +18,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
-# The name that `parallel.pipeline.execute` gives to the scope of a conditional.
-_TAKEN = re.compile(r"taken_(\d+)_of_(\d+)$")
+# The name that `parallel.pipeline.execute` gives to the scope of a conditional: a number for each branch, or for all.
+_TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,11 @@ def _walk(jaxpr: Jaxpr, around: Visit) -> Iterator[Visit]:
         visit = replace(around, equation=equation, scope=f"{around.scope}/{equation.source_info.name_stack}")
         yield visit
         inside = _inside(visit)
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                yield from _walk(getattr(inner, "jaxpr", inner), inside)
+        leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
+        inner = [getattr(leaf, "jaxpr", leaf) for leaf in leaves if _is_jaxpr(leaf)]
+        for jaxpr_inside, repeats in zip(inner, _repeats(visit, len(inner)), strict=True):
+            times = None if visit.times is None or repeats is None else visit.times * repeats
+            yield from _walk(jaxpr_inside, replace(inside, times=times))
 
 
 def _inside(visit: Visit) -> Visit:
@@ -72,21 +74,22 @@ def _inside(visit: Visit) -> Visit:
         sizes = dict(visit.equation.params["mesh"].shape)
         num_shards = math.prod(sizes[axis] for axis in visit.equation.params["newly_manual_axes"])
         return replace(visit, axis_sizes=sizes, num_shards=visit.num_shards * num_shards)
-    repeats = _repeats(visit)
-    return replace(visit, times=None if visit.times is None or repeats is None else visit.times * repeats)
+    return visit
 
 
-def _repeats(visit: Visit) -> Fraction | None:
-    """How often an equation runs the equations inside of it; None if that is unknown."""
+def _repeats(visit: Visit, num_inside: int) -> Sequence[Fraction | None]:
+    """How often an equation runs each of the jaxprs inside of it; None if that is unknown."""
     params = visit.equation.params
     if visit.primitive == "while":
-        return None
+        return [None] * num_inside
     if visit.primitive == "scan":
-        return Fraction(params["length"])
+        return [Fraction(params["length"])] * num_inside
     if visit.primitive == "pallas_call":
-        return Fraction(math.prod(params["grid_mapping"].grid))
-    taken = _TAKEN.search(visit.scope) if visit.primitive == "cond" else None
-    return Fraction(int(taken[1]), int(taken[2])) if taken else Fraction(1)
+        return [Fraction(math.prod(params["grid_mapping"].grid))] * num_inside
+    if visit.primitive == "cond" and (taken := _TAKEN.search(visit.scope)):
+        times = [Fraction(int(branch), int(taken[2])) for branch in taken[1].split("_")]
+        return times if len(times) > 1 else times * num_inside
+    return [Fraction(1)] * num_inside
 
 
 def _is_jaxpr(x: Any) -> bool:

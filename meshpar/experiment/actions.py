@@ -26,7 +26,7 @@ from meshpar.inspection.inspect import inspect as inspect_program
 from meshpar.inspection.report.report import Report, report
 from meshpar.interop.huggingface import open_pretrained
 from meshpar.interop.pretrained import PretrainedBeginning
-from meshpar.mesh import process
+from meshpar.mesh import compilation_cache, process
 from meshpar.mesh.hardware import chip_of
 from meshpar.optim.ema import averaged
 from meshpar.plan import targets
@@ -69,7 +69,7 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
       (2, 257)
     """
     prepared = prepare(run, run.mesh.abstract(num_devices))
-    found = report(prepared.placement.params, asdict(prepared.states))
+    found = report(prepared.placement.params, asdict(prepared.states), prepared.selected)
     return found if path is None else found.only(path)
 
 
@@ -138,7 +138,9 @@ def inspect(*program: Any, **options: Any) -> Inspection | FitReport:
 def _inspect_run(run: Run, target: str | None = None, num_devices: int | None = None) -> Inspection | FitReport:
     if target is None:
         prepared = prepare(run, run.mesh.build(jax.devices()[:num_devices] if num_devices else None))
-        return prepared.inspect(prepared.compile_step())
+        with compilation_cache.disabled():  # a program from the cache comes without the compiler's warnings
+            step = prepared.compile_step()
+        return prepared.inspect(step)
     machine = targets.parse(target)
     process.compile_only()
     prepared = prepare(run, run.mesh.build(machine.devices()))
@@ -206,9 +208,9 @@ def _fit(
         if shows:
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed)
-        with busy("compiling the step and the evaluation") if shows else nullcontext():
+        with busy("compiling the step") if shows else nullcontext():
             step = prepared.compile_step()
-            evaluate = prepared.compile_evaluation()
+        evaluate = prepared.lazy_evaluation()
         if dump_hlo:
             dump_hlo.write_text(step.text)
         _hold_to_contract(prepared, step)

@@ -104,6 +104,11 @@ class Prepared(Training):
         return model_states(sharded, stored, optimizer, self.ctx, self.run.precision.widths, frozen)
 
     @property
+    def selected(self) -> dict[str, str]:
+        """Key -> what this setting comes to with the run's sizes on its mesh."""
+        return self.run.model.selected(task_of(self.run), self.ctx, self.run.data.batch_size)
+
+    @property
     def about(self) -> CheckpointMetadata:
         """The description of the run in its checkpoints."""
         run = self.run
@@ -141,7 +146,7 @@ class Prepared(Training):
             text = "\n".join(["the compiled step sends more than the traced step says:", *map(str, more.found)])
             warnings.warn(text, ContractWarning, stacklevel=2)
         by_axes = {axes_name(axes): round(num_bytes) for axes, num_bytes in (traced or {}).items()}
-        return replace(found, traced=by_axes or None, model_states=states)
+        return replace(found, traced=by_axes or None, model_states=states, selected=self.selected)
 
 
 def prepare(run: Run, mesh: AnyMesh | None = None, abstract_platform: str = "cpu") -> Prepared:

@@ -22,7 +22,7 @@ from meshpar.train.loss import LossConfig
 from meshpar.tree import flatten_with_paths
 
 FEATURES: Mapping[str, Callable[[Run], bool]] = {
-    "loss": lambda run: run.loss != LossConfig(),
+    "loss": lambda run: run.loss.model_copy(update={"chunk": "auto"}) != LossConfig(),
     "distill": lambda run: run.distill is not None,
     "freeze": lambda run: bool(run.freeze),
     "lora": lambda run: run.lora is not None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -40,6 +40,7 @@ class Inspection:
       opaque: targets of custom calls, whose operations and communication are not counted.
       traced: bytes over each combination of axes that the traced step of a run names; None if there is none.
       model_states: bytes of parameters, gradients and optimizer state, from the placements of a run.
+      selected: key of a run's config -> what it comes to in this program.
       findings: what its author probably did not intend, the most expensive first.
     """
 
@@ -51,6 +52,7 @@ class Inspection:
     opaque: tuple[str, ...]
     traced: dict[str, int] | None = None
     model_states: dict[str, int] | None = None
+    selected: dict[str, str] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -72,6 +74,7 @@ class Inspection:
             "flops": self.flops,
             "memory": asdict(self.memory) | {"total": self.memory.total},
             "model_states": self.model_states,
+            "selected": self.selected,
             "largest": [asdict(held) for held in self.largest],
             "opaque": list(self.opaque),
             "findings": [one.as_json() for one in self.findings],

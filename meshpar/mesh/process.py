@@ -9,7 +9,7 @@ from contextlib import suppress
 import jax
 
 from meshpar.errors import MeshError
-from meshpar.mesh import driver
+from meshpar.mesh import compilation_cache, driver
 
 logging.getLogger("jax._src.xla_bridge").addFilter(driver.is_relevant)
 
@@ -121,4 +121,4 @@ def compile_only() -> None:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)  # these programs cannot be loaded from the cache
+    compilation_cache.disable()  # these programs cannot be loaded from it

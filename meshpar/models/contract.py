@@ -125,6 +125,10 @@ class ModelContract(Config):
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
         """Reports conflicts of the model's config with the task, the rules or the mesh, without building the model."""
 
+    def selected(self, task: Task, ctx: ParallelContext, batch_size: int) -> dict[str, str]:
+        """Key -> what this setting comes to with the run's sizes on its mesh. `explain` and `inspect` report it."""
+        return {}
+
     def batch_specs(self, batch_size: int, seq_len: int) -> dict[str, ArraySpec]:
         """Name -> `ArraySpec` of each array of a batch. Default: packed tokens."""
         spec = ArraySpec((batch_size, seq_len), np.dtype("int32"), ("batch", "seq"))

@@ -16,6 +16,7 @@ from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.projection import describe_chunk
 from meshpar.train.loss import count_targets, next_token_loss, summed_cross_entropy
 
 
@@ -34,15 +35,16 @@ class DecoderModel(Decoder, ModelContract):
 
         abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
         forward = functional(abstract, "forward")
+        stage_loss = partial(summed_cross_entropy, vocab_size=self.vocab_size, chunk=task.loss.chunk)
         return ModelProgram(
             specs=describe(abstract),
             init=init,
             loss=task.loss.build(forward, self.vocab_size, task.distill),
-            evaluation=next_token_loss(forward, self.vocab_size),
+            evaluation=next_token_loss(forward, self.vocab_size, task.loss.chunk),
             rules=task.rules,
             forward=forward,
             uses_rng=self.dropout > 0,
-            parts=parts(abstract, partial(summed_cross_entropy, vocab_size=self.vocab_size), count_targets),
+            parts=parts(abstract, stage_loss, count_targets),
         )
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
@@ -56,6 +58,14 @@ class DecoderModel(Decoder, ModelContract):
             what = f"the data has {task.vocab_size} token ids, the model {self.vocab_size}"
             problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")
         check_supported(self.sharding, ctx, problems)
+
+    def selected(self, task: Task, ctx: ParallelContext, batch_size: int) -> dict[str, str]:
+        rows = batch_size // ctx.shards("batch") // (ctx.num_passes if ctx.manual else ctx.num_microbatches)
+        vocab = self.padded_vocab // ctx.shards("vocab")
+        return {
+            "loss.chunk": describe_chunk(task.loss.chunk, rows, task.seq_len, self.hidden_size, vocab),
+            "model.attention": self.attention.describe(task.seq_len, None if self.global_layers else self.window),
+        }
 
     def array_specs(self) -> Any:
         return describe(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))))

@@ -11,8 +11,9 @@ from meshpar.nn.describe import functional
 from meshpar.nn.transformer import REMAT, Transformer
 from meshpar.parallel.data import gathering_again
 from meshpar.parallel.pipeline.model import Batch, PipelineModel
+from meshpar.parallel.projection import Projection
 
-Sums = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array]]
+Sums = Callable[[Projection, Batch], tuple[jax.Array, jax.Array]]
 
 
 def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -> PipelineModel:
@@ -20,15 +21,14 @@ def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -
 
     Args:
       model: abstract, from `nnx.eval_shape`.
-      loss: (logits, batch) -> (sum, count).
+      loss: (projection of the logits, batch) -> (sum, count).
       count: batch -> the count alone.
     """
-    logits = functional(model, "logits")
+    project = functional(model, "project")
     sizes = model.model
-    per_layer = 2 * sizes.hidden_size * (sizes.num_heads + sizes.kv_heads) * sizes.head_size + sizes.mlp_weights
 
     def end(params: Any, x: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return loss(logits(params, x), batch)
+        return loss(project(params, x), batch)
 
     return PipelineModel(
         layers="blocks",
@@ -40,5 +40,5 @@ def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -
         loss=end,
         count=count,
         policy=gathering_again(REMAT[sizes.remat]),
-        head=sizes.hidden_size * sizes.padded_vocab / per_layer,
+        head=sizes.hidden_size * sizes.padded_vocab / sizes.weights_of_a_layer,
     )

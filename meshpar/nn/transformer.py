@@ -23,11 +23,11 @@ from meshpar.nn.attention.layer import Attention, Bias
 from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal, within_layer
 from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
 from meshpar.nn.supported import Sharding, Supported
-from meshpar.parallel import linear, tensor
-from meshpar.parallel.context import constrain, current
-from meshpar.parallel.data import gather_in_layer, gathering_again, streamed
-from meshpar.parallel.linear import Weights
+from meshpar.parallel import tensor
+from meshpar.parallel.context import constrain, current, platform
+from meshpar.parallel.data import gather_in_layer, gathering_again, gathers_again, streamed
 from meshpar.parallel.outputs import Auxiliary, Outputs, with_auxiliary
+from meshpar.parallel.projection import Projection
 
 Batch = dict[str, Int[Array, "..."]]
 
@@ -39,6 +39,11 @@ REMAT: dict[str, Callable[..., Any]] = {
     "dots_no_batch": _policies.checkpoint_dots_with_no_batch_dims,
     "full": _policies.nothing_saveable,
 }
+
+
+UNROLLED_WEIGHTS = 2**17
+UNROLLED_LAYERS = 16
+"""`unroll: auto` removes the loop if each layer has at least so many weights, and there are at most so many layers."""
 
 
 class Decoder(Config):
@@ -87,6 +92,8 @@ class Decoder(Config):
     """How tokens attend to each other: `auto`, `reference`, or `blocks`, which never holds the scores of a row."""
     remat: Literal["none", "dots", "dots_no_batch", "full"] = "none"
     """Which activations of a block the backward recomputes: none, all but matmuls, all but weight matmuls, or all."""
+    unroll: Literal["auto", "all"] | Positive = "auto"
+    """How many layers an iteration of the loop over layers computes: `auto`, `all` for no loop, or a number."""
 
     @pydantic.model_validator(mode="after")
     def _heads_divide(self) -> Decoder:
@@ -123,6 +130,27 @@ class Decoder(Config):
         return -(-self.num_layers // self.pad_layers_to_multiple) * self.pad_layers_to_multiple
 
     @property
+    def weights_of_a_layer(self) -> int:
+        """Weights of the products in one layer."""
+        return 2 * self.hidden_size * (self.num_heads + self.kv_heads) * self.head_size + self.mlp_weights
+
+    def layers_of_an_iteration(self, platform: str, recomputes: bool) -> int:
+        """How many layers one iteration of the loop over layers computes.
+
+        `auto` removes the loop on CPUs, where it copies the parameters of each layer and keeps XLA from fusing layers.
+        It stays where layers are so small that the loop costs little, or so many that compiling them takes long, and
+        where the backward recomputes: without a loop between them, XLA:CPU merges that with the forward, which undoes
+        remat and ZeRO-3. On GPUs and TPUs a loop reads parameters in place, and its program stays small.
+
+        Args:
+          recomputes: whether the backward recomputes activations, or gathers parameters again.
+        """
+        if self.unroll != "auto":
+            return self.num_layers if self.unroll == "all" else min(self.unroll, self.num_layers)
+        is_worth_it = self.weights_of_a_layer >= UNROLLED_WEIGHTS and self.num_layers <= UNROLLED_LAYERS
+        return self.num_layers if platform == "cpu" and is_worth_it and not recomputes else 1
+
+    @property
     def padded_vocab(self) -> int:
         """Rows of the embedding, including padding."""
         return -(-self.vocab_size // self.pad_vocab_to_multiple) * self.pad_vocab_to_multiple
@@ -146,7 +174,7 @@ class Decoder(Config):
         return Transformer(self, rngs)
 
 
-TRAINING_FIELDS = ("pad_vocab_to_multiple", "pad_layers_to_multiple", "dropout", "attention", "remat")
+TRAINING_FIELDS = ("pad_vocab_to_multiple", "pad_layers_to_multiple", "dropout", "attention", "remat", "unroll")
 """The fields that do not change what a trained model computes."""
 
 
@@ -236,18 +264,18 @@ class Transformer(nnx.Module):
         x_BRD, auxiliary, _ = block(x_BRD, self.model.attention, batch, rope, _fold(key, index), window)
         return x_BRD, auxiliary.share(self.model.num_layers)
 
-    def logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B S V"]:
-        """Returns the logits, from the output of the last block."""
-        return self._logits(x_BRD, _gathered(self.embedding) if self.model.tie_embeddings else None)
+    def project(self, x_BRD: Float[Array, "B R D"]) -> Projection:
+        """Returns the projection that computes the logits, from the output of the last block."""
+        return self._project(x_BRD, _gathered(self.embedding) if self.model.tie_embeddings else None)
 
     def __call__(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B S V"]:
         return self.forward(batch, key).logits
 
     def forward(self, batch: Batch, key: PRNGKeyArray | None = None) -> Outputs:
-        """Returns the logits, and the auxiliary losses and metrics of all layers."""
+        """Returns the projection of the logits, and the auxiliary losses and metrics of all layers."""
         embedding_VD = _gathered(self.embedding)
         x_BRD, auxiliary, _ = self._scan(self._embed(embedding_VD, batch, key), batch, key)
-        return Outputs(self._logits(x_BRD, embedding_VD if self.model.tie_embeddings else None), *auxiliary)
+        return Outputs(self._project(x_BRD, embedding_VD if self.model.tie_embeddings else None), *auxiliary)
 
     def decode(self, batch: Batch, cache: KVCache) -> tuple[Float[Array, "B V"], KVCache]:
         """Computes tokens that follow those in the cache: a whole prompt, or one token per row.
@@ -263,7 +291,8 @@ class Transformer(nnx.Module):
         embedding_VD = _gathered(self.embedding)
         x_BRD, _, cache = self._scan(self._embed(embedding_VD, batch, None), batch, None, cache)
         x_B1D = jnp.take_along_axis(x_BRD, batch["last"][:, None, None], axis=1)
-        return self._logits(x_B1D, embedding_VD if self.model.tie_embeddings else None)[:, 0], cache
+        projection = self._project(x_B1D, embedding_VD if self.model.tie_embeddings else None)
+        return projection.logits()[:, 0], cache
 
     def _embed(
         self, embedding_VD: Float[Array, "V D"], batch: Batch, key: PRNGKeyArray | None
@@ -285,23 +314,25 @@ class Transformer(nnx.Module):
             params, index = layer
             block = nnx.merge(graph, _gathered_layer(params))
             window = self.model.window_of(index)
-            core = self.model.attention if cache is None else cache.layer(index)
+            core = self.model.attention if cache is None else cache.layer(index, self.model.attention)
             x, auxiliary, cache = block(x, core, batch, rope, _fold(key, index), window)
             return (x, cache), auxiliary.share(self.model.num_layers)
 
-        indices = jnp.arange(self.model.num_layers, dtype=jnp.int32)
-        policy = gathering_again(REMAT[self.model.remat])
-        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-        blocks = jax.tree.map(lambda x: x[: len(indices)], blocks)
-        (x_BRD, cache), auxiliary = jax.lax.scan(body, (x_BRD, cache), (blocks, indices))
+        num_layers = self.model.num_layers
+        recomputes = self.model.remat != "none" or gathers_again()
+        unroll = self.model.layers_of_an_iteration(platform(), recomputes)
+        indices = jnp.arange(num_layers, dtype=jnp.int32)
+        blocks = jax.tree.map(lambda x: x[:num_layers], blocks)
+        if recomputes:
+            policy = gathering_again(REMAT[self.model.remat])
+            body = jax.checkpoint(body, policy=policy, prevent_cse=unroll > 1)
+        (x_BRD, cache), auxiliary = jax.lax.scan(body, (x_BRD, cache), (blocks, indices), unroll=unroll)
         return x_BRD, jax.tree.map(lambda x: x.sum(0), auxiliary), cache
 
-    def _logits(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Float[Array, "B S V"]:
+    def _project(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Projection:
         graph, norm = nnx.split(self.norm)
         head_DV = _gathered(self.head) if tied_VD is None else tied_VD.T
-        normed_BRD = nnx.merge(graph, _gathered_layer(norm))(x_BRD)
-        (logits,) = linear.column_parallel(normed_BRD, [Weights(head_DV)], "vocab")
-        return constrain(logits, "batch", "seq", "vocab")
+        return Projection(nnx.merge(graph, _gathered_layer(norm))(x_BRD), head_DV)
 
 
 def _stacked_blocks(model: Decoder, rngs: nnx.Rngs) -> Any:

@@ -156,6 +156,14 @@ def current() -> ParallelContext | None:
     return _current.get()
 
 
+def platform() -> str:
+    """The platform that the program is compiled for, such as `cpu`; that of JAX on one device or for a mesh of none."""
+    ctx = _current.get()
+    if ctx is None or not isinstance(ctx.mesh, jax.sharding.Mesh):
+        return jax.default_backend()
+    return ctx.mesh.devices.flat[0].platform
+
+
 def manual() -> ParallelContext | None:
     """The context, if the code is traced inside the manual lowering's `shard_map`; else None."""
     ctx = _current.get()

@@ -72,6 +72,14 @@ def streamed(dims: Dims, ctx: ParallelContext | None) -> Stored:
     return stored if len(stored) == 1 else ()
 
 
+def gathers_again() -> bool:
+    """Whether the backward gathers parameters again, as ZeRO-3 does."""
+    ctx = manual()
+    if ctx is None or ctx.rules.zero_stage != 3:
+        return False
+    return any(ctx.storage(dim) for dim in ctx.rules.table if dim != "batch")
+
+
 def gathering_again(policy: Policy) -> Policy:
     """A `jax.checkpoint` policy that saves what `policy` saves, except gathered parameters under ZeRO-3.
 

@@ -1,4 +1,4 @@
-"""What a model's forward returns: logits, and the auxiliary losses and metrics of its layers."""
+"""What a model's forward returns: logits or their projection, and the auxiliary losses and metrics of its layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from meshpar.parallel.precision import wide
+from meshpar.parallel.projection import Projection
 
 Scalars = dict[str, jax.Array]
 
@@ -42,19 +43,24 @@ class Outputs:
     """What a model's forward returns.
 
     Args:
-      logits: [batch, seq, vocab], local shards of the vocabulary.
+      projected: the logits [batch, seq, vocab], local shards of the vocabulary; or the projection that computes them.
       losses, metrics: summed over all layers, see `Auxiliary`.
       state: the extra state for the next step; None if the forward does not change it.
     """
 
-    logits: jax.Array
+    projected: jax.Array | Projection
     losses: Scalars = field(default_factory=dict)
     metrics: Scalars = field(default_factory=dict)
     state: Any = None
+
+    @property
+    def logits(self) -> jax.Array:
+        """[batch, seq, vocab], local shards of the vocabulary."""
+        return self.projected.logits() if isinstance(self.projected, Projection) else self.projected
 
     def sums(self, count: jax.Array) -> Scalars:
         """Losses and metrics as sums over `count` tokens, the form in which `LossSums` holds metrics."""
         return {name: x * count.astype(x.dtype) for name, x in (self.metrics | self.losses).items()}
 
 
-jax.tree_util.register_dataclass(Outputs, ["logits", "losses", "metrics", "state"], [])
+jax.tree_util.register_dataclass(Outputs, ["projected", "losses", "metrics", "state"], [])

@@ -7,17 +7,18 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
 
-from meshpar.config import Config, Target
+from meshpar.config import Config, Positive, Target
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel import tensor
 from meshpar.parallel.outputs import Outputs
+from meshpar.parallel.projection import Chunk, Projection
 from meshpar.sharding.rules import AxisRules
 from meshpar.tree import flatten_with_paths, map_with_path
 
@@ -53,6 +54,8 @@ class LossSums:
 
 jax.tree_util.register_dataclass(LossSums, ["loss", "count", "metrics", "carried"], [])
 
+Each = Callable[[jax.Array, jax.Array, Batch], jax.Array]
+"""(logits, targets, the tokens' arrays of a batch) -> [batch, seq], the loss of each token."""
 Loss = Callable[[Any, Batch, jax.Array | None, Any], LossSums]
 """(params, batch, key, carried) -> `LossSums` of the local rows."""
 
@@ -166,11 +169,21 @@ class LossConfig(Config):
     """Share of the target's probability that is spread evenly over the vocabulary."""
     z_loss: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the squared logarithm of the softmax's denominator; 1e-4 keeps logits from drifting."""
+    chunk: Literal["auto", "none"] | Positive = "auto"
+    """Tokens whose logits a device holds at a time; `none` holds all; `auto` makes chunks where they hold less."""
+
+    @pydantic.field_validator("chunk", mode="before")
+    @classmethod
+    def _chunk(cls, chunk: Any) -> Any:
+        if chunk not in ("auto", "none") and (type(chunk) is not int or not 0 < chunk < 2**31):
+            raise ValueError(f"must be auto, none, or a number of tokens, got {chunk!r}")
+        return chunk
 
     @pydantic.model_validator(mode="after")
     def _one_loss(self) -> LossConfig:
-        if self.target and (self.label_smoothing or self.z_loss):
-            raise ValueError("label_smoothing and z_loss belong to the next token's cross entropy, not to a target")
+        if self.target and (self.label_smoothing or self.z_loss or self.chunk != "auto"):
+            what = "label_smoothing, z_loss and chunk belong to the next token's cross entropy, not to a target"
+            raise ValueError(what)
         return self
 
     def build(self, apply: Callable[..., jax.Array], vocab_size: int, distill: Distill | None = None) -> Loss:
@@ -180,10 +193,10 @@ class LossConfig(Config):
             nll = tensor.cross_entropy(logits, targets, vocab_size, self.label_smoothing, self.z_loss)
             return distill.add(nll, logits, batch[TEACHER], vocab_size) if distill else nll
 
-        return _summed(apply, each, adds_auxiliary=True)
+        return _summed(apply, each, self.chunk, adds_auxiliary=True)
 
 
-def next_token_loss(apply: Callable[..., jax.Array], vocab_size: int) -> Loss:
+def next_token_loss(apply: Callable[..., Any], vocab_size: int, chunk: Chunk = "auto") -> Loss:
     """Cross entropy of `targets`, where targets of -1 do not count. The model's auxiliary losses are only reported.
 
     Args:
@@ -194,25 +207,22 @@ def next_token_loss(apply: Callable[..., jax.Array], vocab_size: int) -> Loss:
     def each(logits: jax.Array, targets: jax.Array, batch: Batch) -> jax.Array:
         return tensor.cross_entropy(logits, targets, vocab_size)
 
-    return _summed(apply, each, adds_auxiliary=False)
+    return _summed(apply, each, chunk, adds_auxiliary=False)
 
 
-def _summed(apply: Callable[..., Any], each: Callable[..., jax.Array], adds_auxiliary: bool) -> Loss:
+def _summed(apply: Callable[..., Any], each: Each, chunk: Chunk, adds_auxiliary: bool) -> Loss:
     """A loss that sums the losses of the tokens.
 
     Args:
-      each: (logits, targets, batch) -> [batch, seq].
       adds_auxiliary: whether the model's auxiliary losses are added.
     """
 
     def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
-        counted = batch["targets"] >= 0
         outputs = apply(params, batch, key)
         if not isinstance(outputs, Outputs):
             outputs = Outputs(outputs)
-        costs = each(outputs.logits, jnp.where(counted, batch["targets"], 0), batch)
-        total = jnp.where(counted, costs, jnp.zeros_like(costs)).sum()
-        count = counted.sum(dtype=jnp.int32)
+        total = _total(outputs.projected, each, batch, chunk)
+        count = count_targets(batch)
         metrics = outputs.sums(count)
         if adds_auxiliary:
             for name in outputs.losses:
@@ -227,8 +237,26 @@ def count_targets(batch: Batch) -> jax.Array:
     return (batch["targets"] >= 0).sum(dtype=jnp.int32)
 
 
-def summed_cross_entropy(logits: jax.Array, batch: Batch, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+def summed_cross_entropy(
+    projected: jax.Array | Projection, batch: Batch, vocab_size: int, chunk: Chunk = "auto"
+) -> tuple[jax.Array, jax.Array]:
     """(sum, count) over the targets that are not -1."""
-    counted = batch["targets"] >= 0
-    nll = tensor.cross_entropy(logits, jnp.where(counted, batch["targets"], 0), vocab_size)
-    return jnp.where(counted, nll, jnp.zeros_like(nll)).sum(), counted.sum(dtype=jnp.int32)
+
+    def each(logits: jax.Array, targets: jax.Array, _: Batch) -> jax.Array:
+        return tensor.cross_entropy(logits, targets, vocab_size)
+
+    return _total(projected, each, batch, chunk), count_targets(batch)
+
+
+def _total(projected: jax.Array | Projection, each: Each, batch: Batch, chunk: Chunk) -> jax.Array:
+    """The sum over the targets that are not -1."""
+
+    def cost(logits: jax.Array, tokens: Batch) -> jax.Array:
+        counted = tokens["targets"] >= 0
+        costs = each(logits, jnp.where(counted, tokens["targets"], 0), tokens)
+        return jnp.where(counted, costs, jnp.zeros_like(costs)).sum()
+
+    tokens = {name: x for name, x in batch.items() if name in ("targets", TEACHER)}
+    if isinstance(projected, Projection):
+        return projected.summed(cost, tokens, chunk)
+    return cost(projected, tokens)

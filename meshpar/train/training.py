@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Self
 
 import jax
@@ -136,6 +136,16 @@ class Training:
 
     def compile_evaluation(self) -> Evaluation:
         return compile_program(self._evaluation(self.ctx))
+
+    def lazy_evaluation(self) -> Evaluation:
+        """The evaluation, traced now and compiled at its first call, so that the first step does not wait for it."""
+        traced = self._evaluation(self.ctx)
+        compiled = cache(lambda: compile_program(traced))
+
+        def evaluate(params: Any, batch: Batch, carried: Any) -> dict[str, jax.Array]:
+            return compiled()(params, batch, carried)
+
+        return evaluate
 
     @cached_property
     def model_flops(self) -> Fraction:

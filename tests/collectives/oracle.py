@@ -7,8 +7,8 @@ textbooks, and the bits of each code; it runs and traces nothing.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +24,8 @@ from meshpar.mesh.layout import AXES
 Axes = tuple[str, ...]
 Sizes = Mapping[str, int]
 """Axis -> devices along it."""
-Sent = Counter[Axes]
-"""Axes, in the order of the mesh -> bytes that a device sends over them; in each permute, the one that sends most."""
+Sent = Mapping[Axes, Fraction]
+"""Axes, in the order of the mesh -> bytes that a device sends over them, on average over all devices."""
 CODES = (Int8, Float8, OneBit)
 SCALE_BYTES = 4
 
@@ -47,16 +47,18 @@ def sent(messages: Iterable[Message], axes: Axes, sizes: Sizes, algorithm: Choic
     """What a device sends in some collectives over `axes`.
 
     >>> sent([Message("all_reduce", 100, 4)], ("data",), {"data": 8})
-    Counter({('data',): 728})
+    {('data',): Fraction(728, 1)}
     """
-    total = Sent()
+    total: dict[Axes, Fraction] = {}
     num_ranks = ranks_of(axes, sizes)
     for operation, size, width in messages:
         name = select(operation, num_ranks, size * width) if algorithm == "auto" else algorithm
         table = plan(operation, name, num_ranks)
         chunk = math.ceil(size / table.num_chunks) * width
         for permute in table.permutes():
-            total[_spanned(permute, axes, sizes)] += permute.chunks.shape[1] * chunk
+            num_sent = permute.chunks[permute.source != permute.target].size
+            spanned = _spanned(permute, axes, sizes)
+            total[spanned] = total.get(spanned, Fraction(0)) + Fraction(num_sent * chunk, num_ranks)
     return total
 
 
@@ -101,7 +103,8 @@ def sum_sent(of: Reduce, shape: tuple[int, ...], width: int, inside: Axes, slow:
     scatter = _within_message(of.within, "reduce_scatter", part * num_ranks, width, num_ranks)
     gather = _within_message(of.within, "all_gather", part * num_ranks, width, num_ranks)
     around = sent([scatter, gather], inside, sizes, of.algorithm)
-    return around + _across_sent(of, (part,), width, slow, sizes) if slow else around
+    across = _across_sent(of, (part,), width, slow, sizes) if slow else {}
+    return {axes: around.get(axes, Fraction(0)) + across.get(axes, Fraction(0)) for axes in [*around, *across]}
 
 
 def bucket_shapes(shapes: Sequence[tuple[int, ...]], of: Reduce, width: int) -> list[tuple[int, ...]]:

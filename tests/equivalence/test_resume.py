@@ -85,7 +85,7 @@ def run_at(where: Where, run_dir: Path) -> Told:
     read: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Dataset, "batches", _noted(Dataset.batches, read))
-        for name in ("compile_step", "compile_evaluation"):
+        for name in ("compile_step", "lazy_evaluation"):
             patch.setattr(Prepared, name, _once(getattr(Prepared, name), where))
         begun = len(_records(run_dir))
         fit(run, json=True)

@@ -62,7 +62,7 @@ def test_a_start_and_an_end_that_inform_and_a_run_that_trains_nothing(train):
     said = train("num_steps=2")
     start, compiling, *end = said.err.splitlines()
     assert start == "8 simulated cpu devices in 1 process; mesh data=8; 4,656 parameters; 128 tokens a step"
-    assert compiling.startswith("compiling the step and the evaluation: ")
+    assert compiling.startswith("compiling the step: ")
     assert end == ["trained to step 2: the checkpoint is run/checkpoints/2", "next: meshpar checkpoint show run"]
     again = train("num_steps=2", "optim.lr=0.5")
     assert again.code == 0

@@ -25,6 +25,22 @@ meshpar: 3 problems in config.yaml:
     must be less than 1.0, got 1.0
 """,
     ),
+    "no number of tokens": (
+        ["loss.chunk=0"],
+        """\
+meshpar: 1 problem in config.yaml:
+  loss.chunk (command line)
+    must be auto, none, or a number of tokens, got 0
+""",
+    ),
+    "chunks of a loss of one's own": (
+        ["loss={target: mine:loss, chunk: 8}"],
+        """\
+meshpar: 1 problem in config.yaml:
+  loss (command line)
+    label_smoothing, z_loss and chunk belong to the next token's cross entropy, not to a target
+""",
+    ),
     "globs that match nothing, and steps that never come": (
         [EXTRA, "freeze=[block.**, {paths: [head], until: 2}]"],
         """\

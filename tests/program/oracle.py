@@ -9,6 +9,7 @@ XLA's CPU compiler moves collectives out of loops and makes one of two equal one
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable
@@ -23,7 +24,7 @@ from meshpar.experiment.prepare import Prepared
 from meshpar.mesh.layout import AXES
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.data import streamed
-from meshpar.parallel.pipeline.execute import num_permutes
+from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.tree import flatten_with_paths
 from tests.collectives.oracle import bucket_shapes, scatter_sent, sum_sent
@@ -69,18 +70,16 @@ class Stages:
     """What a pipeline adds to a step.
 
     Args:
-      ticks: of all its passes.
-      permutes: of an activation, in a tick.
+      messages: activations and cotangents that a stage sends in a step, on average over the stages.
       num_passes: how often layers are moved to where the schedule wants them, and their gradients back.
-      moved: layers that a stage sends on each way.
+      moved: layers that a stage sends on each way, on average.
       tokens: of a microbatch on one device.
       at_both_ends: the parameter that the first and the last stage use; under ZeRO-3 each gathers it for itself.
     """
 
-    ticks: int
-    permutes: int
+    messages: Fraction
     num_passes: int
-    moved: int
+    moved: Fraction
     tokens: int
     at_both_ends: str | None = None
 
@@ -138,12 +137,27 @@ def _widths(precision: Precision) -> Widths:
 
 def _in_stages(run: Prepared, tokens: int) -> tuple[int, Stages]:
     """Layers that a stage computes, and what the pipeline sends."""
-    ticks, cut = run.pipeline.plan(run.ctx)
-    passes, moves, permutes = run.run.num_microbatches, run.pipeline.moves(run.ctx), num_permutes(len(cut.layers))
-    moved = moves.num_permutes * moves.unit if moves else 0
+    cut = run.pipeline.cut(run.ctx)
+    num_stages = len(cut.layers)
+    passes = run.run.num_microbatches
+    sent = Fraction(passes * num_messages(run.pipeline.schedule, num_stages), num_stages)
+    stored = run.pipeline.parts.stacked_layers // num_stages
+    elsewhere = [layer for stage in range(num_stages) for layer in cut.layers[stage].flat if layer // stored != stage]
+    moved = Fraction(sum(layer >= 0 for layer in elsewhere) if run.ctx.axes("layers") else 0, num_stages)
     shared = "embedding" if run.run.model.tie_embeddings else None
     per_microbatch = tokens // run.ctx.num_passes
-    return cut.layers[0].size, Stages(ticks.num_ticks * passes, permutes, passes, moved, per_microbatch, shared)
+    return cut.layers[0].size, Stages(sent, passes, moved, per_microbatch, shared)
+
+
+def num_messages(schedule: Schedule, num_stages: int) -> int:
+    """Messages of all stages: each microbatch crosses each boundary between parts on two stages, there and back.
+
+    >>> from meshpar.parallel.pipeline.schedule import OneFOneB
+    >>> num_messages(OneFOneB(num_microbatches=8), 4)
+    48
+    """
+    route = [schedule.stage_of(k, num_stages) for k in range(num_stages * schedule.chunks_per_stage)]
+    return 2 * schedule.num_microbatches * sum(here != there for here, there in itertools.pairwise(route))
 
 
 def step_traffic(
@@ -188,7 +202,7 @@ def step_traffic(
     if stages:
         part = ctx.shards("residual_seq")
         message = Fraction(stages.tokens * activations.width * widths.compute, part)
-        sent[ctx.axes("stage")] += stages.ticks * stages.permutes * message
+        sent[ctx.axes("stage")] += stages.messages * message
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 

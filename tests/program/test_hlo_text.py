@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -92,7 +94,7 @@ ASYNC = {
         "%s = (bf16[4,8]{1,0:T(8,128)(2,1)}, bf16[4,8]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}, u32[]{:S(2)}) "
         "collective-permute-start(%p), channel_id=1, source_target_pairs={{0,1},{1,0}}",
         "bf16[4,8]{1,0}",
-        (64, 64),
+        (64, 16),  # two of eight devices send
     ),
 }
 
@@ -139,9 +141,33 @@ def test_tpus_all_reduce_scatter_is_a_reduce_scatter():
 
 def test_a_permute_that_moves_nothing_sends_nothing():
     text = module("ROOT %c = bf16[4,8]{1,0} collective-permute(%p), channel_id=1, source_target_pairs={{0,1},{2,2}}")
-    assert total_sent_bytes(collectives_of(text)) == 64
+    assert total_sent_bytes(collectives_of(text)) == Fraction(64, 8)
     assert total_sent_bytes(collectives_of(text.replace("{{0,1},{2,2}}", "{{0,0},{2,2}}"))) == 0
     assert total_sent_bytes(collectives_of(text.replace("{{0,1},{2,2}}", "{}"))) == 0
+
+
+@pytest.mark.parametrize(
+    ("branches", "times"),
+    [
+        ("branch_computations={%skip, %send}", 1),
+        ("true_computation=%send, false_computation=%skip", 1),
+        ("true_computation=%skip, false_computation=%send", 2),
+    ],
+)
+def test_the_branch_for_true_is_the_second(branches, times):
+    """Some compilers print the branches by their number, some by their truth, with that for true first."""
+    both = """
+%skip (s: bf16[4,8]) -> bf16[4,8] {
+  ROOT %s = bf16[4,8]{1,0} parameter(0)
+}
+%send (t: bf16[4,8]) -> bf16[4,8] {
+  %t = bf16[4,8]{1,0} parameter(0)
+  ROOT %c = bf16[4,8]{1,0} collective-permute(%t), channel_id=1, source_target_pairs={{0,1}}
+}
+"""
+    scope = 'metadata={op_name="jit(f)/taken_2_1_of_1/cond"}'
+    text = module(f"ROOT %r = bf16[4,8]{{1,0}} conditional(%i, %p, %p), {branches}, {scope}", both)
+    assert [one.times for one in collectives_of(text)] == [times]
 
 
 def test_all_devices_form_the_empty_group_however_long_the_header():

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
 
 import jax
 import pytest
 
+from meshpar.cost.traced import traffic
 from meshpar.inspection.inspect import Inspection, inspect
+from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.models import Llama
-from meshpar.parallel.pipeline import split
-from meshpar.parallel.pipeline.schedule_table import in_ticks
+from meshpar.parallel.pipeline import execute, split
+from meshpar.parallel.pipeline.schedule_table import in_ticks, tick_table
 from meshpar.parallel.pipeline.simulate import simulate
-from tests.pipelines import MODELS, prepared, scheduled
+from tests.pipelines import MODELS, difference, prepared, scheduled
 from tests.program.oracle import closed_form
-from tests.program.test_bytes import cost_as_traced, cost_as_written
+from tests.program.test_bytes import as_written, cost_as_traced, cost_as_written, sent_over
 
 SIZES = {"num_layers": 8, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64, "vocab_size": 64}
 
 
-def run_of(kind, mesh, m, remat="none", rows=None):
+def run_of(kind, mesh, m, remat="none", **more):
     model = Llama(**SIZES, remat=remat)
-    schedule = scheduled(kind, mesh, m) if mesh else None
-    return prepared(model, mesh, schedule, rows=rows or 4 * m, seq=32, precision="float32")
+    schedule = scheduled(kind, mesh, m, **more) if mesh else None
+    return prepared(model, mesh, schedule, rows=4 * m, seq=32, precision="float32")
 
 
 @lru_cache
@@ -59,21 +65,116 @@ def test_a_step_has_as_many_ticks_as_the_formula(kind, mesh, m):
     assert in_ticks(schedule.orders(p), schedule).makespan == TICKS[kind](p, m, schedule.chunks_per_stage)
 
 
+# Messages --------------------------------------------------------------------------------------------------------
+
+MESSAGE = 4 * 32 * 32 * 4  # bytes of a microbatch of 4 rows of 32 tokens, 32 wide, in float32
+SENDING = [
+    ("gpipe", "pipe4", 8, {}),
+    ("1f1b", "pipe4", 8, {}),
+    ("interleaved", "pipe4", 8, {}),
+    ("zb_h1", "pipe4", 8, {}),
+    ("zb_h2", "pipe4", 8, {}),
+    ("zbv", "pipe4", 8, {}),
+    ("1f1b", "pipe4", 3, {"cut": (1, 3, 2, 2)}),
+    ("pipedream_2bw", "pipe4", 4, {}),
+    ("interleaved", "pipe2", 4, {"num_chunks": 4}),
+    ("zbv", "pipe2", 3, {}),
+    ("zb_h1", "pipe8", 8, {}),
+]
+
+
+def links(compiled, mesh):
+    """(source, target) -> the messages that the ticks of a compiled program send from stage to stage."""
+    sent = Counter()
+    for one in collectives_of(compiled, mesh):
+        if one.kind == "collective_permute" and "while" in one.op_name:
+            assert one.full_bytes == MESSAGE
+            sent.update(dict.fromkeys(one.groups, one.times))
+    return sent
+
+
+def needed(schedule, p, with_backward=True):
+    """(source, target) -> the messages that the parts of the model need, whatever the order of operations."""
+    sent = Counter()
+    for here, there in itertools.pairwise(schedule.stage_of(k, p) for k in range(p * schedule.chunks_per_stage)):
+        if here != there:
+            sent[here, there] += schedule.num_microbatches
+            sent[there, here] += schedule.num_microbatches * with_backward
+    return +sent
+
+
+def sent_over_pipe(compiled, mesh, p):
+    """Bytes that all stages send in the ticks of a compiled program."""
+    in_ticks = [one for one in collectives_of(compiled, mesh) if "while" in one.op_name]
+    return p * total_sent_bytes(in_ticks, "collective_permute", ["pipe"])
+
+
 @pytest.mark.parametrize(
-    ("kind", "mesh", "m"),
-    [
-        ("1f1b", "pipe4", 8),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-            ("zb_h1", "pipe4", 8), ("zb_h1", "pipe8", 16), ("gpipe", "pipe8", 16), ("zbv", "pipe4", 8),
-        ]),
-    ],
-)  # fmt: skip
-def test_two_permutes_in_a_tick_however_many_stages(kind, mesh, m):
-    found = permutes(told(kind, mesh, m))
-    in_a_tick = [one for one in found if "while" in one.op_name]
-    schedule = scheduled(kind, mesh, m)
-    assert [one.times for one in in_a_tick] == [TICKS[kind](int(mesh[-1]), m, schedule.chunks_per_stage)] * 2
-    assert {one.full_bytes for one in in_a_tick} == {4 * 32 * 32 * 4}
+    ("kind", "mesh", "m", "more"),
+    [pytest.param(*case, marks=pytest.mark.slow if i > 6 else []) for i, case in enumerate(SENDING)],
+)
+def test_the_bytes_over_pipe_are_those_of_the_messages(kind, mesh, m, more):
+    """Of the step, and of the evaluation, which has forwards only; compiled and traced."""
+    run, p = run_of(kind, mesh, m, **more), int(mesh[-1])
+    schedule = run.pipeline.schedule
+    evaluation, step = run.compile_evaluation(), as_written(run)
+    for compiled, with_backward in [(step.compiled, True), (evaluation.compiled, False)]:
+        messages = needed(schedule, p, with_backward)
+        assert links(compiled, run.mesh) == messages
+        assert sent_over_pipe(compiled, run.mesh, p) / (MESSAGE * messages.total()) == 1
+    for program, traced in [(evaluation, traffic(run.collectives(evaluation.jaxpr))), (step, run.traced_bytes)]:
+        assert sent_over(collectives_of(program.compiled, run.mesh))["pipe",] == traced["pipe",]
+    assert run.traced_bytes == closed_form(run)
+
+
+def test_a_message_that_no_stage_needs_is_seen(monkeypatch):
+    """It is stored nowhere, so no number changes but that of bytes."""
+    plan = execute.Pipeline.plan
+
+    def with_one_more(self, ctx, forward_only=False):
+        ticks, cut = plan(self, ctx, forward_only)
+        assert ticks.patterns[0] == (((0, 1),),)
+        return replace(ticks, patterns=((((0, 1), (2, 3)),), *ticks.patterns[1:])), cut
+
+    run = run_of("1f1b", "pipe4", 8)
+    form = closed_form(run)
+    monkeypatch.setattr(execute.Pipeline, "plan", with_one_more)
+    compiled = as_written(run).compiled
+    count = run.pipeline.plan(run.ctx)[0].pattern_counts[0]
+    messages = needed(run.pipeline.schedule, 4)
+    assert links(compiled, run.mesh) == messages + Counter({(2, 3): count}) != messages
+    assert run.traced_bytes["pipe",] - form["pipe",] == Fraction(count * MESSAGE, 4) > 0
+
+
+def test_a_message_that_is_not_sent_is_seen(float64, monkeypatch):
+    plan = execute.Pipeline.plan
+
+    def with_one_less(self, ctx, forward_only=False):
+        ticks, cut = plan(self, ctx, forward_only)
+        assert ticks.patterns[0] == (((0, 1),),)
+        return replace(ticks, patterns=((((3, 0),),), *ticks.patterns[1:])), cut
+
+    run = prepared(MODELS["tied"](8), "pipe4", scheduled("1f1b", "pipe4", 4))
+    monkeypatch.setattr(execute.Pipeline, "plan", with_one_less)
+    assert difference(run, "tied", 8) > 1e-6
+
+
+def test_branches_that_all_count_as_taken_are_seen(monkeypatch):
+    """As they would without a number for each branch in the scope of the switch."""
+    monkeypatch.setattr(execute, "_taken", lambda *times, of: jax.named_scope(f"taken_{of}_of_{of}"))
+    run = run_of("1f1b", "pipe4", 8)
+    assert run.traced_bytes["pipe",] > 2 * closed_form(run)["pipe",]
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
+def test_a_tick_has_two_permutes_only_if_a_stage_receives_two_messages(kind, rounds):
+    schedule = scheduled(kind, "pipe4", 8)
+    table = tick_table(schedule.orders(4), schedule)
+    assert table.num_rounds == rounds
+    for pattern in table.patterns:
+        sources = [source for pairs in pattern for source, _ in pairs]
+        assert len(set(sources)) == len(sources)
+        assert all(len({target for _, target in pairs}) == len(pairs) for pairs in pattern)
 
 
 def test_an_even_cut_moves_no_layer():
@@ -186,7 +287,7 @@ def test_a_w_that_begins_from_the_input_fails_it(monkeypatch):
     needed = split._Cut._needed
 
     def from_scratch(self, targets, residuals, stash, made=()):
-        return needed(self, targets, residuals, stash, {self.dy} if made else ())
+        return needed(self, targets, residuals, stash, set(self.cotangents) if made else ())
 
     monkeypatch.setattr(split._Cut, "_needed", from_scratch)
     run = run_of("zb_h1", "pipe4", 8)

@@ -159,6 +159,13 @@ def test_memory_grows_with_the_row_and_not_with_its_square():
 
 def test_auto_selects_by_the_length_of_the_row():
     core, why = Auto().select(128)
-    assert core == Reference() and "one block" in why
+    assert core == Reference() and "rows are one block" in why
     core, why = Auto().select(129)
-    assert core == Blocks() and "129 tokens has more than one block of 128" in why
+    assert core == Blocks() and "more than 128 tokens" in why
+
+
+def test_what_auto_selects_is_reported():
+    long = Auto().describe(4096, None)
+    assert long == "blocks: 528 of 1024 pairs of blocks of 128 tokens; rows have more than 128 tokens"
+    assert Blocks(block_size=8).describe(32, 1) == "blocks: 4 of 16 pairs of blocks of 8 tokens"
+    assert Auto().describe(16, None).startswith("reference: all 16 x 16 scores of a row and head")

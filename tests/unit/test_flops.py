@@ -86,6 +86,15 @@ def test_a_branch_counts_by_the_share_of_turns_that_its_scope_names():
     assert (of(turn), of(unnamed)) == (2 * ONE, 8 * ONE)
 
 
+def test_each_branch_of_a_switch_counts_by_its_own_share():
+    def turn(x, branch):
+        with jax.named_scope("taken_5_2_1_of_8"):
+            return lax.switch(branch, [jnp.sin, lambda x: x @ x, lambda x: x @ x @ x], x), None
+
+    loop = lambda x: lax.scan(turn, x, jnp.array([0] * 5 + [1] * 2 + [2]))[0]
+    assert traced(loop, X) == compiled(loop, X) == (2 * 1 + 1 * 2) * ONE
+
+
 def test_remat_counts_what_it_computes_again():
     loss = lambda x: jnp.tanh(jnp.tanh(x @ x) @ x).sum()
     assert traced(jax.value_and_grad(loss), X) == 6 * ONE
@@ -136,7 +145,7 @@ def test_bytes_and_flops_come_from_one_walk(monkeypatch):
     """Where the walk forgets how long its loops are, both counts are too small."""
     right = run_of(MODELS["llama"])
     num_flops, num_bytes = right.traced_flops["dot_general"], right.traced_bytes["tensor",]
-    monkeypatch.setattr(walk, "_repeats", lambda visit: Fraction(1))
+    monkeypatch.setattr(walk, "_repeats", lambda visit, num_inside: [Fraction(1)] * num_inside)
     wrong = run_of(MODELS["llama"])
     assert wrong.traced_flops["dot_general"] < num_flops
     assert wrong.traced_bytes["tensor",] < num_bytes

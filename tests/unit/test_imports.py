@@ -440,6 +440,13 @@ def test_it_has_no_stages_and_overlaps_nothing(meshpar):
     assert "only meshpar's own layers communicate in chunks, not those of an imported model" in told
 
 
+def test_its_logits_cannot_be_cut(meshpar):
+    code, told = meshpar("explain", "config.yaml", "loss.chunk=8")
+    assert code == 2
+    what = "an imported model computes all logits at once, so that its loss has no chunks"
+    assert told.endswith(f"loss.chunk\n    {what}\n    loss.chunk=none\n")
+
+
 LOCAL = ["model.target=own_model:Local", "model.arguments={width: 16}"]
 REGRESSION = ["model.target=own_model:Regression", *ROWS]
 

@@ -97,7 +97,7 @@ def test_what_the_compiler_does_not_know_is_an_error_in_its_words(monkeypatch):
 def told(groups=((0, 1),)):
     """A program of 8192 FLOPs that sends 40 bytes in these groups, three times."""
     compiled = jax.jit(lambda x: x @ x).lower(jax.numpy.ones((16, 16))).compile()
-    one = Collective("all_gather", (Array("f32", (20,)),), 80, groups, ("data",), 3, (), "", "", ())
+    one = Collective("all_gather", (Array("f32", (20,)),), 80, groups, ("data",), 4, 3, (), "", "", ())
     return replace(inspect(compiled), collectives=(one,))
 
 

@@ -51,7 +51,9 @@ class Collective:
       groups: numbers of the devices that communicate with each other; for a permute, pairs (source, target).
       axes: the mesh axes that the groups span, without those of size 1; None without a mesh, or if a group spans only
         a part of an axis.
-      times: how often it runs in one call of the program; every branch of a conditional counts as taken.
+      num_devices: the number of devices of the program.
+      times: how often it runs in one call of the program; every branch of a conditional counts as taken, unless its
+        scope states how often it is taken.
       branches: the branches of conditionals that contain it, outermost first.
       op_name: JAX's name for the operation of the user's program; empty if the compiler added the collective.
       source: `file:line` of the layer or model that communicates; empty if unknown.
@@ -65,6 +67,7 @@ class Collective:
     full_bytes: int
     groups: Groups
     axes: tuple[str, ...] | None
+    num_devices: int
     times: int
     branches: tuple[str, ...]
     op_name: str
@@ -84,13 +87,16 @@ class Collective:
 
     @property
     def sent_bytes(self) -> Fraction:
-        """Bytes that a device sends in one execution; the maximum, if devices differ.
+        """Bytes that a device sends in one execution; the mean over all devices for a permute, where some send nothing.
 
-        Communication: (n-1)/n S; 2(n-1)/n S for an all-reduce; S for a permute or broadcast between different
-        devices; at most (n-1)/n S for a ragged all-to-all, whose sizes are data.
+        Communication: (n-1)/n S; 2(n-1)/n S for an all-reduce; S for a permute to another device, and for a broadcast
+        between different devices; at most (n-1)/n S for a ragged all-to-all, whose sizes are data.
         """
-        if self.kind in ("collective_permute", "collective_broadcast"):
-            return Fraction(self.full_bytes * any(len(set(group)) > 1 for group in self.groups))
+        num_sent = sum(len(set(group)) > 1 for group in self.groups)
+        if self.kind == "collective_permute":
+            return Fraction(self.full_bytes * num_sent, self.num_devices)
+        if self.kind == "collective_broadcast":
+            return Fraction(self.full_bytes * (num_sent > 0))
         n = self.group_size
         return (2 if self.kind == "all_reduce" else 1) * Fraction(n - 1, n) * self.full_bytes
 
@@ -125,7 +131,8 @@ def total_sent_bytes(
 ) -> Fraction:
     """Bytes that a device sends in one call of the program.
 
-    Every branch of a conditional counts as taken, so the sum is an upper bound if branches communicate.
+    A branch of a conditional counts as taken, unless the conditional's scope states how often; so the sum is an upper
+    bound if other branches communicate.
 
     Args:
       kind: counts only collectives of this kind.
@@ -156,6 +163,7 @@ def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: Any
         full_bytes=share_of * sum(array.num_bytes for array in arrays),
         groups=groups,
         axes=None if mesh is None else span(groups, mesh),
+        num_devices=program.num_devices,
         times=visit.times or 0,
         branches=visit.branches,
         op_name=one.op_name,

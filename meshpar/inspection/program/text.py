@@ -80,12 +80,12 @@ class Instruction:
     rest: str
     is_root: bool
 
-    @property
+    @cached_property
     def arrays(self) -> tuple[Array, ...]:
         """The arrays of its result."""
         return arrays_of(self.type)
 
-    @property
+    @cached_property
     def operands(self) -> list[str]:
         return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
 

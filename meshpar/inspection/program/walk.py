@@ -8,15 +8,14 @@ from the loop's counter: its start, its step and its limit. XLA peels the first 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshpar.inspection.program.text import Instruction, Program
 
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_TAKEN = re.compile(r"taken_(\d+)_of_(\d+)/cond$")
+_TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)/cond$")
 _CALLS = ("to_apply", "calls", "called_computations")
-_BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,8 @@ class Visit:
 
     Args:
       times: how often one call of the program executes it on this path. Every branch counts as taken, or as often as
-        the scope of its conditional states (`taken_8_of_30`). None in a loop of unknown length.
+        the scope of its conditional states, for all branches (`taken_8_of_30`) or for each (`taken_8_10_12_of_30`).
+        None in a loop of unknown length.
       branches: the branches of conditionals that contain it, outermost first.
     """
 
@@ -52,10 +52,22 @@ def _walk(program: Program, name: str, times: int | None, branches: tuple[str, .
         elif not one.opcode.endswith(("-done", "-update")):
             for called in one.names(*_CALLS):
                 yield from _walk(program, called, times, branches)
-            for branch in one.names(*_BRANCHES):
-                stated = _TAKEN.search(one.op_name)
-                taken = times * int(stated[1]) // int(stated[2]) if stated and times is not None else times
+            for branch, taken in _taken(one, times):
                 yield from _walk(program, branch, taken, (*branches, branch))
+
+
+def _taken(one: Instruction, times: int | None) -> Iterable[tuple[str, int | None]]:
+    """The branches of a conditional in the order of its index, and how often each runs if the conditional runs `times`.
+
+    Any other instruction has no branches.
+    """
+    false, true = (one.names(f"{name}_computation") for name in ("false", "true"))
+    branches = one.names("branch_computations") or false + true
+    stated = _TAKEN.search(one.op_name)
+    if not branches or not stated or times is None:
+        return [(branch, times) for branch in branches]
+    taken = [times * int(branch) // int(stated[2]) for branch in stated[1].split("_")]
+    return zip(branches, taken if len(taken) > 1 else taken * len(branches), strict=True)
 
 
 def _product(times: int | None, trips: int | None) -> int | None:

@@ -65,6 +65,7 @@ class PlainInspection(_Plain):
     largest: tuple[Held, ...]
     opaque: tuple[str, ...]
     model_states: dict[str, Count] | None = None
+    selected: dict[str, str] = {}
     findings: tuple[PlainFinding, ...] = ()
     target: str | None = None
     fits: bool | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshpar.errors import ConfigError, nearest
@@ -20,11 +20,13 @@ class Report:
     Args:
       arrays: path -> placement, of the parameters as they are stored.
       held: name (parameters, gathered, gradients, optimizer) -> the largest number of bytes on a device.
+      selected: key of the config -> what it comes to on this mesh.
       drawn: whether the text draws the arrays.
     """
 
     arrays: Mapping[str, Placement]
     held: Mapping[str, int]
+    selected: Mapping[str, str] = field(default_factory=dict)
     drawn: bool = False
 
     def only(self, glob: str) -> Report:
@@ -37,7 +39,7 @@ class Report:
         if not found:
             near = nearest(glob, self.arrays)
             raise ConfigError(f"no parameter matches {glob!r}" + (f"; did you mean {near}?" if near else ""))
-        return replace(self, arrays={path: self.arrays[path] for path in found}, drawn=True)
+        return replace(self, arrays={path: self.arrays[path] for path in found}, selected={}, drawn=True)
 
     def svg(self) -> str:
         """The pictures of the arrays, as one SVG document."""
@@ -46,7 +48,12 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """The report as plain data."""
         arrays = {path: _entry(placement) for path, placement in self.arrays.items()}
-        return {"mesh": self._sizes, "arrays": arrays, "bytes_per_device": dict(self.held)}
+        return {
+            "mesh": self._sizes,
+            "arrays": arrays,
+            "bytes_per_device": dict(self.held),
+            "selected": dict(self.selected),
+        }
 
     def __str__(self) -> str:
         lines = [f"mesh: {describe_sizes(self._sizes)}", ""]
@@ -56,6 +63,8 @@ class Report:
                 lines += ["", Picture(path, placement).text(), ""]
         if lines[-1]:
             lines.append("")
+        if self.selected:
+            lines += ["selected", *(f"  {key}  {what}" for key, what in self.selected.items()), ""]
         lines.append("a device holds")
         lines += [f"  {name:<12}{human_bytes(size):>12}" for name, size in self.held.items()]
         lines += [f"  {'total':<12}{human_bytes(sum(self.held.values())):>12}"]
@@ -67,9 +76,9 @@ class Report:
         return dict(next(iter(self.arrays.values())).mesh.shape)
 
 
-def report(params: Any, held: Mapping[str, int]) -> Report:
-    """Reports on a tree of placements and on the bytes that a device holds, by name."""
-    return Report(flatten_with_paths(params), {name: size for name, size in held.items() if size})
+def report(params: Any, held: Mapping[str, int], selected: Mapping[str, str]) -> Report:
+    """Reports on a tree of placements, on the bytes that a device holds, by name, and on what the config selects."""
+    return Report(flatten_with_paths(params), {name: size for name, size in held.items() if size}, selected)
 
 
 def _details(placement: Placement) -> list[str]:

@@ -21,6 +21,8 @@ def text(report: PlainInspection) -> str:
     if states := report.model_states:
         total = human_bytes(sum(states.values()))
         parts.append(f"model states, in closed form, {total}\n{_sizes(list(states.items()))}")
+    if report.selected:
+        parts.append("\n".join(["selected", *(f"  {key}  {what}" for key, what in report.selected.items())]))
     for title, is_argument in (("largest arguments", True), ("largest temporaries", False)):
         arrays = [one for one in report.largest if one.is_argument == is_argument]
         rows = [[human_bytes(one.num_bytes), one.array, one.name, short_source(one.source)] for one in arrays]

@@ -16,6 +16,7 @@ from meshpar.nn.supported import Sharding
 class Auto(Config):
     """`reference` for rows of one block, else `blocks`."""
 
+    shorthand: ClassVar = "kind"
     kind: Literal["auto"] = "auto"
     has_cache: ClassVar[bool] = False
     sharding: ClassVar[Sharding] = Reference.sharding
@@ -23,8 +24,16 @@ class Auto(Config):
     def select(self, seq_len: int) -> tuple[Reference | Blocks, str]:
         """The core for rows of `seq_len` tokens, and the reason."""
         if seq_len <= BLOCK_SIZE:
-            return Reference(), f"a row of {seq_len} tokens is one block, whose scores the backward need not recompute"
-        return Blocks(), f"a row of {seq_len} tokens has more than one block of {BLOCK_SIZE}"
+            return (
+                Reference(),
+                f"rows are one block of at most {BLOCK_SIZE} tokens, which blocks would compute twice",
+            )
+        return Blocks(), f"rows have more than {BLOCK_SIZE} tokens"
+
+    def describe(self, seq_len: int, window: int | None) -> str:
+        """Which core it selects for rows of `seq_len` tokens, and why."""
+        core, why = self.select(seq_len)
+        return f"{core.describe(seq_len, window)}; {why}"
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: Window

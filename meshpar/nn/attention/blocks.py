@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from meshpar.config import Config, Positive
@@ -34,6 +35,7 @@ class Blocks(Config):
     Source: Dao 2023 (FlashAttention-2), arXiv:2307.08691.
     """
 
+    shorthand: ClassVar = "kind"
     kind: Literal["blocks"] = "blocks"
     block_size: Positive = BLOCK_SIZE
     """The most tokens of a block. A row is divided into equal blocks, as few as possible."""
@@ -46,8 +48,7 @@ class Blocks(Config):
     ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
         whole_sequence()
         batch, seq, _, size = q.shape
-        grid = BlockGrid(seq, self.block_size)
-        pairs = within_window(causal_pairs(grid.num_blocks), grid.size, window)
+        grid, pairs = self._table(seq, window)
         tokens = Tokens(jnp.arange(seq, dtype=jnp.int32), segments)
         # Under GSPMD a loop gets its shardings from its operands.
         k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
@@ -60,3 +61,12 @@ class Blocks(Config):
                 None if window is None else jnp.asarray(window, jnp.int32), jnp.asarray(grid.rows(pairs)),
             )  # fmt: skip
         return out_BKGSh.transpose(0, 3, 1, 2, 4).reshape(q.shape), None
+
+    def describe(self, seq_len: int, window: int | None) -> str:
+        """What it computes for a row of `seq_len` tokens."""
+        grid, pairs = self._table(seq_len, window)
+        return f"blocks: {len(pairs)} of {grid.num_blocks**2} pairs of blocks of {grid.size} tokens"
+
+    def _table(self, seq_len: int, window: Window) -> tuple[BlockGrid, np.ndarray]:
+        grid = BlockGrid(seq_len, self.block_size)
+        return grid, within_window(causal_pairs(grid.num_blocks), grid.size, window)

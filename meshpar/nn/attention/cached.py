@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from meshpar.nn.attention.core import Window, causal_window, local_key_heads
+from meshpar.nn.attention.core import Core, Window, causal_window, local_key_heads
 from meshpar.nn.attention.reference import Reference, dot_product_attention
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import constrain
@@ -36,22 +36,26 @@ class KVCache(NamedTuple):
     keys: Float[Array, "N B T K h"]
     values: Float[Array, "N B T K h"]
 
-    def layer(self, index: Int[Array, ""]) -> CachedLayer:
-        """The core of one layer."""
-        return CachedLayer(self, index)
+    def layer(self, index: Int[Array, ""], prompts: Core) -> CachedLayer:
+        """The core of one layer, which computes prompts with another core."""
+        return CachedLayer(self, index, prompts)
 
 
 @dataclass(frozen=True)
 class CachedLayer:
     """Writes the new tokens to the cache of one layer, and attends to all tokens in it.
 
+    Several tokens per row are a prompt, which begins at position 0 and attends only to itself.
+
     Args:
       cache: the cache of all layers. The scan over layers carries it as one buffer, and writes in place.
       index: int32[]. The index of the layer.
+      prompts: the core that computes prompts.
     """
 
     cache: KVCache
     index: Int[Array, ""]
+    prompts: Core
     has_cache: ClassVar[bool] = True
     sharding: ClassVar[Sharding] = Reference.sharding
 
@@ -60,6 +64,10 @@ class CachedLayer:
         positions: Int[Array, "B S"], segments: None, window: Window,
     ) -> tuple[Float[Array, "B S H h"], KVCache]:  # fmt: skip
         cache = KVCache(self._put(self.cache.keys, k, positions), self._put(self.cache.values, v, positions))
+        if q.shape[1] > 1:
+            one_document = jnp.zeros_like(positions)
+            out, _ = self.prompts(q, local_key_heads(k, q), local_key_heads(v, q), positions, one_document, window)
+            return out, cache
         keys = jax.lax.dynamic_index_in_dim(cache.keys, self.index, keepdims=False)
         values = jax.lax.dynamic_index_in_dim(cache.values, self.index, keepdims=False)
         slots = jnp.arange(keys.shape[1], dtype=jnp.int32)

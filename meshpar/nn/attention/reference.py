@@ -21,6 +21,7 @@ from meshpar.parallel.precision import wide
 class Reference(Config):
     """Computes all scores, and masks those that a query does not attend to. Memory: the scores, B H S S."""
 
+    shorthand: ClassVar = "kind"
     kind: Literal["reference"] = "reference"
     has_cache: ClassVar[bool] = False
     sharding: ClassVar[Sharding] = {
@@ -34,6 +35,10 @@ class Reference(Config):
         whole_sequence()
         with needed(needed_scores(q.shape[1], window) / q.shape[1] ** 2):
             return dot_product_attention(q, k, v, causal(segments, window)), None
+
+    def describe(self, seq_len: int, window: int | None) -> str:
+        """What it computes for a row of `seq_len` tokens."""
+        return f"reference: all {seq_len} x {seq_len} scores of a row and head, which it holds"
 
 
 def causal(segments_BS: Int[Array, "B S"], window: Window = None) -> Bool[Array, "B S S"]:

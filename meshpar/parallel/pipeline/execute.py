@@ -1,9 +1,10 @@
 """Runs any pipeline schedule as one program: a scan over ticks, in which each stage looks up its operation in a table.
 
-A tick is three conditionals (F, B, W), of which a stage runs at most one, and two permutes: each stage sends its output
-to the next and to the previous stage, and the table specifies which stage stores it. Values that outlive a tick are in
-slots that are updated in place. XLA can do this because each conditional has two branches, one of which changes
-nothing; a switch over three operations would copy every slot and every sum in every tick.
+A tick is three conditionals (F, B, W), of which a stage runs at most one, and a switch over the distinct patterns of
+messages: a permute of the stages that send, and another where a stage receives two messages. All devices look up the
+same pattern, so all of them run the same permutes. Values that outlive a tick are in slots that are updated in place.
+XLA can do this because each conditional on them has two branches, one of which changes nothing; a switch over three
+operations would copy every slot and every sum in every tick. The switch over patterns has only messages as operands.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from meshpar.parallel.pipeline.exchange import Exchange, exchange
 from meshpar.parallel.pipeline.model import Batch, PipelineModel
 from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
-from meshpar.parallel.pipeline.schedule_table import KINDS, ScheduleTable, TableRow, tick_table
+from meshpar.parallel.pipeline.schedule_table import KINDS, Pattern, ScheduleTable, TableRow, tick_table
 from meshpar.parallel.pipeline.simulate import check_complete
 from meshpar.parallel.pipeline.split import Avals, Split, split
 from meshpar.parallel.precision import summed_in, wide
@@ -50,7 +51,8 @@ class Pipeline:
           batch: local rows; their number is a multiple of the number of microbatches.
           sums: the dtype in which gradients are summed; None for at least float32.
 
-        Communication: two permutes of an activation in each tick, over the stage axes.
+        Communication: the messages of the schedule, over the stage axes; an activation of a microbatch each. On p
+          stages with v chunks, 2 m (p v - 1) messages without those of a stage to itself.
         Memory: the residuals of a layer for each microbatch that the schedule holds at once.
         """
         return _Stage(self, params, batch, key).gradients(sums)
@@ -151,7 +153,8 @@ class _Stage:
 
     # A tick --------------------------------------------------------------------------------------------------
 
-    def _tick(self, slots: _Slots, rows: TableRow) -> tuple[_Slots, None]:
+    def _tick(self, slots: _Slots, tick: tuple[TableRow, jax.Array]) -> tuple[_Slots, None]:
+        rows, pattern = tick
         row = self._mine(rows)
         changed = (self.x, slots.residuals, slots.auxiliary)
         out, residuals, auxiliary = self._if("F", row, self._forward, changed, slots.inbox)
@@ -159,9 +162,10 @@ class _Stage:
         out, stash, sums = self._if("B", row, self._backward, (out, slots.stash, slots.sums), slots)
         slots = slots._replace(stash=stash, sums=sums)
         layers = self._if("W", row, self._weights, slots.layers, slots)
-        return slots._replace(layers=layers, inbox=self._send(slots.inbox, out, row)), None
+        return slots._replace(layers=layers, inbox=self._send(slots.inbox, out, row, pattern)), None
 
-    def _forward_tick(self, carry: Any, rows: TableRow) -> tuple[Any, None]:
+    def _forward_tick(self, carry: Any, tick: tuple[TableRow, jax.Array]) -> tuple[Any, None]:
+        rows, pattern = tick
         row = self._mine(rows)
         inbox, sums, auxiliary = carry
 
@@ -172,15 +176,24 @@ class _Stage:
         out, _, auxiliary = self._if("F", row, self._forward, (self.x, [], auxiliary), inbox)
         ended = (row.kind == KINDS["F"]) & (row.last == 1)
         sums = _if(ended, add_loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
-        return (self._send(inbox, out, row), sums, auxiliary), None
+        return (self._send(inbox, out, row, pattern), sums, auxiliary), None
 
-    def _send(self, inbox: jax.Array, out: jax.Array, row: TableRow) -> jax.Array:
-        """Sends the output to the next and the previous stage; each stage stores messages in the slots of its row."""
-        n = self.ctx.shards("stage")
-        shifts = [(1, row.from_left), (-1, row.from_right)][: num_permutes(n)]
-        for by, slot in shifts:
-            message = permute(out, self.axes, [(i, (i + by) % n) for i in range(n)])
-            inbox = inbox.at[slot].set(message)
+    def _send(self, inbox: jax.Array, out: jax.Array, row: TableRow, pattern: jax.Array) -> jax.Array:
+        """Sends the outputs that other stages need; each stage stores messages in the slots of its row.
+
+        Args:
+          pattern: the index of the tick's pattern, equal on all devices.
+        """
+
+        def send(rounds: Pattern, out: jax.Array) -> list[jax.Array]:
+            return [permute(out, self.axes, pairs) if pairs else out for pairs in rounds]
+
+        if self.ticks.num_rounds:
+            branches = [partial(send, rounds) for rounds in self.ticks.patterns]
+            with _taken(*self.ticks.pattern_counts, of=self.ticks.num_ticks):
+                messages = lax.switch(pattern, branches, out)
+            for round_, message in enumerate(messages):
+                inbox = inbox.at[row.received[round_]].set(message)
         return inbox.at[row.own].set(out)
 
     def _if(self, kind: str, row: TableRow, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
@@ -202,7 +215,7 @@ class _Stage:
             sums = jax.tree.map(lambda total, weight, more: total + weight * more, sums, weights, auxiliary)
             return y, [a.at[row.residual, i].set(r) for a, r in zip(slots, residuals, strict=bool(slots))], sums
 
-        with _taken(*self.at_ends):
+        with _taken(self.at_ends[0], of=self.at_ends[1]):
             x = lax.cond(row.first == 1, embed, lambda: inbox[row.inbox])
         return self._each_layer(layer, (x, *changed[1:]), row)
 
@@ -308,8 +321,8 @@ class _Stage:
         count = self._per_row(self.parts.count(self._micro(row.microbatch)))
         return jax.tree.map(lambda x: count.astype(x.dtype), auxiliary)
 
-    def _table(self) -> TableRow:
-        return jax.tree.map(jnp.asarray, self.ticks.rows)
+    def _table(self) -> tuple[TableRow, jax.Array]:
+        return jax.tree.map(jnp.asarray, (self.ticks.rows, self.ticks.pattern))
 
     def _mine(self, rows: TableRow) -> TableRow:
         return jax.tree.map(lambda column: column[self.stage], rows)
@@ -333,24 +346,24 @@ class _Stage:
         return varying(x, self.ctx.gradient_axes)
 
 
-def num_permutes(num_stages: int) -> int:
-    """The number of permutes in a tick: two, but one for two stages, whose neighbours on both sides are the same."""
-    return min(2, num_stages - 1)
-
-
 def _if(condition: jax.Array, change: Callable[..., Any], changed: Any, *args: Any, taken: tuple[int, int]) -> Any:
     """`change(changed, *args)` if the condition holds, else `changed`, without a copy.
 
     Args:
       taken: (how often it holds, out of how many times), on a stage on which it ever holds.
     """
-    with _taken(*taken):
+    times, of = taken
+    with _taken(times, of=of):
         return lax.cond(condition, change, lambda changed, *_: changed, changed, *args)
 
 
-def _taken(times: int, of: int) -> Any:
-    """A named scope that records how often a conditional's branch runs. `meshpar.cost` reads it."""
-    return jax.named_scope(f"taken_{times}_of_{of}")
+def _taken(*times: int, of: int) -> Any:
+    """A named scope that records how often the branches of a conditional run. `meshpar.cost` reads it.
+
+    Args:
+      times: a number for each branch; or one for all of them.
+    """
+    return jax.named_scope(f"taken_{'_'.join(map(str, times))}_of_{of}")
 
 
 def _added(sums: Any, grads: Any) -> Any:

@@ -1,9 +1,9 @@
 """Compiles orders to a table that one program reads: the operation of each stage in each tick, and its slots.
 
-In a tick every stage runs at most one F, B or W and then sends its output. A backward that is not split is a B followed
-by its W. So ticks have equal length, and a cotangent is sent before the weights' gradient is computed. Slots hold
-messages from their arrival until they are used, residuals from F to the end of W, and the stash from B to W. Their
-number is the smallest that the schedule allows.
+In a tick every stage runs at most one F, B or W, and sends its output if another operation needs it. A backward that is
+not split is a B followed by its W. So ticks have equal length, and a cotangent is sent before the weights' gradient is
+computed. Slots hold messages from their arrival until they are used, residuals from F to the end of W, and the stash
+from B to W. Their number is the smallest that the schedule allows.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ IDLE = 0
 KINDS = {"F": 1, "B": 2, "W": 3}
 
 
+Pattern = tuple[tuple[tuple[int, int], ...], ...]
+"""The messages of a tick, as one permutation for each round: pairs (source, target) of stages.
+
+A stage sends at most one message in a tick, and receives at most two: from the previous and from the next stage. In a
+round it receives at most one, so a round is a permute.
+"""
+
+
 class TableRow(NamedTuple):
     """The operation of a stage in a tick; or of all stages in all ticks, as arrays [tick, stage].
 
@@ -29,8 +37,9 @@ class TableRow(NamedTuple):
       kind: `IDLE`, or one of `KINDS`.
       first, last: whether the chunk is the first or the last of the whole model.
       inbox: the slot with the input of F or the cotangent of B; for B of the last chunk, with the output of its F.
-      from_left, from_right, own: the slots that store the messages of the previous stage, the next stage and the stage
-        itself at the end of the tick; or `num_inbox`, a slot that is never read.
+      received: [..., round], the slots that store the messages of the other stages at the end of the tick; `num_inbox`,
+        a slot that is never read, in a round without a message for the stage.
+      own: the slot that stores the message of the stage to itself; or `num_inbox`.
     """
 
     kind: Any
@@ -41,8 +50,7 @@ class TableRow(NamedTuple):
     inbox: Any
     residual: Any
     stash: Any
-    from_left: Any
-    from_right: Any
+    received: Any
     own: Any
 
 
@@ -51,11 +59,15 @@ class ScheduleTable:
     """A schedule on a number of stages, ready to be executed.
 
     Args:
-      rows: int32 [num_ticks, num_stages] each.
+      rows: int32 [num_ticks, num_stages] each; `received` [num_ticks, num_stages, num_rounds].
+      patterns: the distinct sets of messages of a tick.
+      pattern: int32 [num_ticks], the index in `patterns` of each tick.
       num_inbox, num_residuals, num_stashes: numbers of slots; the largest number that a stage needs.
     """
 
     rows: TableRow
+    patterns: tuple[Pattern, ...]
+    pattern: np.ndarray
     num_inbox: int
     num_residuals: int
     num_stashes: int
@@ -63,6 +75,22 @@ class ScheduleTable:
     @property
     def num_ticks(self) -> int:
         return len(self.rows.kind)
+
+    @property
+    def num_rounds(self) -> int:
+        """The most messages that a stage receives in a tick from other stages: at most two."""
+        return self.rows.received.shape[-1]
+
+    @property
+    def pattern_counts(self) -> list[int]:
+        """The number of ticks with each pattern."""
+        return np.bincount(self.pattern, minlength=len(self.patterns)).tolist()
+
+    @property
+    def num_messages(self) -> int:
+        """The number of messages that all stages send to others."""
+        num_pairs = [sum(map(len, pattern)) for pattern in self.patterns]
+        return sum(count * pairs for count, pairs in zip(self.pattern_counts, num_pairs, strict=True))
 
 
 def tick_table(orders: list[Order], schedule: Schedule) -> ScheduleTable:
@@ -111,11 +139,29 @@ class _Table:
         slots = [_slots(spans) for spans in (inbox, residuals, stashes)]
         counts = [max([slot + 1 for slot in found.values()], default=0) for found in slots]
         rows = TableRow(*(np.zeros((self.num_ticks, self.num_stages), np.int32) for _ in TableRow._fields))
-        for unused in (rows.from_left, rows.from_right, rows.own):
-            unused[:] = counts[0]
+        rows.own[:] = counts[0]
         for one in self.ran:
             self._fill(rows, one, *slots)
-        return ScheduleTable(rows, *counts)
+        received, of_ticks = self._messages(slots[0], counts[0])
+        patterns = tuple(dict.fromkeys(of_ticks))
+        pattern = np.array([patterns.index(one) for one in of_ticks], np.int32)
+        return ScheduleTable(rows._replace(received=received), patterns, pattern, *counts)
+
+    def _messages(self, inbox: _Found, unused: int) -> tuple[np.ndarray, list[Pattern]]:
+        """The slots [tick, stage, round] of the messages between stages, and the pattern of each tick."""
+        sources: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # (tick, target) -> (source, slot)
+        for (stage, op), tick in sorted(self.tick.items()):
+            to = self._receiver(stage, op)
+            if to in inbox and to[0] != stage:
+                sources[tick, to[0]].append((stage, inbox[to]))
+        num_rounds = max(map(len, sources.values()), default=0)
+        received = np.full((self.num_ticks, self.num_stages, num_rounds), unused, np.int32)
+        pairs = [[[] for _ in range(num_rounds)] for _ in range(self.num_ticks)]
+        for (tick, target), messages in sources.items():
+            for round_, (source, slot) in enumerate(messages):
+                received[tick, target, round_] = slot
+                pairs[tick][round_].append((source, target))
+        return received, [tuple(tuple(sorted(round_)) for round_ in rounds) for rounds in pairs]
 
     def _fill(self, rows: TableRow, one: TimedOp, inbox: _Found, residuals: _Found, stashes: _Found) -> None:
         t = round(one.start)
@@ -130,14 +176,8 @@ class _Table:
         rows.inbox[t, s] = inbox.get((s, op), 0)
         rows.residual[t, s] = residuals[s, op[1:]]
         rows.stash[t, s] = stashes.get((s, op[1:]), 0)
-        if (to := self._receiver(s, op)) is not None and to in inbox:
-            self._arrival(rows, s, to[0])[t, to[0]] = inbox[to]
-
-    def _arrival(self, rows: TableRow, stage: int, to: int) -> np.ndarray:
-        if to == stage:
-            return rows.own
-        # Two stages are each other's neighbours on both sides: their messages all count as from the left.
-        return rows.from_left if to == (stage + 1) % self.num_stages else rows.from_right
+        if (to := self._receiver(s, op)) in inbox and to[0] == s:
+            rows.own[t, s] = inbox[to]
 
     def _receiver(self, stage: int, op: Op) -> tuple[int, Op] | None:
         """The operation that needs the output of `op`: on the next chunk, the previous one, or its own B at the end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from pathlib import Path, PurePath
 
 from meshpar.errors import DataError, Problems
@@ -16,7 +16,7 @@ def find(folder: Path, glob: str, without: Set[str] = frozenset(), what: str = "
     """The files below `folder` that match, sorted by relative path.
 
     Args:
-      without: names of folders below `folder` to ignore.
+      without: names of folders below `folder` to ignore; `glob` must begin with `**/` then.
       what: names in errors what `folder` may be.
 
     Raises:
@@ -25,8 +25,7 @@ def find(folder: Path, glob: str, without: Set[str] = frozenset(), what: str = "
     _check(folder, glob, what)
     problems = Problems()
     # A dangling link and a pipe also match, and are reported: the user expects them to be read.
-    matches = [path for path in folder.glob(glob) if not os.path.isdir(path)]
-    found = [path for path in matches if without.isdisjoint(path.relative_to(folder).parts)]
+    found = [path for path in _matches(folder, glob, without) if not os.path.isdir(path)]
     for path in found:
         _open(path, problems)
     if not found:
@@ -48,6 +47,16 @@ def find_or_take(path: Path, glob: str) -> list[Path]:
 def named(files: list[Path], root: Path) -> dict[str, Path]:
     """The files by their paths relative to the folder `root`; a file that is `root` itself, by its name."""
     return {(path.name if path == root else path.relative_to(root).as_posix()): path for path in files}
+
+
+def _matches(folder: Path, glob: str, without: Set[str]) -> Iterator[Path]:
+    """The paths that match; an ignored folder is not entered, because there may be many files in it."""
+    if not without:
+        yield from folder.glob(glob)
+        return
+    for below, folders, _ in os.walk(folder):
+        folders[:] = [name for name in folders if name not in without]
+        yield from Path(below).glob(glob.removeprefix("**/"))
 
 
 def _check(folder: Path, glob: str, wanted: str) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshpar.errors import ConfigError, Problems
 from meshpar.train.records.file import FILE, read
-from meshpar.train.records.loggers import Record
+
+if TYPE_CHECKING:
+    from meshpar.train.records.loggers import Record
 
 SIZE = (8.0, 6.0)
 DOTS_PER_INCH = 120

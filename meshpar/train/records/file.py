@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from functools import partial
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshpar.errors import CheckpointError, Problems
 from meshpar.progress import say
-from meshpar.train.records.loggers import Record, Sink
 from meshpar.train.records.writing import writing
+
+if TYPE_CHECKING:
+    from meshpar.train.records.loggers import Record, Sink
 
 FILE = "metrics.jsonl"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import sys
 import time
 import warnings
 from abc import abstractmethod
@@ -69,8 +70,9 @@ class Events:
     """
 
     def __init__(self, folder: Path, step: int):
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import SessionLog  # pyright: ignore
+        with _without_torch():
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import SessionLog  # pyright: ignore
 
         self._folder = folder
         self._flushed_at: float | None = None
@@ -214,6 +216,19 @@ def _guarded(name: str, begin: Callable[[dict[str, Any]], None], log: Sink) -> S
             warnings.warn(f"{name} fails, and gets no more records: {error}", stacklevel=2)
 
     return write
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Hides torch from tensorboardX, which imports it if it is installed: a second, for tensors that are not used."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # pyright: ignore
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def _extra(package: str) -> Any:

@@ -1,0 +1,164 @@
+"""Times meshpar's step beside the hand-written ones in one layout, interleaved in one process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+QUICKSTART = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
+MODEL = ("model.hidden_size=256", "model.intermediate_size=640", "data.seq_len=256", "optim.lr=1e-3")
+ROWS = 2
+"""Rows of 256 tokens per device."""
+NUM_MICROBATCHES = 8
+PIPELINE = f"parallel.pipeline={{kind: 1f1b, num_microbatches: {NUM_MICROBATCHES}}}"
+TOLERANCE = 1e-4
+"""Of the losses of a hand-written step and meshpar's, from the same parameters, relative."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of the quickstart's llama.
+
+    Args:
+      mesh: axis -> size.
+      rules: meshpar's.
+      axes: the arguments of the hand-written `Axes`.
+      scan_limit: the largest ratio to the hand-written scan; None if it is only reported.
+    """
+
+    mesh: dict[str, int]
+    rules: str
+    axes: dict[str, Any]
+    scan_limit: float | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return int(np.prod(list(self.mesh.values())))
+
+
+LAYOUTS = {
+    "single": Layout({}, "replicated", {}),
+    "data": Layout({"data": 8}, "replicated", {"batch": "data"}, 0.80),
+    "fsdp": Layout({"fsdp": 8}, "fsdp", {"batch": "fsdp", "stored": True}, 0.80),
+    "tensor": Layout({"tensor": 8}, "megatron", {"tensor": "tensor"}, 0.80),
+    "tensor_sp": Layout({"tensor": 8}, "megatron_sp", {"tensor": "tensor", "sequence": True}),
+    "data_tensor": Layout(
+        {"data": 2, "tensor": 4}, "megatron_sp", {"batch": "data", "tensor": "tensor", "sequence": True}
+    ),
+    "pipe_data": Layout({"pipe": 4, "data": 2}, "pipeline", {"batch": "data", "stage": "pipe"}, 0.70),
+}
+
+
+def compare(name: str, num_rounds: int) -> dict[str, Any]:
+    """Medians of process CPU and wall seconds of a step, after a check that the hand-written one computes the same."""
+    layout = LAYOUTS[name]
+    run = _prepared(layout)
+    batch = _with_documents(run.run.data.train(run.run.seed)[0])
+    programs = _programs(layout, run, batch)
+    _check_equal(name, [programs["meshpar"]() for _ in range(3)], [programs["by hand"]() for _ in range(3)])
+    programs["scan"]()
+    cpu_s: dict[str, list[float]] = {program: [] for program in programs}
+    wall_s: dict[str, list[float]] = {program: [] for program in programs}
+    for i in range(num_rounds):
+        # The order rotates, because a program pays for the pages and caches that the one before it left.
+        order = list(programs)[i % len(programs) :] + list(programs)[: i % len(programs)]
+        for program in order:
+            step = programs[program]
+            cpu = time.process_time()
+            wall = time.perf_counter()
+            step()
+            cpu_s[program].append(time.process_time() - cpu)
+            wall_s[program].append(time.perf_counter() - wall)
+    cpu_medians = {program: statistics.median(times) for program, times in cpu_s.items()}
+    wall_medians = {program: statistics.median(times) for program, times in wall_s.items()}
+    return {"cpu_s": cpu_medians, "wall_s": wall_medians, "scan_limit": layout.scan_limit}
+
+
+def _prepared(layout: Layout) -> Any:
+    from meshpar import simulate
+    from meshpar.experiment.config import load
+    from meshpar.experiment.prepare import prepare
+
+    simulate(layout.num_devices)
+    mesh = {"data": 1, "fsdp": 1, "tensor": 1} | layout.mesh
+    overrides = [*MODEL, f"rules=[{layout.rules}]", f"data.batch_size={ROWS * layout.num_devices}"]
+    overrides += [f"mesh.{axis}={size}" for axis, size in mesh.items()]
+    # The rate is constant, so that the first steps change the loss.
+    overrides += ["optim.schedule={kind: constant}"] + ([PIPELINE] if "pipe" in layout.mesh else [])
+    return prepare(load(QUICKSTART, overrides))
+
+
+def _with_documents(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Cuts each row into two documents. The first batch of the corpus has long ones."""
+    rows, seq = batch["tokens"].shape
+    first = (20 + 7 * np.arange(rows) % (seq - 40))[:, None]
+    index = np.arange(seq, dtype=np.int32)
+    is_second = index >= first
+    return {
+        "tokens": batch["tokens"],
+        "targets": np.where(index == first - 1, -1, batch["targets"]).astype(np.int32),
+        "segments": (1 + is_second).astype(np.int32),
+        "positions": np.where(is_second, index - first, index).astype(np.int32),
+    }
+
+
+def _programs(layout: Layout, run: Any, batch: dict[str, np.ndarray]) -> dict[str, Callable[[], float]]:
+    """Name -> a function that runs the next step, and returns its loss."""
+    import jax
+
+    import handwritten
+    import handwritten_pipeline
+    from byhand import convert, pipeline, step
+    from byhand.axes import Axes
+
+    rate = run.run.optim.learning_rate(run.run.num_steps)
+    model = run.run.model
+    axes = Axes(**layout.axes)
+    placed = {name: jax.device_put(x, run.batch[name].sharding) for name, x in batch.items()}
+    ours = run.compile_step()
+    state = run.compile_init()()
+    params = convert.from_llama(state.params, layout.mesh.get("tensor", 1))
+    if axes.stage:
+        fast, first, rows = pipeline.compile_step(axes, run.mesh, params, batch, model, rate, NUM_MICROBATCHES)
+        scanned = handwritten_pipeline.init(model, run.mesh)
+        scan, opt_state = handwritten_pipeline.compile_step(model, run.mesh, scanned, placed, rate, NUM_MICROBATCHES)
+    else:
+        fast, first, rows = step.compile_step(axes, run.mesh, params, batch, model, rate)
+        scanned = handwritten.init(model, run.mesh)
+        scan, opt_state = handwritten.compile_step(model, run.mesh, scanned, placed, rate)
+
+    def with_meshpar(state: Any) -> tuple[Any, Any]:
+        state, metrics = ours(state, placed)
+        return state, metrics["loss"]
+
+    def with_scan(state: Any) -> tuple[Any, Any]:
+        params, opt_state, loss = scan(*state, placed)
+        return (params, opt_state), loss
+
+    return {
+        "meshpar": _stepping(with_meshpar, state),
+        "by hand": _stepping(lambda state: fast(state, rows), first),
+        "scan": _stepping(with_scan, (scanned, opt_state)),
+    }
+
+
+def _stepping(step: Callable[[Any], tuple[Any, Any]], state: Any) -> Callable[[], float]:
+    import jax
+
+    def call() -> float:
+        nonlocal state
+        state, loss = jax.block_until_ready(step(state))
+        return float(loss)
+
+    return call
+
+
+def _check_equal(name: str, ours: list[float], by_hand: list[float]) -> None:
+    if not np.allclose(ours, by_hand, rtol=TOLERANCE, atol=0):
+        raise SystemExit(f"{name}: the hand-written step is not the same step: its losses are {by_hand}, ours {ours}")

@@ -1,0 +1,84 @@
+"""A verb imports nothing that it does not use: a large package costs more time than a small program."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CONFIG = """\
+model: {kind: llama, num_layers: 1, hidden_size: 8, num_heads: 2, intermediate_size: 8, vocab_size: 64}
+data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 8}
+optim: {kind: adamw, lr: 1e-2}
+num_steps: 1
+run_dir: run
+"""
+PROBE = """
+import json, sys
+from meshpar.cli import main
+
+try:
+    main()
+finally:
+    print(json.dumps(sorted(name.partition(".")[0] for name in sys.modules)))
+"""
+FOREIGN = {
+    "IPython", "matplotlib", "mlflow", "pandas", "pyarrow", "safetensors", "scipy", "sklearn", "tensorflow",
+    "tokenizers", "torch", "transformers", "wandb",
+}  # fmt: skip
+"""Packages for models, data and services that the config of this test does not name."""
+TRAINING = {"grain", "orbax", "tensorboardX"}
+PAGES = {"jinja2"}
+JAX = {"flax", "jax", "numpy", "optax"}
+FORBIDDEN = {
+    ("--help",): FOREIGN | TRAINING | PAGES | JAX | {"pydantic", "yaml"},
+    ("--version",): FOREIGN | TRAINING | PAGES | JAX | {"pydantic", "rich", "yaml"},
+    ("new", "project"): FOREIGN | TRAINING | PAGES | JAX | {"yaml"},
+    ("schedule", "gpipe"): FOREIGN | TRAINING | PAGES | JAX,
+    ("schema",): FOREIGN | TRAINING | PAGES,
+    ("explain", "config.yaml"): FOREIGN | TRAINING | PAGES,
+    ("inspect", "config.yaml"): FOREIGN | TRAINING | PAGES,
+    ("train", "config.yaml"): FOREIGN | PAGES,
+    ("checkpoint", "show", "run"): FOREIGN | TRAINING | PAGES | {"flax", "optax"},
+    ("plot", "run"): FOREIGN - {"matplotlib", "pandas"} | TRAINING | PAGES | JAX - {"numpy"},
+    ("env",): FOREIGN | TRAINING | PAGES | {"flax", "optax"},
+}
+"""Command -> packages that it must not import, run in this order: the last ones read what `train` wrote."""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """Command -> the top-level names of all modules that its process has imported."""
+    folder = tmp_path_factory.mktemp("imports")
+    (folder / "config.yaml").write_text(CONFIG)
+    found: dict[tuple[str, ...], set[str]] = {}
+    for words in FORBIDDEN:
+        command = [sys.executable, "-c", PROBE, *words]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        found[words] = set(json.loads(done.stdout.splitlines()[-1]))
+    return found
+
+
+@pytest.mark.parametrize("words", FORBIDDEN, ids=" ".join)
+def test_a_verb_imports_only_what_it_uses(imported, words):
+    assert not imported[words] & FORBIDDEN[words]
+
+
+def test_control_what_a_verb_uses_is_seen(imported):
+    assert imported["train", "config.yaml"] >= TRAINING | JAX
+    assert imported["explain", "config.yaml"] >= {"jax", "flax"}
+    assert "matplotlib" in imported["plot", "run"]
+
+
+def test_tensorboard_leaves_torch_importable():
+    """It is hidden only while tensorboardX looks for it."""
+    pytest.importorskip("torch")
+    code = "from meshpar.train.records.loggers import _without_torch\n"
+    code += "with _without_torch():\n    from tensorboardX.event_file_writer import EventsWriter\n"
+    code += "import sys; assert 'torch' not in sys.modules; import torch; torch.ones(1)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
