@@ -157,11 +157,11 @@ def current() -> ParallelContext | None:
 
 
 def platform() -> str:
-    """The platform that the program is compiled for, such as `cpu`; that of JAX on one device or for a mesh of none."""
+    """The platform that the program is compiled for, such as `cpu`. A mesh without devices counts as one of CPUs."""
     ctx = _current.get()
-    if ctx is None or not isinstance(ctx.mesh, jax.sharding.Mesh):
+    if ctx is None:
         return jax.default_backend()
-    return ctx.mesh.devices.flat[0].platform
+    return ctx.mesh.devices.flat[0].platform if isinstance(ctx.mesh, jax.sharding.Mesh) else "cpu"
 
 
 def manual() -> ParallelContext | None:

@@ -15,7 +15,6 @@ SIZES = [4, 6]
 ALL = [*product(["llama", "llama_gqa_options", "gpt_gqa_tied"], LAYOUTS, ["manual", "auto"], SIZES)]
 SAMPLE = [
     ("llama", "data2_fsdp2_tensor2", "manual", 6),
-    ("llama_gqa_options", "tensor4_sp", "manual", 4),
     ("llama_gqa_options", "data2_fsdp2_tensor2", "auto", 4),
 ]
 CASES = [

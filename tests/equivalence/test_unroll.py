@@ -9,7 +9,7 @@ from tests.equivalence.conftest import MODELS, SIZES, on_one_device, outcome, pr
 
 CASES = [
     ("llama", "zero3", "manual", "all"),
-    ("gpt_dropout_remat", "data2_fsdp2_tensor2", "manual", "all"),
+    pytest.param("gpt_dropout_remat", "data2_fsdp2_tensor2", "manual", "all", marks=pytest.mark.slow),
     pytest.param("llama_gqa_options", "tensor4_sp", "auto", "all", marks=pytest.mark.slow),
     pytest.param("gpt_dropout_remat", "zero2", "manual", "all", marks=pytest.mark.slow),
 ]
