@@ -169,3 +169,9 @@ def test_what_auto_selects_is_reported():
     assert long == "blocks: 528 of 1024 pairs of blocks of 128 tokens; rows have more than 128 tokens"
     assert Blocks(block_size=8).describe(32, 1) == "blocks: 4 of 16 pairs of blocks of 8 tokens"
     assert Auto().describe(16, None).startswith("reference: all 16 x 16 scores of a row and head")
+
+
+def test_a_small_run_for_verify_has_the_core_of_the_run():
+    assert Auto().reference(4096, 16) == Blocks(block_size=4)
+    assert Auto().reference(128, 16) == Reference().reference(4096, 16) == Reference()
+    assert Blocks(block_size=512).reference(512, 16) == Blocks(block_size=16)

@@ -35,6 +35,11 @@ class Auto(Config):
         core, why = self.select(seq_len)
         return f"{core.describe(seq_len, window)}; {why}"
 
+    def reference(self, seq_len: int, small_seq_len: int) -> Reference | Blocks:
+        """The core of a small run: that which rows of `seq_len` tokens have, although small rows would get another."""
+        core, _ = self.select(seq_len)
+        return core.reference(seq_len, small_seq_len)
+
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: Window
     ) -> tuple[jax.Array, Any]:

@@ -67,6 +67,10 @@ class Blocks(Config):
         grid, pairs = self._table(seq_len, window)
         return f"blocks: {len(pairs)} of {grid.num_blocks**2} pairs of blocks of {grid.size} tokens"
 
+    def reference(self, seq_len: int, small_seq_len: int) -> Blocks:
+        """The core of a small run with rows of `small_seq_len` tokens: with several blocks if the run's rows have."""
+        return Blocks(block_size=small_seq_len if seq_len <= self.block_size else max(1, small_seq_len // 4))
+
     def _table(self, seq_len: int, window: Window) -> tuple[BlockGrid, np.ndarray]:
         grid = BlockGrid(seq_len, self.block_size)
         return grid, within_window(causal_pairs(grid.num_blocks), grid.size, window)

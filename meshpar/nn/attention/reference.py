@@ -40,6 +40,10 @@ class Reference(Config):
         """What it computes for a row of `seq_len` tokens."""
         return f"reference: all {seq_len} x {seq_len} scores of a row and head, which it holds"
 
+    def reference(self, seq_len: int, small_seq_len: int) -> Reference:
+        """The core of a small run."""
+        return self
+
 
 def causal(segments_BS: Int[Array, "B S"], window: Window = None) -> Bool[Array, "B S S"]:
     """Which tokens each token attends to: itself, and earlier tokens of its document."""
