@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,7 +63,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "outside": (outside, "it is a link that leads out of the folder, to "),
     "through a folder outside": (whole_folder_outside, "it is a link that leads out of the folder, to "),
     "nowhere": (nowhere, "No such file or directory"),
-    "circle": (circle, "Symlink loop"),
+    "circle": (circle, "Symlink loop" if sys.version_info < (3, 13) else os.strerror(errno.ELOOP)),
     "device": (device, "it is a link that leads out of the folder, to /dev/zero"),
     "pipe": (os.mkfifo, "it is a pipe, not a regular file"),
 }
