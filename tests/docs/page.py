@@ -76,13 +76,17 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+KEPT = {"JAX_PLATFORMS", "JAX_ENABLE_COMPILATION_CACHE"}
+
+
 def shell() -> dict[str, str]:
     """The environment of a reader whose `.venv` is active and whose terminal has 100 columns.
 
-    The variables of JAX and XLA that the tests run under are left out, but for JAX_PLATFORMS: where there is an
-    accelerator, the whole suite needs JAX_PLATFORMS=cpu, and so do the pages, which show simulated devices.
+    The variables of JAX and XLA that the tests run under are left out, but for two. Where there is an accelerator, the
+    whole suite needs JAX_PLATFORMS=cpu, and so do the pages, which show simulated devices. And no page may read or
+    write the compilation cache in the home of whoever runs the tests.
     """
-    theirs = {k: v for k, v in os.environ.items() if k == "JAX_PLATFORMS" or not k.startswith(("JAX_", "XLA_"))}
+    theirs = {k: v for k, v in os.environ.items() if k in KEPT or not k.startswith(("JAX_", "XLA_"))}
     return theirs | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100"}
 
 
