@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh
 
 from meshpar.checkpoint.checkpoints import CheckpointMetadata
 from meshpar.checkpoint.saved import find
@@ -32,7 +31,7 @@ from meshpar.nn.supported import check_supported
 from meshpar.optim.ema import with_ema
 from meshpar.optim.freeze import Freeze, for_good, frozen_until, without
 from meshpar.optim.master import with_master
-from meshpar.sharding.resolve import AnyMesh
+from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.train.gradients import STALE
 from meshpar.train.loss import Distill
 from meshpar.train.step import Step, Update
@@ -75,7 +74,8 @@ class Prepared(Training):
 
     def collectives(self, step: ClosedJaxpr) -> list[Collective]:
         """The collectives of a traced manual step, with ZeRO-1's gathers of updated parameters."""
-        float_bytes = 4 if self._on_cpu else 1  # XLA:CPU sends 16-bit floats as 32-bit ones
+        on_cpu = (platform_of(self.mesh) or self.abstract_platform) == "cpu"
+        float_bytes = 4 if on_cpu else 1  # XLA:CPU sends 16-bit floats as 32-bit ones
         updated = jax.tree.leaves(self.placement.trained)
         stored = jax.tree.leaves(without(self.placement.params, self.placement.frozen))
         return traced_collectives(step, float_bytes) + gathers(updated, stored, float_bytes)
@@ -113,12 +113,6 @@ class Prepared(Training):
         """The description of the run in its checkpoints."""
         run = self.run
         return CheckpointMetadata(run.model_dump(mode="json"), self.placement.dims, run.seed, run.data.batch_size)
-
-    @property
-    def _on_cpu(self) -> bool:
-        if isinstance(self.mesh, Mesh):
-            return self.mesh.devices.flat[0].platform == "cpu"
-        return self.abstract_platform == "cpu"
 
     def inspect(self, step: Step) -> Inspection:
         """Reads a compiled step, and checks it against the run's contract.

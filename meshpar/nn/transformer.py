@@ -325,6 +325,7 @@ class Transformer(nnx.Module):
         blocks = jax.tree.map(lambda x: x[:num_layers], blocks)
         if recomputes:
             policy = gathering_again(REMAT[self.model.remat])
+            # A loop keeps what the backward recomputes apart from the forward; layers without one need barriers.
             body = jax.checkpoint(body, policy=policy, prevent_cse=unroll > 1)
         (x_BRD, cache), auxiliary = jax.lax.scan(body, (x_BRD, cache), (blocks, indices), unroll=unroll)
         return x_BRD, jax.tree.map(lambda x: x.sum(0), auxiliary), cache

@@ -22,7 +22,7 @@ from meshpar.errors import Problems, ShardingError, nearest
 from meshpar.mesh.varying import Axes
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.strategies import Parallel
-from meshpar.sharding.resolve import AnyMesh, live
+from meshpar.sharding.resolve import AnyMesh, live, platform_of
 from meshpar.sharding.rules import ACTIVATION_DIMS, AxisRules
 
 
@@ -161,7 +161,7 @@ def platform() -> str:
     ctx = _current.get()
     if ctx is None:
         return jax.default_backend()
-    return ctx.mesh.devices.flat[0].platform if isinstance(ctx.mesh, jax.sharding.Mesh) else "cpu"
+    return platform_of(ctx.mesh) or "cpu"
 
 
 def manual() -> ParallelContext | None:

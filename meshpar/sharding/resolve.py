@@ -63,6 +63,11 @@ class Placement:
         return replace(self, axes=tuple(tuple(a for a in axes if rules.use(dim, a) != "storage") for dim, axes in dims))
 
 
+def platform_of(mesh: AnyMesh) -> str | None:
+    """The platform of the mesh's devices, such as `cpu`; None for a mesh without devices."""
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+
+
 def live(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     """The axes of size > 1. Axes of size 1 appear in no sharding and no collective.
 

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from meshpar.errors import Problems, ShardingError
 from meshpar.optim.freeze import without
-from meshpar.sharding.resolve import AnyMesh, Placement, resolve
+from meshpar.sharding.resolve import AnyMesh, Placement, platform_of, resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.program import compile_program, shardings, structs, trace, whole
@@ -229,8 +228,7 @@ def _for_one_call(mesh: AnyMesh) -> dict[str, Any] | None:
 
     Level 0 would compile faster still, but is five times slower to run, and rounds differently.
     """
-    is_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
-    return {_LEVEL: 1} if is_cpu and _LEVEL not in os.environ.get("XLA_FLAGS", "") else None
+    return {_LEVEL: 1} if platform_of(mesh) == "cpu" and _LEVEL not in os.environ.get("XLA_FLAGS", "") else None
 
 
 def _cast(arrays: Any, structs: Any) -> Any:

@@ -21,17 +21,9 @@ from jax.sharding import PartitionSpec
 import meshpar
 from meshpar.inspection.program.compiling import compiling
 from meshpar.mesh import compilation_cache, process
-from tests.command import Said
+from tests.command import CONFIG, Said
 from tests.program.test_findings import GRID, array, crossing
 
-CONFIG = """\
-model: {kind: llama, num_layers: 2, hidden_size: 16, num_heads: 2, intermediate_size: 32, vocab_size: 64}
-data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 16}
-optim: {kind: adamw, lr: 1e-2}
-mesh: {data: 2, fsdp: 2, tensor: 2}
-rules: [fsdp, megatron]
-num_steps: 2
-"""
 OPTIONS = (
     "jax_enable_compilation_cache",
     "jax_compilation_cache_dir",

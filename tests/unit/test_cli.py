@@ -16,17 +16,9 @@ from meshpar.sharding.resolve import Placement, resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.tree import human_bytes
+from tests.command import CONFIG as TWO_STEPS
 
-CONFIG = """\
-model: {kind: llama, num_layers: 2, hidden_size: 16, num_heads: 2, intermediate_size: 32, vocab_size: 64}
-data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 16}
-optim: {kind: adamw, lr: 1e-2}
-mesh: {data: 2, fsdp: 2, tensor: 2}
-rules: [fsdp, megatron]
-num_steps: 2
-log_every: 1
-run_dir: run
-"""
+CONFIG = TWO_STEPS + "log_every: 1\nrun_dir: run\n"
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshpar.errors import ConfigError, nearest
 from meshpar.inspection.report.picture import Picture, stacked
+from meshpar.inspection.report.text import selected_lines
 from meshpar.mesh.layout import AXES, describe_sizes
 from meshpar.sharding.resolve import Placement
 from meshpar.tree import flatten_with_paths, human_bytes, matching
@@ -64,7 +65,7 @@ class Report:
         if lines[-1]:
             lines.append("")
         if self.selected:
-            lines += ["selected", *(f"  {key}  {what}" for key, what in self.selected.items()), ""]
+            lines += [*selected_lines(self.selected), ""]
         lines.append("a device holds")
         lines += [f"  {name:<12}{human_bytes(size):>12}" for name, size in self.held.items()]
         lines += [f"  {'total':<12}{human_bytes(sum(self.held.values())):>12}"]

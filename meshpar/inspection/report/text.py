@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from meshpar.inspection.report.places import places, short_source
 from meshpar.inspection.report.plain import PlainFinding, PlainInspection
 from meshpar.inspection.report.table import table
@@ -22,7 +24,7 @@ def text(report: PlainInspection) -> str:
         total = human_bytes(sum(states.values()))
         parts.append(f"model states, in closed form, {total}\n{_sizes(list(states.items()))}")
     if report.selected:
-        parts.append("\n".join(["selected", *(f"  {key}  {what}" for key, what in report.selected.items())]))
+        parts.append("\n".join(selected_lines(report.selected)))
     for title, is_argument in (("largest arguments", True), ("largest temporaries", False)):
         arrays = [one for one in report.largest if one.is_argument == is_argument]
         rows = [[human_bytes(one.num_bytes), one.array, one.name, short_source(one.source)] for one in arrays]
@@ -32,6 +34,11 @@ def text(report: PlainInspection) -> str:
     if report.findings:
         parts.append(_findings(report.findings))
     return "\n\n".join(parts)
+
+
+def selected_lines(selected: Mapping[str, str]) -> list[str]:
+    """What keys of a config come to, under a heading."""
+    return ["selected", *(f"  {key}  {what}" for key, what in selected.items())]
 
 
 def _collectives(report: PlainInspection) -> str:

@@ -20,7 +20,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.nn.attention.block_pairs import BlockGrid
-from meshpar.parallel.local import varies_over, varying
+from meshpar.nn.attention.core import causal_window
+from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide_dtype
 
 
@@ -101,7 +102,7 @@ def _forward(grid: BlockGrid, q, k, v, queries, keys, window, pairs) -> Softmax:
 
     rows = q.shape[:-1]
     empty = Softmax(jnp.zeros(q.shape, dtype), jnp.full(rows, jnp.finfo(dtype).min, dtype), jnp.zeros(rows, dtype))
-    return lax.scan(step, _varying(empty, q), pairs)[0]
+    return lax.scan(step, jax.tree.map(lambda x: varying_like(x, q), empty), pairs)[0]
 
 
 def _attend_forward(grid: BlockGrid, q, k, v, *masks):
@@ -132,8 +133,8 @@ def _attend_backward(grid: BlockGrid, saved, grad):
         starts = (pair[0], pair[1], pair[1])
         return tuple(_add(x, part, start) for x, part, start in zip(grads, added, starts, strict=True)), None
 
-    zeros = tuple(jnp.zeros(x.shape, log_mass.dtype) for x in (q, k, v))
-    grads, _ = lax.scan(step, _varying(zeros, q), pairs)
+    zeros = tuple(varying_like(jnp.zeros(x.shape, log_mass.dtype), q) for x in (q, k, v))
+    grads, _ = lax.scan(step, zeros, pairs)
     return *(x.astype(like.dtype) for x, like in zip(grads, (q, k, v), strict=True)), None, None, None, None
 
 
@@ -143,10 +144,7 @@ attend.defvjp(_attend_forward, _attend_backward)
 def _visible(grid: BlockGrid, pair, queries: Tokens, keys: Tokens, window) -> Bool[Array, "B s t"]:
     of_queries = queries.block(pair[0], grid.size)
     of_keys = keys.block(pair[1], grid.size)
-    distance = of_queries.index[:, None] - of_keys.index
-    visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
+    visible = causal_window(of_queries.index, of_keys.index, window)
     if grid.is_ragged:
         place = jnp.arange(grid.size, dtype=jnp.int32)
         visible &= (place >= pair[2] - pair[0])[:, None] & (place >= pair[3] - pair[1])
@@ -169,8 +167,3 @@ def _block(x: jax.Array, start: jax.Array, grid: BlockGrid) -> jax.Array:
 def _add(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
     old = lax.dynamic_slice_in_dim(x, start, part.shape[-2], x.ndim - 2)
     return lax.dynamic_update_slice_in_dim(x, old + part, start, x.ndim - 2)
-
-
-def _varying(tree, like: jax.Array):
-    axes = tuple(sorted(varies_over(like)))
-    return jax.tree.map(lambda x: varying(x, axes), tree)
