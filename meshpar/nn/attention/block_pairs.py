@@ -67,8 +67,7 @@ class BlockGrid:
 def visible_pairs(grid: BlockGrid, chunks_apart: int = 0, window: Any = None) -> np.ndarray:
     """All pairs in which some query attends to some key, if each sequence of the grid is a chunk of a longer one.
 
-    The pairs of one query block follow each other. Within a chunk, the first of them contains each query's own key, so
-    that the softmax has a finite maximum from the start.
+    The pairs of one query block follow each other, the nearest keys first.
 
     Args:
       chunks_apart: by how many chunks the queries are after the keys.

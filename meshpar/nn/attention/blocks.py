@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.config import Config, Positive
 from meshpar.mesh.varying import varying_alike
-from meshpar.nn.attention.block_pairs import BlockGrid
+from meshpar.nn.attention.block_pairs import BlockGrid, visible_pairs
 from meshpar.nn.attention.core import Window
+from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards, attend
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import constrain
@@ -44,19 +45,18 @@ class Blocks(Config):
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
         positions: Int[Array, "B S"], segments: Int[Array, "B S"], window: Window,
     ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
-        return in_blocks(self._whole(q.shape[1], window), q, k, v, segments, window), None
+        tables = ShardTables(SequenceLayout(1), BlockGrid(q.shape[1], self.block_size), known(window))
+        return in_blocks(Shards(tables), q, k, v, segments, window), None
 
     def describe(self, seq_len: int, window: int | None) -> str:
         """What it computes for a row of `seq_len` tokens."""
-        shards = self._whole(seq_len, window)
-        return f"blocks: {shards.num_pairs} of {shards.grid.num_blocks**2} pairs of blocks of {shards.grid.size} tokens"
+        grid = BlockGrid(seq_len, self.block_size)
+        num_pairs = len(visible_pairs(grid, 0, window))
+        return f"blocks: {num_pairs} of {grid.num_blocks**2} pairs of blocks of {grid.size} tokens"
 
     def reference(self, seq_len: int, small_seq_len: int) -> Blocks:
         """The core of a small run with rows of `small_seq_len` tokens: with several blocks if the run's rows have."""
         return Blocks(block_size=small_seq_len if seq_len <= self.block_size else max(1, small_seq_len // 4))
-
-    def _whole(self, seq_len: int, window: Window) -> Shards:
-        return Shards(SequenceLayout(1), BlockGrid(seq_len, self.block_size), known(window))
 
 
 def known(window: Window) -> int | None:

@@ -18,6 +18,7 @@ from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.blocks import in_blocks, known
 from meshpar.nn.attention.core import Core, Window
+from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards
 from meshpar.parallel.context import manual
 
@@ -46,8 +47,8 @@ def across_shards(
         out, _ = core(q, k, v, exchange.whole(positions), segments, window)
     else:
         length = q.shape[SEQ] // ctx.sequence.chunks.shape[1]
-        grid = BlockGrid(length, getattr(core, "block_size", length))
-        shards = Shards(ctx.sequence, grid, known(window), axes, group, gathers=context.kind == "all_gather")
+        tables = ShardTables(ctx.sequence, BlockGrid(length, getattr(core, "block_size", length)), known(window))
+        shards = Shards(tables, axes, group, gathers=context.kind == "all_gather")
         out = in_blocks(shards, q, k, v, segments, window)
     return exchange.to_tokens(out), None
 

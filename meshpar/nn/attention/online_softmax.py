@@ -82,7 +82,7 @@ def extend(
     window: Int[Array, ""] | None,
     pairs: Int[Array, "P 4"],
 ) -> Softmax:
-    """The state after the pairs of a table. A query that has met no key must attend to a key of its first pair.
+    """The state after the pairs of a table. Each query must attend to some key before its result is read.
 
     Args:
       q: already divided by the square root of head_dim.

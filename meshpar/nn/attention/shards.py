@@ -1,9 +1,7 @@
 """Attention in blocks over rows whose tokens are on one device, or sharded over several.
 
-Each device has the queries of its shard, and meets the keys of one shard after the other, beginning with its own. At
-hop h it meets the shard that is h before its own: they travel round a ring, or every device has gathered all of them.
-Which pairs of blocks it computes at a hop depends on the chunks that the two shards hold; the tables of all hops and
-devices are NumPy arrays, few of them different.
+Each device has the queries of its shard, and meets the keys of one shard after the other, beginning with its own: they
+travel round a ring, or every device has gathered all of them.
 
 Source: Liu et al. 2023, arXiv:2310.01889 (ring attention).
 
@@ -14,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,76 +24,35 @@ from jaxtyping import Array, Float, Int
 from meshpar.collectives.permute import permute
 from meshpar.cost.flops import needed
 from meshpar.mesh.varying import Axes
-from meshpar.nn.attention.block_pairs import BlockGrid, visible_pairs
-from meshpar.nn.attention.core import needed_scores
+from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.online_softmax import Tokens, add_gradients, backward_of, empty, extend
+from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.parallel.local import varying_like
-from meshpar.parallel.sequence import SequenceLayout
 
+Run = Callable[[BlockGrid, jax.Array, Tokens, Any], Any]
+"""(grid, table, keys, carry) -> carry, after the pairs of the table."""
 Visit = Callable[[Any, Sequence[int], Any, Any], tuple[Any, Any]]
-"""(hop, the hops of the same loop, carry, a shard's keys) -> (carry, what is added for that shard)."""
+"""(hop, the hops of the same loop, carry, the keys of a shard) -> (carry, what is added for that shard)."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards of a row, and which pairs of blocks each device computes.
+    """The devices that share a row, and how the keys of one reach the queries of another.
 
     Args:
-      layout: which tokens each shard holds.
-      grid: the blocks of a chunk.
-      window: how many tokens a query attends to, if all layers agree; else None.
       axes: the mesh axes over which the row is sharded.
       group: the number of neighbouring devices that hold the same shard.
       gathers: whether each device gathers the keys of all shards; else they travel round a ring.
     """
 
-    layout: SequenceLayout
-    grid: BlockGrid
-    window: int | None = None
+    tables: ShardTables
     axes: Axes = ()
     group: int = 1
     gathers: bool = False
 
-    @cached_property
-    def _tables(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """The different tables, and int[hop, shard]: which of them a shard needs at a hop."""
-        chunks = self.layout.chunks
-        num_shards, chunks_each = chunks.shape
-        shard = np.arange(num_shards)
-        met = chunks[(shard - shard[:, None]) % num_shards]
-        apart = chunks[None, :, :, None] - met[:, :, None, :]
-        # Beyond `far` chunks, all distances are alike.
-        far = 1 if self.window is None else -(-(self.window - 1) // self.grid.seq_len) + 1
-        alike = np.clip(apart, -1, far).reshape(-1, chunks_each**2)
-        different, which = np.unique(alike, axis=0, return_inverse=True)
-        return [self._table(one.reshape(chunks_each, -1)) for one in different], which.reshape(num_shards, num_shards)
-
-    def _table(self, apart: np.ndarray) -> np.ndarray:
-        """The rows for chunks of queries and chunks of keys that are so many chunks apart."""
-        seen = [(q, k) for q, k in np.ndindex(*apart.shape) if apart[q, k] >= 0]
-        rows = [
-            self.grid.rows(visible_pairs(self.grid, int(apart[q, k]), self.window), (q, k))
-            for q, k in sorted(seen, key=lambda pair: apart[pair] > 0)  # a query's own key is in its first pair
-        ]
-        return np.concatenate([np.empty((0, 4), np.int32), *rows])
-
-    @cached_property
-    def hops(self) -> list[int]:
-        """The hops, after the one to its own shard, at which some device attends to some key."""
-        tables, which = self._tables
-        return [hop for hop in range(1, len(which)) if any(len(tables[one]) for one in which[hop])]
-
-    @cached_property
-    def num_pairs(self) -> int:
-        """Pairs of blocks that all devices compute, each shard once."""
-        tables, which = self._tables
-        return sum(len(tables[one]) for one in which.flat)
-
     @property
-    def needed(self) -> Fraction:
-        """The part of the computed scores that causal attention needs."""
-        seq_len = self.grid.seq_len * self.layout.chunks.size
-        return Fraction(needed_scores(seq_len, self.window)) / (self.num_pairs * self.grid.size**2)
+    def num_shards(self) -> int:
+        return self.tables.layout.num_shards
 
     @property
     def rank(self) -> jax.Array | int:
@@ -105,113 +61,118 @@ class Shards:
 
     def source(self, hop: jax.Array | int) -> jax.Array | int:
         """The shard that this device meets at a hop."""
-        return (self.rank - hop) % self.layout.num_shards if self.axes else 0
+        return (self.rank - hop) % self.num_shards if self.axes else 0
 
     def tokens(self, shard: jax.Array | int, segments: Int[Array, "B S"]) -> Tokens:
-        return Tokens(self.layout.tokens_of(shard, segments.shape[1]), segments)
+        return Tokens(self.tables.layout.tokens_of(shard, segments.shape[1]), segments)
 
-    def with_table(self, hop: Any, hops: Sequence[int], run: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
-        """`run(table, carry)` with the table of this device at a hop; the carry itself if the table is empty.
+    def run(self, hop: Any, hops: Sequence[int], queries: Tokens, segments: Int[Array, "B S"], run: Run, carry: Any):
+        """Runs the tables of this device at a hop, if a query and a key can be in the same document.
 
         Args:
           hop: one of `hops`, perhaps traced.
+          segments: of the keys.
         """
-        tables, which = self._tables
-        used = which[list(hops)]
-        by_length: dict[int, list[int]] = {}
-        for one in np.unique(used):
-            by_length.setdefault(len(tables[one]), []).append(int(one))
+        keys = self.tokens(self.source(hop), segments)
+        if hops[0] > 0:
+            own = queries.segments
+            overlap = (own.min(1) <= segments.max(1)) & (segments.min(1) <= own.max(1))
+            run_table = partial(self._run_table, hop, hops, run, keys)
+            return lax.cond(overlap.any(), run_table, lambda carry: carry, carry)
+        if self.tables.halves:
+            carry = run(self.tables.halves, jnp.asarray(self.tables.diagonal), keys, carry)
+        return self._run_table(hop, hops, run, keys, carry)
 
-        def branch(alike: list[int], index: jax.Array, carry: Any) -> Any:
-            stacked = np.stack([tables[one] for one in alike])
-            if not stacked.size:
+    def _run_table(self, hop: Any, hops: Sequence[int], run: Run, keys: Tokens, carry: Any) -> Any:
+        tables = self.tables.tables
+        by_length = self.tables.by_length(hops)
+        which = jnp.asarray(self.tables.which, jnp.int32)[hop, self.rank]
+
+        def of_length(alike: list[int], which: jax.Array, carry: Any) -> Any:
+            if not len(tables[alike[0]]):
                 return carry
             if len(alike) == 1:
-                return run(jnp.asarray(stacked[0]), carry)
-            place = np.zeros(len(tables), np.int32)
-            place[alike] = np.arange(len(alike))
-            return run(jnp.asarray(stacked)[jnp.asarray(place)[index]], carry)
+                return run(self.tables.grid, jnp.asarray(tables[alike[0]]), keys, carry)
+            place = np.searchsorted(alike, np.arange(len(tables))).astype(np.int32)
+            table = jnp.asarray(np.stack([tables[index] for index in alike]))[jnp.asarray(place)[which]]
+            return run(self.tables.grid, table, keys, carry)
 
-        index = jnp.asarray(which, jnp.int32)[hop, self.rank]
-        if len(by_length) == 1:
-            return branch(*by_length.values(), index, carry)
-        group = np.zeros(len(tables), np.int32)
+        first, *others = by_length.values()
+        if not others:
+            return of_length(first, which, carry)
+        used = self.tables.which[list(hops)]
+        branch = np.zeros(len(tables), np.int32)
         for number, alike in enumerate(by_length.values()):
-            group[alike] = number
-        times = [int(np.isin(used, alike).sum()) for alike in by_length.values()]
-        with jax.named_scope(f"taken_{'_'.join(map(str, times))}_of_{used.size}"):
-            return lax.switch(
-                jnp.asarray(group)[index], [partial(branch, alike) for alike in by_length.values()], index, carry
-            )
+            branch[alike] = number
+        taken = [str(int(np.isin(used, alike).sum())) for alike in by_length.values()]
+        with jax.named_scope(f"taken_{'_'.join(taken)}_of_{used.size}"):
+            branches = [partial(of_length, alike) for alike in by_length.values()]
+            return lax.switch(jnp.asarray(branch)[which], branches, which, carry)
 
     def meet(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
         """Visits the keys of each shard that a query attends to; returns the carry, and what is added for this shard.
 
-        Communication: `keys` by `hops` messages round the ring, and what is added by one more; or an all-gather of
-          `keys`, and a reduce-scatter of what is added.
+        Communication: `keys` by a message at each hop round the ring, and what is added by one more; or an all-gather
+          of `keys`, and a reduce-scatter of what is added.
         """
-        if not self.hops:
+        if not self.tables.hops:
             return visit(0, [0], carry, keys)
         return self._gather(visit, carry, keys) if self.gathers else self._travel(visit, carry, keys)
 
     def _gather(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
         gathered = jax.tree.map(lambda x: lax.all_gather(x, self.axes, axis_index_groups=self._groups), keys)
 
-        def of(shard: Any, x: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(x, shard, keepdims=False)
-
         def step(state: Any, hop: Any, hops: Sequence[int]) -> Any:
             carry, added = state
             shard = self.source(hop)
-            carry, more = visit(hop, hops, carry, jax.tree.map(partial(of, shard), gathered))
+            met = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, shard, keepdims=False), gathered)
+            carry, more = visit(hop, hops, carry, met)
             return carry, jax.tree.map(lambda x, part: x.at[shard].add(part), added, more)
 
-        _, more = jax.eval_shape(partial(visit, 0, [0]), carry, keys)
-        zeros = jax.tree.map(lambda x: jnp.zeros((self.layout.num_shards, *x.shape), x.dtype), more)
-        zeros = jax.tree.map(lambda x: varying_like(x, jax.tree.leaves(keys)[0]), zeros)
-        state = step((carry, zeros), 0, [0])
-        hops = jnp.asarray(self.hops, jnp.int32)
-        carry, added = lax.scan(lambda state, hop: (step(state, hop, self.hops), None), state, hops)[0]
+        carry, first = visit(0, [0], carry, keys)
+        zeros = jax.tree.map(lambda x: varying_like(jnp.zeros((self.num_shards, *x.shape), x.dtype), x), first)
+        added = jax.tree.map(lambda x, part: x.at[self.rank].set(part), zeros, first)
+        hops = self.tables.hops
+        state, _ = lax.scan(lambda state, hop: (step(state, hop, hops), None), (carry, added), jnp.array(hops, "int32"))
+        carry, added = state
         return carry, jax.tree.map(lambda x: lax.psum_scatter(x, self.axes, axis_index_groups=self._groups), added)
 
     def _travel(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
-        """Each visit sends the keys on before it computes, so that they travel meanwhile."""
+        """Before it computes, each visit sends the keys on, and what was added for them by the visits before."""
+        hops = self.tables.hops
 
-        def step(state: Any, hop: Any, hops: Sequence[int], by: int, on: int) -> Any:
+        def step(state: Any, hop: Any, alike: Sequence[int], by: int, on: int) -> Any:
             carry, keys, added = state
             ahead = self._send(keys, on) if on else keys
             added = self._send(added, by)
-            carry, more = visit(hop, hops, carry, keys)
+            carry, more = visit(hop, alike, carry, keys)
             return carry, ahead, jax.tree.map(jnp.add, added, more)
 
-        first, *others = self.hops
-        ahead = self._send(keys, first)
-        state = *visit(0, [0], carry, keys), ahead
-        state = (state[0], state[2], state[1])
-        last = self.hops[-1]
-        if last == len(self.hops) > 2:
-            most = self.hops[:-1]
-            state = lax.scan(lambda s, hop: (step(s, hop, most, 1, 1), None), state, jnp.asarray(most, jnp.int32))[0]
-            state = step(state, last, [last], 1, 0)
+        ahead = self._send(keys, hops[0])
+        carry, added = visit(0, [0], carry, keys)
+        state = carry, ahead, added
+        if hops == [*range(1, len(hops) + 1)] and len(hops) > 2:  # a loop, for all hops but the last, is one program
+            loop = jnp.array(hops[:-1], "int32")
+            state, _ = lax.scan(lambda state, hop: (step(state, hop, hops[:-1], 1, 1), None), state, loop)
+            state = step(state, hops[-1], hops[-1:], 1, 0)
         else:
-            for before, hop, after in zip([0, *self.hops], self.hops, [*others, last], strict=False):
+            for before, hop, after in zip([0, *hops], hops, [*hops[1:], hops[-1]], strict=False):
                 state = step(state, hop, [hop], hop - before, after - hop)
         carry, _, added = state
-        return carry, self._send(added, self.layout.num_shards - last)
+        return carry, self._send(added, self.num_shards - hops[-1])
 
     def _send(self, tree: Any, by: int) -> Any:
         """Sends arrays to the shard that is `by` after this one."""
-        num_devices = self.layout.num_shards * self.group
+        num_devices = self.num_shards * self.group
         pairs = [(rank, (rank + by * self.group) % num_devices) for rank in range(num_devices)]
         return jax.tree.map(lambda x: permute(x, self.axes, pairs), tree)
 
     @property
     def _groups(self) -> list[list[int]] | None:
-        """The devices that hold the different shards of the same heads; None for all."""
+        """The devices that hold different shards of the same heads; None for all."""
         if self.group == 1:
             return None
-        num_devices = self.layout.num_shards * self.group
-        return [list(range(first, num_devices, self.group)) for first in range(self.group)]
+        return np.arange(self.num_shards * self.group).reshape(-1, self.group).T.tolist()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -242,16 +203,15 @@ def attend(
 def _attend_forward(shards: Shards, q, k, v, segments, window):
     queries = shards.tokens(shards.rank, segments)
 
-    def visit(hop: Any, hops: Sequence[int], state: Any, keys: Any) -> tuple[Any, tuple[()]]:
-        k, v, theirs = keys
+    def visit(hop: Any, hops: Sequence[int], state: Any, of_shard: Any) -> tuple[Any, tuple[()]]:
+        k, v, theirs = of_shard
 
-        def run(pairs: jax.Array, state: Any) -> Any:
-            met = shards.tokens(shards.source(hop), theirs)
-            return extend(shards.grid, state, q, k, v, queries, met, window, pairs)
+        def run(grid: BlockGrid, pairs: jax.Array, keys: Tokens, state: Any) -> Any:
+            return extend(grid, state, q, k, v, queries, keys, window, pairs)
 
-        return shards.with_table(hop, hops, run, state), ()
+        return shards.run(hop, hops, queries, theirs, run, state), ()
 
-    with needed(shards.needed):
+    with needed(shards.tables.needed):
         state, _ = shards.meet(visit, empty(q), (k, v, segments))
     out = state.result().astype(v.dtype)
     return out, (q, k, v, segments, window, out, state.log_mass())
@@ -265,17 +225,16 @@ def _attend_backward(shards: Shards, saved, grad):
     def zeros(x: jax.Array) -> jax.Array:
         return varying_like(jnp.zeros(x.shape, log_mass.dtype), q)
 
-    def visit(hop: Any, hops: Sequence[int], of_q: jax.Array, keys: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        k, v, theirs = keys
+    def visit(hop: Any, hops: Sequence[int], of_q: jax.Array, of_shard: Any) -> tuple[jax.Array, Any]:
+        k, v, theirs = of_shard
 
-        def run(pairs: jax.Array, grads: Any) -> Any:
-            met = shards.tokens(shards.source(hop), theirs)
-            return add_gradients(shards.grid, grads, known, q, k, v, queries, met, window, pairs)
+        def run(grid: BlockGrid, pairs: jax.Array, keys: Tokens, grads: Any) -> Any:
+            return add_gradients(grid, grads, known, q, k, v, queries, keys, window, pairs)
 
-        of_q, *added = shards.with_table(hop, hops, run, (of_q, zeros(k), zeros(v)))
+        of_q, *added = shards.run(hop, hops, queries, theirs, run, (of_q, zeros(k), zeros(v)))
         return of_q, tuple(added)
 
-    with needed(shards.needed):
+    with needed(shards.tables.needed):
         of_q, added = shards.meet(visit, zeros(q), (k, v, segments))
     grads = (of_q, *added)
     return *(x.astype(like.dtype) for x, like in zip(grads, (q, k, v), strict=True)), None, None
