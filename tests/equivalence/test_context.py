@@ -193,7 +193,8 @@ COMPOSED = {
         "manual", 1, OVER_CONTEXT, Blocks(block_size=2),
     ),
     "window_contiguous": (
-        "llama_gqa_options", {"context": 4}, ["context"], {"context": CONTIGUOUS}, "manual", 1, {}, Blocks(block_size=3),
+        "llama_gqa_options", {"context": 4}, ["context"], {"context": CONTIGUOUS},
+        "manual", 1, {}, Blocks(block_size=3),
     ),
     "auto": ("llama", {"context": 4, "tensor": 2}, ["megatron", "context"], {}, "auto", 1, {}, None),
     "auto_zero3_blocks": (

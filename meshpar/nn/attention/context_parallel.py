@@ -5,6 +5,7 @@ Shapes: B batch, S seq, H heads, K kv_heads, h head_dim, local shards in the man
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from meshpar.errors import Problems
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.blocks import in_blocks, known
 from meshpar.nn.attention.core import Core, Window
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards
-from meshpar.parallel.context import manual
+from meshpar.parallel.context import ParallelContext, manual
+from meshpar.parallel.sequence import SequenceLayout
 
 SEQ, HEADS = 1, 2
 """The positions of the sequence and the heads in activations [batch, seq, heads, head_dim]."""
@@ -46,11 +49,64 @@ def across_shards(
     if ctx.sequence.num_shards == 1:
         out, _ = core(q, k, v, exchange.whole(positions), segments, window)
     else:
-        length = q.shape[SEQ] // ctx.sequence.chunks.shape[1]
-        tables = ShardTables(ctx.sequence, BlockGrid(length, getattr(core, "block_size", length)), known(window))
+        tables = _tables(core, ctx.sequence, q.shape[SEQ], window)
         shards = Shards(tables, axes, group, gathers=context.kind == "all_gather")
         out = in_blocks(shards, q, k, v, segments, window)
     return exchange.to_tokens(out), None
+
+
+def check(num_heads: int, ctx: ParallelContext, problems: Problems) -> None:
+    """Reports why devices cannot share the rows of a model with so many query heads."""
+    num_devices = ctx.shards("seq")
+    if not ctx.manual or num_devices == 1:
+        return
+    context = ctx.parallel.context
+    group = context.exchange(num_devices)
+    heads = num_heads // ctx.shards("heads")
+    if num_devices % group:
+        groups = [size for size in range(2, num_devices + 1) if num_devices % size == 0]
+        fix = f"parallel.context.group={min(groups, key=lambda size: abs(size - group))}"
+        what = f"{num_devices} devices share a row, which cannot be divided into groups of {group}"
+        problems.add("parallel.context.group", what, fix)
+    elif heads % group:
+        what = f"{heads} query heads on each device cannot be shared equally by the {group} that exchange them"
+        fewer = math.gcd(heads, group)
+        smaller = f"kind: hybrid, group: {fewer}" if fewer > 1 else "kind: ring"
+        problems.add("parallel.context", what, f"parallel.context={{{smaller}}}, or a multiple of {group} heads")
+    if ctx.schedule and context.kind in ("ring", "hybrid"):
+        what = "stages of a pipeline work at different times, and XLA's permutations need all devices at once"
+        problems.add("parallel.context", what, "parallel.context=all_gather, or ulysses")
+
+
+def describe(core: Core, num_heads: int, ctx: ParallelContext, seq_len: int, window: Window) -> str:
+    """How devices share rows of `seq_len` tokens; empty if they do not."""
+    num_devices = ctx.shards("seq")
+    if not ctx.manual or num_devices == 1:
+        return ""
+    context = ctx.parallel.context
+    group = context.exchange(num_devices)
+    heads = num_heads // ctx.shards("heads")
+    tokens = seq_len // num_devices
+    exchange = f"{group} devices exchange {tokens} tokens for {heads // group} of {heads} heads"
+    if ctx.sequence.num_shards == 1:
+        return f"ulysses: {exchange}"
+    tables = _tables(core, ctx.sequence, tokens * group, window)
+    order = "zigzag" if ctx.sequence.is_zigzag else "contiguous"
+    if context.kind == "all_gather":
+        how = f"all_gather, {order}: a device gathers the keys and values of {num_devices} x {tokens} tokens"
+    else:
+        hops = f"{len(tables.hops)} hop{'s' if len(tables.hops) > 1 else ''}"
+        how = f"{context.kind}, {order}: the keys and values of {tokens * group} tokens travel {hops}"
+        how += f", after {exchange}" if group > 1 else ""
+    share = tables.needed * int(tables.scores.sum()) / len(tables.scores)
+    most = float(int(tables.scores.max()) / share)
+    return f"{how}; the busiest device computes {most:.2f} times an equal share of the needed scores"
+
+
+def _tables(core: Core, layout: SequenceLayout, tokens: int, window: Window) -> ShardTables:
+    """The tables for shards of so many tokens. A core without blocks computes chunks whole."""
+    length = tokens // layout.chunks.shape[1]
+    return ShardTables(layout, BlockGrid(length, getattr(core, "block_size", length)), known(window))
 
 
 @dataclass(frozen=True)
