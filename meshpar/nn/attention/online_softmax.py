@@ -101,7 +101,7 @@ def extend(
         new = Softmax(old.total * shrunk[..., None] + values, highest, old.mass * shrunk + weights.sum(-1))
         return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, pair[0], 3), state, new), None
 
-    return lax.scan(step, state, pairs)[0]
+    return lax.scan(step, state, _after(q, pairs))[0]
 
 
 class Backward(NamedTuple):
@@ -154,7 +154,16 @@ def add_gradients(
         starts = (pair[0], pair[1], pair[1])
         return tuple(_add(x, part, start) for x, part, start in zip(grads, added, starts, strict=True)), None
 
-    return lax.scan(step, grads, pairs)[0]
+    return lax.scan(step, grads, _after(q, pairs))[0]
+
+
+def _after(q: jax.Array, pairs: Int[Array, "P 4"]) -> Int[Array, "P 4"]:
+    """The table, which counts as computed from q.
+
+    JAX moves out of the loop over layers what depends on no layer, and keeps the results: here all masks, which are as
+    large as all scores.
+    """
+    return lax.optimization_barrier((pairs, q))[0]
 
 
 def _visible(grid: BlockGrid, pair, queries: Tokens, keys: Tokens, window) -> Bool[Array, "B s t"]:
