@@ -143,7 +143,8 @@ SAMPLE = [
     (Where("zero1", "auto", 1), Where("zero3", "manual", 1)),
 ]
 # Each place is once the first and once the second; and rows are shared by 4 devices, by 2, by none.
-SWEEP = list(zip(PLACES, random.Random(0).sample(PLACES, len(PLACES)), strict=True)) + [
+SWEEP = [
+    *zip(PLACES, random.Random(0).sample(PLACES, len(PLACES)), strict=True),
     (Where("context4", "manual", 1), Where("context2", "manual", 1)),
     (Where("context2", "manual", 1), Where("data8", "manual", 1)),
 ]

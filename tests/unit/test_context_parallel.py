@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -112,7 +113,7 @@ def test_what_devices_share_is_reported():
 def test_each_token_is_on_one_shard(layout):
     order = layout.order(24)
     assert sorted(order) == [*range(24)]
-    assert np.array_equal(layout.tokens(np.arange(24), 24), order)
+    assert np.array_equal(layout.tokens(jnp.arange(24, dtype=jnp.int32), 24), order)
 
 
 def test_devices_that_shared_rows_decode_rows_of_their_own():
