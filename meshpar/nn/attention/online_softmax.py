@@ -116,25 +116,32 @@ def _attend_backward(grid: BlockGrid, saved, grad):
     # The gradient of a score is its weight times (the gradient of the weight - their mean over the keys).
     mean = (grad.astype(log_mass.dtype) * out.astype(log_mass.dtype)).sum(-1)
 
-    def step(grads: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
-        q_block = _block(q, pair[0], grid)
-        k_block = _block(k, pair[1], grid)
-        grad_block = _block(grad, pair[0], grid)
-        scores = _scores(q_block, k_block, _visible(grid, pair, queries, keys, window))
-        weights = jnp.exp(scores - lax.dynamic_slice_in_dim(log_mass, pair[0], grid.size, 3)[..., None])
-        of_weights = _product("bkgsh,bkth->bkgst", grad_block, _block(v, pair[1], grid))
-        of_scores = weights * (of_weights - lax.dynamic_slice_in_dim(mean, pair[0], grid.size, 3)[..., None])
-        of_scores = of_scores.astype(q.dtype)
-        added = (
-            _product("bkgst,bkth->bkgsh", of_scores, k_block),
-            _product("bkgst,bkgsh->bkth", of_scores, q_block),
-            _product("bkgst,bkgsh->bkth", weights.astype(v.dtype), grad_block),
-        )
-        starts = (pair[0], pair[1], pair[1])
-        return tuple(_add(x, part, start) for x, part, start in zip(grads, added, starts, strict=True)), None
+    # With keys before queries no product contracts the first dim of a score: XLA:CPU would copy the scores.
+    k_BKhT = k.swapaxes(2, 3)
 
-    zeros = tuple(varying_like(jnp.zeros(x.shape, log_mass.dtype), q) for x in (q, k, v))
-    grads, _ = lax.scan(step, zeros, pairs)
+    def step(grads: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        def of_queries(x: jax.Array, dim: int) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, pair[0], grid.size, dim)
+
+        q_block = of_queries(q, 3)
+        grad_block = of_queries(grad, 3)
+        visible_Bts = _visible(grid, pair, queries, keys, window).swapaxes(1, 2)
+        scores = _product("bkth,bkgsh->bktgs", _block(k, pair[1], grid), q_block)
+        weights = jnp.where(visible_Bts[:, None, :, None], jnp.exp(scores - of_queries(log_mass, 3)[:, :, None]), 0)
+        of_weights = _product("bkth,bkgsh->bktgs", _block(v, pair[1], grid), grad_block)
+        of_scores = (weights * (of_weights - of_queries(mean, 3)[:, :, None])).astype(q.dtype)
+        added = (
+            _product("bkht,bktgs->bkhgs", lax.dynamic_slice_in_dim(k_BKhT, pair[1], grid.size, 3), of_scores),
+            _product("bktgs,bkgsh->bkth", of_scores, q_block),
+            _product("bktgs,bkgsh->bkth", weights.astype(v.dtype), grad_block),
+        )
+        starts = ((pair[0], 4), (pair[1], 2), (pair[1], 2))
+        return tuple(_add(x, part, *start) for x, part, start in zip(grads, added, starts, strict=True)), None
+
+    shapes = (jnp.moveaxis(q, -1, 2), k, v)
+    zeros = tuple(varying_like(jnp.zeros(x.shape, log_mass.dtype), q) for x in shapes)
+    (dq_BKhGS, dk, dv), _ = lax.scan(step, zeros, pairs)
+    grads = (jnp.moveaxis(dq_BKhGS, 2, -1), dk, dv)
     return *(x.astype(like.dtype) for x, like in zip(grads, (q, k, v), strict=True)), None, None, None, None
 
 
@@ -164,6 +171,6 @@ def _block(x: jax.Array, start: jax.Array, grid: BlockGrid) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, start, grid.size, x.ndim - 2)
 
 
-def _add(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-    old = lax.dynamic_slice_in_dim(x, start, part.shape[-2], x.ndim - 2)
-    return lax.dynamic_update_slice_in_dim(x, old + part, start, x.ndim - 2)
+def _add(x: jax.Array, part: jax.Array, start: jax.Array, dim: int) -> jax.Array:
+    old = lax.dynamic_slice_in_dim(x, start, part.shape[dim], dim)
+    return lax.dynamic_update_slice_in_dim(x, old + part, start, dim)
