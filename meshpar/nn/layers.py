@@ -169,8 +169,23 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
         gate, up = column_parallel(x_BRD, [self.gate, self.up], "mlp")
-        h_BSM = constrain(jax.nn.silu(gate) * up, "batch", "seq", "mlp")
+        h_BSM = constrain(silu_product(gate, up), "batch", "seq", "mlp")
         return row_parallel(h_BSM, self.down, "mlp")
+
+
+@jax.custom_vjp
+def silu_product(gate: Float[Array, "*rest"], up: Float[Array, "*rest"]) -> Float[Array, "*rest"]:
+    """`silu(gate) * up`. Memory: the backward keeps only the arguments, and computes the activation again."""
+    return gate * jax.nn.sigmoid(gate) * up
+
+
+def _silu_product_backward(saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    gate, up, grad = jax.lax.optimization_barrier((*saved, grad))
+    sigmoid = jax.nn.sigmoid(gate)
+    return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
+
+
+silu_product.defvjp(lambda gate, up: (silu_product(gate, up), (gate, up)), _silu_product_backward)
 
 
 class GELU(nnx.Module):

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
+import jax
 import jax.numpy as jnp
 import pydantic
 from jaxtyping import Array, Float, Int
 
 from meshpar.config import Config, Positive
+from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide
 
 Factor = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
@@ -74,8 +76,22 @@ def rope_angles(
 def apply_rope(x_BSHh: Float[Array, "B S H h"], rope: RopeAngles) -> Float[Array, "B S H h"]:
     """Rotates the pairs (i, i + p) of each head; elements after the first 2p are unchanged."""
     cos, sin = rope
+    return _rotate(varying_like(x_BSHh, cos), cos, sin)
+
+
+@jax.custom_vjp
+def _rotate(x_BSHh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     p = cos.shape[-1]
     first = wide(x_BSHh[..., :p])
     second = wide(x_BSHh[..., p : 2 * p])
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return jnp.concatenate([rotated.astype(x_BSHh.dtype), x_BSHh[..., 2 * p :]], axis=-1)
+
+
+def _rotate_back(rope: RopeAngles, grad_BSHh: jax.Array) -> tuple[jax.Array, None, None]:
+    """The transpose of a rotation is the inverse one. Autodiff would pad each half of a head, and add them."""
+    cos, sin = rope
+    return _rotate(grad_BSHh, cos, -sin), None, None
+
+
+_rotate.defvjp(lambda x, cos, sin: (_rotate(x, cos, sin), (cos, sin)), _rotate_back)

@@ -90,10 +90,13 @@ def gathering_again(policy: Policy) -> Policy:
     ctx = manual()
 
     def saves(primitive: Any, *avals: Any, **params: Any) -> bool:
-        # `_all_gather` is the only custom_vjp that ends with a collective.
-        is_custom = primitive.name == "custom_vjp_call"
-        if is_custom and params["call_jaxpr"].eqns[-1].primitive.name == "all_gather":
-            return ctx is not None and ctx.rules.zero_stage == 2
+        if primitive.name == "custom_vjp_call":
+            last = params["call_jaxpr"].eqns[-1]
+            # Only `_all_gather` ends with a collective, and only `linear.matmul` with a product.
+            if last.primitive.name == "all_gather":
+                return ctx is not None and ctx.rules.zero_stage == 2
+            if last.primitive is lax.dot_general_p:
+                return policy(last.primitive, *avals, **last.params)
         if primitive.name == "name" and params["name"] == PRODUCT:
             return policy(lax.dot_general_p, *avals, dimension_numbers=(((), ()), ((), ())))
         return primitive.name not in _FREE and policy(primitive, *avals, **params)

@@ -11,14 +11,16 @@ weights, in D or in N. Either communication can overlap the product, which is th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+from jax import lax
 
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
 from meshpar.collectives.ring import Ring
+from meshpar.mesh.varying import varying_alike
 from meshpar.parallel import tensor
 from meshpar.parallel.context import manual
 from meshpar.parallel.data import Stored
@@ -107,7 +109,11 @@ def _product(x: jax.Array, weights: Weights) -> jax.Array:
       reduce-scatter of the gradient.
     """
     if not weights.stored:
-        return jnp.tensordot(x, weights.kernel, axes=weights.num_inputs)
+        # As one matrix: XLA:CPU would copy a kernel of several dims before a product with its transpose.
+        outputs = weights.kernel.shape[weights.num_inputs :]
+        matrix = weights.kernel.reshape(-1, math.prod(outputs))
+        product: jax.Array = matmul(*varying_alike(x.reshape(*x.shape[:2], -1), matrix))
+        return product.reshape(*x.shape[:2], *outputs)
     ctx = manual()
     assert ctx is not None, "parameters are stored in shards only in the manual lowering"
     [(position, axes)] = weights.stored
@@ -115,6 +121,25 @@ def _product(x: jax.Array, weights: Weights) -> jax.Array:
     ring = Ring(axes, both_ways=ctx.parallel.fsdp.overlap == "bidirectional")
     equation = f"{of_kernel},{of_x}->{of_y}"
     return all_gather_matmul(equation, weights.kernel, [x], ring, dim=of_kernel[position])[0]
+
+
+@jax.custom_vjp
+def matmul(x_BSK: jax.Array, w_KN: jax.Array) -> jax.Array:
+    """`x[B, S, K] @ w[K, N] -> y[B, S, N]`, whose backward transposes the smaller of x and dy for the gradient of w."""
+    return lax.dot_general(x_BSK, w_KN, (((2,), (0,)), ((), ())))
+
+
+def _matmul_backward(saved: tuple[jax.Array, jax.Array], dy_BSN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BSK, w_KN = saved
+    dx_BSK = lax.dot_general(dy_BSN, w_KN, (((2,), (1,)), ((), ())))
+    # XLA:CPU copies the transpose of the left operand.
+    over_tokens = (((0, 1), (0, 1)), ((), ()))
+    if w_KN.shape[0] <= w_KN.shape[1]:
+        return dx_BSK, lax.dot_general(x_BSK, dy_BSN, over_tokens)
+    return dx_BSK, lax.dot_general(dy_BSN, x_BSK, over_tokens).T
+
+
+matmul.defvjp(lambda x, w: (matmul(x, w), (x, w)), _matmul_backward)
 
 
 def _sequence_ring(dim: str) -> Ring | None:

@@ -96,8 +96,9 @@ def gradients(
         grads, error_feedback = data.reduce_gradients(grads, trained_dims, error_feedback, key=key, order=order)
         loss, count, metrics = data.summed(sums.sums)
         divisor = jnp.where(count > 0, count, jnp.ones_like(count))  # weights may sum to less than 1
-        loss, metrics, grads = jax.tree.map(lambda x: x / divisor.astype(x.dtype), (loss, metrics, grads))
+        # Of the sums: so the division is one operation with the optimizer's first on each gradient.
         norm = data.global_norm(grads, trained)
+        loss, metrics, grads, norm = jax.tree.map(lambda x: x / divisor.astype(x.dtype), (loss, metrics, grads, norm))
         next_carried = sums.carried
         if error_feedback:
             next_carried = next_carried | {REDUCE: jax.tree.map(lambda x: x[None], error_feedback)}

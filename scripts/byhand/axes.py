@@ -58,7 +58,7 @@ class Axes:
         return jax.tree.map(lambda w: lax.all_gather(w, self.batch, axis=0, tiled=True), weights)
 
     def gather_again(self, weights: Any, after: jax.Array) -> Any:
-        """Gathers in the backward. Without the barrier XLA would keep the weights of the forward, unlike ZeRO-3."""
+        """Gathers in the backward, as ZeRO-3 does. XLA:CPU ignores the barrier, and keeps the weights it has."""
         return self.gather(lax.optimization_barrier((weights, after))[0]) if self.stored else weights
 
     def reduce(self, grads: Any) -> Any:

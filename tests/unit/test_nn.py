@@ -14,9 +14,10 @@ from meshpar.errors import ShardingError
 from meshpar.models import GPT, Llama
 from meshpar.nn.attention.reference import Reference, causal, dot_product_attention
 from meshpar.nn.describe import describe, functional
-from meshpar.nn.layers import dropout
-from meshpar.nn.rotary import Interpolated, Llama3, apply_rope, rope_angles
+from meshpar.nn.layers import dropout, silu_product
+from meshpar.nn.rotary import Interpolated, Llama3, _rotate, apply_rope, rope_angles
 from meshpar.nn.supported import Supported
+from meshpar.parallel.linear import matmul
 from meshpar.parallel.tensor import cross_entropy
 from meshpar.tree import flatten_with_paths
 
@@ -196,6 +197,52 @@ def test_dropout_of_a_row_depends_on_its_place_in_the_global_batch():
     assert (whole[0] != whole[1]).any()
     assert (dropout(x, 0.5, jax.random.key(2), rows) != whole).any()
     assert dropout(x, 0.5, None, rows) is x
+
+
+@jax.custom_vjp
+def doubled_gradient(x):
+    return jnp.sin(x)
+
+
+doubled_gradient.defvjp(lambda x: (jnp.sin(x), x), lambda x, grad: (2 * grad * jnp.cos(x),))
+OWN_GRADIENTS = [
+    (silu_product, [(2, 3, 8), (2, 3, 8)]),
+    (matmul, [(2, 3, 4), (4, 8)]),
+    (matmul, [(2, 3, 8), (8, 4)]),
+    (_rotate, [(2, 3, 4, 8), (2, 3, 1, 3), (2, 3, 1, 3)]),
+]
+
+
+def gradient_error(fn, shapes):
+    """The largest difference of a `custom_vjp` from autodiff of the same function, with respect to its activations."""
+    keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
+    args = [jax.random.normal(key, shape, jnp.float64) for key, shape in zip(keys, shapes, strict=False)]
+    num_rotated = 1 if fn is _rotate else len(args)  # angles have no gradient
+
+    def gradients(fn):
+        out, vjp = jax.vjp(lambda *some: fn(*some, *args[num_rotated:]), *args[:num_rotated])
+        return vjp(jax.random.normal(keys[-1], out.shape, out.dtype))
+
+    return max(float(abs(a - b).max()) for a, b in zip(gradients(fn), gradients(fn.fun), strict=True))
+
+
+@pytest.mark.parametrize(("fn", "shapes"), OWN_GRADIENTS)
+def test_gradients_by_hand_are_those_of_autodiff(fn, shapes):
+    with jax.enable_x64(True):
+        assert gradient_error(fn, shapes) < 1e-13
+
+
+def test_a_wrong_gradient_by_hand_is_noticed():
+    with jax.enable_x64(True):
+        assert gradient_error(doubled_gradient, [(4,)]) > 0.1
+
+
+@pytest.mark.parametrize(("shapes", "transposed"), [([(2, 3, 4), (4, 8)], (2, 3, 4)), ([(2, 3, 8), (8, 4)], (2, 3, 4))])
+def test_the_gradient_of_a_weight_transposes_the_smaller_side(shapes, transposed):
+    args = [jnp.ones(shape) for shape in shapes]
+    program = jax.make_jaxpr(jax.grad(lambda x, w: matmul(x, w).sum(), 1))(*args)
+    [product] = [eqn for eqn in program.eqns if eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.ndim == 2]
+    assert product.invars[0].aval.shape == transposed
 
 
 @pytest.mark.parametrize("remat", ["dots", "dots_no_batch", "full"])

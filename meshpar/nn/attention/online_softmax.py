@@ -136,25 +136,33 @@ def add_gradients(
 ) -> tuple[jax.Array, ...]:
     """Adds the gradients of q, k and v from the pairs of a table, whose scores it computes again. See `extend`."""
 
-    def step(grads: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
-        q_block = _block(q, pair[0], grid)
-        k_block = _block(k, pair[1], grid)
-        grad_block = _block(known.grad, pair[0], grid)
-        scores = _scores(q_block, k_block, _visible(grid, pair, queries, keys, window))
-        weights = jnp.exp(scores - lax.dynamic_slice_in_dim(known.log_mass, pair[0], grid.size, 3)[..., None])
-        of_weights = _product("bkgsh,bkth->bkgst", grad_block, _block(v, pair[1], grid))
-        # The gradient of a score is its weight times (the gradient of the weight - their mean over the keys).
-        of_scores = weights * (of_weights - lax.dynamic_slice_in_dim(known.mean, pair[0], grid.size, 3)[..., None])
-        of_scores = of_scores.astype(q.dtype)
-        added = (
-            _product("bkgst,bkth->bkgsh", of_scores, k_block),
-            _product("bkgst,bkgsh->bkth", of_scores, q_block),
-            _product("bkgst,bkgsh->bkth", weights.astype(v.dtype), grad_block),
-        )
-        starts = (pair[0], pair[1], pair[1])
-        return tuple(_add(x, part, start) for x, part, start in zip(grads, added, starts, strict=True)), None
+    # With keys before queries no product contracts the first dim of a score: XLA:CPU would copy the scores.
+    k_BKhT = k.swapaxes(2, 3)
 
-    return lax.scan(step, grads, _after(q, pairs))[0]
+    def step(grads: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        def of_queries(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, pair[0], grid.size, 3)
+
+        q_block = of_queries(q)
+        grad_block = of_queries(known.grad)
+        visible_Bts = _visible(grid, pair, queries, keys, window).swapaxes(1, 2)
+        scores = _product("bkth,bkgsh->bktgs", _block(k, pair[1], grid), q_block)
+        weights = jnp.exp(scores - of_queries(known.log_mass)[:, :, None])
+        weights = jnp.where(visible_Bts[:, None, :, None], weights, jnp.zeros_like(weights))
+        of_weights = _product("bkth,bkgsh->bktgs", _block(v, pair[1], grid), grad_block)
+        # The gradient of a score is its weight times (the gradient of the weight - their mean over the keys).
+        of_scores = (weights * (of_weights - of_queries(known.mean)[:, :, None])).astype(q.dtype)
+        added = (
+            _product("bkht,bktgs->bkhgs", lax.dynamic_slice_in_dim(k_BKhT, pair[1], grid.size, 3), of_scores),
+            _product("bktgs,bkgsh->bkth", of_scores, q_block),
+            _product("bktgs,bkgsh->bkth", weights.astype(v.dtype), grad_block),
+        )
+        starts = ((pair[0], 4), (pair[1], 2), (pair[1], 2))
+        return tuple(_add(x, part, *start) for x, part, start in zip(grads, added, starts, strict=True)), None
+
+    of_q, *of_keys = grads
+    (of_q, *of_keys), _ = lax.scan(step, (jnp.moveaxis(of_q, -1, 2), *of_keys), _after(q, pairs))
+    return jnp.moveaxis(of_q, 2, -1), *of_keys
 
 
 def _after(q: jax.Array, pairs: Int[Array, "P 4"]) -> Int[Array, "P 4"]:
@@ -189,6 +197,6 @@ def _block(x: jax.Array, start: jax.Array, grid: BlockGrid) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, start, grid.size, x.ndim - 2)
 
 
-def _add(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-    old = lax.dynamic_slice_in_dim(x, start, part.shape[-2], x.ndim - 2)
-    return lax.dynamic_update_slice_in_dim(x, old + part, start, x.ndim - 2)
+def _add(x: jax.Array, part: jax.Array, start: jax.Array, dim: int) -> jax.Array:
+    old = lax.dynamic_slice_in_dim(x, start, part.shape[dim], dim)
+    return lax.dynamic_update_slice_in_dim(x, old + part, start, dim)
