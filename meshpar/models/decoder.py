@@ -57,7 +57,15 @@ class DecoderModel(Decoder, ModelContract):
         if task.vocab_size > self.vocab_size:
             what = f"the data has {task.vocab_size} token ids, the model {self.vocab_size}"
             problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")
+        self._check_remat(problems)
         check_supported(self.sharding, ctx, problems)
+
+    def _check_remat(self, problems: Problems) -> None:
+        for key, names in {"save": self.remat.save, "offload": self.remat.offload}.items():
+            for name in names:
+                if name not in self.activations:
+                    what = f"a block of kind {self._name} has no {name}, only {', '.join(self.activations)}"
+                    problems.add(f"model.remat.{key}", what, f"leave out {name}")
 
     def selected(self, task: Task, ctx: ParallelContext, batch_size: int) -> dict[str, str]:
         rows = batch_size // ctx.shards("batch") // (ctx.num_passes if ctx.manual else ctx.num_microbatches)

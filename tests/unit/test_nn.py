@@ -198,7 +198,7 @@ def test_dropout_of_a_row_depends_on_its_place_in_the_global_batch():
     assert dropout(x, 0.5, None, rows) is x
 
 
-@pytest.mark.parametrize("remat", ["dots", "dots_no_batch", "full"])
+@pytest.mark.parametrize("remat", ["dots", "dots_no_batch", "full", {"save": ["attn", "residual"]}], ids=str)
 def test_remat_changes_no_gradient(remat):
     def grads(model):
         built = model.build(nnx.Rngs(0))

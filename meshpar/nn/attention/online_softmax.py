@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.core import causal_window
+from meshpar.nn.remat import named
 from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide_dtype
 
@@ -107,8 +108,8 @@ def _forward(grid: BlockGrid, q, k, v, queries, keys, window, pairs) -> Softmax:
 
 def _attend_forward(grid: BlockGrid, q, k, v, *masks):
     state = _forward(grid, q, k, v, *masks)
-    out = state.result().astype(v.dtype)
-    return out, (q, k, v, *masks, out, state.log_mass())
+    out = named(state.result().astype(v.dtype), "attn")
+    return out, (q, k, v, *masks, out, named(state.log_mass(), "log_mass"))
 
 
 def _attend_backward(grid: BlockGrid, saved, grad):

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from meshpar.config import Config
 from meshpar.cost.flops import needed
 from meshpar.nn.attention.core import Window, causal_window, needed_scores, whole_sequence
+from meshpar.nn.remat import named
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel.precision import wide
 
@@ -34,7 +35,7 @@ class Reference(Config):
     ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
         whole_sequence()
         with needed(needed_scores(q.shape[1], window) / q.shape[1] ** 2):
-            return dot_product_attention(q, k, v, causal(segments, window)), None
+            return named(dot_product_attention(q, k, v, causal(segments, window)), "attn"), None
 
     def describe(self, seq_len: int, window: int | None) -> str:
         """What it computes for a row of `seq_len` tokens."""
