@@ -58,6 +58,13 @@ class Precision(Config):
         return Widths(np.dtype(self.params).itemsize, compute, gradients, sums)
 
 
+class Offload(Config):
+    """What is stored in the host's memory. `model.remat.offload` selects the activations that are."""
+
+    optimizer: Literal["device", "host"] = "device"
+    """Memory of the optimizer's state between steps. A step moves it to the device for the update, and back."""
+
+
 class Init(Config):
     """The source of the first parameters: a checkpoint or a Hugging Face folder. The rest is initialized at random."""
 
@@ -98,6 +105,7 @@ class Run(Config):
     parallel: Parallel = Parallel()
     """Strategies of the manual lowering: overlaps, a pipeline, the reduction of gradients."""
     precision: Precision = Precision()
+    offload: Offload = Offload()
     num_steps: Positive
     num_microbatches: Positive = 1
     """Equal parts of a batch that are computed one after another; gradients are reduced once."""

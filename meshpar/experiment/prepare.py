@@ -191,6 +191,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         batch_specs=run.model.batch_specs(run.data.batch_size, run.data.seq_len),
         ctx=ctx,
         seed=run.seed,
+        is_offloaded=run.offload.optimizer == "host",
         taught_by=taught_by,
     )
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
