@@ -48,6 +48,16 @@ class Precision(Config):
     """Dtype in which gradients are summed over microbatches and devices. Default: float32 at least."""
     master: Float | None = None
     """Dtype of the optimizer's own copy of the parameters, wider than the stored ones. Default: no copy."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How updated bfloat16 parameters are rounded. `stochastic` needs no master copy; seed and step determine it."""
+
+    @pydantic.model_validator(mode="after")
+    def _rounds_bfloat16(self) -> Precision:
+        if self.rounding == "stochastic" and self.params != "bfloat16":
+            raise ValueError(f"rounding: stochastic is for params: bfloat16, and not for {self.params}")
+        if self.rounding == "stochastic" and self.master:
+            raise ValueError("rounding: stochastic replaces the master copy; set only one of the two")
+        return self
 
     @property
     def widths(self) -> Widths:

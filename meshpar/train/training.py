@@ -86,9 +86,7 @@ class Training:
             of_batch = {dim for spec in self.batch_specs.values() for dim in spec.dims if dim}
             dims = {*self.ctx.activation_dims, *of_batch}
         frozen = for_good(self.frozen)
-        placed = place(
-            self.specs, self.rules, self.mesh, self.update.tx, self.carried, frozen, dims, self.is_offloaded
-        )
+        placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, frozen, dims, self.is_offloaded)
         error_feedback = place_error_feedback(placed.trained, self.ctx)
         return replace(placed, carried=placed.carried | error_feedback) if error_feedback else placed
 

@@ -89,7 +89,7 @@ def prepared(model: str, layout: str | None, lowering: str, num_microbatches: in
         mesh=mesh,
         rules=rules,
         lowering=lowering,
-        precision=Precision(params="float64", compute="float64"),
+        precision=settings.pop("precision", Precision(params="float64", compute="float64")),
         num_steps=NUM_STEPS,
         num_microbatches=num_microbatches,
         lora=ADAPT.get(model),

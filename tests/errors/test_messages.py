@@ -72,6 +72,14 @@ meshpar: 1 problem in config.yaml:
     did you mean gate?
 """,
     ),
+    "stochastic rounding of another dtype": (
+        ["precision.rounding=stochastic"],
+        """\
+meshpar: 1 problem in config.yaml:
+  precision
+    rounding: stochastic is for params: bfloat16, and not for float32
+""",
+    ),
     "activation in two places": (
         ["model.remat={save: [q, up], offload: [q]}"],
         """\
