@@ -80,6 +80,21 @@ meshpar: 1 problem in config.yaml:
     rounding: stochastic is for params: bfloat16, and not for float32
 """,
     ),
+    "offload in a pipeline": (
+        [
+            EXTRA,
+            "mesh={pipe: 2}",
+            "rules=pipeline",
+            "parallel.pipeline={kind: 1f1b, num_microbatches: 2}",
+            "model.remat.offload=[q]",
+        ],
+        """\
+meshpar: the parts of this config do not fit each other:
+  model.remat.offload
+    the stages of a pipeline save activations in slots on the device, so they cannot offload them
+    model.remat.offload=[], or parallel.pipeline=null
+""",
+    ),
     "activation in two places": (
         ["model.remat={save: [q, up], offload: [q]}"],
         """\
