@@ -41,7 +41,7 @@ def test_an_offloaded_run_resumes_on_the_device(tmp_path):
             model=GPT(num_layers=1, hidden_size=8, num_heads=2, intermediate_size=8, vocab_size=29, max_seq_len=8),
             data=Synthetic(batch_size=8, seq_len=8, vocab_size=29),
             optim=AdamW(lr=1e-2, ema=0.9),
-            mesh={"fsdp": 2},
+            mesh={"fsdp": 8},
             rules="zero1",
             precision=Precision(params="float64", compute="float64"),
             offload=Offload(optimizer=optimizer),
@@ -63,7 +63,7 @@ def test_an_offloaded_run_resumes_on_the_device(tmp_path):
     assert losses[0]
 
 
-PRECISION = {"params": "bfloat16", "compute": "float64"}
+PRECISION = {"params": "bfloat16", "compute": "float64", "gradients": "float64"}
 
 
 def test_stochastic_rounding_is_the_same_in_any_layout():
