@@ -58,7 +58,7 @@ def test_an_offloaded_run_resumes_on_the_device(tmp_path):
         np.testing.assert_allclose(a, b, atol=1e-10)
     texts = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "parts")]
     records = [[json.loads(line) for line in text.splitlines()] for text in texts]
-    losses = [[one["loss"] for one in found if one["kind"] == "eval" and one["step"] == 4] for found in records]
+    losses = [[one["loss"] for one in found if one["kind"] == "evaluation" and one["step"] == 4] for found in records]
     assert losses[0] == pytest.approx(losses[1], abs=1e-10)
     assert losses[0]
 
@@ -66,15 +66,19 @@ def test_an_offloaded_run_resumes_on_the_device(tmp_path):
 PRECISION = {"params": "bfloat16", "compute": "float64", "gradients": "float64"}
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_the_same_in_any_layout():
-    """Control: another seed, or rounding to nearest, gives other parameters."""
+    """To 1e-9: the gradient of a key's bias is a rounding error. Control: rounding to nearest gives other parameters."""
 
     def params(layout, lowering, **more):
         got = outcome(prepared("gpt_gqa_tied", layout, lowering, 1, precision=Precision(**PRECISION | more)))
-        return jax.tree.leaves(got.params)
+        return [np.asarray(x, np.float64) for x in jax.tree.leaves(got.params)]
+
+    def difference(a, b):
+        return max(np.abs(x - y).max() for x, y in zip(a, b, strict=True))
 
     one = params(None, "auto", rounding="stochastic")
     many = params("data2_fsdp2_tensor2", "manual", rounding="stochastic")
     nearest = params(None, "auto", rounding="nearest")
-    assert all((a == b).all() for a, b in zip(one, many, strict=True))
-    assert any((a != b).any() for a, b in zip(one, nearest, strict=True))
+    assert difference(one, many) < 1e-9
+    assert difference(one, nearest) > 1e-5

@@ -37,6 +37,14 @@ def test_numbers_of_bfloat16_and_those_that_are_not_finite_remain():
     np.testing.assert_array_equal(rounded.astype(jnp.float32), x)
 
 
+def test_it_does_not_depend_on_the_sharding():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.NamedSharding(mesh, jax.P(None, "data"))
+    x = jax.random.normal(jax.random.key(3), (4, 64))
+    rounded = jax.jit(stochastic_round, out_shardings=sharded)(jax.device_put(x, sharded), jax.random.key(4))
+    np.testing.assert_array_equal(rounded, stochastic_round(x, jax.random.key(4)))
+
+
 def test_negative_numbers_are_unbiased_too():
     x = 1 + 0.3 * STEP_OF_1
     rounded = stochastic_round(jnp.full(NUM, -x, jnp.float32), jax.random.key(2))
