@@ -68,7 +68,7 @@ PRECISION = {"params": "bfloat16", "compute": "float64", "gradients": "float64"}
 
 @pytest.mark.slow
 def test_stochastic_rounding_is_the_same_in_any_layout():
-    """To 1e-9: the gradient of a key's bias is a rounding error. Control: rounding to nearest gives other parameters."""
+    """To 1e-9: the gradient of a key's bias is a rounding error. Control: rounding to nearest differs."""
 
     def params(layout, lowering, **more):
         got = outcome(prepared("gpt_gqa_tied", layout, lowering, 1, precision=Precision(**PRECISION | more)))
