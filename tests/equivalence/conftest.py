@@ -122,13 +122,12 @@ def batches() -> list[dict[str, np.ndarray]]:
 def outcome(run: Prepared) -> Outcome:
     """Runs it."""
     step, state = run.compile_step(), run.compile_init()()
-    put = lambda batch: {name: jax.device_put(x, run.batch[name].sharding) for name, x in batch.items()}
     grads = jax.jit(lambda p, b, s: run.gradients(p, with_rows(b), s, {}).grads)(
-        state.params, put(batches()[0]), state.step
+        state.params, run.put(batches()[0]), state.step
     )
     grads, metrics = jax.device_get(grads), []
     for batch in batches():
-        state, measured = step(state, put(batch))
+        state, measured = step(state, run.put(batch))
         metrics.append(jax.device_get(measured))
     losses, norms = (np.array([m[name] for m in metrics]) for name in ("loss", "grad_norm"))
     return Outcome(losses, norms, grads, jax.device_get(state.params))
