@@ -20,7 +20,7 @@ from .errors import (
     VerificationError,
 )
 from .experiment.actions import explain, fit, inspect
-from .experiment.config import Init, Precision, Run, load
+from .experiment.config import Init, Offload, Precision, Run, load
 from .experiment.prepare import Prepared, prepare
 from .inspection.contract import Allowed, Contract
 from .inspection.findings.finding import Finding
@@ -36,6 +36,7 @@ from .mesh.process import simulate
 from .models import GPT, Llama
 from .nn import attention
 from .nn.lora import LoRA
+from .nn.remat import Remat
 from .optim import SGD, Adafactor, AdamW, Lion, Muon
 from .optim.ema import averaged
 from .optim.freeze import Freeze
@@ -130,6 +131,7 @@ __all__ = [
     "MixtureComponent",
     "Muon",
     "Numpy",
+    "Offload",
     "OneFOneB",
     "Parallel",
     "ParallelContext",
@@ -142,6 +144,7 @@ __all__ = [
     "Prepared",
     "ProgramError",
     "Reduce",
+    "Remat",
     "Report",
     "Retention",
     "Run",

@@ -125,7 +125,7 @@ def compile_step(model, mesh, params, batch, learning_rate, compute=jnp.float32,
 
     `loss` maps (params, batch) to a mean; default: that of `whole_loss`.
     """
-    loss = loss or partial(whole_loss, mesh=mesh, vocab_size=model.vocab_size, remat=model.remat)
+    loss = loss or partial(whole_loss, mesh=mesh, vocab_size=model.vocab_size, remat=model.remat.policy)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.1))
     shardings = jax.tree.map(lambda x: x.sharding, params)
     opt_shardings = optax.tree.map_params(

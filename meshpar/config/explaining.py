@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,7 +52,8 @@ def _words(root: type[pydantic.BaseModel], data: Any, error: Any, keys: list[str
     if kind == "value_error":
         return str(context["error"]).replace("\n", "\n    "), ""
     if kind == "literal_error":
-        return f"expected {context['expected']}, got {got}", ""
+        near = nearest(str(error["input"]), re.findall(r"'([^']+)'", context["expected"]))
+        return f"expected {context['expected']}, got {got}", f"did you mean {near}?" if near else ""
     if kind == "finite_number":
         return f"must be finite, got {got}", ""
     if kind == "is_instance_of":

@@ -42,6 +42,8 @@ class Config(pydantic.BaseModel):
 
     shorthand: ClassVar[str | None] = None
     """The key that a bare value stands for, where a mapping is expected."""
+    shorthand_is_whole: ClassVar[bool] = False
+    """Whether a bare value replaces the mapping of a lower layer, and not only that key of it."""
 
     def __init__(self, /, **data: Any) -> None:
         """Checks the keys as those of a file.

@@ -44,17 +44,24 @@ class ModelStates:
       parameters: of the stored parameters.
       gathered: of the copies that the step computes with: whole parameters, or parameters in another dtype.
       gradients: of whole gradients, of their shards, and of their sums under accumulation.
-      optimizer: of the optimizer's state.
+      optimizer: of the optimizer's state on the device between steps.
+      host: of the optimizer's state in the host's memory. The update moves it to the device for a while.
     """
 
     parameters: int
     gathered: int
     gradients: int
     optimizer: int
+    host: int = 0
+
+    @property
+    def on_device(self) -> dict[str, int]:
+        """The bytes on the device, by kind."""
+        return {kind: size for kind, size in asdict(self).items() if kind != "host"}
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(self.on_device.values())
 
 
 def model_states(
@@ -74,13 +81,15 @@ def model_states(
       frozen: for each parameter, whether it has no gradient; default: all have one.
     """
     placements = list(sharded)
+    states = list(optimizer)
     flags = frozen or [False] * len(placements)
     parts = [_Part(placement, ctx, widths, flag) for placement, flag in zip(placements, flags, strict=True)]
     return ModelStates(
         parameters=sum(placement.local_bytes for placement in stored),
         gathered=sum(part.gathered for part in parts),
         gradients=sum(part.gradients for part in parts) + _on_the_way(parts, ctx),
-        optimizer=sum(placement.local_bytes for placement in optimizer),
+        optimizer=sum(placement.local_bytes for placement in states if placement.memory_kind is None),
+        host=sum(placement.local_bytes for placement in states if placement.memory_kind),
     )
 
 

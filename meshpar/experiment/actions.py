@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -69,7 +69,7 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
       (2, 257)
     """
     prepared = prepare(run, run.mesh.abstract(num_devices))
-    found = report(prepared.placement.params, asdict(prepared.states), prepared.selected)
+    found = report(prepared.placement.params, prepared.states.on_device, prepared.selected, prepared.states.host)
     return found if path is None else found.only(path)
 
 

@@ -48,6 +48,16 @@ class Precision(Config):
     """Dtype in which gradients are summed over microbatches and devices. Default: float32 at least."""
     master: Float | None = None
     """Dtype of the optimizer's own copy of the parameters, wider than the stored ones. Default: no copy."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How updated bfloat16 parameters are rounded. `stochastic` needs no master copy; seed and step determine it."""
+
+    @pydantic.model_validator(mode="after")
+    def _rounds_bfloat16(self) -> Precision:
+        if self.rounding == "stochastic" and self.params != "bfloat16":
+            raise ValueError(f"rounding: stochastic is for params: bfloat16, and not for {self.params}")
+        if self.rounding == "stochastic" and self.master:
+            raise ValueError("rounding: stochastic replaces the master copy; set only one of the two")
+        return self
 
     @property
     def widths(self) -> Widths:
@@ -56,6 +66,13 @@ class Precision(Config):
         sums = max(compute, 4)
         gradients = np.dtype(self.gradients).itemsize if self.gradients else sums
         return Widths(np.dtype(self.params).itemsize, compute, gradients, sums)
+
+
+class Offload(Config):
+    """What is stored in the host's memory. `model.remat.offload` selects the activations that are."""
+
+    optimizer: Literal["device", "host"] = "device"
+    """Memory of the optimizer's state between steps. A step moves it to the device for the update, and back."""
 
 
 class Init(Config):
@@ -98,6 +115,7 @@ class Run(Config):
     parallel: Parallel = Parallel()
     """Strategies of the manual lowering: overlaps, a pipeline, the reduction of gradients."""
     precision: Precision = Precision()
+    offload: Offload = Offload()
     num_steps: Positive
     num_microbatches: Positive = 1
     """Equal parts of a batch that are computed one after another; gradients are reduced once."""

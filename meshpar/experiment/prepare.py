@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from typing import Any
@@ -31,6 +31,8 @@ from meshpar.nn.supported import check_supported
 from meshpar.optim.ema import with_ema
 from meshpar.optim.freeze import Freeze, for_good, frozen_until, without
 from meshpar.optim.master import with_master
+from meshpar.optim.rounding import with_stochastic_rounding
+from meshpar.parallel.precision import wide_dtype
 from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.train.gradients import STALE
 from meshpar.train.loss import Distill
@@ -128,7 +130,7 @@ class Prepared(Training):
         layers = self.run.model.layer_stack()
         passes = (layers.num_layers if layers else 1) * self.ctx.num_passes
         if self.ctx.manual:
-            states = asdict(self.states)
+            states = self.states.on_device
             traced = traffic(self.collectives(step.program.jaxpr)) if self._is_countable else None
         else:
             states = None
@@ -173,8 +175,10 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         init = model.init
         model = replace(model, carried={STALE: specs}, init_carried=lambda key: {STALE: init(key)})
     master = run.precision.master and np.dtype(run.precision.master)
+    is_stochastic = run.precision.rounding == "stochastic"
+    computed = wide_dtype(np.dtype(run.precision.compute)) if is_stochastic else master
     ctx = replace(run.context(mesh), rules=model.rules, activation_dims=model.activation_dims)
-    tx = _optimizer(run, specs, frozen, master)
+    tx = _optimizer(run, specs, frozen, computed)
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
     prepared = Prepared(
         run=run,
@@ -187,23 +191,30 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         key=partial(step_key, run.seed) if model.uses_rng else None,
         stages=model.parts,
         frozen=frozen,
-        update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), master),
+        update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), computed),
         batch_specs=run.model.batch_specs(run.data.batch_size, run.data.seq_len),
         ctx=ctx,
         seed=run.seed,
+        is_offloaded=run.offload.optimizer == "host",
         taught_by=taught_by,
     )
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 
 
-def _optimizer(run: Run, specs: Any, frozen: Any, master: Any) -> optax.GradientTransformation:
-    """The optimizer of all parameters that are not frozen for good."""
+def _optimizer(run: Run, specs: Any, frozen: Any, computed: Any) -> optax.GradientTransformation:
+    """The optimizer of all parameters that are not frozen for good.
+
+    Args:
+      computed: the dtype in which it computes; None for that of the parameters.
+    """
     never = for_good(frozen)
     dims = jax.tree.map(lambda spec: spec.dims, without(specs, never))
     until = without(frozen, never) if frozen else None
     tx = run.optim.build(run.num_steps, dims, until if any(jax.tree.leaves(until)) else None)
-    if master:
-        tx = with_master(tx, master)
+    if run.precision.master:
+        tx = with_master(tx, computed)
+    if run.precision.rounding == "stochastic":
+        tx = with_stochastic_rounding(tx, computed, run.seed)
     if run.optim.ema:
         tx = with_ema(tx, run.optim.ema)
     return tx

@@ -58,8 +58,19 @@ class DecoderModel(Decoder, ModelContract):
         if task.vocab_size > self.vocab_size:
             what = f"the data has {task.vocab_size} token ids, the model {self.vocab_size}"
             problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")
+        self._check_remat(ctx, problems)
         check_supported(self.sharding, ctx, problems)
         context_parallel.check(self.num_heads, ctx, problems)
+
+    def _check_remat(self, ctx: ParallelContext, problems: Problems) -> None:
+        if self.remat.offload and ctx.schedule:
+            what = "the stages of a pipeline save activations in slots on the device, so they cannot offload them"
+            problems.add("model.remat.offload", what, "model.remat.offload=[], or parallel.pipeline=null")
+        for key, names in {"save": self.remat.save, "offload": self.remat.offload}.items():
+            for name in names:
+                if name not in self.activations:
+                    what = f"a block of kind {self._name} has no {name}, only {', '.join(self.activations)}"
+                    problems.add(f"model.remat.{key}", what, f"leave out {name}")
 
     def selected(self, task: Task, ctx: ParallelContext, batch_size: int) -> dict[str, str]:
         rows = batch_size // ctx.shards("batch") // (ctx.num_passes if ctx.manual else ctx.num_microbatches)

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from meshpar.nn.remat import Activation, named
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import linear
 from meshpar.parallel.context import constrain, current, manual
@@ -159,6 +160,7 @@ class SwiGLU(nnx.Module):
     """`(silu(x @ gate[D, M]) * (x @ up[D, M])) @ down[M, D]`. Source: Shazeer 2020, arXiv:2002.05202."""
 
     sharding: ClassVar[Sharding] = Projection.sharding
+    activations: ClassVar[tuple[Activation, ...]] = ("gate", "up")
 
     def __init__(self, width: int, mlp: int, *, bias: bool, out_std: float, rngs: nnx.Rngs):
         embed = [("embed", width)]
@@ -169,6 +171,8 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
         gate, up = column_parallel(x_BRD, [self.gate, self.up], "mlp")
+        gate = named(gate, "gate")
+        up = named(up, "up")
         h_BSM = constrain(silu_product(gate, up), "batch", "seq", "mlp")
         return row_parallel(h_BSM, self.down, "mlp")
 
@@ -192,6 +196,7 @@ class GELU(nnx.Module):
     """`gelu(x @ up[D, M]) @ down[M, D]`, with GPT-2's tanh approximation. Source: arXiv:1606.08415."""
 
     sharding: ClassVar[Sharding] = Projection.sharding
+    activations: ClassVar[tuple[Activation, ...]] = ("up",)
 
     def __init__(self, width: int, mlp: int, *, bias: bool, out_std: float, rngs: nnx.Rngs):
         embed = [("embed", width)]
@@ -201,7 +206,8 @@ class GELU(nnx.Module):
 
     def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
         (up,) = column_parallel(x_BRD, [self.up], "mlp")
-        return row_parallel(constrain(jax.nn.gelu(up), "batch", "seq", "mlp"), self.down, "mlp")
+        h_BSM = constrain(jax.nn.gelu(named(up, "up")), "batch", "seq", "mlp")
+        return row_parallel(h_BSM, self.down, "mlp")
 
 
 def dropout(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from meshpar.nn.describe import functional
-from meshpar.nn.transformer import REMAT, Transformer
+from meshpar.nn.transformer import Transformer
 from meshpar.parallel.data import gathering_again
 from meshpar.parallel.pipeline.model import Batch, PipelineModel
 from meshpar.parallel.projection import Projection
@@ -39,6 +39,6 @@ def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -
         layer=model.layer,
         loss=end,
         count=count,
-        policy=gathering_again(REMAT[sizes.remat]),
+        policy=gathering_again(sizes.remat.checkpoint_policy()),
         head=sizes.hidden_size * sizes.padded_vocab / sizes.weights_of_a_layer,
     )

@@ -5,7 +5,6 @@ Shapes: B batch, S seq, R residual_seq, D embed, V vocab (local shards in the ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
@@ -21,6 +20,7 @@ from meshpar.nn.attention.cached import KVCache
 from meshpar.nn.attention.core import Core, Window
 from meshpar.nn.attention.layer import Attention, Bias
 from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal, within_layer
+from meshpar.nn.remat import Activation, Remat, named
 from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import tensor
@@ -30,16 +30,6 @@ from meshpar.parallel.outputs import Auxiliary, Outputs, with_auxiliary
 from meshpar.parallel.projection import Projection
 
 Batch = dict[str, Int[Array, "..."]]
-
-_policies = jax.checkpoint_policies
-REMAT: dict[str, Callable[..., Any]] = {
-    # Which activations the forward saves for the backward.
-    "none": _policies.everything_saveable,
-    "dots": _policies.checkpoint_dots,
-    "dots_no_batch": _policies.checkpoint_dots_with_no_batch_dims,
-    "full": _policies.nothing_saveable,
-}
-
 
 UNROLLED_WEIGHTS = 2**17
 UNROLLED_LAYERS = 16
@@ -90,8 +80,9 @@ class Decoder(Config):
     """Rate of dropout on the embeddings, and on the output of each attention and MLP."""
     attention: Annotated[AnyCore, pydantic.Field(discriminator="kind")] = Auto()
     """How tokens attend to each other: `auto`, `reference`, or `blocks`, which never holds the scores of a row."""
-    remat: Literal["none", "dots", "dots_no_batch", "full"] = "none"
-    """Which activations of a block the backward recomputes: none, all but matmuls, all but weight matmuls, or all."""
+    remat: Remat = Remat(policy="none")
+    """Which activations of a block the backward recomputes: `none`, `dots` (all but matmuls), `dots_no_batch` (all but
+    weight matmuls), `full` (all), or all but some by name: `{save: [...], offload: [...]}`."""
     unroll: Literal["auto", "all"] | Positive = "auto"
     """How many layers an iteration of the loop over layers computes: `auto`, `all` for no loop, or a number."""
 
@@ -162,6 +153,11 @@ class Decoder(Config):
         return tuple(layer.sharding for layer in layers)
 
     @property
+    def activations(self) -> tuple[Activation, ...]:
+        """The activations of a block that `remat` can select."""
+        return ("input", "q", "k", "v", "attn", "log_mass", "residual", *self.mlp.activations)
+
+    @property
     def mlp_weights(self) -> int:
         """Weights of an MLP: a pipeline compares the cost of a layer with that of the output projection by them."""
         return 3 * self.hidden_size * self.intermediate_size
@@ -200,9 +196,10 @@ class Block(nnx.Module):
         def drop(y: Float[Array, "B R D"], which: int) -> Float[Array, "B R D"]:
             return dropout(y, self.dropout, _fold(key, which), batch["rows"])
 
+        x_BRD = named(x_BRD, "input")
         normed_BRD = self.attn_norm(x_BRD)
         attended, cache = self.attn(normed_BRD, core, batch["positions"], batch.get("segments"), rope, window)
-        x_BRD += drop(attended, 0)
+        x_BRD = named(x_BRD + drop(attended, 0), "residual")
         mlp_out_BRD, auxiliary = with_auxiliary(self.mlp(self.mlp_norm(x_BRD)))
         x_BRD += drop(mlp_out_BRD, 1)
         return constrain(x_BRD, "batch", "residual_seq", "embed"), auxiliary, cache
@@ -319,12 +316,12 @@ class Transformer(nnx.Module):
             return (x, cache), auxiliary.share(self.model.num_layers)
 
         num_layers = self.model.num_layers
-        recomputes = self.model.remat != "none" or gathers_again()
+        recomputes = self.model.remat.recomputes or gathers_again()
         unroll = self.model.layers_of_an_iteration(platform(), recomputes)
         indices = jnp.arange(num_layers, dtype=jnp.int32)
         blocks = jax.tree.map(lambda x: x[:num_layers], blocks)
         if recomputes:
-            policy = gathering_again(REMAT[self.model.remat])
+            policy = gathering_again(self.model.remat.checkpoint_policy())
             # A loop keeps what the backward recomputes apart from the forward; layers without one need barriers.
             body = jax.checkpoint(body, policy=policy, prevent_cse=unroll > 1)
         (x_BRD, cache), auxiliary = jax.lax.scan(body, (x_BRD, cache), (blocks, indices), unroll=unroll)

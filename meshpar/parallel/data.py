@@ -38,7 +38,7 @@ from meshpar.sharding.resolve import sharding_axes
 Dims = tuple[str, ...]
 Stored = tuple[tuple[int, Axes], ...]
 """(position of a dim, the axes over which it is stored), for each dim that is stored in shards."""
-Policy = Callable[..., bool]
+Policy = Callable[..., Any]
 _FREE = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "iota", "eq", "ge", "and"}
 
 
@@ -89,7 +89,7 @@ def gathering_again(policy: Policy) -> Policy:
     """
     ctx = manual()
 
-    def saves(primitive: Any, *avals: Any, **params: Any) -> bool:
+    def saves(primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive.name == "custom_vjp_call":
             last = params["call_jaxpr"].eqns[-1]
             # Only `_all_gather` ends with a collective, and only `linear.matmul` with a product.

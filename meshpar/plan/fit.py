@@ -58,13 +58,15 @@ class FitReport:
     def __str__(self) -> str:
         chip = self.target.chip
         held = self.told.memory.total
+        host = self.told.memory.host
         sent = f"{human_bytes(self.sent_inside)} within the slice"
         if not self.target.is_tpu:
             sent = f"{human_bytes(self.sent_inside)} within hosts, {human_bytes(self.sent_across)} across hosts"
         lines = [
             f"{self.target.text}: {self.target.num_chips} x {chip.name}; compiled for it, not run",
             f"  {'fits' if self.fits else 'does not fit'}: a device holds {human_bytes(held)} of "
-            f"{human_bytes(chip.memory_bytes)} ({held / chip.memory_bytes:.1%})",
+            f"{human_bytes(chip.memory_bytes)} ({held / chip.memory_bytes:.1%})"
+            + (f", and {human_bytes(host)} in the host's memory" if host else ""),
             f"  sends {sent}",
             f"  matrix products: {1e3 * self.products_s:.3g} ms at the chip's peak, an estimate that no step can beat",
         ]

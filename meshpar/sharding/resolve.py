@@ -17,16 +17,23 @@ from meshpar.sharding.spec import ArraySpec
 from meshpar.tree import flatten_with_paths, human_bytes, map_with_path
 
 AnyMesh = Mesh | AbstractMesh
+HOST = "pinned_host"
+"""JAX's name for the memory of the host that a device can read and write directly."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The sharding of one array on a mesh: for each dim its axes, and the rule that they come from."""
+    """The sharding of one array on a mesh: for each dim its axes, and the rule that they come from.
+
+    Args:
+      memory_kind: JAX's name of the memory in which a device stores its shard, such as `HOST`; None for its own.
+    """
 
     spec: ArraySpec
     mesh: AnyMesh
     axes: tuple[tuple[str, ...], ...]
     reason: tuple[str, ...]
+    memory_kind: str | None = None
 
     @property
     def pspec(self) -> PartitionSpec:
@@ -34,7 +41,7 @@ class Placement:
 
     @property
     def sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, self.pspec)  # pyright: ignore[reportArgumentType]
+        return NamedSharding(self.mesh, self.pspec, memory_kind=self.memory_kind)  # pyright: ignore
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:

@@ -27,7 +27,7 @@ from meshpar.train.program import (
     whole,
     with_rows,
 )  # fmt: skip
-from meshpar.train.state import StatePlacement, TrainState
+from meshpar.train.state import StatePlacement, TrainState, on_device
 
 Evaluation = Callable[[Any, Batch, Any], dict[str, jax.Array]]
 """(params, batch, carried) -> `loss` f32[], `tokens` int32[] and the loss's own metrics, summed over all devices.
@@ -82,6 +82,7 @@ def trace_evaluation(
     sums = on_shards(local, ctx, in_specs, WHOLE)
 
     def evaluate(params: Any, batch: Batch, carried: Any) -> dict[str, jax.Array]:
+        params = on_device(params, averaged(placement))
         loss, tokens, metrics = sums(params, with_rows(batch), carried)
         return metrics | {"loss": loss, "tokens": tokens}
 

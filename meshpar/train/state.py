@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import optax
 
 from meshpar.errors import Problems, ShardingError
 from meshpar.optim.freeze import without
-from meshpar.sharding.resolve import AnyMesh, Placement, platform_of, resolve
+from meshpar.sharding.resolve import HOST, AnyMesh, Placement, platform_of, resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.program import compile_program, shardings, structs, trace, whole
@@ -95,6 +96,7 @@ def place(
     carried: Any = None,
     frozen: frozenset[str] = frozenset(),
     activation_dims: Collection[str] | None = None,
+    is_offloaded: bool = False,
 ) -> StatePlacement:
     """Places parameters, optimizer state and carried state.
 
@@ -103,6 +105,7 @@ def place(
       carried: the same, of the carried state.
       frozen: paths of parameters that `tx` does not see.
       activation_dims: see `resolve`.
+      is_offloaded: whether the optimizer's state is stored in the host's memory, see `offloaded`.
 
     Raises:
       ShardingError: see `resolve`; or the optimizer has an array that is not sharded like any parameter.
@@ -110,6 +113,8 @@ def place(
     carried = carried or {}
     sharded = resolve(specs, rules, mesh, carried, activation_dims)
     opt_state = _place_opt_state(without(sharded, frozen), tx, mesh)
+    if is_offloaded:
+        opt_state = offloaded(opt_state)
     carried = resolve(carried, rules, mesh, specs, activation_dims)
     return StatePlacement(mesh, sharded, stored(sharded, rules), opt_state, carried, frozen)
 
@@ -119,6 +124,22 @@ def stored(sharded: Any, rules: AxisRules) -> Any:
     if rules.zero_stage != 1:
         return sharded
     return jax.tree.map(lambda p: p.gathered(rules), sharded)
+
+
+def offloaded(placements: Any) -> Any:
+    """The placements with every array in the host's memory, except for scalars and the optimizer's tiny arrays."""
+    return jax.tree.map(lambda p: replace(p, memory_kind=HOST) if math.prod(p.spec.shape) > OWN else p, placements)
+
+
+def on_device(arrays: Any, placements: Any) -> Any:
+    """The arrays in the devices' own memory, within a program. Each shard is moved by the device that stores it."""
+
+    def move(x: jax.Array, placement: Placement) -> jax.Array:
+        if placement.memory_kind is None:
+            return x
+        return jax.device_put(x, placement.sharding.with_memory_kind("device"))
+
+    return jax.tree.map(move, arrays, placements)
 
 
 def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMesh) -> Any:

@@ -22,7 +22,7 @@ from meshpar.train.batches import arranged
 from meshpar.train.gradients import Gradients
 from meshpar.train.loss import Batch
 from meshpar.train.program import Program, compile_program, shardings, structs, trace, whole, with_rows
-from meshpar.train.state import StatePlacement, TrainState
+from meshpar.train.state import StatePlacement, TrainState, on_device
 
 Metrics = dict[str, jax.Array]
 
@@ -197,7 +197,9 @@ def step_function(
             got = gradients(filled(params, state.params), with_rows(batch), state.step, state.carried)
             return replace(got, grads=jax.lax.with_sharding_constraint(got.grads, sharded))
 
-        return update(state, at(state.params), sharded, at)
+        got = at(state.params)
+        state = replace(state, opt_state=on_device(state.opt_state, placement.opt_state))
+        return update(state, got, sharded, at)
 
     return step
 

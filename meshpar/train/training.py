@@ -47,6 +47,7 @@ class Training:
       carried: tree of `ArraySpec`, of the state other than parameters that the loss passes from step to step.
       init_carried: key -> the first carried state.
       frozen: for how many steps each parameter is frozen, see `freeze.frozen_until`; None if none is.
+      is_offloaded: whether the optimizer's state is stored in the host's memory between steps.
       teacher: a model whose logits are added to the batch; its parameters are an input of each step.
       evaluation: the loss for evaluations; default: `loss` without a key.
     """
@@ -63,6 +64,7 @@ class Training:
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     frozen: Any = None
+    is_offloaded: bool = False
     teacher: Teacher | None = None
     evaluation: Loss | None = None
 
@@ -85,7 +87,7 @@ class Training:
             of_batch = {dim for spec in self.batch_specs.values() for dim in spec.dims if dim}
             dims = {*self.ctx.activation_dims, *of_batch}
         frozen = for_good(self.frozen)
-        placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, frozen, dims)
+        placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, frozen, dims, self.is_offloaded)
         error_feedback = place_error_feedback(placed.trained, self.ctx)
         return replace(placed, carried=placed.carried | error_feedback) if error_feedback else placed
 

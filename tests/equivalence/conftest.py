@@ -33,7 +33,9 @@ SIZES = {
 }
 MODELS = {
     "llama": Llama(**SIZES, num_kv_heads=4, remat="dots"),
-    "llama_gqa_tied_dropout": Llama(**SIZES, num_kv_heads=2, tie_embeddings=True, dropout=0.2),
+    "llama_gqa_tied_dropout": Llama(
+        **SIZES, num_kv_heads=2, tie_embeddings=True, dropout=0.2, remat={"save": ["q", "k", "v", "attn", "residual"]}
+    ),
     "gpt_dropout_remat": GPT(**SIZES, max_seq_len=SEQ, dropout=0.2, remat="full"),
     "gpt_gqa_tied": GPT(**SIZES, num_kv_heads=2, max_seq_len=SEQ, tie_embeddings=True),
     "llama_gqa_options": Llama(
@@ -87,7 +89,7 @@ def prepared(model: str, layout: str | None, lowering: str, num_microbatches: in
         mesh=mesh,
         rules=rules,
         lowering=lowering,
-        precision=Precision(params="float64", compute="float64"),
+        precision=settings.pop("precision", Precision(params="float64", compute="float64")),
         num_steps=NUM_STEPS,
         num_microbatches=num_microbatches,
         lora=ADAPT.get(model),

@@ -109,7 +109,7 @@ def test_a_cut_that_is_given(kind, cut):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["dots", "dots_no_batch", "full"])
+@pytest.mark.parametrize("remat", ["dots", "dots_no_batch", "full", {"save": ["q", "k", "v", "attn", "gate"]}], ids=str)
 @pytest.mark.parametrize("mesh", ["pipe4", "fsdp2_tensor2_sp"])
 def test_what_is_worked_out_again_is_the_same(remat, mesh):
     run = prepared(MODELS["llama"](8, remat=remat), mesh, scheduled("zb_h1", mesh, 4))

@@ -63,6 +63,55 @@ meshpar: 1 problem in config.yaml:
     did you mean adamw? There are adamw, lion, sgd, adafactor, muon
 """,
     ),
+    "unknown activation": (
+        ["model.remat={save: [q, gat], offload: [q]}"],
+        """\
+meshpar: 1 problem in config.yaml:
+  model.remat.save.1 (command line)
+    expected 'input', 'q', 'k', 'v', 'attn', 'log_mass', 'residual', 'gate' or 'up', got 'gat'
+    did you mean gate?
+""",
+    ),
+    "stochastic rounding of another dtype": (
+        ["precision.rounding=stochastic"],
+        """\
+meshpar: 1 problem in config.yaml:
+  precision
+    rounding: stochastic is for params: bfloat16, and not for float32
+""",
+    ),
+    "offload in a pipeline": (
+        [
+            EXTRA,
+            "mesh={pipe: 2}",
+            "rules=pipeline",
+            "parallel.pipeline={kind: 1f1b, num_microbatches: 2}",
+            "model.remat.offload=[q]",
+        ],
+        """\
+meshpar: the parts of this config do not fit each other:
+  model.remat.offload
+    the stages of a pipeline save activations in slots on the device, so they cannot offload them
+    model.remat.offload=[], or parallel.pipeline=null
+""",
+    ),
+    "activation in two places": (
+        ["model.remat={save: [q, up], offload: [q]}"],
+        """\
+meshpar: 1 problem in config.yaml:
+  model.remat (command line)
+    q: in save and in offload, but an activation has one place
+""",
+    ),
+    "activation of another kind of model": (
+        ["model.kind=gpt", "model.num_kv_heads=4", "model.remat.save=[gate, up]", EXTRA],
+        """\
+meshpar: the parts of this config do not fit each other:
+  model.remat.save
+    a block of kind gpt has no gate, only input, q, k, v, attn, log_mass, residual, up
+    leave out gate
+""",
+    ),
     "indivisible dim": (
         ["mesh.tensor=4", EXTRA, "rules=megatron"],
         """\

@@ -115,7 +115,9 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
     rows = run.run.data.batch_size // math.prod(run.mesh.shape[axis] for axis in run.ctx.axes("batch"))
     model, tokens = run.run.model, rows * run.run.data.seq_len // run.ctx.shards("seq")
     layers, stages = _in_stages(run, tokens) if run.pipeline else (model.num_layers, None)
-    activations = Activations(layers, tokens, model.hidden_size, model.remat != "none", model.remat == "full")
+    activations = Activations(
+        layers, tokens, model.hidden_size, model.remat.policy != "none", model.remat.policy == "full"
+    )
     widths = _widths(run.run.precision)
     sent = step_traffic(
         run.placement.sharded, run.ctx, widths, activations, run.ctx.num_passes, on_cpu, stages,

@@ -16,6 +16,7 @@ from meshpar.cost.traced import traffic
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.models import Llama
+from meshpar.nn.remat import Remat
 from meshpar.parallel.pipeline import execute, split
 from meshpar.parallel.pipeline.schedule_table import in_ticks, tick_table
 from meshpar.parallel.pipeline.simulate import simulate
@@ -273,7 +274,8 @@ HEAD = 3 * 2 * 32 * 64 * 4 * 32  # F, B and W of the output projection, for a mi
         for kind in ("gpipe", "1f1b", "zb_h1", "zb_h2", "zbv", "interleaved")
         for remat in ("none", "dots", "full")
         if (kind, remat) != ("zb_h1", "none")
-    ],
+    ]
+    + [pytest.param("zb_h1", Remat(save=("q", "k", "v", "attn", "gate")), marks=pytest.mark.slow)],
 )
 def test_a_step_costs_three_forwards_and_what_remat_plans(kind, remat):
     m = 8

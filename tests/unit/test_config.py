@@ -141,6 +141,12 @@ def test_a_shorthand_is_written_out_before_it_is_merged(write):
     assert load(Drawing, write(f"{CIRCLE}pen: {{width: 2}}\n"), ["pen=red"]).pen == Pen(colour="red", width=2.0)
 
 
+def test_a_whole_shorthand_replaces_the_lower_mapping(write, monkeypatch):
+    monkeypatch.setattr(Pen, "shorthand_is_whole", True)
+    assert load(Drawing, write(f"{CIRCLE}pen: {{width: 2}}\n"), ["pen=red"]).pen == Pen(colour="red")
+    assert load(Drawing, write(f"{CIRCLE}pen: red\n"), ["pen.width=2"]).pen == Pen(colour="red", width=2.0)
+
+
 @pytest.mark.parametrize("parent", ["/etc/passwd", "../up.yaml", "a/../../up.yaml", "[a.yaml]"])
 def test_extends_stays_within_the_folder(write, parent):
     with pytest.raises(ConfigError, match="not a path inside this file's folder"):

@@ -92,6 +92,23 @@ def layouts(num_devices: int):
     yield {"fsdp": n // 4, "tensor": 4}, ("fsdp", "megatron_sp"), Precision(), 1
 
 
+def test_an_offloaded_optimizer_is_held_by_the_host():
+    """All but two counts of updates, of Adam and of the schedule. The rest of the device's memory is as before."""
+    before = states_of("fsdp")
+    after = states_of("fsdp", "offload.optimizer=host")
+    assert (after.host, after.optimizer) == (before.optimizer - 8, 8)
+    assert before.host == 0 and after.total == before.total - after.host
+
+
+def test_stochastic_rounding_needs_no_master_copy():
+    """Adam's two moments in float32 remain: 8 bytes for each parameter, and not 12."""
+    precision = "precision={params: bfloat16, compute: bfloat16, gradients: bfloat16, rounding: stochastic}"
+    with_master = states_of("fsdp")
+    without = states_of("fsdp", precision)
+    assert without.optimizer == pytest.approx(with_master.optimizer * 8 / 12, rel=1e-6)
+    assert without.parameters == with_master.parameters
+
+
 @pytest.mark.parametrize(
     ("sizes", "presets", "precision", "num_microbatches"),
     [layout for i, layout in enumerate(layouts(8)) if i % 5 == 1],

@@ -71,7 +71,7 @@ def test_what_is_structure_is_kept():
     )  # fmt: skip
     run = run_of(model, MeshLayout(data=4, tensor=2), AxisRules(preset="megatron"), num_microbatches=8)
     small = shrink(run)
-    assert (small.model.tie_embeddings, small.model.dropout, small.model.remat) == (True, 0.1, "full")
+    assert (small.model.tie_embeddings, small.model.dropout, small.model.remat.policy) == (True, 0.1, "full")
     assert small.model.padded_vocab > small.model.vocab_size
     assert small.model.max_seq_len == 2 * small.data.seq_len
     assert (small.num_microbatches, small.data.batch_size) == (2, 16)

@@ -31,12 +31,15 @@ class Memory:
       outputs: of the outputs that are not written over a donated argument.
       temporaries: the largest sum of temporary buffers at one time, as the compiler reports it.
       peak: the largest sum of all buffers at one time, as the compiler reports it; None on CPU, which does not.
+      host: of temporaries in the host's memory, such as offloaded activations; the other figures exclude them. 0 on
+        CPU, where device and host have the same memory.
     """
 
     arguments: dict[str, Size]
     outputs: Size
     temporaries: Size
     peak: Size | None
+    host: Size = 0
 
     @property
     def total(self) -> int:
@@ -88,7 +91,7 @@ def memory(program: Program, compiled: Compiled | None) -> Memory:
     temporaries = stats.temp_size_in_bytes
     if peak and not temporaries:  # on TPU
         temporaries = max(0, peak - sum(arguments.values()) - outputs)
-    return Memory(by_size, outputs, temporaries, peak)
+    return Memory(by_size, outputs, temporaries, peak, stats.host_temp_size_in_bytes)
 
 
 def largest(program: Program, visits: Iterable[Visit], number: int) -> list[Held]:

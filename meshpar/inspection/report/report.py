@@ -22,12 +22,14 @@ class Report:
       arrays: path -> placement, of the parameters as they are stored.
       held: name (parameters, gathered, gradients, optimizer) -> the largest number of bytes on a device.
       selected: key of the config -> what it comes to on this mesh.
+      host: the bytes that a device stores in its host's memory.
       drawn: whether the text draws the arrays.
     """
 
     arrays: Mapping[str, Placement]
     held: Mapping[str, int]
     selected: Mapping[str, str] = field(default_factory=dict)
+    host: int = 0
     drawn: bool = False
 
     def only(self, glob: str) -> Report:
@@ -53,6 +55,7 @@ class Report:
             "mesh": self._sizes,
             "arrays": arrays,
             "bytes_per_device": dict(self.held),
+            "host_bytes_per_device": self.host,
             "selected": dict(self.selected),
         }
 
@@ -69,6 +72,8 @@ class Report:
         lines.append("a device holds")
         lines += [f"  {name:<12}{human_bytes(size):>12}" for name, size in self.held.items()]
         lines += [f"  {'total':<12}{human_bytes(sum(self.held.values())):>12}"]
+        if self.host:
+            lines += ["and in its host's memory", f"  {'optimizer':<12}{human_bytes(self.host):>12}"]
         return "\n".join(lines)
 
     @property
@@ -77,9 +82,9 @@ class Report:
         return dict(next(iter(self.arrays.values())).mesh.shape)
 
 
-def report(params: Any, held: Mapping[str, int], selected: Mapping[str, str]) -> Report:
+def report(params: Any, held: Mapping[str, int], selected: Mapping[str, str], host: int = 0) -> Report:
     """Reports on a tree of placements, on the bytes that a device holds, by name, and on what the config selects."""
-    return Report(flatten_with_paths(params), {name: size for name, size in held.items() if size}, selected)
+    return Report(flatten_with_paths(params), {name: size for name, size in held.items() if size}, selected, host)
 
 
 def _details(placement: Placement) -> list[str]:

@@ -67,7 +67,8 @@ def _memory(report: PlainInspection) -> str:
     large, small = memory.split_arguments()
     sizes = [*large.items(), ("other arguments", small)]
     sizes += [("outputs", memory.outputs), ("temporaries", memory.temporaries)]
-    return f"holds {human_bytes(memory.total)}{' at its peak' if memory.peak else ' at most'}\n{_sizes(sizes)}"
+    held = f"holds {human_bytes(memory.total)}{' at its peak' if memory.peak else ' at most'}\n{_sizes(sizes)}"
+    return f"{held}\n\nholds {human_bytes(memory.host)} of temporaries in the host's memory" if memory.host else held
 
 
 def _sizes(sizes: list[tuple[str, int]]) -> str:

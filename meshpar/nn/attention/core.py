@@ -24,6 +24,8 @@ Window = Int[Array, ""] | int | None
 class Core(Protocol):
     """Computes attention of projected queries to projected keys.
 
+    A core names its result `attn`, and statistics that its backward needs with it, see `nn.remat.Activation`.
+
     Args:
       q: [batch, seq, heads, head_dim], local shards in the manual lowering.
       k, v: [batch, seq, kv_heads, head_dim]: the key heads of these query heads. A core with `has_cache` gets the key

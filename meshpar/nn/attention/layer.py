@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from meshpar.nn.attention.context_parallel import across_shards
 from meshpar.nn.attention.core import Core, Window, local_key_heads
 from meshpar.nn.layers import Projection, RMSNorm, column_parallel, row_parallel
+from meshpar.nn.remat import named
 from meshpar.nn.rotary import RopeAngles, apply_rope
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel.context import constrain
@@ -69,6 +70,9 @@ class Attention(nnx.Module):
         if not core.has_cache:
             k = local_key_heads(k, q)
             v = local_key_heads(v, q)
+        q = named(q, "q")
+        k = named(k, "k")
+        v = named(v, "v")
         out, cache = across_shards(core, q, k, v, positions, segments, window)
         out = constrain(out, "batch", "seq", "heads", "head_dim")
         return row_parallel(out, self.o, "heads"), cache

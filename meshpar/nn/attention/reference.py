@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from meshpar.config import Config
 from meshpar.cost.flops import needed
 from meshpar.nn.attention.core import Window, causal_window, needed_scores
+from meshpar.nn.remat import named
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.precision import wide
 
@@ -31,7 +32,7 @@ class Reference(Config):
         positions: Int[Array, "B S"], segments: Int[Array, "B S"], window: Window,
     ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
         with needed(needed_scores(q.shape[1], window) / q.shape[1] ** 2):
-            return dot_product_attention(q, k, v, causal(segments, window)), None
+            return named(dot_product_attention(q, k, v, causal(segments, window)), "attn"), None
 
     def describe(self, seq_len: int, window: int | None) -> str:
         """What it computes for a row of `seq_len` tokens."""

@@ -27,6 +27,7 @@ from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.online_softmax import Tokens, add_gradients, backward_of, empty, extend
 from meshpar.nn.attention.shard_tables import ShardTables
+from meshpar.nn.remat import named
 from meshpar.parallel.local import varying_like
 
 Run = Callable[[BlockGrid, jax.Array, Tokens, Any], Any]
@@ -214,7 +215,8 @@ def _attend_forward(shards: Shards, q, k, v, segments, window):
     with needed(shards.tables.needed):
         state, _ = shards.meet(visit, empty(q), (k, v, segments))
     out = state.result().astype(v.dtype)
-    return out, (q, k, v, segments, window, out, state.log_mass())
+    out = named(out, "attn")
+    return out, (q, k, v, segments, window, out, named(state.log_mass(), "log_mass"))
 
 
 def _attend_backward(shards: Shards, saved, grad):

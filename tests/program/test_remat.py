@@ -1,0 +1,86 @@
+"""What the forward saves for the backward by name: its bytes in closed form, and what the backward then computes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+
+from meshpar.cost.walk import walk
+from meshpar.models import Llama
+from meshpar.nn.attention.blocks import Blocks
+from meshpar.nn.remat import Remat
+from tests.program.test_bytes import cost_as_traced, cost_as_written, prepared
+
+LAYERS, ROWS, SEQ, WIDTH, HEADS, KV_HEADS, MLP = 12, 32, 16, 16, 4, 2, 32
+ATTENTION = ("q", "k", "v", "attn", "log_mass", "residual")
+# Elements of all layers in the global batch. With sequence parallelism each is divided among all devices.
+SIZES = {
+    "input": WIDTH, "q": WIDTH, "k": WIDTH * KV_HEADS // HEADS, "v": WIDTH * KV_HEADS // HEADS, "attn": WIDTH,
+    "log_mass": HEADS, "residual": WIDTH, "gate": MLP, "up": MLP,
+}  # fmt: skip
+
+
+@lru_cache
+def run_with(layout, **remat):
+    model = Llama(
+        num_layers=LAYERS, hidden_size=WIDTH, num_heads=HEADS, num_kv_heads=KV_HEADS, intermediate_size=MLP,
+        vocab_size=32, attention=Blocks(block_size=8), remat=Remat(**remat),
+    )  # fmt: skip
+    return prepared(layout, model=model)
+
+
+def saved_bytes(run):
+    """Bytes that the loop over layers in the traced forward leaves for the backward, on one device."""
+    loops = (visit.equation for visit in walk(run._traced_step) if visit.primitive == "scan")
+    forward = next(loop for loop in loops if loop.params["length"] == LAYERS and not loop.params["reverse"])
+    stacked = forward.outvars[forward.params["num_carry"] :]
+    return sum(x.aval.size * x.aval.dtype.itemsize for x in stacked)
+
+
+def closed_form(names, num_devices=8):
+    return sum(SIZES[name] for name in {"input", *names}) * LAYERS * ROWS * SEQ * 4 // num_devices
+
+
+SETS = [(), ("log_mass",), ATTENTION, (*ATTENTION, "gate", "up")]
+SINGLE = [pytest.param((name,), marks=pytest.mark.slow) for name in SIZES if name != "log_mass"]
+
+
+@pytest.mark.parametrize("names", [*SETS, *SINGLE])
+def test_the_forward_saves_the_names_and_nothing_else(names):
+    """Each case is the control of the others: without one of its names, fewer bytes are saved."""
+    assert saved_bytes(run_with("data2_fsdp2_tensor2", save=names)) == closed_form(names)
+
+
+def test_a_policy_saves_the_output_projection_before_it_is_scattered():
+    """Control: with sequence parallelism over two devices this takes twice the bytes of `residual`."""
+    saved = saved_bytes(run_with("data2_fsdp2_tensor2", policy="dots_no_batch"))
+    residual = closed_form(("residual",)) - closed_form(())
+    assert saved == closed_form(("q", "k", "v", "gate", "up")) + 2 * residual
+
+
+def test_attention_is_computed_again_unless_its_result_and_log_mass_are_saved():
+    def flops(*names):
+        return cost_as_traced(run_with("zero3", save=names))[1]
+
+    without = [tuple(name for name in ATTENTION if name != left_out) for left_out in ("attn", "log_mass")]
+    assert flops(*ATTENTION) < min(flops(*names) for names in without)
+    assert flops(*ATTENTION, "gate", "up") == cost_as_traced(run_with("zero3", policy="none"))[1]
+
+
+def test_the_compiled_step_sends_and_multiplies_what_the_traced_one_says():
+    """ZeRO-3 still gathers parameters again: else the step would send less over fsdp than with policy `full`."""
+    run = run_with("data2_fsdp2_tensor2", save=ATTENTION)
+    assert cost_as_written(run) == cost_as_traced(run)
+    full = run_with("data2_fsdp2_tensor2")
+    assert run.traced_bytes["fsdp",] == full.traced_bytes["fsdp",]
+    assert run.traced_bytes["tensor",] < full.traced_bytes["tensor",]
+
+
+def test_the_compiled_step_holds_the_saved_activations():
+    def temporaries(*names):
+        compiled = run_with("data2_fsdp2_tensor2", save=names).compile_step().compiled
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    more = (*ATTENTION, "gate", "up")
+    assert temporaries(*more) - temporaries() > 0.85 * (closed_form(more) - closed_form(()))
