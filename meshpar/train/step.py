@@ -14,7 +14,7 @@ import optax
 
 from meshpar.errors import ConfigError
 from meshpar.inspection.program.compiling import compiling
-from meshpar.optim.freeze import as_in, filled
+from meshpar.parallel.trainable import as_in, filled
 from meshpar.train.gradients import Gradients
 from meshpar.train.loss import Batch
 from meshpar.train.program import Program, compile_program, shardings, structs, trace, whole, with_rows

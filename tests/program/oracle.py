@@ -124,8 +124,11 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
     if not run.taught_by:
         return sent
     teacher = run.taught_by.run.model
-    activations = Activations(teacher.num_layers, tokens, teacher.hidden_size, False, False)
-    more = teacher_traffic(run.taught_by.placement.sharded, run.teacher.ctx, widths, activations)
+    ctx = run.teacher.ctx
+    spread = tuple(axis for axis in ctx.axes("batch") if axis not in run.ctx.axes("batch"))
+    activations = Activations(teacher.num_layers, tokens // _size(ctx, spread), teacher.hidden_size, False, False)
+    more = teacher_traffic(run.taught_by.placement.sharded, ctx, widths, activations, tokens)
+    more[spread] = share(_size(ctx, spread), tokens * teacher.padded_vocab // ctx.shards("vocab") * widths.compute)
     return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
 
 
@@ -206,13 +209,16 @@ def step_traffic(
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
-def teacher_traffic(sharded: Any, ctx: ParallelContext, widths: Widths, activations: Activations) -> Traffic:
+def teacher_traffic(
+    sharded: Any, ctx: ParallelContext, widths: Widths, activations: Activations, tokens: int
+) -> Traffic:
     """What distillation adds to a step: the forward of a decoder, and five numbers of each token for its divergence.
 
     Args:
       sharded: tree of `Placement`, of the teacher's parameters as its rules can shard them.
       ctx: the teacher's; its rules shard the vocabulary as the student's do.
       activations: the teacher's.
+      tokens: on one device, of the student.
     """
     sent: Sums = defaultdict(Fraction)
     for placement in flatten_with_paths(sharded).values() if ctx.rules.zero_stage > 1 else ():
@@ -224,7 +230,7 @@ def teacher_traffic(sharded: Any, ctx: ParallelContext, widths: Widths, activati
         axes = _ordered(ctx.axes(dim))
         sent[axes] += 2 * times * share(_size(ctx, axes), stream)
     axes = _ordered(ctx.axes("vocab"))
-    sent[axes] += 2 * 5 * share(_size(ctx, axes), activations.tokens * widths.sums)
+    sent[axes] += 2 * 5 * share(_size(ctx, axes), tokens * widths.sums)
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
