@@ -20,7 +20,6 @@ EVERY = [
 SAMPLE = [
     ("llama", "tensor", "tensor4_sp", "ring", 1, 8),
     ("llama_lora", "tensor", "tensor4_sp", "bidirectional", 1, 8),
-    ("llama_frozen", "fsdp", "zero3", "ring", 1, 8),
     ("gpt_dropout_remat", "fsdp", "data2_fsdp2_tensor2", "ring", 4, 1),
 ]
 CASES = [
