@@ -26,11 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from meshpar.collectives import ring
 from meshpar.collectives.ring import Ring
 from meshpar.errors import ShardingError
-from meshpar.mesh.varying import varying_alike
+from meshpar.mesh.varying import varying_alike, varying_like
 
 PRODUCT = "collective_matmul"
 """The name of the results in a `jax.checkpoint` policy."""
@@ -38,15 +39,17 @@ Equation = tuple[str, str, str]
 """The dims of two operands and of their product, one letter each."""
 Equations = tuple[Equation, ...]
 Operands = tuple[jax.Array, ...]
+Product = tuple[str, jax.Array, jax.Array]
+"""An equation as in `einsum`, and its two operands."""
 
 
 def all_gather_matmul(
-    equation: str, x: jax.Array, ws: Sequence[jax.Array], ring: Ring, *, dim: str
+    equation: str | Sequence[str], x: jax.Array, ws: Sequence[jax.Array], ring: Ring, *, dim: str
 ) -> tuple[jax.Array, ...]:
     """`einsum(equation, x, w)` for each w, where x is sharded over the ring and is never whole.
 
     Args:
-      equation: as in `einsum`, for two operands.
+      equation: as in `einsum`, for two operands; or one for each w, in which x has the same dims.
       x: the local shard. It is sent in the dtype of the ws, and its gradient is summed in its own dtype.
       ws: operands of one dtype, not sharded in `dim`.
       dim: the letter of the sharded dim of x.
@@ -54,7 +57,8 @@ def all_gather_matmul(
     Returns:
       A product for each w, in its dtype; not sharded in `dim`.
 
-    Communication: n-1 chunks of x; backward the same again, and n-1 chunks of its gradient.
+    Communication: n-1 chunks of x; backward the same again if a w has a gradient, and n-1 chunks of x's gradient if it
+      has one.
     Memory: see `ring.gather`; x and the ws are stored for the backward pass.
     Numerics: sums over chunks are in float32 at least.
     Raises:
@@ -67,23 +71,25 @@ def all_gather_matmul(
     >>> f(jnp.eye(4), jnp.arange(8.0).reshape(4, 2)).tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
     """
-    parsed = _parse(equation)
+    equations = tuple(map(_parse, [equation] * len(ws) if isinstance(equation, str) else equation))
     chunks = Chunks(dim, ring)
-    whole = x.shape[parsed[0].index(dim)] * ring.size
-    for w in ws:
-        chunks.require(w, parsed[1], whole)
+    for (of_x, of_w, _), w in zip(equations, ws, strict=True):
+        chunks.require(w, of_w, x.shape[of_x.index(dim)] * ring.size)
     x, *ws = varying_alike(x, *ws)
-    ys: Operands = _gathered(chunks, (parsed,) * len(ws), x, tuple(ws))
+    ys: Operands = _gathered(chunks, equations, x, tuple(ws))
     return tuple(checkpoint_name(y, PRODUCT) for y in ys)
 
 
-def matmul_reduce_scatter(equation: str, x: jax.Array, w: jax.Array, ring: Ring, *, dim: str) -> jax.Array:
+def matmul_reduce_scatter(
+    equation: str, x: jax.Array, w: jax.Array, ring: Ring, *, dim: str, plus: Sequence[Product] = ()
+) -> jax.Array:
     """`einsum(equation, x, w)`, summed over the ring and scattered over `dim` of the result.
 
     Args:
       equation: as in `einsum`, for two operands.
       x, w: operands of one dtype, not sharded in `dim`.
       dim: the letter of the dim of the result that is scattered.
+      plus: (equation, x, w) of further products with the same result, which are added to the sum.
 
     Returns:
       This device's shard of the sum.
@@ -101,12 +107,15 @@ def matmul_reduce_scatter(equation: str, x: jax.Array, w: jax.Array, ring: Ring,
     >>> f(jnp.eye(4), jnp.arange(8.0).reshape(4, 2)).tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
     """
-    parsed = _parse(equation)
+    texts, xs, ws = zip((equation, x, w), *plus, strict=True)
+    equations = tuple(map(_parse, texts))
     chunks = Chunks(dim, ring)
-    chunks.require(x, parsed[0])
-    chunks.require(w, parsed[1])
-    x, w = varying_alike(x, w)
-    return checkpoint_name(_scattered(chunks, (parsed,), x.dtype, (x,), (w,)), PRODUCT)
+    for (of_x, of_w, _), one, other in zip(equations, xs, ws, strict=True):
+        chunks.require(one, of_x)
+        chunks.require(other, of_w)
+    operands = varying_alike(*xs, *ws)
+    found = _scattered(chunks, equations, x.dtype, operands[: len(xs)], operands[len(xs) :])
+    return checkpoint_name(found, PRODUCT)
 
 
 @dataclass(frozen=True)
@@ -174,25 +183,64 @@ def _scattered(chunks: Chunks, equations: Equations, dtype: Any, xs: Operands, w
     return ring.reduce_scatter(chunks.ring, make)
 
 
-def _gathered_backward(chunks: Chunks, equations: Equations, kept: Any, grads: Operands) -> Any:
+# The forward rules call the functions themselves: so a `jax.checkpoint` policy sees one operation and not its parts.
+def _gathered_forward(chunks: Chunks, equations: Equations, x: Any, ws: Any) -> Any:
+    x_and_ws, wanted = _primals(x, *ws)
+    return _gathered(chunks, equations, x_and_ws[0], x_and_ws[1:]), (x_and_ws, wanted)
+
+
+def _gathered_backward(chunks: Chunks, equations: Equations, kept: Any, grads: Any) -> Any:
+    x_and_ws, (wants_x, *wants_w) = kept
     # Waits for the gradients: otherwise the compiler may gather x early, and hold it since the forward pass.
-    (x, ws), grads = lax.optimization_barrier((kept, grads))
+    grads = tuple(_instantiated(grad, x_and_ws[0]) for grad in grads)
+    (x, *ws), grads = lax.optimization_barrier((x_and_ws, grads))
     for_x = tuple((of_y, of_w, of_x) for of_x, of_w, of_y in equations)
     for_w = tuple((of_x, of_y, of_w) for of_x, of_w, of_y in equations)
-    return _scattered(chunks, for_x, x.dtype, grads, ws), _gathered(chunks, for_w, x, grads)
+    dx = None if wants_x is None else _scattered(chunks, for_x, x.dtype, grads, tuple(ws))
+    return dx, _gathered_where(wants_w, chunks, for_w, x, grads)
 
 
-def _scattered_backward(chunks: Chunks, equations: Equations, dtype: Any, kept: Any, grad: jax.Array) -> Any:
-    xs, ws = kept
+def _scattered_forward(chunks: Chunks, equations: Equations, dtype: Any, xs: Any, ws: Any) -> Any:
+    operands, wanted = _primals(*xs, *ws)
+    xs, ws = operands[: len(xs)], operands[len(xs) :]
+    return _scattered(chunks, equations, dtype, xs, ws), (xs, ws, wanted)
+
+
+def _scattered_backward(chunks: Chunks, equations: Equations, dtype: Any, kept: Any, grad: Any) -> Any:
+    xs, ws, wanted = kept
     for_x = tuple((of_y, of_w, of_x) for of_x, of_w, of_y in equations)
     for_w = tuple((of_y, of_x, of_w) for of_x, of_w, of_y in equations)
-    both: Operands = _gathered(chunks, for_x + for_w, grad, ws + xs)
+    both = _gathered_where(wanted, chunks, for_x + for_w, _instantiated(grad, xs[0]), ws + xs)
     return both[: len(xs)], both[len(xs) :]
 
 
-# The forward rule calls the function itself, so that a `jax.checkpoint` policy sees one operation and not its parts.
-_gathered.defvjp(lambda *args: (_gathered(*args), args[2:]), _gathered_backward)
-_scattered.defvjp(lambda *args: (_scattered(*args), args[3:]), _scattered_backward)
+_gathered.defvjp(_gathered_forward, _gathered_backward, symbolic_zeros=True)
+_scattered.defvjp(_scattered_forward, _scattered_backward, symbolic_zeros=True)
+
+
+def _primals(*operands: Any) -> tuple[Operands, tuple[tuple[()] | None, ...]]:
+    """The values of operands; and for each () if it has a gradient, else None, as residuals have to be trees of arrays.
+
+    Frozen weights have none: their gradients would be sent for nothing.
+    """
+    values = tuple(x.value for x in operands)
+    return values, tuple(() if x.perturbed else None for x in operands)
+
+
+def _gathered_where(wanted: Sequence[Any], chunks: Chunks, equations: Equations, x: jax.Array, ws: Operands) -> Any:
+    """`_gathered` for the products that are wanted; None in the place of the others."""
+    chosen = [i for i, want in enumerate(wanted) if want is not None]
+    if not chosen:
+        return (None,) * len(wanted)
+    found: Operands = _gathered(chunks, tuple(equations[i] for i in chosen), x, tuple(ws[i] for i in chosen))
+    products = dict(zip(chosen, found, strict=True))
+    return tuple(products.get(i) for i in range(len(wanted)))
+
+
+def _instantiated(grad: Any, like: jax.Array) -> jax.Array:
+    """A cotangent; zeros, typed like an operand, for that of a product that nothing depends on."""
+    is_zero = isinstance(grad, SymbolicZero)
+    return varying_like(jnp.zeros(grad.shape, grad.dtype), like) if is_zero else grad  # pyright: ignore
 
 
 def _einsum(equation: Equation, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:

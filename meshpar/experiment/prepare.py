@@ -29,15 +29,17 @@ from meshpar.models.contract import Vocabulary
 from meshpar.nn.lora import is_lora
 from meshpar.nn.supported import check_supported
 from meshpar.optim.ema import with_ema
-from meshpar.optim.freeze import Freeze, for_good, frozen_until, without
+from meshpar.optim.freeze import Freeze, for_good, frozen_until
 from meshpar.optim.master import with_master
 from meshpar.optim.rounding import with_stochastic_rounding
 from meshpar.parallel.precision import wide_dtype
+from meshpar.parallel.strategies import Parallel
+from meshpar.parallel.trainable import without
 from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.train.gradients import STALE
 from meshpar.train.loss import Distill
 from meshpar.train.step import Step, Update
-from meshpar.train.teacher import Teacher
+from meshpar.train.teacher import Teacher, unstaged
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths
 
@@ -233,7 +235,8 @@ def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
         teacher = Run(**config | {"distill": None, "num_microbatches": 1, "freeze": (), "init": None})
         taught = _vocabulary(teacher)
         own = _vocabulary(run)
-        update = {"data": run.data, "lowering": run.lowering, "rules": distill.rules or run.rules}
+        rules = unstaged(distill.rules or run.rules)
+        update = {"data": run.data, "lowering": run.lowering, "rules": rules, "parallel": Parallel()}
         prepared = prepare(teacher.model_copy(update=update), mesh)
     except MeshparError as error:
         raise ConfigError(f"{where} does not fit:\n{error}") from None

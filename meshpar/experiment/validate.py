@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from meshpar.collectives.reduction import Exact
 from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.experiment.config import Run
 from meshpar.models.contract import LayerStack, Task
@@ -34,14 +35,8 @@ FEATURES: Mapping[str, Callable[[Run], bool]] = {
 """Key -> whether a run uses this feature. Some of these features cannot be combined, see `REFUSED`."""
 
 _OVERLAPS = ("parallel.tensor.overlap", "parallel.fsdp.overlap")
-_WITH_PIPELINE = "is not verified in combination with a pipeline, and so it is not allowed"
-_WITH_OVERLAP = "is not verified in combination with a collective matmul, and so it is not allowed"
-_IN_CHUNKS = "parallel.fsdp.overlap scatters gradients in chunks, and no declared reduction applies to them"
-REFUSED: Mapping[tuple[str, str], str] = {
-    **{(key, "parallel.pipeline"): _WITH_PIPELINE for key in FEATURES if key != "parallel.pipeline"},
-    **{(key, overlap): _WITH_OVERLAP for key in ("lora", "freeze") for overlap in _OVERLAPS},
-    ("parallel.gradient_reduction", "parallel.fsdp.overlap"): _IN_CHUNKS,
-}
+_RINGS = "its rings are permutes, which wait for all devices of the mesh, and stages run different operations at a time"
+REFUSED: Mapping[tuple[str, str], str] = {(overlap, "parallel.pipeline"): _RINGS for overlap in _OVERLAPS}
 """(feature, other feature) -> why a run may not use both. The docs' table of combinations and the tests read it."""
 
 _OFF = dict.fromkeys(_OVERLAPS, "none") | {"parallel.pipeline": "null"}
@@ -61,6 +56,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
         problems.add("lowering", is_manual.because, "lowering=auto")
     run.model.check(task_of(run), ctx, problems)
     run.parallel.check(run.rules, ctx.manual, problems)
+    _check_reduction(run, ctx, problems)
     _check_pipeline(run, ctx, problems)
     _check_keep_best(run, problems)
     _check_combinations(run, problems)
@@ -113,6 +109,24 @@ def _check_combinations(run: Run, problems: Problems) -> None:
         for why, others in others_by_reason.items():
             fix = " and ".join(f"{other}={_OFF[other]}" for other in others)
             problems.add(key, why, f"no {key}, or {fix}")
+
+
+def _check_reduction(run: Run, ctx: ParallelContext, problems: Problems) -> None:
+    """Checks the format in which layers scatter gradients, where another strategy has its own way to scatter them."""
+    reduction = ctx.gradient_reduction
+    if reduction is None or isinstance(reduction.within, Exact) or not ctx.gathers_in_layers:
+        return
+    if not any(ctx.storage(dim) for dim in ctx.rules.table if dim != "batch"):
+        return
+    where = "parallel.gradient_reduction.within"
+    if ctx.schedule:
+        what = (
+            "a rounded reduce-scatter consists of permutes, and the layers of a stage cannot run any: they wait for all"
+        )
+        problems.add(where, what, f"{where}=exact, rules.zero=2, or parallel.pipeline=null")
+    elif run.parallel.fsdp.overlap != "none":
+        what = "parallel.fsdp.overlap scatters gradients while it multiplies, and adds them as they are"
+        problems.add(where, what, f"{where}=exact, or parallel.fsdp.overlap=none")
 
 
 def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:

@@ -18,7 +18,7 @@ from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.projection import describe_chunk
-from meshpar.train.loss import count_targets, next_token_loss, summed_cross_entropy
+from meshpar.train.loss import LossConfig, count_targets, next_token_loss, summed_over_tokens
 
 
 class DecoderModel(Decoder, ModelContract):
@@ -36,7 +36,9 @@ class DecoderModel(Decoder, ModelContract):
 
         abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
         forward = functional(abstract, "forward")
-        stage_loss = partial(summed_cross_entropy, vocab_size=self.vocab_size, chunk=task.loss.chunk)
+        each = task.loss.each(self.vocab_size, task.distill)
+        plain = LossConfig().each(self.vocab_size)
+        loss, evaluation = (partial(summed_over_tokens, each=one, chunk=task.loss.chunk) for one in (each, plain))
         return ModelProgram(
             specs=describe(abstract),
             init=init,
@@ -45,7 +47,7 @@ class DecoderModel(Decoder, ModelContract):
             rules=task.rules,
             forward=forward,
             uses_rng=self.dropout > 0,
-            parts=parts(abstract, stage_loss, count_targets),
+            parts=parts(abstract, loss, evaluation, count_targets),
         )
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:

@@ -21,7 +21,7 @@ from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import linear
 from meshpar.parallel.context import constrain, current, manual
 from meshpar.parallel.data import streamed
-from meshpar.parallel.linear import Weights
+from meshpar.parallel.linear import Adapter, Weights
 from meshpar.parallel.precision import wide
 
 
@@ -98,15 +98,14 @@ class LowRank(nnx.Module):
         "rank": Supported(partition=False, why="LoRA needs all columns of its thin matrices"),
     }
 
-    def __init__(self, a: nnx.Param, b: nnx.Param, num_inputs: int, scale: float):
+    def __init__(self, a: nnx.Param, b: nnx.Param, scale: float):
         self.a = a
         self.b = b
-        self.num_inputs = num_inputs
         self.scale = scale
 
-    def __call__(self, x: Float[Array, "B S *inputs"]) -> Float[Array, "B S *outputs"]:
-        thin = jnp.tensordot(x, self.a[...], axes=self.num_inputs)
-        return jnp.tensordot(thin, self.b[...], axes=1) * jnp.asarray(self.scale, x.dtype)
+    @property
+    def adapter(self) -> Adapter:
+        return Adapter(self.a[...], self.b[...], self.scale)
 
 
 class Projection(nnx.Module):
@@ -136,7 +135,8 @@ class Projection(nnx.Module):
 
     @property
     def weights(self) -> Weights:
-        return Weights(self.kernel[...], self.num_inputs, streamed(within_layer(self.kernel), current()), self.lora)
+        stored = streamed(within_layer(self.kernel), current())
+        return Weights(self.kernel[...], self.num_inputs, stored, self.lora and self.lora.adapter)
 
     def add_bias(self, y: Float[Array, "B S *outputs"]) -> Float[Array, "B S *outputs"]:
         """Adds the bias. `row_parallel` adds it after the sum over shards, so that it counts once."""

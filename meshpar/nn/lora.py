@@ -69,7 +69,7 @@ class LoRA(Config):
         std = math.prod(shape[start:end]) ** -0.5
         a = normal(rngs, (*shape[:end], self.rank), std, (*dims[:end], "rank"))
         b = filled(0.0, (*shape[:start], self.rank, *shape[end:]), (*dims[:start], "rank", *dims[end:]))
-        return LowRank(a, b, projection.num_inputs, self.scale)
+        return LowRank(a, b, self.scale)
 
     def merged(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Returns the parameters of the model without LoRA, by path, where each update is added to its kernel.

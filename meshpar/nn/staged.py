@@ -16,19 +16,20 @@ from meshpar.parallel.projection import Projection
 Sums = Callable[[Projection, Batch], tuple[jax.Array, jax.Array]]
 
 
-def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -> PipelineModel:
+def parts(model: Transformer, loss: Sums, evaluation: Sums, count: Callable[[Batch], jax.Array]) -> PipelineModel:
     """Returns the embedding, the layers and the loss of a model as functions of parameters.
 
     Args:
       model: abstract, from `nnx.eval_shape`.
       loss: (projection of the logits, batch) -> (sum, count).
+      evaluation: the same, for evaluations.
       count: batch -> the count alone.
     """
     project = functional(model, "project")
     sizes = model.model
 
-    def end(params: Any, x: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return loss(project(params, x), batch)
+    def at_end(sums: Sums) -> Callable[[Any, jax.Array, Batch], tuple[jax.Array, jax.Array]]:
+        return lambda params, x, batch: sums(project(params, x), batch)
 
     return PipelineModel(
         layers="blocks",
@@ -37,7 +38,8 @@ def parts(model: Transformer, loss: Sums, count: Callable[[Batch], jax.Array]) -
         embed=functional(model, "embed"),
         shared=model.shared,
         layer=model.layer,
-        loss=end,
+        loss=at_end(loss),
+        evaluation=at_end(evaluation),
         count=count,
         policy=gathering_again(sizes.remat.checkpoint_policy()),
         head=sizes.hidden_size * sizes.padded_vocab / sizes.weights_of_a_layer,

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshpar.optim.freeze import filled
 from meshpar.parallel.precision import wide
+from meshpar.parallel.trainable import filled
 
 
 class EmaState(NamedTuple):

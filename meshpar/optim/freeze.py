@@ -1,22 +1,22 @@
 """Freezing: parameters that are never trained, or only from a step on.
 
-A parameter that is never trained is removed from the trees that the optimizer sees: `optax.MaskedNode`, which has no
-leaves, stands in its place. So it has no gradient, no optimizer state, and is in no reduction.
+A parameter that is never trained is removed from the trees that the optimizer sees, see `parallel.trainable`. So it
+has no gradient, no optimizer state, and is in no reduction.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from meshpar.config import Config, Positive
 from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.parallel.trainable import as_in
 from meshpar.tree import flatten_with_paths, map_with_path, matching
 
 
@@ -74,21 +74,20 @@ def for_good(until: Any) -> frozenset[str]:
     return frozenset(path for path, length in flatten_with_paths(until).items() if length == math.inf)
 
 
-def thawed(params: Any, until: Any, step: jax.Array) -> Any:
-    """The parameters for the loss at a step: no gradient flows to those that are frozen until a later step.
+def thawed(grads: Any, until: Any, step: jax.Array) -> Any:
+    """The gradients at a step: zeros for parameters that are frozen until a later step.
 
     Args:
+      grads: tree like the parameters, or without those that are never trained.
       until: see `frozen_until`; None if nothing is frozen.
     """
     if until is None:
-        return params
+        return grads
 
-    def one(x: jax.Array, until: float) -> jax.Array:
-        if until in (0, math.inf):  # the loss is not differentiated by what is never trained
-            return x
-        return jnp.where(step < int(until), lax.stop_gradient(x), x)
+    def one(grad: jax.Array, until: float) -> jax.Array:
+        return jnp.where(step < int(until), jnp.zeros_like(grad), grad) if until else grad
 
-    return jax.tree.map(one, params, until)
+    return jax.tree.map(one, grads, as_in(grads, until))
 
 
 def starting_at(first: int, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -103,30 +102,3 @@ def starting_at(first: int, tx: optax.GradientTransformation) -> optax.GradientT
         return updates, jax.tree.map(lambda new, old: jnp.where(step < first, old, new), new, state)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)  # pyright: ignore
-
-
-def without(tree: Any, frozen: Collection[str]) -> Any:
-    """The tree without the leaves at these paths.
-
-    >>> without({"table": 1, "head": 2}, {"table"})
-    {'head': 2, 'table': MaskedNode()}
-    """
-    return map_with_path(lambda path, leaf: optax.MaskedNode() if path in frozen else leaf, tree) if frozen else tree
-
-
-def as_in(trained: Any, whole: Any) -> Any:
-    """The leaves of `whole`, without those that `trained` lacks."""
-    return jax.tree.map(lambda x, leaf: x if _is_masked(x) else leaf, trained, whole, is_leaf=_is_masked)
-
-
-def filled(trained: Any, whole: Any) -> Any:
-    """`trained`, with leaves of `whole` where it has none.
-
-    >>> filled({"head": 5, "table": optax.MaskedNode()}, {"head": 2, "table": 1})
-    {'head': 5, 'table': 1}
-    """
-    return jax.tree.map(lambda x, leaf: leaf if _is_masked(x) else x, trained, whole, is_leaf=_is_masked)
-
-
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)

@@ -129,6 +129,15 @@ class ParallelContext:
         return self.parallel.gradient_reduction if self.manual else None
 
     @property
+    def layer_reduction(self) -> Reduce | None:
+        """The declared reduction where a layer scatters gradients; None for XLA's own reduce-scatter.
+
+        A pipeline needs the latter: its stages run different operations at a time, and the permutes of a declared
+        algorithm run only when all devices of the mesh run them together.
+        """
+        return None if self.schedule else self.gradient_reduction
+
+    @property
     def gathers_in_layers(self) -> bool:
         """Whether a layer gathers the parameters that are stored in shards and reduce-scatters their gradients."""
         return self.rules.zero_stage == 3 or (self.rules.zero_stage == 2 and self.num_passes == 1)

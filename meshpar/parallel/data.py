@@ -227,7 +227,7 @@ def _whole(x: jax.Array, names: Dims, ctx: ParallelContext) -> jax.Array:
     # values saved for the backward. XLA:GPU did, and held a second copy of all layers' output projections.
     order = [i for i, _ in stored] + [i for i in range(x.ndim) if i not in dict(stored)]
     front = tuple((place, axes) for place, (_, axes) in enumerate(stored))
-    whole: jax.Array = _all_gather(x.transpose(order), front, to, np.dtype(x.dtype), ctx.gradient_reduction)
+    whole: jax.Array = _all_gather(x.transpose(order), front, to, np.dtype(x.dtype), ctx.layer_reduction)
     return whole.transpose(np.argsort(order))
 
 

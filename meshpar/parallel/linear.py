@@ -12,10 +12,11 @@ weights, in D or in N. Either communication can overlap the product, which is th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
@@ -29,6 +30,27 @@ from meshpar.parallel.data import Stored
 _BATCH = "bs"
 _INPUTS = "ijk"
 _OUTPUTS = "xyz"
+_RANK = "r"
+
+
+class Adapter(NamedTuple):
+    """A low-rank term of a linear map, as LoRA's: `scale * x @ a @ b`.
+
+    Args:
+      a: [inputs..., rank].
+      b: [rank, outputs...].
+    """
+
+    a: jax.Array
+    b: jax.Array
+    scale: float
+
+    def of(self, thin: jax.Array) -> jax.Array:
+        """The term, where `thin` is x @ a."""
+        return self.scaled(jnp.tensordot(thin, self.b, axes=1))
+
+    def scaled(self, x: jax.Array) -> jax.Array:
+        return x * jnp.asarray(self.scale, x.dtype)
 
 
 class Weights(NamedTuple):
@@ -38,13 +60,13 @@ class Weights(NamedTuple):
       kernel: [inputs..., outputs...].
       num_inputs: how many of the kernel's dims are contracted.
       stored: the dim and axes over which the kernel is gathered during the product, see `data.streamed`.
-      adapter: x -> a term that is added to the product, such as LoRA's; not used where the product is overlapped.
+      adapter: a term that is added to the product. Where the kernel's inputs are sharded it is a partial sum too.
     """
 
     kernel: jax.Array
     num_inputs: int = 1
     stored: Stored = ()
-    adapter: Callable[[jax.Array], jax.Array] | None = None
+    adapter: Adapter | None = None
 
     @property
     def dims(self) -> str:
@@ -57,6 +79,18 @@ class Weights(NamedTuple):
         inputs = self.dims[: self.num_inputs]
         outputs = self.dims[self.num_inputs :]
         return f"{_BATCH}{inputs},{self.dims}->{_BATCH}{outputs}"
+
+    @property
+    def thin_equation(self) -> str:
+        """The equation of `einsum(x, adapter.a)`."""
+        inputs = self.dims[: self.num_inputs]
+        return f"{_BATCH}{inputs},{inputs}{_RANK}->{_BATCH}{_RANK}"
+
+    @property
+    def rank_equation(self) -> str:
+        """The equation of `einsum(thin, adapter.b)`."""
+        outputs = self.dims[self.num_inputs :]
+        return f"{_BATCH}{_RANK},{_RANK}{outputs}->{_BATCH}{outputs}"
 
 
 def column_parallel(x: jax.Array, maps: Sequence[Weights], dim: str) -> tuple[jax.Array, ...]:
@@ -77,7 +111,12 @@ def column_parallel(x: jax.Array, maps: Sequence[Weights], dim: str) -> tuple[ja
     if ring is None:
         x = tensor.enter_region(x, dim)
         return tuple(_with_adapter(x, one) for one in maps)
-    return all_gather_matmul(maps[0].equation, x, [one.kernel for one in maps], ring, dim=_BATCH[tensor.SEQ])
+    adapted = [one for one in maps if one.adapter]
+    equations = [one.equation for one in maps] + [one.thin_equation for one in adapted]
+    weights = [one.kernel for one in maps] + [one.adapter.a for one in adapted if one.adapter]
+    found = iter(all_gather_matmul(equations, x, weights, ring, dim=_BATCH[tensor.SEQ]))
+    products = [next(found) for _ in maps]
+    return tuple(y + one.adapter.of(next(found)) if one.adapter else y for one, y in zip(maps, products, strict=True))
 
 
 def row_parallel(x: jax.Array, weights: Weights, dim: str) -> jax.Array:
@@ -94,12 +133,18 @@ def row_parallel(x: jax.Array, weights: Weights, dim: str) -> jax.Array:
     ring = _sequence_ring(dim)
     if ring is None:
         return tensor.exit_region(_with_adapter(x, weights), dim)
-    return matmul_reduce_scatter(weights.equation, x, weights.kernel, ring, dim=_BATCH[tensor.SEQ])
+    plus = []
+    if adapter := weights.adapter:
+        thin = jnp.einsum(weights.thin_equation, x, adapter.a)
+        plus = [(weights.rank_equation, adapter.scaled(thin), adapter.b)]
+    return matmul_reduce_scatter(weights.equation, x, weights.kernel, ring, dim=_BATCH[tensor.SEQ], plus=plus)
 
 
 def _with_adapter(x: jax.Array, weights: Weights) -> jax.Array:
     product = _product(x, weights)
-    return product if weights.adapter is None else product + weights.adapter(x)
+    if not (adapter := weights.adapter):
+        return product
+    return product + adapter.of(jnp.einsum(weights.thin_equation, x, adapter.a))
 
 
 def _product(x: jax.Array, weights: Weights) -> jax.Array:

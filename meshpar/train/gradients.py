@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.optim.freeze import filled, for_good, thawed, without
+from meshpar.optim.freeze import for_good, thawed
 from meshpar.parallel import data
 from meshpar.parallel.buckets import order_of
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.local import varying_like
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.precision import summed_in, wide
+from meshpar.parallel.trainable import filled, without
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.error_feedback import REDUCE, of_loss
 from meshpar.train.loss import Batch, Loss, LossSums
@@ -90,6 +91,7 @@ def gradients(
         entered = data.gather_params(params, dims, trainable)
         sums, grads = accumulated(entered)
         order = order_of(lambda params: accumulated(params)[1], entered) if ctx.gradient_reduction else None
+        grads = thawed(grads, objective.frozen, step)
         error_feedback = jax.tree.map(lambda x: x[0], carried.get(REDUCE, {}))
         # For stochastic rounding. The loss draws from no such key, as no run has 2**31 steps.
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 2**31), step)
@@ -122,7 +124,8 @@ def stale(gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """
 
     def at_stale(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
-        return replace(gradients(carried[STALE], batch, step, carried), carried={STALE: params})
+        found = gradients(carried[STALE], batch, step, carried)
+        return replace(found, carried=found.carried | {STALE: params})
 
     return at_stale
 
@@ -135,12 +138,11 @@ def _accumulate(
 
     def of_microbatch(batch: Batch, carried: Any) -> tuple[LossSums, Any]:
         if objective.pipeline:
-            sums, grads = objective.pipeline.gradients(params, batch, objective.key(step), ctx.accum_dtype)
+            sums, grads = objective.pipeline.gradients(params, trained, batch, objective.key(step), ctx.accum_dtype)
             return LossSums(*sums, carried), grads
 
         def loss(trained: Any) -> tuple[jax.Array, LossSums]:
-            params_now = thawed(filled(trained, params), objective.frozen, step)
-            sums = objective.loss(params_now, batch, objective.key(step), carried)
+            sums = objective.loss(filled(trained, params), batch, objective.key(step), carried)
             return sums.loss, sums
 
         grads, sums = jax.grad(loss, has_aux=True)(trained)

@@ -186,14 +186,18 @@ class LossConfig(Config):
             raise ValueError(what)
         return self
 
-    def build(self, apply: Callable[..., jax.Array], vocab_size: int, distill: Distill | None = None) -> Loss:
-        """The loss of a step; without any of these settings it is `next_token_loss(apply, vocab_size)`."""
+    def each(self, vocab_size: int, distill: Distill | None = None) -> Each:
+        """The loss of each token: its cross entropy with the optional terms, and that of a teacher."""
 
         def each(logits: jax.Array, targets: jax.Array, batch: Batch) -> jax.Array:
             nll = tensor.cross_entropy(logits, targets, vocab_size, self.label_smoothing, self.z_loss)
             return distill.add(nll, logits, batch[TEACHER], vocab_size) if distill else nll
 
-        return _summed(apply, each, self.chunk, adds_auxiliary=True)
+        return each
+
+    def build(self, apply: Callable[..., jax.Array], vocab_size: int, distill: Distill | None = None) -> Loss:
+        """The loss of a step; without any of these settings it is `next_token_loss(apply, vocab_size)`."""
+        return _summed(apply, self.each(vocab_size, distill), self.chunk, adds_auxiliary=True)
 
 
 def next_token_loss(apply: Callable[..., Any], vocab_size: int, chunk: Chunk = "auto") -> Loss:
@@ -203,11 +207,7 @@ def next_token_loss(apply: Callable[..., Any], vocab_size: int, chunk: Chunk = "
       apply: (params, batch, key) -> logits [batch, seq, vocab], local shards of the vocabulary; or `Outputs`.
       vocab_size: logits at or beyond it are padding.
     """
-
-    def each(logits: jax.Array, targets: jax.Array, batch: Batch) -> jax.Array:
-        return tensor.cross_entropy(logits, targets, vocab_size)
-
-    return _summed(apply, each, chunk, adds_auxiliary=False)
+    return _summed(apply, LossConfig().each(vocab_size), chunk, adds_auxiliary=False)
 
 
 def _summed(apply: Callable[..., Any], each: Each, chunk: Chunk, adds_auxiliary: bool) -> Loss:
@@ -221,8 +221,7 @@ def _summed(apply: Callable[..., Any], each: Each, chunk: Chunk, adds_auxiliary:
         outputs = apply(params, batch, key)
         if not isinstance(outputs, Outputs):
             outputs = Outputs(outputs)
-        total = _total(outputs.projected, each, batch, chunk)
-        count = count_targets(batch)
+        total, count = summed_over_tokens(outputs.projected, batch, each, chunk)
         metrics = outputs.sums(count)
         if adds_auxiliary:
             for name in outputs.losses:
@@ -237,19 +236,10 @@ def count_targets(batch: Batch) -> jax.Array:
     return (batch["targets"] >= 0).sum(dtype=jnp.int32)
 
 
-def summed_cross_entropy(
-    projected: jax.Array | Projection, batch: Batch, vocab_size: int, chunk: Chunk = "auto"
+def summed_over_tokens(
+    projected: jax.Array | Projection, batch: Batch, each: Each, chunk: Chunk = "auto"
 ) -> tuple[jax.Array, jax.Array]:
     """(sum, count) over the targets that are not -1."""
-
-    def each(logits: jax.Array, targets: jax.Array, _: Batch) -> jax.Array:
-        return tensor.cross_entropy(logits, targets, vocab_size)
-
-    return _total(projected, each, batch, chunk), count_targets(batch)
-
-
-def _total(projected: jax.Array | Projection, each: Each, batch: Batch, chunk: Chunk) -> jax.Array:
-    """The sum over the targets that are not -1."""
 
     def cost(logits: jax.Array, tokens: Batch) -> jax.Array:
         counted = tokens["targets"] >= 0
@@ -258,5 +248,5 @@ def _total(projected: jax.Array | Projection, each: Each, batch: Batch, chunk: C
 
     tokens = {name: x for name, x in batch.items() if name in ("targets", TEACHER)}
     if isinstance(projected, Projection):
-        return projected.summed(cost, tokens, chunk)
-    return cost(projected, tokens)
+        return projected.summed(cost, tokens, chunk), count_targets(batch)
+    return cost(projected, tokens), count_targets(batch)

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from meshpar.errors import Problems, ShardingError
-from meshpar.optim.freeze import without
+from meshpar.parallel.trainable import without
 from meshpar.sharding.resolve import HOST, AnyMesh, Placement, platform_of, resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec

@@ -16,7 +16,7 @@ import optax
 
 from meshpar.errors import ConfigError
 from meshpar.inspection.program.compiling import compiling
-from meshpar.optim.freeze import as_in, filled
+from meshpar.parallel.trainable import as_in, filled
 from meshpar.sharding.resolve import platform_of
 from meshpar.train.batches import arranged
 from meshpar.train.gradients import Gradients

@@ -10,7 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax import lax
+from jax.sharding import PartitionSpec
 
+from meshpar.mesh.varying import Axes, invariant
 from meshpar.parallel import data
 from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.rules import AxisRules
@@ -28,7 +31,8 @@ class Teacher:
     """The forward of another model on the same batch, compiled into the step and not differentiated.
 
     Its logits become an array of the batch, sharded by the student's rules, and are split into microbatches like any
-    other. If both models' rules shard `batch` and `vocab` alike, no communication is needed for that.
+    other. If both models' rules shard `batch` and `vocab` alike, no communication is needed for that. A teacher is not
+    cut into stages: beside a pipeline, each stage computes some of the rows, see `unstaged`.
 
     Args:
       apply: (params, batch, key) -> logits [batch, seq, vocab], local shards of the vocabulary.
@@ -39,7 +43,8 @@ class Teacher:
       vocab: rows of both models' vocabulary with padding.
 
     Memory: the teacher's parameters, sharded by its rules; and its logits for all rows of a step, in the compute dtype.
-    Communication: that of one forward per step: ZeRO-2 and -3 gather once, ZeRO-1 never.
+    Communication: that of one forward per step: ZeRO-2 and -3 gather once, ZeRO-1 never. An all-gather of the logits
+      over the axes that shard the rows of the teacher, but not those of the student.
     """
 
     apply: Callable[..., jax.Array]
@@ -51,8 +56,9 @@ class Teacher:
 
     @cached_property
     def ctx(self) -> ParallelContext:
-        """The student's context with the teacher's rules, and all rows of a step at once."""
-        return replace(self.student, rules=self.rules, num_microbatches=1)
+        """The student's context with the teacher's rules, without stages, and all rows of a step at once."""
+        parallel = self.student.parallel.model_copy(update={"pipeline": None})
+        return replace(self.student, rules=self.rules, parallel=parallel, num_microbatches=1)
 
     @cached_property
     def placement(self) -> Any:
@@ -71,8 +77,16 @@ class Teacher:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether the teacher's logits are sharded like the student's."""
-        return all(self.ctx.axes(dim) == self.student.axes(dim) for dim in LOGITS)
+        """Whether the teacher's logits are sharded like the student's, after they are gathered."""
+        own = (self.student.axes("batch") + self._gathered_axes, self.student.axes("seq"), self.student.axes("vocab"))
+        return tuple(self.ctx.axes(dim) for dim in LOGITS) == own
+
+    @property
+    def _gathered_axes(self) -> Axes:
+        """The axes over which the teacher's rows are sharded, but not the student's, in the manual lowering."""
+        own = self.student.axes("batch")
+        axes = self.ctx.axes("batch")
+        return axes[len(own) :] if self.ctx.manual and axes[: len(own)] == own else ()
 
     def teaching(self, gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
         """Replaces the teacher's parameters in a batch by its logits before the gradients are computed."""
@@ -87,8 +101,22 @@ class Teacher:
         """The logits of a batch, the global array [batch, seq, vocab]."""
         dims = jax.tree.map(lambda spec: spec.dims, self.specs)
 
+        gathered = self._gathered_axes
+
         def local(params: Any, batch: Batch) -> jax.Array:
-            return self.apply(data.gather_params(params, dims), batch, None).astype(self.logits.dtype)
+            logits = self.apply(data.gather_params(params, dims), batch, None).astype(self.logits.dtype)
+            return invariant(lax.all_gather(logits, gathered, tiled=True), gathered) if gathered else logits
 
         in_specs = (pspecs(self.placement), batch_pspecs(self.ctx, self.batch_specs))
-        return on_shards(local, self.ctx, in_specs, self.ctx.pspec(*LOGITS))(params, batch)
+        rows = self.student if gathered else self.ctx
+        out_spec = PartitionSpec(*rows.pspec("batch"), *self.ctx.pspec("seq", "vocab"))
+        return on_shards(local, self.ctx, in_specs, out_spec)(params, batch)
+
+
+def unstaged(rules: AxisRules) -> AxisRules:
+    """The rules of a model that is not cut into stages: the axes of stages shard the rows of the batch instead."""
+    stage = rules.table.get("stage", ())
+    if not stage:
+        return rules
+    instead = {"stage": (), "layers": (), "batch": rules["batch"] + stage}
+    return AxisRules(preset=rules.preset, zero=rules.zero, **rules.explicit | instead)

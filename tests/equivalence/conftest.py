@@ -17,6 +17,7 @@ from meshpar.models import GPT, Llama
 from meshpar.nn.lora import LoRA
 from meshpar.nn.rotary import Llama3
 from meshpar.optim import AdamW
+from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.step import with_rows
@@ -52,10 +53,12 @@ MODELS = {
         rope_scaling=Llama3(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8),
     ),
     "llama_lora": Llama(**SIZES),
+    "llama_frozen": Llama(**SIZES),
 }
 
 
 ADAPT = {"llama_lora": LoRA(rank=2, paths=("blocks.attn.*", "blocks.mlp.down"))}
+FREEZE = {"llama_frozen": (Freeze(paths=("blocks.attn.*.kernel", "blocks.mlp.up.*", "embedding")),)}
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ def prepared(model: str, layout: str | None, lowering: str, num_microbatches: in
         num_steps=NUM_STEPS,
         num_microbatches=num_microbatches,
         lora=ADAPT.get(model),
+        freeze=FREEZE.get(model, ()),
         run_dir="unused",
         **settings,
     )

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from meshpar.nn.layers import LowRank
+from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.lora import is_lora
-from meshpar.parallel.context import manual_axes
+from meshpar.parallel.context import ParallelContext, manual_axes
+from meshpar.parallel.linear import Adapter
 from meshpar.parallel.local import varies_over, varying_like
+from meshpar.parallel.pipeline import execute
+from meshpar.sharding.rules import AxisRules
 from meshpar.tree import flatten_with_paths
 from tests.equivalence.conftest import on_one_device, outcome, prepared
 
@@ -33,16 +36,69 @@ def test_gspmd_too():
     assert outcome(prepared("llama_lora", LAYOUT, "auto", 4)).difference(on_one_device("llama_lora")) < 1e-10
 
 
+STAGES = {
+    "pipe2_fsdp2_tensor2": ("1f1b", {"pipe": 2, "fsdp": 2, "tensor": 2}, ("pipeline", "fsdp", "megatron_sp")),
+    "pipe2_zero2": ("zb_h1", {"pipe": 2, "fsdp": 4}, ("pipeline", "zero2")),
+    "pipe2_data2_tensor2": ("gpipe", {"pipe": 2, "data": 2, "tensor": 2}, ("pipeline", "megatron")),
+}
+
+
+def in_stages(model, mesh):
+    """With a declared reduction, whose permutes run after the stages' operations."""
+    kind, sizes, presets = STAGES[mesh]
+    parallel = {
+        "pipeline": {"kind": kind, "num_microbatches": 4},
+        "gradient_reduction": {"algorithm": "ring", "bucket_bytes": "3KiB"},
+    }
+    rules = AxisRules(preset=presets)
+    return prepared(model, None, "manual", 1, mesh=MeshLayout(**sizes), rules=rules, parallel=parallel)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        pytest.param(
+            model, mesh, marks=[] if (model, mesh) == ("llama_lora", "pipe2_fsdp2_tensor2") else pytest.mark.slow
+        )
+        for model in ("llama", "llama_lora", "llama_frozen")
+        for mesh in STAGES
+    ],
+)
+def test_equal_to_one_device_in_stages_with_a_declared_reduction(model, mesh):
+    assert outcome(in_stages(model, mesh)).difference(on_one_device(model)) < 1e-10
+
+
+@pytest.mark.slow
+def test_frozen_parameters_that_stay_behind_are_seen(monkeypatch):
+    """Each stage computes with zeros in their place."""
+    whole = execute.frozen_in
+    monkeypatch.setattr(execute, "frozen_in", lambda *trees: jax.tree.map(jnp.zeros_like, whole(*trees)))
+    run = in_stages("llama_lora", "pipe2_fsdp2_tensor2")
+    assert outcome(run).difference(on_one_device("llama_lora")) > 1e-3
+
+
+def test_copies_on_other_stages_that_are_not_summed_are_seen(monkeypatch):
+    """The embedding's gradient is computed on the first stage, the head's on the last. JAX's types find it missing."""
+    copies = ParallelContext.copy_axes
+
+    def within_stage(self, dims):
+        return tuple(tuple(axis for axis in axes if axis != "pipe") for axes in copies(self, dims))
+
+    run = in_stages("llama", "pipe2_fsdp2_tensor2")
+    monkeypatch.setattr(ParallelContext, "copy_axes", within_stage)
+    with pytest.raises(ValueError, match=r"grads\['embedding'\].*not \{pipe\}"):
+        _ = run.traced_bytes
+
+
 def test_a_thin_product_that_is_summed_too_early_is_seen(monkeypatch):
     """LoRA's is as much a partial sum as the kernel's own product: it is summed where the region is left."""
 
-    def summed(self, x):
-        thin = jnp.tensordot(x, self.a[...], axes=self.num_inputs)
+    def summed(self, thin):
         axes = tuple(axis for axis in manual_axes("heads") if axis in varies_over(thin))
         thin = varying_like(lax.psum(thin, axes), thin) if axes else thin
-        return jnp.tensordot(thin, self.b[...], axes=1) * jnp.asarray(self.scale, x.dtype)
+        return jnp.tensordot(thin, self.b, axes=1) * jnp.asarray(self.scale, thin.dtype)
 
     want = on_one_device("llama_lora")
-    monkeypatch.setattr(LowRank, "__call__", summed)
+    monkeypatch.setattr(Adapter, "of", summed)
     got = outcome(prepared("llama_lora", LAYOUT, "manual", 4))
     assert got.difference(want) > 1e-4

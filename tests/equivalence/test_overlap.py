@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 
 from meshpar.collectives import ring
-from tests.equivalence.conftest import ADAPT, MODELS, on_one_device, outcome, prepared
+from meshpar.parallel.linear import Adapter
+from tests.equivalence.conftest import MODELS, on_one_device, outcome, prepared
 
 TENSOR = [("tensor", "tensor4_sp"), ("tensor", "data2_fsdp2_tensor2")]
 FSDP = [("fsdp", "zero3"), ("fsdp", "hsdp2x4"), ("fsdp", "data2_fsdp2_tensor2")]
@@ -15,10 +16,10 @@ EVERY = [
     (model, section, layout, way, accumulation, unrolled)
     for model, (section, layout), way in product(MODELS, TENSOR + FSDP, ["ring", "bidirectional"])
     for accumulation, unrolled in ((1, 8), (4, 1))
-    if model not in ADAPT
 ]
 SAMPLE = [
     ("llama", "tensor", "tensor4_sp", "ring", 1, 8),
+    ("llama_lora", "tensor", "tensor4_sp", "bidirectional", 1, 8),
     ("gpt_dropout_remat", "fsdp", "data2_fsdp2_tensor2", "ring", 4, 1),
 ]
 CASES = [
@@ -31,6 +32,13 @@ def test_overlapped_it_equals_one_device(model, section, layout, way, accumulati
     monkeypatch.setattr(ring, "UNROLLED", unrolled)
     run = prepared(model, layout, "manual", accumulation, parallel={section: {"overlap": way}})
     assert outcome(run).difference(on_one_device(model)) < 1e-10
+
+
+@pytest.mark.slow
+def test_an_adapter_without_its_scale_is_seen(monkeypatch):
+    monkeypatch.setattr(Adapter, "scaled", lambda self, x: x)
+    run = prepared("llama_lora", "tensor4_sp", "manual", 1, parallel={"tensor": {"overlap": "ring"}})
+    assert outcome(run).difference(on_one_device("llama_lora")) > 1e-3
 
 
 def test_a_chunk_that_is_taken_for_anothers_is_seen(monkeypatch):

@@ -44,6 +44,16 @@ def test_inside_slices_and_across_them():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero3", "hsdp2x4", "data2_fsdp2_tensor2"])
+def test_equal_to_one_device_where_layers_scatter_gradients_while_they_multiply(layout):
+    run = prepared(
+        "llama", layout, "manual", 4,
+        parallel={"gradient_reduction": Reduce(bucket_bytes=SMALL), "fsdp": {"overlap": "ring"}},
+    )  # fmt: skip
+    assert outcome(run).difference(on_one_device("llama")) < 1e-10
+
+
+@pytest.mark.slow
 def test_rounding_is_seen():
     assert difference(Reduce(across=Bfloat16()), "data8") > 1e-10
 

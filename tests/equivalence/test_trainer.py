@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 
 from meshpar.experiment.prepare import Prepared, prepare
+from meshpar.experiment.validate import task_of
+from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.nn.describe import functional
 from meshpar.optim import AdamW
@@ -20,7 +22,7 @@ from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.loss import TEACHER, Distill, LossConfig
 from meshpar.train.step import Step
-from meshpar.train.teacher import Teacher
+from meshpar.train.teacher import Teacher, unstaged
 from tests.equivalence.conftest import SIZES, batches, prepared
 
 MODEL, LR = "llama", 1e-2
@@ -39,11 +41,17 @@ LAYOUTS = {
     "zero2": ("manual", 4, ("zero2",)),
     "tensor4_sp": ("manual", 4, ("megatron",)),
 }
-IN_CI = [("all", "data2_fsdp2_tensor2"), ("all", "tensor4")]
+PIPELINES = {
+    "pipe2_fsdp2_tensor2": ("1f1b", {"pipe": 2, "fsdp": 2, "tensor": 2}, ("pipeline", "fsdp", "megatron_sp")),
+    "pipe2_data2": ("gpipe", {"pipe": 2, "data": 2}, ("pipeline",)),
+    "pipe2_zero2": ("zb_h1", {"pipe": 2, "fsdp": 4}, ("pipeline", "zero2")),
+    "pipe2_zero1": ("1f1b", {"pipe": 2, "fsdp": 4}, ("pipeline", "zero1")),
+}
+IN_CI = [("all", "data2_fsdp2_tensor2"), ("all", "tensor4"), ("all", "pipe2_fsdp2_tensor2")]
 CASES = [
     pytest.param(name, layout, marks=[] if (name, layout) in IN_CI else pytest.mark.slow)
     for name in SETTINGS
-    for layout in LAYOUTS
+    for layout in [*LAYOUTS, *PIPELINES]
 ]
 
 
@@ -65,17 +73,27 @@ def teachers_parameters() -> Any:
     return jax.device_get(greater().compile_init()().params)
 
 
-def with_settings(name: str, layout: str | None, chunk: Any = "auto") -> Prepared:
+def plain(layout: str | None) -> tuple[Prepared, AxisRules]:
+    """A run without any of the settings, and the rules of its teacher."""
+    if layout in PIPELINES:
+        kind, sizes, presets = PIPELINES[layout]
+        rules = AxisRules(preset=presets)
+        pipeline = {"kind": kind, "num_microbatches": 4}
+        run = prepared(MODEL, None, "manual", 1, mesh=MeshLayout(**sizes), rules=rules, parallel={"pipeline": pipeline})
+        return run, unstaged(rules)
     lowering, num_microbatches, presets = LAYOUTS[layout] if layout else ("auto", 1, ("replicated",))
-    plain, changes = prepared(MODEL, layout, lowering, num_microbatches), dict(SETTINGS[name])
+    return prepared(MODEL, layout, lowering, num_microbatches), AxisRules(preset=presets)
+
+
+def with_settings(name: str, layout: str | None, chunk: Any = "auto") -> Prepared:
+    (without, rules), changes = plain(layout), dict(SETTINGS[name])
     distill = changes.pop("distill", None)
     changes["loss"] = changes.get("loss", LossConfig()).model_copy(update={"chunk": chunk})
-    run = prepare(plain.run.model_copy(update=changes), plain.mesh)
+    run = prepare(without.run.model_copy(update=changes), without.mesh)
     if distill is None:
         return run
-    model = nnx.eval_shape(lambda: run.run.model.build(nnx.Rngs(0)))
-    loss = run.run.loss.build(functional(model, "forward"), run.run.model.vocab_size, distill)
-    return replace(run, loss=loss, teacher=teaching(run, AxisRules(preset=presets)))
+    program = run.run.model.program(replace(task_of(run.run), distill=distill))
+    return replace(run, loss=program.loss, stages=program.parts, teacher=teaching(run, rules))
 
 
 def put(run: Prepared, batch: Any) -> Any:

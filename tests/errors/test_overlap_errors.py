@@ -51,6 +51,41 @@ the parts of this config do not fit each other:
     parallel.tensor.overlap is on too, but only one operand of a product can travel in chunks
     parallel.tensor.overlap=none, or parallel.fsdp.overlap=none""",
     ),
+    "a rounded scatter beside an overlap": (
+        {"rules": ["fsdp"], "parallel": {"fsdp": RING, "gradient_reduction": {"within": "bf16"}}},
+        """\
+the parts of this config do not fit each other:
+  parallel.gradient_reduction.within
+    parallel.fsdp.overlap scatters gradients while it multiplies, and adds them as they are
+    parallel.gradient_reduction.within=exact, or parallel.fsdp.overlap=none""",
+    ),
+    "a rounded scatter in stages": (
+        {
+            "rules": ["fsdp", "pipeline"],
+            "mesh": MeshLayout(pipe=2, fsdp=2),
+            "parallel": {
+                "pipeline": {"kind": "1f1b", "num_microbatches": 2},
+                "gradient_reduction": {"within": "int8"},
+            },
+        },
+        """\
+the parts of this config do not fit each other:
+  parallel.gradient_reduction.within
+    a rounded reduce-scatter consists of permutes, and the layers of a stage cannot run any: they wait for all
+    parallel.gradient_reduction.within=exact, rules.zero=2, or parallel.pipeline=null""",
+    ),
+    "an overlap in stages": (
+        {
+            "rules": ["fsdp", "pipeline"],
+            "mesh": MeshLayout(pipe=2, fsdp=2),
+            "parallel": {"pipeline": {"kind": "1f1b", "num_microbatches": 2}, "fsdp": RING},
+        },
+        """\
+the parts of this config do not fit each other:
+  parallel.fsdp.overlap
+    its rings are permutes, which wait for all devices of the mesh, and stages run different operations at a time
+    no parallel.fsdp.overlap, or parallel.pipeline=null""",
+    ),
 }
 
 

@@ -128,8 +128,11 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
     if not run.taught_by:
         return sent
     teacher = run.taught_by.run.model
-    activations = Activations(teacher.num_layers, tokens, teacher.hidden_size, False, False)
-    more = teacher_traffic(run.taught_by.placement.sharded, run.teacher.ctx, widths, activations)
+    ctx = run.teacher.ctx
+    spread = tuple(axis for axis in ctx.axes("batch") if axis not in run.ctx.axes("batch"))
+    activations = Activations(teacher.num_layers, tokens // _size(ctx, spread), teacher.hidden_size, False, False)
+    more = teacher_traffic(run.taught_by.placement.sharded, ctx, widths, activations, tokens)
+    more[spread] = share(_size(ctx, spread), tokens * teacher.padded_vocab // ctx.shards("vocab") * widths.compute)
     return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
 
 
@@ -216,12 +219,13 @@ def step_traffic(
         if path not in frozen:
             _add_reductions(sent, path, placement, ctx, widths, num_users * num_microbatches, by_itself)
         if stages:
-            _add_moves(sent, placement, ctx, widths, stages, on_cpu)
+            _add_moves(sent, placement, ctx, widths, stages, on_cpu, path in frozen)
     trained = {path: placement for path, placement in flatten_with_paths(sharded).items() if path not in frozen}
     if ctx.gradient_reduction:
         _add_buckets(sent, trained.values(), ctx, widths.declared)
     embedding_learns = bool({"embedding", "positions"} & trained.keys())
-    _add_activations(sent, ctx, widths, activations, on_cpu, embedding_learns)
+    head_learns = ("head" if "head" in flatten_with_paths(sharded) else "embedding") in trained
+    _add_activations(sent, ctx, widths, activations, on_cpu, embedding_learns, head_learns)
     _add_scalars(sent, trained.values(), ctx, widths)
     if stages:
         part = ctx.shards("residual_seq")
@@ -230,13 +234,16 @@ def step_traffic(
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
-def teacher_traffic(sharded: Any, ctx: ParallelContext, widths: Widths, activations: Activations) -> Traffic:
+def teacher_traffic(
+    sharded: Any, ctx: ParallelContext, widths: Widths, activations: Activations, tokens: int
+) -> Traffic:
     """What distillation adds to a step: the forward of a decoder, and five numbers of each token for its divergence.
 
     Args:
       sharded: tree of `Placement`, of the teacher's parameters as its rules can shard them.
       ctx: the teacher's; its rules shard the vocabulary as the student's do.
       activations: the teacher's.
+      tokens: on one device, of the student.
     """
     sent: Sums = defaultdict(Fraction)
     for placement in flatten_with_paths(sharded).values() if ctx.rules.zero_stage > 1 else ():
@@ -248,7 +255,7 @@ def teacher_traffic(sharded: Any, ctx: ParallelContext, widths: Widths, activati
         axes = _ordered(ctx.axes(dim))
         sent[axes] += 2 * times * share(_size(ctx, axes), stream)
     axes = _ordered(ctx.axes("vocab"))
-    sent[axes] += 2 * 5 * share(_size(ctx, axes), activations.tokens * widths.sums)
+    sent[axes] += 2 * 5 * share(_size(ctx, axes), tokens * widths.sums)
     return {axes: bytes_ for axes, bytes_ in sent.items() if bytes_}
 
 
@@ -336,7 +343,13 @@ def _add_buckets(sent: Sums, placements: Iterable[Placement], ctx: ParallelConte
 
 
 def _add_moves(
-    sent: Sums, placement: Placement, ctx: ParallelContext, widths: Widths, stages: Stages, on_cpu: bool
+    sent: Sums,
+    placement: Placement,
+    ctx: ParallelContext,
+    widths: Widths,
+    stages: Stages,
+    on_cpu: bool,
+    is_frozen: bool,
 ) -> None:
     """A layer as the step computes with it, and its gradient as it is summed."""
     dims = placement.spec.dims
@@ -348,7 +361,8 @@ def _add_moves(
     size = layer * (1 if in_shards else _size(ctx, stored))
     # XLA for CPUs moves out of the loop over the parts of a batch what is the same in each.
     there = (widths.gradients if in_shards else widths.compute) * (1 if on_cpu else stages.num_passes)
-    sent[ctx.axes("stage")] += stages.moved * size * (there + stages.num_passes * widths.gradients)
+    back = 0 if is_frozen else stages.num_passes * widths.gradients
+    sent[ctx.axes("stage")] += stages.moved * size * (there + back)
 
 
 def _gathered_again(path: str, placement: Placement, of: Activations, in_stages: bool) -> int:
@@ -368,13 +382,19 @@ def _gathered_again(path: str, placement: Placement, of: Activations, in_stages:
 
 
 def _add_activations(
-    sent: Sums, ctx: ParallelContext, widths: Widths, of: Activations, on_cpu: bool, embedding_learns: bool
+    sent: Sums,
+    ctx: ParallelContext,
+    widths: Widths,
+    of: Activations,
+    on_cpu: bool,
+    embedding_learns: bool,
+    head_learns: bool,
 ) -> None:
     """8(t-1)/t X a layer, X = b s d, with sequence parallelism or without; two more for recomputing, or three.
 
     Embedding and output projection send 2(t-1)/t X each, the cross entropy three numbers for each token, twice. What is
-    overlapped sends X once more for each of a layer's two regions and the output projection: nothing whole is kept for
-    the backward. But it is computed again only if the products are.
+    overlapped sends X once more for each of a layer's two regions and the output projection, if that learns: nothing
+    whole is kept for the backward. But it is computed again only if the products are.
     """
     stream_bytes = of.tokens * of.width * widths.compute
     for dim in ("heads", "mlp"):
@@ -384,7 +404,7 @@ def _add_activations(
     axes = _ordered(ctx.axes("vocab"))
     # The gradient of what is looked up comes back only to who learns, and only a scattered one has to travel.
     passes = 4 if embedding_learns or not ctx.axes("residual_seq") else 3
-    stream_bytes *= passes + (ctx.overlaps("vocab") and not _merges(axes, ctx, on_cpu))
+    stream_bytes *= passes + (head_learns and ctx.overlaps("vocab") and not _merges(axes, ctx, on_cpu))
     sent[axes] += share(_size(ctx, axes), stream_bytes + 2 * 3 * of.tokens * widths.sums)
 
 

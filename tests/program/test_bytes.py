@@ -201,6 +201,18 @@ OVERLAPPED = {
     "bfloat16": lambda way: prepared(
         "zero3", parallel={"fsdp": {"overlap": way}}, precision=Precision(compute="bfloat16")
     ),
+    "tensor_lora": lambda way: prepared(
+        "tensor4_sp", parallel={"tensor": {"overlap": way}}, lora=LoRA(rank=2, paths=("blocks.**",))
+    ),
+    "fsdp_lora": lambda way: prepared(
+        "zero3", parallel={"fsdp": {"overlap": way}}, lora=LoRA(rank=2, paths=("blocks.**",))
+    ),
+    "fsdp_frozen": lambda way: prepared(
+        "zero3", parallel={"fsdp": {"overlap": way}}, freeze=(Freeze(paths=("embedding", "blocks.mlp.**")),)
+    ),
+    "fsdp_reduced": lambda way: prepared(
+        "hsdp2x4", parallel={"fsdp": {"overlap": way}, "gradient_reduction": {"algorithm": "ring"}}
+    ),
 }
 WAYS = {name: "bidirectional" if i % 2 else "ring" for i, name in enumerate(OVERLAPPED)}
 
@@ -218,6 +230,15 @@ def test_so_does_each_overlap(name):
     assert (sent_over(told.collectives), told.flops) == cost_as_traced(run)
     assert run.traced_bytes == closed_form(run)
     assert any(one.kind == "collective_permute" for one in run.collectives(step.program.jaxpr))
+
+
+def test_frozen_kernels_do_not_gather_their_inputs_again():
+    """For its kernels' gradients, an overlapped MLP gathers the residual stream once more: if they are trained."""
+    overlap = {"parallel": {"tensor": {"overlap": "ring"}}}
+    frozen = prepared("tensor4_sp", freeze=(Freeze(paths=("blocks.mlp.**",)),), **overlap)
+    stream = ROWS // 2 * SEQ * 16 * 4
+    trained = prepared("tensor4_sp", **overlap)
+    assert trained.traced_bytes["tensor",] - frozen.traced_bytes["tensor",] == 3 * share(4, stream)
 
 
 @pytest.mark.slow

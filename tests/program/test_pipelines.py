@@ -16,10 +16,13 @@ from meshpar.cost.traced import traffic
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.models import Llama
+from meshpar.nn.lora import LoRA
 from meshpar.nn.remat import Remat
+from meshpar.optim.freeze import Freeze
 from meshpar.parallel.pipeline import execute, split
 from meshpar.parallel.pipeline.schedule_table import in_ticks, tick_table
 from meshpar.parallel.pipeline.simulate import simulate
+from meshpar.train.loss import LossConfig
 from tests.pipelines import MODELS, difference, prepared, scheduled
 from tests.program.oracle import closed_form
 from tests.program.test_bytes import as_written, cost_as_traced, cost_as_written, sent_over
@@ -211,6 +214,27 @@ BYTES = [
 )
 def test_the_step_sends_and_multiplies_what_it_says(kind, mesh, model, remat):
     run = prepared(MODELS[model](8, remat=remat), mesh, scheduled(kind, mesh, 4), precision="float32")
+    assert cost_as_written(run) == cost_as_traced(run)
+    assert run.traced_bytes == closed_form(run)
+
+
+ADDED = {
+    "loss": {"loss": LossConfig(label_smoothing=0.1, z_loss=1e-2)},
+    "lora": {"lora": LoRA(rank=2, paths=("blocks.**",))},
+    "frozen": {"freeze": (Freeze(paths=("embedding", "blocks.mlp.**")),)},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "mesh"),
+    [
+        pytest.param(name, kind, mesh, marks=[] if (name, mesh) == ("lora", "zero2") else pytest.mark.slow)
+        for name in ADDED
+        for kind, mesh in [("1f1b", "fsdp4"), ("zb_h1", "zero2"), ("gpipe", "data2_tensor2"), ("zbv", "zero1")]
+    ],
+)
+def test_so_it_does_with_what_a_trainer_adds(name, kind, mesh):
+    run = prepared(MODELS["llama"](4), mesh, scheduled(kind, mesh, 4), precision="float32", **ADDED[name])
     assert cost_as_written(run) == cost_as_traced(run)
     assert run.traced_bytes == closed_form(run)
 

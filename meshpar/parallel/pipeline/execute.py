@@ -30,6 +30,7 @@ from meshpar.parallel.pipeline.schedule_table import KINDS, Pattern, ScheduleTab
 from meshpar.parallel.pipeline.simulate import check_complete
 from meshpar.parallel.pipeline.split import Avals, Split, split
 from meshpar.parallel.precision import summed_in, wide
+from meshpar.parallel.trainable import as_in, filled, frozen_in
 
 Sums = tuple[jax.Array, jax.Array, Any]
 Totals = tuple[jax.Array, jax.Array, Scalars]
@@ -43,11 +44,14 @@ class Pipeline:
     parts: PipelineModel
     schedule: Schedule
 
-    def gradients(self, params: Any, batch: Batch, key: jax.Array | None, sums: Any) -> tuple[Totals, Any]:
+    def gradients(
+        self, params: Any, trained: Any, batch: Batch, key: jax.Array | None, sums: Any
+    ) -> tuple[Totals, Any]:
         """The totals and the summed gradients of this device's rows, in the manual lowering.
 
         Args:
           params: the result of `parallel.data.gather_params`.
+          trained: `params` without those that have no gradient, see `parallel.trainable`.
           batch: local rows; their number is a multiple of the number of microbatches.
           sums: the dtype in which gradients are summed; None for at least float32.
 
@@ -55,11 +59,11 @@ class Pipeline:
           stages with v chunks, 2 m (p v - 1) messages without those of a stage to itself.
         Memory: the residuals of a layer for each microbatch that the schedule holds at once.
         """
-        return _Stage(self, params, batch, key).gradients(sums)
+        return _Stage(self, params, trained, batch, key).gradients(sums)
 
     def evaluation(self, params: Any, batch: Batch) -> Totals:
         """Totals without auxiliary losses: runs only the forwards, in the order of the schedule."""
-        return _Stage(self, params, batch, None, forward_only=True).evaluation()
+        return _Stage(self, params, params, batch, None, forward_only=True).evaluation()
 
     def plan(self, ctx: ParallelContext, forward_only: bool = False) -> tuple[ScheduleTable, StagePartition]:
         """The table of the schedule, and the layers of each stage.
@@ -109,7 +113,13 @@ class _Stage:
     """The program of a stage. All stages run the same program; only the number `stage` differs."""
 
     def __init__(
-        self, pipeline: Pipeline, params: Any, batch: Batch, key: jax.Array | None, forward_only: bool = False
+        self,
+        pipeline: Pipeline,
+        params: Any,
+        trained: Any,
+        batch: Batch,
+        key: jax.Array | None,
+        forward_only: bool = False,
     ):
         ctx = manual()
         assert ctx is not None, "a pipeline runs only in the manual lowering"
@@ -124,10 +134,14 @@ class _Stage:
         self.axes = ctx.stage_axes
         self.stage = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
         self.exchange = pipeline.moves(ctx)
-        self.layers = params[self.parts.layers]
+        layers = params[self.parts.layers]
         if self.exchange is not None:
-            self.layers = self.exchange.forward(self.layers, self.axes, self.stage)
-        self.outer = {name: value for name, value in params.items() if name != self.parts.layers}
+            layers = self.exchange.forward(layers, self.axes, self.stage)
+        self.params = params | {self.parts.layers: layers}
+        trained = as_in(trained, self.params)
+        self.layers = trained[self.parts.layers]
+        self.frozen_layers = frozen_in(self.layers, layers)
+        self.outer = {name: value for name, value in trained.items() if name != self.parts.layers}
         self.indices = jnp.asarray(self.cut.layers.reshape(ctx.shards("stage"), -1))[self.stage]
         self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if ctx.axes("layers") else self.indices
         x = jax.eval_shape(partial(self._embed, self.outer), self._micro(jnp.int32(0)))
@@ -170,7 +184,7 @@ class _Stage:
         inbox, sums, auxiliary = carry
 
         def add_loss(sums: Any, y: jax.Array, row: TableRow) -> Any:
-            more = self.parts.loss(self._whole(self.outer), y, self._micro(row.microbatch))
+            more = self.parts.evaluation(self.params, y, self._micro(row.microbatch))
             return jax.tree.map(jnp.add, sums, more)
 
         out, _, auxiliary = self._if("F", row, self._forward, (self.x, [], auxiliary), inbox)
@@ -252,7 +266,8 @@ class _Stage:
             at = row.chunk * self.cut.longest + i
 
             def run(carry: Any) -> Any:
-                return body(carry, i, self._params(at), (batch, shared, self.key, self.indices[at]))
+                params = self._layer(self.layers, at)
+                return body(carry, i, params, self._rest(at, batch, shared))
 
             if self.cut.is_even:
                 return run(carry), None
@@ -284,13 +299,15 @@ class _Stage:
 
     def _split(self) -> Split:
         batch = self._micro(self.stage)
-        rest = (batch, self.parts.shared(batch, self.x), self.key, self.indices[0])
+        first = jnp.int32(0)
 
-        def layer(params: Any, x: jax.Array, rest: Any) -> tuple[jax.Array, Auxiliary]:
-            y, auxiliary = self.parts.layer(params, x, *rest)
+        def layer(trained: Any, x: jax.Array, rest: Any) -> tuple[jax.Array, Auxiliary]:
+            frozen, *others = rest
+            y, auxiliary = self.parts.layer(filled(trained, frozen), x, *others)
             return self._typed(y), jax.tree.map(self._per_row, auxiliary)
 
-        return split(layer, self.parts.policy, self._params(self.stage), self.x, rest)
+        rest = self._rest(first, batch, self.parts.shared(batch, self.x))
+        return split(layer, self.parts.policy, self._layer(self.layers, first), self.x, rest)
 
     def _empty(self, dtype: Any) -> _Slots:
         def room(avals: Avals, num_slots: int) -> list[jax.Array]:
@@ -331,12 +348,16 @@ class _Stage:
         index = varying(microbatch, self.axes)
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, axis=1, keepdims=False), self.batch)
 
-    def _params(self, at: jax.Array) -> Any:
+    def _layer(self, layers: Any, at: jax.Array) -> Any:
         row = varying(self.rows[at], self.axes)
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, keepdims=False), self.layers)
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, keepdims=False), layers)
+
+    def _rest(self, at: jax.Array, batch: Batch, shared: Any) -> Any:
+        """A layer's inputs that are not differentiated: its frozen parameters, and further arguments of `layer`."""
+        return self._layer(self.frozen_layers, at), batch, shared, self.key, self.indices[at]
 
     def _whole(self, outer: Any) -> Any:
-        return outer | {self.parts.layers: self.layers}
+        return filled(outer | {self.parts.layers: self.layers}, self.params)
 
     def _per_row(self, x: jax.Array) -> jax.Array:
         """Types a scalar as different on devices with different rows or layers."""

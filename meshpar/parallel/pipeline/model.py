@@ -26,6 +26,7 @@ class PipelineModel:
       shared: (batch, x) -> further inputs of all layers, computed once for all layers of a stage.
       layer: (one layer's params, x, batch, shared, key, index) -> (x, its share of the model's `Auxiliary`).
       loss: (params, x, batch) -> (sum, count), where x is the output of the last layer.
+      evaluation: the same, for evaluations.
       count: batch -> the same count, the weight of auxiliary losses.
       policy: which values a layer's forward saves for its backward, as in `jax.checkpoint`.
       head: the cost of `loss`, in layers.
@@ -38,6 +39,7 @@ class PipelineModel:
     shared: Callable[[Batch, jax.Array], Any]
     layer: Callable[..., tuple[jax.Array, Auxiliary]]
     loss: Callable[[Any, jax.Array, Batch], tuple[jax.Array, jax.Array]]
+    evaluation: Callable[[Any, jax.Array, Batch], tuple[jax.Array, jax.Array]]
     count: Callable[[Batch], jax.Array]
     policy: Policy
     head: float = 0.0
