@@ -16,7 +16,7 @@ import pydantic
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshpar.config import Config
+from meshpar.config import Config, Section, default
 from meshpar.errors import MeshError, Problem, Problems
 from meshpar.mesh import process
 
@@ -56,7 +56,7 @@ class MeshLayout(AxisSizes):
     4
     """
 
-    dcn: AxisSizes | None = None
+    dcn: Section[AxisSizes | None] = default(None)
     """Sizes across slices; default: one slice."""
 
     @property

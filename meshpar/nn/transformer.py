@@ -15,7 +15,7 @@ import pydantic
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from meshpar.config import Config, Positive
+from meshpar.config import Coerced, Config, Positive, default
 from meshpar.nn.attention import AnyCore, Auto
 from meshpar.nn.attention.cached import KVCache
 from meshpar.nn.attention.core import Core, Window
@@ -88,7 +88,7 @@ class Decoder(Config):
     """Whether the output projection uses the weights of the embedding."""
     dropout: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
     """Rate of dropout on the embeddings, and on the output of each attention and MLP."""
-    attention: Annotated[AnyCore, pydantic.Field(discriminator="kind")] = Auto()
+    attention: Coerced[Annotated[AnyCore, pydantic.Field(discriminator="kind")], str | dict[str, Any]] = default(Auto())
     """How tokens attend to each other: `auto`, `reference`, or `blocks`, which never holds the scores of a row."""
     remat: Literal["none", "dots", "dots_no_batch", "full"] = "none"
     """Which activations of a block the backward recomputes: none, all but matmuls, all but weight matmuls, or all."""

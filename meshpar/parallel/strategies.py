@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from meshpar.collectives.reduction import Reduce
-from meshpar.config import Config
+from meshpar.config import Config, Section, default
 from meshpar.errors import Problems
 from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
 from meshpar.sharding.rules import AxisRules
@@ -30,11 +30,11 @@ class FullySharded(Config):
 class Parallel(Config):
     """The strategies of the manual lowering. Each reads its own field; all receive the whole object."""
 
-    tensor: TensorParallel = TensorParallel()
-    fsdp: FullySharded = FullySharded()
-    pipeline: Schedule | None = None
+    tensor: Section[TensorParallel] = default(TensorParallel())
+    fsdp: Section[FullySharded] = default(FullySharded())
+    pipeline: Section[Schedule | None] = default(None)
     """The schedule of the stages on axis pipe, such as `{kind: 1f1b, num_microbatches: 16}`. Default: no pipeline."""
-    gradient_reduction: Reduce | None = None
+    gradient_reduction: Section[Reduce | None] = default(None)
     """How gradients are summed over devices. Default: XLA's own collectives."""
 
     @property

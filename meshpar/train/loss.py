@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 
-from meshpar.config import Config, Positive, Target
+from meshpar.config import Coerced, Config, FilePath, Positive, Target, default
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel import tensor
 from meshpar.parallel.outputs import Outputs
@@ -141,13 +140,13 @@ class Distill(Config):
     Source: Hinton et al. 2015, arXiv:1503.02531.
     """
 
-    teacher: Path
+    teacher: FilePath
     """The run directory of the teacher, with its last checkpoint and config."""
     temperature: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 1.0
     """Divides the logits of both models in the divergence."""
     weight: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.5
     """Weight of the divergence. The weight of the cross entropy is 1 minus this."""
-    rules: AxisRules | None = None
+    rules: Coerced[AxisRules | None, str | list[str] | dict[str, Any]] = default(None)
     """How the teacher's parameters are sharded on the mesh of the run. Default: the run's rules."""
 
     def add(self, nll: jax.Array, logits: jax.Array, teacher: jax.Array, vocab_size: int) -> jax.Array:
