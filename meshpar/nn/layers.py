@@ -159,6 +159,7 @@ class SwiGLU(nnx.Module):
     """`(silu(x @ gate[D, M]) * (x @ up[D, M])) @ down[M, D]`. Source: Shazeer 2020, arXiv:2002.05202."""
 
     sharding: ClassVar[Sharding] = Projection.sharding
+    num_matrices: ClassVar[int] = 3
 
     def __init__(self, width: int, mlp: int, *, bias: bool, out_std: float, rngs: nnx.Rngs):
         embed = [("embed", width)]
@@ -177,6 +178,7 @@ class GELU(nnx.Module):
     """`gelu(x @ up[D, M]) @ down[M, D]`, with GPT-2's tanh approximation. Source: arXiv:1606.08415."""
 
     sharding: ClassVar[Sharding] = Projection.sharding
+    num_matrices: ClassVar[int] = 2
 
     def __init__(self, width: int, mlp: int, *, bias: bool, out_std: float, rngs: nnx.Rngs):
         embed = [("embed", width)]

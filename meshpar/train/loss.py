@@ -24,6 +24,11 @@ from meshpar.tree import flatten_with_paths, map_with_path
 MASKS = re.compile("mask|weight|valid|padding|segments", re.IGNORECASE)
 """Matches names of arrays that select the rows or tokens that count."""
 
+RECORDED = (
+    "kind", "step", "loss", "grad_norm", "tokens", "skipped", "lr", "step_s", "tokens_per_s", "data_wait", "mfu",
+)  # fmt: skip
+"""What a step, and its record, call their own values."""
+
 Batch = dict[str, jax.Array]
 TEACHER = "teacher"
 """The array of a batch that holds the teacher's logits."""
@@ -86,6 +91,15 @@ def as_loss_sums(found: Any, rows: jax.Array, carried: Any, must_carry: bool) ->
     count = sums.count if weighted else jnp.asarray(sums.count, jnp.int32)
     after = flatten_with_paths(sums.carried) if must_carry else {}
     return replace(sums, count=count, carried=map_with_path(lambda path, x: after.get(path, x), carried))
+
+
+def check_names(metrics: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a loss or a layer returns a metric under a name that a step's record has already."""
+    problems = Problems()
+    for name in metrics:
+        if name in RECORDED:
+            problems.add(f"metrics[{name!r}]", "a step records a value of its own under this name", "another name")
+    problems.raise_any(ConfigError, "the loss or a layer returns metrics that cannot be recorded:")
 
 
 def _of_means(found: Any, rows: jax.Array, carried: Any, must_carry: bool) -> LossSums:

@@ -136,6 +136,18 @@ WRONG = {
         {"loggers": ["tensorboard", "wand"]},
         ["loggers.1", "no kind is called 'wand'", "did you mean wandb? There are tensorboard, wandb, mlflow"],
     ),
+    "a list for a size": (
+        {"contract": {"peak_bytes": [1]}},
+        ["contract.peak_bytes", "expected a string or an integer, got [1]"],
+    ),
+    "a list for a size in a mapping": (
+        {"contract": {"bytes_per_axis": {"data": [1]}}},
+        ["contract.bytes_per_axis.data", "expected a string or an integer, got [1]"],
+    ),
+    "a word for a number": (
+        {"model": PLAIN["model"] | {"unroll": "most"}},
+        ["model.unroll", "expected 'auto' or 'all' or an integer, got 'most'"],
+    ),
     "a value in short": ({"checkpoints": "often"}, ["checkpoints.every", "expected an integer, got 'often'"]),
     "a file in short": (
         {"data": {"kind": "text", "path": "a", "tokenizer": 3}},
