@@ -226,6 +226,10 @@ def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
         prepared = prepare(teacher.model_copy(update=update), mesh)
     except MeshparError as error:
         raise ConfigError(f"{where} does not fit:\n{error}") from None
+    if prepared.ctx.axes("seq") != run.context(mesh).axes("seq"):
+        raise ConfigError(
+            f"{where}: its rules shard rows over other axes than the run's; set the same rules.seq in both"
+        )
     if taught != own:
         what = f"has {taught.size} token ids in {taught.padded} rows of its vocabulary"
         raise ConfigError(f"{where} {what}, this model {own.size} in {own.padded}")

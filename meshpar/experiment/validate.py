@@ -95,11 +95,14 @@ def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:
         what = f"{run.data.batch_size} rows cannot be cut into {rows} equal parts"
         parts = f"({ctx.shards('batch')} devices x {ctx.num_passes} microbatches)"
         problems.add("data.batch_size", f"{what} {parts}", f"a multiple of {rows}")
-    for dim, axes in {"seq": ctx.axes("seq"), "residual_seq": ctx.residual_axes}.items():
-        shards = math.prod(ctx.mesh.shape[axis] for axis in axes)
-        if run.data.seq_len % shards:
-            what = f"{run.data.seq_len} is not divisible by the {shards} shards of {dim}"
-            problems.add("data.seq_len", what, f"a multiple of {shards}")
+    chunks = ctx.sequence.chunks.shape[1]
+    parts = math.prod(ctx.mesh.shape[axis] for axis in ctx.residual_axes)
+    if run.data.seq_len % (parts * chunks):
+        of = " of two chunks each" if chunks > 1 else ""
+        what = f"{run.data.seq_len} is not divisible by the {parts} shards of the sequence{of}"
+        multiple = parts * chunks
+        near = max(multiple, round(run.data.seq_len / multiple) * multiple)
+        problems.add("data.seq_len", what, f"data.seq_len={near}, a multiple of {multiple}")
 
 
 def _check_precision(run: Run, problems: Problems) -> None:

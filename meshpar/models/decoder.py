@@ -11,6 +11,7 @@ from flax import nnx
 from meshpar.errors import Problems
 from meshpar.models.contract import LayerStack, ModelContract, ModelProgram, Task, Vocabulary
 from meshpar.models.reference import Scale, decoder_sizes
+from meshpar.nn.attention import context_parallel
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
@@ -58,14 +59,18 @@ class DecoderModel(Decoder, ModelContract):
             what = f"the data has {task.vocab_size} token ids, the model {self.vocab_size}"
             problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")
         check_supported(self.sharding, ctx, problems)
+        context_parallel.check(self.num_heads, ctx, problems)
 
     def selected(self, task: Task, ctx: ParallelContext, batch_size: int) -> dict[str, str]:
         rows = batch_size // ctx.shards("batch") // (ctx.num_passes if ctx.manual else ctx.num_microbatches)
         vocab = self.padded_vocab // ctx.shards("vocab")
+        window = None if self.global_layers else self.window
+        shared = context_parallel.describe(self.attention, self.num_heads, ctx, task.seq_len, window)
+        positions = task.seq_len // ctx.shards("seq")
         return {
-            "loss.chunk": describe_chunk(task.loss.chunk, rows, task.seq_len, self.hidden_size, vocab),
-            "model.attention": self.attention.describe(task.seq_len, None if self.global_layers else self.window),
-        }
+            "loss.chunk": describe_chunk(task.loss.chunk, rows, positions, self.hidden_size, vocab),
+            "model.attention": self.attention.describe(task.seq_len, window),
+        } | ({"parallel.context": shared} if shared else {})
 
     def array_specs(self) -> Any:
         return describe(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))))

@@ -56,7 +56,8 @@ class Scale:
 
     @property
     def small_seq_len(self) -> int:
-        return math.lcm(SEQ_LEN, self.now("seq"), self.now("residual_seq"))
+        shards = self.now("seq") * self.now("residual_seq")
+        return math.lcm(SEQ_LEN, 2 * shards if self.now("seq") > 1 else shards)  # zigzag shards have two chunks
 
     def _shards(self, dim: str, sizes: Mapping[str, int]) -> int:
         return math.prod(sizes[axis] for axis in self.rules.table.get(dim, ()) if axis in AXES)

@@ -212,8 +212,9 @@ def dropout(
     _, seq, width = x_BSD.shape
     ctx = manual()
     axes = ctx.residual_axes if ctx else ()
-    start = jax.lax.axis_index(axes) * seq if axes else 0
-    element_SD = (start + jnp.arange(seq, dtype=jnp.int32))[:, None] * width + jnp.arange(width, dtype=jnp.int32)
+    places = (jax.lax.axis_index(axes) * seq if axes else 0) + jnp.arange(seq, dtype=jnp.int32)
+    tokens = ctx.sequence.tokens(places, seq * jax.lax.axis_size(axes)) if ctx and axes else places
+    element_SD = tokens[:, None] * width + jnp.arange(width, dtype=jnp.int32)
     counts = jnp.stack(jnp.broadcast_arrays(rows_B[:, None, None], element_SD[None])).astype(jnp.uint32)
     bits = threefry_2x32(jax.random.key_data(key).astype(jnp.uint32), counts)[0]
     keep = bits >= jnp.uint32(rate * 2**32)

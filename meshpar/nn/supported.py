@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from meshpar.errors import Problems
 from meshpar.parallel.context import ParallelContext
-from meshpar.sharding.rules import ACTIVATION_DIMS
+from meshpar.sharding.resolve import live
+from meshpar.sharding.rules import ACTIVATION_DIMS, TOKENS
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,13 @@ def check_supported(layers: Iterable[Sharding], ctx: ParallelContext, problems: 
     Args:
       layers: the limits of each layer of the model.
     """
-    for dim in ACTIVATION_DIMS:
-        if dim != "batch" and dim in ctx.rules.table and (stored := ctx.storage(dim)):
-            _refuse(dim, stored, "the batch is sharded over it already, and no parameter has such a dim", ctx, problems)
+    for i, dim in enumerate(ACTIVATION_DIMS):
+        # Along an axis, devices hold different rows or different parts of rows, but not both.
+        for tokens in TOKENS[:i]:
+            shared = tuple(axis for axis in ctx.rules[dim] if axis in ctx.rules[tokens])
+            if taken := live(ctx.mesh, shared):
+                why = f"{tokens} is sharded over it already, and no parameter has such a dim"
+                _refuse(dim, taken, why, ctx, problems)
     limits = [limit for sharding in (layers if ctx.manual else [GSPMD]) for limit in sharding.items()]
     for dim, supported in dict.fromkeys(limits):
         if dim in ctx.rules.table:

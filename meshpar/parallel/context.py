@@ -21,6 +21,7 @@ from meshpar.collectives.reduction import Reduce
 from meshpar.errors import Problems, ShardingError, nearest
 from meshpar.mesh.varying import Axes
 from meshpar.parallel.pipeline.schedule import Schedule
+from meshpar.parallel.sequence import SequenceLayout
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh, live, platform_of
 from meshpar.sharding.rules import ACTIVATION_DIMS, AxisRules
@@ -84,6 +85,11 @@ class ParallelContext:
     def residual_axes(self) -> Axes:
         """The axes over which the sequence of the residual stream is sharded: those of `seq` and of `residual_seq`."""
         return self.axes("seq") + self.axes("residual_seq")
+
+    @property
+    def sequence(self) -> SequenceLayout:
+        """Which tokens of a row the shards of `seq` hold. GSPMD shards it contiguously."""
+        return self.parallel.context.arranged(self.shards("seq")) if self.manual else SequenceLayout(1)
 
     @property
     def loss_axes(self) -> Axes:

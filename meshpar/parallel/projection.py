@@ -111,7 +111,7 @@ class Projection:
         width, vocab = self.head.shape
         rows, seq = jax.tree.leaves(tokens)[0].shape[:2]
         length = chunk_length(chunk, rows // _global("batch"), seq, width, vocab // _global("vocab"))
-        if length is None:
+        if length is None or _global("seq") > 1:  # GSPMD would gather what it has sharded, to cut it in chunks
             return cost(self.logits(), tokens)
         hidden = constrain(tensor.enter_region(self.hidden, "vocab"), "batch", "seq", "embed")
         return _summed(cost, length, hidden, _for_each_group(self.head), tokens)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
+
+import pydantic
 
 from meshpar.collectives.reduction import Reduce
 from meshpar.config import Config, Section, default
 from meshpar.errors import Problems
 from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
+from meshpar.parallel.sequence import SequenceLayout
 from meshpar.sharding.rules import AxisRules
 
 Overlap = Literal["none", "ring", "bidirectional"]
@@ -27,11 +30,52 @@ class FullySharded(Config):
     """`ring`, `bidirectional`: chunks travel round a ring, in one or both directions, while others are multiplied."""
 
 
+class ContextParallel(Config):
+    """How devices that hold different parts of a row attend to each other's tokens.
+
+    - `ring`: keys and values travel from device to device, while each attends to those that it has.
+    - `all_gather`: each device gathers the keys and values of whole rows.
+    - `ulysses`: devices exchange tokens for heads: in attention, each has whole rows of some heads.
+    - `hybrid`: `ulysses` within groups of devices, and a ring across the groups.
+
+    Source: Liu et al. 2023, arXiv:2310.01889 (ring); Grattafiori et al. 2024, arXiv:2407.21783 (all-gather); Jacobs et
+    al. 2023, arXiv:2309.14509 (Ulysses); Fang and Zhao 2024, arXiv:2405.07719 (both).
+    """
+
+    shorthand: ClassVar = "kind"
+    kind: Literal["ring", "all_gather", "ulysses", "hybrid"] = "ring"
+    """How keys and values reach the queries of other devices."""
+    layout: Literal["auto", "zigzag", "contiguous"] = "auto"
+    """Which tokens a device holds. `zigzag`: a part from the front and one from the back of the row, which gives all
+    devices the same work. `auto`: zigzag, and contiguous under ulysses, where the work is the same anyway."""
+    group: Annotated[int, pydantic.Field(ge=2)] | None = None
+    """Devices that exchange heads under `hybrid`, neighbours on the axis, such as those of a host."""
+
+    @pydantic.model_validator(mode="after")
+    def _fits_kind(self) -> ContextParallel:
+        if self.kind == "ulysses" and self.layout == "zigzag":
+            raise ValueError("layout=zigzag: ulysses gives all devices the same work anyway; leave layout=auto")
+        if (self.kind == "hybrid") != (self.group is not None):
+            what = "needs group, the devices that exchange heads" if self.group is None else "has no groups"
+            raise ValueError(f"kind={self.kind} {what}; set kind=hybrid and group, or neither")
+        return self
+
+    def exchange(self, num_shards: int) -> int:
+        """How many devices exchange heads, of those that share a row."""
+        return {"ulysses": num_shards, "hybrid": self.group or 1}.get(self.kind, 1)
+
+    def arranged(self, num_shards: int) -> SequenceLayout:
+        """Which tokens of a row its shards hold. Devices that exchange heads share a shard of the layout."""
+        rings = num_shards // self.exchange(num_shards)
+        return SequenceLayout(rings, is_zigzag=rings > 1 and self.layout != "contiguous")
+
+
 class Parallel(Config):
     """The strategies of the manual lowering. Each reads its own field; all receive the whole object."""
 
     tensor: Section[TensorParallel] = default(TensorParallel())
     fsdp: Section[FullySharded] = default(FullySharded())
+    context: Section[ContextParallel] = default(ContextParallel())
     pipeline: Section[Schedule | None] = default(None)
     """The schedule of the stages on axis pipe, such as `{kind: 1f1b, num_microbatches: 16}`. Default: no pipeline."""
     gradient_reduction: Section[Reduce | None] = default(None)
@@ -63,8 +107,15 @@ class Parallel(Config):
         if {tensor, fsdp} <= {*self.overlaps} and has_sequence and gathers_weights:
             what = f"{tensor} is on too, but only one operand of a product can travel in chunks"
             problems.add(fsdp, what, f"{tensor}=none, or {fsdp}=none")
+        context = self.context != ContextParallel()
+        if context and not rules["seq"]:
+            what = "nothing to share: the rules do not shard seq, so each device has whole rows"
+            problems.add("parallel.context", what, "the preset context, or no parallel.context")
         if is_manual:
             return
+        if context:
+            what = "under lowering: auto, GSPMD chooses how devices that share a row attend"
+            problems.add("parallel.context", what, "lowering=manual, or no parallel.context")
         if self.overlaps:
             what = "auto: GSPMD chooses the communication, so overlap has no effect"
             problems.add("lowering", what, "lowering=manual")

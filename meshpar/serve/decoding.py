@@ -155,7 +155,11 @@ class Decoding:
 
 
 def for_tokens(ctx: ParallelContext) -> ParallelContext:
-    """Removes sequence parallelism, microbatches and strategies: a step of decoding has one token per row."""
+    """Removes sequence parallelism, microbatches and strategies: a step of decoding has one token per row.
+
+    Devices that shared rows in training get rows of their own.
+    """
     rules = ctx.rules
-    whole = AxisRules(preset=rules.preset, zero=rules.zero, **rules.explicit | {"residual_seq": ()})  # pyright: ignore
+    tokens = {"batch": rules["batch"] + rules["seq"], "seq": (), "residual_seq": ()}
+    whole = AxisRules(preset=rules.preset, zero=rules.zero, **rules.explicit | tokens)  # pyright: ignore
     return replace(ctx, rules=whole, parallel=Parallel(), num_microbatches=1)

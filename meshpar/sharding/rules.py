@@ -2,9 +2,10 @@
 
 One table serves parameters and activations. Three laws determine how an axis is used for a dim:
 
-- **storage**: an axis that carries the batch shards no other dim of an *activation*. A parameter that is sharded over
-  this axis is stored in shards, and gathered before use. This is ZeRO; `zero` sets when it is gathered.
-- **dispatch**: `experts` that are sharded over an axis that carries the batch are not gathered: devices exchange tokens
+- **storage**: an axis that carries tokens, rows of the batch or parts of the sequence, shards no other dim of an
+  *activation*. A parameter that is sharded over this axis is stored in shards, and gathered before use. This is ZeRO;
+  `zero` sets when it is gathered.
+- **dispatch**: `experts` that are sharded over an axis that carries tokens are not gathered: devices exchange tokens
   instead.
 - **partition**: every other axis shards parameters and activations alike. This is tensor parallelism.
 """
@@ -25,6 +26,8 @@ DIMS = (
     "rank", "layers", "stage", "key_data",
 )  # fmt: skip
 ACTIVATION_DIMS = ("batch", "seq", "residual_seq", "stage")
+TOKENS = ("batch", "seq")
+"""Dims of activations over whose axes devices hold different tokens."""
 DISPATCHED = ("experts",)
 """Dims whose shards are not gathered: devices send tokens to them."""
 
@@ -47,6 +50,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Shoeybi et al. 2019, "Megatron-LM"; and Korthikanti et al. 2022: norms and residuals sharded over seq.
     "megatron": _MEGATRON,
     "megatron_sp": _MEGATRON | {"residual_seq": ("tensor",)},
+    # Liu et al. 2023, "Ring attention": a device holds a part of each row. `parallel.context` says how they attend.
+    "context": _BATCH | {"seq": ("context",)},
     # A stage of the pipeline holds its own layers.
     "pipeline": _BATCH | {"layers": ("pipe",), "stage": ("pipe",)},
 }
@@ -156,12 +161,12 @@ class AxisRules(Config):
         >>> rules.use("embed", "fsdp"), rules.use("heads", "tensor"), rules.use("experts", "fsdp")
         ('storage', 'partition', 'dispatch')
         """
-        if dim == "batch" or axis not in self["batch"]:
+        if dim in TOKENS or not any(axis in self[tokens] for tokens in TOKENS):
             return "partition"
         return "dispatch" if dim in DISPATCHED else "storage"
 
     def partition_axes(self, dim: str) -> tuple[str, ...]:
-        """The axes over which a dim of an activation is sharded: for other dims than batch, those without the batch."""
+        """The axes over which a dim of an activation is sharded: for dims other than `TOKENS`, those without tokens."""
         return tuple(axis for axis in self.table.get(dim, ()) if self.use(dim, axis) == "partition")
 
     def storage_axes(self, dim: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from meshpar.errors import DataError, Problems, nearest, suggestion
 from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.tensor import SEQ
 from meshpar.sharding.spec import ArraySpec
 
 ROWS = "rows"
@@ -68,6 +69,19 @@ def check_batch(batch: Mapping[str, Any], structs: Mapping[str, jax.ShapeDtypeSt
         elif (reason := _unfit(x)) or (reason := _unlike(x, structs[name])):
             problems.add(f"batch[{name!r}]", *reason)
     problems.raise_any(DataError, "this batch differs from the one that the step was compiled for:")
+
+
+def token_order(ctx: ParallelContext, specs: Mapping[str, ArraySpec]) -> np.ndarray | None:
+    """int[seq]: the token of a row at each place of its shards; None if rows keep their order."""
+    if not ctx.sequence.is_zigzag:
+        return None
+    (seq_len,) = {spec.shape[SEQ] for spec in specs.values() if spec.dims[SEQ:] == ("seq",)}
+    return ctx.sequence.order(seq_len)
+
+
+def arranged(x: Any, order: np.ndarray | None) -> Any:
+    """An array [batch, seq] of whole rows, with their tokens in the order of `token_order`."""
+    return x if order is None else x[:, order]
 
 
 def _unfit(x: Any) -> tuple[str, str] | None:

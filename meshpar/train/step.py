@@ -10,11 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from meshpar.errors import ConfigError
 from meshpar.inspection.program.compiling import compiling
 from meshpar.optim.freeze import as_in, filled
+from meshpar.train.batches import arranged
 from meshpar.train.gradients import Gradients
 from meshpar.train.loss import Batch
 from meshpar.train.program import Program, compile_program, shardings, structs, trace, whole, with_rows
@@ -138,6 +140,8 @@ class Step:
       program: the compiled function.
       batch: tree of `ShapeDtypeStruct`: the batch that it was compiled for.
       given: further inputs of every call: name -> tree of arrays, or of structs until they exist.
+      order: int[seq], the token of a row at each place of its shards; None if rows keep their order. NumPy arrays are
+        brought into this order; arrays on devices must come from `Training.put`.
       warnings: XLA's messages from the compilation, which `Prepared.inspect` reports; see `compiling`.
     """
 
@@ -145,8 +149,11 @@ class Step:
     batch: dict[str, jax.ShapeDtypeStruct]
     given: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    order: np.ndarray | None = None
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        if self.order is not None:
+            batch = {name: arranged(x, self.order) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
         return self.program(state, batch | self.given)
 
     @property

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from meshpar.cost.flops import needed_flops, traced_products
 from meshpar.optim.freeze import for_good
@@ -18,7 +19,7 @@ from meshpar.parallel.pipeline.model import PipelineModel
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.batches import check_batch
+from meshpar.train.batches import arranged, check_batch, token_order
 from meshpar.train.error_feedback import place_error_feedback, zeros
 from meshpar.train.evaluate import Evaluation, trace_evaluation
 from meshpar.train.gradients import Gradients, Objective, gradients, stale
@@ -94,6 +95,11 @@ class Training:
         return batch_structs(self.ctx, self.batch_specs)
 
     @property
+    def order(self) -> np.ndarray | None:
+        """int[seq]: the token of a row at each place of its shards; None if rows keep their order."""
+        return token_order(self.ctx, self.batch_specs)
+
+    @property
     def pipeline(self) -> Pipeline | None:
         """The model in stages and its schedule; None without stages or under GSPMD."""
         schedule = self.ctx.schedule
@@ -123,16 +129,17 @@ class Training:
         return {TEACHER: self.teacher.structs} if self.teacher else {}
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Puts the arrays of a batch on the devices, each device its own rows.
+        """Puts the arrays of a batch on the devices, each device its own rows, or its own tokens of them.
 
         Raises:
           DataError: the batch differs from the one that the step is compiled for.
         """
         check_batch(batch, self.batch)
-        return {name: jax.device_put(x, self.batch[name].sharding) for name, x in batch.items()}
+        return {name: jax.device_put(arranged(x, self.order), self.batch[name].sharding) for name, x in batch.items()}
 
     def compile_step(self, options: dict[str, Any] | None = None) -> Step:
-        return compile_step(self.step, self.placement, self.batch, self.given, options)
+        step = compile_step(self.step, self.placement, self.batch, self.given, options)
+        return replace(step, order=self.order)
 
     def compile_evaluation(self) -> Evaluation:
         return compile_program(self._evaluation(self.ctx))

@@ -30,6 +30,10 @@ from meshpar.train.data import Dataset, Synthetic
 from meshpar.tree import map_with_path
 from tests.layouts import LAYOUTS
 
+SHARED_ROWS = {
+    "context4": ({"data": 2, "context": 4}, ["context"]),
+    "context2": ({"data": 4, "context": 2}, ["context"]),
+}
 COMPILED: dict[Any, Any] = {}
 NUM_STEPS = 6
 # It drops, so that a wrong random key is a wrong loss.
@@ -67,7 +71,7 @@ class Told:
 
 def run_at(where: Where, run_dir: Path) -> Told:
     """Trains to the end, or goes on from the last checkpoint in `run_dir`."""
-    sizes, presets = LAYOUTS[where.layout]
+    sizes, presets = (LAYOUTS | SHARED_ROWS)[where.layout]
     run = Run(
         model=MODEL,
         data=Synthetic(batch_size=32, seq_len=16, vocab_size=29, num_documents=40, document_len=100),
@@ -138,8 +142,12 @@ SAMPLE = [
     (Where("data8", "manual", 1), Where("data2_fsdp2_tensor2", "auto", 4)),
     (Where("zero1", "auto", 1), Where("zero3", "manual", 1)),
 ]
-# Each place is once the first and once the second.
-SWEEP = list(zip(PLACES, random.Random(0).sample(PLACES, len(PLACES)), strict=True))
+# Each place is once the first and once the second; and rows are shared by 4 devices, by 2, by none.
+SWEEP = [
+    *zip(PLACES, random.Random(0).sample(PLACES, len(PLACES)), strict=True),
+    (Where("context4", "manual", 1), Where("context2", "manual", 1)),
+    (Where("context2", "manual", 1), Where("data8", "manual", 1)),
+]
 CASES = [
     *(pytest.param(*pair, id=" to ".join("-".join(map(str, one)) for one in pair)) for pair in SAMPLE),
     *(

@@ -113,7 +113,7 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
       on_cpu: what XLA:CPU makes of it, as it optimizes by default.
     """
     rows = run.run.data.batch_size // math.prod(run.mesh.shape[axis] for axis in run.ctx.axes("batch"))
-    model, tokens = run.run.model, rows * run.run.data.seq_len
+    model, tokens = run.run.model, rows * run.run.data.seq_len // run.ctx.shards("seq")
     layers, stages = _in_stages(run, tokens) if run.pipeline else (model.num_layers, None)
     activations = Activations(layers, tokens, model.hidden_size, model.remat != "none", model.remat == "full")
     widths = _widths(run.run.precision)
@@ -121,12 +121,34 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
         run.placement.sharded, run.ctx, widths, activations, run.ctx.num_passes, on_cpu, stages,
         run.placement.frozen,
     )  # fmt: skip
+    if axes := run.ctx.axes("seq"):
+        sent[axes] = sent.get(axes, Fraction(0)) + _shared_rows(run, tokens, widths)
     if not run.taught_by:
         return sent
     teacher = run.taught_by.run.model
     activations = Activations(teacher.num_layers, tokens, teacher.hidden_size, False, False)
     more = teacher_traffic(run.taught_by.placement.sharded, run.teacher.ctx, widths, activations)
     return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
+
+
+def _shared_rows(run: Prepared, tokens: int, widths: Widths) -> Fraction:
+    """What attention sends over the axes that share a row, without windows, forward and backward.
+
+    JAX moves out of the loop over layers what is the same in each, the segments that the forward sends.
+    """
+    model, ctx = run.run.model, run.ctx
+    n = ctx.shards("seq")
+    of_head = tokens * model.head_size
+    keys = 2 * model.kv_heads // ctx.shards("kv_heads") * of_head
+    again = model.num_layers * (1 + (model.remat == "full"))  # passes of layers that send as the forward does
+    segments = (n - 1) * 4 * tokens
+    if ctx.parallel.context.kind == "ulysses":
+        exchanged = (2 * model.num_heads // ctx.shards("heads") * of_head + keys) * widths.compute
+        return (model.num_layers + again) * share(n, exchanged) + segments
+    sent = (model.num_layers + again) * (n - 1) * keys * widths.compute + (again + 1) * segments
+    # The gradients of the keys are scattered, or travel once round the ring.
+    hops = n if ctx.parallel.context.kind == "ring" else n - 1
+    return sent + model.num_layers * hops * keys * widths.sums
 
 
 def _widths(precision: Precision) -> Widths:
@@ -374,7 +396,7 @@ def _recomputed(dim: str, ctx: ParallelContext, of: Activations, on_cpu: bool) -
 
 def _add_scalars(sent: Sums, placements: Iterable[Placement], ctx: ParallelContext, widths: Widths) -> None:
     """The loss and the number of tokens; the squares of the gradient's norm."""
-    batch, sharding = _ordered(ctx.axes("batch") + ctx.axes("stage")), sharding_axes(placements)
+    batch, sharding = _ordered(ctx.axes("batch") + ctx.axes("seq") + ctx.axes("stage")), sharding_axes(placements)
     sent[batch] += 2 * share(_size(ctx, batch), widths.sums + 4)
     sent[sharding] += 2 * share(_size(ctx, sharding), widths.sums)
 

@@ -19,7 +19,8 @@ class Auto(Config):
     shorthand: ClassVar = "kind"
     kind: Literal["auto"] = "auto"
     has_cache: ClassVar[bool] = False
-    sharding: ClassVar[Sharding] = Reference.sharding
+    sharding: ClassVar[Sharding] = {}
+    block_size: ClassVar[int] = BLOCK_SIZE
 
     def select(self, seq_len: int) -> tuple[Reference | Blocks, str]:
         """The core for rows of `seq_len` tokens, and the reason."""

@@ -50,35 +50,41 @@ class BlockGrid:
         """The index of the first token that each block reads."""
         return np.minimum(block * self.size, self.seq_len - self.size)
 
-    def rows(self, pairs: np.ndarray) -> np.ndarray:
+    def rows(self, pairs: np.ndarray, chunks: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Converts block indices [pair, 2] to rows of a table.
+
+        Args:
+          chunks: which chunk of its array the queries are, and the keys, if the arrays contain several.
 
         Returns:
           int32[pair, 4]: for queries and for keys the first token that the pair reads, then for both the first token
           that belongs to the block. The two differ only for the last block of a ragged grid.
         """
-        return np.concatenate([self.start(pairs), pairs * self.size], axis=1).astype(np.int32)
+        first = np.array(chunks) * self.seq_len
+        return np.concatenate([self.start(pairs) + first, pairs * self.size + first], axis=1).astype(np.int32)
 
 
-def causal_pairs(num_blocks: int) -> np.ndarray:
-    """All pairs in which some key is not after its query: int64[pair, 2] (block of queries, block of keys).
+def visible_pairs(grid: BlockGrid, chunks_apart: int = 0, window: Any = None) -> np.ndarray:
+    """All pairs in which some query attends to some key, if each sequence of the grid is a chunk of a longer one.
 
-    The pairs of one query block follow each other. The first of them contains each query's own key, so that the
-    softmax has a finite maximum from the start.
+    The pairs of one query block follow each other, the nearest keys first.
 
-    >>> causal_pairs(3).tolist()
+    Args:
+      chunks_apart: by how many chunks the queries are after the keys.
+      window: how many tokens a query attends to. Only an int leaves out pairs: an array is known only on the device.
+
+    Returns:
+      int64[pair, 2] (block of queries, block of keys).
+
+    >>> visible_pairs(BlockGrid(384, 128)).tolist()
     [[0, 0], [1, 1], [1, 0], [2, 2], [2, 1], [2, 0]]
-    """
-    return np.array([(q, k) for q in range(num_blocks) for k in range(q, -1, -1)])
-
-
-def within_window(pairs: np.ndarray, size: int, window: Any) -> np.ndarray:
-    """The pairs of blocks of `size` tokens in which some query attends to some key, if it attends to `window` tokens.
-
-    >>> within_window(causal_pairs(3), 128, window=100).tolist()
+    >>> visible_pairs(BlockGrid(384, 128), window=100).tolist()
     [[0, 0], [1, 1], [1, 0], [2, 2], [2, 1]]
+    >>> visible_pairs(BlockGrid(384, 128), chunks_apart=1, window=100).tolist()
+    [[0, 2]]
     """
-    if not isinstance(window, int):  # no window, or one that only the device knows
-        return pairs
-    nearest = (pairs[:, 0] - pairs[:, 1]) * size - (size - 1)
-    return pairs[nearest < window]
+    last = grid.num_blocks - 1
+    before = chunks_apart * grid.num_blocks
+    pairs = np.array([(q, k) for q in range(last + 1) for k in range(min(q + before, last), -1, -1)]).reshape(-1, 2)
+    nearest = chunks_apart * grid.seq_len + (pairs[:, 0] - pairs[:, 1]) * grid.size - (grid.size - 1)
+    return pairs[nearest < window] if isinstance(window, int) else pairs

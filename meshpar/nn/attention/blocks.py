@@ -9,18 +9,17 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from meshpar.config import Config, Positive
-from meshpar.cost.flops import needed
 from meshpar.mesh.varying import varying_alike
-from meshpar.nn.attention.block_pairs import BlockGrid, causal_pairs, within_window
-from meshpar.nn.attention.core import Window, needed_scores, whole_sequence
-from meshpar.nn.attention.online_softmax import Tokens, attend
-from meshpar.nn.attention.reference import Reference
+from meshpar.nn.attention.block_pairs import BlockGrid, visible_pairs
+from meshpar.nn.attention.core import Window
+from meshpar.nn.attention.shard_tables import ShardTables
+from meshpar.nn.attention.shards import Shards, attend
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import constrain
+from meshpar.parallel.sequence import SequenceLayout
 
 BLOCK_SIZE = 128
 
@@ -40,37 +39,42 @@ class Blocks(Config):
     block_size: Positive = BLOCK_SIZE
     """The most tokens of a block. A row is divided into equal blocks, as few as possible."""
     has_cache: ClassVar[bool] = False
-    sharding: ClassVar[Sharding] = Reference.sharding
+    sharding: ClassVar[Sharding] = {}
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
         positions: Int[Array, "B S"], segments: Int[Array, "B S"], window: Window,
     ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
-        whole_sequence()
-        batch, seq, _, size = q.shape
-        grid, pairs = self._table(seq, window)
-        tokens = Tokens(jnp.arange(seq, dtype=jnp.int32), segments)
-        # Under GSPMD a loop gets its shardings from its operands.
-        k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
-        v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
-        q, k, v = varying_alike(q * jnp.asarray(size**-0.5, q.dtype), k, v)
-        q_BKGSh = q.reshape(batch, seq, k.shape[2], -1, size).transpose(0, 2, 3, 1, 4)
-        with needed(needed_scores(seq, window) / (len(pairs) * grid.size**2)):
-            out_BKGSh: jax.Array = attend(
-                grid, q_BKGSh, k.swapaxes(1, 2), v.swapaxes(1, 2), tokens, tokens,
-                None if window is None else jnp.asarray(window, jnp.int32), jnp.asarray(grid.rows(pairs)),
-            )  # fmt: skip
-        return out_BKGSh.transpose(0, 3, 1, 2, 4).reshape(q.shape), None
+        tables = ShardTables(SequenceLayout(1), BlockGrid(q.shape[1], self.block_size), known(window))
+        return in_blocks(Shards(tables), q, k, v, segments, window), None
 
     def describe(self, seq_len: int, window: int | None) -> str:
         """What it computes for a row of `seq_len` tokens."""
-        grid, pairs = self._table(seq_len, window)
-        return f"blocks: {len(pairs)} of {grid.num_blocks**2} pairs of blocks of {grid.size} tokens"
+        grid = BlockGrid(seq_len, self.block_size)
+        num_pairs = len(visible_pairs(grid, 0, window))
+        return f"blocks: {num_pairs} of {grid.num_blocks**2} pairs of blocks of {grid.size} tokens"
 
     def reference(self, seq_len: int, small_seq_len: int) -> Blocks:
         """The core of a small run with rows of `small_seq_len` tokens: with several blocks if the run's rows have."""
         return Blocks(block_size=small_seq_len if seq_len <= self.block_size else max(1, small_seq_len // 4))
 
-    def _table(self, seq_len: int, window: Window) -> tuple[BlockGrid, np.ndarray]:
-        grid = BlockGrid(seq_len, self.block_size)
-        return grid, within_window(causal_pairs(grid.num_blocks), grid.size, window)
+
+def known(window: Window) -> int | None:
+    """A window that is the same in all layers; None for none, or one that only the device knows."""
+    return window if isinstance(window, int) else None
+
+
+def in_blocks(
+    shards: Shards, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
+    segments: Int[Array, "B S"], window: Window,
+) -> Float[Array, "B S H h"]:  # fmt: skip
+    """Attention of a device's queries to the keys of all shards, in the layout of a `Core`."""
+    batch, seq, _, size = q.shape
+    # Under GSPMD a loop gets its shardings from its operands.
+    k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
+    v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
+    q, k, v = varying_alike(q * jnp.asarray(size**-0.5, q.dtype), k, v)
+    q_BKGSh = q.reshape(batch, seq, k.shape[2], -1, size).transpose(0, 2, 3, 1, 4)
+    width = None if window is None else jnp.asarray(window, jnp.int32)
+    out_BKGSh: jax.Array = attend(shards, q_BKGSh, k.swapaxes(1, 2), v.swapaxes(1, 2), segments, width)
+    return out_BKGSh.transpose(0, 3, 1, 2, 4).reshape(q.shape)

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from meshpar.nn.attention.core import Core, Window, causal_window, local_key_heads
-from meshpar.nn.attention.reference import Reference, dot_product_attention
-from meshpar.nn.supported import Sharding
+from meshpar.nn.attention.reference import dot_product_attention
+from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel.context import constrain
 
 CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
@@ -57,7 +57,9 @@ class CachedLayer:
     index: Int[Array, ""]
     prompts: Core
     has_cache: ClassVar[bool] = True
-    sharding: ClassVar[Sharding] = Reference.sharding
+    sharding: ClassVar[Sharding] = {
+        "seq": Supported(partition=False, why="one token cannot be divided over devices"),
+    }
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],

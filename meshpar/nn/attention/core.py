@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from meshpar.errors import ShardingError
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import manual_axes
 from meshpar.parallel.local import varies_over, varying
@@ -47,13 +46,6 @@ class Core(Protocol):
     ) -> tuple[jax.Array, Any]: ...  # fmt: skip
 
 
-def whole_sequence() -> None:
-    """Raises ShardingError if the rules shard the sequence, for cores that need all of it on each device."""
-    if axes := manual_axes("seq"):
-        sharded = f"rules.seq = {list(axes)}"
-        raise ShardingError(f"{sharded}: this attention needs the whole sequence on each device; use rules.seq=[]")
-
-
 def causal_window(queries: Int[Array, "*B S"], keys_T: Int[Array, "T"], window: Window) -> Bool[Array, "*B S T"]:
     """Which keys a query attends to: its own position, and the `window - 1` positions before it."""
     distance = queries[..., None] - keys_T
@@ -70,12 +62,15 @@ def needed_scores(seq_len: int, window: Window) -> Fraction:
 
 
 def local_key_heads(k_BTKh: Float[Array, "B T K h"], q_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B T L h"]:
-    """Selects a key head for each local query head if the rules shard `heads` but not `kv_heads`; else returns `k`."""
+    """Selects the key heads of the local query heads if the rules shard `heads` but not `kv_heads`; else returns `k`.
+
+    If all local query heads share one key head, it is the only one; else each query head gets its own.
+    """
     axes = manual_axes("heads")
     if axes == manual_axes("kv_heads"):
         return k_BTKh
     heads = q_BSHh.shape[2]
     group = heads * jax.lax.axis_size(axes) // k_BTKh.shape[2]
     first = jax.lax.axis_index(axes) * heads
-    which = (first + jnp.arange(heads, dtype=jnp.int32)) // group
+    which = (first + jnp.arange(1 if group % heads == 0 else heads, dtype=jnp.int32)) // group
     return jnp.take(varying(k_BTKh, tuple(sorted(varies_over(q_BSHh)))), which, axis=2)

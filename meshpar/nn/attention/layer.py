@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from meshpar.nn.attention.context_parallel import across_shards
 from meshpar.nn.attention.core import Core, Window, local_key_heads
 from meshpar.nn.layers import Projection, RMSNorm, column_parallel, row_parallel
 from meshpar.nn.rotary import RopeAngles, apply_rope
@@ -68,6 +69,6 @@ class Attention(nnx.Module):
         if not core.has_cache:
             k = local_key_heads(k, q)
             v = local_key_heads(v, q)
-        out, cache = core(q, k, v, positions, segments, window)
+        out, cache = across_shards(core, q, k, v, positions, segments, window)
         out = constrain(out, "batch", "seq", "heads", "head_dim")
         return row_parallel(out, self.o, "heads"), cache

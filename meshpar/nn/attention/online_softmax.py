@@ -1,8 +1,9 @@
 """Attention over a table of block pairs, which never holds the scores of more than one pair.
 
 The forward keeps a running maximum and sum of exponentials for each query, and rescales the result when the maximum
-grows. The backward computes the scores of each pair again, from the log of the final sum. Both are one loop over the
-table: with separate operations for each of three pairs, XLA:CPU needed 1.3 times the time and memory.
+grows. The backward computes the scores of each pair again, from the log of the final sum. Both can meet the keys in
+several parts, each with a table of its own, see `shards`. Each is one loop over its table: with separate operations for
+each of three pairs, XLA:CPU needed 1.3 times the time and memory.
 
 Source: Dao 2023 (FlashAttention-2), arXiv:2307.08691; Milakov and Gimelshein 2018, arXiv:1805.02867.
 
@@ -62,9 +63,17 @@ class Softmax(NamedTuple):
         return self.highest + jnp.log(self.mass)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(
+def empty(q: Float[Array, "B K G S h"]) -> Softmax:
+    """The state of queries that have met no key."""
+    dtype = wide_dtype(q.dtype)
+    rows = q.shape[:-1]
+    state = Softmax(jnp.zeros(q.shape, dtype), jnp.full(rows, jnp.finfo(dtype).min, dtype), jnp.zeros(rows, dtype))
+    return jax.tree.map(lambda x: varying_like(x, q), state)
+
+
+def extend(
     grid: BlockGrid,
+    state: Softmax,
     q: Float[Array, "B K G S h"],
     k: Float[Array, "B K T h"],
     v: Float[Array, "B K T h"],
@@ -72,22 +81,14 @@ def attend(
     keys: Tokens,
     window: Int[Array, ""] | None,
     pairs: Int[Array, "P 4"],
-) -> Float[Array, "B K G S h"]:
-    """Computes `softmax(q k^T) v` over the pairs of the table. Each query must attend to a key of its first pair.
+) -> Softmax:
+    """The state after the pairs of a table. Each query must attend to some key before its result is read.
 
     Args:
       q: already divided by the square root of head_dim.
       window: how many tokens a query attends to, including its own; None for all up to its own.
       pairs: rows of `BlockGrid.rows`.
-
-    Memory: beside the result, its gradient and the arguments, the scores of one pair.
-    Numerics: the softmax and all sums over blocks in float32 at least.
     """
-    return _forward(grid, q, k, v, queries, keys, window, pairs).result().astype(v.dtype)
-
-
-def _forward(grid: BlockGrid, q, k, v, queries, keys, window, pairs) -> Softmax:
-    dtype = wide_dtype(q.dtype)
 
     def step(state: Softmax, pair: jax.Array) -> tuple[Softmax, None]:
         visible = _visible(grid, pair, queries, keys, window)
@@ -100,30 +101,50 @@ def _forward(grid: BlockGrid, q, k, v, queries, keys, window, pairs) -> Softmax:
         new = Softmax(old.total * shrunk[..., None] + values, highest, old.mass * shrunk + weights.sum(-1))
         return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, pair[0], 3), state, new), None
 
-    rows = q.shape[:-1]
-    empty = Softmax(jnp.zeros(q.shape, dtype), jnp.full(rows, jnp.finfo(dtype).min, dtype), jnp.zeros(rows, dtype))
-    return lax.scan(step, jax.tree.map(lambda x: varying_like(x, q), empty), pairs)[0]
+    return lax.scan(step, state, _after(q, pairs))[0]
 
 
-def _attend_forward(grid: BlockGrid, q, k, v, *masks):
-    state = _forward(grid, q, k, v, *masks)
-    out = state.result().astype(v.dtype)
-    return out, (q, k, v, *masks, out, state.log_mass())
+class Backward(NamedTuple):
+    """What the backward knows of each query.
+
+    Args:
+      grad: the gradient of the result.
+      log_mass: see `Softmax.log_mass`.
+      mean: the mean of the gradients of a query's weights, weighted by them.
+    """
+
+    grad: Float[Array, "B K G S h"]
+    log_mass: Float[Array, "B K G S"]
+    mean: Float[Array, "B K G S"]
 
 
-def _attend_backward(grid: BlockGrid, saved, grad):
-    q, k, v, queries, keys, window, pairs, out, log_mass = saved
-    # The gradient of a score is its weight times (the gradient of the weight - their mean over the keys).
-    mean = (grad.astype(log_mass.dtype) * out.astype(log_mass.dtype)).sum(-1)
+def backward_of(out: jax.Array, log_mass: jax.Array, grad: jax.Array) -> Backward:
+    return Backward(grad, log_mass, (grad.astype(log_mass.dtype) * out.astype(log_mass.dtype)).sum(-1))
+
+
+def add_gradients(
+    grid: BlockGrid,
+    grads: tuple[jax.Array, ...],
+    known: Backward,
+    q: Float[Array, "B K G S h"],
+    k: Float[Array, "B K T h"],
+    v: Float[Array, "B K T h"],
+    queries: Tokens,
+    keys: Tokens,
+    window: Int[Array, ""] | None,
+    pairs: Int[Array, "P 4"],
+) -> tuple[jax.Array, ...]:
+    """Adds the gradients of q, k and v from the pairs of a table, whose scores it computes again. See `extend`."""
 
     def step(grads: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         q_block = _block(q, pair[0], grid)
         k_block = _block(k, pair[1], grid)
-        grad_block = _block(grad, pair[0], grid)
+        grad_block = _block(known.grad, pair[0], grid)
         scores = _scores(q_block, k_block, _visible(grid, pair, queries, keys, window))
-        weights = jnp.exp(scores - lax.dynamic_slice_in_dim(log_mass, pair[0], grid.size, 3)[..., None])
+        weights = jnp.exp(scores - lax.dynamic_slice_in_dim(known.log_mass, pair[0], grid.size, 3)[..., None])
         of_weights = _product("bkgsh,bkth->bkgst", grad_block, _block(v, pair[1], grid))
-        of_scores = weights * (of_weights - lax.dynamic_slice_in_dim(mean, pair[0], grid.size, 3)[..., None])
+        # The gradient of a score is its weight times (the gradient of the weight - their mean over the keys).
+        of_scores = weights * (of_weights - lax.dynamic_slice_in_dim(known.mean, pair[0], grid.size, 3)[..., None])
         of_scores = of_scores.astype(q.dtype)
         added = (
             _product("bkgst,bkth->bkgsh", of_scores, k_block),
@@ -133,12 +154,16 @@ def _attend_backward(grid: BlockGrid, saved, grad):
         starts = (pair[0], pair[1], pair[1])
         return tuple(_add(x, part, start) for x, part, start in zip(grads, added, starts, strict=True)), None
 
-    zeros = tuple(varying_like(jnp.zeros(x.shape, log_mass.dtype), q) for x in (q, k, v))
-    grads, _ = lax.scan(step, zeros, pairs)
-    return *(x.astype(like.dtype) for x, like in zip(grads, (q, k, v), strict=True)), None, None, None, None
+    return lax.scan(step, grads, _after(q, pairs))[0]
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+def _after(q: jax.Array, pairs: Int[Array, "P 4"]) -> Int[Array, "P 4"]:
+    """The table, which counts as computed from q.
+
+    JAX moves out of the loop over layers what depends on no layer, and keeps the results: here all masks, which are as
+    large as all scores.
+    """
+    return lax.optimization_barrier((pairs, q))[0]
 
 
 def _visible(grid: BlockGrid, pair, queries: Tokens, keys: Tokens, window) -> Bool[Array, "B s t"]:

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.config import Config
 from meshpar.cost.flops import needed
-from meshpar.nn.attention.core import Window, causal_window, needed_scores, whole_sequence
-from meshpar.nn.supported import Sharding, Supported
+from meshpar.nn.attention.core import Window, causal_window, needed_scores
+from meshpar.nn.supported import Sharding
 from meshpar.parallel.precision import wide
 
 
@@ -24,15 +24,12 @@ class Reference(Config):
     shorthand: ClassVar = "kind"
     kind: Literal["reference"] = "reference"
     has_cache: ClassVar[bool] = False
-    sharding: ClassVar[Sharding] = {
-        "seq": Supported(partition=False, why="attention needs the whole sequence on each device"),
-    }
+    sharding: ClassVar[Sharding] = {}
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
         positions: Int[Array, "B S"], segments: Int[Array, "B S"], window: Window,
     ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
-        whole_sequence()
         with needed(needed_scores(q.shape[1], window) / q.shape[1] ** 2):
             return dot_product_attention(q, k, v, causal(segments, window)), None
 

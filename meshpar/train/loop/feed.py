@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshpar.train.batches import arranged
+
 Structs = Mapping[str, jax.ShapeDtypeStruct]
 
 
@@ -26,15 +28,18 @@ def local_rows(structs: Structs) -> np.ndarray:
     return np.array(sorted(rows), np.int64)
 
 
-def put(batch: Mapping[str, np.ndarray], structs: Structs, rows: np.ndarray) -> dict[str, jax.Array]:
+def put(
+    batch: Mapping[str, np.ndarray], structs: Structs, rows: np.ndarray, order: np.ndarray | None = None
+) -> dict[str, jax.Array]:
     """Makes the global arrays of a batch from the part that this process has read.
 
     Args:
       batch: the rows `rows` of each array; every other dim is whole.
       rows: `local_rows(structs)`.
+      order: see `Step.order`.
     """
     with jax.transfer_guard_host_to_device("allow"):  # the guard counts what a callback returns as implicit
-        return {name: _global_array(array, structs[name], rows) for name, array in batch.items()}
+        return {name: _global_array(arranged(array, order), structs[name], rows) for name, array in batch.items()}
 
 
 def _global_array(array: np.ndarray, struct: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:

@@ -110,7 +110,7 @@ class Loop:
                 is_last = index == self.num_steps
                 with profiled_step(index):
                     batch = self._next_batch(batches, index, state, stopwatch, stall)
-                    state, metrics = self.step(state, put(batch, self.step.batch, self._rows))
+                    state, metrics = self.step(state, put(batch, self.step.batch, self._rows, self.step.order))
                     stopwatch.count(metrics["tokens"])
                     window.add(metrics)
 
@@ -214,7 +214,7 @@ class Loop:
             for batch in held_out:
                 if self.signals.caught and jax.process_count() == 1:
                     return {}
-                placed = put(batch, self.step.batch, self._rows)
+                placed = put(batch, self.step.batch, self._rows, self.step.order)
                 sums_of_batches.append(jax.device_get(self.evaluate(params, placed, state.carried)))
         sums = {name: sum(each[name].item() for each in sums_of_batches) for name in sums_of_batches[0]}
         tokens = sums.pop("tokens")

@@ -1,0 +1,176 @@
+"""Attention of rows that are sharded over devices: context parallelism, as `parallel.context` declares it.
+
+Shapes: B batch, S seq, H heads, K kv_heads, h head_dim, local shards in the manual lowering.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from meshpar.errors import Problems
+from meshpar.mesh.varying import Axes
+from meshpar.nn.attention.block_pairs import BlockGrid
+from meshpar.nn.attention.blocks import in_blocks, known
+from meshpar.nn.attention.core import Core, Window
+from meshpar.nn.attention.shard_tables import ShardTables
+from meshpar.nn.attention.shards import Shards
+from meshpar.parallel.context import ParallelContext, manual
+from meshpar.parallel.sequence import SequenceLayout
+
+SEQ, HEADS = 1, 2
+"""The positions of the sequence and the heads in activations [batch, seq, heads, head_dim]."""
+
+
+def across_shards(
+    core: Core, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
+    positions: Int[Array, "B S"], segments: Any, window: Window,
+) -> tuple[Float[Array, "B S H h"], Any]:  # fmt: skip
+    """The core's attention over whole rows, of which each device has a shard. Without shards, the core itself.
+
+    Communication: see `Shards.meet` and `Exchange`, whichever `parallel.context` selects.
+    """
+    ctx = manual()
+    axes = ctx.axes("seq") if ctx else ()
+    if ctx is None or not axes:
+        return core(q, k, v, positions, segments, window)
+    context = ctx.parallel.context
+    group = context.exchange(ctx.shards("seq"))
+    exchange = Exchange(axes, ctx.shards("seq"), group)
+    q, k, v = exchange.to_heads(q, k, v)
+    segments = exchange.whole(segments)
+    if ctx.sequence.num_shards == 1:
+        out, _ = core(q, k, v, exchange.whole(positions), segments, window)
+    else:
+        tables = _tables(core, ctx.sequence, q.shape[SEQ], window)
+        shards = Shards(tables, axes, group, gathers=context.kind == "all_gather")
+        out = in_blocks(shards, q, k, v, segments, window)
+    return exchange.to_tokens(out), None
+
+
+def check(num_heads: int, ctx: ParallelContext, problems: Problems) -> None:
+    """Reports why devices cannot share the rows of a model with so many query heads."""
+    num_devices = ctx.shards("seq")
+    if not ctx.manual or num_devices == 1:
+        return
+    context = ctx.parallel.context
+    group = context.exchange(num_devices)
+    heads = num_heads // ctx.shards("heads")
+    if num_devices % group:
+        groups = [size for size in range(2, num_devices + 1) if num_devices % size == 0]
+        fix = f"parallel.context.group={min(groups, key=lambda size: abs(size - group))}"
+        what = f"{num_devices} devices share a row, which cannot be divided into groups of {group}"
+        problems.add("parallel.context.group", what, fix)
+    elif heads % group:
+        what = f"{heads} query heads on each device cannot be shared equally by the {group} that exchange them"
+        fewer = math.gcd(heads, group)
+        smaller = f"kind: hybrid, group: {fewer}" if fewer > 1 else "kind: ring"
+        problems.add("parallel.context", what, f"parallel.context={{{smaller}}}, or a multiple of {group} heads")
+    if ctx.schedule and context.kind in ("ring", "hybrid"):
+        what = "stages of a pipeline work at different times, and XLA's permutations need all devices at once"
+        problems.add("parallel.context", what, "parallel.context=all_gather, or ulysses")
+
+
+def describe(core: Core, num_heads: int, ctx: ParallelContext, seq_len: int, window: Window) -> str:
+    """How devices share rows of `seq_len` tokens; empty if they do not."""
+    num_devices = ctx.shards("seq")
+    if not ctx.manual or num_devices == 1:
+        return ""
+    context = ctx.parallel.context
+    group = context.exchange(num_devices)
+    heads = num_heads // ctx.shards("heads")
+    tokens = seq_len // num_devices
+    exchange = f"{group} devices exchange {tokens} tokens for {heads // group} of {heads} heads"
+    if ctx.sequence.num_shards == 1:
+        return f"ulysses: {exchange}"
+    tables = _tables(core, ctx.sequence, tokens * group, window)
+    order = "zigzag" if ctx.sequence.is_zigzag else "contiguous"
+    if context.kind == "all_gather":
+        how = f"all_gather, {order}: a device gathers the keys and values of {num_devices} x {tokens} tokens"
+    else:
+        hops = f"{len(tables.hops)} hop{'s' if len(tables.hops) > 1 else ''}"
+        how = f"{context.kind}, {order}: the keys and values of {tokens * group} tokens travel {hops}"
+        how += f", after {exchange}" if group > 1 else ""
+    share = tables.needed * int(tables.scores.sum()) / len(tables.scores)
+    most = float(int(tables.scores.max()) / share)
+    return f"{how}; the busiest device computes {most:.2f} times an equal share of the needed scores"
+
+
+def _tables(core: Core, layout: SequenceLayout, tokens: int, window: Window) -> ShardTables:
+    """The tables for shards of so many tokens. A core without blocks computes chunks whole."""
+    length = tokens // layout.chunks.shape[1]
+    return ShardTables(layout, BlockGrid(length, getattr(core, "block_size", length)), known(window))
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Neighbouring devices exchange tokens for heads: `x[B, S, H, h] -> x[B, group S, H / group, h]`, and back.
+
+    Args:
+      axes: the mesh axes over which rows are sharded, with `num_devices`.
+      group: the number of neighbours that exchange; 1 for none.
+
+    Communication: an all-to-all of q, k, v and the result, forward and backward; an all-gather of the segments.
+    Source: Jacobs et al. 2023, arXiv:2309.14509 (Ulysses).
+    """
+
+    axes: Axes
+    num_devices: int
+    group: int
+
+    def to_heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Whole rows of the group's tokens, of some query heads and the key heads that they need."""
+        if self.group == 1:
+            return q, k, v
+        sent = sent_key_heads(q.shape[HEADS], k.shape[HEADS], self.group)
+        if sent is not None:
+            k = jnp.take(k, sent, axis=HEADS)
+            v = jnp.take(v, sent, axis=HEADS)
+        return self._all_to_all(q, HEADS, SEQ), self._all_to_all(k, HEADS, SEQ), self._all_to_all(v, HEADS, SEQ)
+
+    def to_tokens(self, out: jax.Array) -> jax.Array:
+        """This device's tokens, of all heads."""
+        return out if self.group == 1 else self._all_to_all(out, SEQ, HEADS)
+
+    def whole(self, x: Int[Array, "B S"]) -> Int[Array, "B T"]:
+        """The values of all tokens of the group."""
+        if self.group == 1:
+            return x
+        return lax.all_gather(x, self.axes, axis=SEQ, tiled=True, axis_index_groups=self._groups)
+
+    def _all_to_all(self, x: jax.Array, split: int, concat: int) -> jax.Array:
+        return lax.all_to_all(x, self.axes, split, concat, tiled=True, axis_index_groups=self._groups)
+
+    @property
+    def _groups(self) -> list[list[int]] | None:
+        if self.group == self.num_devices:
+            return None
+        return np.arange(self.num_devices).reshape(-1, self.group).tolist()
+
+
+def sent_key_heads(heads: int, kv_heads: int, group: int) -> np.ndarray | None:
+    """Which key head is sent at each place, if not every key head goes to exactly one device of a group.
+
+    Each device gets the same number of key heads, and each of them serves equally many of its query heads. If one
+    device needs parts of several groups of query heads, each of its query heads gets a key head of its own.
+
+    >>> sent_key_heads(heads=8, kv_heads=4, group=4) is None
+    True
+    >>> sent_key_heads(heads=8, kv_heads=2, group=4).tolist()
+    [0, 0, 1, 1]
+    >>> sent_key_heads(heads=12, kv_heads=3, group=4).tolist()
+    [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    """
+    if kv_heads % group == 0:
+        return None
+    per_device = heads // group
+    served = heads // kv_heads
+    each = 1 if served % per_device == 0 else per_device
+    return np.arange(group * each) * (per_device // each) // served

@@ -1,0 +1,119 @@
+"""Tables of the block pairs that each device computes, if rows are sharded: at each hop, those of one shard of keys.
+
+At hop h a device meets the shard that is h before its own. What it computes depends on how many chunks are between the
+queries' chunks and the keys', so there are few different tables. They are NumPy arrays and need no devices; `shards`
+runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from meshpar.nn.attention.block_pairs import BlockGrid, visible_pairs
+from meshpar.nn.attention.core import needed_scores
+from meshpar.parallel.sequence import SequenceLayout
+
+
+@dataclass(frozen=True)
+class ShardTables:
+    """The tables of all devices that share a row.
+
+    Args:
+      layout: which tokens each shard holds.
+      grid: the blocks of a chunk.
+      window: how many tokens a query attends to, if all layers agree; else None.
+
+    >>> tables = ShardTables(SequenceLayout(4, is_zigzag=True), BlockGrid(8, 4))
+    >>> tables.hops, [len(table) for table in tables.tables]
+    ([1, 2, 3], [8, 6, 8])
+    >>> ShardTables(SequenceLayout(4), BlockGrid(8, 4), window=5).hops
+    [1]
+    """
+
+    layout: SequenceLayout
+    grid: BlockGrid
+    window: int | None = None
+
+    @cached_property
+    def _apart(self) -> np.ndarray:
+        """int[hop, shard, chunk of queries, chunk of keys]: how many chunks the queries are after the keys."""
+        chunks = self.layout.chunks
+        shard = np.arange(len(chunks))
+        met = chunks[(shard - shard[:, None]) % len(chunks)]
+        # Beyond `far` all distances are alike, and so are all keys that come later.
+        far = 1 if self.window is None else -(-(self.window - 1) // self.grid.seq_len) + 1
+        return np.clip(chunks[:, :, None] - met[:, :, None, :], -1, far)
+
+    @cached_property
+    def which(self) -> np.ndarray:
+        """int[hop, shard]: the index in `tables` of the table that a shard needs at a hop."""
+        return self._different[1].reshape(self._apart.shape[:2])
+
+    @cached_property
+    def tables(self) -> list[np.ndarray]:
+        """The different tables, int32[pair, 4], see `BlockGrid.rows`; empty where no query attends to a key."""
+        return [self._table(apart) for apart in self._different[0]]
+
+    @cached_property
+    def _different(self) -> tuple[np.ndarray, np.ndarray]:
+        chunks_each = self._apart.shape[2]
+        rows, which = np.unique(self._apart.reshape(-1, chunks_each**2), axis=0, return_inverse=True)
+        return rows.reshape(-1, chunks_each, chunks_each), which
+
+    def _table(self, apart: np.ndarray) -> np.ndarray:
+        rows = [np.empty((0, 4), np.int32)]
+        for (q, k), distance in np.ndenumerate(apart):
+            if distance >= 0:
+                pairs = visible_pairs(self.grid, int(distance), self.window)
+                on_diagonal = (pairs[:, 0] == pairs[:, 1]) & (distance == 0) & (self.halves is not None)
+                rows.append(self.grid.rows(pairs[~on_diagonal], (q, k)))
+        return np.concatenate(rows)
+
+    @cached_property
+    def halves(self) -> BlockGrid | None:
+        """Cuts the blocks on the diagonal in halves, of which only three of four pairs have a visible token."""
+        return None if self.grid.is_ragged else BlockGrid(self.grid.size, -(-self.grid.size // 2))
+
+    @cached_property
+    def diagonal(self) -> np.ndarray:
+        """The table of the pairs of `halves`, of each block of queries with the same block of keys."""
+        if self.halves is None:
+            return np.empty((0, 4), np.int32)
+        pairs = visible_pairs(self.halves, 0, self.window)
+        blocks = range(self.layout.chunks.shape[1] * self.grid.num_blocks)
+        return np.concatenate([self.halves.rows(pairs, (block, block)) for block in blocks])
+
+    @cached_property
+    def hops(self) -> list[int]:
+        """The hops, after the one to its own shard, at which some device attends to some key."""
+        lengths = self._lengths[1:].max(1, initial=0)
+        return [hop for hop, length in enumerate(lengths, 1) if length]
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        """int[hop, shard]: the rows of the table that a shard needs at a hop."""
+        return np.array([len(table) for table in self.tables])[self.which]
+
+    @cached_property
+    def scores(self) -> np.ndarray:
+        """int[shard]: the scores that each shard of queries computes, for each row and head."""
+        halves = len(self.diagonal) * self.halves.size**2 if self.halves else 0
+        return self._lengths.sum(0) * self.grid.size**2 + halves
+
+    @property
+    def needed(self) -> Fraction:
+        """The part of the computed scores that causal attention needs."""
+        seq_len = self.grid.seq_len * self.layout.chunks.size
+        return Fraction(needed_scores(seq_len, self.window)) / int(self.scores.sum())
+
+    def by_length(self, hops: Sequence[int]) -> dict[int, list[int]]:
+        """Number of rows -> the tables with so many that some shard needs at these hops."""
+        found: dict[int, list[int]] = {}
+        for index in np.unique(self.which[list(hops)]):
+            found.setdefault(len(self.tables[index]), []).append(int(index))
+        return found

@@ -1,0 +1,243 @@
+"""Attention in blocks over rows whose tokens are on one device, or sharded over several.
+
+Each device has the queries of its shard, and meets the keys of one shard after the other, beginning with its own: they
+travel round a ring, or every device has gathered all of them.
+
+Source: Liu et al. 2023, arXiv:2310.01889 (ring attention).
+
+Shapes: B batch, K kv_heads, G query heads for each of them, S tokens of a shard, h head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from meshpar.collectives.permute import permute
+from meshpar.cost.flops import needed
+from meshpar.mesh.varying import Axes
+from meshpar.nn.attention.block_pairs import BlockGrid
+from meshpar.nn.attention.online_softmax import Tokens, add_gradients, backward_of, empty, extend
+from meshpar.nn.attention.shard_tables import ShardTables
+from meshpar.parallel.local import varying_like
+
+Run = Callable[[BlockGrid, jax.Array, Tokens, Any], Any]
+"""(grid, table, keys, carry) -> carry, after the pairs of the table."""
+Visit = Callable[[Any, Sequence[int], Any, Any], tuple[Any, Any]]
+"""(hop, the hops of the same loop, carry, the keys of a shard) -> (carry, what is added for that shard)."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The devices that share a row, and how the keys of one reach the queries of another.
+
+    Args:
+      axes: the mesh axes over which the row is sharded.
+      group: the number of neighbouring devices that hold the same shard.
+      gathers: whether each device gathers the keys of all shards; else they travel round a ring.
+    """
+
+    tables: ShardTables
+    axes: Axes = ()
+    group: int = 1
+    gathers: bool = False
+
+    @property
+    def num_shards(self) -> int:
+        return self.tables.layout.num_shards
+
+    @property
+    def rank(self) -> jax.Array | int:
+        """The shard of this device."""
+        return lax.axis_index(self.axes) // self.group if self.axes else 0
+
+    def source(self, hop: jax.Array | int) -> jax.Array | int:
+        """The shard that this device meets at a hop."""
+        return (self.rank - hop) % self.num_shards if self.axes else 0
+
+    def tokens(self, shard: jax.Array | int, segments: Int[Array, "B S"]) -> Tokens:
+        return Tokens(self.tables.layout.tokens_of(shard, segments.shape[1]), segments)
+
+    def run(self, hop: Any, hops: Sequence[int], queries: Tokens, segments: Int[Array, "B S"], run: Run, carry: Any):
+        """Runs the tables of this device at a hop, if a query and a key can be in the same document.
+
+        Args:
+          hop: one of `hops`, perhaps traced.
+          segments: of the keys.
+        """
+        keys = self.tokens(self.source(hop), segments)
+        if hops[0] > 0:
+            own = queries.segments
+            overlap = (own.min(1) <= segments.max(1)) & (segments.min(1) <= own.max(1))
+            run_table = partial(self._run_table, hop, hops, run, keys)
+            return lax.cond(overlap.any(), run_table, lambda carry: carry, carry)
+        if self.tables.halves:
+            carry = run(self.tables.halves, jnp.asarray(self.tables.diagonal), keys, carry)
+        return self._run_table(hop, hops, run, keys, carry)
+
+    def _run_table(self, hop: Any, hops: Sequence[int], run: Run, keys: Tokens, carry: Any) -> Any:
+        tables = self.tables.tables
+        by_length = self.tables.by_length(hops)
+        which = jnp.asarray(self.tables.which, jnp.int32)[hop, self.rank]
+
+        def of_length(alike: list[int], which: jax.Array, carry: Any) -> Any:
+            if not len(tables[alike[0]]):
+                return carry
+            if len(alike) == 1:
+                return run(self.tables.grid, jnp.asarray(tables[alike[0]]), keys, carry)
+            place = np.searchsorted(alike, np.arange(len(tables))).astype(np.int32)
+            table = jnp.asarray(np.stack([tables[index] for index in alike]))[jnp.asarray(place)[which]]
+            return run(self.tables.grid, table, keys, carry)
+
+        first, *others = by_length.values()
+        if not others:
+            return of_length(first, which, carry)
+        used = self.tables.which[list(hops)]
+        branch = np.zeros(len(tables), np.int32)
+        for number, alike in enumerate(by_length.values()):
+            branch[alike] = number
+        taken = [str(int(np.isin(used, alike).sum())) for alike in by_length.values()]
+        with jax.named_scope(f"taken_{'_'.join(taken)}_of_{used.size}"):
+            branches = [partial(of_length, alike) for alike in by_length.values()]
+            return lax.switch(jnp.asarray(branch)[which], branches, which, carry)
+
+    def meet(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
+        """Visits the keys of each shard that a query attends to; returns the carry, and what is added for this shard.
+
+        Communication: `keys` by a message at each hop round the ring, and what is added by one more; or an all-gather
+          of `keys`, and a reduce-scatter of what is added.
+        """
+        if not self.tables.hops:
+            return visit(0, [0], carry, keys)
+        return self._gather(visit, carry, keys) if self.gathers else self._travel(visit, carry, keys)
+
+    def _gather(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
+        gathered = jax.tree.map(lambda x: lax.all_gather(x, self.axes, axis_index_groups=self._groups), keys)
+
+        def step(state: Any, hop: Any, hops: Sequence[int]) -> Any:
+            carry, added = state
+            shard = self.source(hop)
+            met = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, shard, keepdims=False), gathered)
+            carry, more = visit(hop, hops, carry, met)
+            return carry, jax.tree.map(lambda x, part: x.at[shard].add(part), added, more)
+
+        carry, first = visit(0, [0], carry, keys)
+        zeros = jax.tree.map(lambda x: varying_like(jnp.zeros((self.num_shards, *x.shape), x.dtype), x), first)
+        added = jax.tree.map(lambda x, part: x.at[self.rank].set(part), zeros, first)
+        hops = self.tables.hops
+        state, _ = lax.scan(lambda state, hop: (step(state, hop, hops), None), (carry, added), jnp.array(hops, "int32"))
+        carry, added = state
+        return carry, jax.tree.map(lambda x: lax.psum_scatter(x, self.axes, axis_index_groups=self._groups), added)
+
+    def _travel(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
+        """Before it computes, each visit sends the keys on, and what was added for them by the visits before."""
+        hops = self.tables.hops
+
+        def step(state: Any, hop: Any, alike: Sequence[int], by: int, on: int) -> Any:
+            carry, keys, added = state
+            ahead = self._send(keys, on) if on else keys
+            added = self._send(added, by)
+            carry, more = visit(hop, alike, carry, keys)
+            return carry, ahead, jax.tree.map(jnp.add, added, more)
+
+        ahead = self._send(keys, hops[0])
+        carry, added = visit(0, [0], carry, keys)
+        state = carry, ahead, added
+        if hops == [*range(1, len(hops) + 1)] and len(hops) > 2:  # a loop, for all hops but the last, is one program
+            loop = jnp.array(hops[:-1], "int32")
+            state, _ = lax.scan(lambda state, hop: (step(state, hop, hops[:-1], 1, 1), None), state, loop)
+            state = step(state, hops[-1], hops[-1:], 1, 0)
+        else:
+            for before, hop, after in zip([0, *hops], hops, [*hops[1:], hops[-1]], strict=False):
+                state = step(state, hop, [hop], hop - before, after - hop)
+        carry, _, added = state
+        return carry, self._send(added, self.num_shards - hops[-1])
+
+    def _send(self, tree: Any, by: int) -> Any:
+        """Sends arrays to the shard that is `by` after this one."""
+        num_devices = self.num_shards * self.group
+        pairs = [(rank, (rank + by * self.group) % num_devices) for rank in range(num_devices)]
+        return jax.tree.map(lambda x: permute(x, self.axes, pairs), tree)
+
+    @property
+    def _groups(self) -> list[list[int]] | None:
+        """The devices that hold different shards of the same heads; None for all."""
+        if self.group == 1:
+            return None
+        return np.arange(self.num_shards * self.group).reshape(-1, self.group).T.tolist()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(
+    shards: Shards,
+    q: Float[Array, "B K G S h"],
+    k: Float[Array, "B K S h"],
+    v: Float[Array, "B K S h"],
+    segments: Int[Array, "B S"],
+    window: Int[Array, ""] | None,
+) -> Float[Array, "B K G S h"]:
+    """Computes `softmax(q k^T) v` of this device's queries, over the keys of all shards.
+
+    Args:
+      q: already divided by the square root of head_dim.
+      segments: the document of each token.
+      window: how many tokens a query attends to, including its own; None for all up to its own.
+
+    Memory: beside the result, its gradient and the arguments, the scores of one pair of blocks; the keys and values of
+      a shard twice, or of all shards if they are gathered.
+    Numerics: the softmax and all sums over blocks in float32 at least.
+    Communication: see `Shards.meet`, of k, v and segments forward and backward; backward of the gradients of k and v,
+      in float32 at least.
+    """
+    return _attend_forward(shards, q, k, v, segments, window)[0]
+
+
+def _attend_forward(shards: Shards, q, k, v, segments, window):
+    queries = shards.tokens(shards.rank, segments)
+
+    def visit(hop: Any, hops: Sequence[int], state: Any, of_shard: Any) -> tuple[Any, tuple[()]]:
+        k, v, theirs = of_shard
+
+        def run(grid: BlockGrid, pairs: jax.Array, keys: Tokens, state: Any) -> Any:
+            return extend(grid, state, q, k, v, queries, keys, window, pairs)
+
+        return shards.run(hop, hops, queries, theirs, run, state), ()
+
+    with needed(shards.tables.needed):
+        state, _ = shards.meet(visit, empty(q), (k, v, segments))
+    out = state.result().astype(v.dtype)
+    return out, (q, k, v, segments, window, out, state.log_mass())
+
+
+def _attend_backward(shards: Shards, saved, grad):
+    q, k, v, segments, window, out, log_mass = saved
+    queries = shards.tokens(shards.rank, segments)
+    known = backward_of(out, log_mass, grad)
+
+    def zeros(x: jax.Array) -> jax.Array:
+        return varying_like(jnp.zeros(x.shape, log_mass.dtype), q)
+
+    def visit(hop: Any, hops: Sequence[int], of_q: jax.Array, of_shard: Any) -> tuple[jax.Array, Any]:
+        k, v, theirs = of_shard
+
+        def run(grid: BlockGrid, pairs: jax.Array, keys: Tokens, grads: Any) -> Any:
+            return add_gradients(grid, grads, known, q, k, v, queries, keys, window, pairs)
+
+        of_q, *added = shards.run(hop, hops, queries, theirs, run, (of_q, zeros(k), zeros(v)))
+        return of_q, tuple(added)
+
+    with needed(shards.tables.needed):
+        of_q, added = shards.meet(visit, zeros(q), (k, v, segments))
+    grads = (of_q, *added)
+    return *(x.astype(like.dtype) for x, like in zip(grads, (q, k, v), strict=True)), None, None
+
+
+attend.defvjp(_attend_forward, _attend_backward)

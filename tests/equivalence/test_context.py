@@ -1,0 +1,232 @@
+"""Rows that are sharded over axis context: every kind computes what one device does."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar.collectives.reduction import Reduce
+from meshpar.mesh.layout import MeshLayout
+from meshpar.nn.attention import Blocks, Reference, shards
+from meshpar.nn.attention.context_parallel import across_shards
+from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.pipeline.schedule import OneFOneB
+from meshpar.parallel.sequence import SequenceLayout
+from meshpar.parallel.strategies import ContextParallel, Parallel
+from meshpar.sharding.rules import AxisRules
+from meshpar.train import batches
+from meshpar.train.program import on_shards
+from tests.equivalence.conftest import on_one_device, outcome, prepared
+
+# Attention alone --------------------------------------------------------------------------------------------------
+
+BATCH, SEQ, SIZE = 2, 48, 4
+RING = ContextParallel()
+CONTIGUOUS = ContextParallel(layout="contiguous")
+GATHERED = ContextParallel(kind="all_gather")
+ULYSSES = ContextParallel(kind="ulysses")
+
+
+def arrays(heads, kv_heads):
+    """Queries, keys, values, and documents of which some cross shards."""
+    rng = np.random.default_rng(0)
+    drawn = [jnp.asarray(rng.normal(size=(BATCH, SEQ, n, SIZE))) for n in (heads, kv_heads, kv_heads)]
+    return drawn, jnp.asarray(np.sort(rng.integers(0, 3, (BATCH, SEQ)), axis=1), jnp.int32)
+
+
+def computed(attend, drawn, segments):
+    """The result and the gradients of q, k and v."""
+
+    def weighted(q, k, v):
+        out = attend(q, k, v, segments)
+        return (out * jnp.cos(jnp.arange(out.size, dtype=out.dtype).reshape(out.shape))).sum(), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(weighted, (0, 1, 2), has_aux=True))(*drawn)
+    return out, *grads
+
+
+def difference(context, size, heads=8, kv_heads=4, window=None, by_layer=False, block_size=3):
+    """The largest difference to the reference on one device; `by_layer` gives the window as an array."""
+    width = jnp.int32(window) if by_layer else window
+    ctx = ParallelContext(
+        mesh=MeshLayout(context=size).build(jax.devices()[:size]),
+        rules=AxisRules(preset=("context",)),
+        manual=True,
+        parallel=Parallel(context=context),
+    )
+    tokens = ctx.pspec("batch", "seq")
+    local = on_shards(
+        lambda q, k, v, segments: across_shards(Blocks(block_size=block_size), q, k, v, segments, segments, width)[0],
+        ctx, (tokens, tokens, tokens, tokens), tokens,
+    )  # fmt: skip
+    order = ctx.sequence.order(SEQ)
+    drawn, segments = arrays(heads, kv_heads)
+
+    def arranged(q, k, v, segments):
+        out = local(*(x[:, order] for x in (q, k, v, segments)))
+        return out[:, np.argsort(order)]
+
+    def reference(q, k, v, segments):
+        return Reference()(q, k, v, segments, segments, width)[0]
+
+    found = computed(arranged, drawn, segments)
+    expected = computed(reference, drawn, segments)
+    return max(float(jnp.abs(a - b).max()) for a, b in zip(found, expected, strict=True))
+
+
+KINDS = {
+    "ring": RING,
+    "ring_contiguous": CONTIGUOUS,
+    "gathered": GATHERED,
+    "gathered_contiguous": ContextParallel(kind="all_gather", layout="contiguous"),
+    "ulysses": ULYSSES,
+}
+SHORT, LONG = 5, 20  # of 48 tokens: less and more than a shard, for all sizes but two
+SAMPLE = [
+    ("ring", 4, None, False),
+    ("ring_contiguous", 3, SHORT, False),
+    ("ring", 8, LONG, False),
+    ("gathered", 4, LONG, True),
+    ("ulysses", 4, SHORT, False),
+]
+ALL = [*product(KINDS, (2, 3, 4, 8), (None, SHORT, LONG), (False,)), *product(KINDS, (2, 4), (LONG,), (True,))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "window", "by_layer"),
+    [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow) for case in ALL],
+)
+def test_attention_over_shards_is_that_of_whole_rows(float64, kind, size, window, by_layer):
+    heads = 6 if size == 3 else 8
+    assert difference(KINDS[kind], size, heads, heads // 2, window, by_layer) < 1e-12
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, pytest.param(6, marks=pytest.mark.slow)])
+def test_ulysses_shares_fewer_key_heads_than_devices(float64, kv_heads):
+    assert difference(ULYSSES, 4, heads=12, kv_heads=kv_heads) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("layout", "window"), [("zigzag", None), ("contiguous", 5), pytest.param("zigzag", 9, marks=pytest.mark.slow)]
+)
+def test_a_hybrid_is_a_ring_of_groups(float64, layout, window):
+    assert difference(ContextParallel(kind="hybrid", group=2, layout=layout), 8, window=window) < 1e-12
+
+
+# Faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_planted_a_stale_block_of_keys_in_the_backward(float64, monkeypatch):
+    add = shards.add_gradients
+    monkeypatch.setattr(
+        shards,
+        "add_gradients",
+        lambda grid, grads, known, q, k, v, *rest: add(grid, grads, known, q, k[::-1], v, *rest),
+    )
+    assert difference(RING, 4) > 1e-2
+
+
+def test_planted_a_mask_that_is_off_by_one_shard(float64, monkeypatch):
+    monkeypatch.setattr(shards.Shards, "source", lambda self, hop: (self.rank - hop + 1) % self.num_shards)
+    assert difference(CONTIGUOUS, 4) > 1e-2
+
+
+def test_planted_gradients_of_keys_that_are_not_sent_home(float64, monkeypatch):
+    send = shards.Shards._send
+    monkeypatch.setattr(
+        shards.Shards, "_send", lambda self, tree, by: tree if len(tree) == 2 and by == 1 else send(self, tree, by)
+    )
+    assert difference(RING, 4) > 1e-2
+
+
+def test_planted_rows_in_another_order_than_the_layout(float64, monkeypatch):
+    monkeypatch.setattr(SequenceLayout, "order", lambda self, seq_len: np.arange(seq_len))
+    assert difference(RING, 4) > 1e-2
+
+
+# Whole steps ------------------------------------------------------------------------------------------------------
+
+PIPELINE = OneFOneB(num_microbatches=2)
+OVER_CONTEXT = {"embed": ("fsdp", "context")}
+"""Parameters are stored in shards over context, too."""
+# name: (model, mesh, presets, parallel, lowering, microbatches, rules, core)
+COMPOSED = {
+    "ring": ("llama", {"context": 4}, ["context"], {"context": RING}, "manual", 1, {}, None),
+    "zero3": ("llama", {"fsdp": 2, "context": 4}, ["fsdp", "context"], {}, "manual", 1, OVER_CONTEXT, None),
+    "zero2": ("llama", {"fsdp": 2, "context": 2}, ["zero2", "context"], {}, "manual", 2, OVER_CONTEXT, None),
+    "zero1": ("llama", {"fsdp": 2, "context": 2}, ["zero1", "context"], {}, "manual", 2, OVER_CONTEXT, None),
+    "context_alone_shards": ("llama", {"context": 4}, ["fsdp", "context"], {}, "manual", 1, OVER_CONTEXT, None),
+    "hsdp": ("llama", {"replica": 2, "fsdp": 2, "context": 2}, ["hsdp", "context"], {}, "manual", 1, {}, None),
+    "tensor": ("llama", {"tensor": 2, "context": 2}, ["megatron", "context"], {}, "manual", 1, {}, None),
+    "tensor_sp": (
+        "llama_gqa_options", {"fsdp": 2, "context": 2, "tensor": 2}, ["fsdp", "megatron_sp", "context"], {},
+        "manual", 2, {}, Blocks(block_size=2),
+    ),
+    "dropout_remat": ("gpt_dropout_remat", {"data": 2, "context": 4}, ["context"], {}, "manual", 2, {}, None),
+    "gathered_dropout": (
+        "llama_gqa_tied_dropout", {"data": 2, "context": 2}, ["context"], {"context": GATHERED}, "manual", 1, {}, None,
+    ),
+    "ulysses": ("llama_gqa_tied_dropout", {"context": 4}, ["context"], {"context": ULYSSES}, "manual", 1, {}, None),
+    "ulysses_tensor": (
+        "llama", {"context": 2, "tensor": 2}, ["megatron_sp", "context"], {"context": ULYSSES}, "manual", 1, {}, None,
+    ),
+    "hybrid": (
+        "gpt_gqa_tied", {"context": 8}, ["context"], {"context": ContextParallel(kind="hybrid", group=2)},
+        "manual", 1, {}, None,
+    ),
+    "lora": ("llama_lora", {"data": 2, "context": 2}, ["context"], {}, "manual", 1, {}, None),
+    "reduction": (
+        "llama", {"data": 2, "context": 2}, ["context"], {"gradient_reduction": Reduce(bucket_bytes=4096)},
+        "manual", 1, {}, None,
+    ),
+    "pipeline_ulysses": (
+        "llama", {"pipe": 2, "context": 2}, ["pipeline", "context"],
+        {"pipeline": PIPELINE, "context": ULYSSES}, "manual", 1, {}, None,
+    ),
+    "pipeline_zero": (
+        "llama", {"fsdp": 2, "pipe": 2, "context": 2}, ["fsdp", "pipeline", "context"],
+        {"pipeline": PIPELINE, "context": GATHERED},
+        "manual", 1, OVER_CONTEXT, Blocks(block_size=2),
+    ),
+    "window_contiguous": (
+        "llama_gqa_options", {"context": 4}, ["context"], {"context": CONTIGUOUS},
+        "manual", 1, {}, Blocks(block_size=3),
+    ),
+    "auto": ("llama", {"context": 4, "tensor": 2}, ["megatron", "context"], {}, "auto", 1, {}, None),
+    "auto_zero3_blocks": (
+        "llama_gqa_options", {"fsdp": 2, "context": 4}, ["fsdp", "context"], {}, "auto", 2, {}, Blocks(block_size=4),
+    ),
+}  # fmt: skip
+IN_CI = ("tensor_sp", "dropout_remat", "pipeline_zero")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_CI else pytest.mark.slow) for n in COMPOSED])
+def test_steps_with_sharded_rows_equal_one_device(name):
+    assert composed(name) < 1e-10
+
+
+def composed(name):
+    model, sizes, presets, parallel, lowering, num_microbatches, rules, core = COMPOSED[name]
+    run = prepared(
+        model, None, lowering, num_microbatches,
+        mesh=MeshLayout(**sizes),
+        rules=AxisRules(preset=tuple(presets), **rules),
+        parallel=Parallel(**parallel),
+        fields={"attention": core} if core else {},
+    )  # fmt: skip
+    return outcome(run).difference(on_one_device(model))
+
+
+def test_planted_a_label_that_is_lost_at_a_cut(monkeypatch):
+    arranged = batches.arranged
+
+    def shifted(x, order):
+        return arranged(x, order if order is None else np.roll(order, 1))
+
+    on_one_device("llama")
+    monkeypatch.setattr("meshpar.train.training.arranged", lambda x, order: shifted(x, order))
+    assert composed("ring") > 1e-4

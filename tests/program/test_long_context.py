@@ -1,0 +1,89 @@
+"""Memory and operations of steps with long rows, on one device and sharded over axis context."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshpar.cost.flops import needed_flops, traced_products
+from meshpar.experiment.config import Run
+from meshpar.experiment.prepare import prepare
+from meshpar.inspection.inspect import inspect
+from meshpar.mesh.layout import MeshLayout
+from meshpar.models import Llama
+from meshpar.nn.attention import Blocks, online_softmax
+from meshpar.nn.attention.context_parallel import across_shards
+from meshpar.optim import AdamW
+from meshpar.parallel.context import ParallelContext
+from meshpar.sharding.rules import AxisRules
+from meshpar.train.data import Synthetic
+from meshpar.train.program import on_shards
+
+MODEL = Llama(
+    num_layers=2,
+    hidden_size=16,
+    num_heads=2,
+    num_kv_heads=1,
+    intermediate_size=32,
+    vocab_size=32,
+    unroll=1,
+    remat="full",
+)
+
+
+def temporaries(seq_len, context=1):
+    """Bytes of a whole step."""
+    mesh = MeshLayout(context=context)
+    run = Run(
+        model=MODEL,
+        data=Synthetic(batch_size=1, seq_len=seq_len, vocab_size=32),
+        optim=AdamW(lr=1e-3),
+        mesh=mesh,
+        rules=AxisRules(preset=("context",)),
+        num_steps=1,
+        run_dir="unused",
+    )
+    step = prepare(run, mesh.build(jax.devices()[:context])).compile_step()
+    return step.compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_of_a_step_is_linear_in_the_row():
+    sizes = [temporaries(seq_len) for seq_len in (4096, 8192, 16384)]
+    assert sizes[1] < 2.05 * sizes[0]
+    assert sizes[2] < 2.05 * sizes[1]
+
+
+def test_planted_masks_that_leave_the_loop_over_layers(monkeypatch):
+    """Without the dependency of tables on queries, JAX keeps the masks of all pairs of blocks."""
+    monkeypatch.setattr(online_softmax, "_after", lambda q, pairs: pairs)
+    assert temporaries(8192) > 2.5 * temporaries(4096)
+
+
+def test_memory_of_a_device_is_flat_if_context_grows_with_the_row():
+    sizes = [temporaries(4096 * context, context) for context in (2, 4, 8)]
+    assert max(sizes) < 1.05 * min(sizes)
+
+
+HEADS, SIZE = 2, 8
+
+
+@pytest.mark.parametrize("context", [2, 4, 8])
+def test_zigzag_executes_hardly_more_than_the_ideal(context):
+    """Forward and backward of attention with blocks a sixteenth of a shard, counted in the compiled program."""
+    block = 16
+    seq_len = context * 16 * block
+    mesh = MeshLayout(context=context).build(jax.devices()[:context])
+    ctx = ParallelContext(mesh=mesh, rules=AxisRules(preset=("context",)), manual=True)
+    tokens = ctx.pspec("batch", "seq")
+    core = Blocks(block_size=block)
+    local = on_shards(lambda q, k, v, s: across_shards(core, q, k, v, s, s, None)[0], ctx, (tokens,) * 4, tokens)
+    qkv = [jax.ShapeDtypeStruct((1, seq_len, HEADS, SIZE), "float32")] * 3
+    segments = jax.ShapeDtypeStruct((1, seq_len), "int32")
+    gradients = jax.jit(jax.grad(lambda *args: jnp.sin(local(*args)).sum(), (0, 1, 2)))
+    executed = inspect(gradients.lower(*qkv, segments).compile(), mesh).flops * context
+    ideal = 7 * 2 * HEADS * SIZE * Fraction(seq_len**2, 2)  # two products forward, five backward
+    assert 1 < executed / ideal <= 1.02
+    assert needed_flops(traced_products(jax.make_jaxpr(gradients)(*qkv, segments))) == ideal
