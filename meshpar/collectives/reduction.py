@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from meshpar.collectives.compression import Blocks, Compression, State
 from meshpar.collectives.operations import Choice, cut, join
 from meshpar.collectives.powersgd import PowerSGD
 from meshpar.collectives.quantize import Float8, Int8, OneBit
-from meshpar.config import Config
+from meshpar.config import Coerced, Config, default
 from meshpar.mesh.varying import Axes, invariant
 from meshpar.tree import parse_bytes
 
@@ -45,9 +45,9 @@ class Reduce(Config):
     slices (`mesh.dcn`), `across` applies to all copies.
     """
 
-    within: Within = Exact()
+    within: Coerced[Within, str | dict[str, Any]] = default(Exact())
     """Format in which gradients are reduce-scattered: exact, bf16, int8, fp8."""
-    across: Across = Exact()
+    across: Coerced[Across, str | dict[str, Any]] = default(Exact())
     """Format in which gradients are all-reduced: exact, bf16, int8, fp8, onebit, powersgd."""
     algorithm: Choice = "auto"
     """Algorithm of the collectives; `auto` selects the fastest one on the links of these devices."""

@@ -27,10 +27,16 @@ _BOUNDS = {
 
 def explain(root: type[pydantic.BaseModel], data: Any, invalid: pydantic.ValidationError) -> list[tuple[str, str, str]]:
     """(dotted path, what is wrong, fix) of each error, without repetitions. The path of the whole data is empty."""
-    found = []
+    found: list[tuple[str, str, str]] = []
     for error in invalid.errors():
         keys, model = _locate(root, data, error["loc"])
-        found.append((".".join(keys), *_words(root, data, error, keys, model)))
+        where = ".".join(keys)
+        what, fix = _words(root, data, error, keys, model)
+        if found and found[-1][0] == where and found[-1] != (where, what, fix) and what.startswith("expected "):
+            # Each member of a union of plain types expects another one.
+            expected = found.pop()[1].partition(", got ")[0]
+            what = f"{expected} or {what.removeprefix('expected ')}"
+        found.append((where, what, fix))
     return list(dict.fromkeys(found))
 
 
@@ -97,6 +103,8 @@ def _locate(root: type[pydantic.BaseModel], data: Any, loc: tuple[Any, ...]) -> 
     for part in loc:
         if isinstance(data, dict) and part not in data and data.get("kind") == part:
             continue
+        if isinstance(part, str) and not isinstance(data, dict):
+            continue  # the member of a union of plain types, such as `str`
         if not (isinstance(data, (list, tuple)) and isinstance(part, int)):
             holder = chosen(annotation, data)
         keys.append(str(part))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pydantic
 
 from meshpar import config
 from meshpar.checkpoint.retention import Retention
-from meshpar.config import Config, Positive, Seed
+from meshpar.config import Coerced, Config, FilePath, Positive, Section, Seed, Strings, default
 from meshpar.cost.memory import Widths
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
@@ -25,7 +25,7 @@ from meshpar.optim.freeze import Freeze
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh
-from meshpar.sharding.rules import AxisRules
+from meshpar.sharding.rules import AxisRules, Rules
 from meshpar.train.data import Data
 from meshpar.train.loop.stopping import EarlyStopping
 from meshpar.train.loss import Distill, LossConfig
@@ -33,7 +33,6 @@ from meshpar.train.records.loggers import Logger, TensorBoard
 
 Model = Annotated[Family | Import, pydantic.Field(discriminator="kind")]
 """One of meshpar's models, or a user's Flax model."""
-Paths = tuple[str, ...]
 Float = Literal["bfloat16", "float32", "float64"]
 
 
@@ -78,13 +77,13 @@ class Offload(Config):
 class Init(Config):
     """The source of the first parameters: a checkpoint or a Hugging Face folder. The rest is initialized at random."""
 
-    from_checkpoint: Path | None = None
+    from_checkpoint: Coerced[Path | None, str] = default(None)
     """A checkpoint; or a run directory, whose last checkpoint is used."""
-    include: Paths = ("params.**",)
+    include: Strings = default(("params.**",))
     """Globs of the paths in the train state to restore."""
-    exclude: Paths = ()
+    exclude: Strings = default(())
     """Globs of paths not to restore although `include` matches them, such as a new head: `params.head.**`."""
-    from_hf: Path | None = None
+    from_hf: Coerced[Path | None, str] = default(None)
     """A folder with `config.json` and safetensors files, as Hugging Face's libraries write it. It is read in place."""
 
     @pydantic.model_validator(mode="after")
@@ -97,46 +96,46 @@ class Init(Config):
 class Run(Config):
     """A training run: everything that a config file specifies."""
 
-    model: Model
-    loss: LossConfig = LossConfig()
+    model: Section[Model]
+    loss: Coerced[LossConfig, str | dict[str, Any]] = default(LossConfig())
     """The loss to minimize."""
-    data: Data
-    optim: Optimizer
-    lora: LoRA | None = None
+    data: Section[Data]
+    optim: Section[Optimizer]
+    lora: Section[LoRA | None] = default(None)
     """Trains low-rank matrices alongside the model's kernels, and freezes the model."""
-    distill: Distill | None = None
+    distill: Section[Distill | None] = default(None)
     """A teacher model whose predictions are learned."""
-    freeze: tuple[Freeze, ...] = ()
+    freeze: Coerced[tuple[Freeze, ...], Sequence[Freeze | str | list[str] | dict[str, Any]]] = default(())
     """Parameters that are not updated: globs, or `{paths: [...], until: 100}` to train them from step 100 on."""
-    mesh: MeshLayout = MeshLayout()
-    rules: AxisRules = AxisRules(preset=("replicated",))
+    mesh: Section[MeshLayout] = default(MeshLayout())
+    rules: Rules = default(AxisRules(preset="replicated"))
     lowering: Literal["manual", "auto"] = "manual"
     """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses the communication."""
-    parallel: Parallel = Parallel()
+    parallel: Section[Parallel] = default(Parallel())
     """Strategies of the manual lowering: overlaps, a pipeline, the reduction of gradients."""
-    precision: Precision = Precision()
-    offload: Offload = Offload()
+    precision: Section[Precision] = default(Precision())
+    offload: Section[Offload] = default(Offload())
     num_steps: Positive
     num_microbatches: Positive = 1
     """Equal parts of a batch that are computed one after another; gradients are reduced once."""
-    contract: Contract | None = None
+    contract: Section[Contract | None] = default(None)
     """Limits on what the compiled step sends and holds; a step that exceeds them is refused."""
     seed: Seed = 0
-    run_dir: Path
+    run_dir: FilePath
     """Directory for metrics and checkpoints. A run resumes from the last checkpoint in it."""
     log_every: Positive = 10
     """Steps between records of the training loss."""
     eval_every: Positive | None = None
     """Steps between evaluations on held-out data; default: only at the end."""
-    init: Init | None = None
+    init: Section[Init | None] = default(None)
     """Source of the first parameters; default: they are initialized at random."""
-    checkpoints: Retention = Retention()
+    checkpoints: Coerced[Retention, int | dict[str, Any]] = default(Retention())
     """How often checkpoints are saved, and which are retained."""
-    early_stopping: EarlyStopping | None = None
+    early_stopping: Section[EarlyStopping | None] = default(None)
     """When to end before `num_steps`."""
     max_skipped_steps: Positive | None = 10
     """A step whose loss or gradients are not finite is skipped. This many in a row end the run; null for no limit."""
-    loggers: tuple[Logger, ...] = (TensorBoard(),)
+    loggers: Coerced[tuple[Logger, ...], Sequence[Logger | str | dict[str, Any]]] = default((TensorBoard(),))
     """Loggers that get the records in addition to `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow."""
 
     @pydantic.model_validator(mode="after")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshpar.collectives.reduction import Exact
@@ -51,6 +52,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
     ctx = run.context(mesh)
     problems = Problems()
     _check_batch(run, ctx, problems)
+    _check_precision(run, problems)
     is_manual = run.model.manual_lowering()
     if ctx.manual and not is_manual:
         problems.add("lowering", is_manual.because, "lowering=auto")
@@ -97,6 +99,15 @@ def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:
         multiple = parts * chunks
         near = max(multiple, round(run.data.seq_len / multiple) * multiple)
         problems.add("data.seq_len", what, f"data.seq_len={near}, a multiple of {multiple}")
+
+
+def _check_precision(run: Run, problems: Problems) -> None:
+    """Adds each dtype that JAX would replace by float32 without a word."""
+    for name, dtype in run.precision.model_dump().items():
+        if dtype == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+            what = "JAX would compute in float32, because its 64-bit mode is off"
+            fix = f"precision.{name}=float32, or JAX_ENABLE_X64=1 in the environment"
+            problems.add(f"precision.{name}", what, fix)
 
 
 def _check_combinations(run: Run, problems: Problems) -> None:

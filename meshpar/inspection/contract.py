@@ -10,11 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pydantic
 
-from meshpar.config import Config, Count
+from meshpar.config import Coerced, Config, Count, default
 from meshpar.errors import Problems
 from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.program.hlo import Collective, total_sent_bytes
@@ -37,7 +37,7 @@ class Allowed(Config):
     """The maximum number of executions in a step."""
     per_layer: Count | None = None
     """The maximum number of executions for each parameter, layer and microbatch."""
-    axes: tuple[str, ...] | None = None
+    axes: Coerced[Axes | None, list[str]] = default(None)
     """The only axes over which it may run."""
 
     @pydantic.field_validator("axes")
@@ -47,14 +47,17 @@ class Allowed(Config):
         return axes
 
 
+Limit = Coerced[Allowed | None, int | dict[str, Any]]
+
+
 class Contract(Config):
     """Limits on the compiled step. What has no limit here is not limited."""
 
-    all_gather: Allowed | None = None
-    reduce_scatter: Allowed | None = None
-    all_reduce: Allowed | None = None
-    all_to_all: Allowed | None = None
-    collective_permute: Allowed | None = None
+    all_gather: Limit = default(None)
+    reduce_scatter: Limit = default(None)
+    all_reduce: Limit = default(None)
+    all_to_all: Limit = default(None)
+    collective_permute: Limit = default(None)
     bytes_per_axis: dict[str, str | int] = pydantic.Field(default_factory=dict)
     """`tensor` or `fsdp, tensor` -> bytes a device may send over these axes: 1000, 40MiB, traced, traced * 1.01."""
     peak_bytes: str | int | None = None

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from pydantic import Field
 
-from meshpar.config import Target
+from meshpar.config import Strings, Target, default
 from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.interop import user_code
 from meshpar.interop.declared import lazily, unboxed
@@ -42,7 +42,7 @@ class Import(ModelContract):
     """Keyword arguments of that function."""
     dims: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Path glob -> a name for each dim of the parameters that it matches. Overrides the model's declarations."""
-    activation_dims: tuple[str, ...] = ()
+    activation_dims: Strings = default(())
     """Names of dims that only activations have. Rules may use them."""
     axes: dict[str, str] = Field(default_factory=dict)
     """The model's own name of a mesh axis -> meshpar's, `{tp: tensor}`, for a model that names axes instead of dims."""

@@ -16,7 +16,7 @@ import pydantic
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshpar.config import Config
+from meshpar.config import Config, Section, default
 from meshpar.errors import MeshError, Problem, Problems
 from meshpar.mesh import process
 
@@ -56,7 +56,7 @@ class MeshLayout(AxisSizes):
     4
     """
 
-    dcn: AxisSizes | None = None
+    dcn: Section[AxisSizes | None] = default(None)
     """Sizes across slices; default: one slice."""
 
     @property
@@ -125,7 +125,7 @@ class MeshLayout(AxisSizes):
         fixed = math.prod(size for size in self._every_size.values() if size != -1)
         if num_devices % fixed == 0 and (free or fixed == num_devices):
             return
-        for axis, size in self.sizes.items():
+        for axis, size in self._every_size.items():
             if size not in (-1, 1) and num_devices % (fixed // size) == 0:
                 room = num_devices // (fixed // size)
                 fits = _divisors(room) if free else str(room)

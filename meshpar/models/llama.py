@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 import pydantic
 
-from meshpar.config import Count, Positive
+from meshpar.config import Coerced, Count, Positive, Section, default
 from meshpar.errors import Problems, excerpt
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import Architecture, Given, Json, Names, Rope, linear, rows, vector
@@ -35,11 +35,11 @@ class Llama(DecoderModel):
     """Whether each head of queries and keys is normalized before rotary positions (Qwen 3)."""
     rotary_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
     """The fraction of each head, from its first element, that is rotated by rotary positions."""
-    rope_scaling: Scaling | None = None
+    rope_scaling: Section[Scaling | None] = default(None)
     """How rotary frequencies are scaled for rows longer than in pretraining."""
     window: Positive | None = None
     """How many tokens a query attends to, including its own (Mistral). Default: all up to its own."""
-    global_layers: tuple[Count, ...] = ()
+    global_layers: Coerced[tuple[Count, ...], list[int]] = default(())
     """Indices of layers, from 0, that ignore `window`: their queries attend to all earlier tokens."""
 
     @pydantic.model_validator(mode="after")

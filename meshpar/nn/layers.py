@@ -161,6 +161,7 @@ class SwiGLU(nnx.Module):
 
     sharding: ClassVar[Sharding] = Projection.sharding
     activations: ClassVar[tuple[Activation, ...]] = ("gate", "up")
+    num_matrices: ClassVar[int] = 3
 
     def __init__(self, width: int, mlp: int, *, bias: bool, out_std: float, rngs: nnx.Rngs):
         embed = [("embed", width)]
@@ -197,6 +198,7 @@ class GELU(nnx.Module):
 
     sharding: ClassVar[Sharding] = Projection.sharding
     activations: ClassVar[tuple[Activation, ...]] = ("up",)
+    num_matrices: ClassVar[int] = 2
 
     def __init__(self, width: int, mlp: int, *, bias: bool, out_std: float, rngs: nnx.Rngs):
         embed = [("embed", width)]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from meshpar.config import Config, Positive
+from meshpar.config import Config, Positive, Strings, default
 from meshpar.errors import ConfigError, Problems, nearest
 from meshpar.nn.layers import LowRank, Projection, filled, normal
 from meshpar.parallel.precision import wide
@@ -35,7 +35,7 @@ class LoRA(Config):
     rank: Positive = 8
     alpha: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 16.0
     """The update is scaled by alpha / rank."""
-    paths: tuple[str, ...] = ("blocks.attn.*",)
+    paths: Strings = default(("blocks.attn.*",))
     """Path globs of the projections that get an update: `blocks.attn.q`, `blocks.mlp.*`, `blocks.**`."""
 
     @property

@@ -5,7 +5,8 @@ Shapes: B batch, S seq, R residual_seq, D embed, V vocab (local shards in the ma
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,12 @@ import pydantic
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from meshpar.config import Config, Positive
+from meshpar.config import Coerced, Config, Positive, default
 from meshpar.nn.attention import AnyCore, Auto
 from meshpar.nn.attention.cached import KVCache
 from meshpar.nn.attention.core import Core, Window
 from meshpar.nn.attention.layer import Attention, Bias
-from meshpar.nn.layers import GELU, LayerNorm, RMSNorm, SwiGLU, dropout, normal, within_layer
+from meshpar.nn.layers import dropout, normal, within_layer
 from meshpar.nn.remat import Activation, Remat, named
 from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
 from meshpar.nn.supported import Sharding, Supported
@@ -36,11 +37,35 @@ UNROLLED_LAYERS = 16
 """`unroll: auto` removes the loop if each layer has at least so many weights, and there are at most so many layers."""
 
 
+class NormClass(Protocol):
+    """The class of a decoder's norms. `sharding` says which dims it supports sharded, see `nn.supported`."""
+
+    @property
+    def sharding(self) -> Sharding: ...
+    def __call__(self, width: int, *, eps: float) -> Callable[[Float[Array, "B R D"]], Float[Array, "B R D"]]: ...
+
+
+class MLPClass(Protocol):
+    """The class of a decoder's MLPs.
+
+    `num_matrices` is the number of products of width x intermediate size; `activations` are those that `remat` can
+    select.
+    """
+
+    @property
+    def sharding(self) -> Sharding: ...
+    @property
+    def num_matrices(self) -> int: ...
+    @property
+    def activations(self) -> tuple[Activation, ...]: ...
+    def __call__(self, width: int, mlp: int, *, bias: bool, out_std: float, rngs: nnx.Rngs) -> nnx.Module: ...
+
+
 class Decoder(Config):
     """The sizes of a decoder. A subclass sets the parts below as class variables, or declares them as fields."""
 
-    norm: ClassVar[type[RMSNorm] | type[LayerNorm]]
-    mlp: ClassVar[type[SwiGLU] | type[GELU]]
+    norm: ClassVar[NormClass]
+    mlp: ClassVar[MLPClass]
     learned_positions: ClassVar[bool]
     attn_bias: ClassVar[Bias]
     mlp_bias: ClassVar[bool]
@@ -78,9 +103,9 @@ class Decoder(Config):
     """Whether the output projection uses the weights of the embedding."""
     dropout: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
     """Rate of dropout on the embeddings, and on the output of each attention and MLP."""
-    attention: Annotated[AnyCore, pydantic.Field(discriminator="kind")] = Auto()
+    attention: Coerced[Annotated[AnyCore, pydantic.Field(discriminator="kind")], str | dict[str, Any]] = default(Auto())
     """How tokens attend to each other: `auto`, `reference`, or `blocks`, which never holds the scores of a row."""
-    remat: Remat = Remat(policy="none")
+    remat: Coerced[Remat, str | dict[str, Any]] = default(Remat(policy="none"))
     """Which activations of a block the backward recomputes: `none`, `dots` (all but matmuls), `dots_no_batch` (all but
     weight matmuls), `full` (all), or all but some by name: `{save: [...], offload: [...]}`."""
     unroll: Literal["auto", "all"] | Positive = "auto"
@@ -123,7 +148,8 @@ class Decoder(Config):
     @property
     def weights_of_a_layer(self) -> int:
         """Weights of the products in one layer."""
-        return 2 * self.hidden_size * (self.num_heads + self.kv_heads) * self.head_size + self.mlp_weights
+        attention = 2 * (self.num_heads + self.kv_heads) * self.head_size
+        return self.hidden_size * (attention + self.mlp.num_matrices * self.intermediate_size)
 
     def layers_of_an_iteration(self, platform: str, recomputes: bool) -> int:
         """How many layers one iteration of the loop over layers computes.
@@ -156,11 +182,6 @@ class Decoder(Config):
     def activations(self) -> tuple[Activation, ...]:
         """The activations of a block that `remat` can select."""
         return ("input", "q", "k", "v", "attn", "log_mass", "residual", *self.mlp.activations)
-
-    @property
-    def mlp_weights(self) -> int:
-        """Weights of an MLP: a pipeline compares the cost of a layer with that of the output projection by them."""
-        return 3 * self.hidden_size * self.intermediate_size
 
     def build_mlp(self, out_std: float, rngs: nnx.Rngs) -> nnx.Module:
         """Returns the MLP of one layer. `out_std` is the standard deviation of its initial output weights."""

@@ -18,7 +18,7 @@ import jax
 import optax
 import pydantic
 
-from meshpar.config import Config
+from meshpar.config import Config, Section, default
 from meshpar.optim.freeze import starting_at
 from meshpar.optim.schedule import Constant, Schedule
 
@@ -62,7 +62,7 @@ class Descent(Config):
     """Whether each element is updated by itself, so that the update of sharded state needs no communication."""
     lr: Positive
     """The peak learning rate."""
-    schedule: Schedule = Constant()
+    schedule: Section[Schedule] = default(Constant())
     """The learning rate over the steps of the run, as a fraction of `lr`."""
     weight_decay: NonNegative = 0.1
     """Decoupled, scaled by the learning rate; applies to matrices and embeddings, not to norms and biases."""

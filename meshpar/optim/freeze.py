@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshpar.config import Config, Positive
+from meshpar.config import Coerced, Config, Positive
 from meshpar.errors import ConfigError, Problems, nearest
 from meshpar.parallel.trainable import as_in
 from meshpar.tree import flatten_with_paths, map_with_path, matching
@@ -28,7 +28,7 @@ class Freeze(Config):
     """
 
     shorthand: ClassVar = "paths"
-    paths: tuple[str, ...]
+    paths: Coerced[tuple[str, ...], list[str] | str]
     """Globs over parameter paths: `*` matches between dots, `**` anything. The layers of a stack are one parameter."""
     until: Positive | None = None
     """Number of steps for which they are frozen. Default: the whole run."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 
 from meshpar.collectives.reduction import Reduce
-from meshpar.config import Config
+from meshpar.config import Coerced, Config, Section, default
 from meshpar.errors import Problems
 from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
 from meshpar.parallel.sequence import SequenceLayout
@@ -73,12 +73,12 @@ class ContextParallel(Config):
 class Parallel(Config):
     """The strategies of the manual lowering. Each reads its own field; all receive the whole object."""
 
-    tensor: TensorParallel = TensorParallel()
-    fsdp: FullySharded = FullySharded()
-    context: ContextParallel = ContextParallel()
-    pipeline: Schedule | None = None
+    tensor: Section[TensorParallel] = default(TensorParallel())
+    fsdp: Section[FullySharded] = default(FullySharded())
+    context: Coerced[ContextParallel, str | dict[str, Any]] = default(ContextParallel())
+    pipeline: Section[Schedule | None] = default(None)
     """The schedule of the stages on axis pipe, such as `{kind: 1f1b, num_microbatches: 16}`. Default: no pipeline."""
-    gradient_reduction: Reduce | None = None
+    gradient_reduction: Section[Reduce | None] = default(None)
     """How gradients are summed over devices. Default: XLA's own collectives."""
 
     @property

@@ -13,11 +13,11 @@ One table serves parameters and activations. Three laws determine how an axis is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pydantic
 
-from meshpar.config import Config
+from meshpar.config import Coerced, Config
 from meshpar.errors import Problems, ShardingError, nearest
 from meshpar.synonyms import new_name
 
@@ -81,6 +81,17 @@ class AxisRules(Config):
     zero: Literal[0, 1, 2, 3] | None = None
     """When a parameter that is sharded over a batch axis is gathered: 1 after the update (only its optimizer state
     is sharded); 2 once a step; 3 in each layer, and again in the backward. Default: the preset's, or 3."""
+
+    if TYPE_CHECKING:  # that the other keys are rules, which pydantic alone knows
+
+        def __init__(
+            self,
+            /,
+            *,
+            preset: str | Sequence[str] = (),
+            zero: Literal[0, 1, 2, 3] | None = None,
+            **rules: Sequence[str],
+        ) -> None: ...
 
     @pydantic.field_validator("preset")
     @classmethod
@@ -161,6 +172,9 @@ class AxisRules(Config):
     def storage_axes(self, dim: str) -> tuple[str, ...]:
         """The axes over which a dim of a parameter is stored in shards and gathered before use."""
         return tuple(axis for axis in self[dim] if self.use(dim, axis) == "storage")
+
+
+Rules = Coerced[AxisRules, str | list[str] | dict[str, Any]]
 
 
 def _join(presets: Sequence[str]) -> dict[str, tuple[Any, str]]:

@@ -20,7 +20,7 @@ from meshpar.parallel.precision import summed_in, wide
 from meshpar.parallel.trainable import filled, without
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.error_feedback import REDUCE, of_loss
-from meshpar.train.loss import Batch, Loss, LossSums
+from meshpar.train.loss import Batch, Loss, LossSums, check_names
 from meshpar.train.program import WHOLE, batch_pspecs, on_shards, pspecs
 from meshpar.train.state import StatePlacement
 from meshpar.tree import map_with_path
@@ -96,6 +96,7 @@ def gradients(
         # For stochastic rounding. The loss draws from no such key, as no run has 2**31 steps.
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 2**31), step)
         grads, error_feedback = data.reduce_gradients(grads, trained_dims, error_feedback, key=key, order=order)
+        check_names(sums.metrics)
         loss, count, metrics = data.summed(sums.sums)
         divisor = jnp.where(count > 0, count, jnp.ones_like(count))  # weights may sum to less than 1
         # Of the sums: so the division is one operation with the optimizer's first on each gradient.

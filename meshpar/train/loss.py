@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 
-from meshpar.config import Config, Positive, Target
+from meshpar.config import Coerced, Config, FilePath, Positive, Target, default
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel import tensor
 from meshpar.parallel.outputs import Outputs
@@ -24,6 +23,11 @@ from meshpar.tree import flatten_with_paths, map_with_path
 
 MASKS = re.compile("mask|weight|valid|padding|segments", re.IGNORECASE)
 """Matches names of arrays that select the rows or tokens that count."""
+
+RECORDED = (
+    "kind", "step", "loss", "grad_norm", "tokens", "skipped", "lr", "step_s", "tokens_per_s", "data_wait", "mfu",
+)  # fmt: skip
+"""What a step, and its record, call their own values."""
 
 Batch = dict[str, jax.Array]
 TEACHER = "teacher"
@@ -89,6 +93,15 @@ def as_loss_sums(found: Any, rows: jax.Array, carried: Any, must_carry: bool) ->
     return replace(sums, count=count, carried=map_with_path(lambda path, x: after.get(path, x), carried))
 
 
+def check_names(metrics: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a loss or a layer returns a metric under a name that a step's record has already."""
+    problems = Problems()
+    for name in metrics:
+        if name in RECORDED:
+            problems.add(f"metrics[{name!r}]", "a step records a value of its own under this name", "another name")
+    problems.raise_any(ConfigError, "the loss or a layer returns metrics that cannot be recorded:")
+
+
 def _of_means(found: Any, rows: jax.Array, carried: Any, must_carry: bool) -> LossSums:
     parts = list(found) if isinstance(found, tuple) else [found]
     metrics = parts[1] if len(parts) > 1 else {}
@@ -141,13 +154,13 @@ class Distill(Config):
     Source: Hinton et al. 2015, arXiv:1503.02531.
     """
 
-    teacher: Path
+    teacher: FilePath
     """The run directory of the teacher, with its last checkpoint and config."""
     temperature: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 1.0
     """Divides the logits of both models in the divergence."""
     weight: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.5
     """Weight of the divergence. The weight of the cross entropy is 1 minus this."""
-    rules: AxisRules | None = None
+    rules: Coerced[AxisRules | None, str | list[str] | dict[str, Any]] = default(None)
     """How the teacher's parameters are sharded on the mesh of the run. Default: the run's rules."""
 
     def add(self, nll: jax.Array, logits: jax.Array, teacher: jax.Array, vocab_size: int) -> jax.Array:

@@ -48,7 +48,7 @@ def test_the_reference_lists_exactly_the_public_names():
 
 
 @pytest.mark.parametrize("name", NAMESPACES)
-def test_so_are_those_of_a_namespace(name):
+def test_the_reference_lists_exactly_the_public_names_of_a_namespace(name):
     """Whatever else was imported: a module of the same name would take a name's place."""
     public = NAMESPACES[name]
     for module in pkgutil.iter_modules(getattr(public, "__path__", [])):

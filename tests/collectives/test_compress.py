@@ -76,7 +76,7 @@ def test_with_error_feedback_the_mean_of_many_sums_grows_exact_and_without_it_do
     assert error(with_, x, 16) < left * error(without, x, 16)
 
 
-def test_so_is_powersgds_of_a_matrix_that_a_few_directions_make():
+def test_powersgds_error_vanishes_for_a_matrix_of_its_rank():
     x = jnp.einsum("ni,nj->nij", arrays(24, seed=1), arrays(24, seed=2))  # rank 4 in all
     assert error(PowerSGD(rank=4), x, 1) < 1e-4
     assert error(PowerSGD(rank=1, error_feedback=False), x, 8) > 0.2

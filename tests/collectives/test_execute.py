@@ -30,7 +30,7 @@ def test_a_sample_of_groups_axes_dtypes_and_shapes():
 
 
 @pytest.mark.slow
-def test_the_whole_sweep():
+def test_every_algorithm_on_every_number_of_devices():
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "9", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.collectives.cases"], env=environment, capture_output=True, text=True

@@ -27,7 +27,7 @@ def test_an_old_key_is_an_error_that_names_the_new_one(old):
 
 
 @pytest.mark.parametrize("old", ["init.take", "init.leave"])
-def test_so_is_one_of_a_section_that_a_config_may_lack(old):
+def test_an_old_key_of_an_optional_section_names_the_new_one(old):
     with pytest.raises(ConfigError, match=rf"{old} is now {RENAMED[old]}"):
         load(QUICKSTART, ["init={from_checkpoint: runs/other}", f"{old}=[params.**]"])
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_with_old_names_is_restored_under_the_new(old_checkpoint):
     assert (there.on_host("params.embedding") == STATE["params"]["table"]).all()
 
 
-def test_its_damage_is_seen(old_checkpoint):
+def test_damage_of_an_old_checkpoint_is_seen(old_checkpoint):
     chunk = next(path for path in (old_checkpoint / "3/state/params.table").iterdir() if path.name[0].isdecimal())
     chunk.write_bytes(chunk.read_bytes()[:-1] + b"x")
     for read in (

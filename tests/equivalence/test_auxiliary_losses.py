@@ -88,7 +88,7 @@ def _float64(float64):
     """Every test here."""
 
 
-def test_on_one_device_they_are_added_to_the_loss_and_reported():
+def test_auxiliary_losses_are_added_to_the_loss_and_reported():
     got, plain = on_one_device(1), gradients(prepared(model(kind=Llama), None))
     assert set(got.metrics) == {"hidden", "hidden_abs"}
     assert not plain.metrics
@@ -96,7 +96,7 @@ def test_on_one_device_they_are_added_to_the_loss_and_reported():
     assert abs(got.loss - plain.loss - got.metrics["hidden"]) < 1e-12
 
 
-def test_an_evaluation_reports_them_and_leaves_them_out_of_the_loss():
+def test_an_evaluation_reports_auxiliary_losses_and_does_not_add_them():
     losses = []
     for kind in (WithMeanSquare, Llama):
         run = prepared(model(kind=kind), None)
@@ -121,7 +121,7 @@ ON_LAYOUTS = [
     ("layout", "lowering", "num_microbatches"),
     [pytest.param(*case, marks=[] if i < 4 else pytest.mark.slow) for i, case in enumerate(ON_LAYOUTS)],
 )
-def test_equal_to_one_device(layout, lowering, num_microbatches):
+def test_auxiliary_losses_are_equal_to_one_device(layout, lowering, num_microbatches):
     run = prepared(model(remat="dots"), LAYOUTS[layout], lowering=lowering, num_microbatches=num_microbatches)
     assert difference(gradients(run), on_one_device(num_microbatches)) < 1e-10
 
@@ -140,14 +140,14 @@ PIPELINES = [
     ("kind", "mesh", "num_microbatches", "parts", "layers", "remat"),
     [pytest.param(*case, marks=[] if i < 3 else pytest.mark.slow) for i, case in enumerate(PIPELINES)],
 )
-def test_equal_to_one_device_in_stages(kind, mesh, num_microbatches, parts, layers, remat):
+def test_auxiliary_losses_in_stages_are_equal_to_one_device(kind, mesh, num_microbatches, parts, layers, remat):
     padding = {"pad_layers_to_multiple": 4} if layers == 7 else {}
     schedule = scheduled(kind, mesh, num_microbatches)
     run = prepared(model(layers, remat=remat, **padding), mesh, schedule, num_microbatches=parts)
     assert difference(gradients(run), on_one_device(num_microbatches * parts, layers)) < 1e-10
 
 
-def test_so_is_an_evaluation_in_stages():
+def test_an_evaluation_of_auxiliary_losses_in_stages_is_equal_to_one_device():
     told = []
     for mesh, schedule in ((None, None), ("data2_tensor2", scheduled("1f1b", "data2_tensor2", 4))):
         run = prepared(model(), mesh, schedule, num_microbatches=1)

@@ -43,14 +43,14 @@ def _reference():
 
 
 @pytest.mark.parametrize(("layout", "lowering", "num_microbatches"), CASES)
-def test_equal_to_all_logits_on_one_device(layout, lowering, num_microbatches):
+def test_a_chunked_loss_is_equal_to_all_logits_on_one_device(layout, lowering, num_microbatches):
     assert difference(layout, lowering, num_microbatches) < 1e-10
 
 
 @pytest.mark.parametrize(
     "model", ["llama_lora", *(pytest.param(m, marks=pytest.mark.slow) for m in ("llama", "gpt_dropout_remat"))]
 )
-def test_with_a_head_of_its_own_and_a_frozen_one(model):
+def test_a_chunked_loss_with_an_untied_or_a_frozen_head_is_equal_to_one_device(model):
     assert difference("data2_fsdp2_tensor2", "manual", 1, model=model) < 1e-10
 
 
@@ -63,7 +63,7 @@ STAGES = [("1f1b", "pipe4", "llama"), ("zbv", "pipe2", "tied"), ("interleaved", 
 
 
 @pytest.mark.parametrize(("kind", "mesh", "model"), STAGES)
-def test_in_stages(kind, mesh, model):
+def test_a_chunked_loss_in_stages_is_equal_to_one_device(kind, mesh, model):
     schedule = pipelines.scheduled(kind, mesh, 4)
     run = pipelines.prepared(pipelines.MODELS[model](4), mesh, schedule, loss=LossConfig(chunk=30))
     assert chunk_length(30, pipelines.ROWS // 4, pipelines.SEQ, 16, 32) == 2

@@ -21,18 +21,18 @@ from tests.equivalence.conftest import on_one_device, outcome, prepared
 LAYOUT = "data2_fsdp2_tensor2"
 
 
-def test_equal_to_one_device_and_only_what_lora_added_has_moved():
+def test_lora_is_equal_to_one_device_and_changes_only_its_own_parameters():
     run, want = prepared("llama_lora", LAYOUT, "manual", 4), on_one_device("llama_lora")
     got = outcome(run)
     assert got.difference(want) < 1e-10
-    assert all(map(is_lora, flatten_with_paths(got.grads)))
+    assert all(map(is_lora, flatten_with_paths(got.gradients)))
     first = flatten_with_paths(jax.device_get(run.compile_init()().params))
     for path, array in flatten_with_paths(got.params).items():
         assert np.array_equal(array, first[path]) != is_lora(path), path
 
 
 @pytest.mark.slow
-def test_gspmd_too():
+def test_lora_under_gspmd_is_equal_to_one_device():
     assert outcome(prepared("llama_lora", LAYOUT, "auto", 4)).difference(on_one_device("llama_lora")) < 1e-10
 
 

@@ -62,7 +62,7 @@ def first_difference(model, taken):
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_equal_to_one_device(model, layout):
+def test_an_outside_model_is_equal_to_one_device(model, layout):
     state, taken = trained(model, layout)
     assert first_difference(model, taken) is None
     assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params)) or layout == "data8"

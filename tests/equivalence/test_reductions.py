@@ -33,11 +33,11 @@ def difference(reduce: Reduce, layout: str, num_microbatches: int = 1, **setting
 
 
 @pytest.mark.parametrize(("algorithm", "layout", "num_microbatches"), CASES)
-def test_equal_to_one_device(algorithm, layout, num_microbatches):
+def test_a_declared_reduction_is_equal_to_one_device(algorithm, layout, num_microbatches):
     assert difference(Reduce(algorithm=algorithm, bucket_bytes=SMALL), layout, num_microbatches) < 1e-10
 
 
-def test_inside_slices_and_across_them():
+def test_a_reduction_inside_and_across_slices_is_equal_to_one_device():
     """Copies on data lie inside a slice, those on replica in two: reduce-scatter, all-reduce, all-gather."""
     mesh = MeshLayout(data=2, fsdp=2, dcn=AxisSizes(replica=2))
     assert difference(Reduce(bucket_bytes=SMALL), "hsdp2x4", mesh=mesh) < 1e-10
@@ -54,7 +54,7 @@ def test_equal_to_one_device_where_layers_scatter_gradients_while_they_multiply(
 
 
 @pytest.mark.slow
-def test_rounding_is_seen():
+def test_a_reduction_that_rounds_differs_from_one_device():
     assert difference(Reduce(across=Bfloat16()), "data8") > 1e-10
 
 

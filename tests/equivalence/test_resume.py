@@ -163,7 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("before", "after"), CASES)
-def test_it_goes_on_as_if_it_had_not_stopped(before: Where, after: Where, folder: Path, tmp_path: Path):
+def test_a_resumed_run_continues_as_if_it_had_not_stopped(before: Where, after: Where, folder: Path, tmp_path: Path):
     stopped = random.Random(f"{before} {after}").randrange(1, NUM_STEPS)
     expected, got = resumed(before, after, stopped, folder, tmp_path)
     got.equals(expected)
@@ -196,7 +196,7 @@ def another_key(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [off_by_one, without_optimizer_state, another_key])
-def test_a_fault_is_seen(fault: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_fault_in_resuming_is_seen(fault: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     place = Where("data8", "manual", 1)
     unbroken(place, folder)
     fault(monkeypatch)

@@ -130,7 +130,7 @@ def difference(name: str, layout: str | None, chunk: Any = "auto") -> float:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_equal_to_one_device(name, layout):
+def test_trainer_settings_are_equal_to_one_device(name, layout):
     assert difference(name, layout) < 1e-10
 
 

@@ -17,7 +17,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "layout", "lowering", "unroll"), CASES)
-def test_equal_to_one_device(model, layout, lowering, unroll):
+def test_unrolled_layers_are_equal_to_one_device(model, layout, lowering, unroll):
     run = prepared(model, layout, lowering, 2, fields={"unroll": unroll})
     assert outcome(run).difference(on_one_device(model)) < 1e-10
     assert run.traced_bytes == prepared(model, layout, lowering, 2).traced_bytes

@@ -76,7 +76,7 @@ def test_each_array_that_differs_is_listed(saved: Checkpoints):
     )
 
 
-def test_of_another_optimizer(saved: Checkpoints):
+def test_a_checkpoint_of_another_optimizer_is_refused(saved: Checkpoints):
     said = message(saved, structs(STATE | {"opt_state": {"mu": PARAMS | {"c": jnp.ones(2, jnp.bfloat16)}}}))
     assert (
         said
@@ -99,7 +99,7 @@ def flip_one_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_flipped_bit(saved: Checkpoints):
+def test_a_flipped_bit_is_refused(saved: Checkpoints):
     path = arrays_file(saved)
     flip_one_bit(path)
     assert damage(saved) == f"  {path}\n    is not what was written"
@@ -111,14 +111,14 @@ def test_a_flipped_bit_in_what_describes_the_arrays(saved: Checkpoints, name: st
     assert damage(saved).endswith(f"{name}\n    is not what was written")
 
 
-def test_a_missing_file(saved: Checkpoints):
+def test_a_missing_file_is_refused(saved: Checkpoints):
     path = arrays_file(saved)
     path.unlink()
     assert damage(saved) == f"  {path}\n    is missing"
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
-def test_no_checksums(saved: Checkpoints, text: str):
+def test_a_checkpoint_without_readable_checksums_is_refused(saved: Checkpoints, text: str):
     path = saved.directory / "1" / "sha256.json"
     path.write_text(text)
     assert damage(saved) == f"  {path}\n    is not what was written, so no file can be verified"
@@ -132,7 +132,7 @@ def test_control_without_checksums_a_flipped_bit_is_restored(saved: Checkpoints,
     assert (restored != NOISE).sum() > 0
 
 
-def test_no_checkpoint(tmp_path: Path):
+def test_an_empty_folder_has_no_checkpoint(tmp_path: Path):
     with checkpoints(tmp_path) as empty:
         assert message(empty, structs(STATE)) == f"there is no checkpoint in {tmp_path}"
 
@@ -172,7 +172,7 @@ def test_reading_needs_no_folder_that_can_be_written(tmp_path: Path, as_nobody: 
             folder.chmod(0o700)
 
 
-def test_of_another_optimizer_that_keeps_arrays_of_the_same_names(saved: Checkpoints):
+def test_a_checkpoint_of_another_optimizer_with_arrays_of_the_same_names_is_refused(saved: Checkpoints):
     """`saved` says nothing of its optimizer; another run's checkpoint does."""
     config = lambda kind: {"optim": {"kind": kind, "b1": 0.9}}
     meta = find(saved.directory).meta | {"config": config("sgd")}
@@ -217,7 +217,7 @@ cannot select what to restore:
     )
 
 
-def test_a_part_that_differs(saved: Checkpoints):
+def test_a_part_of_another_model_is_refused(saved: Checkpoints):
     new = {"a": jnp.zeros((4, 128)), "b": jnp.zeros(3), "new_head": jnp.zeros(2)}
     assert (
         part_message(saved, ["params.**"], params=new)

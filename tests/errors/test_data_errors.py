@@ -42,7 +42,7 @@ def test_control_the_same_folder_without_a_fault_raises_nothing(folder: Path):
     assert data.train(seed=0).num_documents + data.held_out().num_documents == 2
 
 
-def test_no_folder(folder: Path):
+def test_a_folder_that_does_not_exist_is_refused(folder: Path):
     assert (
         message(path="corpsu")
         == f"""\
@@ -72,7 +72,7 @@ def test_a_glob_stays_inside_its_folder(folder: Path, glob: str):
     assert f"data.glob = {glob!r}\n    is empty or leads out of data.path\n" in message(glob=glob)
 
 
-def test_no_file_matches(folder: Path):
+def test_a_glob_that_matches_no_file_is_refused(folder: Path):
     assert (
         message(glob="**/*.md")
         == """\
@@ -83,7 +83,7 @@ there is no data to train on:
     )
 
 
-def test_a_folder_without_files(folder: Path):
+def test_a_folder_without_files_is_refused(folder: Path):
     (folder / "empty" / "deeper").mkdir(parents=True)
     assert (
         message(path="corpus/empty")

@@ -113,7 +113,7 @@ meshpar: 1 problem in config.yaml:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_user_reads(case, meshpar):
+def test_arguments_that_do_not_fit_are_refused_in_these_words(case, meshpar):
     arguments, text = REFUSED[case]
     assert meshpar(*arguments) == (2, "", text)
 

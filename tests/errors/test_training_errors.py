@@ -114,6 +114,10 @@ LOSSES = {
         lambda p, b, key: (mean_loss(p, b, key), {"m": b["x"].mean(0)}),
         "metrics['m']\n    has the shape [4], and has to be one number",
     ),
+    "metrics with names of the step's own": (
+        lambda p, b, key: (mean_loss(p, b, key), {"loss": b["x"].mean(), "mfu": b["x"].mean()}),
+        "metrics['loss']\n    a step records a value of its own under this name\n    another name\n  metrics['mfu']",
+    ),
     "a metric without a name": (lambda p, b, key: (mean_loss(p, b, key), b["x"].mean()), "the loss returns (array, ar"),
     "a pmean over devices": (
         lambda p, b, key: jax.lax.pmean(mean_loss(p, b, key), "devices"),

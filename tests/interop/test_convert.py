@@ -243,7 +243,7 @@ def test_a_bad_folder_is_refused_and_nothing_is_left_behind(case, copied, meshpa
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_bad_arguments(there, meshpar, tmp_path):
+def test_bad_arguments_of_convert_are_refused_and_write_nothing(there, meshpar, tmp_path):
     assert meshpar("convert", "run", "--from-hf", "nothing")[1].startswith("meshpar: nothing cannot be imported:")
     assert meshpar("convert", "run") == (2, "meshpar: convert needs either --from-hf DIR or --to-hf DIR\n")
     assert meshpar("convert", "run", "--to-hf", "x") == (2, f"meshpar: {tmp_path / 'run'} does not exist\n")

@@ -140,13 +140,13 @@ def told(folder: Path) -> list[dict[str, Any]]:
         return run_two(folder)
 
 
-def test_what_two_processes_saved_one_restores(told: Any, folder: Path):
+def test_one_process_restores_what_two_saved(told: Any, folder: Path):
     restored = find(folder / "by two").restore(structs(mesh(2), "fsdp"))
     for path, x in numbers().items():
         np.testing.assert_array_equal(restored[path], x)
 
 
-def test_what_one_process_saved_two_restore(told: Any):
+def test_two_processes_restore_what_one_saved(told: Any):
     assert [one["same"] for one in told] == [True, True]
 
 

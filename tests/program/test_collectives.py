@@ -52,7 +52,7 @@ def test_the_compiled_program_sends_what_the_plan_says(operation, algorithm):
     assert sent(plan) == planned(plan)
 
 
-def test_over_two_axes_too():
+def test_the_compiled_program_over_two_axes_sends_what_the_plan_says():
     plan = collectives.plan("all_reduce", "halving_doubling", 8)
     assert sent(plan, ("b", "a")) == planned(plan)
 
@@ -90,7 +90,7 @@ def test_rounds_and_bytes_are_the_textbooks(operation, algorithm):
         assert (plan.num_rounds, plan.sent_bytes(1)) == CLOSED_FORMS[operation, algorithm](n), n
 
 
-def test_those_of_powers_of_two_and_the_trees():
+def test_the_closed_forms_of_powers_of_two_and_of_trees():
     for n in (2, 4, 8, 16):
         exchange = collectives.plan("all_reduce", "recursive_doubling", n)
         bruck = collectives.plan("all_to_all", "halving_doubling", n)

@@ -145,7 +145,7 @@ def test_the_warnings_of_a_runs_step_reach_its_inspection():
     assert [one.what for one in found if one.kind == "unplanned_gather"] == [astray]
 
 
-def test_those_of_another_program_still_reach_standard_error():
+def test_compiler_warnings_of_another_program_still_reach_standard_error():
     """Nobody reads them of an evaluation, so that to collect them would hide them."""
     not_compiled_before = lambda x: crossing(x)
     sharded = (array((16, 32), P(), **GRID),)
@@ -432,7 +432,7 @@ def test_the_manual_lowering_has_none(layout):
 
 
 @pytest.mark.parametrize("name", ["quickstart", "data-parallel", "fsdp", "gpt", "hsdp", "tensor", "zero1"])
-def test_the_configs_have_none(name):
+def test_the_configs_have_no_findings(name):
     run = load(Path(__file__).parents[2] / "configs" / f"{name}.yaml", ["model.num_layers=2"])
     assert of_run(prepare(run), KIB) == ()
 

@@ -58,7 +58,7 @@ def test_a_cache_that_is_not_donated_is_seen():
 @pytest.mark.parametrize(
     ("layout", "lowering"), [("one", "auto"), ("tensor4", "manual"), ("data2_fsdp2_tensor2", "auto")]
 )
-def test_what_it_needs_besides_is_that_of_one_layer(layout, lowering, monkeypatch):
+def test_decoding_needs_temporaries_of_one_layer(layout, lowering, monkeypatch):
     """It would be a copy of the whole cache, if the scan over layers took it apart and put it together again."""
     few = compiled(layout, lowering).memory_analysis().temp_size_in_bytes
     monkeypatch.setitem(MODELS, "llama", Llama(**SIZES | {"num_layers": 8}))

@@ -91,7 +91,7 @@ ONE = {
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_one_collective(name):
+def test_a_single_collective_is_counted(name):
     *program, expected = ONE[name]
     [one] = collectives_of(compiled(*program), make_mesh())
     assert (one.kind, one.axes, one.full_bytes, one.group_size, one.sent_bytes) == expected
@@ -104,7 +104,7 @@ def test_an_axis_of_size_one_sends_nothing():
     assert total_sent_bytes(found) == 0
 
 
-def test_it_tells_where_a_collective_comes_from():
+def test_a_collective_is_reported_with_its_source_line():
     [one] = collectives_of(compiled(*ONE["all_gather"][:-1]))
     assert one.op_name.endswith("/shard_map/all_gather")
     file, _, line = one.source.rpartition(":")

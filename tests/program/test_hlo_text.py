@@ -32,7 +32,7 @@ EVENS = ((0, 2, 4, 6), (1, 3, 5, 7))
         ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,2,2]T(1,0,2)) {'a'}", ((0, 4, 2, 6), (1, 5, 3, 7))),
     ],
 )
-def test_forms_of_groups(text, groups):
+def test_each_printed_form_of_groups_is_read(text, groups):
     assert parse_groups(text, 8) == groups
     assert find_groups(f"%p), channel_id=1, replica_groups={text}, dimensions={{0}}", "replica_groups", 8) == groups
 

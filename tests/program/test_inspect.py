@@ -157,7 +157,7 @@ def test_the_largest_argument_and_temporary_are_named():
 # For people and programs -----------------------------------------------------------------------------------------
 
 
-def test_the_text():
+def test_the_text_of_an_inspection():
     _, told = inspected("zero3")
     lines = str(told).splitlines()
     assert lines[:3] == ["a device, in one step", "", "mesh: fsdp=8"]

@@ -45,7 +45,7 @@ def scheduled(*, product_first: bool) -> str:
     )
 
 
-def test_what_stands_between_start_and_end_is_found_and_what_does_not_is_not():
+def test_only_a_product_between_start_and_end_of_a_permute_hides_it():
     assert hides(scheduled(product_first=True)) == [True]
     assert hides(scheduled(product_first=False)) == [False]
 

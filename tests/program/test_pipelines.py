@@ -185,7 +185,7 @@ def test_an_even_cut_moves_no_layer():
     assert all("while" in one.op_name for one in permutes(told("1f1b", "pipe4", 8)))
 
 
-def test_nor_does_one_that_ends_with_padding(float64):
+def test_an_even_cut_with_padding_at_its_end_moves_no_layer(float64):
     run = prepared(MODELS["tied"](7, pad_layers_to_multiple=4), "pipe4", scheduled("1f1b", "pipe4", 4))
     assert run.pipeline.moves(run.ctx) is None
     assert run.pipeline.cut(run.ctx).layers.reshape(4, 2).tolist() == [[0, 1], [2, 3], [4, 5], [6, -1]]
@@ -249,7 +249,7 @@ def test_padded_layers_count_as_any(kind, mesh, cut):
 
 
 @pytest.mark.slow
-def test_so_it_does_in_parts():
+def test_a_pipeline_with_accumulation_sends_what_the_traced_step_says():
     run = prepared(
         MODELS["tied"](8), "fsdp4", scheduled("interleaved", "fsdp4", 2), precision="float32", num_microbatches=3
     )
@@ -264,12 +264,12 @@ def test_what_1f1b_holds_does_not_grow_with_the_microbatches():
     assert temp_bytes("1f1b", "pipe4", 64) <= 1.02 * temp_bytes("1f1b", "pipe4", 8)
 
 
-def test_and_is_a_fifth_of_what_gpipe_holds():
+def test_1f1b_holds_a_fifth_of_what_gpipe_holds():
     assert temp_bytes("1f1b", "pipe4", 64) <= 0.20 * temp_bytes("gpipe", "pipe4", 64)
 
 
 @pytest.mark.slow
-def test_gpipe_fails_the_first_of_these():
+def test_what_gpipe_holds_grows_with_the_microbatches():
     assert temp_bytes("gpipe", "pipe4", 64) > 3 * temp_bytes("gpipe", "pipe4", 8)
 
 
@@ -329,7 +329,7 @@ def test_the_program_is_as_long_for_any_number_of_microbatches():
 
 
 @pytest.mark.slow
-def test_nor_takes_it_longer_to_compile():
+def test_compiling_takes_as_long_for_any_number_of_microbatches():
     def seconds(m):
         run = run_of("1f1b", "pipe4", m)
         jax.clear_caches()

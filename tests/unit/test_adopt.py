@@ -153,12 +153,12 @@ def test_flaxs_constraints_follow_the_rules():
 
 
 @pytest.mark.parametrize("adopt", [linen, nnx_stack])
-def test_both_are_proved_as_they_are(adopt):
+def test_linen_and_nnx_models_are_verified_as_they_are(adopt):
     proof = verify(adopt(), [rows(1), rows(2)])
     assert proof.is_equal, str(proof)
 
 
-def test_both_are_inspected_as_they_are():
+def test_a_linen_model_is_inspected_as_it_is():
     adopted = linen()
     told = inspect(adopted.compile_step().compiled, adopted.mesh)
     assert {"fsdp", "tensor"} <= {axis for one in told.collectives for axis in one.axes or ()}

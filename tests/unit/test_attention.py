@@ -48,7 +48,7 @@ def test_blocks_equal_the_reference(float64, seq, block_size, kv_heads):
 
 @pytest.mark.parametrize(("block_size", "window"), [(4, 1), (4, 4), (4, 5), (6, 3), (6, 9), (6, 40)])
 @pytest.mark.parametrize("known", [True, False], ids=["one for all layers", "by layer"])
-def test_windows_too(float64, block_size, known, window):
+def test_blocks_with_a_window_equal_the_reference(float64, block_size, known, window):
     width = window if known else jnp.int32(window)
     assert difference(16, 3, core=Blocks(block_size=block_size), window=width) < 1e-12
 

@@ -80,7 +80,7 @@ def test_ls_marks_the_best_and_tells_the_damaged(out: Any, folder: Path):
         meta.write_text(text)
 
 
-def test_show(out: Any):
+def test_show_prints_the_state_of_a_checkpoint(out: Any):
     lines = out("checkpoint", "show", "run").splitlines()
     assert "data: next batch 3, 24 rows read, seed 0" in lines
     assert "random: seed 0, threefry2x32, step 3 folded in" in lines
@@ -91,7 +91,7 @@ def test_show(out: Any):
     assert told["arrays"]["opt_state.0.mu.head"] == told["arrays"]["params.head"] == head
 
 
-def test_diff(out: Any):
+def test_diff_lists_the_arrays_that_differ(out: Any):
     same = json.loads(out("checkpoint", "diff", "run", "run", "--json"))
     assert (same["arrays"], same["config"]) == ([], {})
     told = json.loads(out("checkpoint", "diff", "run/checkpoints/1", "run", "--json"))
@@ -106,7 +106,7 @@ def test_a_folder_that_is_no_checkpoint(verb: str, refused: Any, folder: Path):
     assert refused("checkpoint", verb, ".") == f"meshpar: {folder} is no checkpoint, and holds none\n"
 
 
-def test_another_optimizer(refused: Any, folder: Path):
+def test_resuming_with_another_optimizer_is_refused(refused: Any, folder: Path):
     lines = refused("train", "config.yaml", "optim.kind=lion", "optim.lr=1e-2").splitlines()
     assert lines[0] == (
         f"meshpar: {folder}/run/checkpoints/3 holds another optimizer: 12 arrays differ; "
@@ -119,7 +119,7 @@ def test_another_optimizer(refused: Any, folder: Path):
     ]
 
 
-def test_another_master(refused: Any):
+def test_resuming_with_another_master_precision_is_refused(refused: Any):
     lines = refused("train", "config.yaml", "precision.master=float32").splitlines()
     assert "holds another optimizer" in lines[0]
     assert lines[1:3] == ["  precision.master", "    None in the checkpoint, float32 in this run"]

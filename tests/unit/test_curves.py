@@ -91,7 +91,7 @@ meshpar: there is nothing to plot:
     assert not Path("a.png").exists()
 
 
-def test_where_it_is_drawn(tmp_path, monkeypatch, command):
+def test_the_plot_is_written_to_the_run_or_to_out(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     trained(Path("run"), 8.0)
     assert command("plot", "run") == (0, "run/curves.png\n", "")

@@ -36,7 +36,7 @@ def changed(**more):
     return deepcopy(TOLD) | more
 
 
-def test_of_equal_programs_there_is_none():
+def test_equal_programs_have_no_difference():
     told = difference(TOLD, changed())
     assert not told
     assert str(told) == "no difference"
@@ -56,7 +56,7 @@ def test_of_equal_programs_there_is_none():
     ],
     ids=["order", "in two places", "another line", "a tensor's file", "axes of size one", "keys of a newer meshpar"],
 )
-def test_what_is_no_difference(after):
+def test_another_order_of_the_same_program_is_no_difference(after):
     assert not difference(TOLD, after)
 
 
@@ -71,7 +71,7 @@ def test_what_is_no_difference(after):
         ([GATHER | {"sent_bytes": 99.0}, ACTIVATION], "smaller"),
     ],
 )
-def test_what_became_of_a_collective(collectives, verdict):
+def test_a_collective_is_reported_as_new_gone_or_changed(collectives, verdict):
     told = difference(TOLD, changed(collectives=collectives))
     assert [one.verdict for one in told.collectives] == [verdict]
     assert told
@@ -108,7 +108,7 @@ def test_any_figure_makes_a_difference(after):
     assert difference(TOLD, after)
 
 
-def test_by_how_much():
+def test_a_change_is_printed_with_its_amount_and_percentage():
     assert [Change(*pair).by for pair in [(8, 8), (0, 8), (8, 0), (1000, 1250)]] == [
         "same",
         "+8",
@@ -117,7 +117,7 @@ def test_by_how_much():
     ]
 
 
-def test_the_text():
+def test_the_text_of_a_difference():
     after = changed(
         mesh={"fsdp": 4, "tensor": 1},
         sent_bytes=300,
@@ -202,7 +202,7 @@ NO_PROGRAMS = {
 
 
 @pytest.mark.parametrize("case", NO_PROGRAMS)
-def test_what_no_inspection_wrote(case, tmp_path):
+def test_a_file_that_no_inspection_wrote_is_refused(case, tmp_path):
     text, said = NO_PROGRAMS[case]
     path = tmp_path / "bad.json"
     path.write_text(text)
@@ -211,7 +211,7 @@ def test_what_no_inspection_wrote(case, tmp_path):
     assert str(error.value).startswith(f"{path} was not written by `meshpar inspect --json`:\n{said}")
 
 
-def test_no_file_and_no_text(tmp_path):
+def test_a_missing_file_and_a_binary_file_are_refused(tmp_path):
     with pytest.raises(ProgramError) as error:
         read(tmp_path / "none.json")
     assert str(error.value) == f"{tmp_path}/none.json cannot be read: No such file or directory"

@@ -91,7 +91,7 @@ def trained(name, layout):
     return start, *trial.run(start, [rows(seed) for seed in (1, 2, 3)])
 
 
-def test_each_is_here():
+def test_every_optimizer_of_optax_is_tested():
     made = {name for name, one in vars(alias).items() if callable(one) and "learning_rate" in parameters(one)}
     assert made & set(vars(optax)) - {"optimistic_adam"} <= OPTIMIZERS.keys()
 
@@ -104,7 +104,7 @@ def parameters(function):
 
 
 @every_optimizer
-def test_it_is_born_sharded(name):
+def test_the_state_of_an_optimizer_is_initialized_sharded(name):
     start, _, _ = trained(name, MESH)
     by_shape = {x.shape: x for x in jax.tree.leaves(start.params)}
     for x in jax.tree.leaves(start.opt_state):
@@ -123,7 +123,7 @@ def test_the_update_keeps_it_so(name):
 
 
 @every_optimizer
-def test_it_is_equal_to_one_device(name):
+def test_an_optimizer_is_equal_to_one_device(name):
     reference = trained(name, MeshLayout())[2]
     found = compare(trained(name, MESH)[2], reference, without_gradient(reference))
     assert found.first is None

@@ -209,7 +209,7 @@ def test_neither_mesh_nor_microbatches_nor_lowering_change_what_a_model_needs(lo
     assert run.model_flops == by_the_formula(run)
 
 
-def test_nor_do_the_stages_of_a_pipeline():
+def test_the_stages_of_a_pipeline_do_not_change_the_flops_of_a_model():
     schedule = pipelines.scheduled("1f1b", "pipe2", 4)
     run = pipelines.prepared(pipelines.MODELS["tied"](4), "pipe2", schedule, precision="float32")
     assert run.model_flops == by_the_formula(run)

@@ -34,7 +34,7 @@ def test_a_cpu_is_no_chip_so_that_no_utilization_is_claimed():
         ("NVIDIA B200", "B200"),
     ],
 )
-def test_known_kinds(kind: str, name: str):
+def test_a_known_kind_of_device_names_its_chip(kind: str, name: str):
     chip = chip_of_kind(kind)
     assert chip is not None and chip.name == name
 
@@ -50,7 +50,7 @@ def test_no_kind_is_two_chips():
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
-def test_units(chip: Chip):
+def test_the_numbers_of_a_chip_are_in_base_units(chip: Chip):
     """A number in GB or TFLOPS, or one with sparsity, would leave these bounds."""
     assert 1e14 < chip.flops < 2.5e15
     assert 15e9 < chip.memory_bytes < 200e9

@@ -205,13 +205,13 @@ def test_a_linen_model_trains_and_goes_on(meshpar):
     assert [r["step"] for r in records(told, "train")] == [3]
 
 
-def test_its_own_loss_reports_metrics(meshpar):
+def test_the_loss_of_an_imported_model_reports_metrics(meshpar):
     _, told = meshpar("train", "config.yaml", "loss=own_model:loss", "--json")
     assert all(r["largest"] > 0 for r in records(told, "train") + records(told, "evaluation"))
 
 
 @pytest.mark.parametrize(("model", "weights"), [([], 16 * 32 + 32 * 64), (DROPPING, 16 * 64)], ids=["Linen", "NNX"])
-def test_its_model_flops_utilization_is_recorded(meshpar, chip, model, weights):
+def test_the_mfu_of_an_imported_model_is_recorded(meshpar, chip, model, weights):
     """Each token is multiplied with the weights of the dense layers, once forward and twice backward."""
     _, told = meshpar("train", "config.yaml", *model, "--json")
     timed = [record for record in records(told, "train") if "tokens_per_s" in record]
@@ -220,7 +220,7 @@ def test_its_model_flops_utilization_is_recorded(meshpar, chip, model, weights):
         assert record["mfu"] == pytest.approx(record["tokens_per_s"] * 6 * weights / (8 * chip.flops))
 
 
-def test_where_its_operations_cannot_be_counted_it_trains_without(meshpar, chip):
+def test_an_imported_model_whose_operations_cannot_be_counted_trains_without_mfu(meshpar, chip):
     code, told = meshpar("train", "config.yaml", "model.target=own_model:Looping", "--json")
     why = "dot_general: in a while loop, which may run any number of times"
     assert (code, told) == (0, f"meshpar: MFU is not recorded, as the model's operations cannot be counted: {why}\n")
@@ -417,7 +417,7 @@ def test_a_config_that_was_not_read_from_a_file_imports_nothing():
         ("data.vocab_size=70", "the data has 70 token ids, but own_model:Own has logits for 64"),
     ],
 )
-def test_what_does_not_fit(meshpar, tmp_path, changed, told):
+def test_an_imported_model_that_does_not_fit_is_refused(meshpar, tmp_path, changed, told):
     assert meshpar("explain", "config.yaml", changed) == (2, f"meshpar: {told.format(here=tmp_path / 'here')}\n")
 
 
@@ -432,7 +432,7 @@ def test_the_manual_lowering_is_for_models_that_are_written_for_it(meshpar):
     assert told.endswith(f"lowering\n    {what} shards\n    lowering=auto\n")
 
 
-def test_it_has_no_stages_and_overlaps_nothing(meshpar):
+def test_an_imported_model_with_a_pipeline_or_an_overlap_is_refused(meshpar):
     pipeline = ["parallel.pipeline={kind: 1f1b, num_microbatches: 2}", "parallel.fsdp.overlap=ring"]
     code, told = meshpar("explain", "config.yaml", *MANUAL, *pipeline)
     assert code == 2
@@ -440,7 +440,7 @@ def test_it_has_no_stages_and_overlaps_nothing(meshpar):
     assert "only meshpar's own layers communicate in chunks, not those of an imported model" in told
 
 
-def test_its_logits_cannot_be_cut(meshpar):
+def test_an_imported_model_with_chunks_of_the_loss_is_refused(meshpar):
     code, told = meshpar("explain", "config.yaml", "loss.chunk=8")
     assert code == 2
     what = "an imported model computes all logits at once, so that its loss has no chunks"
@@ -456,7 +456,7 @@ REGRESSION = ["model.target=own_model:Regression", *ROWS]
     [[*REGRESSION, "loss=own_model:squared"], [*ROWS, "rules.zero=1"], [*LOCAL, "num_microbatches=2"]],
     ids=["no decoder", "Linen", "NNX, local shards of mlp"],
 )
-def test_in_the_manual_lowering_it_is_equal_to_one_device(meshpar, changes):
+def test_an_imported_model_in_the_manual_lowering_is_equal_to_one_device(meshpar, changes):
     code, told = meshpar("verify", "config.yaml", *MANUAL, *changes)
     last = told.splitlines()[-1]
     assert (code, last.startswith("equal to one device"), last.endswith("no difference is above 1e-10")) == (
@@ -472,7 +472,7 @@ def test_control_a_loss_that_is_not_written_for_local_shards_is_seen(meshpar):
     assert "no difference is above" not in told
 
 
-def test_in_the_manual_lowering_it_trains(meshpar):
+def test_an_imported_model_trains_in_the_manual_lowering(meshpar):
     code, told = meshpar("train", "config.yaml", *MANUAL, *REGRESSION, "loss=own_model:squared", "--json")
     assert code == 0
     assert [r["step"] for r in records(told, "train") if r["size"] > 0] == [1, 2]

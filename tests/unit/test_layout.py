@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import jax
 import pytest
 from hypothesis import given
@@ -45,3 +47,17 @@ def test_sizes_across_slices_multiply():
 def test_what_does_not_fit_is_refused(sizes):
     with pytest.raises(MeshError):
         MeshLayout(**sizes).resolved(8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "proposals"),
+    [
+        ({"data": 4, "dcn": {"replica": 4}}, ["data=2", "dcn.replica=2"]),
+        ({"dcn": {"data": 4}}, ["dcn.data=8"]),
+        ({"data": -1, "dcn": {"data": 3}}, ["dcn.data=1, 2, 4 or 8"]),
+    ],
+)
+def test_sizes_inside_and_across_slices_are_proposed_that_fit_the_devices(sizes, proposals):
+    with pytest.raises(MeshError) as refused:
+        MeshLayout(**sizes).resolved(8)
+    assert re.findall(r"    (\S.*) would fit", str(refused.value)) == proposals

@@ -131,7 +131,7 @@ def saved_steps(run_dir: Path) -> list[int]:
     return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
 
 
-def test_what_is_due_when(tmp_path: Path):
+def test_records_evaluations_and_checkpoints_come_at_their_intervals(tmp_path: Path):
     state = run(tmp_path, eval_every=5, kept=Retention(every=3))
     assert state.step == 10
     assert steps_of(tmp_path, "train") == [1, 4, 8, 10]
@@ -145,7 +145,7 @@ def test_evaluation_and_checkpoint_come_at_the_end_though_none_was_asked_for(tmp
     assert saved_steps(tmp_path) == [10]
 
 
-def test_it_learns_and_the_summary_says_so(tmp_path: Path):
+def test_a_run_learns_and_its_summary_says_so(tmp_path: Path):
     run(tmp_path)
     told = recorded(tmp_path, "summary")[0]
     assert told["first_loss"] == 9.0

@@ -61,7 +61,7 @@ def test_the_cost_of_a_token_is_numpys():
     np.testing.assert_allclose(costs(logits, targets, teacher), np.asarray(want, np.float64), rtol=1e-13)
 
 
-def test_its_gradient_is_that_of_differences_and_none_reaches_the_teacher(monkeypatch):
+def test_the_gradient_of_distillation_is_that_of_differences_and_none_reaches_the_teacher(monkeypatch):
     logits, targets, teacher = drawn()
     total = lambda logits, teacher: costs(logits, targets, teacher).sum()
     grads, to_teacher = jax.grad(total, (0, 1))(logits, teacher)

@@ -25,7 +25,7 @@ def states_of(stage: str, *overrides: str) -> ModelStates:
     return prepare(run, run.mesh.abstract()).states
 
 
-def test_zeros_table():
+def test_model_states_are_those_of_the_zero_paper():
     """Figure 1 of the paper: 120, 31.4, 16.6 and 1.88 GB for 7.5 billion parameters on 64 devices."""
     baseline, one, two, three = map(states_of, STAGES)
     psi = 7.5e9

@@ -28,14 +28,14 @@ def project(command, monkeypatch, tmp_path) -> Path:
     return tmp_path / "first"
 
 
-def test_its_model_and_config_fit(project):
+def test_the_model_and_config_of_a_new_project_fit(project):
     told = in_project(project, "-c", "from meshpar.cli import main; main()", "explain", "config.yaml")
     assert told.returncode == 0, told.stderr
     assert "Block_1" in told.stdout
 
 
 @pytest.mark.slow
-def test_its_own_test_passes(project):
+def test_the_test_of_a_new_project_passes(project):
     passed = in_project(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert passed.returncode == 0, passed.stdout
 
@@ -49,7 +49,7 @@ def test_control_its_own_test_fails_where_the_model_looks_ahead(project):
 
 
 @pytest.mark.slow
-def test_it_trains_from_its_config(project):
+def test_a_new_project_trains_from_its_config(project):
     done = in_project(
         project,
         "-c",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import jax
@@ -263,6 +264,13 @@ def test_every_parameter_has_a_name_for_each_dim():
     specs = flatten_with_paths(describe(nnx.eval_shape(lambda: Llama(**SIZES).build(nnx.Rngs(0)))))
     assert specs["blocks.attn.q.kernel"].dims == ("layers", "embed", "heads", "head_dim")
     assert specs["embedding"].dims == ("vocab", "embed")
+
+
+@pytest.mark.parametrize("model", [Llama(**SIZES, num_kv_heads=2), GPT(**SIZES)], ids=["llama", "gpt"])
+def test_the_weights_of_a_layer_are_those_of_its_kernels(model):
+    arrays = flatten_with_paths(model.array_specs()["blocks"])
+    kernels = sum(math.prod(spec.shape[1:]) for path, spec in arrays.items() if path.endswith(".kernel"))
+    assert model.weights_of_a_layer == kernels
 
 
 def test_a_parameter_without_names_is_an_error_that_lists_it():

@@ -13,11 +13,12 @@ import yaml
 
 import meshpar
 from meshpar.collectives import Int8
-from meshpar.config import load, to_yaml
+from meshpar.config import Config, load, to_yaml
 from meshpar.errors import ConfigError
 from meshpar.experiment.config import Run
 from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import PRESETS
+from tests.config import checked_types
 
 PLAIN = {
     "model": {"kind": "llama", "num_layers": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8},
@@ -135,6 +136,18 @@ WRONG = {
         {"loggers": ["tensorboard", "wand"]},
         ["loggers.1", "no kind is called 'wand'", "did you mean wandb? There are tensorboard, wandb, mlflow"],
     ),
+    "a list for a size": (
+        {"contract": {"peak_bytes": [1]}},
+        ["contract.peak_bytes", "expected a string or an integer, got [1]"],
+    ),
+    "a list for a size in a mapping": (
+        {"contract": {"bytes_per_axis": {"data": [1]}}},
+        ["contract.bytes_per_axis.data", "expected a string or an integer, got [1]"],
+    ),
+    "a word for a number": (
+        {"model": PLAIN["model"] | {"unroll": "most"}},
+        ["model.unroll", "expected 'auto' or 'all' or an integer, got 'most'"],
+    ),
     "a value in short": ({"checkpoints": "often"}, ["checkpoints.every", "expected an integer, got 'often'"]),
     "a file in short": (
         {"data": {"kind": "text", "path": "a", "tokenizer": 3}},
@@ -200,3 +213,12 @@ def test_text_that_is_not_json_is_a_config_error():
 def test_control_a_type_adapter_raises_pydantics_own_error():
     with pytest.raises(pydantic.ValidationError):
         pydantic.TypeAdapter(Run).validate_python(PLAIN | {"num_steps": 0})
+
+
+def test_configs_without_a_type_error_are_accepted_and_those_with_one_are_refused():
+    assert checked_types.in_short() == checked_types.in_full()
+    assert all(isinstance(config, Config) for config in checked_types.accepted())
+    assert type(checked_types.sections_are_read_as_configs(checked_types.in_short())[0]) is meshpar.Retention
+    for construct in checked_types.refused():
+        with pytest.raises(ConfigError):
+            construct()

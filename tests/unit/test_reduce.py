@@ -22,7 +22,7 @@ from tests.program.test_bytes import prepared
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def test_as_it_is_written():
+def test_a_config_declares_how_gradients_are_reduced():
     keys = "{within: bf16, across: {kind: int8, error_feedback: true}, algorithm: ring, bucket_bytes: 1MiB}"
     reduce = load(QUICKSTART, [f"parallel.gradient_reduction={keys}"]).parallel.gradient_reduction
     assert reduce and (reduce.within.kind, reduce.across.kind, reduce.algorithm) == ("bf16", "int8", "ring")
@@ -42,7 +42,7 @@ def test_as_it_is_written():
         ("parallel.gradient_reduction={across: {kind: int8, block: 100}}", "block"),
     ],
 )
-def test_what_is_wrong_is_said(override, words):
+def test_a_wrong_declaration_of_a_reduction_is_refused(override, words):
     with pytest.raises(ConfigError, match=words):
         load(QUICKSTART, [override])
 

@@ -46,7 +46,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize(("printed", "text"), FORMS.items())
-def test_each_form(printed, text):
+def test_each_printed_form_of_a_sharding_is_read(printed, text):
     found = spec(printed, MESH)
     assert (None if found is None else spec_text(found)) == text
 

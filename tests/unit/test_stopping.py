@@ -47,7 +47,7 @@ def test_it_ends_after_patience_evaluations_that_are_no_better_and_saves_that_st
         ((float("nan"), 2, float("nan"), float("nan"), 1), {}, 8),
     ],
 )
-def test_what_counts_as_better(tmp_path, values, settings, end):
+def test_a_run_ends_after_as_many_evaluations_that_are_no_better(tmp_path, values, settings, end):
     assert stopped(tmp_path, scores(*values), **settings) == end
 
 
@@ -91,7 +91,7 @@ def test_a_callback_gets_the_state_and_may_move_data_as_it_likes(tmp_path):
         ({"name": "good"}, "give -> name\n    str is not a number\n    a mean, or a name for each number"),
     ],
 )
-def test_what_cannot_be_recorded(tmp_path, found, said):
+def test_values_of_a_callback_that_cannot_be_recorded_are_refused(tmp_path, found, said):
     def give(state: Any, step: int) -> dict[str, Any]:
         return found
 

@@ -44,7 +44,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "said"), REFUSED.items())
-def test_what_is_no_machine(text, said):
+def test_an_unknown_machine_is_refused(text, said):
     with pytest.raises(MeshError) as error:
         parse(text)
     assert str(error.value) == said

@@ -33,5 +33,5 @@ def test_a_star_stops_at_a_dot(glob, found):
     ("size", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.5 * 2**20, "1.50 MiB"), (5000 * 2**30, "5000.00 GiB")],
 )
-def test_bytes_for_people(size, text):
+def test_bytes_are_printed_with_a_binary_unit(size, text):
     assert human_bytes(size) == text

@@ -43,7 +43,7 @@ def guilty(proof: Verification) -> dict[str, str]:
         ({"data": 2, "tensor": 4}, ("megatron_sp",), {"draws": True}),
     ],
 )
-def test_what_is_right_is_proved(sizes, presets, more):
+def test_a_right_training_is_equal(sizes, presets, more):
     proof = proof_of(toy(sizes, *presets, **more))
     assert proof.is_equal, str(proof)
     assert len(proof.rows) == 1 + len(sizes) + 3

@@ -55,7 +55,7 @@ def test_sizes_keep_their_axes(sizes):
         (9, 3, 3, {}, (9, 3)),  # groups of three
     ],
 )
-def test_heads(heads, kv_heads, tensor, rules, expected, float64):
+def test_a_shrunken_model_has_heads_that_fit_its_mesh(heads, kv_heads, tensor, rules, expected, float64):
     model = Llama(
         num_layers=6, hidden_size=8 * heads * tensor, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=96
     )

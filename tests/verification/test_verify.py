@@ -52,7 +52,7 @@ def test_an_optimizer_that_divides_by_a_gradient_of_zero():
     ]
 
 
-def test_too_few_devices(monkeypatch):
+def test_verify_with_too_few_devices_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda platform=None: jax.local_devices()[:1])
     result = CliRunner().invoke(app, ["verify", "configs/quickstart.yaml"])
     assert str(result.exception) == "8 CPU devices are needed, 1 are available; call meshpar.simulate(8) first"

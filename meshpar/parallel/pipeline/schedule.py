@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import pydantic
 
-from meshpar.config import Config, Positive, read_text
+from meshpar.config import Coerced, Config, FilePath, Positive, default, read_text
 from meshpar.errors import ConfigError, Problems, ScheduleError
 
 MAX_OPERATIONS = 2**15
@@ -74,7 +73,7 @@ class Schedule(Config):
     chunks: ClassVar[int] = 1
     is_stale: ClassVar[bool] = False
     """Whether gradients are computed at the weights before the last update."""
-    cut: tuple[Positive, ...] | None = None
+    cut: Coerced[tuple[Positive, ...] | None, list[int]] = default(None)
     """The number of layers of each virtual stage, first to last. Default: as even as possible, longer ones first."""
 
     def order(self, stage: int, num_stages: int) -> Order:
@@ -229,7 +228,7 @@ class ScheduleFile(Schedule):
     """Orders from a text file, one line per stage, such as `F0 F1 B0 W0 B1 W1`; `F0.1` is on chunk 1."""
 
     kind: Literal["written"] = "written"
-    path: Path
+    path: FilePath
     num_chunks: Positive = 1
     fold: bool = False
     """Whether every second chunk is placed in reverse, like a V; else chunks are assigned round robin."""

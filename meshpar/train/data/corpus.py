@@ -7,12 +7,12 @@ import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
-from meshpar.config import Config, Positive
+from meshpar.config import Coerced, Config, PathText, Positive, default
 from meshpar.errors import DataError, Problem
 from meshpar.train.data.cache import cached
 from meshpar.train.data.dataset import Dataset
@@ -126,7 +126,7 @@ class Corpus(Batching):
 class FileCorpus(Corpus):
     """Documents in files, and the tokenizer of their token ids."""
 
-    tokenizer: AnyTokenizer
+    tokenizer: Coerced[AnyTokenizer, str | dict[str, Any]]
 
     @property
     def vocab_size(self) -> int:
@@ -151,7 +151,7 @@ class FileCorpus(Corpus):
 class AtPath(Config):
     """Files at a path of the user's choice."""
 
-    path: str
+    path: PathText
     """A file, or a folder, relative to the working directory."""
     glob: str
     """The pattern of the files below the folder."""
@@ -167,9 +167,9 @@ class AtPath(Config):
 class TextCorpus(FileCorpus):
     """Documents that a tokenizer encodes."""
 
-    tokenizer: AnyTokenizer = Bytes()
+    tokenizer: Coerced[AnyTokenizer, str | dict[str, Any]] = default(Bytes())
     """`path/to/tokenizer.json`, in the format of the tokenizers library. Default: bytes."""
-    cache: str | None = None
+    cache: Coerced[str | None, Path] = default(None)
     """A folder that stores the token ids, which later starts map into memory. Default: each start encodes again."""
 
     @abstractmethod
@@ -211,7 +211,7 @@ class Text(WholeFiles):
     """
 
     kind: Literal["text"] = "text"
-    path: str
+    path: PathText
     """The folder, relative to the working directory."""
     glob: str = "**/*.txt"
     """The pattern of the files below `path`; `**` matches any number of folders."""

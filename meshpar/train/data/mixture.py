@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from meshpar.config import Config
+from meshpar.config import Coerced, Config, Section
 from meshpar.train.data.arrow import Arrow, Parquet
 from meshpar.train.data.corpus import Batching, Corpus, StandardLibrary, Synthetic, Text
 from meshpar.train.data.jsonl import Jsonl
@@ -22,7 +23,7 @@ class MixtureComponent(Config):
 
     weight: float = Field(gt=0, allow_inf_nan=False)
     """The number of rows of this part, relative to the weights of the other parts."""
-    data: Source
+    data: Section[Source]
 
 
 class Mixture(Batching):
@@ -37,7 +38,7 @@ class Mixture(Batching):
     """
 
     kind: Literal["mixture"] = "mixture"
-    parts: tuple[MixtureComponent, ...]
+    parts: Coerced[tuple[MixtureComponent, ...], Sequence[MixtureComponent | dict[str, Any]]]
 
     @property
     def sources(self) -> list[tuple[int, Corpus]]:

@@ -7,10 +7,11 @@ import zipfile
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from meshpar.config import Coerced
 from meshpar.errors import DataError, Problems
 from meshpar.regular import open_regular
 from meshpar.train.data.corpus import AtPath, FileCorpus
@@ -38,7 +39,7 @@ class Numpy(AtPath, FileCorpus):
 
     kind: Literal["numpy"] = "numpy"
     glob: str = "**/*.np[yz]"
-    tokenizer: AnyTokenizer
+    tokenizer: Coerced[AnyTokenizer, str | dict[str, Any]]
     """The tokenizer of the ids: `path/to/tokenizer.json`, or `{kind: ids, vocab_size: 50257, bos: 50256}`."""
 
     def documents(self) -> Documents:

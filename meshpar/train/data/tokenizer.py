@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 import numpy as np
 from pydantic import Field, model_validator
 
-from meshpar.config import Config, Count, Positive
+from meshpar.config import Config, Count, PathText, Positive
 from meshpar.errors import DataError, Problem, nearest
 from meshpar.regular import open_regular
 
@@ -132,7 +132,7 @@ class TokenizerFile(Config):
     shorthand: ClassVar[str] = "path"
 
     kind: Literal["file"] = "file"
-    path: str
+    path: PathText
     """The file, relative to the working directory."""
     bos_token: str | None = None
     """The token that opens a document. Default: `<s>` or another customary token of the file; if it has none, one id is
