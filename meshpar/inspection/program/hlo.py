@@ -123,7 +123,8 @@ def found_in(program: Program, visits: list[Visit], mesh: AnyMesh | None, flow: 
     found = [(visit, kind) for visit in visits if (kind := _kind(visit.instruction))]
     _require_all_counted(program, visits, [visit for visit, _ in found])
     flow = flow or Flow(program)
-    return [_collective(program, flow, visit, kind, mesh) for visit, kind in found]
+    begun = [(visit, kind) for visit, kind in found if not _continues(program, visit.instruction)]
+    return [_collective(program, flow, visit, kind, mesh) for visit, kind in begun]
 
 
 def total_sent_bytes(
@@ -148,6 +149,18 @@ def _kind(one: Instruction) -> str | None:
     # TPU programs express a reduce-scatter as a fusion of this name, of an all-reduce and a slice.
     scatters = kind == "all_reduce" and one.computation.startswith("all-reduce-scatter")
     return "reduce_scatter" if scatters else kind
+
+
+def _continues(program: Program, one: Instruction) -> bool:
+    """Whether the instruction is a later part of a collective, which began in another computation.
+
+    TPU programs advance a collective in the fusions that run meanwhile. Its start, each of these fusions and its end
+    contain the whole collective, and only the start's computation an `AsyncCollectiveStart`.
+    """
+    if "async_collective_fusion_config" not in one.rest:
+        return False
+    beside = program.computation(one.computation).values()
+    return not any('custom_call_target="AsyncCollectiveStart"' in other.rest for other in beside)
 
 
 def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: AnyMesh | None) -> Collective:
