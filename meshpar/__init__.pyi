@@ -51,7 +51,7 @@ from .parallel.pipeline.schedule import (
     ZeroBubbleH1,
     ZeroBubbleH2,
 )
-from .parallel.strategies import FullySharded, Parallel, TensorParallel
+from .parallel.strategies import ContextParallel, FullySharded, Parallel, TensorParallel
 from .plan.fit import FitReport
 from .serve.generate import Completion, Generated, generate
 from .sharding.resolve import Placement, resolve
@@ -98,6 +98,7 @@ __all__ = [
     "Collective",
     "Completion",
     "ConfigError",
+    "ContextParallel",
     "Contract",
     "ContractError",
     "ContractWarning",

@@ -63,12 +63,13 @@ def all_gather_matmul(
     Numerics: sums over chunks are in float32 at least.
     Raises:
       ShardingError: an axis is not manual here, or the `dim` of a w differs from that of the whole x.
+      NotImplementedError: by JAX, outside of `jit`.
 
     >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> local = lambda x, w: all_gather_matmul("sk,kn->sn", x, [w], Ring(("a",)), dim="s")[0]
     >>> spec = jax.sharding.PartitionSpec
     >>> f = jax.shard_map(local, mesh=mesh, in_specs=(spec("a"), spec(None, "a")), out_specs=spec(None, "a"))
-    >>> f(jnp.eye(4), jnp.arange(8.0).reshape(4, 2)).tolist()
+    >>> jax.jit(f)(jnp.eye(4), jnp.arange(8.0).reshape(4, 2)).tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
     """
     equations = tuple(map(_parse, [equation] * len(ws) if isinstance(equation, str) else equation))
@@ -99,12 +100,13 @@ def matmul_reduce_scatter(
     Numerics: products are summed over devices in the dtype of x.
     Raises:
       ShardingError: an axis is not manual here, or the ring size does not divide `dim`.
+      NotImplementedError: by JAX, outside of `jit`.
 
     >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> local = lambda x, w: matmul_reduce_scatter("sk,kn->sn", x, w, Ring(("a",)), dim="s")
     >>> spec = jax.sharding.PartitionSpec
     >>> f = jax.shard_map(local, mesh=mesh, in_specs=(spec(None, "a"), spec("a")), out_specs=spec("a"))
-    >>> f(jnp.eye(4), jnp.arange(8.0).reshape(4, 2)).tolist()
+    >>> jax.jit(f)(jnp.eye(4), jnp.arange(8.0).reshape(4, 2)).tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
     """
     texts, xs, ws = zip((equation, x, w), *plus, strict=True)
