@@ -99,6 +99,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "ContextParallel",
+    "ContextParallel",
     "Contract",
     "ContractError",
     "ContractWarning",
