@@ -99,7 +99,6 @@ __all__ = [
     "Completion",
     "ConfigError",
     "ContextParallel",
-    "ContextParallel",
     "Contract",
     "ContractError",
     "ContractWarning",

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from meshpar.cost.walk import walk
+from meshpar.cost.walk import DECLARED, Visit, walk
 from meshpar.errors import ProgramError
 
 _NEEDED = re.compile(r"needed_(\d+)_of_(\d+)")
@@ -33,12 +34,17 @@ def needed(part: Fraction) -> AbstractContextManager[Any]:
     return jax.named_scope(f"needed_{part.numerator}_of_{part.denominator}")
 
 
+def declared(num_flops: int) -> AbstractContextManager[Any]:
+    """A scope for a kernel that skips cells of its grid: its operations on one device, instead of those of its grid."""
+    return jax.named_scope(f"declares_{num_flops}_flops")
+
+
 @dataclass(frozen=True)
 class Product:
     """The matrix products or convolutions of one equation.
 
     Args:
-      kind: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
+      kind: `dot_general`, `conv_general_dilated`, `ragged_dot_general`; or a kernel, which has several products.
       num_flops: operations of one run: of one device inside a manual region (`shard_map`), of whole arrays outside,
         where GSPMD divides them.
       num_shards: the number of devices that run it on different shards; 1 outside of manual regions.
@@ -75,11 +81,11 @@ def traced_products(program: ClosedJaxpr) -> list[Product]:
     """
     found = []
     for visit in walk(program):
-        if visit.primitive not in _COUNTS:
+        num_flops = _num_flops(visit)
+        if num_flops is None:
             continue
         if visit.times is None:
             raise ProgramError(f"{visit.primitive}: in a while loop, which may run any number of times")
-        num_flops = 2 * _COUNTS[visit.primitive](visit.equation)
         part = _NEEDED.search(visit.scope)
         share = Fraction(int(part[1]), int(part[2])) if part else Fraction(1)
         found.append(Product(visit.primitive, num_flops, visit.num_shards, visit.times, share))
@@ -97,6 +103,14 @@ def flops(found: Iterable[Product], num_devices: int = 1) -> dict[str, Fraction]
 def needed_flops(found: Iterable[Product]) -> Fraction:
     """Operations that a model needs, see `needed`."""
     return sum((one.total * one.needed for one in found), Fraction(0))
+
+
+def _num_flops(visit: Visit) -> int | None:
+    """Operations of one run of an equation; None if it contains no product, or products that are visited themselves."""
+    if visit.primitive == "pallas_call":
+        stated = DECLARED.search(visit.scope)
+        return int(stated[1]) if stated else None
+    return 2 * _COUNTS[visit.primitive](visit.equation) if visit.primitive in _COUNTS else None
 
 
 def _dot_terms(equation: Any) -> int:
@@ -131,8 +145,22 @@ def _convolution_terms(equation: Any) -> int:
     return terms
 
 
+def _attention_terms(equation: Any, num_products: int) -> int:
+    """The number of products that cuDNN's causal attention sums, counting only visible scores.
+
+    Its tiles are not known from the program: a diagonal tile is computed whole, so a device computes a few more.
+    """
+    batch, seq, heads, size = equation.invars[0].aval.shape
+    width = min(equation.params["sliding_window_length"] or seq, seq)
+    assert equation.params["mask_type"].name == "CAUSAL", equation.params["mask_type"]
+    return num_products * batch * heads * size * (seq * width - width**2 // 2)
+
+
 _COUNTS: dict[str, Callable[[Any], int]] = {
     "dot_general": _dot_terms,
     "ragged_dot_general": _dot_terms,
     "conv_general_dilated": _convolution_terms,
+    # Forward: scores, result. Backward: scores, and the gradients of weights, queries, keys and values.
+    "dot_product_attention_fwd_wrapper": partial(_attention_terms, num_products=2),
+    "dot_product_attention_bwd_wrapper": partial(_attention_terms, num_products=5),
 }

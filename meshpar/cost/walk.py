@@ -1,7 +1,8 @@
 """Walks the equations of a traced program, and counts how often one call of the program runs each.
 
-The body of a loop runs as often as the loop's length says, a kernel as often as its grid has cells. A branch of a
-pipeline counts as often as its schedule takes it, every other branch as taken. Equations that no output depends on are
+The body of a loop runs as often as the loop's length says, a kernel as often as its grid has cells; a kernel whose
+operations are declared is not entered. A branch of a pipeline counts as often as its schedule takes it, every other
+branch as taken. Equations that no output depends on are
 left out, because compilers remove them.
 """
 
@@ -20,6 +21,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 # The name that `parallel.pipeline.execute` gives to the scope of a conditional: a number for each branch, or for all.
 _TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)$")
+DECLARED = re.compile(r"declares_(\d+)_flops")
+"""The name of the scope of a kernel whose operations are declared, see `cost.flops.declared`."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ def _repeats(visit: Visit, num_inside: int) -> Sequence[Fraction | None]:
     if visit.primitive == "scan":
         return [Fraction(params["length"])] * num_inside
     if visit.primitive == "pallas_call":
+        if DECLARED.search(visit.scope):
+            return [Fraction(0)] * num_inside
         return [Fraction(math.prod(params["grid_mapping"].grid))] * num_inside
     if visit.primitive == "cond" and (taken := _TAKEN.search(visit.scope)):
         times = [Fraction(int(branch), int(taken[2])) for branch in taken[1].split("_")]

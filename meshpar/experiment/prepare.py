@@ -182,6 +182,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     ctx = replace(run.context(mesh), rules=model.rules, activation_dims=model.activation_dims)
     tx = _optimizer(run, specs, frozen, computed)
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
+    batch_specs = run.model.batch_specs(run.data.batch_size, run.data.seq_len)
     prepared = Prepared(
         run=run,
         specs=specs,
@@ -194,7 +195,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         stages=model.parts,
         frozen=frozen,
         update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), computed),
-        batch_specs=run.model.batch_specs(run.data.batch_size, run.data.seq_len),
+        batch_specs={name: spec for name, spec in batch_specs.items() if name not in run.data.omitted},
         ctx=ctx,
         seed=run.seed,
         is_offloaded=run.offload.optimizer == "host",

@@ -72,7 +72,7 @@ def task_of(run: Run) -> Task:
     """What the run trains its model for."""
     return Task(
         loss=run.loss, rules=run.rules, seq_len=run.data.seq_len, vocab_size=run.data.vocab_size, seed=run.seed,
-        adapter=run.lora, distill=run.distill,
+        adapter=run.lora, distill=run.distill, has_documents=run.data.documents_in_row == "separate",
     )  # fmt: skip
 
 

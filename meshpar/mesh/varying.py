@@ -2,21 +2,24 @@
 
 JAX types every value in a `shard_map` with the axes over which it *varies*. Only this file uses that type.
 
-This file depends on JAX's internals, which may change in any release: the attribute `manual_axis_type` of types, and
-the modules `jax.extend.core`, `jax.interpreters.ad` and `jax.interpreters.mlir`, with which it defines a primitive. The
-primitive is needed because `jax.lax.pcast` has no cast from varying to invariant. Run tests/collectives on each
-supported version of JAX.
+This file depends on JAX's internals, which may change in any release: the attribute `manual_axis_type` of types; the
+modules `jax.extend.core`, `jax.interpreters.ad` and `jax.interpreters.mlir`, with which it defines two primitives; and
+the switch `_check_vma` of `jax._src.config`. One primitive is needed because `jax.lax.pcast` has no cast from varying
+to invariant, the other because Pallas refuses to trace a kernel that does not say over which axes its results vary. Run
+tests/collectives and tests/unit/test_attention_kernels.py on each supported version of JAX.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
+from jax._src.config import _check_vma
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
 Axes = tuple[str, ...]
@@ -74,3 +77,40 @@ def _invariant_type(aval: Any, *, axes: Axes) -> Any:
 def _to_first_device(grad: Any, _: Any, *, axes: Axes) -> tuple[jax.Array]:
     grad = varying(grad, axes)
     return (jnp.where(lax.axis_index(axes) == 0, grad, jnp.zeros_like(grad)),)
+
+
+def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose code does not say over which axes its results vary, such as a Pallas kernel that JAX provides.
+
+    Each result is typed as varying over the axes of all arguments. It cannot be differentiated: use it inside the two
+    functions of a `custom_vjp`. A device computes with its own arguments; the function must not communicate.
+    """
+
+    def typed(*args: Any) -> Any:
+        leaves = varying_alike(*jax.tree.leaves(args))
+        plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        with _check_vma(False):
+            structs = jax.tree.unflatten(jax.tree.structure(args), plain)
+            traced, shapes = jax.make_jaxpr(function, return_shape=True)(*structs)
+        results = _unchecked.bind(*leaves, jaxpr=traced)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return typed
+
+
+_unchecked = Primitive("unchecked")
+_unchecked.multiple_results = True
+
+
+@_unchecked.def_abstract_eval
+def _unchecked_type(*avals: Any, jaxpr: ClosedJaxpr) -> list[Any]:
+    return [out.update(manual_axis_type=avals[0].manual_axis_type) for out in jaxpr.out_avals]
+
+
+def _lower_unchecked(ctx: Any, *args: Any, jaxpr: ClosedJaxpr) -> Any:
+    plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
+    with _check_vma(False):
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(plain, *args)
+
+
+mlir.register_lowering(_unchecked, _lower_unchecked)

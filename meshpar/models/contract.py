@@ -75,6 +75,7 @@ class Task:
       seq_len: tokens per row.
       vocab_size: number of token ids of the data.
       seed: the run's seed.
+      has_documents: whether a row may contain several documents, between which there is no attention.
       adapter: LoRA matrices that are trained instead of the model, which is frozen.
       distill: a teacher model, for distillation.
     """
@@ -84,6 +85,7 @@ class Task:
     seq_len: int
     vocab_size: int
     seed: int
+    has_documents: bool = True
     adapter: LoRA | None = None
     distill: Distill | None = None
 

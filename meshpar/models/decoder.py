@@ -6,12 +6,15 @@ from functools import partial
 from typing import Any, Literal, Self
 
 import jax
+import numpy as np
 from flax import nnx
 
 from meshpar.errors import Problems
 from meshpar.models.contract import LayerStack, ModelContract, ModelProgram, Task, Vocabulary
 from meshpar.models.reference import Scale, decoder_sizes
 from meshpar.nn.attention import context_parallel
+from meshpar.nn.attention.kernel import Kernel
+from meshpar.nn.attention.setting import Setting, of_run
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
@@ -60,9 +63,11 @@ class DecoderModel(Decoder, ModelContract):
         if task.vocab_size > self.vocab_size:
             what = f"the data has {task.vocab_size} token ids, the model {self.vocab_size}"
             problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")
+        if isinstance(self.attention, Kernel):
+            self.attention.check(self._attention_setting(task, ctx), problems)
         self._check_remat(ctx, problems)
         check_supported(self.sharding, ctx, problems)
-        context_parallel.check(self.num_heads, ctx, problems)
+        context_parallel.check(self.attention, self.num_heads, ctx, problems)
 
     def _check_remat(self, ctx: ParallelContext, problems: Problems) -> None:
         if self.remat.offload and ctx.schedule:
@@ -74,6 +79,17 @@ class DecoderModel(Decoder, ModelContract):
                     what = f"a block of kind {self._name} has no {name}, only {', '.join(self.activations)}"
                     problems.add(f"model.remat.{key}", what, f"leave out {name}")
 
+    def _attention_setting(self, task: Task, ctx: ParallelContext) -> Setting:
+        return of_run(
+            ctx,
+            seq_len=task.seq_len,
+            head_dim=self.head_size,
+            dtype=np.dtype(ctx.compute_dtype),
+            window=None if self.global_layers else self.window,
+            window_varies=self.window is not None and bool(self.global_layers),
+            has_documents=task.has_documents,
+        )
+
     def selected(self, task: Task, ctx: ParallelContext, batch_size: int) -> dict[str, str]:
         rows = batch_size // ctx.shards("batch") // (ctx.num_passes if ctx.manual else ctx.num_microbatches)
         vocab = self.padded_vocab // ctx.shards("vocab")
@@ -82,7 +98,7 @@ class DecoderModel(Decoder, ModelContract):
         positions = task.seq_len // ctx.shards("seq")
         return {
             "loss.chunk": describe_chunk(task.loss.chunk, rows, positions, self.hidden_size, vocab),
-            "model.attention": self.attention.describe(task.seq_len, window),
+            "model.attention": self.attention.describe(self._attention_setting(task, ctx)),
         } | ({"parallel.context": shared} if shared else {})
 
     def array_specs(self) -> Any:

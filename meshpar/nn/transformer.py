@@ -104,7 +104,7 @@ class Decoder(Config):
     dropout: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
     """Rate of dropout on the embeddings, and on the output of each attention and MLP."""
     attention: Coerced[Annotated[AnyCore, pydantic.Field(discriminator="kind")], str | dict[str, Any]] = default(Auto())
-    """How tokens attend to each other: `auto`, `reference`, or `blocks`, which never holds the scores of a row."""
+    """How tokens attend to each other: `auto`, `reference`, `blocks`, `cudnn` (NVIDIA GPUs) or `splash` (TPUs)."""
     remat: Coerced[Remat, str | dict[str, Any]] = default(Remat(policy="none"))
     """Which activations of a block the backward recomputes: `none`, `dots` (all but matmuls), `dots_no_batch` (all but
     weight matmuls), `full` (all), or all but some by name: `{save: [...], offload: [...]}`."""

@@ -75,6 +75,12 @@ def platform_of(mesh: AnyMesh) -> str | None:
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
 
 
+def is_compile_only(mesh: AnyMesh) -> bool:
+    """Whether the mesh's devices are descriptions for a compiler, see `plan.targets`."""
+    runtime = getattr(mesh.devices.flat[0].client, "runtime_type", "") if isinstance(mesh, Mesh) else ""
+    return runtime == "compile_only_runtime"
+
+
 def live(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     """The axes of size > 1. Axes of size 1 appear in no sharding and no collective.
 

@@ -67,7 +67,9 @@ def verify(subject: Run | Training, batches: Batches | None = None) -> Verificat
             training = prepare(small, small.mesh.build(_devices(small.mesh.requested() or 1)))
             rng = np.random.default_rng(0)
             sizes = (small.data.batch_size, small.data.seq_len, small.data.vocab_size)
-            return _verify(training, [token_batch(rng, *sizes) for _ in range(NUM_STEPS)], _changes(subject, small))
+            drawn = [token_batch(rng, *sizes) for _ in range(NUM_STEPS)]
+            batches = [{name: batch[name] for name in training.batch_specs} for batch in drawn]
+            return _verify(training, batches, _changes(subject, small))
         if batches is None or len(batches) < 2:
             raise VerificationError("pass two batches or more, one for each step: the run is interrupted between them")
         return _verify(_widened(subject), [wide_batch(batch) for batch in batches], {})

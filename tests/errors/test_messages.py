@@ -112,6 +112,29 @@ meshpar: the parts of this config do not fit each other:
     leave out gate
 """,
     ),
+    "attention beyond the limits of its kernel": (
+        ["model.attention=cudnn", EXTRA],
+        """\
+meshpar: the parts of this config do not fit each other:
+  model.attention = cudnn
+    cudnn computes bfloat16 and float16, and this model computes float32
+    model.attention=blocks
+  model.attention = cudnn
+    cudnn needs heads of at most 256 elements, a multiple of 8, and these have 4
+    model.attention=blocks
+  model.attention = cudnn
+    cudnn does not separate documents, and a row may contain several (data.documents_in_row=separate)
+    model.attention=blocks
+""",
+    ),
+    "attention with blocks that a TPU cannot have": (
+        ["model.attention={kind: splash, block_size: 100}", EXTRA],
+        """\
+meshpar: 1 problem in config.yaml:
+  model.attention.block_size (command line)
+    must be a multiple of 128, got 100
+""",
+    ),
     "indivisible dim": (
         ["mesh.tensor=4", EXTRA, "rules=megatron"],
         """\

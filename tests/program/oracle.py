@@ -145,7 +145,9 @@ def _shared_rows(run: Prepared, tokens: int, widths: Widths) -> Fraction:
     n = ctx.shards("seq")
     of_head = tokens * model.head_size
     keys = 2 * model.kv_heads // ctx.shards("kv_heads") * of_head
-    again = model.num_layers * (1 + (model.remat == "full"))  # passes of layers that send as the forward does
+    again = model.num_layers * (
+        1 + (model.remat.policy == "full" and not model.remat.save)
+    )  # passes of layers that send as the forward does
     segments = (n - 1) * 4 * tokens
     if ctx.parallel.context.kind == "ulysses":
         exchanged = (2 * model.num_heads // ctx.shards("heads") * of_head + keys) * widths.compute

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar.errors import ProgramError
+from meshpar.inspection.inspect import inspect
 from meshpar.inspection.program import hlo
 from meshpar.inspection.program.groups import find_groups, parse_groups
 from meshpar.inspection.program.hlo import Array, collectives_of, total_sent_bytes
@@ -121,6 +122,31 @@ def test_a_wrapped_collective_counts_once(call):
     body = f"%s = ((bf16[4,8]{{1,0}}), bf16[16,8]{{1,0}}) {call}\n  ROOT %d = bf16[16,8]{{1,0}} {done}"
     [one] = collectives_of(module(body, wrapped))
     assert (one.full_bytes, one.times) == (256, 1)
+
+
+def test_a_collective_that_tpus_advance_in_other_fusions_counts_once():
+    """Its start, the fusions in which it advances, here in a loop, and its end all contain the whole collective."""
+    config = 'backend_config={"async_collective_fusion_config":{"flag_start":"2","flag_end":"8"}}'
+
+    def part(name: str, root: str) -> str:
+        return f"""
+%{name} (q: bf16[4,8]) -> bf16[16,8] {{
+  %q = bf16[4,8]{{1,0}} parameter(0)
+  %g = bf16[16,8]{{1,0}} all-gather(%q), channel_id=1, {HALVES}, dimensions={{0}}, {config}
+  ROOT %r = bf16[16,8]{{1,0}} {root}
+}}
+"""
+
+    start = part("begin", 'custom-call(%g), custom_call_target="AsyncCollectiveStart"')
+    done = part("end", 'custom-call(%g), custom_call_target="AsyncCollectiveDone"')
+    body = """%s = bf16[16,8]{1,0} fusion(%p), kind=kLoop, calls=%begin
+  %m = bf16[16,8]{1,0} fusion(%p), kind=kLoop, calls=%async_collective_fusion.1
+  ROOT %d = bf16[16,8]{1,0} fusion(%p), kind=kLoop, calls=%end"""
+    advance = part("async_collective_fusion.1", "copy(%g)")
+    [one] = collectives_of(module(body, start + advance + done))
+    assert (one.full_bytes, one.times) == (256, 1)
+    alone = advance.replace(config, "use_global_device_ids=true")  # control: a gather like any other
+    assert len(collectives_of(module(body, start + alone + done))) == 2
 
 
 def test_tpus_all_reduce_scatter_is_a_reduce_scatter():
@@ -333,3 +359,46 @@ def test_text_that_cannot_be_read_raises(text, what):
 )
 def test_bytes_of_an_array(array, num_bytes):
     assert array.num_bytes == num_bytes
+
+
+# Kernels ---------------------------------------------------------------------------------------------------------
+
+CUDNN = """%f = (bf16[2,4,1024,128]{3,1,2,0}, f32[2,4,1024]{2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), \
+custom_call_target="__cudnn$fmhaSoftmax", metadata={op_name="jit(g)/dot_product_attention_fwd"}, \
+backend_config={"cudnn_fmha_backend_config": {"fmha_scale": 0.088, "intermediate_tensor_shape": \
+{"element_type": "BF16", "dimensions": ["2", "4", "1024", "1024"], "tuple_shapes": []}, "is_flash_attention": true, \
+"mask_type": "CAUSAL", "sliding_window_length": 0, "max_seg_per_batch": 1}}"""
+SPLASH = """%s = (f32[128,128]{1,0}, bf16[2,256,128]{2,1,0}) custom-call(%q, %k, %k), \
+custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 128}"
+}}, metadata={op_name="jit(step)/declares_4096_flops/splash_mha_fwd/pallas_call" stack_frame_id=15}"""
+
+
+def inspected(call: str):
+    body = f"""  %q = bf16[2,1024,4,128]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,1024,2,128]{{3,2,1,0}} parameter(1)
+  {call}
+  ROOT %z = f32[] constant(0)"""
+    return inspect(f"HloModule m, num_partitions=1\n\nENTRY %main () -> f32[] {{\n{body}\n}}\n")
+
+
+@pytest.mark.parametrize(
+    ("call", "products"),
+    [
+        (CUDNN, 2 * (1024**2 / 2)),
+        (CUDNN.replace("fmhaSoftmax", "fmhaSoftmaxBackward"), 5 * (1024**2 / 2)),
+        (CUDNN.replace('length": 0', 'length": 100'), 2 * (1024 * 100 - 100**2 / 2)),
+        (CUDNN.replace("CAUSAL", "NO_MASK"), 2 * 1024**2),
+    ],
+)
+def test_cudnns_attention_counts_its_visible_scores(call, products):
+    found = inspected(call)
+    assert (found.flops, found.opaque) == (2 * 2 * 4 * 128 * products, ())
+
+
+def test_a_pallas_kernel_counts_what_it_declares():
+    found = inspected(SPLASH)
+    assert (found.flops, found.opaque) == (4096, ())
+    found = inspected(SPLASH.replace("declares_4096_flops/", ""))
+    assert (found.flops, found.opaque) == (0, ("tpu_custom_call",))

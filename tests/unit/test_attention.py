@@ -9,6 +9,7 @@ import pytest
 
 from meshpar.cost.flops import flops, needed_flops, traced_products
 from meshpar.nn.attention import Auto, Blocks, Reference, block_pairs, online_softmax, shard_tables, shards
+from meshpar.nn.attention.setting import Setting
 
 BATCH, HEADS, SIZE = 2, 6, 4
 
@@ -152,18 +153,22 @@ def test_memory_grows_with_the_row_and_not_with_its_square():
     assert temporaries(Reference(), 2048) > 3.5 * temporaries(Reference(), 1024)
 
 
+def on_cpus(seq_len, **more):
+    return Setting(seq_len=seq_len, head_dim=SIZE, dtype=np.dtype("float32"), platform="cpu", **more)
+
+
 def test_auto_selects_by_the_length_of_the_row():
-    core, why = Auto().select(128)
+    core, why = Auto().select(on_cpus(128))
     assert core == Reference() and "rows are one block" in why
-    core, why = Auto().select(129)
+    core, why = Auto().select(on_cpus(129))
     assert core == Blocks() and "more than 128 tokens" in why
 
 
 def test_what_auto_selects_is_reported():
-    long = Auto().describe(4096, None)
+    long = Auto().describe(on_cpus(4096))
     assert long == "blocks: 528 of 1024 pairs of blocks of 128 tokens; rows have more than 128 tokens"
-    assert Blocks(block_size=8).describe(32, 1) == "blocks: 4 of 16 pairs of blocks of 8 tokens"
-    assert Auto().describe(16, None).startswith("reference: all 16 x 16 scores of a row and head")
+    assert Blocks(block_size=8).describe(on_cpus(32, window=1)) == "blocks: 4 of 16 pairs of blocks of 8 tokens"
+    assert Auto().describe(on_cpus(16)).startswith("reference: all 16 x 16 scores of a row and head")
 
 
 def test_a_small_run_for_verify_has_the_core_of_the_run():

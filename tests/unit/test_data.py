@@ -36,6 +36,17 @@ def scattered(documents: list[bytes], seq_len: int) -> PackedRows:
     return PackedRows(Documents(arrays, np.arange(num)[::-1], np.ones(num, int), size, np.zeros(num), BOS), seq_len)
 
 
+def test_joined_rows_are_one_document_each():
+    apart = packed([b"abc", b"d", b"efghi"], 4)
+    joined = PackedRows(apart.documents, 4, joined=True)
+    assert len(joined) == len(apart)
+    expected = apart.batch(range(len(apart)))
+    batch = joined.batch(range(len(apart)))
+    assert {*expected} - {*batch} == {"segments"}
+    assert np.array_equal(batch["tokens"], expected["tokens"]) and np.array_equal(batch["targets"], expected["targets"])
+    assert (batch["positions"] == np.arange(4)).all() and not np.array_equal(batch["positions"], expected["positions"])
+
+
 def expected_rows(documents: list[bytes], seq_len: int) -> list[dict[str, list[int]]]:
     """The definition, token by token: what `PackedRows.batch` must give, without the padding."""
     rows: list[dict[str, list[int]]] = []

@@ -7,7 +7,7 @@ from itertools import product
 import jax
 import pytest
 
-from meshpar.errors import ConfigError, MeshparError, ShardingError
+from meshpar.errors import ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.mesh.layout import AXES
@@ -90,7 +90,7 @@ def test_explain_accepts_what_can_be_traced(model, rules, axis, lowering, monkey
 
 
 def test_all_rules_that_do_not_fit_are_told_at_once():
-    rules = {"head_dim": ["tensor"], "layers": ["data"], "seq": ["tensor"], "residual_seq": ["tensor"]}
+    rules = {"head_dim": ["tensor"], "layers": ["data"], "residual_seq": ["tensor"]}
     run = run_with("llama", rules, "tensor", "manual")
     run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"data": 2})})
     with pytest.raises(ConfigError) as error:
@@ -99,9 +99,6 @@ def test_all_rules_that_do_not_fit_are_told_at_once():
         str(error.value)
         == """\
 the parts of this config do not fit each other:
-  rules.seq
-    cannot be sharded over tensor: attention needs the whole sequence on each device
-    rules.seq=[]
   rules.residual_seq
     is sharded over tensor, so vocab must be, too: not []
     rules.residual_seq=[], or rules.vocab=[tensor]
@@ -115,7 +112,8 @@ the parts of this config do not fit each other:
 
 
 def test_a_refused_rule_and_an_array_that_does_not_fit_are_reported_together():
-    run = run_with("llama", {"seq": ["tensor"], "kv_heads": ["tensor"], "heads": ["tensor"]}, "tensor", "manual")
+    rules = {"residual_seq": ["tensor"], "kv_heads": ["tensor"], "heads": ["tensor"]}
+    run = run_with("llama", rules, "tensor", "manual")
     run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"tensor": 4})})
     with pytest.raises(ConfigError) as error:
         prepare(run, run.mesh.abstract())
@@ -123,9 +121,9 @@ def test_a_refused_rule_and_an_array_that_does_not_fit_are_reported_together():
         str(error.value)
         == """\
 the parts of this config do not fit each other:
-  rules.seq
-    cannot be sharded over tensor: attention needs the whole sequence on each device
-    rules.seq=[]
+  rules.residual_seq
+    is sharded over tensor, so vocab must be, too: not []
+    rules.residual_seq=[], or rules.vocab=[tensor]
   blocks.attn.k.kernel  float32[2, 16, 2, 4]  (layers, embed, kv_heads, head_dim)
     kv_heads = 2 is not divisible by tensor = 4    rule kv_heads -> tensor   (rules.kv_heads, partition)
     either mesh.tensor=2, or rules.kv_heads=[] to replicate it (at most +768 B per device)
@@ -148,9 +146,8 @@ def test_key_heads_over_a_part_of_the_axes_of_the_heads_are_refused():
         prepare(run, run.mesh.abstract())
 
 
-@pytest.mark.parametrize("sharding", [*run_with("gpt", {}, "tensor", "manual").model.sharding, GSPMD])
+@pytest.mark.parametrize("sharding", [*filter(None, run_with("gpt", {}, "tensor", "manual").model.sharding), GSPMD])
 def test_layers_declare_standard_dims_and_what_they_refer_to(sharding):
-    assert sharding
     for dim, supported in sharding.items():
         assert {dim, supported.same_as or "embed", supported.within or "embed"} <= set(DIMS)
         assert supported.why or supported.partition
@@ -160,7 +157,4 @@ def test_control_without_the_check_a_rule_dies_in_the_step(monkeypatch):
     monkeypatch.setattr("meshpar.models.decoder.check_supported", lambda *_: None)
     run = run_with("llama", {"head_dim": ["tensor"]}, "tensor", "manual")
     with pytest.raises(TypeError, match="incompatible shapes"):
-        trace(prepare(run, run.mesh.abstract()))
-    run = run_with("llama", {"seq": ["tensor"]}, "tensor", "manual")
-    with pytest.raises(ShardingError, match="whole sequence"):
         trace(prepare(run, run.mesh.abstract()))

@@ -20,6 +20,10 @@ _GEMM = re.compile(r"gemm|cublas|onednn|matmul", re.IGNORECASE)
 _LABELS = re.compile(r"dim_labels=(\w+?)_(\w+)->(\w+)")
 # Custom calls of TPU and GPU programs that only allocate, assert or wait.
 _EMPTY = re.compile(r"Allocate|Assume|AsyncCollective|Sharding|SPMD")
+_DECLARED = re.compile(r"declares_(\d+)_flops")
+"""The scope of a kernel whose operations the traced program declares."""
+_CUDNN_PRODUCTS = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
+"""cuDNN's attention -> its products: of the scores and the result; backward, of the scores and four gradients."""
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
@@ -34,8 +38,21 @@ def product_flops(program: Program, visits: Iterable[Visit]) -> int:
 
 def opaque_calls(visits: Iterable[Visit]) -> tuple[str, ...]:
     """The targets of custom calls whose operations and communication are unknown, such as Pallas kernels."""
-    targets = {_target(visit.instruction) for visit in visits if visit.instruction.opcode == "custom-call"}
-    return tuple(sorted(target for target in targets if not _GEMM.search(target) and not _EMPTY.search(target)))
+    calls = (visit.instruction for visit in visits if visit.instruction.opcode == "custom-call")
+    targets = {_target(call) for call in calls if not _is_counted(call)}
+    return tuple(sorted(target for target in targets if not _EMPTY.search(target)))
+
+
+def _is_counted(one: Instruction) -> bool:
+    """Whether the operations of a custom call are known."""
+    target = _target(one)
+    return bool(_GEMM.search(target)) or target in _CUDNN_PRODUCTS or _declared(one) is not None
+
+
+def _declared(one: Instruction) -> int | None:
+    """The operations that the program declares for a Pallas kernel; None if it declares none."""
+    stated = _DECLARED.search(one.op_name)
+    return int(stated[1]) if stated and _target(one) == "tpu_custom_call" else None
 
 
 def _flops(program: Program, one: Instruction) -> int:
@@ -46,9 +63,25 @@ def _flops(program: Program, one: Instruction) -> int:
         dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [-1]
         left = inputs[one.operands[0]].arrays[0]
         return 2 * one.arrays[0].size * math.prod(left.shape[dim] for dim in dims)
+    if one.opcode == "custom-call" and _target(one) in _CUDNN_PRODUCTS:
+        return _attention_flops(one, inputs[one.operands[0]].arrays[0])
+    if one.opcode == "custom-call":
+        return _declared(one) or 0
     if one.opcode == "convolution":
         return 2 * _convolution_terms(one, *(inputs[name].arrays[0] for name in one.operands[:2]))
     return 0
+
+
+def _attention_flops(one: Instruction, queries: Array) -> int:
+    """Operations of cuDNN's attention, counting only visible scores: its tiles are not known from the program."""
+    config = one.rest.partition("backend_config=")[2]
+    shape = re.search(r'"dimensions": ?\["(\d+)", ?"(\d+)", ?"(\d+)", ?"(\d+)"\]', config)
+    window = re.search(r'"sliding_window_length": ?(\d+)', config)
+    assert shape and window, f"cuDNN's attention without its sizes: {config[:160]}"
+    batch, heads, num_queries, num_keys = map(int, shape.groups())
+    width = min(int(window[1]) or num_keys, num_keys)
+    hidden = width**2 // 2 if re.search(r'"mask_type": ?"CAUSAL"', config) else 0
+    return 2 * _CUDNN_PRODUCTS[_target(one)] * batch * heads * queries.shape[-1] * (num_queries * width - hidden)
 
 
 def _convolution_terms(one: Instruction, image: Array, kernel: Array) -> int:

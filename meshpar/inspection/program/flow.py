@@ -21,6 +21,7 @@ _VIEWS = {
     "optimization-barrier", "all-gather", "copy-start", "copy-done", "all-gather-start", "all-gather-done",
 }  # fmt: skip
 _CALLS = ("calls", "to_apply")
+_BRANCHES = ("branch_computations", "false_computation", "true_computation")
 _MIXES = {"dot", "convolution", "custom-call", "broadcast", "reduce", "gather", "scatter", "sort", "constant", "iota"}
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-permute", "collective-broadcast")
 _T = TypeVar("_T")
@@ -63,7 +64,7 @@ class Flow:
     def _callers(self) -> dict[str, list[Instruction]]:
         callers = defaultdict(list)
         for one in self.program.instructions():
-            for called in one.names(*_CALLS, "body", "condition"):
+            for called in one.names(*_CALLS, *_BRANCHES, "body", "condition"):
                 callers[called].append(one)
         return callers
 
@@ -85,7 +86,8 @@ class Flow:
             if index is None or not self._invariant(caller.word("body"), index):
                 return None
             return self._argument(Value(caller.computation, caller.operands[0], index))
-        return self._argument(Value(caller.computation, caller.operands[number], index))
+        name = caller.operands[_operand_number(caller, value.computation, number)]
+        return self._argument(Value(caller.computation, name, index))
 
     def _parameter(self, value: Value) -> tuple[int, int | None] | None:
         """(number, index) of the parameter of its computation that a value is a view of."""
@@ -161,6 +163,8 @@ class Flow:
             yield from (Value(here, name) for name in one.operands[number : number + 1])
         elif one.opcode in ("fusion", "call"):
             yield self.result(one.names(*_CALLS)[0], value.index)
+        elif one.opcode == "conditional":
+            yield from (self.result(branch, value.index) for branch in one.names(*_BRANCHES))
         elif one.opcode == "while":
             yield self.result(one.word("body"), value.index)
             yield Value(here, one.operands[0], value.index)
@@ -176,7 +180,7 @@ class Flow:
     def from_caller(self, one: Instruction, value: Value) -> Iterator[Value]:
         """The values that the callers of a computation pass as its parameter `one`."""
         for caller in self._callers[value.computation]:
-            number = 0 if caller.opcode == "while" else _number(one)
+            number = _operand_number(caller, value.computation, _number(one))
             yield from (Value(caller.computation, name, value.index) for name in caller.operands[number : number + 1])
 
 
@@ -216,6 +220,17 @@ def _owners(paths: list[str]) -> list[str]:
         if not path.endswith(tuple(tails)):
             owners.append(path)
     return owners
+
+
+def _operand_number(caller: Instruction, computation: str, parameter: int) -> int:
+    """Which operand of the caller a parameter of the called computation is."""
+    if caller.opcode == "while":
+        return 0
+    if caller.opcode != "conditional":
+        return parameter
+    by_index = caller.names("branch_computations")  # the first operand selects the branch; then each has one
+    branches = by_index or [caller.word("true_computation"), caller.word("false_computation")]
+    return 1 + branches.index(computation)
 
 
 def _number(parameter: Instruction) -> int:

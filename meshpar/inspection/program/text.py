@@ -1,7 +1,8 @@
 """Parses the text of a compiled program into computations of instructions.
 
-XLA prints one instruction a line. A loop's body, a branch, a fusion and an asynchronous call are computations of their
-own. Tables of files and stack frames precede the first computation. This module knows nothing of loops or collectives.
+XLA prints one instruction a line, but for a Pallas kernel, whose metadata continue on further lines. A loop's body, a
+branch, a fusion and an asynchronous call are computations of their own. Tables of files and stack frames precede the
+first computation. This module knows nothing of loops or collectives.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshpar.errors import ProgramError
@@ -62,10 +63,10 @@ def arrays_of(type_: str) -> tuple[Array, ...]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction, which is one line of a program.
+    """One instruction of a program.
 
     Args:
-      line: the number of the line in the text, from 1.
+      line: the number of its first line in the text, from 1.
       computation: the name of the computation that contains it.
       type: the type of the result, as XLA prints it: `f32[8,4]{1,0}`, or a tuple of such types.
       rest: the text after `opcode(`: operands, attributes and metadata.
@@ -137,6 +138,9 @@ class Program:
                 name, type_, opcode, rest = match.group("name", "type", "opcode", "rest")
                 one = Instruction(number, inside, name, type_, opcode, rest, bool(match["root"]))
                 self._computations[inside][name] = one
+            elif inside and line.startswith(('"', "}}")):
+                last = next(reversed(self._computations[inside].values()))
+                self._computations[inside][last.name] = replace(last, rest=f"{last.rest}\n{line}")
         if not self.entry:
             raise ProgramError("the text has no ENTRY computation: it is not that of a compiled program")
         self.num_devices = _num_devices(self.lines[0])

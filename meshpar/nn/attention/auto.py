@@ -1,7 +1,8 @@
-"""Selects an attention core by the length of the rows."""
+"""Selects an attention core by the platform that a program is compiled for, and by its rows."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -9,12 +10,19 @@ import jax
 from meshpar.config import Config
 from meshpar.nn.attention.blocks import BLOCK_SIZE, Blocks
 from meshpar.nn.attention.core import Window
+from meshpar.nn.attention.cudnn import Cudnn
+from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.reference import Reference
+from meshpar.nn.attention.setting import Setting, of_arrays
+from meshpar.nn.attention.splash import Splash
 from meshpar.nn.supported import Sharding
+
+KERNELS: dict[str | None, Kernel] = {"gpu": Cudnn(), "tpu": Splash()}
+"""The kernel of each platform."""
 
 
 class Auto(Config):
-    """`reference` for rows of one block, else `blocks`."""
+    """`reference` for rows of one block, else `cudnn` on GPUs and `splash` on TPUs; beyond their limits `blocks`."""
 
     shorthand: ClassVar = "kind"
     kind: Literal["auto"] = "auto"
@@ -22,27 +30,41 @@ class Auto(Config):
     sharding: ClassVar[Sharding] = {}
     block_size: ClassVar[int] = BLOCK_SIZE
 
-    def select(self, seq_len: int) -> tuple[Reference | Blocks, str]:
-        """The core for rows of `seq_len` tokens, and the reason."""
-        if seq_len <= BLOCK_SIZE:
+    def select(self, setting: Setting) -> tuple[Reference | Blocks | Kernel, str]:
+        """The core, and the reason."""
+        if setting.seq_len <= BLOCK_SIZE:
             return (
                 Reference(),
                 f"rows are one block of at most {BLOCK_SIZE} tokens, which blocks would compute twice",
             )
-        return Blocks(), f"rows have more than {BLOCK_SIZE} tokens"
+        kernel = KERNELS.get(setting.platform)
+        if kernel is None:
+            return Blocks(), f"rows have more than {BLOCK_SIZE} tokens"
+        if limits := kernel.limits(setting):
+            return Blocks(), f"{kernel.kind} {' and '.join(limits)}"
+        return kernel, f"the kernel for a {kernel.device}, whose limits hold"
 
-    def describe(self, seq_len: int, window: int | None) -> str:
-        """Which core it selects for rows of `seq_len` tokens, and why."""
-        core, why = self.select(seq_len)
-        return f"{core.describe(seq_len, window)}; {why}"
+    def describe(self, setting: Setting) -> str:
+        """Which core it selects, and why; without devices, also which it would select on a GPU and on a TPU."""
+        core, why = self.select(setting)
+        text = f"{core.describe(setting)}; {why}"
+        if setting.platform is not None:
+            return text
+        for platform, kernel in KERNELS.items():
+            other, why = self.select(replace(setting, platform=platform))
+            if other == kernel:
+                text += f"; on a {kernel.device} {kernel.describe(setting)}"
+            elif other != core or isinstance(core, Blocks):
+                text += f"; on a {kernel.device} {other.kind} too: {why}"
+        return text
 
     def reference(self, seq_len: int, small_seq_len: int) -> Reference | Blocks:
         """The core of a small run: that which rows of `seq_len` tokens have, although small rows would get another."""
-        core, _ = self.select(seq_len)
+        core = Reference() if seq_len <= BLOCK_SIZE else Blocks()
         return core.reference(seq_len, small_seq_len)
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: Window
     ) -> tuple[jax.Array, Any]:
-        core, _ = self.select(q.shape[1])
+        core, _ = self.select(of_arrays(q, segments, window))
         return core(q, k, v, positions, segments, window)

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from meshpar.config import Config, Positive
 from meshpar.mesh.varying import varying_alike
 from meshpar.nn.attention.block_pairs import BlockGrid, visible_pairs
-from meshpar.nn.attention.core import Window
+from meshpar.nn.attention.core import Window, documents
+from meshpar.nn.attention.setting import Setting
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards, attend
 from meshpar.nn.supported import Sharding
@@ -43,15 +44,15 @@ class Blocks(Config):
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
-        positions: Int[Array, "B S"], segments: Int[Array, "B S"], window: Window,
+        positions: Int[Array, "B S"], segments: Int[Array, "B S"] | None, window: Window,
     ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
         tables = ShardTables(SequenceLayout(1), BlockGrid(q.shape[1], self.block_size), known(window))
-        return in_blocks(Shards(tables), q, k, v, segments, window), None
+        return in_blocks(Shards(tables), q, k, v, documents(segments, q), window), None
 
-    def describe(self, seq_len: int, window: int | None) -> str:
-        """What it computes for a row of `seq_len` tokens."""
-        grid = BlockGrid(seq_len, self.block_size)
-        num_pairs = len(visible_pairs(grid, 0, window))
+    def describe(self, setting: Setting) -> str:
+        """What it computes for a row."""
+        grid = BlockGrid(setting.seq_len, self.block_size)
+        num_pairs = len(visible_pairs(grid, 0, setting.window))
         return f"blocks: {num_pairs} of {grid.num_blocks**2} pairs of blocks of {grid.size} tokens"
 
     def reference(self, seq_len: int, small_seq_len: int) -> Blocks:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from meshpar.nn.attention.core import Core, Window, causal_window, local_key_heads
+from meshpar.nn.attention.kernel import for_prompts
 from meshpar.nn.attention.reference import dot_product_attention
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel.context import constrain
@@ -67,8 +68,8 @@ class CachedLayer:
     ) -> tuple[Float[Array, "B S H h"], KVCache]:  # fmt: skip
         cache = KVCache(self._put(self.cache.keys, k, positions), self._put(self.cache.values, v, positions))
         if q.shape[1] > 1:
-            one_document = jnp.zeros_like(positions)
-            out, _ = self.prompts(q, local_key_heads(k, q), local_key_heads(v, q), positions, one_document, window)
+            prompts = for_prompts(self.prompts, q, window)
+            out, _ = prompts(q, local_key_heads(k, q), local_key_heads(v, q), positions, None, window)
             return out, cache
         keys = jax.lax.dynamic_index_in_dim(cache.keys, self.index, keepdims=False)
         values = jax.lax.dynamic_index_in_dim(cache.values, self.index, keepdims=False)

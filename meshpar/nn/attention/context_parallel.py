@@ -19,7 +19,8 @@ from meshpar.errors import Problems
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.blocks import in_blocks, known
-from meshpar.nn.attention.core import Core, Window
+from meshpar.nn.attention.core import Core, Window, documents
+from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards
 from meshpar.parallel.context import ParallelContext, manual
@@ -44,8 +45,8 @@ def across_shards(
     context = ctx.parallel.context
     group = context.exchange(ctx.shards("seq"))
     exchange = Exchange(axes, ctx.shards("seq"), group)
+    segments = exchange.whole(documents(segments, q))
     q, k, v = exchange.to_heads(q, k, v)
-    segments = exchange.whole(segments)
     if ctx.sequence.num_shards == 1:
         out, _ = core(q, k, v, exchange.whole(positions), segments, window)
     else:
@@ -55,8 +56,8 @@ def across_shards(
     return exchange.to_tokens(out), None
 
 
-def check(num_heads: int, ctx: ParallelContext, problems: Problems) -> None:
-    """Reports why devices cannot share the rows of a model with so many query heads."""
+def check(core: Core, num_heads: int, ctx: ParallelContext, problems: Problems) -> None:
+    """Reports why devices cannot share the rows of a model with this core and so many query heads."""
     num_devices = ctx.shards("seq")
     if not ctx.manual or num_devices == 1:
         return
@@ -73,6 +74,9 @@ def check(num_heads: int, ctx: ParallelContext, problems: Problems) -> None:
         fewer = math.gcd(heads, group)
         smaller = f"kind: hybrid, group: {fewer}" if fewer > 1 else "kind: ring"
         problems.add("parallel.context", what, f"parallel.context={{{smaller}}}, or a multiple of {group} heads")
+    if isinstance(core, Kernel) and ctx.sequence.num_shards > 1:
+        what = f"{core.kind} needs whole rows, and {context.kind} computes attention in blocks of them"
+        problems.add("model.attention", what, "model.attention=auto, or parallel.context=ulysses")
     if ctx.schedule and context.kind in ("ring", "hybrid"):
         what = "stages of a pipeline work at different times, and XLA's permutations need all devices at once"
         problems.add("parallel.context", what, "parallel.context=all_gather, or ulysses")

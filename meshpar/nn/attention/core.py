@@ -31,7 +31,7 @@ class Core(Protocol):
       k, v: [batch, seq, kv_heads, head_dim]: the key heads of these query heads. A core with `has_cache` gets the key
         heads that this device stores instead.
       positions: int32 [batch, seq]. The position of each token in its document.
-      segments: int32 [batch, seq]. The document of each token; None for a cache, which has one document per row.
+      segments: int32 [batch, seq]. The document of each token; None if each row is one document.
       window: how many tokens a query attends to, see `Window`.
 
     Returns:
@@ -52,6 +52,11 @@ def causal_window(queries: Int[Array, "*B S"], keys_T: Int[Array, "T"], window: 
     """Which keys a query attends to: its own position, and the `window - 1` positions before it."""
     distance = queries[..., None] - keys_T
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def documents(segments: Int[Array, "B S"] | None, q_BSHh: Float[Array, "B S H h"]) -> Int[Array, "B S"]:
+    """The document of each token, the same for all tokens of a row if each row is one document."""
+    return jnp.zeros(q_BSHh.shape[:2], jnp.int32) if segments is None else segments
 
 
 def needed_scores(seq_len: int, window: Window) -> Fraction:

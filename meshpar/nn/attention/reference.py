@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.config import Config
 from meshpar.cost.flops import needed
-from meshpar.nn.attention.core import Window, causal_window, needed_scores
+from meshpar.nn.attention.core import Window, causal_window, documents, needed_scores
+from meshpar.nn.attention.setting import Setting
 from meshpar.nn.remat import named
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.precision import wide
@@ -29,14 +30,14 @@ class Reference(Config):
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
-        positions: Int[Array, "B S"], segments: Int[Array, "B S"], window: Window,
+        positions: Int[Array, "B S"], segments: Int[Array, "B S"] | None, window: Window,
     ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
         with needed(needed_scores(q.shape[1], window) / q.shape[1] ** 2):
-            return named(dot_product_attention(q, k, v, causal(segments, window)), "attn"), None
+            return named(dot_product_attention(q, k, v, causal(documents(segments, q), window)), "attn"), None
 
-    def describe(self, seq_len: int, window: int | None) -> str:
-        """What it computes for a row of `seq_len` tokens."""
-        return f"reference: all {seq_len} x {seq_len} scores of a row and head, which it holds"
+    def describe(self, setting: Setting) -> str:
+        """What it computes for a row."""
+        return f"reference: all {setting.seq_len} x {setting.seq_len} scores of a row and head, which it holds"
 
     def reference(self, seq_len: int, small_seq_len: int) -> Reference:
         """The core of a small run."""

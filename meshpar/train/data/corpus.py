@@ -39,6 +39,8 @@ class Batching(Config):
     """Tokens a row."""
     held_out_fraction: float = Field(default=0.05, gt=0, lt=1)
     """About this fraction of the documents is held out for evaluation, by a checksum of their names or contents."""
+    documents_in_row: Literal["separate", "joined"] = "separate"
+    """Whether a token attends only to its own document, or to all earlier tokens of its row."""
     if_changed: Literal["refuse", "allow"] = "refuse"
     """Whether a run may resume from a checkpoint if the data files have changed since."""
 
@@ -46,6 +48,11 @@ class Batching(Config):
     @abstractmethod
     def sources(self) -> list[tuple[int, Corpus]]:
         """(integer weight, corpus) of each part."""
+
+    @property
+    def omitted(self) -> frozenset[str]:
+        """The arrays that a batch does not contain: joined rows have no segments."""
+        return frozenset({"segments"} if self.documents_in_row == "joined" else ())
 
     def datasets(self, seed: int) -> tuple[Dataset, Dataset]:
         """The training documents, in shuffled rows without end, and the held-out documents, once and in order.
@@ -63,8 +70,9 @@ class Batching(Config):
             splits = [corpus.documents().split(self.held_out_fraction) for _, corpus in self.sources]
         except OSError as error:  # a disk or a network failed while a file was read
             raise no_data(str(error.filename or "data"), f"cannot be read: {error.strerror}") from None
+        joined = self.documents_in_row == "joined"
         train, held_out = (
-            tuple(PackedRows(side, self.seq_len) for side in sides) for sides in zip(*splits, strict=True)
+            tuple(PackedRows(side, self.seq_len, joined) for side in sides) for sides in zip(*splits, strict=True)
         )
         return Dataset(train, self.batch_size, seed, weights), Dataset(held_out, self.batch_size, None)
 

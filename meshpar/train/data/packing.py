@@ -29,6 +29,8 @@ class PackedRows:
 
     documents: Documents
     seq_len: int
+    joined: bool = False
+    """Whether all tokens of a row count as one document, of which its documents are parts."""
 
     def __len__(self) -> int:
         return -(-self.documents.num_tokens // self.seq_len)
@@ -46,11 +48,16 @@ class PackedRows:
         Returns:
           int32[batch, seq] each. `targets` is -1 where the loss ignores it. `segments` numbers the pieces of documents
           in a row from 1, and is 0 for padding, whose token is `bos`. `positions` counts from the start of the piece.
+          Joined rows have no `segments`, and positions count from the start of the row.
         """
         at = np.asarray(rows, np.int64)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         tokens, opens = self.documents.take(at)
         targets = np.where(opens, np.int32(-1), tokens)[:, 1:]
-        return {"tokens": tokens[:, :-1], "targets": targets, **self._pieces(at[:, :-1], opens[:, :-1])}
+        arrays = {"tokens": tokens[:, :-1], "targets": targets}
+        if self.joined:
+            column = np.arange(self.seq_len, dtype=np.int32)
+            return arrays | {"positions": np.broadcast_to(column, targets.shape)}
+        return arrays | self._pieces(at[:, :-1], opens[:, :-1])
 
     def _pieces(self, at: np.ndarray, opens: np.ndarray) -> Batch:
         opens = opens.copy()

@@ -1,0 +1,61 @@
+"""The base of attention cores that are kernels for one kind of device, which have limits."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import jax
+
+from meshpar.config import Config
+from meshpar.errors import ConfigError, Problems
+from meshpar.nn.attention.blocks import Blocks
+from meshpar.nn.attention.core import Core, Window
+from meshpar.nn.attention.setting import Setting, of_arrays
+from meshpar.nn.supported import Sharding
+
+
+class Kernel(Config):
+    """A core that runs on one kind of device. Outside of its limits, `blocks` computes the same."""
+
+    kind: str
+    device: ClassVar[str]
+    """The device that it runs on, such as `TPU`."""
+    has_cache: ClassVar[bool] = False
+    sharding: ClassVar[Sharding] = {}
+
+    @abstractmethod
+    def limits(self, setting: Setting) -> list[str]:
+        """The reasons for which it cannot compute this; empty if it can. Each continues its name in a sentence."""
+
+    @abstractmethod
+    def describe(self, setting: Setting) -> str:
+        """What it computes for a row."""
+
+    @abstractmethod
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: Window
+    ) -> tuple[jax.Array, Any]:
+        """See `Core`."""
+
+    def reference(self, seq_len: int, small_seq_len: int) -> Blocks:
+        """The core of a small run, which runs on CPUs in float64."""
+        return Blocks().reference(seq_len, small_seq_len)
+
+    def check(self, setting: Setting, problems: Problems) -> None:
+        """Reports every limit that does not hold."""
+        for why in self.limits(setting):
+            problems.add(f"model.attention = {self.kind}", f"{self.kind} {why}", "model.attention=blocks")
+
+    def require(self, setting: Setting) -> None:
+        """Raises ConfigError with every limit that does not hold."""
+        problems = Problems()
+        self.check(setting, problems)
+        problems.raise_any(ConfigError, "this attention is beyond the limits of its kernel:")
+
+
+def for_prompts(core: Core, q: jax.Array, window: Window) -> Core:
+    """The core that computes prompts: `blocks` if it is a kernel beyond its limits. A model generates on any device."""
+    if isinstance(core, Kernel) and core.limits(of_arrays(q, None, window)):
+        return Blocks()
+    return core

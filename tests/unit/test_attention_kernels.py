@@ -1,0 +1,342 @@
+"""The cores that are kernels: what they compute, count and refuse. `splash` is interpreted; `cudnn` is traced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from meshpar.cost.flops import flops, needed_flops, traced_products
+from meshpar.cost.walk import walk
+from meshpar.errors import ConfigError
+from meshpar.experiment.config import Precision, Run
+from meshpar.experiment.prepare import prepare
+from meshpar.mesh.layout import MeshLayout
+from meshpar.models import Llama
+from meshpar.nn.attention import Auto, Blocks, Cudnn, Reference, Splash, cudnn, setting, splash
+from meshpar.nn.attention.kernel import for_prompts
+from meshpar.nn.attention.setting import Setting
+from meshpar.optim import AdamW
+from meshpar.train.data import Synthetic
+
+BATCH, SEQ, HEADS, KV_HEADS, SIZE = 1, 256, 2, 1, 8
+SPLASH = Splash(block_size=128, interpret=True)
+ROUNDING = 64 * np.finfo("float32").eps
+"""Sums of 256 terms in float32: their rounding errors grow with the root of the number of terms, which is 16."""
+
+
+def inputs(dtype="float32", seq=SEQ):
+    """Queries, keys, values, and documents of which some begin within a block."""
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=(BATCH, seq, n, SIZE)), dtype) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    return *arrays, jnp.asarray(np.sort(rng.integers(0, 3, (BATCH, seq)), axis=1), jnp.int32)
+
+
+def with_gradients(attend):
+    """The result of `attend(q, k, v, segments)`, and the gradients of q, k and v."""
+
+    def weighted(q, k, v, segments):
+        out = attend(q, k, v, segments)
+        return (out * jnp.cos(jnp.arange(out.size, dtype=out.dtype).reshape(out.shape))).sum(), out
+
+    def computed(q, k, v, segments):
+        (_, out), grads = jax.value_and_grad(weighted, (0, 1, 2), has_aux=True)(q, k, v, segments)
+        return out, *grads
+
+    return computed
+
+
+def of_core(core, window=None):
+    def attend(q, k, v, segments):
+        return core(q, k, v, jnp.zeros(q.shape[:2], jnp.int32), segments, window)[0]
+
+    return attend
+
+
+def difference(found, expected):
+    """The largest difference of any array, relative to its largest element."""
+    pairs = zip(found, expected, strict=True)
+    return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
+
+
+def reference(window=None, documents=True):
+    q, k, v, segments = inputs()
+    return jax.jit(with_gradients(of_core(Reference(), window)))(q, k, v, segments if documents else None)
+
+
+# splash ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("window", "documents"), [(50, True), (None, False)])
+def test_splash_equals_the_reference(window, documents):
+    q, k, v, segments = inputs()
+    found = jax.jit(with_gradients(of_core(SPLASH, window)))(q, k, v, segments if documents else None)
+    assert difference(found, reference(window, documents)) < ROUNDING
+    assert difference(found, reference(49, True)) > 1e-3
+
+
+def test_splash_on_local_shards_equals_the_reference_on_one_device():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    computed = with_gradients(of_core(SPLASH))
+
+    def local(*shards):
+        # A loop and a checkpoint, as around the layers of a model: types have to agree in all of them.
+        body = jax.checkpoint(lambda carry, _: (carry, computed(*carry)))
+        return jax.tree.map(lambda x: x[0], jax.lax.scan(body, shards, None, length=1)[1])
+
+    rows = [jnp.concatenate([x, x]) for x in inputs()]
+    each = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(*rows)
+    for row in (0, 1):
+        assert difference([x[row : row + 1] for x in each], reference()) < ROUNDING
+
+
+def test_planted_documents_that_a_device_ignores_are_seen(monkeypatch):
+    monkeypatch.setattr(splash, "_both", lambda segments: None)
+    out = jax.jit(of_core(SPLASH))(*inputs())
+    assert difference([out], reference()[:1]) > 1e-3
+    monkeypatch.undo()
+    assert difference([jax.jit(of_core(SPLASH))(*inputs())], reference()[:1]) < ROUNDING
+
+
+@pytest.mark.parametrize("window", [None, 1, 128, 129, 130, 257, 1000])
+def test_the_pairs_that_splash_computes_are_those_of_its_own_table(window):
+    kernel = splash._kernel(HEADS, 1024, (128, window, True), False)
+    for table in (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info):
+        assert np.count_nonzero(table.block_mask) == splash.num_pairs(1024, window, 128)
+
+
+def traced(core, seq=SEQ, window=None, documents=True):
+    q, k, v, segments = inputs(seq=seq)
+    return jax.make_jaxpr(with_gradients(of_core(core, window)))(q, k, v, segments if documents else None)
+
+
+def test_splash_declares_the_products_of_its_kernels():
+    """Forward, gradient of queries, gradients of keys and values: nine products for each pair of blocks."""
+    program = traced(SPLASH)
+    counted = flops(traced_products(program))
+    per_pair = 2 * BATCH * HEADS * SIZE * 128**2
+    assert counted["pallas_call"] == (2 + 3 + 4) * 3 * per_pair
+    # A cell of each kernel's grid, counted in its own program, has the declared number of products.
+    kernels = [visit.equation for visit in walk(program) if visit.primitive == "pallas_call"]
+    cells = [sum(p.num_flops for p in traced_products(in_cell(kernel))) for kernel in kernels]
+    assert cells == [2 * num * SIZE * 128**2 for num in (2, 3, 4)]
+
+
+def in_cell(kernel):
+    return jax.extend.core.ClosedJaxpr(kernel.params["jaxpr"], ())
+
+
+def test_every_core_needs_the_same():
+    forward = jax.make_jaxpr(of_core(SPLASH, 100))(*inputs())
+    expected = jax.make_jaxpr(of_core(Reference(), 100))(*inputs())
+    assert needed_flops(traced_products(forward)) == needed_flops(traced_products(expected))
+
+
+# cudnn -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_what_cudnn_is_asked_for_is_the_reference(window):
+    """cuDNN and XLA get the same arguments of `jax.nn.dot_product_attention`."""
+
+    def attend(q, k, v, _):
+        return cudnn._attend(q, k, v, window, "xla")
+
+    found = jax.jit(with_gradients(attend))(*inputs())
+    assert difference(found, reference(window, documents=False)) < ROUNDING
+    assert difference(found, reference((window or SEQ) - 20, documents=False)) > 1e-3
+
+
+@pytest.fixture
+def on_h100(monkeypatch):
+    """Programs are traced for an H100 that is not here."""
+    monkeypatch.setattr(setting, "platform", lambda: "gpu")
+    for module in (cudnn, setting):
+        monkeypatch.setattr(module, "of_mesh", lambda ctx: {"capability": (9, 0)})
+        monkeypatch.setattr(module, "current", lambda: True and OnH100)
+    monkeypatch.setattr(cudnn, "is_compile_only", lambda mesh: True)
+
+
+class OnH100:
+    mesh = None
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_the_calls_of_cudnn_have_our_arguments(on_h100, window):
+    q, k, v, _ = (x.astype("bfloat16") for x in inputs())
+    program = jax.make_jaxpr(with_gradients(of_core(Cudnn(), window)))(q, k, v, None)
+    forward, backward = (v for v in walk(program) if v.primitive.startswith("dot_product_attention"))
+    for call in (forward.equation, backward.equation):
+        assert [x.aval.shape for x in call.invars[:3]] == [q.shape, k.shape, v.shape]
+        assert (call.params["mask_type"].name, call.params["layout"]) == ("CAUSAL", 0)
+        assert call.params["scale"] == pytest.approx(SIZE**-0.5)
+        assert call.params["sliding_window_length"] == window
+    width = window or SEQ
+    needed = 2 * BATCH * HEADS * SIZE * (SEQ * width - width**2 // 2)
+    counted = {p.kind: p.total for p in traced_products(program)}
+    assert counted["dot_product_attention_fwd_wrapper"] == 2 * needed
+    assert counted["dot_product_attention_bwd_wrapper"] == 5 * needed
+
+
+def test_heads_of_256_are_traced_for_a_gpu_that_has_them(on_h100):
+    wide = [jax.ShapeDtypeStruct((1, 128, 2, 256), "bfloat16")] * 3
+    assert jax.eval_shape(with_gradients(of_core(Cudnn())), *wide, None)[1].shape == (1, 128, 2, 256)
+
+
+# Limits ----------------------------------------------------------------------------------------------------------
+
+BF16 = np.dtype("bfloat16")
+GPU = Setting(seq_len=1024, head_dim=128, dtype=BF16, has_documents=False, platform="gpu", capability=(9, 0))
+TPU = Setting(seq_len=1024, head_dim=128, dtype=BF16, platform="tpu")
+ONE_WINDOW = "computes one window in all layers, and the layers of this model have different ones"
+LIMITS = [
+    (Cudnn(), GPU, {}, []),
+    (Cudnn(), GPU, {"platform": None, "capability": None}, []),
+    (Cudnn(), GPU, {"platform": "cpu"}, ["needs an NVIDIA GPU, and this program is for a CPU"]),
+    (
+        Cudnn(),
+        GPU,
+        {"capability": (7, 5)},
+        ["needs compute capability 8.0 or higher, and this GPU has 7.5"],
+    ),
+    (
+        Cudnn(),
+        GPU,
+        {"dtype": np.dtype("float32")},
+        ["computes bfloat16 and float16, and this model computes float32"],
+    ),
+    (Cudnn(), GPU, {"head_dim": 256}, []),
+    (
+        Cudnn(),
+        GPU,
+        {"head_dim": 256, "capability": (8, 0)},
+        ["needs heads of at most 128 elements, a multiple of 8, and these have 256"],
+    ),
+    (Cudnn(), GPU, {"head_dim": 12}, ["needs heads of at most 256 elements, a multiple of 8, and these have 12"]),
+    (
+        Cudnn(),
+        GPU,
+        {"has_documents": True, "window_varies": True},
+        [
+            "does not separate documents, and a row may contain several (data.documents_in_row=separate)",
+            ONE_WINDOW,
+        ],
+    ),
+    (Splash(), TPU, {}, []),
+    (Splash(), TPU, {"window": 5, "dtype": np.dtype("float32"), "head_dim": 40}, []),
+    (Splash(), TPU, {"platform": "cpu"}, ["needs a TPU, and this program is for a CPU"]),
+    (SPLASH, TPU, {"platform": "cpu"}, []),
+    (
+        Splash(),
+        TPU,
+        {"is_local": False},
+        ["is a Pallas kernel, which XLA does not partition: it needs lowering=manual"],
+    ),
+    (
+        Splash(),
+        TPU,
+        {"dtype": np.dtype("float64"), "seq_len": 1000, "window_varies": True},
+        [
+            "computes bfloat16 and float32, and this model computes float64",
+            "needs rows of a multiple of 128 tokens, and these have 1000",
+            ONE_WINDOW,
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("core", "of", "changes", "expected"), LIMITS)
+def test_each_limit_is_named(core, of, changes, expected):
+    assert core.limits(replace(of, **changes)) == expected
+
+
+def test_a_core_that_is_called_beyond_its_limits_raises():
+    with pytest.raises(ConfigError, match=r"needs a TPU, and this program is for a CPU\n +model.attention=blocks"):
+        of_core(Splash())(*inputs())
+
+
+def run_with(attention, **settings):
+    return Run(
+        model=Llama(num_layers=1, hidden_size=16, num_heads=2, intermediate_size=32, attention=attention),
+        data=Synthetic(batch_size=2, seq_len=128, documents_in_row="joined"),
+        optim=AdamW(lr=1e-3),
+        precision=Precision(compute="bfloat16"),
+        mesh=MeshLayout(data=2),
+        num_steps=1,
+        run_dir="unused",
+        **settings,
+    )
+
+
+def test_a_run_on_devices_of_another_kind_is_refused_before_anything_is_compiled():
+    devices = jax.devices()[:2]
+    for core, device in ((Cudnn(), "an NVIDIA GPU"), (Splash(), "a TPU")):
+        run = run_with(core)
+        with pytest.raises(ConfigError, match=f"needs {device}, and this program is for a CPU"):
+            prepare(run, run.mesh.build(devices))
+        assert core.kind in prepare(run, run.mesh.abstract()).selected["model.attention"]
+    run = run_with(Splash(), lowering="auto")
+    with pytest.raises(ConfigError, match="XLA does not partition: it needs lowering=manual"):
+        prepare(run, run.mesh.abstract())
+
+
+def test_joined_rows_have_no_segments_in_the_step():
+    run = run_with(Auto())
+    prepared = prepare(run, run.mesh.build(jax.devices()[:2]))
+    assert {*prepared.batch} == {"tokens", "targets", "positions"}
+    assert prepared.model_flops == prepare(run, run.mesh.abstract()).model_flops > 0
+
+
+def test_a_step_with_splash_needs_the_flops_of_one_with_blocks():
+    def prepared(core):
+        run = run_with(core)
+        return prepare(run, run.mesh.build(jax.devices()[:2]))
+
+    run = prepared(Splash(interpret=True))
+    assert run.model_flops == prepared(Blocks()).model_flops
+    # One layer, one row on each device, one pair of blocks: forward 2 products, backward 3 and 4.
+    assert (run.traced_flops or {})["pallas_call"] == (2 + 3 + 4) * 2 * HEADS * SIZE * 128**2
+
+
+def test_prompts_beyond_the_limits_of_a_kernel_are_computed_in_blocks():
+    q = inputs()[0]
+    assert for_prompts(Cudnn(), q, None) == for_prompts(Splash(), q, None) == Blocks()
+    assert for_prompts(SPLASH, q, None) == SPLASH and for_prompts(Reference(), q, None) == Reference()
+
+
+def test_auto_selects_the_kernel_of_a_platform_within_its_limits():
+    select = Auto().select
+    assert select(GPU) == (Cudnn(), "the kernel for a GPU, whose limits hold")
+    assert select(TPU) == (Splash(), "the kernel for a TPU, whose limits hold")
+    core, why = select(replace(GPU, has_documents=True))
+    assert core == Blocks() and why.startswith("cudnn does not separate documents")
+    assert select(replace(TPU, is_local=False))[0] == select(replace(TPU, seq_len=1000))[0] == Blocks()
+    assert select(replace(TPU, platform="cpu"))[0] == select(replace(TPU, platform=None))[0] == Blocks()
+    assert select(replace(GPU, seq_len=128))[0] == select(replace(TPU, seq_len=128))[0] == Reference()
+
+
+def test_what_auto_would_select_elsewhere_is_explained_without_devices():
+    blocks = "blocks: 36 of 64 pairs of blocks of 128 tokens; rows have more than 128 tokens"
+    on_tpu = "on a TPU splash: 3 of 4 pairs of blocks of 512 tokens"
+    assert Auto().describe(replace(TPU, platform=None, has_documents=False)) == (
+        f"{blocks}; on a GPU cudnn: the visible scores, in tiles of cuDNN's choice; {on_tpu}"
+    )
+    assert Auto().describe(replace(TPU, platform=None)) == (
+        f"{blocks}; on a GPU blocks too: cudnn does not separate documents, and a row may contain several "
+        f"(data.documents_in_row=separate); {on_tpu}"
+    )
+
+
+def test_a_small_run_for_verify_computes_what_the_kernels_do_in_blocks():
+    assert Cudnn().reference(4096, 16) == Splash().reference(4096, 16) == Blocks(block_size=4)
+
+
+@pytest.mark.parametrize("core", [Reference(), Blocks(block_size=64)])
+def test_a_row_without_segments_is_one_document(core):
+    q, k, v, _ = inputs()
+    one = jnp.ones((BATCH, SEQ), jnp.int32)
+    assert difference([of_core(core)(q, k, v, None)], [of_core(core)(q, k, v, one)]) == 0
