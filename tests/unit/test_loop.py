@@ -214,6 +214,10 @@ class Watched:
     begun: list[Any] = field(default_factory=list)
 
     @property
+    def order(self) -> None:
+        """Rows keep their order."""
+
+    @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         return toy().step.batch
 
@@ -228,6 +232,7 @@ class Careless:
     """A step that lets JAX move the batch to the devices."""
 
     batch: dict[str, jax.ShapeDtypeStruct]
+    order: None = None
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
         return toy().step(state, {name: np.asarray(x) for name, x in batch.items()})

@@ -48,6 +48,7 @@ class Signalling:
     at: int
     number: signal.Signals
     batch: Any
+    order: None = None
 
     def __call__(self, state: Any, batch: Any) -> Any:
         state, metrics = toy().step(state, batch)
