@@ -55,7 +55,7 @@ def test_chunks_of_any_length_change_no_gradient(chunk, float64):
 
 def test_a_cotangent_that_is_taken_for_one_is_seen(float64, monkeypatch):
     unscaled = jax.custom_vjp(projection._summed.fun, nondiff_argnums=(0, 1))
-    unscaled.defvjp(projection._with_gradients, lambda cost, length, gradients, cotangent: (*gradients, None, None))
+    unscaled.defvjp(projection._with_gradients, lambda cost, length, gradients, cotangent: (*gradients, None))
     monkeypatch.setattr(projection, "_summed", unscaled)
     assert difference(6) > 1e-2
     assert difference("none") == 0
