@@ -171,7 +171,7 @@ def _after(q: jax.Array, pairs: Int[Array, "P 4"]) -> Int[Array, "P 4"]:
     JAX moves out of the loop over layers what depends on no layer, and keeps the results: here all masks, which are as
     large as all scores.
     """
-    return lax.optimization_barrier((pairs, q))[0]
+    return lax.optimization_barrier((pairs, q.reshape(-1)[0]))[0]
 
 
 def _visible(grid: BlockGrid, pair, queries: Tokens, keys: Tokens, window) -> Bool[Array, "B s t"]:
