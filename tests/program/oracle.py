@@ -132,7 +132,8 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
     spread = tuple(axis for axis in ctx.axes("batch") if axis not in run.ctx.axes("batch"))
     activations = Activations(teacher.num_layers, tokens // _size(ctx, spread), teacher.hidden_size, False, False)
     more = teacher_traffic(run.taught_by.placement.sharded, ctx, widths, activations, tokens)
-    more[spread] = share(_size(ctx, spread), tokens * teacher.padded_vocab // ctx.shards("vocab") * widths.compute)
+    if spread:
+        more[spread] = share(_size(ctx, spread), tokens * teacher.padded_vocab // ctx.shards("vocab") * widths.compute)
     return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
 
 
