@@ -91,7 +91,7 @@ class DecoderModel(Decoder, ModelContract):
         )
 
     def selected(self, task: Task, ctx: ParallelContext, batch_size: int) -> dict[str, str]:
-        rows = batch_size // ctx.shards("batch") // (ctx.num_passes if ctx.manual else ctx.num_microbatches)
+        rows = batch_size // ctx.shards("batch") // ctx.num_passes
         vocab = self.padded_vocab // ctx.shards("vocab")
         window = None if self.global_layers else self.window
         shared = context_parallel.describe(self.attention, self.num_heads, ctx, task.seq_len, window)

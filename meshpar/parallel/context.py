@@ -87,9 +87,19 @@ class ParallelContext:
         return self.axes("seq") + self.axes("residual_seq")
 
     @property
+    def is_local(self) -> bool:
+        """Whether code computes local shards, which are the whole arrays on one device."""
+        return self.manual or self.mesh.size == 1
+
+    @property
+    def row_shards(self) -> int:
+        """The number of devices that share a row; 1 under GSPMD, where code has whole rows."""
+        return self.shards("seq") if self.manual else 1
+
+    @property
     def sequence(self) -> SequenceLayout:
-        """Which tokens of a row the shards of `seq` hold. GSPMD shards it contiguously."""
-        return self.parallel.context.arranged(self.shards("seq")) if self.manual else SequenceLayout(1)
+        """Which tokens of a row each of these devices holds. GSPMD shards rows contiguously."""
+        return self.parallel.context.arranged(self.row_shards)
 
     @property
     def loss_axes(self) -> Axes:

@@ -58,8 +58,8 @@ def across_shards(
 
 def check(core: Core, num_heads: int, ctx: ParallelContext, problems: Problems) -> None:
     """Reports why devices cannot share the rows of a model with this core and so many query heads."""
-    num_devices = ctx.shards("seq")
-    if not ctx.manual or num_devices == 1:
+    num_devices = ctx.row_shards
+    if num_devices == 1:
         return
     context = ctx.parallel.context
     group = context.exchange(num_devices)
@@ -84,8 +84,8 @@ def check(core: Core, num_heads: int, ctx: ParallelContext, problems: Problems) 
 
 def describe(core: Core, num_heads: int, ctx: ParallelContext, seq_len: int, window: Window) -> str:
     """How devices share rows of `seq_len` tokens; empty if they do not."""
-    num_devices = ctx.shards("seq")
-    if not ctx.manual or num_devices == 1:
+    num_devices = ctx.row_shards
+    if num_devices == 1:
         return ""
     context = ctx.parallel.context
     group = context.exchange(num_devices)

@@ -79,5 +79,5 @@ def of_mesh(ctx: ParallelContext) -> dict[str, Any]:
     return {
         "capability": capability(stated) if stated else None,
         "seq_shards": ctx.shards("seq") if "seq" in ctx.rules.table else 1,
-        "is_local": ctx.manual or ctx.mesh.size == 1,
+        "is_local": ctx.is_local,
     }
