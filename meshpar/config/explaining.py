@@ -22,6 +22,7 @@ _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "less_than": ("less than", "lt"),
     "less_than_equal": ("at most", "le"),
+    "multiple_of": ("a multiple of", "multiple_of"),
 }
 
 
