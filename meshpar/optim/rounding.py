@@ -33,7 +33,7 @@ def stochastic_round(x: Float[Array, "*dims"], key: PRNGKeyArray) -> Float[Array
     Source: Gupta et al. 2015, arXiv:1502.02551.
 
     >>> rounded = stochastic_round(jnp.full(10_000, 1 + 1 / 512), jax.random.key(0))  # a quarter of a step above 1
-    >>> print(rounded.astype(jnp.float32).mean().round(3), jnp.unique(rounded))
+    >>> print(round(float(rounded.astype(jnp.float32).mean()), 3), jnp.unique(rounded))
     1.002 [1 1.00781]
     """
     narrow = x.astype(jnp.float32)

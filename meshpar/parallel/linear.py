@@ -153,6 +153,8 @@ def _product(x: jax.Array, weights: Weights) -> jax.Array:
     Communication: none, or that of `all_gather_matmul`: an all-gather forward, and backward another and a
       reduce-scatter of the gradient.
     """
+    if not weights.stored and manual() is None:  # GSPMD partitions a product best as it is written
+        return jnp.tensordot(x, weights.kernel, axes=weights.num_inputs)
     if not weights.stored:
         # As one matrix: XLA:CPU would copy a kernel of several dims before a product with its transpose.
         outputs = weights.kernel.shape[weights.num_inputs :]

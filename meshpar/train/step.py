@@ -17,7 +17,6 @@ import optax
 from meshpar.errors import ConfigError
 from meshpar.inspection.program.compiling import compiling
 from meshpar.parallel.trainable import as_in, filled
-from meshpar.sharding.resolve import platform_of
 from meshpar.train.batches import arranged
 from meshpar.train.gradients import Gradients
 from meshpar.train.loss import Batch
@@ -74,24 +73,19 @@ class Update:
             parameters = signature(tx.update).parameters
             if all(parameter.kind is not Parameter.VAR_KEYWORD for parameter in parameters.values()):
                 given = {name: x for name, x in given.items() if name in parameters}  # SAM's update accepts no others
-
-            def update() -> tuple[Any, Any]:
-                try:
-                    updates, opt_state = tx.update(grads, state.opt_state, old, **given)
-                except TypeError as error:
-                    raise _refused(error, given) from error
-                return jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded), opt_state
-
-            finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
-            mesh = jax.tree.leaves(sharded)[0].mesh
-            params, opt_state = _if(finite, update, (old, state.opt_state), platform_of(mesh))
+            try:
+                updates, opt_state = tx.update(grads, state.opt_state, old, **given)
+            except TypeError as error:
+                raise _refused(error, given) from error
+            params = jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded)
+        keep = partial(jnp.where, jnp.isfinite(got.norm) & jnp.isfinite(got.loss))
 
         new = TrainState(
             step=state.step + 1,
-            params=filled(jax.lax.with_sharding_constraint(params, sharded), state.params),
-            opt_state=opt_state,
-            skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
-            carried=jax.tree.map(partial(jnp.where, finite), got.carried, state.carried),
+            params=filled(jax.lax.with_sharding_constraint(jax.tree.map(keep, params, old), sharded), state.params),
+            opt_state=jax.tree.map(keep, opt_state, state.opt_state),
+            skipped=state.skipped + keep(0, 1).astype(jnp.int32),
+            carried=jax.tree.map(keep, got.carried, state.carried),
         )
         metrics = {"loss": got.loss, "grad_norm": got.norm, "tokens": got.tokens, "skipped": new.skipped}
         return new, got.metrics | metrics | self._rate(state)
@@ -101,17 +95,6 @@ class Update:
             return {}
         with jax.numpy_dtype_promotion("standard"):
             return {"lr": jnp.asarray(self.learning_rate(state.step - state.skipped), jnp.float32)}
-
-
-def _if(condition: jax.Array, new: Callable[[], Any], old: Any, platform: str | None) -> Any:
-    """`new()` if the condition holds, else `old`.
-
-    With a selection XLA:CPU copies both of Adam's moments, because it computes the new parameters from the old moments
-    after it has overwritten them. On GPUs and TPUs one kernel does all three, and a GPU's host would wait for a branch.
-    """
-    if platform == "cpu":
-        return jax.lax.cond(condition, new, lambda: old)
-    return jax.tree.map(partial(jnp.where, condition), new(), old)
 
 
 def asked_again(elsewhere: Callable[[Any], Gradients]) -> dict[str, Callable[..., Any]]:
