@@ -234,7 +234,7 @@ COMPOSED = {
         "llama_gqa_options", {"fsdp": 2, "context": 4}, ["fsdp", "context"], {}, "auto", 2, {}, Blocks(block_size=4),
     ),
 }  # fmt: skip
-IN_CI = ("tensor_sp", "dropout_remat", "pipeline_zero")
+IN_CI = ("tensor_sp", "pipeline_zero")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_CI else pytest.mark.slow) for n in COMPOSED])

@@ -33,6 +33,7 @@ def test_an_offloaded_run_is_equal_to_one_device(layout, lowering):
     assert kinds["0.count"] == "device"
 
 
+@pytest.mark.slow
 def test_an_offloaded_run_resumes_on_the_device(tmp_path):
     """Its average of the parameters, which evaluations use, is offloaded too."""
 

@@ -62,6 +62,7 @@ def test_planted_masks_that_leave_the_loop_over_layers(monkeypatch):
     assert temporaries(8192) > 2.5 * temporaries(4096)
 
 
+@pytest.mark.slow
 def test_memory_of_a_device_is_flat_if_context_grows_with_the_row():
     sizes = [temporaries(4096 * context, context) for context in (2, 4, 8)]
     assert max(sizes) < 1.05 * min(sizes)
