@@ -115,6 +115,33 @@ def test_ulysses_shares_fewer_key_heads_than_devices(float64, kv_heads):
     assert difference(ULYSSES, 4, heads=12, kv_heads=kv_heads) < 1e-12
 
 
+def test_ulysses_says_to_its_core_that_a_row_is_one_document(float64, monkeypatch):
+    """Else a kernel that does not separate documents would refuse rows without segments."""
+    got = []
+
+    def attend(self, q, k, v, positions, segments, window):
+        got.append(segments)
+        return q, None
+
+    monkeypatch.setattr(Reference, "__call__", attend)
+    ctx = ParallelContext(
+        mesh=MeshLayout(context=2).build(jax.devices()[:2]),
+        rules=AxisRules(preset=("context",)),
+        manual=True,
+        parallel=Parallel(context=ULYSSES),
+    )
+    tokens = ctx.pspec("batch", "seq")
+    (q, k, v), segments = arrays(8, 4)
+    local = on_shards(
+        lambda q, k, v, positions: across_shards(Reference(), q, k, v, positions, None, None)[0],
+        ctx,
+        (tokens,) * 4,
+        tokens,
+    )
+    jax.eval_shape(local, q, k, v, segments)
+    assert got == [None]
+
+
 @pytest.mark.parametrize(
     ("layout", "window"), [("zigzag", None), ("contiguous", 5), pytest.param("zigzag", 9, marks=pytest.mark.slow)]
 )
@@ -127,9 +154,11 @@ def test_a_hybrid_is_a_ring_of_groups(float64, layout, window):
 
 def stale_keys_in_the_backward(patch):
     add = shards.add_gradients
-    patch.setattr(
-        shards, "add_gradients", lambda grid, grads, known, q, k, *rest: add(grid, grads, known, q, k[::-1], *rest)
-    )
+
+    def of_other_keys(grid, grads, known, met, pairs):
+        return add(grid, grads, known, met._replace(k=met.k[::-1]), pairs)
+
+    patch.setattr(shards, "add_gradients", of_other_keys)
 
 
 def mask_off_by_one_shard(patch):

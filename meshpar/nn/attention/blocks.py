@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from meshpar.config import Config, Positive
 from meshpar.mesh.varying import varying_alike
 from meshpar.nn.attention.block_pairs import BlockGrid, visible_pairs
-from meshpar.nn.attention.core import Window, documents
+from meshpar.nn.attention.core import Window, documents, known_window
 from meshpar.nn.attention.setting import Setting
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards, attend
@@ -46,7 +46,7 @@ class Blocks(Config):
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
         positions: Int[Array, "B S"], segments: Int[Array, "B S"] | None, window: Window,
     ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
-        tables = ShardTables(SequenceLayout(1), BlockGrid(q.shape[1], self.block_size), known(window))
+        tables = ShardTables(SequenceLayout(1), BlockGrid(q.shape[1], self.block_size), known_window(window))
         return in_blocks(Shards(tables), q, k, v, documents(segments, q), window), None
 
     def describe(self, setting: Setting) -> str:
@@ -58,11 +58,6 @@ class Blocks(Config):
     def reference(self, seq_len: int, small_seq_len: int) -> Blocks:
         """The core of a small run with rows of `small_seq_len` tokens: with several blocks if the run's rows have."""
         return Blocks(block_size=small_seq_len if seq_len <= self.block_size else max(1, small_seq_len // 4))
-
-
-def known(window: Window) -> int | None:
-    """A window that is the same in all layers; None for none, or one that only the device knows."""
-    return window if isinstance(window, int) else None
 
 
 def in_blocks(

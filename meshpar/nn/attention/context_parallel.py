@@ -18,16 +18,17 @@ from jaxtyping import Array, Float, Int
 from meshpar.errors import Problems
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import BlockGrid
-from meshpar.nn.attention.blocks import in_blocks, known
-from meshpar.nn.attention.core import Core, Window, documents
+from meshpar.nn.attention.blocks import in_blocks
+from meshpar.nn.attention.core import Core, Window, documents, known_window
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards
 from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.sequence import SequenceLayout
+from meshpar.parallel.tensor import SEQ
 
-SEQ, HEADS = 1, 2
-"""The positions of the sequence and the heads in activations [batch, seq, heads, head_dim]."""
+HEADS = 2
+"""The position of the heads in activations [batch, seq, heads, head_dim]."""
 
 
 def across_shards(
@@ -45,14 +46,14 @@ def across_shards(
     context = ctx.parallel.context
     group = context.exchange(ctx.shards("seq"))
     exchange = Exchange(axes, ctx.shards("seq"), group)
-    segments = exchange.whole(documents(segments, q))
+    segments = None if segments is None else exchange.whole(segments)
     q, k, v = exchange.to_heads(q, k, v)
     if ctx.sequence.num_shards == 1:
         out, _ = core(q, k, v, exchange.whole(positions), segments, window)
     else:
         tables = _tables(core, ctx.sequence, q.shape[SEQ], window)
         shards = Shards(tables, axes, group, gathers=context.kind == "all_gather")
-        out = in_blocks(shards, q, k, v, segments, window)
+        out = in_blocks(shards, q, k, v, documents(segments, q), window)
     return exchange.to_tokens(out), None
 
 
@@ -110,7 +111,7 @@ def describe(core: Core, num_heads: int, ctx: ParallelContext, seq_len: int, win
 def _tables(core: Core, layout: SequenceLayout, tokens: int, window: Window) -> ShardTables:
     """The tables for shards of so many tokens. A core without blocks computes chunks whole."""
     length = tokens // layout.chunks.shape[1]
-    return ShardTables(layout, BlockGrid(length, getattr(core, "block_size", length)), known(window))
+    return ShardTables(layout, BlockGrid(length, getattr(core, "block_size", length)), known_window(window))
 
 
 @dataclass(frozen=True)

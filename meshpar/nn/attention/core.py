@@ -54,6 +54,11 @@ def causal_window(queries: Int[Array, "*B S"], keys_T: Int[Array, "T"], window: 
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
+def known_window(window: Window) -> int | None:
+    """A window that is the same in all layers; None for none, or one that only the device knows."""
+    return window if isinstance(window, int) else None
+
+
 def documents(segments: Int[Array, "B S"] | None, q_BSHh: Float[Array, "B S H h"]) -> Int[Array, "B S"]:
     """The document of each token, the same for all tokens of a row if each row is one document."""
     return jnp.zeros(q_BSHh.shape[:2], jnp.int32) if segments is None else segments

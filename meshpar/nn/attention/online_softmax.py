@@ -42,6 +42,22 @@ class Tokens(NamedTuple):
         return Tokens(cut(self.index, axis=0), cut(self.segments, axis=1))
 
 
+class Meeting(NamedTuple):
+    """Queries, and the keys and values that they meet.
+
+    Args:
+      q: already divided by the square root of head_dim.
+      window: how many tokens a query attends to, including its own; None for all up to its own.
+    """
+
+    q: Float[Array, "B K G S h"]
+    k: Float[Array, "B K T h"]
+    v: Float[Array, "B K T h"]
+    queries: Tokens
+    keys: Tokens
+    window: Int[Array, ""] | None
+
+
 class Softmax(NamedTuple):
     """The state of the online softmax, in float32 at least.
 
@@ -71,27 +87,16 @@ def empty(q: Float[Array, "B K G S h"]) -> Softmax:
     return jax.tree.map(lambda x: varying_like(x, q), state)
 
 
-def extend(
-    grid: BlockGrid,
-    state: Softmax,
-    q: Float[Array, "B K G S h"],
-    k: Float[Array, "B K T h"],
-    v: Float[Array, "B K T h"],
-    queries: Tokens,
-    keys: Tokens,
-    window: Int[Array, ""] | None,
-    pairs: Int[Array, "P 4"],
-) -> Softmax:
+def extend(grid: BlockGrid, state: Softmax, met: Meeting, pairs: Int[Array, "P 4"]) -> Softmax:
     """The state after the pairs of a table. Each query must attend to some key before its result is read.
 
     Args:
-      q: already divided by the square root of head_dim.
-      window: how many tokens a query attends to, including its own; None for all up to its own.
       pairs: rows of `BlockGrid.rows`.
     """
+    q, k, v, *_ = met
 
     def step(state: Softmax, pair: jax.Array) -> tuple[Softmax, None]:
-        visible = _visible(grid, pair, queries, keys, window)
+        visible = _visible(grid, pair, met)
         scores = _scores(_block(q, pair[0], grid), _block(k, pair[1], grid), visible)
         old = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, pair[0], grid.size, 3), state)
         highest = jnp.maximum(old.highest, scores.max(-1))
@@ -123,19 +128,10 @@ def backward_of(out: jax.Array, log_mass: jax.Array, grad: jax.Array) -> Backwar
 
 
 def add_gradients(
-    grid: BlockGrid,
-    grads: tuple[jax.Array, ...],
-    known: Backward,
-    q: Float[Array, "B K G S h"],
-    k: Float[Array, "B K T h"],
-    v: Float[Array, "B K T h"],
-    queries: Tokens,
-    keys: Tokens,
-    window: Int[Array, ""] | None,
-    pairs: Int[Array, "P 4"],
+    grid: BlockGrid, grads: tuple[jax.Array, ...], known: Backward, met: Meeting, pairs: Int[Array, "P 4"]
 ) -> tuple[jax.Array, ...]:
     """Adds the gradients of q, k and v from the pairs of a table, whose scores it computes again. See `extend`."""
-
+    q, k, v, *_ = met
     # With keys before queries no product contracts the first dim of a score: XLA:CPU would copy the scores.
     k_BKhT = k.swapaxes(2, 3)
 
@@ -145,7 +141,7 @@ def add_gradients(
 
         q_block = of_queries(q)
         grad_block = of_queries(known.grad)
-        visible_Bts = _visible(grid, pair, queries, keys, window).swapaxes(1, 2)
+        visible_Bts = _visible(grid, pair, met).swapaxes(1, 2)
         scores = _product("bkth,bkgsh->bktgs", _block(k, pair[1], grid), q_block)
         weights = jnp.exp(scores - of_queries(known.log_mass)[:, :, None])
         weights = jnp.where(visible_Bts[:, None, :, None], weights, jnp.zeros_like(weights))
@@ -174,10 +170,10 @@ def _after(q: jax.Array, pairs: Int[Array, "P 4"]) -> Int[Array, "P 4"]:
     return lax.optimization_barrier((pairs, q.reshape(-1)[0]))[0]
 
 
-def _visible(grid: BlockGrid, pair, queries: Tokens, keys: Tokens, window) -> Bool[Array, "B s t"]:
-    of_queries = queries.block(pair[0], grid.size)
-    of_keys = keys.block(pair[1], grid.size)
-    visible = causal_window(of_queries.index, of_keys.index, window)
+def _visible(grid: BlockGrid, pair, met: Meeting) -> Bool[Array, "B s t"]:
+    of_queries = met.queries.block(pair[0], grid.size)
+    of_keys = met.keys.block(pair[1], grid.size)
+    visible = causal_window(of_queries.index, of_keys.index, met.window)
     if grid.is_ragged:
         place = jnp.arange(grid.size, dtype=jnp.int32)
         visible &= (place >= pair[2] - pair[0])[:, None] & (place >= pair[3] - pair[1])

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from meshpar.nn.attention.core import Window
+from meshpar.nn.attention.core import Window, known_window
 from meshpar.parallel.context import ParallelContext, current, platform
 from meshpar.sharding.resolve import platform_of
 
@@ -31,7 +31,6 @@ class Setting:
       has_documents: whether a row may contain several documents.
       platform: the platform that the program is compiled for; None without devices.
       capability: the compute capability of an NVIDIA GPU, such as (9, 0).
-      seq_shards: the number of devices that share a row.
       is_local: whether the code computes local shards; False where GSPMD partitions it over several devices.
     """
 
@@ -43,7 +42,6 @@ class Setting:
     has_documents: bool = True
     platform: str | None = None
     capability: Capability | None = None
-    seq_shards: int = 1
     is_local: bool = True
 
 
@@ -59,7 +57,7 @@ def of_arrays(q: jax.Array, segments: jax.Array | None, window: Window) -> Setti
         seq_len=q.shape[1],
         head_dim=q.shape[3],
         dtype=np.dtype(q.dtype),
-        window=window if isinstance(window, int) else None,
+        window=known_window(window),
         window_varies=not isinstance(window, int | None),
         has_documents=segments is not None,
         platform=platform(),
@@ -78,6 +76,5 @@ def of_mesh(ctx: ParallelContext) -> dict[str, Any]:
     stated = getattr(ctx.mesh.devices.flat[0], "compute_capability", "") if isinstance(ctx.mesh, Mesh) else ""
     return {
         "capability": capability(stated) if stated else None,
-        "seq_shards": ctx.shards("seq") if "seq" in ctx.rules.table else 1,
         "is_local": ctx.is_local,
     }

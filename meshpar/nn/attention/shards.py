@@ -25,7 +25,7 @@ from meshpar.collectives.permute import permute
 from meshpar.cost.flops import needed
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import BlockGrid
-from meshpar.nn.attention.online_softmax import Tokens, add_gradients, backward_of, empty, extend
+from meshpar.nn.attention.online_softmax import Meeting, Tokens, add_gradients, backward_of, empty, extend
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.remat import named
 from meshpar.parallel.local import varying_like
@@ -208,7 +208,7 @@ def _attend_forward(shards: Shards, q, k, v, segments, window):
         k, v, theirs = of_shard
 
         def run(grid: BlockGrid, pairs: jax.Array, keys: Tokens, state: Any) -> Any:
-            return extend(grid, state, q, k, v, queries, keys, window, pairs)
+            return extend(grid, state, Meeting(q, k, v, queries, keys, window), pairs)
 
         return shards.run(hop, hops, queries, theirs, run, state), ()
 
@@ -231,7 +231,7 @@ def _attend_backward(shards: Shards, saved, grad):
         k, v, theirs = of_shard
 
         def run(grid: BlockGrid, pairs: jax.Array, keys: Tokens, grads: Any) -> Any:
-            return add_gradients(grid, grads, known, q, k, v, queries, keys, window, pairs)
+            return add_gradients(grid, grads, known, Meeting(q, k, v, queries, keys, window), pairs)
 
         of_q, *added = shards.run(hop, hops, queries, theirs, run, (of_q, zeros(k), zeros(v)))
         return of_q, tuple(added)
