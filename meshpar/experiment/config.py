@@ -22,7 +22,7 @@ from meshpar.models import Family
 from meshpar.nn.lora import LoRA
 from meshpar.optim import Optimizer
 from meshpar.optim.freeze import Freeze
-from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.context import Format, ParallelContext
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules, Rules
@@ -43,6 +43,12 @@ class Precision(Config):
     """Dtype of the stored parameters."""
     compute: Float = "float32"
     """Dtype in which the model computes and parameters are gathered."""
+    matmul: Format | None = None
+    """8-bit format in which layers multiply by their weights: `fp8` (e4m3, gradients e5m2) or `int8`.
+
+    Every row and column has its own scale, found anew in each step. Embedding, head, norms and attention's scores stay
+    in `compute`. Needs the package Qwix: `pip install 'meshpar[quantized]'`. Default: `compute`.
+    """
     gradients: Float | None = None
     """Dtype in which gradients are summed over microbatches and devices. Default: float32 at least."""
     master: Float | None = None
@@ -156,6 +162,7 @@ class Run(Config):
             compute_dtype=np.dtype(self.precision.compute),
             accum_dtype=accum and np.dtype(accum),
             num_microbatches=self.num_microbatches,
+            number_format=self.precision.matmul,
             dcn_axes=tuple(axis for axis, size in dcn.items() if size > 1),
         )
 

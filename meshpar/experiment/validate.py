@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -32,15 +33,20 @@ FEATURES: Mapping[str, Callable[[Run], bool]] = {
     "parallel.gradient_reduction": lambda run: run.parallel.gradient_reduction is not None,
     "parallel.tensor.overlap": lambda run: run.parallel.tensor.overlap != "none",
     "parallel.fsdp.overlap": lambda run: run.parallel.fsdp.overlap != "none",
+    "precision.matmul": lambda run: run.precision.matmul is not None,
 }
 """Key -> whether a run uses this feature. Some of these features cannot be combined, see `REFUSED`."""
 
 _OVERLAPS = ("parallel.tensor.overlap", "parallel.fsdp.overlap")
 _RINGS = "its rings are permutes, which wait for all devices of the mesh, and stages run different operations at a time"
-REFUSED: Mapping[tuple[str, str], str] = {(overlap, "parallel.pipeline"): _RINGS for overlap in _OVERLAPS}
+_CHUNKS = "it multiplies chunks as they arrive, before the largest element of the whole operand is known"
+REFUSED: Mapping[tuple[str, str], str] = {
+    **{(overlap, "parallel.pipeline"): _RINGS for overlap in _OVERLAPS},
+    **{(overlap, "precision.matmul"): _CHUNKS for overlap in _OVERLAPS},
+}
 """(feature, other feature) -> why a run may not use both. The docs' table of combinations and the tests read it."""
 
-_OFF = dict.fromkeys(_OVERLAPS, "none") | {"parallel.pipeline": "null"}
+_OFF = dict.fromkeys(_OVERLAPS, "none") | {"parallel.pipeline": "null", "precision.matmul": "null"}
 
 
 def check(run: Run, mesh: AnyMesh) -> None:
@@ -53,6 +59,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
     problems = Problems()
     _check_batch(run, ctx, problems)
     _check_precision(run, problems)
+    _check_matmul(run, ctx, problems)
     is_manual = run.model.manual_lowering()
     if ctx.manual and not is_manual:
         problems.add("lowering", is_manual.because, "lowering=auto")
@@ -108,6 +115,20 @@ def _check_precision(run: Run, problems: Problems) -> None:
             what = "JAX would compute in float32, because its 64-bit mode is off"
             fix = f"precision.{name}=float32, or JAX_ENABLE_X64=1 in the environment"
             problems.add(f"precision.{name}", what, fix)
+
+
+def _check_matmul(run: Run, ctx: ParallelContext, problems: Problems) -> None:
+    """Checks that the layers can multiply in 8 bits, with the scales that one device would have."""
+    key = "precision.matmul"
+    if not run.precision.matmul:
+        return
+    if not find_spec("qwix"):
+        problems.add(key, "the package qwix is not installed", f"pip install 'meshpar[quantized]', or {key}=null")
+    if not run.model.manual_lowering():
+        problems.add(key, "only meshpar's own layers multiply in 8 bits", f"{key}=null")
+    elif ctx.axes("heads") != ctx.axes("kv_heads"):
+        what = "each device has a part of the gradients of a whole key head, and cannot scale it as their sum"
+        problems.add(key, what, f"{key}=null, or rules.kv_heads as rules.heads")
 
 
 def _check_combinations(run: Run, problems: Problems) -> None:

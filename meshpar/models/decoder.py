@@ -23,6 +23,12 @@ from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.projection import describe_chunk
 from meshpar.train.loss import LossConfig, count_targets, next_token_loss, summed_over_tokens
 
+MATMUL = {
+    "fp8": "layers multiply float8_e4m3fn, and gradients in float8_e5m2; each row and column has a scale",
+    "int8": "layers multiply int8, gradients too; each row and column has a scale",
+}
+"""What each 8-bit format means for a product."""
+
 
 class DecoderModel(Decoder, ModelContract):
     """Base of the decoder families. The file of each also contains the map of Hugging Face's names and keys."""
@@ -99,7 +105,9 @@ class DecoderModel(Decoder, ModelContract):
         return {
             "loss.chunk": describe_chunk(task.loss.chunk, rows, positions, self.hidden_size, vocab),
             "model.attention": self.attention.describe(self._attention_setting(task, ctx)),
-        } | ({"parallel.context": shared} if shared else {})
+            **({"parallel.context": shared} if shared else {}),
+            **({"precision.matmul": MATMUL[ctx.number_format]} if ctx.number_format else {}),
+        }
 
     def array_specs(self) -> Any:
         return describe(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))))

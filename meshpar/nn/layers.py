@@ -135,8 +135,10 @@ class Projection(nnx.Module):
 
     @property
     def weights(self) -> Weights:
-        stored = streamed(within_layer(self.kernel), current())
-        return Weights(self.kernel[...], self.num_inputs, stored, self.lora and self.lora.adapter)
+        ctx = current()
+        stored = streamed(within_layer(self.kernel), ctx)
+        adapter = self.lora and self.lora.adapter
+        return Weights(self.kernel[...], self.num_inputs, stored, adapter, ctx and ctx.number_format)
 
     def add_bias(self, y: Float[Array, "B S *outputs"]) -> Float[Array, "B S *outputs"]:
         """Adds the bias. `row_parallel` adds it after the sum over shards, so that it counts once."""

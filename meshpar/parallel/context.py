@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -26,6 +26,9 @@ from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh, live, platform_of
 from meshpar.sharding.rules import ACTIVATION_DIMS, AxisRules
 
+Format = Literal["fp8", "int8"]
+"""An 8-bit format of numbers, see `parallel.quantized`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelContext:
@@ -37,6 +40,7 @@ class ParallelContext:
       compute_dtype: the dtype in which the model computes; None for the dtype of its parameters.
       accum_dtype: the dtype in which gradients are summed over microbatches and devices; None for at least float32.
       num_microbatches: how many parts of a batch are computed one after the other. A pipeline cuts each part again.
+      number_format: the 8-bit format in which layers multiply by their weights; None for `compute_dtype`.
       dcn_axes: axes that cross slices.
       activation_dims: dims that only activations of a user's model have; their axes may carry the batch. None for
         meshpar's own models.
@@ -49,6 +53,7 @@ class ParallelContext:
     compute_dtype: Any = None
     accum_dtype: Any = None
     num_microbatches: int = 1
+    number_format: Format | None = None
     dcn_axes: Axes = ()
     activation_dims: tuple[str, ...] | None = None
 

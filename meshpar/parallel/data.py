@@ -97,6 +97,8 @@ def gathering_again(policy: Policy) -> Policy:
                 return ctx is not None and ctx.rules.zero_stage == 2
             if last.primitive is lax.dot_general_p:
                 return policy(last.primitive, *avals, **last.params)
+        if primitive is lax.dot_general_p and avals[0].dtype.itemsize == 1:
+            return False  # its scaled result has the name of a product
         if primitive.name == "name" and params["name"] == PRODUCT:
             return policy(lax.dot_general_p, *avals, dimension_numbers=(((), ()), ((), ())))
         return primitive.name not in _FREE and policy(primitive, *avals, **params)

@@ -21,9 +21,9 @@ from jax import lax
 
 from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
 from meshpar.collectives.ring import Ring
-from meshpar.mesh.varying import varying_alike
+from meshpar.mesh.varying import Axes, varying_alike
 from meshpar.parallel import tensor
-from meshpar.parallel.context import manual
+from meshpar.parallel.context import Format, manual, manual_axes
 from meshpar.parallel.data import Stored
 
 # Letters for the dims in einsum equations.
@@ -31,6 +31,8 @@ _BATCH = "bs"
 _INPUTS = "ijk"
 _OUTPUTS = "xyz"
 _RANK = "r"
+
+Products = tuple[jax.Array, ...]
 
 
 class Adapter(NamedTuple):
@@ -61,12 +63,14 @@ class Weights(NamedTuple):
       num_inputs: how many of the kernel's dims are contracted.
       stored: the dim and axes over which the kernel is gathered during the product, see `data.streamed`.
       adapter: a term that is added to the product. Where the kernel's inputs are sharded it is a partial sum too.
+      number_format: the 8-bit format in which the kernel is multiplied; None for the dtype of x.
     """
 
     kernel: jax.Array
     num_inputs: int = 1
     stored: Stored = ()
     adapter: Adapter | None = None
+    number_format: Format | None = None
 
     @property
     def dims(self) -> str:
@@ -109,8 +113,7 @@ def column_parallel(x: jax.Array, maps: Sequence[Weights], dim: str) -> tuple[ja
     """
     ring = _sequence_ring(dim)
     if ring is None:
-        x = tensor.enter_region(x, dim)
-        return tuple(_with_adapter(x, one) for one in maps)
+        return _with_adapters(tensor.enter_region(x, dim), maps, outputs=manual_axes(dim))
     adapted = [one for one in maps if one.adapter]
     equations = [one.equation for one in maps] + [one.thin_equation for one in adapted]
     weights = [one.kernel for one in maps] + [one.adapter.a for one in adapted if one.adapter]
@@ -132,7 +135,8 @@ def row_parallel(x: jax.Array, weights: Weights, dim: str) -> jax.Array:
     """
     ring = _sequence_ring(dim)
     if ring is None:
-        return tensor.exit_region(_with_adapter(x, weights), dim)
+        (product,) = _with_adapters(x, [weights], inputs=manual_axes(dim))
+        return tensor.exit_region(product, dim)
     plus = []
     if adapter := weights.adapter:
         thin = jnp.einsum(weights.thin_equation, x, adapter.a)
@@ -140,11 +144,31 @@ def row_parallel(x: jax.Array, weights: Weights, dim: str) -> jax.Array:
     return matmul_reduce_scatter(weights.equation, x, weights.kernel, ring, dim=_BATCH[tensor.SEQ], plus=plus)
 
 
-def _with_adapter(x: jax.Array, weights: Weights) -> jax.Array:
-    product = _product(x, weights)
+def _with_adapters(x: jax.Array, maps: Sequence[Weights], *, inputs: Axes = (), outputs: Axes = ()) -> Products:
+    if number_format := maps[0].number_format:
+        shards = (manual_axes("batch") + manual_axes("seq"), inputs, outputs)
+        products = _quantized_products(x, maps, number_format, shards)
+    else:
+        products = tuple(_product(x, one) for one in maps)
+    return tuple(_plus_adapter(y, x, one) for y, one in zip(products, maps, strict=True))
+
+
+def _plus_adapter(product: jax.Array, x: jax.Array, weights: Weights) -> jax.Array:
     if not (adapter := weights.adapter):
         return product
     return product + adapter.of(jnp.einsum(weights.thin_equation, x, adapter.a))
+
+
+def _quantized_products(
+    x: jax.Array, maps: Sequence[Weights], number_format: Format, shards: tuple[Axes, Axes, Axes]
+) -> Products:
+    """x @ kernel for each kernel, in 8 bits. Communication: that of `quantized.matmuls`."""
+    from meshpar.parallel import quantized  # and Qwix, which other runs do not need
+
+    outputs = [one.kernel.shape[one.num_inputs :] for one in maps]
+    matrices = [one.kernel.reshape(-1, math.prod(shape)) for one, shape in zip(maps, outputs, strict=True)]
+    products = quantized.matmuls(x.reshape(*x.shape[:2], -1), matrices, number_format, quantized.Shards(*shards))
+    return tuple(y.reshape(*x.shape[:2], *shape) for y, shape in zip(products, outputs, strict=True))
 
 
 def _product(x: jax.Array, weights: Weights) -> jax.Array:

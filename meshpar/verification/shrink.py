@@ -40,7 +40,12 @@ def shrink(run: Run) -> Run:
         "mesh": mesh,
         "num_microbatches": num_microbatches,
         "parallel": parallel,
-        "precision": Precision(params="float64", compute="float64", master=run.precision.master and "float64"),
+        "precision": Precision(
+            params="float64",
+            compute="float64",
+            matmul=run.precision.matmul,
+            master=run.precision.master and "float64",
+        ),
         "contract": None,
     }
     return run.model_copy(update=changes)

@@ -98,6 +98,8 @@ class _Checker:
         self.sizes = {axis: size for axis, size in dict(training.mesh.shape).items() if size > 1}
         # State such as batch statistics passes from one microbatch to the next, so it depends on their number.
         num_microbatches = training.ctx.num_microbatches if training.carried else 1
+        if training.ctx.number_format:  # the gradient of weights is scaled by the tokens of a microbatch
+            num_microbatches = training.ctx.num_passes
         plain = Trial(training.on(mesh=_mesh({}), manual=False, num_microbatches=num_microbatches))
         self.reference = plain.run(plain.start(), batches)[1]
         self.undecided = without_gradient(self.reference)

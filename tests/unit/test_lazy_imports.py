@@ -26,7 +26,7 @@ finally:
     print(json.dumps(sorted(name.partition(".")[0] for name in sys.modules)))
 """
 FOREIGN = {
-    "IPython", "matplotlib", "mlflow", "pandas", "pyarrow", "safetensors", "scipy", "sklearn", "tensorflow",
+    "IPython", "matplotlib", "mlflow", "pandas", "pyarrow", "qwix", "safetensors", "scipy", "sklearn", "tensorflow",
     "tokenizers", "torch", "transformers", "wandb",
 }  # fmt: skip
 """Packages for models, data and services that the config of this test does not name."""

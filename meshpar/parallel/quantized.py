@@ -1,0 +1,121 @@
+"""Products of 8-bit operands, with gradients: the matrices of the layers in `fp8` or `int8`.
+
+Each operand is divided by its scales, rounded to 8 bits and multiplied; the product is multiplied by the scales. A row
+of x and a column of w has a scale of its own: its largest element over the largest number of the format.
+
+    y[B, S, N]  = (qx @ qw) * sx * sw         sx[B, S, 1] and sw[1, N]: the largest over K
+    dx[B, S, K] = (q(dy * sw) @ qw') * s      s[B, S, 1]: the largest over N
+    dw[K, N]    = (qx' @ q(dy * sx)) * s      s[1, 1, N]: the largest over B and S
+
+A scale can be taken out of a sum that does not run over its dim. The backward sums over the dims of sx and sw, so they
+are multiplied into dy before dy is rounded; x is needed in 8 bits only.
+
+Where devices hold shards of a summed dim, the largest element is that of all shards. So each device rounds as one
+device would, and the result does not depend on the layout.
+
+Source: Micikevicius et al. 2022, arXiv:2209.05433 (formats). Qwix rounds and multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import qwix
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from meshpar.collectives.matmul import PRODUCT
+from meshpar.mesh.varying import Axes, varying_alike
+from meshpar.parallel.context import Format
+from meshpar.parallel.precision import wide
+
+OPERANDS: dict[Format, Any] = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+"""The dtype of inputs and weights."""
+GRADIENTS: dict[Format, Any] = {"fp8": jnp.float8_e5m2, "int8": jnp.int8}
+"""The dtype of gradients: e5m2 has one bit of precision less than e4m3, and a range of 2^32 instead of 2^18."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The axes over which devices hold shards of the dims of `x[tokens, inputs] @ w[inputs, outputs]`."""
+
+    tokens: Axes = ()
+    inputs: Axes = ()
+    outputs: Axes = ()
+
+
+def matmuls(
+    x_BSK: jax.Array, ws_KN: Sequence[jax.Array], number_format: Format, shards: Shards
+) -> tuple[jax.Array, ...]:
+    """`x[B, S, K] @ w[K, N]` in 8 bits, for each w. Gradients pass through the rounding as if there were none.
+
+    Returns:
+      [B, S, N] for each w, in the dtype of x; a partial sum where the inputs are sharded.
+
+    Communication: all-reduces of the largest elements, in float32: forward, where the inputs are sharded, [B, S] and an
+      [N] for each w; backward, for each w, [B, S] where the outputs are sharded and [N] where the tokens are.
+    Memory: the backward keeps x in 8 bits, and the ws as they are.
+    Numerics: scales and sums are float32 (int8: sums are int32); float64 where x is float64.
+    """
+    operands = varying_alike(x_BSK, *ws_KN)
+    products: tuple[jax.Array, ...] = _matmuls(number_format, shards, operands[0], operands[1:])
+    return tuple(checkpoint_name(y, PRODUCT) for y in products)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmuls(number_format: Format, shards: Shards, x: jax.Array, ws: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return _forward(number_format, shards, x, ws)[0]
+
+
+def _forward(number_format: Format, shards: Shards, x: jax.Array, ws: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    dtype = OPERANDS[number_format]
+    qx = _quantize(x, dtype, largest(x, (2,), shards.inputs))
+    tops = [largest(w, (0,), shards.inputs) for w in ws]
+    qws = [_quantize(w, dtype, top) for w, top in zip(ws, tops, strict=True)]
+    products = tuple(_multiply(qx, qw, (2,), (0,)).astype(x.dtype) for qw in qws)
+    # Weights are rounded again in the backward: the rounded ones would be a second copy of all layers, and of ZeRO-3's.
+    return products, (qx, ws, tops)
+
+
+def _backward(number_format: Format, shards: Shards, saved: Any, grads: tuple[jax.Array, ...]) -> Any:
+    qx, ws, tops = saved
+    dtype = GRADIENTS[number_format]
+    dx = jnp.zeros((), qx.scale.dtype)
+    dws = []
+    for w, top, grad in zip(ws, tops, grads, strict=True):
+        qw = _quantize(w, OPERANDS[number_format], top)
+        for_x = wide(grad) * qw.scale
+        for_w = wide(grad) * qx.scale
+        dx += _multiply(_quantize(for_x, dtype, largest(for_x, (2,), shards.outputs)), qw.qvalue, (2,), (1,))
+        dw = _multiply(qx.qvalue, _quantize(for_w, dtype, largest(for_w, (0, 1), shards.tokens)), (0, 1), (0, 1))
+        dws.append(dw.astype(w.dtype))
+    return dx.astype(grads[0].dtype), tuple(dws)
+
+
+_matmuls.defvjp(_forward, _backward)
+
+
+def largest(x: jax.Array, dims: tuple[int, ...], axes: Axes) -> jax.Array:
+    """The largest magnitude over these dims, which stay with size 1, and over the devices of the axes; 1 for zeros."""
+    top = jnp.abs(wide(x)).max(dims, keepdims=True)
+    top = lax.pmax(top, axes) if axes else top
+    return jnp.where(top == 0, jnp.ones_like(top), top)
+
+
+def _quantize(x: jax.Array, dtype: Any, top: jax.Array) -> qwix.QArray:
+    """`x`, of at most `top`, in 8 bits, with the scales that undo it."""
+    # Qwix scales the range of int8 to [-127.5, 127.5], whose ends are ties: rounding errors, and so the layout, would
+    # decide them. With this range the largest element becomes 127.
+    end = 127.5 / 127 if dtype == jnp.int8 else 1
+    within_one = qwix.quantize(wide(x) / top, dtype, calibration_method=f"fixed,{end}")
+    return replace(within_one, scale=within_one.scale * top)
+
+
+def _multiply(x: Any, y: Any, of_x: tuple[int, ...], of_y: tuple[int, ...]) -> jax.Array:
+    """The product that sums over these dims of x and y, times their scales."""
+    return qwix.dot_general(x, y, ((of_x, of_y), ((), ())))
