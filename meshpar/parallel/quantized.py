@@ -85,15 +85,16 @@ def _forward(number_format: Format, shards: Shards, x: jax.Array, ws: tuple[jax.
 def _backward(number_format: Format, shards: Shards, saved: Any, grads: tuple[jax.Array, ...]) -> Any:
     qx, ws, tops = saved
     dtype = GRADIENTS[number_format]
-    dx = jnp.zeros((), qx.scale.dtype)
+    dx = jnp.zeros((), qx.dtype)
     dws = []
     for w, top, grad in zip(ws, tops, grads, strict=True):
         qw = _quantize(w, OPERANDS[number_format], top)
         for_x = wide(grad) * qw.scale
         for_w = wide(grad) * qx.scale
-        dx += _multiply(_quantize(for_x, dtype, largest(for_x, (2,), shards.outputs)), qw.qvalue, (2,), (1,))
-        dw = _multiply(qx.qvalue, _quantize(for_w, dtype, largest(for_w, (0, 1), shards.tokens)), (0, 1), (0, 1))
-        dws.append(dw.astype(w.dtype))
+        q_for_x = _quantize(for_x, dtype, largest(for_x, (2,), shards.outputs))
+        q_for_w = _quantize(for_w, dtype, largest(for_w, (0, 1), shards.tokens))
+        dx += _multiply(q_for_x, qw.qvalue, (2,), (1,))
+        dws.append(_multiply(qx.qvalue, q_for_w, (0, 1), (0, 1)).astype(w.dtype))
     return dx.astype(grads[0].dtype), tuple(dws)
 
 
@@ -117,5 +118,6 @@ def _quantize(x: jax.Array, dtype: Any, top: jax.Array) -> qwix.QArray:
 
 
 def _multiply(x: Any, y: Any, of_x: tuple[int, ...], of_y: tuple[int, ...]) -> jax.Array:
-    """The product that sums over these dims of x and y, times their scales."""
-    return qwix.dot_general(x, y, ((of_x, of_y), ((), ())))
+    """The product that sums over these dims of x and y, times their scales, where they have any."""
+    with jax.numpy_dtype_promotion("standard"):  # Qwix multiplies sums in int32 by scales in float32
+        return qwix.dot_general(x, y, ((of_x, of_y), ((), ())))

@@ -70,6 +70,8 @@ MISFITS = {
     "a warm-up longer than the run": ["optim.schedule={kind: linear, warmup_steps: 9}"],
     "a decay that grows with the run": [WSD],
     "a decay of steps": ["optim.schedule={kind: wsd, warmup_steps: 3, decay_steps: 3}"],
+    "8 bits in chunks": ["rules=[fsdp, megatron_sp]", "parallel.tensor.overlap=ring", "precision.matmul=fp8"],
+    "8 bits of whole key heads": ["mesh.tensor=4", "rules.kv_heads=[]", "precision.matmul=int8"],
     "64 bits": ["precision={params: float64, master: float64}"],
     "an evaluation to judge by": ["checkpoints={every: 2, keep_best: 1}"],
 }  # fmt: skip

@@ -241,6 +241,20 @@ def test_frozen_kernels_do_not_gather_their_inputs_again():
     assert trained.traced_bytes["tensor",] - frozen.traced_bytes["tensor",] == 3 * share(4, stream)
 
 
+def test_8_bits_add_the_scales_alone():
+    """Of a row or a column 4 bytes: [B, S] and [N] for o and down, [B, S] for the others' dy, [N] for each dw."""
+    plain = prepared("data2_fsdp2_tensor2")
+    run = prepared("data2_fsdp2_tensor2", precision=Precision(matmul="fp8"))
+    assert cost_as_written(run) == cost_as_traced(run)
+    tokens = ROWS // 4 * SEQ
+    over_inputs = 2 * (tokens + 16) + 5 * tokens
+    columns = 3 * 8 + 16 + 2 * 16 + 16  # half of q, k, v; o; half of gate, up; down
+    added = {("tensor",): 2 * share(2, 3 * 4 * over_inputs), ("data", "fsdp"): 2 * share(4, 3 * 4 * columns)}
+    without = plain.traced_bytes or {}
+    sent = run.traced_bytes or {}
+    assert {axes: sent[axes] - without.get(axes, 0) for axes in sent if sent[axes] != without.get(axes)} == added
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", ["options", "lora", "frozen"])

@@ -22,6 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "parallel.gradient_reduction": {"parallel": {"gradient_reduction": {}}},
     "parallel.tensor.overlap": {"parallel": {"tensor": {"overlap": "ring"}}},
     "parallel.fsdp.overlap": {"parallel": {"fsdp": {"overlap": "ring"}}},
+    "precision.matmul": {"precision": {"matmul": "fp8"}},
 }
 # A distillation reads its teacher's checkpoint. Both overlaps exclude each other under any rules: test_overlap_errors.
 PAIRS = [pair for pair in combinations(SETTINGS, 2) if not all("overlap" in key for key in pair)]
