@@ -91,22 +91,31 @@ def batches(vocab_size: int = VOCAB) -> list[dict[str, np.ndarray]]:
     return [{name: array.astype(np.int32) for name, array in batch.items()} for batch in drawn]
 
 
-def taken(run: Prepared) -> list[Any]:
-    """Losses, gradients, norms and parameters of two steps."""
-    trial = Trial(run)
-    return trial.run(trial.start(), batches())[1]
+@lru_cache
+def first_state(model: str, layers: int) -> Any:
+    """The state from which all meshes start, as one device initializes it."""
+    return jax.device_get(prepared(MODELS[model](layers), None).compile_init()())
 
 
 @lru_cache
 def on_one_device(model: str, layers: int) -> list[Any]:
-    return taken(prepared(MODELS[model](layers), None))
+    """Losses, gradients, norms and parameters of two steps."""
+    trial = Trial(prepared(MODELS[model](layers), None))
+    return trial.run(jax.device_put(first_state(model, layers)), batches())[1]
 
 
 def difference(run: Prepared, model: str, layers: int) -> float:
     """The largest absolute difference of any number from one device's, where padded layers are zeros."""
+
+    def place(x: np.ndarray, struct: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(padded(np.asarray(x), struct.shape), struct.sharding)
+
+    expected = on_one_device(model, layers)
+    state = jax.tree.map(place, first_state(model, layers), run.placement.structs)
+    _, got = Trial(run).run(state, batches())
     return max(
         float(np.abs(np.asarray(mine) - padded(np.asarray(theirs), mine.shape)).max())
-        for a, b in zip(taken(run), on_one_device(model, layers), strict=True) for kind in KINDS
+        for a, b in zip(got, expected, strict=True) for kind in KINDS
         for mine, theirs in zip(getattr(a, kind).values(), getattr(b, kind).values(), strict=True)
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.nn.lora import LoRA
 from meshpar.nn.rotary import Llama3
+from meshpar.nn.transformer import Decoder
 from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import AxisRules
@@ -127,10 +128,18 @@ def batches() -> list[dict[str, np.ndarray]]:
     return [{name: array.astype(np.int32) for name, array in batch.items()} for batch in drawn]
 
 
+@lru_cache
+def first_state(model: Decoder, lora: LoRA | None) -> Any:
+    """One device's initial state, from which all layouts start. `test_layouts.py` compares it with theirs."""
+    run = prepared("llama", None, "auto", 1).run.model_copy(update={"model": model, "lora": lora})
+    return jax.device_get(prepare(run, run.mesh.build(jax.devices()[:1])).compile_init()())
+
+
 def outcome(run: Prepared) -> Outcome:
     """Trains for three steps."""
     step = run.compile_step()
-    state = run.compile_init()()
+    shardings = jax.tree.map(lambda struct: struct.sharding, run.placement.structs)
+    state = jax.device_put(first_state(run.run.model, run.run.lora), shardings)
     metrics = []
     gradients: Any = None
     for batch in batches():

@@ -61,7 +61,7 @@ def layers_for(kind, mesh):
 
 
 @pytest.mark.parametrize(("kind", "mesh", "num_microbatches", "model"), CASES)
-def test_equal_to_one_device(kind, mesh, num_microbatches, model):
+def test_a_pipeline_is_equal_to_one_device(kind, mesh, num_microbatches, model):
     layers = layers_for(kind, mesh)
     run = prepared(MODELS[model](layers), mesh, scheduled(kind, mesh, num_microbatches))
     assert difference(run, model, layers) < 1e-10
@@ -71,7 +71,7 @@ def test_equal_to_one_device(kind, mesh, num_microbatches, model):
     "kind",
     [pytest.param(kind, marks=[] if kind == "1f1b" else pytest.mark.slow) for kind in ("gpipe", "1f1b", "zb_h1")],
 )
-def test_seven_layers_on_four_stages(kind):
+def test_seven_layers_on_four_stages_are_equal_to_one_device(kind):
     """They lie in eight places, of which the last holds zeros, before the step and after it."""
     run = prepared(MODELS["tied"](7, pad_layers_to_multiple=4), "pipe4", scheduled(kind, "pipe4", 6))
     assert difference(run, "tied", 7) < 1e-10
@@ -88,14 +88,14 @@ def test_seven_layers_on_four_stages(kind):
         ("zbv", "fsdp2_tensor2_sp", 2, None),
     ],
 )
-def test_so_they_do_on_any_mesh_and_by_any_cut(kind, mesh, multiple, cut):
+def test_seven_layers_are_equal_to_one_device_on_any_mesh_and_by_any_cut(kind, mesh, multiple, cut):
     model = MODELS["tied"](7, pad_layers_to_multiple=multiple)
     run = prepared(model, mesh, scheduled(kind, mesh, 4, cut=cut))
     assert difference(run, "tied", 7) < 1e-10
 
 
 @pytest.mark.slow
-def test_or_all_of_them_on_every_stage():
+def test_layers_that_every_stage_stores_are_equal_to_one_device():
     """As the config says; each computes with its own."""
     run = prepared(MODELS["tied"](7), "pipe4", scheduled("1f1b", "pipe4", 6), rules={"layers": ()})
     assert difference(run, "tied", 7) < 1e-10
@@ -103,7 +103,7 @@ def test_or_all_of_them_on_every_stage():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "cut"), [("1f1b", (1, 3, 2, 2)), ("interleaved", (1, 1, 1, 1, 1, 1, 1, 1))])
-def test_a_cut_that_is_given(kind, cut):
+def test_a_pipeline_with_a_cut_of_the_users_is_equal_to_one_device(kind, cut):
     run = prepared(MODELS["tied"](8), "pipe4", scheduled(kind, "pipe4", 4, cut=cut))
     assert difference(run, "tied", 8) < 1e-10
 
@@ -111,14 +111,14 @@ def test_a_cut_that_is_given(kind, cut):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["dots", "dots_no_batch", "full", {"save": ["q", "k", "v", "attn", "gate"]}], ids=str)
 @pytest.mark.parametrize("mesh", ["pipe4", "fsdp2_tensor2_sp"])
-def test_what_is_worked_out_again_is_the_same(remat, mesh):
+def test_a_pipeline_that_recomputes_activations_is_equal_to_one_device(remat, mesh):
     run = prepared(MODELS["llama"](8, remat=remat), mesh, scheduled("zb_h1", mesh, 4))
     assert difference(run, "llama", 8) < 1e-10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["pipe4", "fsdp4", "zero2"])
-def test_parts_of_a_batch_go_through_the_stages_one_after_the_other(mesh):
+def test_a_pipeline_with_accumulation_is_equal_to_one_device(mesh):
     run = prepared(MODELS["tied"](8), mesh, scheduled("1f1b", mesh, 2), num_microbatches=3)
     assert difference(run, "tied", 8) < 1e-10
 
@@ -142,7 +142,7 @@ def test_the_result_does_not_depend_on_the_order(tmp_path, data):
 @pytest.mark.slow
 @given(st.data())
 @settings(max_examples=20, **EXAMPLES)
-def test_nor_on_any_of_twenty(tmp_path, data):
+def test_the_result_does_not_depend_on_any_of_twenty_orders(tmp_path, data):
     any_legal_order(data, tmp_path)
 
 
@@ -193,7 +193,7 @@ def test_an_embedding_without_its_own_gradient_is_seen(monkeypatch):
 # What does not fit ---------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_told_at_once():
+def test_all_problems_of_a_pipeline_are_reported_at_once():
     with pytest.raises(ConfigError) as error:
         prepared(MODELS["tied"](3), "pipe4", Interleaved(num_microbatches=6), rules={"layers": ()})
     assert "6 is not a multiple of the 4 stages, which interleaved needs" in str(error.value)
@@ -206,16 +206,17 @@ def test_what_does_not_fit_is_told_at_once():
         prepared(MODELS["tied"](8), "pipe4", scheduled("1f1b", "pipe4", 4), lowering="auto")
 
 
-def test_evaluation_is_one_devices():
+def test_the_initial_state_and_the_evaluation_are_those_of_one_device():
     run = prepared(MODELS["tied"](8), "pipe2", scheduled("zbv", "pipe2", 4))
     one = prepared(MODELS["tied"](8), None)
     batch = next(iter(run.run.data.held_out()))
 
-    def loss(of):
-        put = {name: jax.device_put(x, of.batch[name].sharding) for name, x in batch.items()}
-        return jax.device_get(of.compile_evaluation()(of.compile_init()().params, put, {}))
+    def evaluated(of):
+        state = of.compile_init()()
+        return jax.device_get((state, of.compile_evaluation()(state.params, of.put(batch), {})))
 
-    mine, theirs = loss(run), loss(one)
+    (my_state, mine), (their_state, theirs) = evaluated(run), evaluated(one)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-10), my_state, their_state)
     assert mine["tokens"] == theirs["tokens"]
     assert abs(mine["loss"] - theirs["loss"]) < 1e-10
 
@@ -248,7 +249,7 @@ def test_2bw_takes_gradients_at_the_weights_before_the_last_update(mesh, num_mic
     assert max(abs(params[path] - value).max() for path, value in mine[-1].parameters.items()) < 1e-10
 
 
-def test_a_checkpoint_knows_no_pipeline(tmp_path):
+def test_a_checkpoint_of_one_pipeline_resumes_in_another_or_in_none(tmp_path):
     """Saved in stages that are dealt out, restored in others, or in none."""
     there = [
         Trial(prepared(MODELS["tied"](8), mesh, mesh and scheduled(kind, mesh, 4)))

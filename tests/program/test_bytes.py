@@ -105,14 +105,14 @@ def test_the_compiled_step_sends_and_multiplies_what_the_traced_one_says(layout,
 
 
 @pytest.mark.parametrize("layout", ["zero3", "data2_fsdp2_tensor2"])
-def test_what_remat_computes_again_is_multiplied_again(layout):
+def test_the_products_that_remat_repeats_are_counted_again(layout):
     """Control: of the step of another policy the same count says something else."""
     plain, again = (prepared(layout, model=Llama(**SIZES, remat=remat)) for remat in ("none", "full"))
     assert cost_as_traced(again)[1] > 1.2 * cost_as_traced(plain)[1]
 
 
 @pytest.mark.parametrize("layout", ["zero3", "hsdp2x4"])
-def test_what_the_compiler_moves_out_of_a_loop_is_sent_less_often(layout):
+def test_a_gather_that_the_compiler_moves_out_of_a_loop_is_sent_less_often(layout):
     run = prepared(layout, "manual", 4)
     sent = sent_over(found_in(layout, "manual", 4))
     assert sent == closed_form(run, on_cpu=True)
@@ -146,17 +146,26 @@ OTHERS |= {
         layout, model=Llama(**SIZES), freeze=(Freeze(paths=("embedding", "blocks.mlp.**")),)
     ),
 }
-CASES = [("remat", layout) for layout in LAYOUTS] + [
+CASES = [
+    *(("remat", layout) for layout in LAYOUTS),
     *(("gpt", layout) for layout in ("zero1", "zero3", "tensor4_sp", "data2_fsdp2_tensor2")),
     *(("mixed", layout) for layout in ("data8", "zero1", "zero2", "zero3")),
     ("gpt_biases_kept", "hsdp2x4"), ("bfloat16", "zero2"), ("bfloat16", "zero3"), ("key_heads_on_all", "tensor4"),
     ("options", "data2_fsdp2_tensor2"), ("lora", "tensor4"), ("lora", "data2_fsdp2_tensor2"),
     ("key_heads_on_all", "tensor4_sp"), ("key_heads_on_all", "data2_fsdp2_tensor2"),
 ]  # fmt: skip
+# Layouts that gather or reduce in the same way as others: the whole table runs with -m slow.
+SWEPT = {
+    *(("remat", layout) for layout in ("data8", "zero1", "zero2", "hsdp2x4", "tensor4")),
+    ("mixed", "data8"),
+    ("mixed", "zero2"),
+}
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
-def test_so_does_each_other_model(model, layout):
+@pytest.mark.parametrize(
+    ("model", "layout"), [pytest.param(*case, marks=pytest.mark.slow if case in SWEPT else []) for case in CASES]
+)
+def test_the_compiled_step_of_each_other_model_sends_what_the_traced_one_says(model, layout):
     run = OTHERS[model](layout)
     assert cost_as_written(run) == cost_as_traced(run)
     assert run.traced_bytes == closed_form(run)
@@ -223,7 +232,7 @@ IN_CI = ("tensor_recomputed", "fsdp_tensor_kept", "bfloat16")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.slow) for name in OVERLAPPED]
 )
-def test_so_does_each_overlap(name):
+def test_the_compiled_step_of_each_overlap_sends_what_the_traced_one_says(name):
     run = OVERLAPPED[name](WAYS[name])
     step = as_written(run)
     told = inspect(step.compiled, run.mesh)
@@ -244,11 +253,11 @@ def test_frozen_kernels_do_not_gather_their_inputs_again():
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", ["options", "lora", "frozen"])
-def test_so_they_do_in_every_layout(model, layout):
-    test_so_does_each_other_model(model, layout)
+def test_the_compiled_step_of_each_model_in_every_layout_sends_what_the_traced_one_says(model, layout):
+    test_the_compiled_step_of_each_other_model_sends_what_the_traced_one_says(model, layout)
 
 
-def test_what_is_frozen_is_never_reduced():
+def test_the_gradients_of_frozen_parameters_are_never_reduced():
     """LoRA's gradients alone: 2(n-1)/n of rank * (inputs + outputs) a projection, in numbers of the test's own."""
     adapted = prepared("data8", lora=LoRA(rank=2))
     thin = 4 * MODEL.num_layers * 2 * (16 + 16) * 4  # q, k, v, o; rank 2; float32
@@ -284,7 +293,7 @@ def test_tensor_parallelism_sends_eight_thirds_of_an_activation_a_layer_and_pass
     assert layers["tensor4"] == layers["tensor4_sp"] == 2 * 8 * share(4, 16 * SEQ * 16 * 4)
 
 
-def test_gspmd_fails_the_same_test():
+def test_gspmd_sends_more_than_the_closed_form():
     form = prepared("zero3").traced_bytes or {}
     assert total_sent_bytes(found_in("zero3", "auto", 1)) > 1.2 * sum(form.values())
 
