@@ -49,7 +49,7 @@ def loss(params, batch, key):
 
 
 def rows(batch):
-    """The indices of the rows that are here, in the batch of all devices."""
+    """The global indices of the local rows."""
     return batch["row"]
 
 
