@@ -18,7 +18,9 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.verification.trial import KINDS, Trial
 
-ROWS, SEQ, VOCAB = 48, 8, 29
+ROWS = 48
+SEQ = 8
+VOCAB = 29
 SIZES = {
     "hidden_size": 16,
     "num_heads": 4,

@@ -179,7 +179,10 @@ def of_text(rng: random.Random, text: str) -> str:
 def special(rng: random.Random) -> Case:
     """A config that is no ordinary file, or extends in an odd way."""
     config = encoded(yaml.safe_dump(SMALL))
-    extends = lambda text: {"config.yaml": encoded(f"extends: {text}\n")}
+
+    def extends(text):
+        return {"config.yaml": encoded(f"extends: {text}\n")}
+
     many = {f"e{i}.yaml": encoded(f"extends: e{i + 1}.yaml\n") for i in range(300)}
     return rng.choice(
         [

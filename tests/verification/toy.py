@@ -14,7 +14,12 @@ from meshpar.parallel import tensor
 from meshpar.parallel.context import manual_axes
 from meshpar.parallel.data import gather_in_layer
 
-VOCAB, PADDED, WIDTH, MLP, ROWS, SEQ = 13, 16, 8, 12, 8, 8
+VOCAB = 13
+PADDED = 16
+WIDTH = 8
+MLP = 12
+ROWS = 8
+SEQ = 8
 DIMS = {
     "table": ("vocab", "embed"),
     "up": ("embed", "mlp"),
