@@ -10,7 +10,7 @@ from tests.equivalence.conftest import MODELS, on_one_device, outcome, prepared
 from tests.layouts import LAYOUTS
 
 EVERY = list(product(MODELS, LAYOUTS, ["manual", "auto"], [1, 4]))
-# Each layout in each lowering with two models, one with accumulation and one without.
+# Each layout in each lowering runs with two models, one with accumulation and one without.
 SAMPLE = [
     (model, layout, lowering, accumulation)
     for i, (layout, lowering) in enumerate(product(LAYOUTS, ["manual", "auto"]))
@@ -24,12 +24,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "layout", "lowering", "accumulation"), CASES)
-def test_equal_to_one_device(model, layout, lowering, accumulation):
+def test_every_layout_is_equal_to_one_device(model, layout, lowering, accumulation):
     got = outcome(prepared(model, layout, lowering, accumulation))
     assert got.difference(on_one_device(model)) < 1e-10
 
 
-def test_dropout_changes_the_numbers():
-    """Else the equality of masks above would say nothing."""
+def test_control_dropout_changes_the_numbers():
+    """Otherwise equal masks would prove nothing."""
     with_dropout = on_one_device("gpt_dropout_remat")
     assert abs(with_dropout.losses - on_one_device("gpt_gqa_tied").losses).min() > 1e-6
