@@ -26,7 +26,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "layout", "lowering", "accumulation"), CASES)
-def test_a_layout_is_equal_to_one_device(model, layout, lowering, accumulation):
+def test_every_layout_is_equal_to_one_device(model, layout, lowering, accumulation):
     got = outcome(prepared(model, layout, lowering, accumulation))
     assert got.difference(on_one_device(model)) < 1e-10
 
@@ -47,7 +47,7 @@ def test_the_initial_state_of_each_layout_is_that_of_one_device(model, layout):
     assert max(abs(np.asarray(mine, float) - theirs).max() for mine, theirs in pairs) < 1e-10
 
 
-def test_dropout_changes_the_numbers():
-    """Else the equality of masks above would say nothing."""
+def test_control_dropout_changes_the_numbers():
+    """Otherwise equal masks would prove nothing."""
     with_dropout = on_one_device("gpt_dropout_remat")
     assert abs(with_dropout.losses - on_one_device("gpt_gqa_tied").losses).min() > 1e-6
