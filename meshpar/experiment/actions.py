@@ -28,6 +28,7 @@ from meshpar.interop.huggingface import open_pretrained
 from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh import compilation_cache, process
 from meshpar.mesh.hardware import chip_of
+from meshpar.mesh.join import check_joined
 from meshpar.optim.ema import averaged
 from meshpar.plan import targets
 from meshpar.plan.fit import FitReport, compile_for, judge
@@ -189,7 +190,7 @@ def fit(
       >>> int(state.step)
       2
     """
-    process.check_joined()
+    check_joined()
     received = Signals()
     with received.listening() if signals else nullcontext():
         return _fit(run, json, profile, dump_hlo, callbacks, received)

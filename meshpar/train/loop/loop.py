@@ -125,7 +125,7 @@ class Loop:
                         means = self._evaluate(state, index)
                 ends = is_last or (bool(means) and self._stops(index))
 
-                is_interrupted, is_overdue = self._agree(saved_at, is_logged)
+                is_interrupted, is_overdue = self._agree(index, saved_at, is_logged)
                 is_save_due = is_save_due or is_overdue or self._is_due(index, self.checkpoints.retention.every)
                 # Skipped steps change no parameter: a checkpoint waits for a step that is finite.
                 if ends or is_interrupted or (is_save_due and not window.drain()):
@@ -182,18 +182,21 @@ class Loop:
         fix = "the same command resumes from it"
         return Interrupted(f"stopped by {self.signals.name} at step {index}; checkpoint in {where}; {fix}")
 
-    def _agree(self, saved_at: float, is_logged: bool) -> tuple[bool, bool]:
-        """Whether to end, and whether a checkpoint is overdue. Several processes agree on it at logged steps."""
+    def _agree(self, index: int, saved_at: float, is_logged: bool) -> tuple[bool, bool]:
+        """Whether to end, and whether a checkpoint is overdue. Several processes end after the same step.
+
+        JAX's coordination service chooses this step once a process has a signal. Whether a checkpoint is overdue is the
+        first process's to say, at logged steps.
+        """
         every = self.checkpoints.retention.every_minutes
         is_overdue = every is not None and time.monotonic() - saved_at >= 60 * every
-        is_interrupted = self.signals.caught is not None
         if jax.process_count() == 1:
-            return is_interrupted, is_overdue
-        if not is_logged:
-            return False, False
+            return self.signals.caught is not None, is_overdue
+        is_interrupted = multihost_utils.reached_preemption_sync_point(index)
+        if every is None or not is_logged:
+            return is_interrupted, False
         with jax.transfer_guard("allow"):
-            answers = multihost_utils.process_allgather(np.array([is_interrupted, is_overdue]))
-        return bool(answers[:, 0].any()), bool(answers[0, 1])
+            return is_interrupted, bool(multihost_utils.broadcast_one_to_all(np.array(is_overdue)))
 
     def _is_due(self, index: int, every: int | None) -> bool:
         """Whether an interval ends at this step. The last step is always evaluated and saved, so it is not due."""
