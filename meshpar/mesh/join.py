@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
@@ -16,6 +17,10 @@ COORDINATOR, NUM_PROCESSES, PROCESS = "MESHPAR_COORDINATOR", "MESHPAR_NUM_PROCES
 """The variables with which `meshpar launch` tells a process its place."""
 LIFELINE = "MESHPAR_LIFELINE"
 """The file descriptor of a pipe that `meshpar launch` holds open as long as it lives."""
+
+DUMP = signal.SIGUSR2
+STACKS = "MESHPAR_STACKS"
+"""The file to which a process writes all its stacks when it gets `DUMP`."""
 
 TIMEOUT_S = 120
 """How long a process waits for the others to start. Hosts of a cluster may start minutes apart."""
@@ -82,7 +87,7 @@ def join() -> Place | None:
     Raises:
       MeshError: the others did not come within `TIMEOUT_S`, or the port is in use.
     """
-    _end_with_launcher()
+    _obey_launcher()
     mine = place()
     if mine is None or mine.num_processes == 1 or jax.distributed.is_initialized():
         return mine
@@ -164,10 +169,12 @@ def _check_free(address: str) -> None:
             raise MeshError(f"{what}; choose another with --port") from None
 
 
-def _end_with_launcher() -> None:
-    """Ends this process as soon as the launcher is gone, however it ended."""
+def _obey_launcher() -> None:
+    """Ends this process as soon as the launcher is gone, however it ended; writes all stacks when it sends `DUMP`."""
     if LIFELINE not in os.environ:
         return
+    stacks = open(os.environ[STACKS], "w")  # noqa: SIM115 (open as long as the process)
+    faulthandler.register(DUMP, file=stacks)
     pipe = int(os.environ.pop(LIFELINE))
 
     def watch() -> None:

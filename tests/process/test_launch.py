@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,8 @@ def meshpar(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def launch(processes: int, *words: str) -> subprocess.Popen[str]:
-    return meshpar("launch", f"--processes={processes}", f"--devices={4 // processes}", "--logs=logs", "--", *words)
+def launch(processes: int, *words: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    return meshpar("launch", f"--processes={processes}", *before, "--", *words)
 
 
 def ends(process: subprocess.Popen[str], code: int = 0) -> str:
@@ -77,18 +78,23 @@ def worker_of(launcher: int, index: int) -> int:
     raise AssertionError(f"no process {index}")
 
 
-def wait_for(is_so: Callable[[], bool]) -> None:
+def wait_for(is_so: Callable[[], bool], running: subprocess.Popen[str] | None = None) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not is_so():
+        assert running is None or running.poll() is None, running.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def wait_for_step(step: int, run_dir: str, running: subprocess.Popen[str]) -> None:
+    record = Path(run_dir, "metrics.jsonl")
+    wait_for(lambda: record.exists() and f'"step": {step},' in record.read_text(), running)
 
 
 def test_two_processes_train_as_one_and_a_signal_to_one_ends_both_with_a_checkpoint(config):
     ends(meshpar("train", config, "run_dir=one", "--devices=4"))
     running = launch(2, "train", config, "run_dir=two", "num_steps=100000")
-    record = Path("two/metrics.jsonl")
-    wait_for(lambda: record.exists() and '"step": 3,' in record.read_text())
+    wait_for_step(3, "two", running)
     os.kill(worker_of(running.pid, 1), signal.SIGTERM)
     printed = ends(running, code=75)
     assert "stopped by" in printed
@@ -101,8 +107,7 @@ def test_two_processes_train_as_one_and_a_signal_to_one_ends_both_with_a_checkpo
 
 def test_one_that_is_killed_ends_the_others(config):
     running = launch(2, "train", config, "run_dir=run", "num_steps=100000")
-    record = Path("run/metrics.jsonl")
-    wait_for(lambda: record.exists() and '"step": 3,' in record.read_text())
+    wait_for_step(3, "run", running)
     worker = worker_of(running.pid, 1)
     began = time.monotonic()
     os.kill(worker, signal.SIGKILL)
@@ -123,20 +128,49 @@ else:
 
 def test_the_first_failure_is_quoted_and_a_process_that_stays_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "GRACE_S", 0.5)
-    ended = workers.run([sys.executable, "-c", WORKER], 3, tmp_path)
-    assert (ended.code, ended.worker and ended.worker.index, ended.killed) == (3, 1, [0, 2])
-    assert str(ended).splitlines()[-1] == "  | no more paper"
+    ended = workers.Group([sys.executable, "-c", WORKER], 3, tmp_path).run()
+    first, *_, last = ended.why.splitlines()
+    assert ended.code == 3
+    assert first.startswith("process 1 ended first, with exit code 3; processes 0, 2 did not end within")
+    assert last == "  | no more paper"
+
+
+def test_a_run_that_dies_goes_on_from_its_checkpoint(config):
+    running = launch(2, "train", config, "run_dir=run", "checkpoints=3", before=["--restarts=2"])
+    wait_for(lambda: Path("run/checkpoints/3").is_dir(), running)
+    os.kill(worker_of(running.pid, 1), signal.SIGKILL)
+    assert "starts again from checkpoint" in ends(running)
+    found = losses(Path("run"))
+    ends(meshpar("train", config, "run_dir=one", "--devices=4"))
+    expected = losses(Path("one"))
+    assert found.keys() == expected.keys()
+    assert all(abs(found[step] - expected[step]) < 1e-6 for step in expected)
+
+
+def test_a_process_that_is_stopped_is_named(config):
+    running = launch(2, "train", config, "run_dir=run", "num_steps=100000", before=["--hang-after=3"])
+    wait_for_step(3, "run", running)
+    os.kill(worker_of(running.pid, 1), signal.SIGSTOP)
+    printed = ends(running, code=workers.HUNG)
+    assert re.search(
+        r"no process goes on:\n  process 1: step .*; it does not answer\n  process 0: step .* s\n", printed
+    )
+    assert "in device_get" in Path("run/logs/cursors/0.stacks").read_text()
 
 
 ALONE = """
-import time, sys
+import time
 from meshpar.mesh import join
-join._end_with_launcher()
+join._obey_launcher()
 print("waits", flush=True)
 time.sleep(600)
 """
-LAUNCHER = "import sys; from pathlib import Path; from meshpar.launch import workers; "
-LAUNCHER += "workers.run([sys.executable, '-c', sys.argv[1]], 2, Path(sys.argv[2]))"
+LAUNCHER = """
+import sys
+from pathlib import Path
+from meshpar.launch.workers import Group
+Group([sys.executable, "-c", sys.argv[1]], 2, Path(sys.argv[2])).run()
+"""
 
 
 def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):

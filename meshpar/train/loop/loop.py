@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import MeshparError, RunError
+from meshpar.mesh.cursor import Cursor
 from meshpar.optim.ema import averaged
 from meshpar.train.data import Dataset
 from meshpar.train.evaluate import Callback, Evaluation, called
@@ -49,6 +50,7 @@ class Loop:
       max_skipped_steps: the run fails after this many skipped steps in a row; None for no limit.
       source: name of the data, for messages.
       signals: signals that end the run.
+      cursor: where this process writes its step and phase.
       evaluated: the records of evaluations, including those of earlier processes.
     """
 
@@ -69,6 +71,7 @@ class Loop:
     max_skipped_steps: int | None = None
     source: str = "the data set"
     signals: Signals = field(default_factory=Signals)
+    cursor: Cursor = field(default_factory=Cursor)
     evaluated: list[Record] = field(default_factory=list)
 
     def fit(self, state: TrainState) -> TrainState:
@@ -109,7 +112,9 @@ class Loop:
             for index in range(start + 1, self.num_steps + 1):
                 is_last = index == self.num_steps
                 with profiled_step(index):
+                    self.cursor.at(index, "reads data")
                     batch = self._next_batch(batches, index, state, stopwatch, stall)
+                    self.cursor.at(index, "trains")
                     state, metrics = self.step(state, put(batch, self.step.batch, self._rows, self.step.order))
                     stopwatch.count(metrics["tokens"])
                     window.add(metrics)
@@ -215,6 +220,7 @@ class Loop:
         sums_of_batches = []
         with closing(self.held_out.batches(rows=self._rows)) as held_out:
             for batch in held_out:
+                self.cursor.at(index, "evaluates")
                 if self.signals.caught and jax.process_count() == 1:
                     return {}
                 placed = put(batch, self.step.batch, self._rows, self.step.order)
@@ -237,6 +243,7 @@ class Loop:
     def _save(self, state: TrainState, index: int, means: dict[str, float], keeps_all: bool = False) -> None:
         """Starts to save. With `keeps_all`, for the last save of a run, no older checkpoint is removed."""
         self.recorder.check()
+        self.cursor.at(index, "saves")
         if keeps_all:
             self._wait()
             self.checkpoints.retention = self.checkpoints.retention.without_end()
