@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +12,6 @@ from numpy.typing import ArrayLike
 
 from meshpar.train.data.packing import Batch, PackedRows
 from meshpar.train.data.round_robin import WeightedRoundRobin
-from meshpar.train.hidden import hidden
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,8 @@ class Dataset:
         Args:
           rows: int[n]. The rows of each batch to read; default: all.
         """
-        grain = _grain()
+        import grain
+
         chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
         reads = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
         indices = grain.MapDataset.range(start, len(self)) if start < len(self) else grain.MapDataset.source([])
@@ -109,16 +107,9 @@ class Dataset:
     @cached_property
     def _orders(self) -> list[Any]:
         """For each part, turn -> row. Grain computes the shuffled order without storing a permutation."""
-        grain = _grain()
+        import grain
+
         # Grain adds the epoch to the seed, so seeds 0 and 1 used directly would share all orders but one.
         seeds = np.random.SeedSequence(self.seed).generate_state(len(self.parts))
         ranges = [grain.MapDataset.range(len(part)) for part in self.parts]
         return [rows.shuffle(seed=int(seed)).repeat() for rows, seed in zip(ranges, seeds, strict=True)]
-
-
-def _grain() -> Any:
-    """Grain without its handlers of Orbax checkpoints, which are not used and take half of the time of its import."""
-    # Threads that read ahead come here too, after Grain was imported: they hide nothing from the others.
-    with nullcontext() if "grain" in sys.modules else hidden("orbax"):
-        import grain
-    return grain

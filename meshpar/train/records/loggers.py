@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import sys
 import time
 import warnings
 from abc import abstractmethod
@@ -17,7 +18,6 @@ import pydantic
 
 from meshpar.config import Config
 from meshpar.errors import ConfigError
-from meshpar.train.hidden import hidden
 from meshpar.train.records.writing import writing
 from meshpar.tree import flatten_with_paths
 
@@ -70,7 +70,7 @@ class Events:
     """
 
     def __init__(self, folder: Path, step: int):
-        with hidden("torch"):
+        with _without_torch():
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import SessionLog  # pyright: ignore
 
@@ -216,6 +216,19 @@ def _guarded(name: str, begin: Callable[[dict[str, Any]], None], log: Sink) -> S
             warnings.warn(f"{name} fails, and gets no more records: {error}", stacklevel=2)
 
     return write
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Hides torch from tensorboardX, which imports it if it is installed: a second, for tensors that are not used."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # pyright: ignore
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def _extra(package: str) -> Any:
