@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from importlib.metadata import version
 
-# Compiling is most of the tests' time, and a third of it with the older emitters of fusions, which jax 0.10 has.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_cpu_collective_call_terminate_timeout_seconds=300 "
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
 )
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # the cache in the user's home is neither read nor written
 

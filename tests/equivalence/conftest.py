@@ -22,6 +22,7 @@ from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
+from meshpar.verification.trial import QUICK
 from tests.layouts import LAYOUTS
 
 ROWS = 32
@@ -134,12 +135,12 @@ def batches() -> list[dict[str, np.ndarray]]:
 def first_state(model: Decoder, lora: LoRA | None) -> Any:
     """One device's initial state, from which all layouts start. `test_layouts.py` compares it with theirs."""
     run = prepared("llama", None, "auto", 1).run.model_copy(update={"model": model, "lora": lora})
-    return jax.device_get(prepare(run, run.mesh.build(jax.devices()[:1])).compile_init()())
+    return jax.device_get(prepare(run, run.mesh.build(jax.devices()[:1])).compile_init(QUICK)())
 
 
 def outcome(run: Prepared) -> Outcome:
     """Trains for three steps."""
-    step = run.compile_step()
+    step = run.compile_step(QUICK)
     shardings = jax.tree.map(lambda struct: struct.sharding, run.placement.structs)
     state = jax.device_put(first_state(run.run.model, run.run.lora), shardings)
     metrics = []

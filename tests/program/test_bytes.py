@@ -27,6 +27,7 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.step import Step
 from meshpar.tree import flatten_with_paths
+from meshpar.verification.trial import QUICK
 from tests.layouts import LAYOUTS
 from tests.program.oracle import closed_form, share
 
@@ -63,7 +64,7 @@ CODE_MOTION = "while-loop-invariant-code-motion,while-loop-expensive-invariant-c
 
 def as_written(run: Prepared) -> Step:
     """The compiled step, without the passes that move or merge collectives."""
-    return run.compile_step({"xla_disable_hlo_passes": CODE_MOTION})
+    return run.compile_step(QUICK | {"xla_disable_hlo_passes": CODE_MOTION})
 
 
 def sent_as_written(run: Prepared) -> dict[Any, Fraction]:
