@@ -74,8 +74,9 @@ class Trial:
 
     @cached_property
     def _step(self) -> Callable[..., tuple[TrainState, Any, Any]]:
-        """The training's step, compiled so that it also returns the gradients."""
-        training = self.training
+        """The training's step, compiled so that it also returns the gradients; all in the model's order."""
+        training = self.training.scheduled
+        order = training.layer_order
         computed: list[Gradients] = []
 
         def gradients(*args: Any) -> Gradients:
@@ -84,8 +85,12 @@ class Trial:
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Any, Any]:
             computed.clear()
+            state = order.moved(state, in_schedule_order=True) if order else state
             new, metrics = step_function(gradients, training.update, training.placement)(state, batch)
-            return new, metrics, computed[0].grads  # optimizers such as SAM compute further gradients
+            grads = computed[0].grads  # optimizers such as SAM compute further gradients
+            if order is None:
+                return new, metrics, grads
+            return order.moved(new, in_schedule_order=False), metrics, order.backward(grads, training.placement.trained)
 
         structs = training.placement.structs
         whole = NamedSharding(training.mesh, PartitionSpec())  # pyright: ignore
