@@ -284,7 +284,8 @@ class _Stage:
                 return run(carry), None
             return _if(self.indices[at] >= 0, run, carry, taken=(1, 1)), None
 
-        return lax.scan(step, carry, jnp.arange(self.cut.longest, dtype=jnp.int32), reverse=reverse)[0]
+        indices = jnp.arange(self.cut.longest, dtype=jnp.int32)
+        return lax.scan(step, carry, indices, reverse=reverse, unroll=min(self.parts.unroll, indices.size))[0]
 
     # The ends of the model ---------------------------------------------------------------------------------------
 
