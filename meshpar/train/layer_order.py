@@ -8,7 +8,6 @@ saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +20,7 @@ from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.exchange import Exchange
 from meshpar.sharding.resolve import Placement
 from meshpar.train.error_feedback import ONE
-from meshpar.train.program import on_shards, shardings
+from meshpar.train.program import on_shards
 from meshpar.train.state import StatePlacement, TrainState, on_device
 
 LAYERS = "layers"
@@ -44,12 +43,16 @@ class LayerOrder:
         """Whether it is known of every array of the state where it has layers, so that all of them can be moved.
 
         An optimizer's array has the dims of its parameter, perhaps after others. Those of a factored average are found
-        by their sizes, so its dim of this name may be another one. Error feedback may be flat.
+        by their sizes, so `layers` may be another dim of this size. Error feedback may be flat.
         """
-        whole = {placement.spec.dims for placement in jax.tree.leaves(self.placement.sharded)}
+        specs = [placement.spec for placement in jax.tree.leaves(self.placement.sharded)]
+        layered = [spec for spec in specs if LAYERS in spec.dims]
+        whole = {spec.dims for spec in layered}
+        is_unique = all(spec.shape.count(spec.shape[spec.dims.index(LAYERS)]) == 1 for spec in layered)
 
         def is_known(dims: tuple[str, ...]) -> bool:
-            return ONE not in dims and (LAYERS not in dims or any(dims[start:] in whole for start in range(len(dims))))
+            is_whole = any(dims[start:] in whole for start in range(len(dims)))
+            return ONE not in dims and (LAYERS not in dims or is_whole or is_unique)
 
         others = jax.tree.leaves((self.placement.opt_state, self.placement.carried))
         return all(is_known(placement.spec.dims) for placement in others)
@@ -58,62 +61,44 @@ class LayerOrder:
         """The state in the schedule's order. One in the model's order is donated.
 
         Communication: each layer and its optimizer state are sent to the stage that computes with it.
+        Memory: one array at a time is there twice.
         """
-        return state if state.in_schedule_order else self._to_schedule(state)
+        return state if state.in_schedule_order else self._moved(state, in_schedule_order=True)
 
     def to_model(self, state: TrainState) -> TrainState:
         """The state in the model's order. One in the schedule's order is donated. Communication: as `to_schedule`."""
-        return self._to_model(state) if state.in_schedule_order else state
+        return self._moved(state, in_schedule_order=False) if state.in_schedule_order else state
 
-    def moved(self, state: TrainState, in_schedule_order: bool) -> TrainState:
-        """The state in the other order; within a program."""
+    def move(self, arrays: Any, placements: Any, in_schedule_order: bool) -> Any:
+        """A tree of arrays in the order that is asked for, if it is in the other one. Those with layers are donated."""
+
+        def one(x: jax.Array, placement: Placement) -> jax.Array:
+            if LAYERS not in placement.spec.dims:
+                return x
+            # XLA:CPU runs the permutes of several arrays in any order on each device, and hangs with too many.
+            return self._compiled(x, placement, in_schedule_order).block_until_ready()
+
+        return jax.tree.map(one, arrays, placements)
+
+    def _moved(self, state: TrainState, in_schedule_order: bool) -> TrainState:
         placed = self.placement
-        arrays = state.params, state.opt_state, state.carried
-        move = self.forward if in_schedule_order else self.backward
-        params, opt_state, carried = move(arrays, (placed.params, placed.opt_state, placed.carried))
+        params = self.move(state.params, placed.params, in_schedule_order)
+        opt_state = self.move(state.opt_state, placed.opt_state, in_schedule_order)
+        carried = self.move(state.carried, placed.carried, in_schedule_order)
         return replace(state, params=params, opt_state=opt_state, carried=carried, in_schedule_order=in_schedule_order)
 
-    def forward(self, arrays: Any, placements: Any) -> Any:
-        """Moves arrays of any tree from the model's order to the schedule's; within a program."""
-        return self._each(self.exchange.forward, arrays, placements)
+    @cached_property
+    def _compiled(self) -> Any:
+        """A program for each placement and direction."""
+        return jax.jit(self._program, static_argnums=(1, 2), donate_argnums=0)
 
-    def backward(self, arrays: Any, placements: Any) -> Any:
-        """Moves arrays of any tree from the schedule's order to the model's; within a program."""
-        return self._each(self.exchange.backward, arrays, placements)
-
-    def _each(self, move: Callable[..., Any], arrays: Any, placements: Any) -> Any:
-        leaves, tree = jax.tree.flatten(on_device(arrays, placements))
-        places = [place for place, placement in enumerate(jax.tree.leaves(placements)) if LAYERS in placement.spec.dims]
-        layered = [jax.tree.leaves(placements)[place] for place in places]
+    def _program(self, x: jax.Array, placement: Placement, in_schedule_order: bool) -> jax.Array:
+        move = self.exchange.forward if in_schedule_order else self.exchange.backward
         axes = self.ctx.stage_axes
+        dim = placement.spec.dims.index(LAYERS)
 
-        def local(xs: list[jax.Array]) -> list[jax.Array]:
-            first = [jnp.moveaxis(x, _dim(placement), 0) for x, placement in zip(xs, layered, strict=True)]
-            out = move(first, axes, lax.axis_index(axes))
-            return [jnp.moveaxis(x, 0, _dim(placement)) for x, placement in zip(out, layered, strict=True)]
+        def local(x: jax.Array) -> jax.Array:
+            return jnp.moveaxis(move(jnp.moveaxis(x, dim, 0), axes, lax.axis_index(axes)), 0, dim)
 
-        pspecs = [placement.pspec for placement in layered]
-        out = on_shards(local, self.ctx, (pspecs,), pspecs)([leaves[place] for place in places])
-        for place, x in zip(places, out, strict=True):
-            leaves[place] = x
-        return jax.tree.unflatten(tree, leaves)
-
-    @cached_property
-    def _to_schedule(self) -> Callable[[TrainState], TrainState]:
-        return self._program(in_schedule_order=True)
-
-    @cached_property
-    def _to_model(self) -> Callable[[TrainState], TrainState]:
-        return self._program(in_schedule_order=False)
-
-    def _program(self, in_schedule_order: bool) -> Callable[[TrainState], TrainState]:
-        out = replace(shardings(self.placement.structs), in_schedule_order=in_schedule_order)
-
-        def program(state: TrainState) -> TrainState:
-            return self.moved(state, in_schedule_order)
-
-        return jax.jit(program, out_shardings=out, donate_argnums=0)
-
-
-def _dim(placement: Placement) -> int:
-    return placement.spec.dims.index(LAYERS)
+        moved = on_shards(local, self.ctx, (placement.pspec,), placement.pspec)(on_device(x, placement))
+        return moved if placement.memory_kind is None else jax.device_put(moved, placement.sharding)

@@ -136,7 +136,7 @@ def test_the_bytes_over_pipe_are_those_of_the_messages(kind, mesh, m, more):
     assert run.traced_bytes == closed_form(run)
 
 
-@pytest.mark.parametrize("kind", ["interleaved", "zbv"])
+@pytest.mark.parametrize("kind", [pytest.param("interleaved", marks=pytest.mark.slow), "zbv"])
 def test_layers_that_move_in_each_step_are_seen(kind, monkeypatch):
     """The layers of the other stage, there, and their gradients back."""
     run = run_of(kind, "pipe2", 4)
