@@ -17,6 +17,7 @@ import optax
 from meshpar.errors import ConfigError
 from meshpar.inspection.program.compiling import compiling
 from meshpar.parallel.trainable import as_in, filled
+from meshpar.sharding.resolve import platform_of
 from meshpar.train.batches import arranged
 from meshpar.train.gradients import Gradients
 from meshpar.train.layer_order import LayerOrder
@@ -79,12 +80,17 @@ class Update:
             except TypeError as error:
                 raise _refused(error, given) from error
             params = jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded)
-        keep = partial(jnp.where, jnp.isfinite(got.norm) & jnp.isfinite(got.loss))
+        is_finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
+        params = jax.lax.with_sharding_constraint(jax.tree.map(partial(jnp.where, is_finite), params, old), sharded)
+        if platform_of(jax.tree.leaves(sharded)[0].mesh) == "cpu":
+            # XLA:CPU computes the new parameters from the old moments, and would copy these to overwrite them first.
+            params, is_finite = jax.lax.optimization_barrier((params, is_finite))
+        keep = partial(jnp.where, is_finite)
 
         new = replace(
             state,
             step=state.step + 1,
-            params=filled(jax.lax.with_sharding_constraint(jax.tree.map(keep, params, old), sharded), state.params),
+            params=filled(params, state.params),
             opt_state=jax.tree.map(keep, opt_state, state.opt_state),
             skipped=state.skipped + keep(0, 1).astype(jnp.int32),
             carried=jax.tree.map(keep, got.carried, state.carried),

@@ -160,6 +160,7 @@ class Training:
         return {name: jax.device_put(arranged(x, self.order), self.batch[name].sharding) for name, x in batch.items()}
 
     def compile_step(self, options: dict[str, Any] | None = None) -> Step:
+        options = self.ctx.compiler_options | (options or {})
         step = compile_step(self.scheduled.step, self.placement, self.batch, self.given, options, self.layer_order)
         return replace(step, order=self.order)
 
