@@ -56,7 +56,7 @@ def timed(calls: dict[str, object], rounds: int, clock: Callable[[], float] = ti
 def stepping(run: Prepared) -> object:
     """A function whose calls run successive steps."""
     step = run.compile_step()
-    state = [run.compile_init()()]
+    state = [step.prepare(run.compile_init()())]
     batch = next(iter(run.run.data.train(0).batches(0)))
     put = {name: jax.device_put(x, run.batch[name].sharding) for name, x in batch.items()}
 

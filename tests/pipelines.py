@@ -50,7 +50,7 @@ MESHES = {
 
 def prepared(
     model: Any, mesh: Any, schedule: Any = None, *, rules: Any = None, rows: int = ROWS, seq: int = SEQ,
-    precision: str = "float64", **more: Any,
+    precision: str = "float64", optim: Any = None, parallel: Any = None, **more: Any,
 ) -> Prepared:  # fmt: skip
     """A run on `mesh`, which is a name in `MESHES` or (sizes, presets); without a mesh, a run on one device."""
     sizes, presets = MESHES[mesh] if isinstance(mesh, str) else mesh or ({}, ["replicated"])
@@ -58,13 +58,13 @@ def prepared(
     run = Run(
         model=model,
         data=Synthetic(batch_size=rows, seq_len=seq, vocab_size=model.vocab_size),
-        optim=AdamW(lr=1e-2),
+        optim=optim or AdamW(lr=1e-2),
         mesh=layout,
         rules=AxisRules(preset=tuple(presets), **(rules or {})),
         precision=Precision(params=precision, compute=precision),
         num_steps=2,
         run_dir="unused",
-        parallel={"pipeline": schedule},
+        parallel={"pipeline": schedule} | (parallel or {}),
         **more,
     )
     return prepare(run, layout.build(jax.devices()[: layout.requested()]))

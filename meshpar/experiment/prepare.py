@@ -77,7 +77,7 @@ class Prepared(Training):
 
     @cached_property
     def _traced_step(self) -> ClosedJaxpr:
-        return jax.make_jaxpr(self.on(manual=True).step)(self.placement.structs, self.batch | self.given)
+        return jax.make_jaxpr(self.on(manual=True).scheduled.step)(self.placement.structs, self.batch | self.given)
 
     def collectives(self, step: ClosedJaxpr) -> list[Collective]:
         """The collectives of a traced manual step, with ZeRO-1's gathers of updated parameters."""

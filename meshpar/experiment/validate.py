@@ -29,6 +29,7 @@ FEATURES: Mapping[str, Callable[[Run], bool]] = {
     "distill": lambda run: run.distill is not None,
     "freeze": lambda run: bool(run.freeze),
     "lora": lambda run: run.lora is not None,
+    "model.remat.offload": lambda run: bool(getattr(getattr(run.model, "remat", None), "offload", ())),
     "parallel.pipeline": lambda run: run.parallel.pipeline is not None,
     "parallel.gradient_reduction": lambda run: run.parallel.gradient_reduction is not None,
     "parallel.tensor.overlap": lambda run: run.parallel.tensor.overlap != "none",
@@ -40,13 +41,19 @@ FEATURES: Mapping[str, Callable[[Run], bool]] = {
 _OVERLAPS = ("parallel.tensor.overlap", "parallel.fsdp.overlap")
 _RINGS = "its rings are permutes, which wait for all devices of the mesh, and stages run different operations at a time"
 _CHUNKS = "it multiplies chunks as they arrive, before the largest element of the whole operand is known"
+_SLOTS = "stages save activations in slots, in branches; XLA selects between copies of slots in the host's memory there"
 REFUSED: Mapping[tuple[str, str], str] = {
     **{(overlap, "parallel.pipeline"): _RINGS for overlap in _OVERLAPS},
     **{(overlap, "precision.matmul"): _CHUNKS for overlap in _OVERLAPS},
+    ("model.remat.offload", "parallel.pipeline"): _SLOTS,
 }
 """(feature, other feature) -> why a run may not use both. The docs' table of combinations and the tests read it."""
 
-_OFF = dict.fromkeys(_OVERLAPS, "none") | {"parallel.pipeline": "null", "precision.matmul": "null"}
+_OFF = dict.fromkeys(_OVERLAPS, "none") | {
+    "parallel.pipeline": "null",
+    "precision.matmul": "null",
+    "model.remat.offload": "[]",
+}
 
 
 def check(run: Run, mesh: AnyMesh) -> None:

@@ -7,7 +7,7 @@ a step of the manual lowering that sends more bytes over any axes than its trace
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from meshpar.config import Coerced, Config, Count, default
 from meshpar.errors import Problems
 from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.program.hlo import Collective, total_sent_bytes
-from meshpar.inspection.report.places import axes_name, short_source
+from meshpar.inspection.report.places import axes_name, short_source, times_text
 from meshpar.mesh.layout import AXES
 from meshpar.tree import human_bytes, parse_bytes
 
@@ -122,11 +122,13 @@ def _check_kind(where: str, allowed: Allowed, found: list[Collective], layer_pas
         problems.add(f"{where}.axes", _lines(what, map(_line, strays)))
     if allowed.per_layer is None:
         return
-    counts: Counter[str] = Counter()
+    counts: dict[str, Fraction] = defaultdict(Fraction)
     for one in found:
-        counts.update(dict.fromkeys(one.tensors, one.times))
+        for tensor in dict.fromkeys(one.tensors):
+            counts[tensor] += one.times
     limit = allowed.per_layer * layer_passes
-    exceeding = [f"{tensor}  {count}x" for tensor, count in counts.most_common() if count > limit]
+    most = sorted(counts.items(), key=lambda item: item[1], reverse=True)
+    exceeding = [f"{tensor}  {times_text(count)}" for tensor, count in most if count > limit]
     if exceeding:
         what = f"more than {allowed.per_layer} in each of {layer_passes} passes of a layer"
         problems.add(f"{where}.per_layer", _lines(what, exceeding))
@@ -176,7 +178,7 @@ def _line(one: Collective) -> str:
     what = ", ".join(one.tensors) or ", ".join(map(str, one.arrays))
     over = axes_name(one.axes)
     size = human_bytes(float(one.times * one.sent_bytes))
-    return f"{one.kind} over {over}  {one.times}x  {size}  {what}  {short_source(one.source)}".rstrip()
+    return f"{one.kind} over {over}  {times_text(one.times)}  {size}  {what}  {short_source(one.source)}".rstrip()
 
 
 def _lines(what: str, rows: Iterable[str]) -> str:

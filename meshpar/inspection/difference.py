@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from meshpar.inspection.program.memory import Memory
-from meshpar.inspection.report.places import axes_name
+from meshpar.inspection.report.places import axes_name, times_text
 from meshpar.inspection.report.plain import PlainInspection, plain
 from meshpar.inspection.report.table import table
 from meshpar.mesh.layout import describe_sizes
@@ -63,7 +63,7 @@ class CollectiveChange:
     axes: str
     what: tuple[str, ...]
     in_branch: bool
-    times: Change[int]
+    times: Change[float]
     sent_bytes: Change[int]
 
     @property
@@ -142,7 +142,7 @@ def difference(before: Mapping[str, Any] | PlainInspection, after: Mapping[str, 
 
 
 def _collective_changes(before: PlainInspection, after: PlainInspection) -> tuple[CollectiveChange, ...]:
-    times: dict[_Key, list[int]] = defaultdict(lambda: [0, 0])
+    times: dict[_Key, list[float]] = defaultdict(lambda: [0, 0])
     sent_bytes: dict[_Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for side, program in enumerate((before, after)):
         for one in program.collectives:
@@ -186,6 +186,6 @@ def _collectives(found: tuple[CollectiveChange, ...]) -> str:
     for one in found:
         kind = f"{one.kind} in a branch" if one.in_branch else one.kind
         what = one.what[0] + (f" and {len(one.what) - 1} more" if len(one.what) > 1 else "")
-        times = one.times.text("{}x".format)
+        times = one.times.text(times_text)
         rows.append([one.verdict, kind, one.axes, times, one.sent_bytes.text(human_bytes), what])
     return f"collectives\n{table(['', '', 'over', 'times', 'bytes', 'what or where'], rows)}"

@@ -132,7 +132,7 @@ def _entry(one: Collective) -> dict[str, Any]:
         "kind": one.kind,
         "axes": None if one.axes is None else list(one.axes),
         "group_size": one.group_size,
-        "times": one.times,
+        "times": int(one.times) if one.times.denominator == 1 else float(one.times),
         "branches": list(one.branches),
         "arrays": [str(array) for array in one.arrays],
         "sent_bytes": float(one.sent_bytes),

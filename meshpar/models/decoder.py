@@ -71,14 +71,11 @@ class DecoderModel(Decoder, ModelContract):
             problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")
         if isinstance(self.attention, Kernel):
             self.attention.check(self._attention_setting(task, ctx), problems)
-        self._check_remat(ctx, problems)
+        self._check_remat(problems)
         check_supported(self.sharding, ctx, problems)
         context_parallel.check(self.attention, self.num_heads, ctx, problems)
 
-    def _check_remat(self, ctx: ParallelContext, problems: Problems) -> None:
-        if self.remat.offload and ctx.schedule:
-            what = "the stages of a pipeline save activations in slots on the device, so they cannot offload them"
-            problems.add("model.remat.offload", what, "model.remat.offload=[], or parallel.pipeline=null")
+    def _check_remat(self, problems: Problems) -> None:
         for key, names in {"save": self.remat.save, "offload": self.remat.offload}.items():
             for name in names:
                 if name not in self.activations:

@@ -70,7 +70,8 @@ def rope_angles(
     pair = wide(jnp.arange(rotary_dim // 2, dtype=dtype))
     frequencies = theta ** (-pair / (rotary_dim // 2))
     angle = positions_BS[..., None, None].astype(pair.dtype) * (scaling(frequencies) if scaling else frequencies)
-    return jnp.cos(angle), jnp.sin(angle)
+    # XLA would compute them again in each use, for each head.
+    return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 
 
 def apply_rope(x_BSHh: Float[Array, "B S H h"], rope: RopeAngles) -> Float[Array, "B S H h"]:

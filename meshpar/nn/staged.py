@@ -28,6 +28,9 @@ def parts(model: Transformer, loss: Sums, evaluation: Sums, count: Callable[[Bat
     project = functional(model, "project")
     sizes = model.model
 
+    # `auto` keeps the loop: a step without it takes about 1.2 times as long on CPUs, see docs/design/0005.
+    unroll = {"auto": 1, "all": sizes.num_layers}
+
     def at_end(sums: Sums) -> Callable[[Any, jax.Array, Batch], tuple[jax.Array, jax.Array]]:
         return lambda params, x, batch: sums(project(params, x), batch)
 
@@ -42,5 +45,6 @@ def parts(model: Transformer, loss: Sums, evaluation: Sums, count: Callable[[Bat
         evaluation=at_end(evaluation),
         count=count,
         policy=gathering_again(sizes.remat.checkpoint_policy()),
+        unroll=sizes.unroll if isinstance(sizes.unroll, int) else unroll[sizes.unroll],
         head=sizes.hidden_size * sizes.padded_vocab / sizes.weights_of_a_layer,
     )

@@ -156,11 +156,11 @@ class Decoder(Config):
 
         `auto` removes the loop on CPUs, where it copies the parameters of each layer and keeps XLA from fusing layers.
         It stays where layers are so small that the loop costs little, or so many that compiling them takes long, and
-        where the backward recomputes: without a loop between them, XLA:CPU merges that with the forward, which undoes
-        remat and ZeRO-3. On GPUs and TPUs a loop reads parameters in place, and its program stays small.
+        where remat saves memory, of which layers without a loop hold a tenth more. On GPUs and TPUs a loop reads
+        parameters in place, and its program stays small.
 
         Args:
-          recomputes: whether the backward recomputes activations, or gathers parameters again.
+          recomputes: whether the backward recomputes activations.
         """
         if self.unroll != "auto":
             return self.num_layers if self.unroll == "all" else min(self.unroll, self.num_layers)
@@ -337,11 +337,10 @@ class Transformer(nnx.Module):
             return (x, cache), auxiliary.share(self.model.num_layers)
 
         num_layers = self.model.num_layers
-        recomputes = self.model.remat.recomputes or gathers_again()
-        unroll = self.model.layers_of_an_iteration(platform(), recomputes)
+        unroll = self.model.layers_of_an_iteration(platform(), self.model.remat.recomputes)
         indices = jnp.arange(num_layers, dtype=jnp.int32)
         blocks = jax.tree.map(lambda x: x[:num_layers], blocks)
-        if recomputes:
+        if self.model.remat.recomputes or gathers_again():
             policy = gathering_again(self.model.remat.checkpoint_policy())
             # A loop keeps what the backward recomputes apart from the forward; layers without one need barriers.
             body = jax.checkpoint(body, policy=policy, prevent_cse=unroll > 1)

@@ -162,6 +162,17 @@ class ParallelContext:
         """Whether gradients are reduced in each microbatch: manual ZeRO-3 never holds a whole gradient."""
         return self.manual and self.rules.zero_stage == 3
 
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """Options of XLA for a step.
+
+        XLA:CPU removes every `optimization_barrier` before it merges equal operations. In layers without a loop it then
+        merges what ZeRO-3 and remat compute again in the backward with the forward, and keeps it. GSPMD's program is
+        left to XLA.
+        """
+        keeps_barriers = self.manual and platform_of(self.mesh) == "cpu"
+        return {"xla_disable_hlo_passes": "cse_barrier_expander"} if keeps_barriers else {}
+
     def overlaps(self, dim: str) -> bool:
         """Whether layers whose weights are sharded in `dim` communicate activations while they multiply."""
         sequence = self.axes("residual_seq")

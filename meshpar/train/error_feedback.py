@@ -17,6 +17,8 @@ REDUCE = "reduce"
 """The key of error feedback in `TrainState.carried`."""
 COPIES = "copies"
 """The dim over devices that hold the same part of a gradient: each has error feedback of its own."""
+ONE = "one"
+"""The name of every dim of error feedback that has another shape than its gradient."""
 
 
 def place_error_feedback(sharded: Any, ctx: ParallelContext) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def _place(gradient: Placement, name: str, ctx: ParallelContext) -> Placement | 
     if shape == gradient.local_shape:
         return _stack(gradient, axes, gradient.spec.shape, gradient.spec.dims, gradient.axes)
     axes += tuple(axis for axis in sharding_axes([gradient]) if axis not in axes)
-    return _stack(gradient, axes, shape, ("one",) * len(shape), ((),) * len(shape))
+    return _stack(gradient, axes, shape, (ONE,) * len(shape), ((),) * len(shape))
 
 
 def _stack(gradient: Placement, over: tuple[str, ...], shape: Any, dims: Any, axes: Any) -> Placement:

@@ -30,7 +30,7 @@ OWN = 64
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["step", "params", "opt_state", "skipped", "carried"],
-    meta_fields=[],
+    meta_fields=["in_schedule_order"],
 )
 @dataclass(frozen=True)
 class TrainState:
@@ -42,6 +42,8 @@ class TrainState:
       opt_state: the Optax state.
       skipped: int32[]. How many steps were skipped because loss or gradients were not finite.
       carried: state other than parameters that the loss passes from step to step, such as batch statistics.
+      in_schedule_order: whether stacked layers are in the order of the pipeline's schedule, see `layer_order`. Programs
+        accept one order only.
     """
 
     step: Any
@@ -49,6 +51,7 @@ class TrainState:
     opt_state: Any
     skipped: Any
     carried: Any = field(default_factory=dict)
+    in_schedule_order: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ import optax
 from meshpar.errors import ConfigError
 from meshpar.inspection.program.compiling import compiling
 from meshpar.parallel.trainable import as_in, filled
+from meshpar.sharding.resolve import platform_of
 from meshpar.train.batches import arranged
 from meshpar.train.gradients import Gradients
+from meshpar.train.layer_order import LayerOrder
 from meshpar.train.loss import Batch
 from meshpar.train.program import Program, compile_program, shardings, structs, trace, whole, with_rows
 from meshpar.train.state import StatePlacement, TrainState, on_device
@@ -78,11 +80,17 @@ class Update:
             except TypeError as error:
                 raise _refused(error, given) from error
             params = jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded)
-        keep = partial(jnp.where, jnp.isfinite(got.norm) & jnp.isfinite(got.loss))
+        is_finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
+        params = jax.lax.with_sharding_constraint(jax.tree.map(partial(jnp.where, is_finite), params, old), sharded)
+        if platform_of(jax.tree.leaves(sharded)[0].mesh) == "cpu":
+            # XLA:CPU computes the new parameters from the old moments, and would copy these to overwrite them first.
+            params, is_finite = jax.lax.optimization_barrier((params, is_finite))
+        keep = partial(jnp.where, is_finite)
 
-        new = TrainState(
+        new = replace(
+            state,
             step=state.step + 1,
-            params=filled(jax.lax.with_sharding_constraint(jax.tree.map(keep, params, old), sharded), state.params),
+            params=filled(params, state.params),
             opt_state=jax.tree.map(keep, opt_state, state.opt_state),
             skipped=state.skipped + keep(0, 1).astype(jnp.int32),
             carried=jax.tree.map(keep, got.carried, state.carried),
@@ -134,10 +142,15 @@ def _refused(error: TypeError, given: Mapping[str, Any]) -> Exception:
 class Step:
     """A compiled training step: `state, metrics = step(state, batch)`. The state is donated.
 
+    States are in the model's order. With an interleaved or V-shaped pipeline such a step moves the layers twice, with
+    their optimizer state. `state = step.prepare(state)` moves them once: the steps after it move nothing, and
+    `step.finish(state)` moves them back, for an evaluation or a checkpoint.
+
     Args:
       program: the compiled function.
       batch: tree of `ShapeDtypeStruct`: the batch that it was compiled for.
       given: further inputs of every call: name -> tree of arrays, or of structs until they exist.
+      layers: moves the layers of a state to the order in which the program expects them; None if that is the model's.
       order: int[seq], the token of a row at each place of its shards; None if rows keep their order. NumPy arrays are
         brought into this order; arrays on devices must come from `Training.put`.
       warnings: XLA's messages from the compilation, which `Prepared.inspect` reports; see `compiling`.
@@ -148,11 +161,23 @@ class Step:
     given: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     order: np.ndarray | None = None
+    layers: LayerOrder | None = None
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         if self.order is not None:
             batch = {name: arranged(x, self.order) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
-        return self.program(state, batch | self.given)
+        if self.layers is None or state.in_schedule_order:
+            return self.program(state, batch | self.given)
+        state, metrics = self.program(self.layers.to_schedule(state), batch | self.given)
+        return self.layers.to_model(state), metrics
+
+    def prepare(self, state: TrainState) -> TrainState:
+        """The state with its layers where the step needs them. It is donated; see `LayerOrder.to_schedule`."""
+        return self.layers.to_schedule(state) if self.layers else state
+
+    def finish(self, state: TrainState) -> TrainState:
+        """The state with its layers in the model's order. It is donated; see `LayerOrder.to_model`."""
+        return self.layers.to_model(state) if self.layers else state
 
     @property
     def compiled(self) -> jax.stages.Compiled:
@@ -193,17 +218,19 @@ def compile_step(
     batch: dict[str, jax.ShapeDtypeStruct],
     given: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
+    layers: LayerOrder | None = None,
 ) -> Step:
     """Compiles a step from placements alone; no array exists yet.
 
     Args:
+      layers: see `Step`.
       batch: structs with shardings, see `batch_structs`.
       given: further inputs of every call, trees of structs.
       options: for the compiler.
     """
-    state = placement.structs
+    state = replace(placement.structs, in_schedule_order=layers is not None)
     out = (shardings(state), whole(placement.mesh))
     traced = trace(step, (state, batch | (given or {})), out, donate=(0,))
     with compiling() as warnings:
         program = compile_program(traced, options)
-    return Step(program, batch, given or {}, tuple(warnings))
+    return Step(program, batch, given or {}, tuple(warnings), layers=layers)

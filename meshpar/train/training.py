@@ -23,6 +23,7 @@ from meshpar.train.batches import arranged, check_batch, token_order
 from meshpar.train.error_feedback import place_error_feedback, zeros
 from meshpar.train.evaluate import Evaluation, trace_evaluation
 from meshpar.train.gradients import Gradients, Objective, gradients, stale
+from meshpar.train.layer_order import LayerOrder
 from meshpar.train.loss import TEACHER, Batch, Loss
 from meshpar.train.program import batch_structs, compile_program
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place
@@ -50,6 +51,8 @@ class Training:
       is_offloaded: whether the optimizer's state is stored in the host's memory between steps.
       teacher: a model whose logits are added to the batch; its parameters are an input of each step.
       evaluation: the loss for evaluations; default: `loss` without a key.
+      in_schedule_order: whether parameters and gradients have their layers in the order of the pipeline's schedule,
+        see `scheduled`.
     """
 
     specs: Any
@@ -67,6 +70,7 @@ class Training:
     is_offloaded: bool = False
     teacher: Teacher | None = None
     evaluation: Loss | None = None
+    in_schedule_order: bool = False
 
     def on(self, **changes: Any) -> Self:
         """The same training with changes to its context, such as another mesh or lowering."""
@@ -105,7 +109,23 @@ class Training:
     def pipeline(self) -> Pipeline | None:
         """The model in stages and its schedule; None without stages or under GSPMD."""
         schedule = self.ctx.schedule
-        return Pipeline(self.stages, schedule) if self.stages and schedule else None
+        return Pipeline(self.stages, schedule, self.in_schedule_order) if self.stages and schedule else None
+
+    @cached_property
+    def layer_order(self) -> LayerOrder | None:
+        """Moves the layers of a state to the stages that compute with them; None if a state keeps the model's order.
+
+        Then the layers are there already, or each step moves them: an uneven cut has not as many layers on each stage
+        as it stores, and of some optimizers' arrays it is not known where they have layers.
+        """
+        exchange = self.pipeline.permutation(self.ctx) if self.pipeline else None
+        found = LayerOrder(exchange, self.ctx, self.placement) if exchange else None
+        return found if found and found.covers_state else None
+
+    @property
+    def scheduled(self) -> Self:
+        """The same training on states in the schedule's order, if there is a `layer_order`."""
+        return replace(self, in_schedule_order=self.layer_order is not None)
 
     @property
     def objective(self) -> Objective:
@@ -140,7 +160,8 @@ class Training:
         return {name: jax.device_put(arranged(x, self.order), self.batch[name].sharding) for name, x in batch.items()}
 
     def compile_step(self, options: dict[str, Any] | None = None) -> Step:
-        step = compile_step(self.step, self.placement, self.batch, self.given, options)
+        options = self.ctx.compiler_options | (options or {})
+        step = compile_step(self.scheduled.step, self.placement, self.batch, self.given, options, self.layer_order)
         return replace(step, order=self.order)
 
     def compile_evaluation(self) -> Evaluation:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.errors import VerificationError
 from meshpar.train.gradients import Gradients
-from meshpar.train.state import TrainState, shardings
+from meshpar.train.program import shardings, structs, whole
+from meshpar.train.state import TrainState
 from meshpar.train.step import step_function
 from meshpar.train.training import Training
 from meshpar.tree import flatten_with_paths
@@ -63,8 +64,14 @@ class Trial:
           VerificationError: the loss is not computed in float64.
         """
         results = []
+        order = self.training.layer_order
         for batch in batches:
+            if order:
+                state = order.to_schedule(jax.tree.map(jnp.copy, state))  # which donates
             state, metrics, grads = self._step(state, self.training.put(batch))
+            if order:
+                state = order.to_model(state)
+                grads = order.move(grads, self.training.placement.trained, in_schedule_order=False)
             results.append(_result(metrics, grads, state))
         return state, results
 
@@ -78,7 +85,7 @@ class Trial:
     @cached_property
     def _step(self) -> Callable[..., tuple[TrainState, Any, Any]]:
         """The training's step, compiled so that it also returns the gradients."""
-        training = self.training
+        training = self.training.scheduled
         computed: list[Gradients] = []
 
         def gradients(*args: Any) -> Gradients:
@@ -90,9 +97,9 @@ class Trial:
             new, metrics = step_function(gradients, training.update, training.placement)(state, batch)
             return new, metrics, computed[0].grads  # optimizers such as SAM compute further gradients
 
-        structs = training.placement.structs
-        whole = NamedSharding(training.mesh, PartitionSpec())  # pyright: ignore
-        lowered = jax.jit(step, out_shardings=(shardings(structs), whole, whole)).lower(structs, training.batch)
+        state = replace(training.placement.structs, in_schedule_order=training.in_schedule_order)
+        out = shardings(state), whole(training.mesh), shardings(structs(training.placement.trained))
+        lowered = jax.jit(step, out_shardings=out).lower(state, training.batch)
         return lowered.compile(compiler_options=QUICK)
 
 

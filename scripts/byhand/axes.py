@@ -58,7 +58,7 @@ class Axes:
         return jax.tree.map(lambda w: lax.all_gather(w, self.batch, axis=0, tiled=True), weights)
 
     def gather_again(self, weights: Any, after: jax.Array) -> Any:
-        """Gathers in the backward, as ZeRO-3 does. XLA:CPU ignores the barrier, and keeps the weights it has."""
+        """Gathers in the backward, as ZeRO-3 does. Without a barrier XLA would merge it with the forward's gather."""
         return self.gather(lax.optimization_barrier((weights, after))[0]) if self.stored else weights
 
     def reduce(self, grads: Any) -> Any:

@@ -12,6 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from byhand import adamw
 
+KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+"""For XLA:CPU, which else removes the barriers before it merges equal operations."""
+
 
 def compile_local(
     local: Callable[[Any, Any], tuple[Any, jax.Array]],
@@ -36,4 +39,5 @@ def compile_local(
     place = partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec), is_leaf=lambda x: isinstance(x, P))
     placed = jax.device_put(batch, place(batch_specs))
     state = jax.jit(adamw.init, out_shardings=place(state_specs))(jax.device_put(params, place(specs)))
-    return jax.jit(step, donate_argnums=0).lower(state, placed).compile(), state, placed
+    lowered = jax.jit(step, donate_argnums=0).lower(state, placed)
+    return lowered.compile(compiler_options=KEEP_BARRIERS), state, placed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from itertools import product
 
@@ -11,16 +12,28 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from meshpar.errors import ConfigError
+from meshpar.checkpoint.checkpoints import checkpoints
+from meshpar.checkpoint.retention import Retention
+from meshpar.collectives.powersgd import PowerSGD
+from meshpar.collectives.quantize import Int8
+from meshpar.collectives.reduction import Reduce
+from meshpar.errors import CheckpointError, ConfigError
+from meshpar.experiment.actions import fit
+from meshpar.experiment.config import Offload
+from meshpar.models import Llama
+from meshpar.optim import Adafactor, AdamW, Lion, Muon
 from meshpar.parallel.pipeline import execute
+from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.pipeline.partition import StagePartition
 from meshpar.parallel.pipeline.schedule import Interleaved, ScheduleFile
 from meshpar.parallel.pipeline.schedule_table import ScheduleTable
-from meshpar.train.state import shardings, structs
+from meshpar.train.layer_order import LayerOrder
+from meshpar.train.records.file import read
+from meshpar.train.state import TrainState, shardings, structs
 from meshpar.train.step import with_rows
 from meshpar.tree import flatten_with_paths
 from meshpar.verification.trial import Trial
-from tests.pipelines import MODELS, batches, difference, on_one_device, prepared, scheduled
+from tests.pipelines import MODELS, VOCAB, batches, difference, on_one_device, prepared, scheduled
 from tests.unit.test_pipeline_schedule import random_orders
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv"]
@@ -120,6 +133,35 @@ def test_remat_in_stages_is_equal_to_one_device(remat, mesh):
 @pytest.mark.parametrize("mesh", ["pipe4", "fsdp4", "zero2"])
 def test_accumulation_around_a_pipeline_is_equal_to_one_device(mesh):
     run = prepared(MODELS["tied"](8), mesh, scheduled("1f1b", mesh, 2), num_microbatches=3)
+    assert difference(run, "tied", 8) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "unroll", "at_once"),
+    [
+        ("1f1b", "pipe2", "all", 4),
+        pytest.param("zb_h1", "fsdp4", 3, 3, marks=pytest.mark.slow),
+        pytest.param("zbv", "zero2", "all", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_without_a_loop_over_their_layers_are_equal_to_one_device(kind, mesh, unroll, at_once):
+    run = prepared(MODELS["tied"](8, unroll=unroll), mesh, scheduled(kind, mesh, 4))
+    loop = prepared(MODELS["tied"](8), mesh, scheduled(kind, mesh, 4))
+    traced = [str(jax.make_jaxpr(of.scheduled.step)(of.placement.structs, of.batch)) for of in (run, loop)]
+    assert [f"unroll={at_once}" in program for program in traced] == [True, False]
+    assert run.traced_bytes == loop.traced_bytes
+    assert difference(run, "tied", 8) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["1f1b", "zbv"])
+def test_an_offloaded_optimizer_is_equal_to_one_device(kind):
+    """Its moments move to the schedule's order and back in the host's memory."""
+    run = prepared(MODELS["tied"](8), "zero1", scheduled(kind, "zero1", 4), offload=Offload(optimizer="host"))
+    state = run.compile_init()()
+    if run.layer_order:
+        state = run.layer_order.to_schedule(state)
+    assert state.opt_state[0].mu["blocks"]["attn"]["q"]["kernel"].sharding.memory_kind == "pinned_host"
     assert difference(run, "tied", 8) < 1e-10
 
 
@@ -251,6 +293,116 @@ def test_pipedream_2bw_takes_gradients_at_the_weights_before_the_last_update(mes
         assert abs(gradients.loss - got.loss["loss"]) < 1e-10
     params = flatten_with_paths(jax.device_get(state.params))
     assert max(abs(params[path] - value).max() for path, value in results[-1].parameters.items()) < 1e-10
+
+
+# Layers between steps ------------------------------------------------------------------------------------------
+
+
+def numbered(run, layers, in_schedule_order=False):
+    """A state whose arrays have the number of a layer in its place, where layers are in this order; else zeros."""
+
+    def numbers(placement):
+        shape, dims = placement.spec.shape, placement.spec.dims
+        others = tuple(dim for dim, name in enumerate(dims) if name != "layers")
+        values = np.expand_dims(np.asarray(layers), others) if "layers" in dims else 0
+        return jax.device_put(np.broadcast_to(values, shape).astype(placement.spec.dtype), placement.sharding)
+
+    placed = run.placement
+    trees = [jax.tree.map(numbers, tree) for tree in (placed.params, placed.opt_state, placed.carried)]
+    zero = jax.device_put(np.int32(0), placed.structs.step.sharding)
+    return TrainState(zero, *trees[:2], zero, trees[2], in_schedule_order)
+
+
+def equal(state, other):
+    return jax.tree.all(jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), state, other))
+
+
+REDUCED = {"gradient_reduction": Reduce(across=Int8(error_feedback=True))}
+
+
+def with_average_and_feedback(kind, mesh="data2_tensor2"):
+    """A run with layers in parameters, two moments, an average, and error feedback, where they are the second dim."""
+    schedule = scheduled(kind, mesh, 4)
+    return prepared(MODELS["llama"](8), mesh, schedule, optim=AdamW(lr=1e-2, ema=0.9), parallel=REDUCED)
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "zbv"])
+def test_every_array_of_layers_moves_to_the_stages_that_compute_with_them_and_back(kind, tmp_path):
+    run = with_average_and_feedback(kind)
+    order, dealt_out = run.layer_order, run.pipeline.cut(run.ctx).layers.reshape(-1)
+    dims = run.placement.dims
+    layered = {path for path in dims if "layers" in dims[path]}
+    assert {path.split(".")[0] for path in layered} == {"params", "opt_state", "carried"}
+    assert len(layered) == 5 * len(jax.tree.leaves(run.specs["blocks"]))
+    state = order.to_schedule(numbered(run, range(8)))
+    assert state.in_schedule_order and equal(state, numbered(run, dealt_out, in_schedule_order=True))
+    with checkpoints(tmp_path) as saved, pytest.raises(CheckpointError, match=r"save step\.finish\(state\)"):
+        saved.save(0, state)
+    assert equal(order.to_model(state), numbered(run, range(8)))
+
+
+def test_layers_that_move_to_the_stages_of_another_schedule_are_seen():
+    run, other = with_average_and_feedback("zbv"), with_average_and_feedback("interleaved")
+    astray = replace(run.layer_order, exchange=other.layer_order.exchange).to_schedule(numbered(run, range(8)))
+    dealt_out = run.pipeline.cut(run.ctx).layers.reshape(-1)
+    assert not equal(astray, numbered(run, dealt_out, in_schedule_order=True))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "more", "stays"),
+    [
+        (4, {"optim": Muon(lr=1e-2)}, True),
+        (4, {"optim": Adafactor(lr=1e-2)}, True),
+        (8, {"optim": Adafactor(lr=1e-2)}, False),
+        (8, {"optim": Lion(lr=1e-2)}, True),
+        (4, {"parallel": {"gradient_reduction": Reduce(across=PowerSGD(rank=2))}}, False),
+        (4, {"rules": {"layers": ()}}, False),
+    ],
+    ids=["muon", "adafactor", "adafactor, 8 heads", "lion, 8 heads", "powersgd", "all layers on every stage"],
+)
+def test_layers_stay_where_it_is_known_which_dim_of_every_array_is_that_of_8_layers(num_heads, more, stays):
+    """It is not that of a factored average if another dim has the same size, nor of flat error feedback."""
+    model = Llama(num_layers=8, hidden_size=64, num_heads=num_heads, intermediate_size=128, vocab_size=32)
+    run = prepared(model, "data2_tensor2", scheduled("zbv", "data2_tensor2", 4), **more)
+    assert (run.layer_order is not None) == stays
+
+
+def test_an_uneven_cut_moves_its_layers_in_each_step():
+    model = MODELS["tied"](7, pad_layers_to_multiple=2)
+    assert prepared(model, "pipe2", scheduled("zbv", "pipe2", 4)).layer_order is None
+
+
+def test_a_run_moves_its_layers_for_evaluations_and_checkpoints_only_and_another_schedule_continues_it(
+    tmp_path, monkeypatch
+):
+    moves, seen, moved = [], [], LayerOrder._moved
+
+    def noted(self, state, in_schedule_order):
+        moves.append((int(jax.device_get(state.step)), in_schedule_order))
+        return moved(self, state, in_schedule_order)
+
+    monkeypatch.setattr(LayerOrder, "_moved", noted)
+
+    def see(state, step):
+        seen.append((step, state.in_schedule_order))
+        return {}
+
+    def trained(kind, folder):
+        model = Llama(num_layers=4, hidden_size=8, num_heads=2, intermediate_size=8, vocab_size=VOCAB)
+        run = prepared(model, ({"pipe": 2, "data": 4}, ["pipeline"]), get_schedule(kind, 2, 2), rows=8).run
+        every = {"num_steps": 4, "log_every": 1, "eval_every": 2, "checkpoints": Retention(every=2)}
+        state = fit(run.model_copy(update={"run_dir": folder} | every), json=True, callbacks=[see])
+        records = [record for record in read(folder / "metrics.jsonl") if record["kind"] == "train"]
+        return state, {record["step"]: record["loss"] for record in records}
+
+    state, losses = trained("zbv", tmp_path / "zbv")
+    assert moves == [(0, True), (2, False), (2, True), (4, False)]
+    assert seen == [(2, False), (4, False)]
+    shutil.copytree(tmp_path / "zbv" / "checkpoints" / "2", tmp_path / "1f1b" / "checkpoints" / "2")
+    resumed, more = trained("1f1b", tmp_path / "1f1b")
+    assert max(abs(more[step] - losses[step]) for step in (3, 4)) < 1e-10
+    pairs = zip(jax.tree.leaves(jax.device_get(state)), jax.tree.leaves(jax.device_get(resumed)), strict=True)
+    assert max(np.abs(mine - theirs).max() for mine, theirs in pairs) < 1e-10
 
 
 def test_a_checkpoint_of_stages_is_restored_on_other_stages_or_none(tmp_path):

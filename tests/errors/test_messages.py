@@ -91,8 +91,8 @@ meshpar: 1 problem in config.yaml:
         """\
 meshpar: the parts of this config do not fit each other:
   model.remat.offload
-    the stages of a pipeline save activations in slots on the device, so they cannot offload them
-    model.remat.offload=[], or parallel.pipeline=null
+    stages save activations in slots, in branches; XLA selects between copies of slots in the host's memory there
+    no model.remat.offload, or parallel.pipeline=null
 """,
     ),
     "activation in two places": (

@@ -175,7 +175,8 @@ def _in_stages(run: Prepared, tokens: int) -> tuple[int, Stages]:
     sent = Fraction(passes * num_messages(run.pipeline.schedule, num_stages), num_stages)
     stored = run.pipeline.parts.stacked_layers // num_stages
     elsewhere = [layer for stage in range(num_stages) for layer in cut.layers[stage].flat if layer // stored != stage]
-    moved = Fraction(sum(layer >= 0 for layer in elsewhere) if run.ctx.axes("layers") else 0, num_stages)
+    is_moved = run.ctx.axes("layers") and not run.layer_order  # else the state has the schedule's order between steps
+    moved = Fraction(sum(layer >= 0 for layer in elsewhere) if is_moved else 0, num_stages)
     shared = "embedding" if run.run.model.tie_embeddings else None
     per_microbatch = tokens // run.ctx.num_passes
     return cut.layers[0].size, Stages(sent, passes, moved, per_microbatch, shared)

@@ -60,7 +60,8 @@ def test_planted_a_reduction_of_the_heads_gradient_in_each_chunk_is_seen(monkeyp
 # Memory -------------------------------------------------------------------------------------------------------------
 
 VOCAB = 4096
-LARGE = Llama(num_layers=2, hidden_size=32, num_heads=4, intermediate_size=64, vocab_size=VOCAB)
+# So narrow that a step holds the most while it has the logits, and not while it updates the parameters.
+LARGE = Llama(num_layers=2, hidden_size=8, num_heads=4, intermediate_size=16, vocab_size=VOCAB)
 LAYOUTS_OF_LARGE = [("data8", "manual"), ("zero3", "auto"), ("tensor4_sp", "manual"), ("data2_fsdp2_tensor2", "auto")]
 
 

@@ -22,6 +22,7 @@ from meshpar.optim.freeze import Freeze
 from meshpar.parallel.pipeline import execute, split
 from meshpar.parallel.pipeline.schedule_table import in_ticks, tick_table
 from meshpar.parallel.pipeline.simulate import simulate
+from meshpar.train.layer_order import LayerOrder
 from meshpar.train.loss import LossConfig
 from tests.pipelines import MODELS, difference, prepared, scheduled
 from tests.program.oracle import closed_form
@@ -108,10 +109,10 @@ def needed(schedule, p, with_backward=True):
     return +sent
 
 
-def sent_over_pipe(compiled, mesh, p):
-    """Bytes that all stages send in the ticks of a compiled program."""
-    in_ticks = [collective for collective in collectives_of(compiled, mesh) if "while" in collective.op_name]
-    return p * total_sent_bytes(in_ticks, "collective_permute", ["pipe"])
+def sent_over_pipe(compiled, mesh, p, only_in_ticks=False):
+    """Bytes that all stages of a compiled program send by permutes."""
+    sent = [one for one in collectives_of(compiled, mesh) if "while" in one.op_name or not only_in_ticks]
+    return p * total_sent_bytes(sent, "collective_permute", ["pipe"])
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,10 @@ def sent_over_pipe(compiled, mesh, p):
     [pytest.param(*case, marks=pytest.mark.slow if i > 6 else []) for i, case in enumerate(SENDING)],
 )
 def test_the_bytes_over_pipe_equal_those_of_the_messages(kind, mesh, m, more):
-    """For the step and for the evaluation, which has only forwards; compiled and traced."""
+    """For the step and for the evaluation, which has only forwards; compiled and traced.
+
+    An evaluation moves layers, and so does a step with an uneven cut: these count only in the ticks.
+    """
     run = run_of(kind, mesh, m, **more)
     p = int(mesh[-1])
     schedule = run.pipeline.schedule
@@ -128,10 +132,24 @@ def test_the_bytes_over_pipe_equal_those_of_the_messages(kind, mesh, m, more):
     for compiled, with_backward in [(step.compiled, True), (evaluation.compiled, False)]:
         messages = needed(schedule, p, with_backward)
         assert links(compiled, run.mesh) == messages
-        assert sent_over_pipe(compiled, run.mesh, p) / (MESSAGE * messages.total()) == 1
+        only_in_ticks = not with_backward or "cut" in more
+        assert sent_over_pipe(compiled, run.mesh, p, only_in_ticks) / (MESSAGE * messages.total()) == 1
     for program, traced in [(evaluation, traffic(run.collectives(evaluation.jaxpr))), (step, run.traced_bytes)]:
         assert sent_over(collectives_of(program.compiled, run.mesh))["pipe",] == traced["pipe",]
     assert run.traced_bytes == closed_form(run)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("interleaved", marks=pytest.mark.slow), "zbv"])
+def test_planted_layers_that_move_in_each_step_are_seen(kind, monkeypatch):
+    """The layers of the other stage, there, and their gradients back."""
+    run = run_of(kind, "pipe2", 4)
+    form = closed_form(run)
+    monkeypatch.setattr(LayerOrder, "covers_state", False)
+    run = run_of(kind, "pipe2", 4)
+    layers = sum(p.spec.num_bytes for p in jax.tree.leaves(run.placement.params["blocks"]))
+    assert run.traced_bytes["pipe",] - form["pipe",] == 2 * Fraction(layers, 2) / 2
+    permuted = sent_over_pipe(as_written(run).compiled, run.mesh, 2)
+    assert permuted == MESSAGE * needed(run.pipeline.schedule, 2).total() + layers
 
 
 def test_planted_a_message_that_no_stage_needs_is_seen(monkeypatch):

@@ -18,6 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "loss": {"loss": {"z_loss": 1e-4}},
     "freeze": {"freeze": ["embedding"]},
     "lora": {"lora": {"rank": 2}},
+    "model.remat.offload": {"model": {"remat": {"offload": ["attn"]}}},
     "parallel.pipeline": {"parallel": {"pipeline": {"kind": "1f1b", "num_microbatches": 2}}},
     "parallel.gradient_reduction": {"parallel": {"gradient_reduction": {}}},
     "parallel.tensor.overlap": {"parallel": {"tensor": {"overlap": "ring"}}},
@@ -35,7 +36,7 @@ def run_with(*keys: str) -> Run:
             settings[section] = settings.get(section, {}) | value if isinstance(value, dict) else value
     is_piped = "parallel.pipeline" in keys
     return Run(
-        model=MODEL,
+        model=MODEL | settings.pop("model", {}),
         data={"kind": "synthetic", "batch_size": 8, "seq_len": 8},
         optim={"kind": "adamw", "lr": 1e-3},
         mesh={"fsdp": 2, "tensor": 2} | ({"pipe": 2} if is_piped else {}),

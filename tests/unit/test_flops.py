@@ -106,6 +106,21 @@ def test_each_branch_of_a_switch_counts_by_its_own_share():
     assert traced(loop, X) == compiled(loop, X) == (2 * 1 + 1 * 2) * ONE
 
 
+@pytest.mark.parametrize(("turns", "taken", "of"), [(3, 1, 2), (5, 2, 3), (7, 1, 8)])
+def test_branches_count_exactly_where_their_share_of_the_turns_is_no_whole_number(turns, taken, of):
+    """Of several devices, some take the branch in one turn more; within a loop too."""
+
+    def turn(x, i):
+        with jax.named_scope(f"taken_{taken}_of_{of}"):
+            return lax.cond(i < taken, lambda x: x @ x, lambda x: x, x), None
+
+    loop = lambda x: lax.scan(turn, x, jnp.arange(turns))[0]
+    twice = lambda x: lax.fori_loop(0, of, lambda _, x: loop(x), x)
+    assert traced(loop, X) == Fraction(turns * taken, of) * ONE
+    assert compiled(loop, X) == round(Fraction(turns * taken, of) * ONE) != turns * taken // of * ONE
+    assert traced(twice, X) == compiled(twice, X) == turns * taken * ONE
+
+
 def test_products_that_remat_repeats_count_twice():
     def loss(x):
         return jnp.tanh(jnp.tanh(x @ x) @ x).sum()

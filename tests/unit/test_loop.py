@@ -209,8 +209,18 @@ def test_a_skipped_step_is_shown(tmp_path: Path):
     assert (skipped[4], skipped[5], skipped[6], skipped[10]) == (0, 1, 2, 2)
 
 
+class InPlace:
+    """The part of a step by which a state keeps its layers where they are."""
+
+    def prepare(self, state: TrainState) -> TrainState:
+        return state
+
+    def finish(self, state: TrainState) -> TrainState:
+        return state
+
+
 @dataclass(frozen=True)
-class Watched:
+class Watched(InPlace):
     """A step that stores the metrics of every call."""
 
     begun: list[Any] = field(default_factory=list)
@@ -230,7 +240,7 @@ class Watched:
 
 
 @dataclass(frozen=True)
-class Careless:
+class Careless(InPlace):
     """A step that lets JAX move the batch to the devices."""
 
     batch: dict[str, jax.ShapeDtypeStruct]

@@ -21,7 +21,7 @@ import pytest
 from meshpar.checkpoint.retention import Retention
 from meshpar.errors import ConfigError
 from meshpar.train.loop.signals import EXIT_CODE, Interrupted, Signals
-from tests.unit.test_loop import Numbers, recorded, run, saved_steps, steps_of, toy
+from tests.unit.test_loop import InPlace, Numbers, recorded, run, saved_steps, steps_of, toy
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Signalled(Numbers):
 
 
 @dataclass(frozen=True)
-class Signalling:
+class Signalling(InPlace):
     """A step that sends this process a signal while it runs."""
 
     at: int

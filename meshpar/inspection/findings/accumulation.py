@@ -19,10 +19,10 @@ from meshpar.inspection.program.walk import trip_count
 
 _LINEAR = {
     "add", "subtract", "multiply", "divide", "negate", "convert", "select", "copy", "bitcast", "transpose", "reshape",
-    "slice", "dynamic-slice", "dynamic-update-slice", "optimization-barrier", "copy-start", "copy-done", "tuple",
+    "slice", "dynamic-slice", "dynamic-update-slice", "opt-barrier", "copy-start", "copy-done", "tuple",
     "reduce-precision", "get-tuple-element", "parameter", "fusion", "call", "while",
 }  # fmt: skip
-_PRECISE = {"get-tuple-element", "tuple", "while", "fusion", "call"}
+_PRECISE = {"get-tuple-element", "tuple", "while", "fusion", "call", "opt-barrier"}
 _COLLECTIVES = ("all-", "reduce-scatter")
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
 _UNKNOWN = Value("", "")

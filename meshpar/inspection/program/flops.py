@@ -28,12 +28,12 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
 def product_flops(program: Program, visits: Iterable[Visit]) -> int:
-    """FLOPs of all matrix products and convolutions in one call of the program, on one device.
+    """FLOPs of all matrix products and convolutions in one call of the program, on one device, rounded.
 
     Args:
       visits: the instructions that the program executes, from `walk`. Every branch of a conditional counts.
     """
-    return sum((visit.times or 0) * _flops(program, visit.instruction) for visit in visits)
+    return round(sum((visit.times or 0) * _flops(program, visit.instruction) for visit in visits))
 
 
 def opaque_calls(visits: Iterable[Visit]) -> tuple[str, ...]:

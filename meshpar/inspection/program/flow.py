@@ -18,7 +18,7 @@ from meshpar.inspection.program.text import Instruction, Program
 
 _VIEWS = {
     "copy", "bitcast", "convert", "transpose", "reshape", "slice", "dynamic-slice", "reduce-precision",
-    "optimization-barrier", "all-gather", "copy-start", "copy-done", "all-gather-start", "all-gather-done",
+    "all-gather", "copy-start", "copy-done", "all-gather-start", "all-gather-done",
 }  # fmt: skip
 _CALLS = ("calls", "to_apply")
 _BRANCHES = ("branch_computations", "false_computation", "true_computation")
@@ -106,7 +106,9 @@ class Flow:
             elif one.opcode in _VIEWS:
                 name = one.operands[0]
                 index = None
-            elif one.opcode == "while" and index is not None and self._invariant(one.word("body"), index):
+            elif one.opcode == "opt-barrier" or (
+                one.opcode == "while" and index is not None and self._invariant(one.word("body"), index)
+            ):
                 name = one.operands[0]
             elif one.opcode in ("fusion", "call"):
                 inner = self._parameter(self.result(one.names(*_CALLS)[0], index))
@@ -156,7 +158,7 @@ class Flow:
             yield from self.from_caller(one, value)
         elif one.opcode == "get-tuple-element":
             yield Value(here, one.operands[0], int(one.word("index")))
-        elif one.opcode.startswith(_COLLECTIVES) and one.opcode.endswith("-done"):
+        elif one.opcode == "opt-barrier" or (one.opcode.startswith(_COLLECTIVES) and one.opcode.endswith("-done")):
             yield Value(here, one.operands[0], value.index)
         elif one.opcode == "tuple" or one.opcode.startswith(_COLLECTIVES):
             number = value.index or 0

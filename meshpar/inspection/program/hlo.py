@@ -53,7 +53,7 @@ class Collective:
         a part of an axis.
       num_devices: the number of devices of the program.
       times: how often it runs in one call of the program; every branch of a conditional counts as taken, unless its
-        scope states how often it is taken.
+        scope states how often it is taken, which may be a fraction, see `walk.Visit`.
       branches: the branches of conditionals that contain it, outermost first.
       op_name: JAX's name for the operation of the user's program; empty if the compiler added the collective.
       source: `file:line` of the layer or model that communicates; empty if unknown.
@@ -68,7 +68,7 @@ class Collective:
     groups: Groups
     axes: tuple[str, ...] | None
     num_devices: int
-    times: int
+    times: Fraction
     branches: tuple[str, ...]
     op_name: str
     source: str
@@ -177,7 +177,7 @@ def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: Any
         groups=groups,
         axes=None if mesh is None else span(groups, mesh),
         num_devices=program.num_devices,
-        times=visit.times or 0,
+        times=visit.times or Fraction(0),
         branches=visit.branches,
         op_name=one.op_name,
         source=program.source(one),

@@ -18,7 +18,7 @@ from meshpar.inspection.program.walk import Visit
 Size = Annotated[int, pydantic.Field(ge=0)]
 _ALLOCATES_NOTHING = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call",
-    "optimization-barrier", "after-all", "partition-id", "replica-id",
+    "opt-barrier", "after-all", "partition-id", "replica-id",
 }  # fmt: skip
 
 

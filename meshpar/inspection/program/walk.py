@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 from meshpar.inspection.program.text import Instruction, Program
 
@@ -24,22 +25,22 @@ class Visit:
 
     Args:
       times: how often one call of the program executes it on this path. Every branch counts as taken, or as often as
-        the scope of its conditional states, for all branches (`taken_8_of_30`) or for each (`taken_8_10_12_of_30`).
-        None in a loop of unknown length.
+        the scope of its conditional states, for all branches (`taken_8_of_30`) or for each (`taken_8_10_12_of_30`);
+        that is a mean over the devices, and may be a fraction. None in a loop of unknown length.
       branches: the branches of conditionals that contain it, outermost first.
     """
 
     instruction: Instruction
-    times: int | None
+    times: Fraction | None
     branches: tuple[str, ...]
 
 
 def walk(program: Program) -> Iterator[Visit]:
     """Yields every instruction that the entry reaches, once for each path to it."""
-    return _walk(program, program.entry, 1, ())
+    return _walk(program, program.entry, Fraction(1), ())
 
 
-def _walk(program: Program, name: str, times: int | None, branches: tuple[str, ...]) -> Iterator[Visit]:
+def _walk(program: Program, name: str, times: Fraction | None, branches: tuple[str, ...]) -> Iterator[Visit]:
     for one in program.computation(name).values():
         yield Visit(one, times, branches)
         if one.opcode == "while":
@@ -56,7 +57,7 @@ def _walk(program: Program, name: str, times: int | None, branches: tuple[str, .
                 yield from _walk(program, branch, taken, (*branches, branch))
 
 
-def _taken(one: Instruction, times: int | None) -> Iterable[tuple[str, int | None]]:
+def _taken(one: Instruction, times: Fraction | None) -> Iterable[tuple[str, Fraction | None]]:
     """The branches of a conditional in the order of its index, and how often each runs if the conditional runs `times`.
 
     Any other instruction has no branches.
@@ -66,11 +67,11 @@ def _taken(one: Instruction, times: int | None) -> Iterable[tuple[str, int | Non
     stated = _TAKEN.search(one.op_name)
     if not branches or not stated or times is None:
         return [(branch, times) for branch in branches]
-    taken = [times * int(branch) // int(stated[2]) for branch in stated[1].split("_")]
+    taken = [times * Fraction(int(branch), int(stated[2])) for branch in stated[1].split("_")]
     return zip(branches, taken if len(taken) > 1 else taken * len(branches), strict=True)
 
 
-def _product(times: int | None, trips: int | None) -> int | None:
+def _product(times: Fraction | None, trips: int | None) -> Fraction | None:
     return None if times is None or trips is None else times * trips
 
 

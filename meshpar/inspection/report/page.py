@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from meshpar.inspection.program.hlo import KINDS
-from meshpar.inspection.report.places import axes_name, places, short_source
+from meshpar.inspection.report.places import axes_name, places, short_source, times_text
 from meshpar.inspection.report.plain import PlainCollective, PlainInspection, plain
 from meshpar.mesh.layout import describe_sizes
 from meshpar.tree import human_bytes, human_flops
@@ -43,7 +43,7 @@ def page(inspection: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    functions = (human_bytes, human_flops, short_source)
+    functions = (human_bytes, human_flops, short_source, times_text)
     templates.filters |= {function.__name__: function for function in functions}
     templates.filters |= {"room": _room, "tooltip": _tooltip}
     mesh = f"mesh: {describe_sizes(report.mesh)}" if report.mesh else "no mesh was given"
@@ -127,7 +127,7 @@ def _memory(report: PlainInspection) -> dict[str, Any]:
 def _room(one: PlainCollective, all_sent: float) -> str:
     """On which screens a block has room for its `12x`: `any`, `wide` ones only, or none (empty)."""
     share = one.total_bytes / all_sent if all_sent else 0
-    needed_px = 7 * len(f"{one.times}x") + 8
+    needed_px = 7 * len(times_text(one.times)) + 8
     if one.times == 1 or share * _WIDE_PX < needed_px:
         return ""
     return "any" if share * _NARROW_PX >= needed_px else "wide"
@@ -137,7 +137,7 @@ def _tooltip(one: PlainCollective) -> str:
     """What is known of a collective, one fact a line."""
     lines = [
         f"{one.kind} over {axes_name(one.axes)}",
-        f"{one.times}x {human_bytes(one.sent_bytes)} = {human_bytes(one.total_bytes)}",
+        f"{times_text(one.times)} {human_bytes(one.sent_bytes)} = {human_bytes(one.total_bytes)}",
         ", ".join(one.tensors or one.arrays),
         "in a branch of a conditional" if one.branches else "",
         short_source(one.source),

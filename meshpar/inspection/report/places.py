@@ -6,6 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 
 from meshpar.inspection.report.plain import PlainCollective
 
@@ -26,7 +27,7 @@ class Place:
     axes: str
     source: str
     in_branch: bool
-    times: int
+    times: float
     sent_bytes: float
     names: tuple[str, ...]
 
@@ -55,6 +56,15 @@ def places(collectives: Iterable[PlainCollective]) -> list[Place]:
 def axes_name(axes: tuple[str, ...] | None) -> str:
     """`fsdp, tensor`; without a mesh, axes are unknown."""
     return "unknown axes" if axes is None else ", ".join(axes) or "none"
+
+
+def times_text(times: float | Fraction) -> str:
+    """How often a collective runs, with two decimals at most.
+
+    >>> times_text(12), times_text(1.5)
+    ('12x', '1.5x')
+    """
+    return f"{float(times):.2f}".rstrip("0").rstrip(".") + "x"
 
 
 def short_source(source: str) -> str:

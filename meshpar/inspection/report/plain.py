@@ -17,6 +17,8 @@ from meshpar.inspection.program.memory import Held, Memory
 
 Count = Annotated[int, pydantic.Field(ge=0)]
 Bytes = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+Times = Annotated[Bytes, pydantic.AfterValidator(lambda times: int(times) if times.is_integer() else times)]
+"""How often something runs: a fraction where only some devices take a branch."""
 _MAX_PROBLEMS = 8
 
 
@@ -29,7 +31,7 @@ class PlainCollective(_Plain):
 
     kind: str
     axes: tuple[str, ...] | None
-    times: Count
+    times: Times
     branches: tuple[str, ...]
     arrays: tuple[str, ...]
     sent_bytes: Bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshpar.inspection.report.places import places, short_source
+from meshpar.inspection.report.places import places, short_source, times_text
 from meshpar.inspection.report.plain import PlainFinding, PlainInspection
 from meshpar.inspection.report.table import table
 from meshpar.mesh.layout import describe_sizes
@@ -48,7 +48,7 @@ def _collectives(report: PlainInspection) -> str:
     for one in found:
         kind = f"{one.kind} in a branch" if one.in_branch else one.kind
         size = human_bytes(one.sent_bytes)
-        rows.append([kind, one.axes, f"{one.times}x", size, one.what, short_source(one.source)])
+        rows.append([kind, one.axes, times_text(one.times), size, one.what, short_source(one.source)])
     total = human_bytes(sum(one.sent_bytes for one in found))
     return f"sends {total}\n" + table(["", "axes", "times", "bytes", "what", "where"], rows)
 

@@ -1,8 +1,9 @@
 """Moves layers from the stages that store them to the stages that compute with them, and their gradients back.
 
-Layers are stored in equal parts in the model's order, so checkpoints do not depend on the schedule. A schedule with
-another placement (interleaved, V-shaped, uneven) moves them once a step, in rounds. In a round every stage sends at
-most one piece and receives at most one, so a round is a permute.
+Layers are stored in equal parts in the model's order, so checkpoints do not depend on the schedule. For a schedule with
+another placement (interleaved, V-shaped, uneven) they are moved in rounds: once for many steps, see
+`train.layer_order`, or else in each step. In a round every stage sends at most one piece and receives at most one, so
+a round is a permute.
 """
 
 from __future__ import annotations

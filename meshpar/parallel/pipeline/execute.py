@@ -39,10 +39,16 @@ Totals = tuple[jax.Array, jax.Array, Scalars]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model and the schedule that runs it."""
+    """A model and the schedule that runs it.
+
+    Args:
+      in_schedule_order: whether each stage is given the layers that it computes with; else they are in the model's
+        order, and each call moves them.
+    """
 
     parts: PipelineModel
     schedule: Schedule
+    in_schedule_order: bool = False
 
     def gradients(
         self, params: Any, trained: Any, batch: Batch, key: jax.Array | None, sums: Any
@@ -89,6 +95,11 @@ class Pipeline:
         stored = self.parts.stacked_layers // ctx.shards("stage")
         return exchange(cut, stored) if ctx.axes("layers") and not cut.lies_in_order(stored) else None
 
+    def permutation(self, ctx: ParallelContext) -> Exchange | None:
+        """`moves` where each stage computes with as many layers as it stores; else None."""
+        moves = self.moves(ctx)
+        return moves if moves and self.cut(ctx).is_even and moves.computed == moves.stored else None
+
 
 class _Slots(NamedTuple):
     """The values of a stage that outlive a tick.
@@ -133,7 +144,7 @@ class _Stage:
         self.at_ends = (self.num_microbatches, self.num_microbatches * pipeline.schedule.chunks_per_stage)
         self.axes = ctx.stage_axes
         self.stage = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
-        self.exchange = pipeline.moves(ctx)
+        self.exchange = None if pipeline.in_schedule_order else pipeline.moves(ctx)
         layers = params[self.parts.layers]
         if self.exchange is not None:
             layers = self.exchange.forward(layers, self.axes, self.stage)
@@ -273,7 +284,8 @@ class _Stage:
                 return run(carry), None
             return _if(self.indices[at] >= 0, run, carry, taken=(1, 1)), None
 
-        return lax.scan(step, carry, jnp.arange(self.cut.longest, dtype=jnp.int32), reverse=reverse)[0]
+        indices = jnp.arange(self.cut.longest, dtype=jnp.int32)
+        return lax.scan(step, carry, indices, reverse=reverse, unroll=min(self.parts.unroll, indices.size))[0]
 
     # The ends of the model ---------------------------------------------------------------------------------------
 

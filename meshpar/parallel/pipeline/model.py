@@ -29,6 +29,7 @@ class PipelineModel:
       evaluation: the same, for evaluations.
       count: batch -> the same count, the weight of auxiliary losses.
       policy: which values a layer's forward saves for its backward, as in `jax.checkpoint`.
+      unroll: how many layers an iteration of a stage's loops over its layers computes, at most all of them.
       head: the cost of `loss`, in layers.
     """
 
@@ -42,4 +43,5 @@ class PipelineModel:
     evaluation: Callable[[Any, jax.Array, Batch], tuple[jax.Array, jax.Array]]
     count: Callable[[Batch], jax.Array]
     policy: Policy
+    unroll: int
     head: float = 0.0

@@ -115,7 +115,8 @@ class Loop:
                     self.cursor.at(index, "reads data")
                     batch = self._next_batch(batches, index, state, stopwatch, stall)
                     self.cursor.at(index, "trains")
-                    state, metrics = self.step(state, put(batch, self.step.batch, self._rows, self.step.order))
+                    placed = put(batch, self.step.batch, self._rows, self.step.order)
+                    state, metrics = self.step(self.step.prepare(state), placed)
                     stopwatch.count(metrics["tokens"])
                     window.add(metrics)
 
@@ -127,6 +128,7 @@ class Loop:
                 if is_last or self._is_due(index, self.eval_every):
                     window.drain()
                     with stopwatch.paused():
+                        state = self.step.finish(state)
                         means = self._evaluate(state, index)
                 ends = is_last or (bool(means) and self._stops(index))
 
@@ -135,6 +137,7 @@ class Loop:
                 # Skipped steps change no parameter: a checkpoint waits for a step that is finite.
                 if ends or is_interrupted or (is_save_due and not window.drain()):
                     with stopwatch.paused():
+                        state = self.step.finish(state)
                         self._save(state, index, means, keeps_all=window.drain() > 0)
                     is_save_due = False
                     saved_at = time.monotonic()
@@ -177,7 +180,7 @@ class Loop:
         if self.checkpoints.latest() != index - 1:
             if index == 1:
                 return Interrupted(self.signals.nothing_to_save())
-            self._save(state, index - 1, {})
+            self._save(self.step.finish(state), index - 1, {})
         return self._interrupted(index - 1)
 
     def _interrupted(self, index: int) -> Interrupted:
