@@ -79,11 +79,15 @@ def _forward(number_format: Format, shards: Shards, x: jax.Array, ws: tuple[jax.
     qws = [_quantize(w, dtype, top) for w, top in zip(ws, tops, strict=True)]
     products = tuple(_multiply(qx, qw, (2,), (0,)).astype(x.dtype) for qw in qws)
     # Weights are rounded again in the backward: the rounded ones would be a second copy of all layers, and of ZeRO-3's.
-    return products, (qx, ws, tops)
+    # As integers: `jax.checkpoint` rounds the floats that it saves to their own precision with `lax.reduce_precision`,
+    # which knows no format without infinities. It turns the elements of e4m3fn above 240 into NaN.
+    bits = lax.bitcast_convert_type(qx.qvalue, jnp.int8)
+    return products, (replace(qx, qvalue=bits), ws, tops)
 
 
 def _backward(number_format: Format, shards: Shards, saved: Any, grads: tuple[jax.Array, ...]) -> Any:
-    qx, ws, tops = saved
+    saved_x, ws, tops = saved
+    qx = replace(saved_x, qvalue=lax.bitcast_convert_type(saved_x.qvalue, OPERANDS[number_format]))
     dtype = GRADIENTS[number_format]
     dx = jnp.zeros((), qx.dtype)
     dws = []
