@@ -81,7 +81,7 @@ class Outcome:
     def difference(self, other: Outcome) -> float:
         """The largest absolute difference of any number from the other outcome's."""
         pairs = zip(jax.tree.leaves(vars(self)), jax.tree.leaves(vars(other)), strict=True)
-        return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+        return float(np.max([np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs]))  # `max` overlooks NaN
 
 
 def prepared(model: str, layout: str | None, lowering: str, num_microbatches: int, **settings: Any) -> Prepared:
@@ -132,9 +132,9 @@ def batches() -> list[dict[str, np.ndarray]]:
 
 
 @lru_cache
-def first_state(model: Decoder, lora: LoRA | None) -> Any:
+def first_state(model: Decoder, lora: LoRA | None, freeze: tuple[Freeze, ...]) -> Any:
     """One device's initial state, from which all layouts start. `test_layouts.py` compares it with theirs."""
-    run = prepared("llama", None, "auto", 1).run.model_copy(update={"model": model, "lora": lora})
+    run = prepared("llama", None, "auto", 1).run.model_copy(update={"model": model, "lora": lora, "freeze": freeze})
     return jax.device_get(prepare(run, run.mesh.build(jax.devices()[:1])).compile_init(QUICK)())
 
 
@@ -142,7 +142,7 @@ def outcome(run: Prepared) -> Outcome:
     """Trains for three steps."""
     step = run.compile_step(QUICK)
     shardings = jax.tree.map(lambda struct: struct.sharding, run.placement.structs)
-    state = jax.device_put(first_state(run.run.model, run.run.lora), shardings)
+    state = jax.device_put(first_state(run.run.model, run.run.lora, run.run.freeze), shardings)
     metrics = []
     gradients: Any = None
     for batch in batches():
