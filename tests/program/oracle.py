@@ -133,7 +133,7 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
     activations = Activations(teacher.num_layers, tokens // _size(ctx, spread), teacher.hidden_size, False, False)
     more = teacher_traffic(run.taught_by.placement.sharded, ctx, widths, activations, tokens)
     if spread:
-        more[spread] = share(_size(ctx, spread), tokens * teacher.padded_vocab // ctx.shards("vocab") * widths.compute)
+        more[spread] = share(_size(ctx, spread), tokens * teacher.hidden_size * widths.compute)
     return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
 
 
