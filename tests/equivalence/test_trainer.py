@@ -160,6 +160,7 @@ def test_a_teacher_with_tied_embeddings_is_equal_to_one_device(layout, monkeypat
 
 def test_a_teachers_head_that_is_its_neighbours_shard_is_seen(monkeypatch):
     """Control: a device multiplies by another shard of the vocabulary than its own."""
+    on_one_device("all")
     product = loss.logits_of
 
     def shifted(hidden, head):
