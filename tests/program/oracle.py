@@ -393,7 +393,10 @@ def _add_activations(
     embedding_learns: bool,
     head_learns: bool,
 ) -> None:
-    """8(t-1)/t X a layer, X = b s d, with sequence parallelism or without; two more for recomputing, or three.
+    """8(t-1)/t X a layer, X = b s d, with sequence parallelism or without; and more for recomputing.
+
+    The backward enters both regions again, and exits the first one again unless its product is saved.
+
 
     Embedding and output projection send 2(t-1)/t X each, the cross entropy three numbers for each token, twice. What is
     overlapped sends X once more for each of a layer's two regions and the output projection, if that learns: nothing
@@ -416,7 +419,8 @@ def _recomputed(dim: str, ctx: ParallelContext, of: Activations, on_cpu: bool) -
     if ctx.overlaps(dim):
         merged = _merges(ctx.axes(dim), ctx, on_cpu)
         return 1 + of.with_products * ((2 if dim == "heads" else 1) - merged)
-    return of.recomputed * (2 if dim == "heads" else 1 if ctx.axes("residual_seq") else 0)
+    enters, exits = (1, 1) if ctx.axes("residual_seq") else (0, 2)
+    return of.recomputed * enters + of.with_products * (dim == "heads") * exits
 
 
 def _add_scalars(sent: Sums, placements: Iterable[Placement], ctx: ParallelContext, widths: Widths) -> None:
