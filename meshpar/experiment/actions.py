@@ -31,6 +31,7 @@ from meshpar.mesh.cursor import of_process as cursor_of
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.join import check_joined
 from meshpar.optim.ema import averaged
+from meshpar.parallel.batch import TEACHER
 from meshpar.plan import targets
 from meshpar.plan.fit import FitReport, compile_for, judge
 from meshpar.progress import busy, say
@@ -41,7 +42,7 @@ from meshpar.train.data.fingerprint import changed_files
 from meshpar.train.evaluate import Callback
 from meshpar.train.loop.loop import Loop
 from meshpar.train.loop.signals import Signals
-from meshpar.train.loss import TEACHER, Distill
+from meshpar.train.loss import Distill
 from meshpar.train.records import announce
 from meshpar.train.records.metrics import recorder
 from meshpar.train.state import TrainState

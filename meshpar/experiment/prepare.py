@@ -277,11 +277,16 @@ def _vocabulary(run: Run) -> Vocabulary:
 
 
 def _teaching(taught_by: Prepared, student: Prepared) -> Teacher:
-    forward = taught_by.run.model.program(task_of(taught_by.run)).forward
-    assert forward is not None, "a model with a vocabulary gives logits"
-    padded = _vocabulary(taught_by.run).padded
-
-    def apply(*args: Any) -> jax.Array:
-        return forward(*args).logits
-
-    return Teacher(apply, taught_by.specs, taught_by.rules, student.ctx, student.batch_specs, padded)
+    model = taught_by.run.model.generation()
+    assert model, "a teacher is a decoder"
+    forward = model.program(task_of(taught_by.run)).forward
+    assert forward is not None, "a decoder has a forward"
+    return Teacher(
+        apply=forward,
+        specs=taught_by.specs,
+        rules=taught_by.rules,
+        student=student.ctx,
+        batch_specs=student.batch_specs,
+        vocab=model.padded_vocab,
+        hidden_size=model.hidden_size,
+    )
