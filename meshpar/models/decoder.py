@@ -16,6 +16,7 @@ from meshpar.nn.attention import context_parallel
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.setting import Setting, of_run
 from meshpar.nn.describe import describe, functional
+from meshpar.nn.experts.balance import RouterState
 from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder, Transformer
@@ -50,6 +51,7 @@ class DecoderModel(Decoder, ModelContract):
             rules=task.rules,
             forward=forward,
             uses_rng=self.dropout > 0,
+            state=RouterState(self.experts) if self.experts else None,
             parts=parts(abstract, loss, evaluation, count_targets),
         )
 

@@ -15,6 +15,7 @@ from meshpar.errors import Problems, excerpt
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import Architecture, Given, Json, Names, Rope, linear, rows, vector
 from meshpar.nn.attention.layer import Bias
+from meshpar.nn.experts import Experts
 from meshpar.nn.layers import RMSNorm, SwiGLU
 from meshpar.nn.rotary import Scaling
 
@@ -41,6 +42,9 @@ class Llama(DecoderModel):
     """How many tokens a query attends to, including its own (Mistral). Default: all up to its own."""
     global_layers: Coerced[tuple[Count, ...], list[int]] = default(())
     """Indices of layers, from 0, that ignore `window`: their queries attend to all earlier tokens."""
+
+    experts: Section[Experts | None] = default(None)
+    """Experts in place of the MLPs, whose `intermediate_size` is not used then."""
 
     @pydantic.model_validator(mode="after")
     def _layers_exist(self) -> Llama:

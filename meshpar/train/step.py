@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,16 @@ from meshpar.train.state import StatePlacement, TrainState, on_device
 Metrics = dict[str, jax.Array]
 
 
+class StateParams(Protocol):
+    """Parameters of a model that no gradient changes, but each step, by the metrics of its layers."""
+
+    @property
+    def paths(self) -> tuple[str, ...]: ...
+    def after_step(self, params: Any, metrics: Metrics, tokens: jax.Array) -> tuple[Any, Metrics]:
+        """The parameters for the next step, and the metrics to report."""
+        ...
+
+
 @dataclass(frozen=True)
 class Update:
     """The optimizer's half of a step.
@@ -37,6 +47,7 @@ class Update:
       tx: any Optax chain, without clipping; its update may have the keyword `step`, int32[].
       clip_norm: the largest norm of the whole gradient; None for no limit.
       dtype: dtype in which `tx` computes; None for that of the parameters.
+      state_params: frozen parameters that the step itself changes; None if there are none.
       learning_rate: number of updates -> learning rate, for the metrics; None if it is not known.
     """
 
@@ -44,6 +55,7 @@ class Update:
     clip_norm: float | None = None
     learning_rate: Callable[[jax.Array], Any] | None = None
     dtype: Any = None
+    state_params: StateParams | None = None
 
     def __call__(
         self, state: TrainState, got: Gradients, sharded: Any, elsewhere: Callable[[Any], Gradients] | None = None
@@ -80,15 +92,20 @@ class Update:
             params = jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded)
         keep = partial(jnp.where, jnp.isfinite(got.norm) & jnp.isfinite(got.loss))
 
+        whole = filled(jax.lax.with_sharding_constraint(jax.tree.map(keep, params, old), sharded), state.params)
+        metrics = got.metrics
+        if self.state_params:
+            moved, metrics = self.state_params.after_step(whole, metrics, got.tokens)
+            whole = jax.tree.map(keep, moved, whole)
         new = TrainState(
             step=state.step + 1,
-            params=filled(jax.lax.with_sharding_constraint(jax.tree.map(keep, params, old), sharded), state.params),
+            params=whole,
             opt_state=jax.tree.map(keep, opt_state, state.opt_state),
             skipped=state.skipped + keep(0, 1).astype(jnp.int32),
             carried=jax.tree.map(keep, got.carried, state.carried),
         )
-        metrics = {"loss": got.loss, "grad_norm": got.norm, "tokens": got.tokens, "skipped": new.skipped}
-        return new, got.metrics | metrics | self._rate(state)
+        metrics |= {"loss": got.loss, "grad_norm": got.norm, "tokens": got.tokens, "skipped": new.skipped}
+        return new, metrics | self._rate(state)
 
     def _rate(self, state: TrainState) -> Metrics:
         if self.learning_rate is None:
