@@ -139,7 +139,8 @@ def _collectives(visit: Visit, float_bytes: int) -> Iterator[Collective]:
         return
     if visit.times is None:
         raise ProgramError(f"{kind} over {', '.join(axes)}: in a while loop, which may run any number of times")
-    for operand in visit.equation.invars:
+    # A ragged all-to-all sends its first operand. The others are the buffer that it writes to, sizes and offsets.
+    for operand in visit.equation.invars[: 1 if kind == "ragged_all_to_all" else None]:
         dtype = operand.aval.dtype
         width = max(dtype.itemsize, float_bytes) if jnp.issubdtype(dtype, jnp.floating) else dtype.itemsize
         num_bytes = operand.aval.size * width

@@ -67,6 +67,8 @@ class DecoderModel(Decoder, ModelContract):
             problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")
         if isinstance(self.attention, Kernel):
             self.attention.check(self._attention_setting(task, ctx), problems)
+        if self.experts:
+            self.experts.check(ctx, task.seq_len, problems)
         self._check_remat(ctx, problems)
         check_supported(self.sharding, ctx, problems)
         context_parallel.check(self.attention, self.num_heads, ctx, problems)

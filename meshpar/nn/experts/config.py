@@ -7,6 +7,8 @@ from typing import Annotated, ClassVar, Literal
 import pydantic
 
 from meshpar.config import Config, Count, Positive, Section, default
+from meshpar.errors import Problems
+from meshpar.parallel.context import ParallelContext
 
 Weight = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 
@@ -82,3 +84,17 @@ class Experts(Config):
         20
         """
         return min(seq_len, int(self.capacity_factor * self.per_token * seq_len / self.num))
+
+    def check(self, ctx: ParallelContext, seq_len: int, problems: Problems) -> None:
+        """Reports a dispatch that cannot work on this mesh, or with rows of this length."""
+        if self.dispatch != "capacity":
+            return
+        if not self.capacity(seq_len):
+            what = (
+                f"{self.capacity_factor:g} gives an expert no place for a row of {seq_len} tokens: all would be dropped"
+            )
+            least = self.num / (self.per_token * seq_len)
+            problems.add("model.experts.capacity_factor", what, f"model.experts.capacity_factor={max(1.25, least):g}")
+        if shared := ctx.axes("seq"):
+            what = f"capacity: its places are for the tokens of a whole row, which {', '.join(shared)} shards"
+            problems.add("model.experts.dispatch", what, "model.experts.dispatch=dropless")

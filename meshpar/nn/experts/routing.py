@@ -85,8 +85,9 @@ class Router(nnx.Module):
             LOAD: jnp.einsum("br,bre->e", each, num_choices) / self.experts.per_token,
         }
         if self.load is not None and self.experts.balance:
-            load_E = self.experts.balance.weight * self.experts.num * lax.stop_gradient(wide(self.load[...]))
-            sums["balance_loss"] = jnp.einsum("br,bre,e->", each, routes.scores, load_E)
+            load_E = lax.stop_gradient(self.load[...].astype(each.dtype))
+            product = jnp.einsum("br,bre,e->", each, routes.scores, load_E)
+            sums["balance_loss"] = self.experts.balance.weight * self.experts.num * product
         if self.experts.z_loss:
             square = jnp.square(jax.nn.logsumexp(routes.logits, axis=-1))
             sums["router_z_loss"] = self.experts.z_loss * (each * square).sum()
@@ -96,7 +97,7 @@ class Router(nnx.Module):
 
     def _selected(self, scores_BRE: Float[Array, "B R E"]) -> Int[Array, "B R K"]:
         if self.bias is not None:
-            scores_BRE += lax.stop_gradient(wide(self.bias[...]))
+            scores_BRE += lax.stop_gradient(self.bias[...].astype(scores_BRE.dtype))
         if self.experts.groups > 1:
             scores_BRE = _of_best_groups(scores_BRE, self.experts.groups, self.experts.groups_per_token)
         return lax.top_k(scores_BRE, self.experts.per_token)[1].astype(jnp.int32)
