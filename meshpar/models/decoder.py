@@ -23,6 +23,7 @@ from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.projection import describe_chunk
 from meshpar.train.loss import LossConfig, count_targets, next_token_loss, summed_over_tokens
+from meshpar.tree import flatten_with_paths
 
 
 class DecoderModel(Decoder, ModelContract):
@@ -100,10 +101,23 @@ class DecoderModel(Decoder, ModelContract):
         window = None if self.global_layers else self.window
         shared = context_parallel.describe(self.attention, self.num_heads, ctx, task.seq_len, window)
         positions = task.seq_len // ctx.shards("seq")
-        return {
-            "loss.chunk": describe_chunk(task.loss.chunk, rows, positions, self.hidden_size, vocab),
-            "model.attention": self.attention.describe(self._attention_setting(task, ctx)),
-        } | ({"parallel.context": shared} if shared else {})
+        return (
+            {
+                "loss.chunk": describe_chunk(task.loss.chunk, rows, positions, self.hidden_size, vocab),
+                "model.attention": self.attention.describe(self._attention_setting(task, ctx)),
+            }
+            | ({"parallel.context": shared} if shared else {})
+            | self._selected_experts(task, ctx)
+        )
+
+    def _selected_experts(self, task: Task, ctx: ParallelContext) -> dict[str, str]:
+        if self.experts is None:
+            return {}
+        total = sum(spec.size for spec in flatten_with_paths(self.array_specs()).values())
+        routed = self.num_layers * self.mlp.num_matrices * self.hidden_size * self.experts.intermediate_size
+        active = total - (self.experts.num - self.experts.per_token) * routed
+        parameters = f"{active / 1e9:.3g} of {total / 1e9:.3g} billion parameters are active"
+        return {"model.experts": f"{self.experts.describe(ctx, task.seq_len)}; {parameters}"}
 
     def array_specs(self) -> Any:
         return describe(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))))

@@ -17,6 +17,7 @@ from meshpar.interop.huggingface import Pretrained, open_pretrained
 from meshpar.interop.safetensors import Tensor
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.describe import describe, functional, nested
+from meshpar.nn.experts import Experts
 from meshpar.nn.lora import LoRA
 from meshpar.nn.transformer import Decoder
 from meshpar.sharding.resolve import resolve
@@ -63,8 +64,22 @@ OPTION = {
     "qwen2": {"global_layers": ()},
     "phi3": {"rotary_fraction": 1.0},
     "qwen3": {"rope_theta": 1e4},
+    "mixtral": {"experts": Experts(num=4, per_token=2, intermediate_size=64, normalize=False)},
+    "qwen3_moe": {"experts": Experts(num=6, per_token=2, intermediate_size=24, normalize=False)},
 }
-IN_CI = {"llama", "llama_biases", "llama3_rope", "smollm", "mistral", "qwen2", "qwen3", "phi3", "gpt2"}
+IN_CI = {
+    "llama",
+    "llama_biases",
+    "llama3_rope",
+    "smollm",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+}
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in IN_CI else pytest.mark.slow) for k in KINDS])

@@ -68,7 +68,7 @@ def test_a_native_ragged_all_to_all_sends_the_rows_of_a_balanced_router(monkeypa
 
 
 def test_without_drops_the_products_are_those_of_the_experts_of_each_token():
-    """The traced step multiplies as the dense model whose MLPs have the width that a token uses, and what routing adds."""
+    """As in the dense model whose MLPs have the width that a token uses, besides what routing adds."""
     run = run_of("dropless", {"data": 8}, ["replicated"])
     dense = Llama(
         num_layers=LAYERS, hidden_size=WIDTH, num_heads=4, intermediate_size=PER_TOKEN * HIDDEN, vocab_size=32

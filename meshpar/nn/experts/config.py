@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 import pydantic
@@ -84,6 +85,21 @@ class Experts(Config):
         20
         """
         return min(seq_len, int(self.capacity_factor * self.per_token * seq_len / self.num))
+
+    def describe(self, ctx: ParallelContext, seq_len: int) -> str:
+        """Where the experts lie, and how tokens get there."""
+        axes = ctx.dispatch("experts")
+        shards = math.prod(ctx.mesh.shape[axis] for axis in axes)
+        where = f"{self.num // shards} on each device along {', '.join(axes)}" if axes else "all on each device"
+        places = f", {self.capacity(seq_len)} places of an expert for a row" if self.dispatch == "capacity" else ""
+        return f"{self.num} experts, {where}; a token uses {self.per_token + self.shared}; {self.dispatch}{places}"
+
+    def without_training(self) -> Experts:
+        """The experts without the fields that do not change what a trained model computes if no choice is dropped."""
+        names = ["dispatch", "capacity_factor", "z_loss"]
+        if self.balance and self.balance.kind == "loss":
+            names.append("balance")
+        return self.model_copy(update={name: Experts.model_fields[name].default for name in names})
 
     def check(self, ctx: ParallelContext, seq_len: int, problems: Problems) -> None:
         """Reports a dispatch that cannot work on this mesh, or with rows of this length."""

@@ -5,6 +5,7 @@ Shapes: B batch, S seq, R residual_seq, D embed, E experts, K experts of a token
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import ClassVar
 
 import jax
@@ -13,6 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from meshpar.cost.flops import needed
 from meshpar.nn.experts.capacity import by_capacity
 from meshpar.nn.experts.config import Experts
 from meshpar.nn.experts.dropless import dropless
@@ -91,10 +93,12 @@ class MixtureOfExperts(nnx.Module):
         axes = dispatch_axes("experts")
         num = self.experts.num
         if self.experts.dispatch == "capacity":
-            places = self.experts.capacity(x_BSD.shape[1])
-            y_BSD, is_kept_BSK = by_capacity(
-                x_BSD, ids_BSK, weights_BSK, lambda x: of_places(weights, x, axes), num, max(1, places)
-            )
+            places = max(1, self.experts.capacity(x_BSD.shape[1]))  # a row of generation may have one token
+            num_choices = ids_BSK.shape[1] * self.experts.per_token
+            with needed(Fraction(min(num_choices, num * places), num * places)):
+                y_BSD, is_kept_BSK = by_capacity(
+                    x_BSD, ids_BSK, weights_BSK, lambda x: of_places(weights, x, axes), num, places
+                )
             return tensor.exit_region(y_BSD, "mlp"), tensor.local_seq(is_kept_BSK)
         exchange = Exchange(axes, num // lax.axis_size(axes)) if axes else None
         rows, seq = x_BSD.shape[:2]
