@@ -58,12 +58,14 @@ class Pretrained:
     Args:
       config: the content of `config.json`.
       tensors: by name; not read yet.
+      is_upcycled: whether the MLP of each block becomes each of the experts of a run's model.
     """
 
     folder: Path
     config: dict[str, Any]
     model: DecoderModel
     tensors: Mapping[str, Tensor]
+    is_upcycled: bool = False
 
     @property
     def dtype(self) -> np.dtype:
@@ -100,13 +102,14 @@ class Pretrained:
         """A shard of a parameter, with zeros where it is padding."""
         shard = np.zeros([dim.stop - dim.start for dim in index], dtype)
         numbers = [range(*index.pop(0).indices(count)) for _, count in _counts(part.name, self.model)]
+        index = index[len(index) - len(part.shape) :]  # all experts of an upcycled MLP are equal
         stored = [slice(dim.start, min(dim.stop, size)) for dim, size in zip(index, part.shape, strict=True)]
         into = tuple(slice(0, max(0, dim.stop - dim.start)) for dim in stored)
         if any(not dim.stop for dim in into):
             return shard
         for place in np.ndindex(*map(len, numbers)):
             name = _filled(part.name, self.model, [chosen[i] for chosen, i in zip(numbers, place, strict=True)])
-            shard[place][into] = self._block(part, name, stored)
+            shard[place][(..., *into)] = self._block(part, name, stored)
         return shard
 
     def _block(self, part: Part, name: str, index: list[slice]) -> np.ndarray:
@@ -135,12 +138,33 @@ class Pretrained:
         problems = Problems()
         if not (decoder := model.hugging_face()):
             raise ConfigError(f"init.from_hf: {where} describes a model of meshpar's own, and model is another")
+        if self.is_upcycled:
+            decoder = self._dense(decoder, problems)
+            problems.raise_any(ConfigError, "init.upcycle does not fit the model:")
         in_run = flatten(architectures.canonical(decoder))
         in_folder = flatten(architectures.canonical(self.model))
         for key in sorted(key for key in in_run.keys() | in_folder.keys() if in_run.get(key) != in_folder.get(key)):
             ours, theirs = (json.dumps(keys.get(key)) for keys in (in_run, in_folder))
             problems.add(f"model.{key}", f"{ours} in this run, {theirs} in {where}", f"model.{key}={theirs}")
         problems.raise_any(ConfigError, "the model of init.from_hf differs from the run's:")
+
+    def _dense(self, model: DecoderModel, problems: Problems) -> DecoderModel:
+        """The dense model from which a run's model is upcycled. Reports what would not compute the same at first."""
+        experts = model.experts
+        if experts is None or self.model.experts is not None:
+            what = "the run's model has no experts" if experts is None else f"the model of {self.folder} has experts"
+            problems.add("init.upcycle", f"{what}: it makes experts from a dense model", "init.upcycle=false")
+            return model
+        width = self.model.intermediate_size
+        if experts.intermediate_size != width:
+            what = f"{experts.intermediate_size} here, and {width} in the MLP of {self.folder}"
+            problems.add("model.experts.intermediate_size", what, f"model.experts.intermediate_size={width}")
+        if self.model.mlp_bias:
+            problems.add("model.mlp_bias", f"the MLP of {self.folder} has biases, and experts have none")
+        if experts.shared:
+            what = "shared experts would be added to a result that is complete without them"
+            problems.add("model.experts.shared", what, "model.experts.shared=0")
+        return model.model_copy(update={"experts": None, "intermediate_size": width})
 
     @property
     def paths(self) -> list[str]:
@@ -154,7 +178,8 @@ class Pretrained:
         for name, foreign in names_of(self.model, self.config["model_type"]).items():
             begin = 0
             for path in foreign.parts:
-                found[path] = Part(name, foreign, shapes[path], begin)
+                of_experts = self.is_upcycled and path.startswith("blocks.mlp.")
+                found[path.removesuffix(".kernel") if of_experts else path] = Part(name, foreign, shapes[path], begin)
                 begin += math.prod(shapes[path][foreign.inputs :])
         return found
 

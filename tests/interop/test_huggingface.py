@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
+from meshpar.errors import ConfigError
 from meshpar.interop.export import export
 from meshpar.interop.huggingface import Pretrained, open_pretrained
 from meshpar.interop.safetensors import Tensor
@@ -94,6 +96,37 @@ def test_logits_are_those_of_transformers_and_come_back_bit_for_bit(kind, tmp_pa
         assert abs(our_logits(other, arrays) - want).max() > 1e-3
     export(tmp_path / "back", pretrained.model, arrays)
     _same_bits(tmp_path / "there", tmp_path / "back")
+
+
+def test_an_upcycled_model_computes_at_first_what_the_dense_one_does(tmp_path):
+    dense = open_pretrained(saved("llama", tmp_path / "there"))
+    width = dense.model.intermediate_size
+    model = dense.model.model_copy(update={"experts": Experts(num=4, per_token=2, intermediate_size=width)})
+    upcycled = replace(dense, is_upcycled=True)
+    upcycled.check(model)
+    want = our_logits(dense.model, params(dense))
+    flat = flatten_with_paths(specs(model))
+    router = np.random.default_rng(0).normal(size=flat["blocks.mlp.router.weight"].shape).astype("float32")
+    mesh = MeshLayout(expert=2, fsdp=2).build(jax.devices()[:4])
+    placed = resolve(specs(model), AxisRules(preset=("fsdp", "experts")), mesh)
+    structs = {path: placement.struct for path, placement in flatten_with_paths(placed).items()}
+    read = jax.device_get(upcycled.params({path: structs[path] for path in upcycled.paths}))
+    assert structs.keys() - read.keys() == {"blocks.mlp.router.weight"}
+    arrays = {path: read.get(path, router) for path in structs}
+    np.testing.assert_allclose(our_logits(model, arrays), want, rtol=0, atol=1e-5)
+    arrays["blocks.mlp.up"][:, 1] *= 2  # the experts have to be equal
+    assert abs(our_logits(model, arrays) - want).max() > 1e-3
+
+
+def test_upcycling_refuses_experts_that_the_mlp_does_not_fit(tmp_path):
+    dense = replace(open_pretrained(saved("llama_biases", tmp_path / "there")), is_upcycled=True)
+    experts = Experts(num=4, per_token=2, intermediate_size=7, shared=1)
+    with pytest.raises(ConfigError) as error:
+        dense.check(dense.model.model_copy(update={"experts": experts}))
+    for key in ("model.experts.intermediate_size", "model.mlp_bias", "model.experts.shared"):
+        assert key in str(error.value)
+    with pytest.raises(ConfigError, match="the run's model has no experts"):
+        dense.check(dense.model)
 
 
 def _same_bits(there, back):

@@ -31,7 +31,7 @@ def share(n):
     return Fraction(n - 1, n)
 
 
-@pytest.mark.parametrize(("n", "tensor"), [(4, 1), (2, 2)])
+@pytest.mark.parametrize(("n", "tensor"), [(4, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_experts_with_places_send_them_there_and_back(n, tensor):
     """Two all-to-alls in the forward and two in the backward. Over expert alone, the norm is summed besides."""
     presets = ["experts"] if tensor == 1 else ["experts", "megatron_sp"]

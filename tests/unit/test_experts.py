@@ -11,7 +11,9 @@ import pytest
 from flax import nnx
 
 from meshpar.cost.flops import flops, traced_products
-from meshpar.errors import ConfigError
+from meshpar.errors import ConfigError, MeshparError
+from meshpar.experiment.config import Run
+from meshpar.experiment.prepare import prepare
 from meshpar.nn.experts import Balance, Experts
 from meshpar.nn.experts.balance import RouterState, summary
 from meshpar.nn.experts.capacity import by_capacity
@@ -187,3 +189,48 @@ def test_the_products_are_those_of_the_experts_of_each_token():
 def test_experts_that_cannot_be_selected_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         Experts(**{"num": 8, "per_token": 2, "intermediate_size": 4} | settings)
+
+
+def refusal(**changes):
+    """The error of a run that is prepared without devices."""
+    model = {"kind": "llama", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 32}
+    experts = {"num": 6, "per_token": 2, "intermediate_size": 8} | changes.pop("experts", {})
+    run = Run.model_validate({
+        "model": model | {"experts": experts},
+        "data": {"kind": "synthetic", "batch_size": 8, "seq_len": 16},
+        "optim": {"kind": "adamw", "lr": 1e-3},
+        "mesh": {"expert": 2},
+        "rules": ["experts"],
+        "num_steps": 2,
+        "run_dir": "unused",
+    } | changes)  # fmt: skip
+    with pytest.raises(MeshparError) as error:
+        prepare(run, run.mesh.abstract())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh": {"expert": 4}}, "experts = 6 is not divisible by expert = 4"),
+        (
+            {"experts": {"dispatch": "capacity", "capacity_factor": 0.1}},
+            "0.1 gives an expert no place for a row of 16 tokens: all would be dropped\n"
+            "    model.experts.capacity_factor=1.25",
+        ),
+        (
+            {"experts": {"dispatch": "capacity"}, "mesh": {"context": 2}, "rules": ["context"]},
+            "its places are for the tokens of a whole row, which context shards\n    model.experts.dispatch=dropless",
+        ),
+        (
+            {"mesh": {"tensor": 2}, "rules": {"preset": "replicated", "experts": ["tensor"]}},
+            "rules.experts\n    cannot be sharded over tensor: its devices would hold the same tokens",
+        ),
+        (
+            {"mesh": {"tensor": 2}, "rules": {"preset": "replicated", "router": ["tensor"]}},
+            "rules.router\n    cannot be sharded over tensor: a router compares the scores of all experts",
+        ),
+    ],
+)
+def test_experts_that_the_mesh_does_not_fit_are_refused(changes, message):
+    assert message in refusal(**changes)
