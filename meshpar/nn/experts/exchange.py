@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
     """An exchange over axes; each of its n devices holds `per_device` consecutive experts.
 
     Memory: a device has room for the rows of all tokens of all devices, min(K, per_device) for each token, because a
-      router may send them all to one device. Rows that it does not get cost nothing on GPUs and TPUs but their memory.
+      router may send them all to one device.
     """
 
     axes: Axes
