@@ -58,7 +58,7 @@ def test_without_drops_each_device_of_a_cpu_gathers_the_rows_of_all():
 
 
 def test_a_native_ragged_all_to_all_sends_the_rows_of_a_balanced_router(monkeypatch):
-    monkeypatch.setattr(exchange, "platform", lambda: "cuda")
+    monkeypatch.setattr(exchange, "platform", lambda: "gpu")
     n = 4
     tokens = ROWS // (2 * n) * SEQ
     run = run_of("dropless", {"expert": n, "data": 2}, ["experts"])

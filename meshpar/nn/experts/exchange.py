@@ -12,12 +12,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from meshpar.collectives.ragged import NATIVE
 from meshpar.mesh.varying import Axes, varying_alike, varying_like
 from meshpar.parallel.context import platform
 
 Apply = Callable[[jax.Array, jax.Array], jax.Array]
 """(rows sorted by expert, the number of rows of each expert) -> their results."""
+
+
+NATIVE = ("gpu", "tpu")
+"""Platforms, as devices name theirs, whose compiler supports a ragged all-to-all."""
 
 
 class Exchange(NamedTuple):
