@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 from meshpar.cost.traced import traced_collectives, traffic
+from meshpar.inspection.program.hlo import collectives_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.nn.experts import Experts, exchange
@@ -92,3 +93,17 @@ def test_a_step_sends_a_ragged_buffer_once():
     sent = jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=spec)
     program = jax.make_jaxpr(sent)(jnp.ones((64, 8), jnp.float32))
     assert traffic(traced_collectives(program)) == {("expert",): share(4) * 16 * 8 * FLOAT}
+
+
+def test_a_compiled_ragged_all_to_all_sends_the_smaller_buffer():
+    lines = ["HloModule m, num_partitions=4", "", "ENTRY %main (a: f32[64,8]) -> f32[16,8] {"]
+    lines += [
+        "  %a = f32[64,8]{1,0} parameter(0)",
+        "  %b = f32[16,8]{1,0} parameter(1)",
+        "  %o = s32[4]{0} parameter(2)",
+    ]
+    sent = "ROOT %r = f32[16,8]{1,0} ragged-all-to-all(%a, %b, %o, %o, %o, %o), replica_groups={{0,1,2,3}}"
+    found = collectives_of("\n".join([*lines, f"  {sent}", "}"]))
+    back = "ROOT %r = f32[64,8]{1,0} ragged-all-to-all(%b, %a, %o, %o, %o, %o), replica_groups={{0,1,2,3}}"
+    found += collectives_of("\n".join([*lines, f"  {back}", "}"]))
+    assert [one.sent_bytes for one in found] == [share(4) * 16 * 8 * FLOAT] * 2
