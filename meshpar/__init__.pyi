@@ -31,6 +31,7 @@ from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.report.report import Report
 from .interop.flax_model import Import
 from .interop.training import training
+from .mesh.join import join
 from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
@@ -181,6 +182,7 @@ __all__ = [
     "fit",
     "generate",
     "inspect",
+    "join",
     "load",
     "loggers",
     "models",

@@ -1,4 +1,4 @@
-"""What a user types, in this process, and what comes back."""
+"""Runs a command line in this process, and returns what a user would see."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Said(NamedTuple):
 
 
 def exit_code(*words: object) -> int:
-    """Of `meshpar WORDS`; what it prints is printed."""
+    """Runs `meshpar WORDS` and returns its exit code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["meshpar", *map(str, words)])
         with pytest.raises(SystemExit) as ended:

@@ -10,19 +10,19 @@ os.environ.setdefault(
     "--xla_cpu_collective_call_terminate_timeout_seconds=300 "
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
 )
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is read from the user's home, or written there
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # the cache in the user's home is neither read nor written
 
 import jax
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-# The shapes and dtypes that stand in signatures are checked in every call, local shards and global arrays alike.
+# Every call is checked against the shapes and dtypes in its signature, local shards and global arrays alike.
 hook = install_import_hook(["meshpar.nn", "meshpar.parallel"], "beartype.beartype")
 
 from tests.command import Said, exit_code  # noqa: E402 (what the hook checks is imported after it)
 
-# The same examples in every run, so that what was green stays so; HYPOTHESIS_PROFILE=default looks for others.
+# Hypothesis draws the same examples in every run, so that results repeat; HYPOTHESIS_PROFILE=default draws others.
 settings.register_profile("same", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 

@@ -1,4 +1,4 @@
-"""Damaged copies of a file, the same in every run; and what comes of reading each."""
+"""Damaged copies of a file, the same in every run, and the outcome of reading each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshpar.errors import MeshparError
 
 @contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """Within, what takes longer raises TimeoutError."""
+    """Raises TimeoutError in a body that takes longer."""
 
     def ended(*_: Any) -> None:
         raise TimeoutError
@@ -39,31 +39,33 @@ def damaged(content: bytes, num: int, first: int = 0, last: int | None = None) -
     for seed in range(num):
         rng = np.random.default_rng(seed)
         copy = bytearray(content)
-        at = rng.integers(first, last, 8)
+        places = rng.integers(first, last, 8)
         if seed % 10 < 6:
-            copy[at[0]] ^= 1 << int(rng.integers(8))
+            copy[places[0]] ^= 1 << int(rng.integers(8))
         elif seed % 10 < 8:
-            for place in at:
+            for place in places:
                 copy[place] ^= int(rng.integers(1, 256))
         elif seed % 10 == 8:
-            del copy[at[0] :]
+            del copy[places[0] :]
         else:
-            copy[at[0] : at[0] + 16] = bytes(len(copy[at[0] : at[0] + 16]))
+            copy[places[0] : places[0] + 16] = bytes(len(copy[places[0] : places[0] + 16]))
         if copy != content:
             yield bytes(copy)
 
 
 def outcomes(path: Path, copies: Iterator[bytes], read: Callable[[], Any]) -> Counter[str]:
-    """How often reading gives the `same` as before, `another` result, or is `refused`; any other error is raised.
+    """Counts how often reading gives the `same` result, `another` one, or is `refused`; any other error is raised.
 
-    The file is whole again afterwards.
+    The file is restored afterwards.
     """
-    right, want, found = path.read_bytes(), read(), Counter[str]()
+    right = path.read_bytes()
+    expected = read()
+    found = Counter[str]()
     for number, copy in enumerate(copies):
-        path.unlink()  # what is mapped of the copy before stays as it is
+        path.unlink()  # a new file, because a reader may still map the copy before
         path.write_bytes(copy)
         try:
-            found["same" if read() == want else "another"] += 1
+            found["same" if read() == expected else "another"] += 1
         except MeshparError:
             found["refused"] += 1
         except BaseException as error:
@@ -71,5 +73,5 @@ def outcomes(path: Path, copies: Iterator[bytes], read: Callable[[], Any]) -> Co
             raise
     path.unlink()
     path.write_bytes(right)
-    assert read() == want
+    assert read() == expected
     return found

@@ -1,4 +1,4 @@
-"""The layouts of eight devices under which everything is proven."""
+"""The layouts of eight devices on which equivalence is proven."""
 
 from __future__ import annotations
 

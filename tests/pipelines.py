@@ -1,4 +1,4 @@
-"""Runs in stages: small models, any schedule, any mesh around it."""
+"""Pipelined runs of small models, with any schedule, on any mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.verification.trial import KINDS, Trial
 
-ROWS, SEQ, VOCAB = 48, 8, 29
+ROWS = 48
+SEQ = 8
+VOCAB = 29
 SIZES = {
     "hidden_size": 16,
     "num_heads": 4,
@@ -50,7 +52,7 @@ def prepared(
     model: Any, mesh: Any, schedule: Any = None, *, rules: Any = None, rows: int = ROWS, seq: int = SEQ,
     precision: str = "float64", **more: Any,
 ) -> Prepared:  # fmt: skip
-    """A run on as many of the devices as its mesh has, one of `MESHES` or (sizes, presets); without a mesh, on one."""
+    """A run on `mesh`, which is a name in `MESHES` or (sizes, presets); without a mesh, a run on one device."""
     sizes, presets = MESHES[mesh] if isinstance(mesh, str) else mesh or ({}, ["replicated"])
     layout = MeshLayout(**sizes)
     run = Run(
@@ -73,46 +75,55 @@ def scheduled(kind: str, mesh: str, num_microbatches: int, **more: Any) -> Any:
 
 
 def batches(vocab_size: int = VOCAB) -> list[dict[str, np.ndarray]]:
-    """Two steps of random tokens with holes that do not count, and two documents a row."""
-    rng, column = np.random.default_rng(0), np.arange(SEQ)
+    """Random tokens for two steps: some targets do not count, and each row has two documents."""
+    rng = np.random.default_rng(0)
+    columns = np.broadcast_to(np.arange(SEQ), (ROWS, SEQ))
     drawn = []
     for _ in range(2):
         targets = rng.integers(0, vocab_size, (ROWS, SEQ))
         targets[rng.random((ROWS, SEQ)) < np.linspace(0, 0.9, ROWS)[:, None]] = -1
-        two = np.ones((ROWS, 1), np.int64) * column
         drawn.append(
             {
                 "tokens": rng.integers(0, vocab_size, (ROWS, SEQ)),
                 "targets": targets,
-                "segments": np.where(two >= 5, 2, 1),
-                "positions": np.where(two >= 5, two - 5, two),
+                "segments": np.where(columns >= 5, 2, 1),
+                "positions": np.where(columns >= 5, columns - 5, columns),
             }
         )
     return [{name: array.astype(np.int32) for name, array in batch.items()} for batch in drawn]
 
 
-def taken(run: Prepared) -> list[Any]:
-    """Losses, gradients, norms and parameters of two steps."""
-    trial = Trial(run)
-    return trial.run(trial.start(), batches())[1]
+@lru_cache
+def first_state(model: str, layers: int) -> Any:
+    """The state from which all meshes start, as one device initializes it."""
+    return jax.device_get(prepared(MODELS[model](layers), None).compile_init()())
 
 
 @lru_cache
 def on_one_device(model: str, layers: int) -> list[Any]:
-    return taken(prepared(MODELS[model](layers), None))
+    """Losses, gradients, norms and parameters of two steps."""
+    trial = Trial(prepared(MODELS[model](layers), None))
+    return trial.run(jax.device_put(first_state(model, layers)), batches())[1]
 
 
 def difference(run: Prepared, model: str, layers: int) -> float:
-    """The largest absolute difference of any number from one device's, where padded layers are zeros."""
+    """The largest absolute difference of any number from one device's; padded layers are compared with zeros."""
+
+    def place(x: np.ndarray, struct: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(padded(np.asarray(x), struct.shape), struct.sharding)
+
+    expected = on_one_device(model, layers)
+    state = jax.tree.map(place, first_state(model, layers), run.placement.structs)
+    _, results = Trial(run).run(state, batches())
     return max(
-        float(np.abs(np.asarray(mine) - padded(np.asarray(theirs), mine.shape)).max())
-        for a, b in zip(taken(run), on_one_device(model, layers), strict=True) for kind in KINDS
-        for mine, theirs in zip(getattr(a, kind).values(), getattr(b, kind).values(), strict=True)
+        float(np.abs(np.asarray(found) - padded(np.asarray(wanted), found.shape)).max())
+        for a, b in zip(results, expected, strict=True) for kind in KINDS
+        for found, wanted in zip(getattr(a, kind).values(), getattr(b, kind).values(), strict=True)
     )  # fmt: skip
 
 
 def padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """With zeros behind, where layers are padded."""
+    """`x` with zeros appended to each dim until it has `shape`."""
     grown = np.zeros(shape, x.dtype)
     grown[tuple(slice(0, size) for size in x.shape)] = x
     return grown

@@ -1,4 +1,4 @@
-"""A tiny decoder with random parameters, to generate from on any layout, and what the full forward says of it."""
+"""A tiny decoder with random parameters: its tokens and cached logits on any layout, and its logits without a cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MODELS: dict[str, Decoder] = {
     "llama_experts": Llama(**SIZES, experts=Experts(num=6, per_token=2, intermediate_size=12, balance="bias")),
     "gpt_tied": GPT(**SIZES, max_seq_len=32, tie_embeddings=True, dropout=0.1, remat="full"),
 }
-# Two key heads do not divide over four devices: there they are whole on each.
+# Two key heads cannot be sharded over four devices, so each device has both.
 LAYOUTS = {
     "one": ({}, ["replicated"]),
     "data2": ({"data": 2}, ["replicated"]),
@@ -60,17 +60,18 @@ MAX_TOKENS = 8
 
 @lru_cache
 def params(model: str) -> Any:
-    """Larger than those of training's start, so that greedy answers are no constant."""
+    """Larger than initial parameters, so that greedy decoding does not repeat one token."""
     drawn = nnx.to_pure_dict(nnx.state(MODELS[model].build(nnx.Rngs(0)), nnx.Param))
     return jax.tree.map(lambda x: 3 * np.asarray(x, np.float64), drawn)
 
 
 def decoding(model: str, layout: str, lowering: str, sampling: Sampling = Sampling(), **sizes: Any) -> Decoding:  # noqa: B008
-    """In float64, on the first devices that are here."""
+    """In float64, on as many devices as the layout needs."""
     axes, presets = LAYOUTS[layout]
     more = {"kv_heads": ()} if "gqa" in model and axes.get("tensor") == 4 else {}
-    mesh, rules = MeshLayout(**axes), AxisRules(preset=tuple(presets), **more)
-    mesh = mesh.build(jax.devices()[: mesh.requested()])
+    rules = AxisRules(preset=tuple(presets), **more)
+    sizes_of_axes = MeshLayout(**axes)
+    mesh = sizes_of_axes.build(jax.devices()[: sizes_of_axes.requested()])
     float64 = np.dtype("float64")
     sizes = {"num_rows": len(PROMPTS), "prompt_len": 6, "max_tokens": MAX_TOKENS} | sizes
     ctx = for_tokens(ParallelContext(mesh=mesh, rules=rules, manual=lowering == "manual", compute_dtype=float64))
@@ -93,27 +94,28 @@ def tokens(generator: Generator, prompts: Sequence[Sequence[int]] = PROMPTS) -> 
 
 
 def cached_logits(model: str, layout: str, lowering: str, rows: np.ndarray) -> np.ndarray:
-    """float64[prompts, MAX_TOKENS, vocab]: after as many tokens of a row as its prompt has, and each that follows."""
+    """float64[prompts, MAX_TOKENS, vocab]: the logits after each row's prompt, and after each further token."""
     decode = decoding(model, layout, lowering)
-    ours, cache = placed(params(model), structs(decode.params)), jax.tree.map(_zeros, structs(decode.cache))
+    arrays = placed(params(model), structs(decode.params))
+    cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(decode.cache))
     ends = np.array([len(prompt) for prompt in PROMPTS], np.int32)
-    every = np.broadcast_to(np.arange(6, dtype=np.int32), (len(rows), 6))
+    positions = np.broadcast_to(np.arange(6, dtype=np.int32), (len(rows), 6))
     extend = jax.jit(decode.logits)
-    logits, cache = extend(ours, _batch(rows[:, :6], every, ends - 1), cache)
+    logits, cache = extend(arrays, _batch(rows[:, :6], positions, ends - 1), cache)
     found = [logits]
     for turn in range(MAX_TOKENS - 1):
         at = (ends + turn)[:, None]
-        logits, cache = extend(ours, _batch(np.take_along_axis(rows, at, 1), at, np.zeros_like(ends)), cache)
+        logits, cache = extend(arrays, _batch(np.take_along_axis(rows, at, 1), at, np.zeros_like(ends)), cache)
         found.append(logits)
     return np.stack([np.asarray(x) for x in found], axis=1)[..., : SIZES["vocab_size"]]
 
 
 def full_logits(model: str, row: Sequence[int] | np.ndarray) -> np.ndarray:
     """float64[seq, vocab] of one sequence, in one forward without a cache, on one device."""
-    counted = np.arange(6 + MAX_TOKENS)[None]
-    tokens = np.zeros_like(counted)
+    positions = np.arange(6 + MAX_TOKENS)[None]
+    tokens = np.zeros_like(positions)
     tokens[0, : len(row)] = row
-    batch = _batch(tokens, counted, np.zeros(1)) | {"segments": np.int32(counted < len(row))}
+    batch = _batch(tokens, positions, np.zeros(1)) | {"segments": np.int32(positions < len(row))}
     return np.asarray(_forward(model)(params(model), batch))[0, : len(row), : SIZES["vocab_size"]]
 
 
@@ -126,7 +128,3 @@ def _forward(model: str) -> Any:
 def _batch(tokens: np.ndarray, positions: np.ndarray, last: np.ndarray) -> dict[str, np.ndarray]:
     batch = {"tokens": tokens, "positions": positions, "last": last, "rows": np.arange(len(tokens))}
     return {name: np.asarray(array, np.int32) for name, array in batch.items()}
-
-
-def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)

@@ -38,7 +38,7 @@ def write_tokenizer(path: Path, special: tuple[str, ...] = SPECIAL, vocab_size: 
 
 
 def write_sources(folder: Path) -> dict[str, Batching]:
-    """Name -> config; the tokens of each, but for the synthetic one, are those of `texts`."""
+    """Name -> config. Each source has the tokens of `texts`, except the synthetic one."""
     tokenizer = write_tokenizer(folder / "tokenizer.json")
     ids = [[*tokenizer.encode(text).tolist(), tokenizer.eos] for text in texts()]
     return {
@@ -50,7 +50,7 @@ def write_sources(folder: Path) -> dict[str, Batching]:
 
 
 def mixture(folder: Path, sources: dict[str, Batching]) -> Mixture:
-    """A mapped part, one that is in memory, and one in a cache."""
+    """A mixture of a memory-mapped source, a cached one and one in memory."""
     names = {"npy": 0.5, "jsonl": 0.3, "parquet": 0.2}
     parts = [{"weight": w, "data": sources[name].model_dump(exclude={"cache"})} for name, w in names.items()]
     parts[1]["data"]["cache"] = str(folder / "cache")
@@ -89,7 +89,8 @@ def _arrow(folder: Path, tokenizer: TokenizerFile, ids: list[list[int]]) -> dict
 
 
 def _numpy(folder: Path, tokenizer: TokenizerFile, ids: list[list[int]]) -> dict[str, Batching]:
-    """A vector with marks, a matrix with a document a row, and both in one archive."""
+    """A vector in which `bos` begins each document, the same vector as two arrays of an archive, and a matrix with a
+    document a row."""
     line = [token for document in ids for token in (tokenizer.bos, *document)]
     np.save(folder / "line.npy", np.array(line, np.uint16))
     np.savez(folder / "archive.npz", a=np.array(line[: line.index(0, 900)]), b=np.array(line[line.index(0, 900) :]))

@@ -23,6 +23,7 @@ from meshpar.cli import (  # noqa: F401
     explain,
     generate,
     inspect,
+    launch,
     new,
     plot,
     schedule,
@@ -30,7 +31,7 @@ from meshpar.cli import (  # noqa: F401
     train,
     verify,
 )
-from meshpar.cli.app import app
+from meshpar.cli.app import app, leave
 from meshpar.errors import MeshparError, excerpt, printable
 from meshpar.interop import user_code
 
@@ -82,5 +83,8 @@ def main() -> None:
 
 def _end(text: str, code: int = 2) -> None:
     """Prints an error and exits. Control characters, which a config may contain, are escaped."""
+    jax = sys.modules.get("jax")  # a verb that failed before it needed JAX did not import it
+    if jax and jax.distributed.is_initialized():
+        leave(code, printable(text))  # at a normal exit JAX waits for the other processes
     typer.echo(f"meshpar: {printable(text)}", err=True)
     sys.exit(code)

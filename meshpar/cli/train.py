@@ -39,6 +39,7 @@ def train(
     """
     from meshpar.experiment import actions
     from meshpar.experiment.config import load, simulate
+    from meshpar.mesh.join import join
     from meshpar.train.loop.signals import Interrupted
 
     loaded = load(config, overrides or [])
@@ -48,6 +49,7 @@ def train(
         with writing("--profile", profile, "made"):
             profile.mkdir(parents=True, exist_ok=True)
         check_folder("--profile", profile, profile)
+    join()
     simulate(loaded, devices)
     use_cache(no_cache)
     try:

@@ -221,9 +221,9 @@ _scattered.defvjp(_scattered_forward, _scattered_backward, symbolic_zeros=True)
 
 
 def _primals(*operands: Any) -> tuple[Operands, tuple[tuple[()] | None, ...]]:
-    """The values of operands; and for each () if it has a gradient, else None, as residuals have to be trees of arrays.
+    """The values of the operands, and for each operand `()` if its gradient is needed, else None.
 
-    Frozen weights have none: their gradients would be sent for nothing.
+    Residuals have to be trees of arrays, hence no bool. Frozen weights need no gradient: it would be sent for nothing.
     """
     values = tuple(x.value for x in operands)
     return values, tuple(() if x.perturbed else None for x in operands)

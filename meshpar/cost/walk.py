@@ -1,9 +1,9 @@
 """Walks the equations of a traced program, and counts how often one call of the program runs each.
 
 The body of a loop runs as often as the loop's length says, a kernel as often as its grid has cells; a kernel whose
-operations are declared is not entered. A branch of a pipeline counts as often as its schedule takes it, every other
-branch as taken. Equations that no output depends on are
-left out, because compilers remove them.
+operations are declared is not entered. A branch of a pipeline counts as often as its schedule takes it; every other
+branch counts as if it were always taken. Equations that no output depends on are left out, because compilers remove
+them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -25,6 +26,8 @@ from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import beyond
 from meshpar.inspection.findings.planned import planned_by
 from meshpar.inspection.inspect import Inspection, axes_name
+from meshpar.inspection.program.hlo import Collective as Sent
+from meshpar.inspection.program.hlo import collectives_of
 from meshpar.models.contract import Vocabulary
 from meshpar.nn.lora import is_lora
 from meshpar.nn.supported import check_supported
@@ -131,20 +134,36 @@ class Prepared(Training):
         found = inspection.inspect(step.compiled, self.mesh, warnings=step.warnings, planned=planned)
         layers = self.run.model.layer_stack()
         passes = (layers.num_layers if layers else 1) * self.ctx.num_passes
-        if self.ctx.manual:
-            states = self.states.on_device
-            traced = traffic(self.collectives(step.program.jaxpr)) if self._is_countable else None
-        else:
-            states = None
-            traced = self.traced_bytes
+        traced = self._traced_bytes_of(step) if self.ctx.manual else self.traced_bytes
         if self.run.contract:
             problems = self.run.contract.check(found, traced, passes)
             problems.raise_any(ContractError, "the compiled step breaks its contract:")
-        if states and traced is not None and (more := beyond(found, traced)):
-            text = "\n".join(["the compiled step sends more than the traced step says:", *map(str, more.found)])
-            warnings.warn(text, ContractWarning, stacklevel=2)
+        if self.ctx.manual and traced is not None:
+            _warn_beyond(found.collectives, traced)
         by_axes = {axes_name(axes): round(num_bytes) for axes, num_bytes in (traced or {}).items()}
+        states = self.states.on_device if self.ctx.manual else None
         return replace(found, traced=by_axes or None, model_states=states, selected=self.selected)
+
+    def compare(self, step: Step) -> None:
+        """Compares what a compiled step sends with its traced step, as `inspect` does, and reads nothing else.
+
+        Raises:
+          ProgramError: lists every collective that could not be counted.
+
+        Warns:
+          ContractWarning: the compiled step sends more than the traced one.
+        """
+        if self.ctx.manual and (traced := self._traced_bytes_of(step)) is not None:
+            _warn_beyond(collectives_of(step.compiled, self.mesh), traced)
+
+    def _traced_bytes_of(self, step: Step) -> Traffic | None:
+        return traffic(self.collectives(step.program.jaxpr)) if self._is_countable else None
+
+
+def _warn_beyond(collectives: Sequence[Sent], traced: Traffic) -> None:
+    if more := beyond(collectives, traced):
+        text = "\n".join(["the compiled step sends more than the traced step says:", *map(str, more.found)])
+        warnings.warn(text, ContractWarning, stacklevel=3)
 
 
 def prepare(run: Run, mesh: AnyMesh | None = None, abstract_platform: str = "cpu") -> Prepared:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -92,7 +92,7 @@ class Contract(Config):
                 _check_kind(f"contract.{kind}", allowed, found, layer_passes, problems)
         for names, text in self.bytes_per_axis.items():
             form = None if traced is None else traced.get(_axes(names), Fraction(0))
-            _check_bytes(f"contract.bytes_per_axis.{names}", inspection, _axes(names), text, form, problems)
+            _check_bytes(f"contract.bytes_per_axis.{names}", inspection.collectives, _axes(names), text, form, problems)
         total = inspection.memory.total
         if self.peak_bytes is not None and total > _limit(self.peak_bytes, None):
             largest = sorted(inspection.largest, key=lambda held: held.num_bytes, reverse=True)
@@ -102,12 +102,12 @@ class Contract(Config):
         return problems
 
 
-def beyond(inspection: Inspection, traced: Traffic) -> Problems:
+def beyond(collectives: Sequence[Collective], traced: Traffic) -> Problems:
     """The axes over which a compiled program sends more bytes than the traced one names."""
     problems = Problems()
-    for axes in dict.fromkeys(one.axes for one in inspection.collectives):
+    for axes in dict.fromkeys(one.axes for one in collectives):
         form = traced.get(axes or (), Fraction(0))
-        _check_bytes(f"over {axes_name(axes)}", inspection, axes, "traced", form, problems)
+        _check_bytes(f"over {axes_name(axes)}", collectives, axes, "traced", form, problems)
     return problems
 
 
@@ -133,14 +133,15 @@ def _check_kind(where: str, allowed: Allowed, found: list[Collective], layer_pas
 
 
 def _check_bytes(
-    where: str, inspection: Inspection, axes: Axes | None, text: str | int, form: Fraction | None, problems: Problems
-) -> None:
+    where: str, collectives: Sequence[Collective], axes: Axes | None, text: str | int, form: Fraction | None,
+    problems: Problems,
+) -> None:  # fmt: skip
     is_traced = _BY_TRACE.match(str(text))
     if form is None and is_traced:
         what = "the traced bytes of this step are unknown, because GSPMD chooses its collectives"
         problems.add(where, what, "set a number of bytes, such as 40MiB")
         return
-    found = [one for one in inspection.collectives if one.axes == axes]
+    found = [one for one in collectives if one.axes == axes]
     sent = total_sent_bytes(found)
     limit = _limit(text, form)
     if sent > limit:

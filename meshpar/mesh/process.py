@@ -9,7 +9,7 @@ from contextlib import suppress
 import jax
 
 from meshpar.errors import MeshError
-from meshpar.mesh import compilation_cache, driver
+from meshpar.mesh import compilation_cache, driver, join
 
 logging.getLogger("jax._src.xla_bridge").addFilter(driver.is_relevant)
 
@@ -28,11 +28,13 @@ def simulate(num_devices: int) -> None:
     On a loaded machine a simulated device may wait long for its peers, so the time-out of collectives is raised from 40
     seconds to 10 minutes, unless XLA_FLAGS sets it.
 
+    Several processes that are joined share them.
+
     Raises:
-      MeshError: JAX has started already, with another number of CPU devices.
+      MeshError: JAX has started already, with another number of CPU devices; or the processes cannot share them evenly.
     """
     try:
-        _configure(num_devices)
+        _configure(join.share(num_devices))
     except RuntimeError:
         if jax.default_backend() == "cpu" and jax.device_count() != num_devices:
             raise MeshError(f"{_started()}, and cannot simulate {num_devices} now: {_earlier(num_devices)}") from None
@@ -87,32 +89,6 @@ def _started() -> str:
 
 def _earlier(n: int) -> str:
     return f"request {n} before JAX starts: meshpar.simulate({n}), --devices {n} or JAX_NUM_CPU_DEVICES={n}"
-
-
-_TASKS = {
-    "Slurm": (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "srun -n1"),
-    "Open MPI": (("OMPI_COMM_WORLD_SIZE",), "mpirun -n 1"),
-    "MPI": (("PMI_SIZE",), "mpirun -n 1"),
-}
-"""Launcher -> variables with its number of processes, the most exact one first; and the command that starts one."""
-
-
-def check_joined() -> None:
-    """Refuses processes that a launcher started but that are not joined: each would train alone, in the same run_dir.
-
-    Raises:
-      MeshError: there are several processes, and `jax.distributed.initialize` was not called.
-    """
-    if jax.distributed.is_initialized():
-        return
-    for launcher, (variables, alone) in _TASKS.items():
-        variable = next((variable for variable in variables if variable in os.environ), "")
-        count = os.environ.get(variable, "")
-        if count.isdecimal() and int(count) > 1:
-            what = f"{launcher} started {count} processes ({variable}={count}), and they are not joined"
-            why = "each would be a run of its own in the same run_dir"
-            fix = f"start one ({alone}), or call jax.distributed.initialize() before meshpar.fit"
-            raise MeshError(f"{what}: {why}; {fix}")
 
 
 def compile_only() -> None:

@@ -84,7 +84,7 @@ class AxisRules(Config):
     """When a parameter that is sharded over a batch axis is gathered: 1 after the update (only its optimizer state
     is sharded); 2 once a step; 3 in each layer, and again in the backward. Default: the preset's, or 3."""
 
-    if TYPE_CHECKING:  # that the other keys are rules, which pydantic alone knows
+    if TYPE_CHECKING:  # type checkers do not know that the other keys are rules
 
         def __init__(
             self,

@@ -99,7 +99,7 @@ def gradients(
         check_names(sums.metrics)
         loss, count, metrics = data.summed(sums.sums)
         divisor = jnp.where(count > 0, count, jnp.ones_like(count))  # weights may sum to less than 1
-        # Of the sums: so the division is one operation with the optimizer's first on each gradient.
+        # The norm of the sums: the compiler then fuses the division with the optimizer's first operation.
         norm = data.global_norm(grads, trained)
         loss, metrics, grads, norm = jax.tree.map(lambda x: x / divisor.astype(x.dtype), (loss, metrics, grads, norm))
         next_carried = sums.carried

@@ -27,7 +27,7 @@ MASKS = re.compile("mask|weight|valid|padding|segments", re.IGNORECASE)
 RECORDED = (
     "kind", "step", "loss", "grad_norm", "tokens", "skipped", "lr", "step_s", "tokens_per_s", "data_wait", "mfu",
 )  # fmt: skip
-"""What a step, and its record, call their own values."""
+"""The names of the values that a step and its record report themselves: no metric may have one of them."""
 
 Batch = dict[str, jax.Array]
 TEACHER = "teacher"

@@ -24,8 +24,11 @@ from meshpar.tree import flatten_with_paths
 Batches = Sequence[dict[str, np.ndarray]]
 Arrays = dict[str, np.ndarray]
 
-# The programs are tiny: optimizing them takes longer than it saves.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# The programs are tiny: optimizing them takes longer than it saves. The older emitters of fusions, which jax 0.10 has,
+# take a third of the time to compile.
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+if jax.__version_info__ < (0, 11):
+    QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
 @dataclass(frozen=True)

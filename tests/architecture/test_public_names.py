@@ -21,7 +21,7 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "index.md"
 
 
 def is_documented(name: str, value: object) -> bool:
-    """Whether somebody wrote a docstring: dataclasses make one of their fields, and a subpackage is not the name."""
+    """Whether a docstring was written: dataclasses generate one, and a module of the same name does not count."""
     return not inspect.ismodule(value) and not (value.__doc__ or f"{name}(").startswith(f"{name}(")
 
 
@@ -49,7 +49,7 @@ def test_the_reference_lists_exactly_the_public_names():
 
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_the_reference_lists_exactly_the_public_names_of_a_namespace(name):
-    """Whatever else was imported: a module of the same name would take a name's place."""
+    """All submodules are imported first: one of the same name would replace a public name."""
     public = NAMESPACES[name]
     for module in pkgutil.iter_modules(getattr(public, "__path__", [])):
         importlib.import_module(f"{public.__name__}.{module.name}")
@@ -59,7 +59,7 @@ def test_the_reference_lists_exactly_the_public_names_of_a_namespace(name):
     assert all(is_documented(name, getattr(public, name)) for name in public.__all__)
 
 
-def test_the_namespaces_are_the_modules_that_are_meant():
+def test_only_the_intended_modules_are_public_namespaces():
     assert set(NAMESPACES) == {"attention", "collectives", "convert", "data", "loggers", "models", "optim", "pipeline"}
 
 
@@ -78,7 +78,7 @@ def test_control_a_config_that_no_run_holds_is_not_public():
 
 
 def test_nothing_that_needs_jax_or_pydantic_is_imported_before_it_is_used():
-    """Nor with the namespaces' names at hand, as an editor lists them."""
+    """Listing the public names, as an editor does, imports neither."""
     code = "import sys, meshpar; dir(meshpar); sys.exit(bool({'jax', 'pydantic', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     control = code.replace("dir(meshpar)", "meshpar.optim.AdamW")

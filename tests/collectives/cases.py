@@ -1,4 +1,4 @@
-"""What each operation means, as lists of blocks in NumPy, and one case of the sweep: forward and transpose.
+"""The result of each collective on lists of NumPy blocks; programs and their transposes are compared with it.
 
 JAX_NUM_CPU_DEVICES=9 python -m tests.collectives.cases     # the whole sweep, groups of 2 to 9
 """
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 def reference(operation: str, xs: list[np.ndarray], root: int) -> list[np.ndarray]:
-    """The arrays of all ranks afterwards."""
+    """The array of each rank after the operation."""
     n = len(xs)
     whole = sum(xs[1:], xs[0])
     zeros = [np.zeros_like(x) for x in xs]
@@ -92,17 +92,17 @@ def check(case: Case) -> None:
     compare(case, TRANSPOSED[case.operation], grad, back)
 
 
-def compare(case: Case, operation: str, given: np.ndarray, got: Any) -> None:
-    given = np.asarray(given, "float64").reshape(*case.mesh, *given.shape[1:])
-    got = np.asarray(got, "float64").reshape(*case.mesh, *got.shape[1:])
+def compare(case: Case, operation: str, inputs: np.ndarray, outputs: Any) -> None:
+    inputs = np.asarray(inputs, "float64").reshape(*case.mesh, *inputs.shape[1:])
+    outputs = np.asarray(outputs, "float64").reshape(*case.mesh, *outputs.shape[1:])
     for ranks in groups(case):
-        expected = reference(operation, [given[place] for place in ranks], case.root)
+        expected = reference(operation, [inputs[place] for place in ranks], case.root)
         for rank, place in enumerate(ranks):
-            np.testing.assert_array_equal(got[place], expected[rank], f"{case} {operation}, rank {rank}")
+            np.testing.assert_array_equal(outputs[place], expected[rank], f"{case} {operation}, rank {rank}")
 
 
 def groups(case: Case) -> list[list[tuple[int, ...]]]:
-    """Places in the mesh, rank by rank: the first of the axes varies slowest."""
+    """The groups of a mesh, each a list of its ranks' coordinates: the first of the axes varies slowest."""
     sizes = dict(zip("abc", case.mesh, strict=False))
     others = [name for name in sizes if name not in case.axes]
 
@@ -131,7 +131,7 @@ def cases(draw: Any) -> Case:
 
 
 def sweep(num_examples: int) -> None:
-    """As many random cases."""
+    """Checks `num_examples` random cases."""
 
     @settings(max_examples=num_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(cases())

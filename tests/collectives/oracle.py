@@ -1,6 +1,6 @@
-"""The formulas of what collectives send, as the tables and the papers state them.
+"""The bytes that collectives send, by the formulas of the tables and the papers.
 
-An oracle for traced and compiled programs. It knows the tables (`plan`), which tests of their own hold to the
+An oracle for traced and compiled programs. It reads the tables (`plan`), which their own tests compare with the
 textbooks, and the bits of each code; it runs and traces nothing.
 """
 
@@ -44,7 +44,7 @@ class Message(NamedTuple):
 
 
 def sent(messages: Iterable[Message], axes: Axes, sizes: Sizes, algorithm: Choice = "auto") -> Sent:
-    """What a device sends in some collectives over `axes`.
+    """The bytes that a device sends in `messages` over `axes`.
 
     >>> sent([Message("all_reduce", 100, 4)], ("data",), {"data": 8})
     {('data',): Fraction(728, 1)}
@@ -63,12 +63,12 @@ def sent(messages: Iterable[Message], axes: Axes, sizes: Sizes, algorithm: Choic
 
 
 def ranks_of(axes: Axes, sizes: Sizes) -> int:
-    """n, of a group along `axes`."""
+    """The number of ranks in a group along `axes`."""
     return math.prod(sizes[axis] for axis in axes)
 
 
 def part_bytes(code: Int8 | Float8 | OneBit, size: int, num_ranks: int) -> int:
-    """Bytes of a rank's part of so many elements: whole blocks, each with a float32 scale.
+    """Bytes of a rank's part of `size` elements: whole blocks, each with a float32 scale.
 
     >>> part_bytes(Int8(), 4000, 4), part_bytes(OneBit(block=64), 4000, 4)
     (1040, 192)
@@ -78,7 +78,7 @@ def part_bytes(code: Int8 | Float8 | OneBit, size: int, num_ranks: int) -> int:
 
 
 def all_reduce_messages(code: Int8 | Float8 | OneBit | PowerSGD, shape: Sequence[int], num_ranks: int) -> list[Message]:
-    """A sum of blocks sends each rank its part of all others, then all parts; PowerSGD sums two thin matrices."""
+    """A coded sum exchanges parts and gathers the summed parts; PowerSGD sums two thin matrices."""
     if isinstance(code, PowerSGD):
         rows = math.prod(shape[:-1])
         columns = shape[-1]
@@ -89,13 +89,13 @@ def all_reduce_messages(code: Int8 | Float8 | OneBit | PowerSGD, shape: Sequence
 
 
 def scatter_sent(of: Reduce, size: int, width: int, axes: Axes, sizes: Sizes) -> Sent:
-    """What a device sends in `Reduce.scatter` of so many elements."""
+    """The bytes that a device sends in `Reduce.scatter` of `size` elements."""
     message = _within_message(of.within, "reduce_scatter", size, width, ranks_of(axes, sizes))
     return sent([message], axes, sizes, of.algorithm)
 
 
 def sum_sent(of: Reduce, shape: tuple[int, ...], width: int, inside: Axes, slow: Axes, sizes: Sizes) -> Sent:
-    """What a device sends in `Reduce.sum` of a bucket: scattered inside a slice, summed across, gathered inside."""
+    """The bytes that a device sends in `Reduce.sum` of a bucket: scatter inside a slice, sum across, gather inside."""
     if isinstance(of.across, PowerSGD) or not inside:
         return _across_sent(of, shape, width, inside + slow, sizes)
     num_ranks = ranks_of(inside, sizes)
@@ -108,7 +108,7 @@ def sum_sent(of: Reduce, shape: tuple[int, ...], width: int, inside: Axes, slow:
 
 
 def bucket_shapes(shapes: Sequence[tuple[int, ...]], of: Reduce, width: int) -> list[tuple[int, ...]]:
-    """The shapes of the buckets of one stream, in whatever order it is."""
+    """The shapes of the buckets of one stream, which do not depend on the order of its arrays."""
     if isinstance(of.across, PowerSGD):
         return list(shapes)
     total = sum(map(math.prod, shapes))

@@ -18,18 +18,18 @@ from meshpar.collectives import all_reduce
 
 
 def by_hand(x: jax.Array) -> jax.Array:
-    """What one writes by hand: a running sum goes around, and then each finished chunk."""
+    """A ring all-reduce by hand: partial sums go round the ring, and then the finished chunks do."""
     n = lax.axis_size("x")
     rank = lax.axis_index("x")
     right = [(i, (i + 1) % n) for i in range(n)]
     chunks = x.reshape(n, -1)
 
-    def take(i):
+    def chunk(i):
         return lax.dynamic_index_in_dim(chunks, i % n, keepdims=False)
 
-    total = take(rank)
+    total = chunk(rank)
     for turn in range(1, n):
-        total = lax.ppermute(total, "x", right) + take(rank - turn)
+        total = lax.ppermute(total, "x", right) + chunk(rank - turn)
     whole = jnp.zeros_like(chunks)
     for turn in range(n):
         whole = lax.dynamic_update_index_in_dim(whole, total, (rank + 1 - turn) % n, 0)
@@ -38,7 +38,7 @@ def by_hand(x: jax.Array) -> jax.Array:
 
 
 def ratio(num_floats: int, num_turns: int) -> float:
-    """The executor's median time over that of `by_hand`, measured in turn."""
+    """The executor's median time over that of `by_hand`; the two run alternately."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(jnp.ones((8, num_floats)), jax.NamedSharding(mesh, P("x")))
     ring = partial(all_reduce, axes="x", algorithm="ring")

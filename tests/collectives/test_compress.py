@@ -59,44 +59,44 @@ def error(code, x, num_steps=1) -> float:
     return float(np.linalg.norm(summed(code, x, num_steps) - exact) / np.linalg.norm(exact))
 
 
-# The largest of a block of Gaussians is about 2.8: int8 has steps of 2.8/127, and is off by 1/sqrt(12) of one.
+# The largest element of a block of Gaussians is about 2.8: an int8 step is 2.8/127, and its error 1/sqrt(12) of that.
 BOUNDS = {"int8": 0.011, "int8_stochastic": 0.02, "fp8": 0.05, "fp8_stochastic": 0.1, "onebit": 1.0, "powersgd": 1.0}
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_a_sum_is_as_near_as_its_rounding(name):
+def test_the_error_of_a_compressed_sum_is_that_of_its_rounding(name):
     assert error(CODES[name], arrays(37, 21)) < BOUNDS[name]
 
 
 @pytest.mark.parametrize(("name", "left"), [("int8", 0.1), ("fp8", 0.1), ("onebit", 0.4)])
-def test_with_error_feedback_the_mean_of_many_sums_grows_exact_and_without_it_does_not(name, left):
-    """The same array again and again: what one step lost the next has, and the error of the mean falls as 1/T."""
+def test_error_feedback_makes_the_mean_of_many_sums_more_exact(name, left):
+    """One array is summed 16 times: each step adds what the last one lost, so the error of the mean falls as 1/T."""
     x = arrays(500)
     with_, without = (CODES[name].model_copy(update={"error_feedback": feedback}) for feedback in (True, False))
     assert error(with_, x, 16) < left * error(without, x, 16)
 
 
 def test_powersgds_error_vanishes_for_a_matrix_of_its_rank():
-    x = jnp.einsum("ni,nj->nij", arrays(24, seed=1), arrays(24, seed=2))  # rank 4 in all
+    x = jnp.einsum("ni,nj->nij", arrays(24, seed=1), arrays(24, seed=2))  # the sum has rank 4
     assert error(PowerSGD(rank=4), x, 1) < 1e-4
     assert error(PowerSGD(rank=1, error_feedback=False), x, 8) > 0.2
 
 
-def test_stochastic_rounding_is_right_in_the_mean():
+def test_stochastic_rounding_is_unbiased():
     x = jnp.full((N, 1 << 16), 0.3).at[:, ::256].set(1.0)
 
-    def off(code):
+    def bias(code):
         return abs(np.delete(summed(code, x), np.s_[::256]).mean() - N * 0.3)
 
-    assert off(Int8(rounding="stochastic")) < 1e-3 < off(Int8())
-    assert off(Float8(rounding="stochastic")) < 1e-3 < off(Float8())
+    assert bias(Int8(rounding="stochastic")) < 1e-3 < bias(Int8())
+    assert bias(Float8(rounding="stochastic")) < 1e-3 < bias(Float8())
     without_key = on(lambda x: Int8(rounding="stochastic").all_reduce(x, AXIS)[0])
     with pytest.raises(TypeError, match="needs a key"):
         without_key.lower(x)
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_reduce_scatter_and_all_gather_of_blocks(name):
+def test_coded_reduce_scatter_and_all_gather_are_exact_up_to_rounding(name):
     code = CODES[name]
     x = arrays(8, 33)
     scattered = on(lambda x: code.reduce_scatter(x[0], AXIS), PARTS)(x)
@@ -107,7 +107,7 @@ def test_reduce_scatter_and_all_gather_of_blocks(name):
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "onebit", "powersgd"])
-def test_what_is_not_finite_stays_so(name):
+def test_the_sum_of_an_element_that_is_not_finite_is_not_finite(name):
     for bad in (jnp.nan, jnp.inf):
         assert not np.isfinite(summed(CODES[name], arrays(600).at[1, 3].set(bad))).all()
 
@@ -137,7 +137,7 @@ def test_the_traced_and_the_compiled_program_send_the_closed_form(name, size):
     assert sent(lambda x: code.all_reduce(x, AXIS, key=jax.random.key(0))[0], size) == closed_form(code, size)
 
 
-def test_another_code_does_not_send_it():
+def test_control_another_block_size_sends_other_bytes():
     assert sent(lambda x: Int8(block=64).all_reduce(x, AXIS)[0], 4000) != closed_form(Int8(), 4000)
     assert sent(lambda x: OneBit(block=64).all_reduce(x, AXIS)[0], 4000) != closed_form(Int8(block=64), 4000)
 

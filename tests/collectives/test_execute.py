@@ -21,16 +21,16 @@ AUTO = jax.sharding.AxisType.Auto
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
-def test_each_algorithm_of_each_operation_and_its_transpose(operation, algorithm):
+def test_each_algorithm_and_its_transpose_equal_the_reference(operation, algorithm):
     check(Case(operation, algorithm, (5,), ("a",), "float32", (3, 2), 2 if operation in ROOTED else 0))
 
 
-def test_a_sample_of_groups_axes_dtypes_and_shapes():
+def test_a_sample_of_groups_axes_dtypes_and_shapes_equals_the_reference():
     sweep(20)
 
 
 @pytest.mark.slow
-def test_every_algorithm_on_every_number_of_devices():
+def test_every_algorithm_on_every_number_of_devices_equals_the_reference():
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "9", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.collectives.cases"], env=environment, capture_output=True, text=True
@@ -38,7 +38,7 @@ def test_every_algorithm_on_every_number_of_devices():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_a_wrong_result_is_seen():
+def test_control_a_wrong_result_is_seen():
     x = np.arange(12.0).reshape(3, 4)
     compare(Case("all_reduce", "ring", (3,), ("a",), "float32", (4,)), "all_reduce", x, np.tile(x.sum(0), (3, 1)))
     with pytest.raises(AssertionError, match="all_reduce, rank 0"):
@@ -64,14 +64,14 @@ def test_a_group_of_one_compiles_to_nothing(operation, algorithm):
     }, text  # fmt: skip
 
 
-def test_a_sum_is_the_same_everywhere_and_typed_so():
+def test_a_sum_is_typed_as_replicated_and_a_gathered_array_as_varying():
     on(4, lambda x: collectives.all_reduce(x, "a", algorithm="tree"), jnp.ones((4, 3)))
     with pytest.raises(ValueError, match="out_specs"):
         on(4, lambda x: collectives.all_gather(x, "a", algorithm="ring"), jnp.ones((4, 3)))
 
 
 def test_the_gradient_of_a_sum_equals_that_of_psum():
-    """Against `lax.psum`, in a loss that every device has whole: a missing or doubled reduction is 4 times off."""
+    """The loss is replicated: a missing or doubled reduction would change the gradient by a factor of 4."""
 
     def gradient(psum):
         def body(x):
@@ -106,5 +106,5 @@ def test_a_dim_or_a_plan_that_does_not_fit_the_group_is_an_error():
 
 
 @pytest.mark.slow
-def test_the_table_costs_no_more_than_a_ring_by_hand():
+def test_the_executor_is_at_most_5_percent_slower_than_a_ring_by_hand():
     assert ratio(1 << 18, 40) <= 1.05

@@ -1,4 +1,4 @@
-"""Sums over several levels of network, and the ragged all-to-all."""
+"""Sums over several levels of the network, and the ragged all-to-all."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ THREE = ("chip", "slice", "pod")
 
 
 @pytest.mark.parametrize("levels", [TWO, THREE], ids=["two", "three"])
-def test_a_sum_over_levels_and_its_gradient(levels):
+def test_a_sum_over_levels_and_its_gradient_are_exact(levels):
     x = jnp.arange(8 * 15.0).reshape(8, 5, 3)
     np.testing.assert_array_equal(program(levels)(x), x.sum(0))
     grad = jax.grad(lambda x: (program(levels)(x) ** 2).sum())(x)
     np.testing.assert_array_equal(grad, jnp.broadcast_to(2 * x.sum(0), x.shape))
 
 
-def test_bytes_inside_and_across():
+def test_a_sum_over_levels_sends_the_closed_form_inside_and_across():
     """g = 4 chips of two axes inside, k = 2 across: 2(g-1)/g S, and 2(k-1)/k S/g."""
     mesh = levels_mesh()
     num_bytes = 4 * 1024
@@ -50,7 +50,7 @@ def test_bytes_inside_and_across():
     assert across == 2 * Fraction(1, 2) * num_bytes / 4
     assert total_sent_bytes(found) - across == 2 * Fraction(3, 4) * num_bytes
     flat = collectives_of(program((("pod", "slice", "chip"),)).lower(jnp.ones((8, 1024))).compile(), mesh)
-    crossing = sum(one.times * one.sent_bytes for one in flat if "pod" in one.axes)
+    crossing = sum(collective.times * collective.sent_bytes for collective in flat if "pod" in collective.axes)
     assert crossing > 2 * across, "a ring over all of them sends more across"
 
 
@@ -61,12 +61,12 @@ ROWS = 20
 
 
 def sizes(seed):
-    """int[from, to]: how many rows each rank sends to each; none, too."""
+    """int[from, to]: how many rows each rank sends to each, sometimes none."""
     return np.random.default_rng(seed).integers(0, 5, (RANKS, RANKS))
 
 
 def ragged(call, operand, output, sent):
-    """Each rank's operand is ordered by the ranks to which rows go, its output by those from which rows come."""
+    """Each rank's operand is ordered by the targets of its rows, its output by the sources of its rows."""
     received = sent.T
     tables = [np.cumsum(sent, 1) - sent, sent, (np.cumsum(received, 1) - received).T, received]
     mesh = jax.make_mesh((RANKS,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
@@ -88,14 +88,14 @@ def expected(operand, output, sent):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_arrive_and_the_rest_stays(seed):
+def test_ragged_rows_arrive_and_the_rest_of_the_output_stays(seed):
     sent = sizes(seed)
     operand, output = np.random.default_rng(seed).standard_normal((2, RANKS, ROWS, 2)).astype("f")
     run = ragged(ragged_all_to_all, operand, output, sent)
     np.testing.assert_array_equal(run(operand, output), expected(operand, output, sent))
 
 
-def test_the_gradient_brings_them_back():
+def test_the_gradient_of_a_ragged_exchange_returns_rows_to_their_sources():
     sent = sizes(0)
     operand, output = jnp.ones((2, RANKS, ROWS, 2))
     weights = np.random.default_rng(1).standard_normal((RANKS, ROWS, 2)).astype("f")
@@ -108,11 +108,11 @@ def test_the_gradient_brings_them_back():
             start = sent[rank, :to].sum()
             back[rank, start : start + sent[rank, to]] = rows[rank]
     np.testing.assert_allclose(to_operand, back, rtol=1e-6)
-    kept = np.arange(ROWS)[None, :, None] >= sent.sum(0)[:, None, None]
-    np.testing.assert_allclose(to_output, np.where(kept, weights, 0))
+    untouched = np.arange(ROWS)[None, :, None] >= sent.sum(0)[:, None, None]
+    np.testing.assert_allclose(to_output, np.where(untouched, weights, 0))
 
 
-def test_a_backend_that_has_it_gets_its_own():
+def test_only_a_backend_with_a_ragged_all_to_all_gets_it():
     """The program for a GPU holds XLA's operation, that for a CPU does not."""
     sent = sizes(0)
     mesh = jax.make_mesh((RANKS,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])

@@ -1,4 +1,4 @@
-"""Collective matmul: against whole products, in float64; and the compiled program's hops against the closed form."""
+"""Collective matmuls equal whole products in float64, and their compiled programs make the hops of the closed form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshpar.mesh.varying import varying
 
 P = PartitionSpec
 WAYS = {"ring": False, "bidirectional": True}
-# Sizes on each device; B is the global size.
+# Sizes of a shard; the global sizes are n times these.
 B = 2
 S = 3
 D = 2
@@ -40,7 +40,7 @@ def sequence_sharded(ring, x, up, gate, down):
 
 
 def weights_stored(ring, x, up, gate, down):
-    """The same with x[B_t, S, D], up[D_t, M], gate[D, M_t], down[M, D_t]: the first is contracted as it comes."""
+    """The same with x[B_t, S, D], up[D_t, M], gate[D, M_t], down[M, D_t]: `up` is contracted as it arrives."""
     (h,) = all_gather_matmul("dm,bsd->bsm", up, [x], ring, dim="d")
     (g,) = all_gather_matmul("dm,bsd->bsm", gate, [x], ring, dim="m")
     return all_gather_matmul("md,bsm->bsd", down, [jnp.sin(h) * g], ring, dim="d")[0]
@@ -71,7 +71,7 @@ def value_and_gradients(f):
 
 
 def difference(n, way, block=sequence_sharded, unrolled=8):
-    """The largest difference of any number, forward or backward, to products of whole arrays."""
+    """The largest difference of a result or a gradient from products of whole arrays."""
     with jax.enable_x64(True):
         args = arguments(n)
         got = jax.jit(value_and_gradients(on(mesh_of(n), block, Ring(("tensor",), WAYS[way], unrolled))))(*args)
@@ -89,16 +89,16 @@ CASES = [
 
 
 @pytest.mark.parametrize(("block", "n", "way", "form"), CASES)
-def test_equal_to_products_of_whole_arrays(block, n, way, form):
+def test_a_collective_matmul_equals_the_product_of_whole_arrays(block, n, way, form):
     assert difference(n, way, block, unrolled=1 if form == "scanned" else 8) < 1e-10
 
 
 @pytest.mark.parametrize("shift", [2, -1])
-def test_chunks_that_go_another_way_are_seen(shift, monkeypatch):
-    """Negative control: hops of another length, or backwards, bring another device's chunk than is thought.
+def test_control_chunks_that_go_another_way_change_the_result(shift, monkeypatch):
+    """With hops of another length or direction, another device's chunk arrives.
 
-    In a gather followed by a scatter the two errors cancel; five devices are in no other test, so that no trace is
-    found in a cache.
+    In a gather followed by a scatter the two errors would cancel. No other test has five devices, so that no cached
+    trace hides the fault.
     """
     send = Ring.send
 
@@ -111,7 +111,7 @@ def test_chunks_that_go_another_way_are_seen(shift, monkeypatch):
 
 @pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")])
 def test_the_axes_of_a_ring_may_be_in_any_order(axes):
-    """The chunks of a gather are seen with the ranks of their devices, which count along the axes as they are given."""
+    """`gather` passes each chunk with its device's rank, counted along the axes in the given order."""
     mesh = jax.make_mesh((2, 3), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:6])
 
     def local(x):
@@ -125,7 +125,7 @@ def test_the_axes_of_a_ring_may_be_in_any_order(axes):
     np.testing.assert_array_equal(seen.reshape(6, 6), np.tile(np.arange(6.0), (6, 1)))
 
 
-def test_it_can_be_differentiated_twice():
+def test_a_collective_matmul_can_be_differentiated_twice():
     mesh = mesh_of(2)
     ring = Ring(("tensor",))
     with jax.enable_x64(True):
@@ -137,7 +137,7 @@ def test_it_can_be_differentiated_twice():
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
 
 
-# What it sends --------------------------------------------------------------------------------------------------
+# Communication --------------------------------------------------------------------------------------------------
 
 
 def traced(n, way, unrolled=8, gradients=False):
@@ -151,17 +151,19 @@ def compiled(n, way, unrolled=8, gradients=False):
 
 def hops(found):
     """Distance of a permute's hop round the ring -> how often it is made."""
-    permutes = [one for one in found if one.kind == "collective_permute"]
-    shifts = [((one.groups[0][1] - one.groups[0][0]) % len(one.groups), one.times) for one in permutes]
+    permutes = [permute for permute in found if permute.kind == "collective_permute"]
+    shifts = [
+        ((permute.groups[0][1] - permute.groups[0][0]) % len(permute.groups), permute.times) for permute in permutes
+    ]
     return sum((Counter({shift: times}) for shift, times in shifts), Counter())
 
 
 @pytest.mark.parametrize(("n", "way", "unrolled"), [(3, "bidirectional", 8), (4, "ring", 1), (4, "bidirectional", 8)])
-def test_rounds_and_bytes_of_the_compiled_program(n, way, unrolled):
-    """n-1 chunks for the gather and for the scatter; in n-1 rounds one way, in n // 2 both ways; nothing else."""
+def test_rounds_and_bytes_of_the_compiled_program_equal_the_closed_form(n, way, unrolled):
+    """The gather and the scatter send n-1 chunks each, in n-1 rounds one way or n // 2 both ways, and nothing else."""
     found = compiled(n, way, unrolled)
     chunk = B * n * S * D * n * 4
-    assert {one.kind for one in found} == {"collective_permute"}
+    assert {collective.kind for collective in found} == {"collective_permute"}
     assert total_sent_bytes(found) == 2 * (n - 1) * chunk
     forth, back = (n - 1, 0) if way == "ring" else (n // 2, ceil(n / 2) - 1)
     assert hops(found) == Counter({1: 2 * forth, n - 1: 2 * back}) - Counter()
@@ -169,13 +171,13 @@ def test_rounds_and_bytes_of_the_compiled_program(n, way, unrolled):
 
 @pytest.mark.parametrize(("unrolled", "merged"), [(1, 1), (8, 7)])
 def test_the_backward_sends_the_transposes_and_the_gathered_operand_once_more(unrolled, merged):
-    """2 forward; backward the gradients of both, and x again.
+    """Two rings forward; backward the gradients of both, and the gather of x again.
 
-    The CPU compiler of JAX 0.10 drops barriers, and then merges the hops of x that are equal: all of two rings that are
-    written out, and the first of two that are loops. The compiler of JAX 0.12 merges none.
+    JAX 0.10's CPU compiler drops barriers and then merges the equal hops of x: all hops of unrolled rings, and the
+    first hop of rings that are loops. JAX 0.12's compiler merges none.
     """
     program = traced(8, "ring", unrolled, gradients=True)
-    assert sum(one.times for one in traced_collectives(program.jaxpr)) == 5 * 7
+    assert sum(collective.times for collective in traced_collectives(program.jaxpr)) == 5 * 7
     sent = hops(collectives_of(program.lower().compile(), mesh_of(8)))
     assert sent in ({1: 5 * 7}, {1: 5 * 7 - merged})
 
@@ -184,7 +186,7 @@ def test_a_group_of_one_compiles_to_no_communication():
     assert compiled(1, "bidirectional", gradients=True) == []
 
 
-def test_it_travels_in_the_dtype_of_the_product_and_its_gradient_in_its_own():
+def test_the_product_has_the_activations_dtype_and_the_gradient_that_of_the_weights():
     mesh = mesh_of(2)
     ring = Ring(("tensor",))
 
@@ -198,7 +200,7 @@ def test_it_travels_in_the_dtype_of_the_product_and_its_gradient_in_its_own():
     assert (y.dtype, gradient.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-# What is refused ------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------
 
 RING = Ring(("tensor",))
 REFUSED = {
@@ -214,12 +216,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("said", "use"), REFUSED.items(), ids=["not manual", "indivisible", "another size"])
-def test_an_operand_that_does_not_fit_the_ring_is_an_error(said, use):
+@pytest.mark.parametrize(("message", "use"), REFUSED.items(), ids=["not manual", "indivisible", "another size"])
+def test_an_operand_that_does_not_fit_the_ring_is_an_error(message, use):
     def local(x):
         use(x)
         return x
 
     with pytest.raises(ShardingError) as error:
         jax.shard_map(local, mesh=mesh_of(2), in_specs=P("tensor"), out_specs=P("tensor"))(jnp.ones((6, 4)))
-    assert str(error.value) == said
+    assert str(error.value) == message

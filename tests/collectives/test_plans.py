@@ -20,20 +20,20 @@ from tests.collectives.cases import PAIRS, ROOTED, reference
 def test_every_plan_computes_its_operation(operation, algorithm):
     for num_ranks in range(1, 10):
         for root in range(num_ranks) if operation in ROOTED else [0]:
-            one = plan(operation, algorithm, num_ranks, root)
-            check(one)
-            check(one.transposed)
+            table = plan(operation, algorithm, num_ranks, root)
+            check(table)
+            check(table.transposed)
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
 def test_the_simulator_agrees_with_lists_of_blocks(operation, algorithm):
-    one = plan(operation, algorithm, 5, 3 if operation in ROOTED else 0)
-    inputs = np.random.default_rng(0).integers(0, 99, (5, one.given.shape[1], 2))
-    expected = reference(operation, list(inputs), one.root)
-    np.testing.assert_array_equal(simulate(one, inputs), np.stack(expected))
+    table = plan(operation, algorithm, 5, 3 if operation in ROOTED else 0)
+    inputs = np.random.default_rng(0).integers(0, 99, (5, table.given.shape[1], 2))
+    expected = reference(operation, list(inputs), table.root)
+    np.testing.assert_array_equal(simulate(table, inputs), np.stack(expected))
 
 
-def test_every_operation_has_algorithms_and_the_others_are_an_error():
+def test_every_operation_has_three_algorithms_and_another_is_an_error():
     assert all(len(algorithms(operation)) >= 3 for operation in OPERATIONS)
     assert operations("ring") == OPERATIONS
     with pytest.raises(
@@ -47,8 +47,8 @@ def test_every_operation_has_algorithms_and_the_others_are_an_error():
 
 
 def faulty(operation, algorithm="ring", *, change):
-    one = plan(operation, algorithm, 4)
-    return replace(one, rounds=tuple(change(list(one.rounds))))
+    table = plan(operation, algorithm, 4)
+    return replace(table, rounds=tuple(change(list(table.rounds))))
 
 
 def one_message(source, target, chunk):
@@ -82,7 +82,7 @@ FAULTS = {
             "should send chunk 2 to rank 0, but receives it only in round 0: both wait for ever",
         ],
     ),
-    "nobody has it": (
+    "a rank sends a chunk that it does not hold": (
         faulty("scatter", change=lambda rounds: [one_message(3, 0, 1)]),
         ["deadlocks:", "round 0, rank 3", "should send chunk 1 to rank 0, but does not hold it"],
     ),
@@ -90,7 +90,7 @@ FAULTS = {
         faulty("reduce_scatter", change=lambda rounds: [(replace(rounds[0][0], adds=False),), *rounds[1:]]),
         ["loses a chunk:", "round 0, rank 1", "chunk 3 from rank 2 overwrites a chunk"],
     ),
-    "added to nothing": (
+    "a chunk is added to an empty slot": (
         faulty("all_gather", change=lambda rounds: [(replace(rounds[0][0], adds=True),), *rounds[1:]]),
         ["loses a chunk:", "round 0, rank 1", "chunk 0 from rank 0 is added to an empty slot"],
     ),
@@ -117,11 +117,11 @@ def test_the_simulator_names_round_and_rank_of_a_fault(fault):
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-# Choice -----------------------------------------------------------------------------------------------------------
+# Selection --------------------------------------------------------------------------------------------------------
 
 
-def test_time_on_a_torus_by_hand():
-    """On 8 ranks, 1 s a hop and 8 bytes a second: a message to rank + 4 passes 4 links, each of which carries 4."""
+def test_the_time_on_a_torus_equals_the_sum_by_hand():
+    """8 ranks, 1 s a hop, 8 bytes a second: a message to rank + 4 passes 4 links, and each link carries 4 of them."""
     link = Link(8.0, 1.0, torus=True)
     num_bytes = 64
     assert seconds(plan("all_gather", "ring", 8), num_bytes, link) == 7 * (1 + 1)
@@ -129,8 +129,8 @@ def test_time_on_a_torus_by_hand():
     assert seconds(plan("all_gather", "halving_doubling", 8), num_bytes, link) == (1 + 1) + (2 + 2 * 2) + (4 + 4 * 4)
 
 
-def test_time_on_a_switch_by_hand():
-    """Both ways of a round go through the one link that a device has."""
+def test_the_time_on_a_switch_equals_the_sum_by_hand():
+    """A device sends both directions of a round over its one link."""
     link = Link(8.0, 1.0)
     num_bytes = 64
     assert seconds(plan("all_gather", "ring", 8), num_bytes, link) == 7 * (1 + 1)
@@ -147,17 +147,17 @@ def test_time_on_a_switch_by_hand():
         ("TPU v5e", 1 << 30, "bidirectional_ring"),
     ],
 )
-def test_small_wants_few_rounds_and_large_few_bytes_over_each_link(chip, num_bytes, chosen):
+def test_a_small_array_gets_few_rounds_and_a_large_one_few_bytes_a_link(chip, num_bytes, chosen):
     assert select("all_reduce", 16, num_bytes, LINKS[chip].inside) == chosen
 
 
-def test_a_choice_is_the_fastest_of_all():
+def test_the_selected_algorithm_is_the_fastest():
     link = LINKS["H100 SXM"].across
     for operation in OPERATIONS:
         times = {name: seconds(plan(operation, name, 6), 1 << 20, link) for name in algorithms(operation)}
         assert times[select(operation, 6, 1 << 20, link)] == min(times.values())
 
 
-def test_without_a_makers_figures_the_fewest_bytes_and_then_the_fewest_rounds():
+def test_without_a_known_link_the_fewest_bytes_win_and_then_the_fewest_rounds():
     assert select("all_reduce", 8, 1 << 10) == "halving_doubling"
     assert set(ALGORITHMS) >= {select(operation, 7, 1) for operation in OPERATIONS}

@@ -1,4 +1,4 @@
-"""Every config that is shipped loads, comes back from its own YAML, fits its mesh, and traces a whole step."""
+"""Every shipped config loads, comes back from its own YAML, fits its mesh, and traces a whole step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_config_comes_back_from_its_own_yaml(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_config_traces_a_whole_step_for_devices_that_are_not_here(path):
+def test_a_config_traces_a_whole_step_on_an_abstract_mesh(path):
     run = load(path)
     prepared = prepare(run, run.mesh.abstract())
     state, metrics = jax.eval_shape(prepared.step, prepared.placement.structs, prepared.batch)
@@ -53,6 +53,6 @@ def test_the_schema_knows_every_key_and_its_text():
 
 
 def test_a_kind_that_is_a_mapping_is_an_error():
-    """Found by fuzzing: it cannot be looked up among the kinds."""
+    """Found by fuzzing: a mapping is not hashable, so it cannot be looked up among the kinds."""
     with pytest.raises(ConfigError, match="no kind is called"):
         load(CONFIGS[0], ["model.kind.of=llama"])

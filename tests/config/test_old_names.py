@@ -1,4 +1,4 @@
-"""Keys and commands of older versions are errors that name the new ones; checkpoints that hold them are read."""
+"""Keys and commands of older versions are errors that name the new ones; checkpoints with old names are read."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def test_an_old_key_of_a_model_alone_names_the_new_one():
         Llama(num_layers=1, width=8, num_heads=2, intermediate_size=8)  # pyright: ignore
 
 
-def test_what_the_user_calls_so_is_not_meant():
-    """The arguments of a user's own model, and dims of its arrays."""
+def test_old_names_that_a_user_chose_are_left_alone():
+    """They are arguments of the user's own model, or dims of its arrays."""
     plain = {"model": {"kind": "import", "arguments": {"width": 8}}, "rules": {"width": ["data"]}}
     assert with_new_names(plain) == plain
 
 
-def test_every_new_name_is_one_of_a_config():
+def test_every_new_name_is_a_key_of_a_config():
     described = json.dumps(schema(Run))
     assert all(f'"{new.rpartition(".")[2]}"' in described for new in RENAMED.values() if not new.startswith("rules."))
 
 
 def test_the_old_command_names_the_new_one(command):
-    said = command("prove", QUICKSTART, "num_steps=3", "--json")
-    assert (said.code, said.err) == (2, "meshpar: meshpar prove is now meshpar verify\n")
+    result = command("prove", QUICKSTART, "num_steps=3", "--json")
+    assert (result.code, result.err) == (2, "meshpar: meshpar prove is now meshpar verify\n")
 
 
 OLD = {"model": {"kind": "llama", "width": 4, "vocab_multiple": 2}, "adapt": None, "seed": 0}
@@ -85,12 +85,12 @@ def wanted() -> dict:
 
 
 def test_a_checkpoint_with_old_names_is_restored_under_the_new(old_checkpoint):
-    there = find(old_checkpoint)
-    assert there.meta["config"] == NEW
-    assert sorted(there.described) == ["opt_state.mu.embedding", "params.embedding"]
-    restored = there.restore(wanted())
+    checkpoint = find(old_checkpoint)
+    assert checkpoint.meta["config"] == NEW
+    assert sorted(checkpoint.described) == ["opt_state.mu.embedding", "params.embedding"]
+    restored = checkpoint.restore(wanted())
     assert (restored["params"]["embedding"] == STATE["params"]["table"]).all()
-    assert (there.on_host("params.embedding") == STATE["params"]["table"]).all()
+    assert (checkpoint.on_host("params.embedding") == STATE["params"]["table"]).all()
 
 
 def test_damage_of_an_old_checkpoint_is_seen(old_checkpoint):
@@ -104,7 +104,7 @@ def test_damage_of_an_old_checkpoint_is_seen(old_checkpoint):
             read()
 
 
-def test_control_today_s_format_is_taken_at_its_word(tmp_path):
+def test_control_names_in_the_current_format_are_not_translated(tmp_path):
     with checkpoints(tmp_path, about=CheckpointMetadata(config=OLD)) as opened:
         opened.save(3, STATE)
     assert find(tmp_path).meta["config"] == OLD

@@ -1,4 +1,4 @@
-"""A config file, and an override, is bounded plain data: all else is refused with a message, and at once."""
+"""A config file or an override holds bounded plain data; anything else is refused at once, with a message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshpar.errors import ConfigError
 
 
 class Free(Config):
-    """Takes anything, so that the reader alone refuses."""
+    """Accepts any value, so that only the reader can refuse one."""
 
     anything: Any = None
     size: int = 1
@@ -22,7 +22,7 @@ class Free(Config):
 
 
 def bomb(levels: int) -> str:
-    """YAML of a few lines, which is 10 to the power of `levels` values."""
+    """YAML of a few lines that stands for 10**levels values."""
     lines = ["a0: &a0 x", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, levels + 1))]
     return "{" + ", ".join(lines) + "}"
 
@@ -52,18 +52,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_more_than_plain_data_is_refused_in_a_file_and_in_an_override(case, tmp_path):
-    text, told = REFUSED[case]
+def test_anything_but_bounded_plain_data_is_refused_in_files_and_overrides(case, tmp_path):
+    text, message = REFUSED[case]
     path = tmp_path / "config.yaml"
     path.write_text(text if text.startswith("%") else f"anything: {text}\n")
     started = time.monotonic()
     with pytest.raises(ConfigError) as refused:
         load(Free, path)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     path.write_text("size: 2\n")
     with pytest.raises(ConfigError) as refused:
         load(Free, path, [f"anything={text}"])
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert len(str(refused.value)) < 1000
     assert time.monotonic() - started < 5
 
@@ -71,13 +71,13 @@ def test_what_is_more_than_plain_data_is_refused_in_a_file_and_in_an_override(ca
 @pytest.mark.parametrize(
     "text", [bomb(3), "[" * 30 + "]" * 30, str(2**64 - 1), "&a [1, 2]", "{a: &b 1, c: *b}", "'!!set'"]
 )
-def test_control_what_is_bounded_is_read(text, tmp_path):
+def test_control_bounded_plain_data_is_read(text, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(f"anything: {text}\n")
     assert load(Free, path).anything == load(Free, path, [f"anything={text}"]).anything is not None
 
 
-def test_keys_are_the_text_that_was_written(tmp_path):
+def test_keys_are_read_as_text(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("anything: {on: 1, 0x10: 2, null: 3, 1e3: 4}\n")
     assert load(Free, path).anything == {"on": 1, "0x10": 2, "null": 3, "1e3": 4}
@@ -114,7 +114,7 @@ def loop(path: Path) -> str:
 
 
 @pytest.mark.parametrize("make", [fifo, folder, dangling, device, huge, loop])
-def test_what_is_no_file_of_text_is_refused_without_waiting_for_it(make, tmp_path):
+def test_a_path_that_is_no_regular_text_file_is_refused_at_once(make, tmp_path):
     path = tmp_path / "config.yaml"
     why = make(path)
     with pytest.raises(ConfigError) as refused:
@@ -140,18 +140,18 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
         load(Free, tmp_path / "config.yaml")
 
 
-def test_a_long_value_and_many_problems_are_told_in_short(tmp_path):
+def test_long_values_and_long_lists_of_problems_are_shortened(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("".join(f"k{i}: 1\n" for i in range(5000)) + f"size: {'x' * 5000}\n")
     with pytest.raises(ConfigError) as refused:
         load(Free, path)
-    told = str(refused.value)
-    assert told.startswith("5001 problems in ")
-    assert told.endswith("  ... and 4901 more")
-    assert len(told) < 20_000
+    message = str(refused.value)
+    assert message.startswith("5001 problems in ")
+    assert message.endswith("  ... and 4901 more")
+    assert len(message) < 20_000
 
 
-def test_a_number_that_is_not_finite_is_told_once(tmp_path):
+def test_a_number_that_is_not_finite_is_reported_once(tmp_path):
     (tmp_path / "config.yaml").write_text("ratio: .inf\n")
     with pytest.raises(ConfigError) as refused:
         load(Free, tmp_path / "config.yaml")

@@ -1,4 +1,4 @@
-"""`contract` in a config: both forms of a limit, and back to YAML."""
+"""`contract` in a config: both forms of a limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.config.test_configs import CONFIGS
 CONTRACT = "contract={all_to_all: 0, all_gather: {axes: [fsdp], per_layer: 2}, bytes_per_axis: {tensor: traced * 1.01}}"
 
 
-def test_what_a_run_expects_comes_back_from_its_own_yaml(tmp_path):
+def test_a_contract_comes_back_from_its_own_yaml(tmp_path):
     run = load(CONFIGS[0], [CONTRACT])
     assert run.contract is not None
     assert run.contract.all_to_all == Allowed(times=0)

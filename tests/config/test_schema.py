@@ -1,4 +1,4 @@
-"""The JSON schema accepts what loads and refuses what does not, as far as a file tells by itself."""
+"""The JSON schema accepts configs that load, and refuses mistakes that one file alone shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUICKSTART = next(path for path in CONFIGS if path.stem == "quickstart")
 
 @pytest.fixture(scope="module")
 def editor():
-    """Whether an editor, which reads YAML by itself, underlines something."""
+    """Whether an editor, which parses YAML itself, would accept a config."""
     described = schema(Run)
     jsonschema.Draft202012Validator.check_schema(described)
     return jsonschema.Draft202012Validator(described).is_valid
@@ -68,7 +68,7 @@ def test_control_a_mistake_does_not_fit_the_schema(case, editor):
     assert not editor(yaml.safe_load(QUICKSTART.read_text()) | WRONG[case])
 
 
-def test_control_a_file_that_extends_none_is_whole(editor):
+def test_control_a_section_is_required_unless_the_file_extends_another(editor):
     lacks = {key: value for key, value in yaml.safe_load(QUICKSTART.read_text()).items() if key != "model"}
     assert not editor(lacks)
     assert editor(lacks | {"extends": "quickstart.yaml"})

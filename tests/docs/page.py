@@ -6,8 +6,8 @@
 - An `sh` block runs if its output is shown; if not, each of its `meshpar` commands must fit the command line,
   its config load, and its arrays fit the mesh.
 - A `yaml` block is a config, or the part of one that changes the quickstart.
-- `<!-- not run: why -->` on the line above a block exempts it. Nothing else is passed over: other languages than
-  these, and blocks that cannot be told apart, are errors.
+- `<!-- not run: why -->` on the line above a block exempts it. Nothing else is skipped: another language, or a fence
+  that is ambiguous, is an error.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def check_same(page: Path, program: list[Block], printed: list[str]) -> None:
 
 
 def check_command(line: str) -> None:
-    """Parses a `meshpar` command and works out its config, without a device."""
+    """Parses a `meshpar` command and prepares its config without devices."""
     words = shlex.split(line, comments=True)[1:]
     meshpar = typer.main.get_group(cli.app)
     name, verb, rest = meshpar.resolve_command(meshpar.context_class(meshpar), words)
@@ -132,7 +132,7 @@ def check_command(line: str) -> None:
 
 
 def check_config(text: str, folder: Path) -> None:
-    """Loads a config that stands in a page, over the quickstart if it is only a part."""
+    """Loads a page's config, over the quickstart if it is only a part of one."""
     (folder / "quickstart.yaml").write_text((ROOT / "configs" / "quickstart.yaml").read_text())
     whole = re.search(r"^(extends|model):", text, re.MULTILINE)
     (folder / "page.yaml").write_text(text if whole else f"extends: quickstart.yaml\n{text}")
@@ -141,7 +141,7 @@ def check_config(text: str, folder: Path) -> None:
 
 
 def commands(page: Path) -> list[str]:
-    """The `meshpar` commands of a page that do not run here; of a config, those that its comments show."""
+    """The `meshpar` commands of a page that the tests do not run; of a config file, those in its comments."""
     if page.suffix == ".yaml":
         return re.findall(r"^#   (meshpar .*)$", page.read_text(), re.MULTILINE)
     joined = (b.code.replace("\\\n", " ") for b in blocks(page) if b.language == "sh" and not (b.runs or b.exempt))
@@ -149,9 +149,9 @@ def commands(page: Path) -> list[str]:
 
 
 def check_folders(lines: Iterable[str]) -> None:
-    """Different trainings have different `run_dir`s: in another's, one would go on from that one's checkpoint.
+    """Checks that different trainings have different `run_dir`s: in a shared one, the second would resume the first.
 
-    A config as it stands is among them: a reader may have trained it before.
+    An unchanged config counts as a training, because a reader may have run it before.
     """
     trained: dict[Path, str] = {}
     for line in dict.fromkeys(lines):

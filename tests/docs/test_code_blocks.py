@@ -17,23 +17,23 @@ def _id(value: object) -> str:
     return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
 
 
-# What the README prints is seen where a newcomer types it: tests/process/test_newcomer.py.
+# tests/process/test_newcomer.py runs the README.
 @pytest.mark.parametrize("page", DOCS, ids=_id)
 def test_a_page_prints_what_it_shows(page, tmp_path):
     check_outputs(page, tmp_path)
 
 
 @pytest.mark.parametrize("line", [line for page in [README, *DOCS, *CONFIGS] for line in commands(page)])
-def test_a_command_of_a_page_is_one(line):
+def test_a_command_of_a_page_is_valid(line):
     check_command(line)
 
 
-def test_each_training_of_the_pages_has_its_own_folder():
+def test_each_training_of_the_pages_has_its_own_run_dir():
     check_folders(line for page in [README, *DOCS, *CONFIGS] for line in commands(page))
 
 
 @pytest.mark.parametrize("text", [text for page in [README, *DOCS] for text in configs(page)])
-def test_a_config_of_a_page_is_one(text, tmp_path):
+def test_a_config_of_a_page_is_valid(text, tmp_path):
     check_config(text, tmp_path)
 
 
@@ -110,7 +110,7 @@ def test_the_commands_that_do_not_run_are_checked(page):
         ["meshpar train configs/fsdp.yaml lowering=auto"],
     ],
 )
-def test_a_folder_of_two_trainings_is_seen(lines):
+def test_control_two_trainings_in_one_run_dir_are_seen(lines):
     check_folders(["meshpar train configs/fsdp.yaml", "meshpar train configs/quickstart.yaml run_dir=runs/other"])
     with pytest.raises(AssertionError, match="goes on in runs/fsdp"):
         check_folders(lines)

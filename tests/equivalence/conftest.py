@@ -1,4 +1,4 @@
-"""One run, whatever its layout: losses, gradients, norms, and the parameters after three steps, in float64."""
+"""A run in any layout, and its outcome: losses, gradients, norms, and parameters after three steps, in float64."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from meshpar.models import GPT, Llama
 from meshpar.nn.experts import Balance, Experts
 from meshpar.nn.lora import LoRA
 from meshpar.nn.rotary import Llama3
+from meshpar.nn.transformer import Decoder
 from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
+from meshpar.verification.trial import QUICK
 from tests.layouts import LAYOUTS
 
-ROWS, SEQ, NUM_STEPS = 32, 16, 3
+ROWS = 32
+SEQ = 16
+NUM_STEPS = 3
 SIZES = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -79,10 +83,10 @@ FREEZE = {"llama_frozen": (Freeze(paths=("blocks.attn.*.kernel", "blocks.mlp.up.
 
 @dataclass(frozen=True)
 class Outcome:
-    """What two layouts must agree on.
+    """The numbers that two layouts must agree on.
 
     Args:
-      gradients: those of the first step after clipping: Adam's first moment then is (1 - b1) times them.
+      gradients: of the first step, after clipping. Adam's first moment is then (1 - b1) times these.
     """
 
     losses: np.ndarray
@@ -91,15 +95,15 @@ class Outcome:
     params: Any
 
     def difference(self, other: Outcome) -> float:
-        """The largest absolute difference of any number."""
+        """The largest absolute difference of any number from the other outcome's."""
         pairs = zip(jax.tree.leaves(vars(self)), jax.tree.leaves(vars(other)), strict=True)
         return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
 
 
 def prepared(model: str, layout: str | None, lowering: str, num_microbatches: int, **settings: Any) -> Prepared:
-    """A run on eight devices; without a layout, on one. `fields` of the model may be set."""
+    """A run in a layout, or on one device without one. The setting `fields` changes fields of the model."""
     sizes, presets = LAYOUTS[layout] if layout else ({}, ["replicated"])
-    if "gqa" in model and sizes.get("tensor") == 4:  # two key heads on four devices: replicated, and said so
+    if "gqa" in model and sizes.get("tensor") == 4:  # two key heads cannot be sharded over four devices
         rules = AxisRules(preset=tuple(presets), kv_heads=())
     else:
         rules = AxisRules(preset=tuple(presets))
@@ -124,7 +128,7 @@ def prepared(model: str, layout: str | None, lowering: str, num_microbatches: in
 
 
 def batches() -> list[dict[str, np.ndarray]]:
-    """Random tokens with holes that do not count, more of them in later rows, and two documents a row."""
+    """Random tokens; some targets do not count, more of them in later rows, and each row has two documents."""
     rng = np.random.default_rng(0)
     column = np.arange(SEQ)
     whole = np.ones((ROWS, SEQ), np.int32)
@@ -143,10 +147,18 @@ def batches() -> list[dict[str, np.ndarray]]:
     return [{name: array.astype(np.int32) for name, array in batch.items()} for batch in drawn]
 
 
+@lru_cache
+def first_state(model: Decoder, lora: LoRA | None) -> Any:
+    """One device's initial state, from which all layouts start. `test_layouts.py` compares it with theirs."""
+    run = prepared("llama", None, "auto", 1).run.model_copy(update={"model": model, "lora": lora})
+    return jax.device_get(prepare(run, run.mesh.build(jax.devices()[:1])).compile_init(QUICK)())
+
+
 def outcome(run: Prepared) -> Outcome:
     """Trains for three steps."""
-    step = run.compile_step()
-    state = run.compile_init()()
+    step = run.compile_step(QUICK)
+    shardings = jax.tree.map(lambda struct: struct.sharding, run.placement.structs)
+    state = jax.device_put(first_state(run.run.model, run.run.lora), shardings)
     metrics = []
     gradients: Any = None
     for batch in batches():
@@ -166,4 +178,4 @@ def on_one_device(model: str) -> Outcome:
 
 @pytest.fixture(autouse=True)
 def _float64(float64):
-    """Every test here."""
+    """Every test of this folder computes in float64."""

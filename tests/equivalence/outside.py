@@ -1,4 +1,4 @@
-"""Models that know nothing of meshpar, as their users write them: Linen and NNX, with names and without."""
+"""Models that use nothing of meshpar's, as their users write them: Linen and NNX, with names of dims and without."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import AxisRules, training
 
-ROWS, SEQ, WIDTH, MLP, HEADS, VOCAB, LAYERS, EXPERTS = 16, 6, 16, 32, 4, 24, 3, 4
+ROWS = 16
+SEQ = 6
+WIDTH = 16
+MLP = 32
+HEADS = 4
+VOCAB = 24
+LAYERS = 3
+EXPERTS = 4
 STANDARD = {"unnamed": ()}
 
 
@@ -73,7 +80,10 @@ def mlp(mesh, rules):
         return jax.tree_util.tree_map_with_path(lambda path, _: "slow" if "down" in str(path) else "fast", params)
 
     tx = optax.partition({"fast": optax.adamw(1e-2), "slow": optax.sgd(1e-3, 0.9)}, which)
-    init = lambda key: nnx.state(MLPModel(nnx.Rngs(key)), nnx.Param)
+
+    def init(key):
+        return nnx.state(MLPModel(nnx.Rngs(key)), nnx.Param)
+
     return training(init, loss, tx, numbers(0), mesh=mesh, rules=rules | AxisRules(classes=(), **STANDARD), draws=True)
 
 
@@ -95,8 +105,10 @@ class ConvNet(nn.Module):
 
 
 def conv_net(mesh, rules):
-    """Batch statistics, which are of the rows of all devices."""
-    variables = lambda key: ConvNet().init(key, jnp.ones((1, 6, 6, 1)), train=False)
+    """Its batch statistics are those of the rows on all devices."""
+
+    def variables(key):
+        return ConvNet().init(key, jnp.ones((1, 6, 6, 1)), train=False)
 
     def loss(params, batch, key, carried):
         logits, carried = ConvNet().apply(
@@ -114,7 +126,7 @@ def conv_net(mesh, rules):
 
 
 def filters(rules):
-    """Of a convolution it is the filters that are sharded, over whatever the rules shard the rest."""
+    """The axes over which a convolution's filters are sharded: all that shard the other kernels."""
     return rules["embed"] + rules["mlp"]
 
 
@@ -124,7 +136,9 @@ def filters(rules):
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, mask):
-        dense = lambda *names: {"kernel_init": named(*names), "use_bias": False}
+        def dense(*names):
+            return {"kernel_init": named(*names), "use_bias": False}
+
         normed = nn.LayerNorm(use_bias=False)(x)
         heads = [
             nn.DenseGeneral((HEADS, WIDTH // HEADS), name=name, **dense("embed", "heads", "head_dim"))(normed)
@@ -159,7 +173,10 @@ def transformer(mesh, rules):
         return {name: "frozen" if name == "Embed_0" else "trained" for name in params}
 
     tx = optax.partition({"trained": optax.adamw(1e-2), "frozen": optax.set_to_zero()}, which)
-    init = lambda key: Decoder().init(key, jnp.ones((1, SEQ), jnp.int32))["params"]
+
+    def init(key):
+        return Decoder().init(key, jnp.ones((1, SEQ), jnp.int32))["params"]
+
     return training(init, loss, tx, sentences(0), mesh=mesh, rules=rules | AxisRules(**STANDARD))
 
 
@@ -167,7 +184,7 @@ def transformer(mesh, rules):
 
 
 def attend(q, k, v, mask=None, **_):
-    """As `nnx.dot_product_attention`, which takes the softmax in float32 whatever it is given."""
+    """Like `nnx.dot_product_attention`, which would compute the softmax in float32 even for float64."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
     weights = nnx.softmax(scores if mask is None else jnp.where(mask, scores, -1e30))
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
@@ -195,7 +212,9 @@ class EncoderDecoder(nnx.Module):
     def __init__(self, rngs):
         wide = jnp.result_type(float)  # nnx.Embed computes in the dtype in which it was made
         self.table = nnx.Embed(VOCAB, WIDTH, param_dtype=wide, embedding_init=kernel("vocab", "embed"), rngs=rngs)
-        self.encoder, self.decoder, self.across = Side(rngs), Side(rngs), Side(rngs)
+        self.encoder = Side(rngs)
+        self.decoder = Side(rngs)
+        self.across = Side(rngs)
 
     def __call__(self, source, tokens):
         memory = self.encoder(self.table(source))
@@ -209,7 +228,9 @@ def encoder_decoder(mesh, rules):
     def loss(params, batch, key):
         return nll(nnx.merge(graph, params)(batch["source"], batch["tokens"]), batch["targets"]).mean()
 
-    init = lambda key: nnx.state(EncoderDecoder(nnx.Rngs(key)), nnx.Param)
+    def init(key):
+        return nnx.state(EncoderDecoder(nnx.Rngs(key)), nnx.Param)
+
     return training(init, loss, optax.lion(1e-3), sentences(0), mesh=mesh, rules=rules | AxisRules(**STANDARD))
 
 
@@ -240,7 +261,9 @@ def mixture(mesh, rules):
     def loss(params, batch, key):
         return nll(Mixture().apply({"params": params}, batch["x"]), batch["y"]).mean()
 
-    init = lambda key: Mixture().init(key, jnp.ones((1, WIDTH)))["params"]
+    def init(key):
+        return Mixture().init(key, jnp.ones((1, WIDTH)))["params"]
+
     rules |= AxisRules(gates=(), **STANDARD)
     return training(init, loss, optax.adamw(1e-2), numbers(0), mesh=mesh, rules=rules)
 
@@ -266,9 +289,12 @@ def unnamed(mesh, rules):
         "GRUCell_0.h*.kernel": ("state", "mlp"),
         "**.kernel": ("mlp", "vocab"),
     }
-    init = lambda key: Recurrent().init(key, jnp.ones((1, SEQ), jnp.int32))["params"]
+
+    def init(key):
+        return Recurrent().init(key, jnp.ones((1, SEQ), jnp.int32))["params"]
+
     tokens = sentences(0)
-    vocab = {"vocab": ()}  # a dim of the last kernel, whose other is sharded
+    vocab = {"vocab": ()}  # the other dim of the last kernel is sharded
     rules = AxisRules.model_validate(rules.model_dump() | vocab) | AxisRules(state=(), **STANDARD)
     return training(init, loss, optax.rmsprop(1e-3), tokens, mesh=mesh, rules=rules, dims=dims)
 
@@ -289,7 +315,9 @@ class Regularized(nnx.Module):
 
 def regularized(mesh, rules):
     graph = abstract(Regularized)
-    state = lambda key, *filters: nnx.state(Regularized(nnx.Rngs(key)), *filters)
+
+    def state(key, *filters):
+        return nnx.state(Regularized(nnx.Rngs(key)), *filters)
 
     def loss(params, batch, key, carried):
         model = nnx.merge(graph, params, carried)
@@ -301,10 +329,10 @@ def regularized(mesh, rules):
     )  # fmt: skip
 
 
-# --- a decoder in NNX that names the axes of a mesh of its own, as Flax's Gemma and its kin do
+# --- a decoder in NNX that names the axes of a mesh of its own, as Flax's Gemma does
 
 
-# v the vocabulary, d the width, n heads, h of a head, f hidden, b rows, t tokens
+# v vocabulary, d width, n heads, h size of a head, f hidden size of the MLP, b rows, t tokens
 OVER = SimpleNamespace(
     emb_vd=P("tp", "fsdp"),
     weight_dnh=P("fsdp", "tp", None),
@@ -365,14 +393,17 @@ def gemma(mesh, rules):
 class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x):
-        norm = lambda: nn.BatchNorm(use_running_average=False, momentum=0.9, axis_name="batch")
+        def norm():
+            return nn.BatchNorm(use_running_average=False, momentum=0.9, axis_name="batch")
+
         x = nn.Conv(8, (3, 3), use_bias=False)(x)
         x += nn.relu(norm()(nn.Conv(8, (3, 3), use_bias=False)(x)))
         return nn.Dense(10)(norm()(x).mean((1, 2)))
 
 
 def resnet(mesh, rules):
-    variables = lambda key: ResNet().init(key, jnp.ones((1, 6, 6, 1)))
+    def variables(key):
+        return ResNet().init(key, jnp.ones((1, 6, 6, 1)))
 
     def loss(params, batch, key, carried):
         logits, carried = ResNet().apply({"params": params, **carried}, batch["x"], mutable=["batch_stats"])
@@ -402,7 +433,7 @@ class UNet(nn.Module):
 
 
 def unet(mesh, rules):
-    """Its images are cut along their height, too."""
+    """Its images are sharded over their height, too."""
 
     def loss(params, batch, key):
         return nll(UNet().apply({"params": params}, batch["x"]), batch["y"]).mean()
@@ -410,14 +441,17 @@ def unet(mesh, rules):
     height = ("tensor",) if mesh.shape["tensor"] == 2 else ()
     rules = AxisRules.model_validate(rules.model_dump() | {"embed": (), "mlp": rules["embed"] or rules["mlp"]})
     rules |= AxisRules(activation_batch=("replica", "data", "fsdp"), height=height, width=(), classes=())
-    init = lambda key: UNet().init(key, jnp.ones((1, 6, 6, 1)))["params"]
+
+    def init(key):
+        return UNet().init(key, jnp.ones((1, 6, 6, 1)))["params"]
+
     return training(
         init, loss, optax.adamw(1e-2), images(0), mesh=mesh, rules=rules | AxisRules(**STANDARD),
         activation_dims=("activation_batch", "height", "width"), batch_dims={"x": ("batch", "height", "width", "")},
     )  # fmt: skip
 
 
-# --- optimizers that ask for the loss or the gradient elsewhere
+# --- optimizers that evaluate the loss or the gradient at other parameters
 
 
 def optimized(tx):
@@ -427,7 +461,9 @@ def optimized(tx):
         def loss(params, batch, key):
             return nll(nnx.merge(graph, params)(batch["x"], None), batch["y"]).mean()
 
-        init = lambda key: nnx.state(MLPModel(nnx.Rngs(key)), nnx.Param)
+        def init(key):
+            return nnx.state(MLPModel(nnx.Rngs(key)), nnx.Param)
+
         return training(init, loss, tx, numbers(0), mesh=mesh, rules=rules | AxisRules(classes=(), **STANDARD))
 
     return make

@@ -11,7 +11,7 @@ from tests.equivalence.conftest import on_one_device, outcome, prepared
 from tests.layouts import LAYOUTS
 
 SIZES = [4, 6]
-"""Of a block. Rows have 16 tokens: blocks of 6 overlap."""
+"""Sizes of a block. Rows have 16 tokens, so blocks of 6 overlap."""
 ALL = [*product(["llama", "llama_gqa_options", "gpt_gqa_tied"], LAYOUTS, ["manual", "auto"], SIZES)]
 SAMPLE = [
     ("llama", "data2_fsdp2_tensor2", "manual", 6),

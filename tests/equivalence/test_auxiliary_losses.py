@@ -36,7 +36,7 @@ class MeanSquare(SwiGLU):
 
 
 class OfOwnRows(SwiGLU):
-    """The same, but each device's mean is that of its own rows: a fault."""
+    """The same with a planted fault: the mean is over the device's own rows."""
 
     def __call__(self, x_BRD: Any) -> Any:
         gate, up = column_parallel(x_BRD, [self.gate, self.up], "mlp")
@@ -62,34 +62,37 @@ def model(layers=4, kind: Any = WithMeanSquare, **more):
 
 
 def gradients(run: Prepared) -> Gradients:
-    """Of the first step."""
-    state, batch = run.compile_init()(), run.put(batches()[0])
+    """The gradients of the first step."""
+    state = run.compile_init()()
+    batch = run.put(batches()[0])
     return jax.device_get(jax.jit(run.gradients)(state.params, with_rows(batch), state.step, state.carried))
 
 
 @lru_cache
 def on_one_device(num_microbatches: int, layers: int = 4) -> Gradients:
-    """With as many microbatches: their rows are the same wherever they are computed."""
+    """The microbatches have the same rows as those of the runs on several devices."""
     return gradients(prepared(model(layers), None, num_microbatches=num_microbatches))
 
 
 def difference(got: Gradients, reference: Gradients) -> float:
     """The largest absolute difference of loss, norm, metrics and gradients."""
-    theirs = flatten_with_paths(vars(reference))
-    mine = flatten_with_paths(vars(got))
-    assert mine.keys() == theirs.keys()
+    expected = flatten_with_paths(vars(reference))
+    found = flatten_with_paths(vars(got))
+    assert found.keys() == expected.keys()
     return max(
-        float(np.abs(np.asarray(x) - padded(np.asarray(theirs[path]), np.shape(x))).max()) for path, x in mine.items()
+        float(np.abs(np.asarray(x) - padded(np.asarray(expected[path]), np.shape(x))).max())
+        for path, x in found.items()
     )
 
 
 @pytest.fixture(autouse=True)
 def _float64(float64):
-    """Every test here."""
+    """Every test of this module computes in float64."""
 
 
 def test_auxiliary_losses_are_added_to_the_loss_and_reported():
-    got, plain = on_one_device(1), gradients(prepared(model(kind=Llama), None))
+    got = on_one_device(1)
+    plain = gradients(prepared(model(kind=Llama), None))
     assert set(got.metrics) == {"hidden", "hidden_abs"}
     assert not plain.metrics
     assert got.metrics["hidden"] > 1e-4
@@ -100,9 +103,9 @@ def test_an_evaluation_reports_auxiliary_losses_and_does_not_add_them():
     losses = []
     for kind in (WithMeanSquare, Llama):
         run = prepared(model(kind=kind), None)
-        told = jax.device_get(run.compile_evaluation()(run.compile_init()().params, run.put(batches()[0]), {}))
-        losses.append(told["loss"])
-        reported = {name: value / told["tokens"] for name, value in told.items() if name.startswith("hidden")}
+        sums = jax.device_get(run.compile_evaluation()(run.compile_init()().params, run.put(batches()[0]), {}))
+        losses.append(sums["loss"])
+        reported = {name: value / sums["tokens"] for name, value in sums.items() if name.startswith("hidden")}
         assert set(reported) == ({"hidden", "hidden_abs"} if kind is WithMeanSquare else set())
     assert losses[0] == losses[1]
 
@@ -148,27 +151,29 @@ def test_auxiliary_losses_in_stages_are_equal_to_one_device(kind, mesh, num_micr
 
 
 def test_an_evaluation_of_auxiliary_losses_in_stages_is_equal_to_one_device():
-    told = []
+    evaluations = []
     for mesh, schedule in ((None, None), ("data2_tensor2", scheduled("1f1b", "data2_tensor2", 4))):
         run = prepared(model(), mesh, schedule, num_microbatches=1)
-        params, batch = run.compile_init()().params, run.put(batches()[0])
-        told.append(jax.device_get(run.compile_evaluation()(params, batch, {})))
-    assert told[0].keys() == told[1].keys()
-    assert abs(told[0]["loss"] - told[1]["loss"]) < 1e-10
-    # A mean of all rows on one device, and the mean of four microbatches' means in stages, by their targets.
-    assert abs(told[0]["hidden"] / told[1]["hidden"] - 1) < 0.1
+        params = run.compile_init()().params
+        batch = run.put(batches()[0])
+        evaluations.append(jax.device_get(run.compile_evaluation()(params, batch, {})))
+    assert evaluations[0].keys() == evaluations[1].keys()
+    assert abs(evaluations[0]["loss"] - evaluations[1]["loss"]) < 1e-10
+    # One device takes the mean of all rows, stages take the mean of four microbatches' means, weighted by targets.
+    assert abs(evaluations[0]["hidden"] / evaluations[1]["hidden"] - 1) < 0.1
 
 
-# Faults that are planted, and seen -----------------------------------------------------------------------------
+# Planted faults ------------------------------------------------------------------------------------------------
 
 
-def test_a_mean_over_a_devices_own_rows_is_seen():
+def test_planted_a_mean_over_a_devices_own_rows_is_seen():
     run = prepared(model(kind=WithOfOwnRows), LAYOUTS["data8"])
     assert difference(gradients(run), on_one_device(1)) > 1e-6
 
 
-def test_a_backward_that_is_not_given_their_weight_is_seen(monkeypatch):
-    run, backward = prepared(model(), "pipe2", scheduled("1f1b", "pipe2", 4)), Split.input_gradient
+def test_planted_a_backward_without_the_weight_of_auxiliary_losses_is_seen(monkeypatch):
+    run = prepared(model(), "pipe2", scheduled("1f1b", "pipe2", 4))
+    backward = Split.input_gradient
     right = gradients(run)
     assert difference(right, on_one_device(4)) < 1e-10
 

@@ -26,7 +26,7 @@ CASES = [pytest.param(*case, marks=[] if case in IN_CI else pytest.mark.slow) fo
 
 
 def chunked(layout: str | None, lowering: str, num_microbatches: int, model: str = TIED, chunk: int = 12) -> Any:
-    """With 4 rows a device and 12 tokens a chunk: five chunks of 3 positions, and one of 1."""
+    """With 4 rows on each device and 12 tokens in a chunk, a step has five chunks of 3 positions and one of 1."""
     return prepared(model, layout, lowering, num_microbatches, loss=LossConfig(chunk=chunk))
 
 
@@ -37,7 +37,7 @@ def difference(*case: Any, **more: Any) -> float:
 
 @pytest.fixture(autouse=True, scope="module")
 def _reference():
-    """Computed before any fault is planted."""
+    """The reference is computed before any fault is planted."""
     with jax.enable_x64(True):
         on_one_device(TIED)
 
@@ -54,7 +54,7 @@ def test_a_chunked_loss_with_an_untied_or_a_frozen_head_is_equal_to_one_device(m
     assert difference("data2_fsdp2_tensor2", "manual", 1, model=model) < 1e-10
 
 
-def test_the_reference_has_one_chunk_and_the_others_do_not():
+def test_control_the_reference_has_one_chunk_and_the_others_have_several():
     assert chunk_length("auto", ROWS, SEQ, 16, 32) is None
     assert chunk_length(12, ROWS // 8, SEQ, 16, 32) == 3
 
@@ -70,12 +70,12 @@ def test_a_chunked_loss_in_stages_is_equal_to_one_device(kind, mesh, model):
     assert pipelines.difference(run, model, 4) < 1e-10
 
 
-# The faults that this code can have --------------------------------------------------------------------------------
+# Planted faults ----------------------------------------------------------------------------------------------------
 
 IN_CHUNKS = projection._in_chunks
 
 
-def test_a_forgotten_remainder_is_seen(monkeypatch):
+def test_planted_a_forgotten_remainder_is_seen(monkeypatch):
     def all_but_the_rest(visit, carry, arrays, length):
         even = SEQ - SEQ % length
         carry, total, found = IN_CHUNKS(visit, carry, jax.tree.map(lambda x: x[:, :even], arrays), length)
@@ -85,7 +85,7 @@ def test_a_forgotten_remainder_is_seen(monkeypatch):
     assert difference("zero3", "manual", 1) > 1e-3
 
 
-def test_a_chunk_without_its_part_of_the_heads_gradient_is_seen(monkeypatch):
+def test_planted_chunks_without_their_part_of_the_heads_gradient_are_seen(monkeypatch):
     def only_the_last(visit, carry, arrays, length):
         return IN_CHUNKS(lambda sums, chunk: visit(jnp.zeros_like(sums) + 0 * sums, chunk), carry, arrays, length)
 
@@ -96,7 +96,7 @@ def test_a_chunk_without_its_part_of_the_heads_gradient_is_seen(monkeypatch):
     assert difference("data8", "manual", 1) > 1e-3
 
 
-def test_chunks_that_are_joined_in_another_order_are_seen(monkeypatch):
+def test_planted_chunks_that_are_joined_in_another_order_are_seen(monkeypatch):
     def reversed_in(visit, carry, arrays, length):
         carry, total, found = IN_CHUNKS(visit, carry, arrays, length)
         return carry, total, jax.tree.map(lambda x: x[:, ::-1], found)
@@ -105,6 +105,6 @@ def test_chunks_that_are_joined_in_another_order_are_seen(monkeypatch):
     assert difference("data8", "manual", 1) > 1e-3
 
 
-def test_a_region_entered_without_its_backward_sum_is_seen(monkeypatch):
+def test_planted_a_region_entered_without_its_backward_sum_is_seen(monkeypatch):
     monkeypatch.setattr(tensor, "varying", lambda x, axes: lax.stop_gradient(x) + lax.pcast(0 * x, axes, to="varying"))
     assert difference("tensor4", "manual", 1) > 1e-3

@@ -1,4 +1,4 @@
-"""Rows that are sharded over axis context: every kind computes what one device does."""
+"""With rows that are sharded over axis context, every kind computes what one device does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from tests.equivalence.conftest import on_one_device, outcome, prepared
 
 # Attention alone --------------------------------------------------------------------------------------------------
 
-BATCH, SEQ, SIZE = 2, 48, 4
+BATCH = 2
+SEQ = 48
+SIZE = 4
 RING = ContextParallel()
 CONTIGUOUS = ContextParallel(layout="contiguous")
 GATHERED = ContextParallel(kind="all_gather")
@@ -55,7 +57,7 @@ def computed(attend, drawn, segments):
 
 
 def difference(context, size, heads=8, kv_heads=4, window=None, by_layer=False, block_size=3):
-    """The largest difference to the reference on one device; `by_layer` gives the window as an array."""
+    """The largest difference from the reference on one device; `by_layer` passes the window as an array."""
     width = jnp.int32(window) if by_layer else window
     ctx = ParallelContext(
         mesh=MeshLayout(context=size).build(jax.devices()[:size]),
@@ -90,7 +92,8 @@ KINDS = {
     "gathered_contiguous": ContextParallel(kind="all_gather", layout="contiguous"),
     "ulysses": ULYSSES,
 }
-SHORT, LONG = 5, 20  # of 48 tokens: less and more than a shard, for all sizes but two
+SHORT = 5
+LONG = 20  # of 48 tokens: less and more than a shard, for all sizes but two
 SAMPLE = [
     ("ring", 4, None, False),
     ("ring_contiguous", 3, SHORT, False),
@@ -105,18 +108,18 @@ ALL = [*product(KINDS, (2, 3, 4, 8), (None, SHORT, LONG), (False,)), *product(KI
     ("kind", "size", "window", "by_layer"),
     [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow) for case in ALL],
 )
-def test_attention_over_shards_is_that_of_whole_rows(float64, kind, size, window, by_layer):
+def test_attention_over_shards_equals_attention_over_whole_rows(float64, kind, size, window, by_layer):
     heads = 6 if size == 3 else 8
     assert difference(KINDS[kind], size, heads, heads // 2, window, by_layer) < 1e-12
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, pytest.param(6, marks=pytest.mark.slow)])
-def test_ulysses_shares_fewer_key_heads_than_devices(float64, kv_heads):
+def test_ulysses_works_with_fewer_key_heads_than_devices(float64, kv_heads):
     assert difference(ULYSSES, 4, heads=12, kv_heads=kv_heads) < 1e-12
 
 
-def test_ulysses_says_to_its_core_that_a_row_is_one_document(float64, monkeypatch):
-    """Else a kernel that does not separate documents would refuse rows without segments."""
+def test_ulysses_passes_rows_without_segments_to_its_core(float64, monkeypatch):
+    """With segments, a kernel that does not separate documents would refuse such rows."""
     got = []
 
     def attend(self, q, k, v, positions, segments, window):
@@ -145,7 +148,7 @@ def test_ulysses_says_to_its_core_that_a_row_is_one_document(float64, monkeypatc
 @pytest.mark.parametrize(
     ("layout", "window"), [("zigzag", None), ("contiguous", 5), pytest.param("zigzag", 9, marks=pytest.mark.slow)]
 )
-def test_a_hybrid_is_a_ring_of_groups(float64, layout, window):
+def test_a_hybrid_equals_attention_over_whole_rows(float64, layout, window):
     assert difference(ContextParallel(kind="hybrid", group=2, layout=layout), 8, window=window) < 1e-12
 
 
@@ -182,12 +185,12 @@ def label_lost_at_a_cut(patch):
 @pytest.mark.parametrize(
     "fault", [stale_keys_in_the_backward, mask_off_by_one_shard, gradients_of_keys_that_are_not_sent_home]
 )
-def test_a_planted_fault_changes_attention(float64, fault, monkeypatch):
+def test_planted_faults_change_attention(float64, fault, monkeypatch):
     fault(monkeypatch)
     assert difference(CONTIGUOUS if fault is mask_off_by_one_shard else RING, 4) > 1e-2
 
 
-def test_rows_in_another_order_than_the_layout_change_attention(float64, monkeypatch):
+def test_planted_rows_in_another_order_than_the_layout_change_attention(float64, monkeypatch):
     monkeypatch.setattr(SequenceLayout, "order", lambda self, seq_len: np.arange(seq_len))
     assert difference(RING, 4) > 1e-2
 

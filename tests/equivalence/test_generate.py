@@ -1,4 +1,4 @@
-"""Tokens that a mesh chooses are those of one device; what a cached token computes is what the full forward does."""
+"""Tokens that a mesh generates equal those of one device, and cached logits equal those of a full forward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def on_one_device(model: str, sampling: Sampling = Sampling()) -> np.ndarray:  #
 
 
 def difference(model: str, layout: str, lowering: str) -> float:
-    """Between the logits of a prompt and of each token after it, through the cache, and those of full forwards."""
+    """The largest difference between the logits with the cache, of prompts and further tokens, and of full forwards."""
     got = cached_logits(model, layout, lowering, ROWS)
     ends = [np.arange(len(prompt), len(prompt) + MAX_TOKENS) for prompt in PROMPTS]
     want = [full_logits(model, row)[end - 1] for row, end in zip(ROWS, ends, strict=True)]
@@ -45,24 +45,24 @@ def difference(model: str, layout: str, lowering: str) -> float:
 
 @pytest.fixture(autouse=True)
 def _float64(float64):
-    """Every test here."""
+    """Every test of this module computes in float64."""
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_greedy_tokens_are_the_most_probable_of_a_full_forward_for_each(model):
+def test_greedy_tokens_are_the_most_probable_of_full_forwards(model):
     for prompt, answer in zip(PROMPTS, on_one_device(model), strict=True):
         logits = full_logits(model, [*prompt, *answer])
         assert (logits[len(prompt) - 1 : -1].argmax(-1) == answer).all()
-    assert len(np.unique(on_one_device(model))) > 5  # they say something
+    assert len(np.unique(on_one_device(model))) > 5  # not one token repeated
 
 
 @each_case
-def test_tokens_are_those_of_one_device(model, layout, lowering):
+def test_greedy_tokens_equal_those_of_one_device(model, layout, lowering):
     assert (tokens(generator(model, layout, lowering)) == on_one_device(model)).all()
 
 
 @each_case
-def test_cached_logits_are_those_of_the_full_forward(model, layout, lowering):
+def test_cached_logits_equal_those_of_the_full_forward(model, layout, lowering):
     assert difference(model, layout, lowering) < 1e-10
 
 
@@ -70,48 +70,59 @@ def test_cached_logits_are_those_of_the_full_forward(model, layout, lowering):
     ("layout", "lowering"),
     [pytest.param(*case, marks=[] if case == ("tensor4", "manual") else pytest.mark.slow) for case in DRAWN_CASES],
 )
-def test_drawn_tokens_are_those_of_one_device(layout, lowering):
+def test_drawn_tokens_equal_those_of_one_device(layout, lowering):
     got = tokens(generator("llama", layout, lowering, DRAWN))
     assert (got == on_one_device("llama", DRAWN)).all()
     assert (got != on_one_device("llama")).any()
 
 
-def test_an_answer_does_not_depend_on_who_else_is_in_the_batch():
+def test_an_answer_does_not_depend_on_the_other_prompts_of_the_batch():
     alone = tokens(generator("llama", "one", "auto", DRAWN, num_rows=1), PROMPTS[:1])
     assert (alone == on_one_device("llama", DRAWN)[:1]).all()
 
 
-# The suite can fail ---------------------------------------------------------------------------------------------
+# Planted faults -------------------------------------------------------------------------------------------------
 
 
-def test_a_key_in_the_slot_beside_is_seen(monkeypatch):
+def test_planted_a_key_in_the_next_slot_is_seen(monkeypatch):
     put = CachedLayer._put
-    beside = lambda core, all_, new, positions: put(core, all_, new, positions + 1)
-    monkeypatch.setattr(CachedLayer, "_put", beside)
+
+    def into_the_next_slot(core, all_, new, positions):
+        return put(core, all_, new, positions + 1)
+
+    monkeypatch.setattr(CachedLayer, "_put", into_the_next_slot)
     assert difference("llama", "one", "auto") > 1e-2
 
 
-def test_attention_to_padding_is_seen(monkeypatch):
-    longest = lambda positions: jnp.broadcast_to(positions.max(0), positions.shape)
-    as_in_the_longest_row = lambda queries, keys, window: causal_window(longest(queries), keys, window)
+def test_planted_attention_to_padding_is_seen(monkeypatch):
+    def longest(positions):
+        return jnp.broadcast_to(positions.max(0), positions.shape)
+
+    def as_in_the_longest_row(queries, keys, window):
+        return causal_window(longest(queries), keys, window)
+
     monkeypatch.setattr("meshpar.nn.attention.cached.causal_window", as_in_the_longest_row)
     assert difference("llama", "one", "auto") > 1e-2
 
 
-def test_a_window_that_is_too_wide_is_seen(monkeypatch):
-    wider = lambda queries, keys, window: causal_window(queries, keys, None if window is None else window + 1)
+def test_planted_a_window_that_is_too_wide_is_seen(monkeypatch):
+    def wider(queries, keys, window):
+        return causal_window(queries, keys, None if window is None else window + 1)
+
     monkeypatch.setattr("meshpar.nn.attention.cached.causal_window", wider)
     got = cached_logits("llama_gqa_options", "one", "auto", ROWS)
     monkeypatch.undo()
     assert abs(got - cached_logits("llama_gqa_options", "one", "auto", ROWS)).max() > 1e-2
 
 
-def test_key_heads_of_another_shard_are_seen(monkeypatch):
-    rolled = lambda k, q: local_key_heads(jnp.roll(k, 1, axis=2), q)
+def test_planted_key_heads_of_another_shard_are_seen(monkeypatch):
+    def rolled(k, q):
+        return local_key_heads(jnp.roll(k, 1, axis=2), q)
+
     monkeypatch.setattr("meshpar.nn.attention.cached.local_key_heads", rolled)
     assert difference("llama_gqa_options", "tensor4", "manual") > 1e-2
 
 
-def test_noise_that_is_drawn_by_device_is_seen(monkeypatch):
+def test_planted_noise_that_is_drawn_by_device_is_seen(monkeypatch):
     monkeypatch.setattr("meshpar.serve.sampling.shard", lambda noise, axes, dim: noise[:, : noise.shape[1] // 4])
     assert (tokens(generator("llama", "tensor4", "manual", DRAWN)) != on_one_device("llama", DRAWN)).any()

@@ -1,4 +1,4 @@
-"""Greedy tokens are those of `transformers`, prompts of different lengths in one batch, on a mesh."""
+"""Greedy tokens equal those of `transformers`, with prompts of different lengths in one batch on a mesh."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def theirs():
-    """A Llama of theirs with random weights, in float64."""
+def reference():
+    """A Llama of transformers with random weights, in float64."""
     import torch
 
     torch.manual_seed(0)
@@ -34,20 +34,20 @@ def theirs():
     return transformers.LlamaForCausalLM(config).double().eval()
 
 
-def answered(model) -> np.ndarray:
-    """Their greedy answers, a prompt at a time."""
+def greedy_tokens(model) -> np.ndarray:
+    """The greedy tokens of transformers, one prompt at a time."""
     import torch
 
-    def one(prompt):
+    def answer(prompt):
         ids = torch.tensor([prompt])
         made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False)
         return made[0, len(prompt) :].numpy()
 
-    return np.stack([one(prompt) for prompt in PROMPTS])
+    return np.stack([answer(prompt) for prompt in PROMPTS])
 
 
-def ours(model) -> dict:
-    """Their weights under our names: outputs come first there, heads are one dim, and layers are apart."""
+def converted(model) -> dict:
+    """The weights of transformers, which store outputs first, heads as one dim and layers apart, as meshpar's."""
     weights = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
 
     def stack(name, *shape):
@@ -72,9 +72,9 @@ def ours(model) -> dict:
     ("layout", "lowering"),
     [pytest.param("tensor4", "auto", marks=pytest.mark.slow), ("data2_fsdp2_tensor2", "manual")],
 )
-def test_greedy_tokens_are_those_of_transformers(theirs, layout, lowering, monkeypatch, float64):
-    monkeypatch.setitem(serving.MODELS, "gqa of theirs", Llama(**SIZES))
-    monkeypatch.setattr(serving, "params", lambda model: ours(theirs))
-    want = answered(theirs)
-    assert (tokens(generator("gqa of theirs", layout, lowering)) == want).all()
-    assert len(np.unique(want)) > 10  # they say something
+def test_greedy_tokens_equal_those_of_transformers(reference, layout, lowering, monkeypatch, float64):
+    monkeypatch.setitem(serving.MODELS, "gqa of transformers", Llama(**SIZES))
+    monkeypatch.setattr(serving, "params", lambda model: converted(reference))
+    want = greedy_tokens(reference)
+    assert (tokens(generator("gqa of transformers", layout, lowering)) == want).all()
+    assert len(np.unique(want)) > 10  # not one token repeated

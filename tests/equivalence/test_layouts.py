@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from itertools import product
 
+import jax
+import numpy as np
 import pytest
 
-from tests.equivalence.conftest import MODELS, on_one_device, outcome, prepared
+from tests.equivalence.conftest import MODELS, first_state, on_one_device, outcome, prepared
 from tests.layouts import LAYOUTS
 
 EVERY = list(product(MODELS, LAYOUTS, ["manual", "auto"], [1, 4]))
-# Each layout in each lowering with two models, one with accumulation and one without.
+# Each layout in the manual lowering with two models, one with accumulation and one without; and under GSPMD with one.
+FOUR = list(MODELS)[:4]
 SAMPLE = [
-    (model, layout, lowering, accumulation)
-    for i, (layout, lowering) in enumerate(product(LAYOUTS, ["manual", "auto"]))
-    for model, accumulation in [(list(MODELS)[i % 4], 1), (list(MODELS)[(i + 1 + i // 4) % 4], 4)]
-] + [
+    *((FOUR[i % 4], layout, "manual", 1) for i, layout in enumerate(LAYOUTS)),
+    *((FOUR[(i + 1 + i // 4) % 4], layout, "manual", 4) for i, layout in enumerate(LAYOUTS)),
+    *((FOUR[(i + 2) % 4], layout, "auto", 4 if i % 2 else 1) for i, layout in enumerate(LAYOUTS)),
     ("llama_gqa_options", "data2_fsdp2_tensor2", "manual", 1),
 ]
 CASES = [
@@ -24,12 +26,28 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "layout", "lowering", "accumulation"), CASES)
-def test_equal_to_one_device(model, layout, lowering, accumulation):
+def test_every_layout_is_equal_to_one_device(model, layout, lowering, accumulation):
     got = outcome(prepared(model, layout, lowering, accumulation))
     assert got.difference(on_one_device(model)) < 1e-10
 
 
-def test_dropout_changes_the_numbers():
-    """Else the equality of masks above would say nothing."""
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, marks=[] if model == list(MODELS)[i % 6] else pytest.mark.slow)
+        for i, layout in enumerate(LAYOUTS)
+        for model in MODELS
+    ],
+)
+def test_the_initial_state_of_each_layout_is_that_of_one_device(model, layout):
+    run = prepared(model, layout, "manual", 1)
+    state = jax.device_get(run.compile_init()())
+    expected = first_state(run.run.model, run.run.lora)
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True)
+    assert max(abs(np.asarray(mine, float) - theirs).max() for mine, theirs in pairs) < 1e-10
+
+
+def test_control_dropout_changes_the_numbers():
+    """Otherwise equal masks would prove nothing."""
     with_dropout = on_one_device("gpt_dropout_remat")
     assert abs(with_dropout.losses - on_one_device("gpt_gqa_tied").losses).min() > 1e-6

@@ -1,4 +1,4 @@
-"""LoRA and frozen parameters: equal to one device; a planted fault is seen; and what is frozen stays as it was."""
+"""LoRA and frozen parameters are equal to one device, frozen parameters keep their values, planted faults are seen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ LAYOUT = "data2_fsdp2_tensor2"
 
 
 def test_lora_is_equal_to_one_device_and_changes_only_its_own_parameters():
-    run, want = prepared("llama_lora", LAYOUT, "manual", 4), on_one_device("llama_lora")
+    run = prepared("llama_lora", LAYOUT, "manual", 4)
+    want = on_one_device("llama_lora")
     got = outcome(run)
     assert got.difference(want) < 1e-10
     assert all(map(is_lora, flatten_with_paths(got.gradients)))
@@ -44,7 +45,7 @@ STAGES = {
 
 
 def in_stages(model, mesh):
-    """With a declared reduction, whose permutes run after the stages' operations."""
+    """A pipelined run with a declared reduction, whose permutes run after the stages' operations."""
     kind, sizes, presets = STAGES[mesh]
     parallel = {
         "pipeline": {"kind": kind, "num_microbatches": 4},
@@ -64,21 +65,21 @@ def in_stages(model, mesh):
         for mesh in STAGES
     ],
 )
-def test_equal_to_one_device_in_stages_with_a_declared_reduction(model, mesh):
+def test_stages_with_a_declared_reduction_are_equal_to_one_device(model, mesh):
     assert outcome(in_stages(model, mesh)).difference(on_one_device(model)) < 1e-10
 
 
 @pytest.mark.slow
-def test_frozen_parameters_that_stay_behind_are_seen(monkeypatch):
-    """Each stage computes with zeros in their place."""
+def test_planted_frozen_parameters_that_are_zero_on_the_stages_are_seen(monkeypatch):
+    """Each stage computes with zeros in place of its frozen parameters."""
     whole = execute.frozen_in
     monkeypatch.setattr(execute, "frozen_in", lambda *trees: jax.tree.map(jnp.zeros_like, whole(*trees)))
     run = in_stages("llama_lora", "pipe2_fsdp2_tensor2")
     assert outcome(run).difference(on_one_device("llama_lora")) > 1e-3
 
 
-def test_copies_on_other_stages_that_are_not_summed_are_seen(monkeypatch):
-    """The embedding's gradient is computed on the first stage, the head's on the last. JAX's types find it missing."""
+def test_planted_copies_on_other_stages_that_are_not_summed_are_a_type_error(monkeypatch):
+    """The embedding's gradient is computed on the first stage, the head's on the last. JAX's types show the fault."""
     copies = ParallelContext.copy_axes
 
     def within_stage(self, dims):
@@ -90,8 +91,8 @@ def test_copies_on_other_stages_that_are_not_summed_are_seen(monkeypatch):
         _ = run.traced_bytes
 
 
-def test_a_thin_product_that_is_summed_too_early_is_seen(monkeypatch):
-    """LoRA's is as much a partial sum as the kernel's own product: it is summed where the region is left."""
+def test_planted_a_thin_product_that_is_summed_too_early_is_seen(monkeypatch):
+    """LoRA's product is a partial sum like the kernel's own, and is summed where the region is left."""
 
     def summed(self, thin):
         axes = tuple(axis for axis in manual_axes("heads") if axis in varies_over(thin))

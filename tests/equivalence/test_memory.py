@@ -1,4 +1,4 @@
-"""What saves memory changes no number: offloading to the host, and stochastic rounding in any layout."""
+"""Offloading to the host changes no number, and stochastic rounding is the same in any layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_offloaded_run_is_equal_to_one_device(layout, lowering):
 
 @pytest.mark.slow
 def test_an_offloaded_run_resumes_on_the_device(tmp_path):
-    """Its average of the parameters, which evaluations use, is offloaded too."""
+    """The average of its parameters, which evaluations use, is offloaded too."""
 
     def trained(name, num_steps, optimizer):
         run = Run(
@@ -59,7 +59,10 @@ def test_an_offloaded_run_resumes_on_the_device(tmp_path):
         np.testing.assert_allclose(a, b, atol=1e-10)
     texts = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "parts")]
     records = [[json.loads(line) for line in text.splitlines()] for text in texts]
-    losses = [[one["loss"] for one in found if one["kind"] == "evaluation" and one["step"] == 4] for found in records]
+    losses = [
+        [record["loss"] for record in found if record["kind"] == "evaluation" and record["step"] == 4]
+        for found in records
+    ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-10)
     assert losses[0]
 
@@ -69,7 +72,7 @@ PRECISION = {"params": "bfloat16", "compute": "float64", "gradients": "float64"}
 
 @pytest.mark.slow
 def test_stochastic_rounding_is_the_same_in_any_layout():
-    """To 1e-9: the gradient of a key's bias is a rounding error. Control: rounding to nearest differs."""
+    """To 1e-9, because the gradient of a key's bias is a rounding error. Control: rounding to nearest differs."""
 
     def params(layout, lowering, **more):
         got = outcome(prepared("gpt_gqa_tied", layout, lowering, 1, precision=Precision(**PRECISION | more)))
@@ -78,8 +81,8 @@ def test_stochastic_rounding_is_the_same_in_any_layout():
     def difference(a, b):
         return max(np.abs(x - y).max() for x, y in zip(a, b, strict=True))
 
-    one = params(None, "auto", rounding="stochastic")
-    many = params("data2_fsdp2_tensor2", "manual", rounding="stochastic")
+    on_one_device = params(None, "auto", rounding="stochastic")
+    on_eight_devices = params("data2_fsdp2_tensor2", "manual", rounding="stochastic")
     nearest = params(None, "auto", rounding="nearest")
-    assert difference(one, many) < 1e-9
-    assert difference(one, nearest) > 1e-5
+    assert difference(on_one_device, on_eight_devices) < 1e-9
+    assert difference(on_one_device, nearest) > 1e-5

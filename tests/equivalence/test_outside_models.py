@@ -1,4 +1,4 @@
-"""The theorem for models that know nothing of meshpar: what they compute does not depend on the mesh."""
+"""The theorem for models that use nothing of meshpar's: what they compute does not depend on the mesh."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYOUTS = {
     "data2_fsdp2_tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, ("fsdp", "megatron")),
 }
 EVERY = list(product(MODELS, list(LAYOUTS)[1:]))
-# Each kind of model on one axis, one after the other, and all on three.
+# Six models on one axis each, in turn, and all models on three axes.
 SAMPLE = {(model, list(LAYOUTS)[1 + i % 3]) for i, model in enumerate(list(MODELS)[:6])}
 SAMPLE |= {(model, "data2_fsdp2_tensor2") for model in MODELS}
 CASES = [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow, id="-".join(case)) for case in EVERY]
@@ -43,7 +43,7 @@ def _precision(float64):
 
 
 def trained(model, layout):
-    """Three steps of it, in float64."""
+    """The state after three steps in float64, and what the steps computed."""
     make, batch = MODELS[model]
     sizes, preset = LAYOUTS[layout]
     mesh = MeshLayout(**sizes)
@@ -68,7 +68,7 @@ def test_an_outside_model_is_equal_to_one_device(model, layout):
     assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params)) or layout == "data8"
 
 
-# What the model asks of the mesh, and the optimizer of the loss -----------------------------------------------------
+# Axes, names and state of the model; further evaluations of the loss--------------------------------------------------
 
 
 def traced(model, layout="data2_fsdp2_tensor2"):
@@ -77,7 +77,7 @@ def traced(model, layout="data2_fsdp2_tensor2"):
     return adopted, str(jax.make_jaxpr(adopted.step)(adopted.placement.structs, adopted.batch))
 
 
-def test_axes_that_the_model_calls_otherwise_are_those_of_the_mesh():
+def test_a_models_own_names_of_axes_are_mapped_to_the_mesh():
     adopted, program = traced("gemma")
     specs = {path: p.pspec for path, p in flatten_with_paths(adopted.placement.params).items()}
     assert specs["table.value"] == P("tensor", "fsdp")
@@ -90,7 +90,7 @@ def test_names_that_only_activations_have_follow_their_rules():
     assert "spec=P(('data', 'fsdp'), 'tensor', None, None)" in program
 
 
-def test_the_state_holds_random_keys_as_integers_that_lie_whole():
+def test_random_keys_are_replicated_integers_in_the_state():
     adopted, _ = traced("regularized")
     carried = flatten_with_paths(adopted.placement.carried)
     assert carried["dropout.rngs.key.value"].spec.dims == ("key_data",)
@@ -102,14 +102,15 @@ def test_the_state_holds_random_keys_as_integers_that_lie_whole():
 
 
 @pytest.mark.parametrize("name", ["sam", "sam_in_turns", "lbfgs"])
-def test_an_optimizer_that_asks_again_takes_the_steps_that_it_takes_by_hand(name):
-    """As Optax's documentation writes the loop, on one device."""
+def test_an_optimizer_that_evaluates_the_loss_again_equals_a_loop_by_hand(name):
+    """The loop is that of Optax's documentation, on one device."""
     _, taken = trained(name, "data2_fsdp2_tensor2")
     adopted = MODELS[name][0](MeshLayout().build(jax.devices()[:1]), AxisRules(preset="replicated"))
-    adopted, tx = _widened(adopted), adopted.update.tx
+    tx = adopted.update.tx
+    adopted = _widened(adopted)
     params = jax.device_get(Trial(adopted).start().params)
     opt_state = tx.init(params)
-    for seed, one in zip((1, 2, 3), taken, strict=True):
+    for seed, result in zip((1, 2, 3), taken, strict=True):
         batch = with_rows(wide_batch(numbers(seed)))
 
         def loss(params, batch=batch):
@@ -122,10 +123,10 @@ def test_an_optimizer_that_asks_again_takes_the_steps_that_it_takes_by_hand(name
         updates, opt_state = tx.update(grad, opt_state, params, **more)
         params = optax.apply_updates(params, updates)
         got = flatten_with_paths(params)
-        assert max(abs(got[path] - x).max() for path, x in one.parameters.items()) < 1e-10
+        assert max(abs(got[path] - x).max() for path, x in result.parameters.items()) < 1e-10
 
 
-# What a loss of the user's own may do besides ----------------------------------------------------------------------
+# Metrics and regions of a user's own loss --------------------------------------------------------------------------
 
 
 def metrics_of(mesh, **more):
@@ -142,15 +143,15 @@ def metrics_of(mesh, **more):
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_metrics_beside_the_loss_are_means_over_all_rows(num_microbatches):
-    one, _ = metrics_of("one")
-    here, evaluated = metrics_of("data2_fsdp2_tensor2", num_microbatches=num_microbatches)
-    assert 0 < one["accuracy"] < 1
-    assert abs(here["accuracy"] - one["accuracy"]) < 1e-10
-    assert abs(evaluated["accuracy"] / evaluated["tokens"] - one["accuracy"]) < 1e-10
+    on_one, _ = metrics_of("on_one")
+    on_eight, evaluated = metrics_of("data2_fsdp2_tensor2", num_microbatches=num_microbatches)
+    assert 0 < on_one["accuracy"] < 1
+    assert abs(on_eight["accuracy"] - on_one["accuracy"]) < 1e-10
+    assert abs(evaluated["accuracy"] / evaluated["tokens"] - on_one["accuracy"]) < 1e-10
 
 
 def regional(mean):
-    """A loss with a `shard_map` of the user's own, of rows less their mean over the batch."""
+    """A loss with the user's own `shard_map`, which subtracts the mean over the batch from each row."""
     batch_axes = ("replica", "data", "fsdp")
 
     def centred(x):
@@ -160,18 +161,20 @@ def regional(mean):
     def loss(params, batch, key):
         return nll(centred(batch["x"]) @ params["w"], batch["y"]).mean()
 
-    init = lambda key: {"w": jax.random.normal(key, (WIDTH, VOCAB))}
+    def init(key):
+        return {"w": jax.random.normal(key, (WIDTH, VOCAB))}
+
     mesh = MeshLayout(data=2, fsdp=2, tensor=2)
     rules = AxisRules(preset=("fsdp", "megatron"))
     return training(init, loss, optax.sgd(0.1), numbers(0), mesh=mesh, rules=rules, dims={"w": ("embed", "vocab")})
 
 
-def test_a_users_own_region_is_proved():
+def test_a_users_own_region_is_verified():
     proof = verify(regional(lambda x, axes: lax.pmean(x.mean(0), axes)), [numbers(1), numbers(2)])
     assert proof.is_equal, str(proof)
 
 
-def test_a_users_own_region_without_its_mean_over_devices_is_seen():
+def test_planted_a_users_own_region_without_its_mean_over_devices_is_seen():
     proof = verify(regional(lambda x, axes: x.mean(0)), [numbers(1), numbers(2)])
     assert [row.name for row in proof.culprits] == ["data=2", "fsdp=2"]
 
@@ -179,7 +182,7 @@ def test_a_users_own_region_without_its_mean_over_devices_is_seen():
 # Planted faults ----------------------------------------------------------------------------------------------------
 
 
-def test_batch_statistics_that_are_not_handed_on_are_seen(monkeypatch):
+def test_planted_batch_statistics_that_are_not_carried_are_seen(monkeypatch):
     on_one_device("conv_net")
     update = Update.__call__
 
@@ -192,25 +195,25 @@ def test_batch_statistics_that_are_not_handed_on_are_seen(monkeypatch):
     assert (found.step, found.kind) == (1, "carried")
 
 
-def test_a_frozen_parameter_that_is_trained_is_seen(monkeypatch):
+def test_planted_a_frozen_parameter_that_is_trained_is_seen(monkeypatch):
     on_one_device("transformer")
     monkeypatch.setattr(optax, "set_to_zero", lambda: optax.sgd(1e-3))
     found = first_difference("transformer", trained("transformer", "data8")[1])
     assert (found.kind, found.path) == ("parameters", "Embed_0.embedding")
 
 
-def test_random_keys_that_are_not_carried_as_they_are_are_seen(monkeypatch):
+def test_planted_random_keys_that_change_while_carried_are_seen(monkeypatch):
     on_one_device("regularized")
     as_data = interop_training.as_data
-    monkeypatch.setattr(interop_training, "as_data", lambda tree: jax.tree.map(_other_key, as_data(tree)))
+
+    def other_key(x):
+        return x + 1 if getattr(x, "dtype", None) == "uint32" and x.shape else x
+
+    monkeypatch.setattr(interop_training, "as_data", lambda tree: jax.tree.map(other_key, as_data(tree)))
     assert first_difference("regularized", trained("regularized", "data8")[1]).kind == "loss"
 
 
-def _other_key(x):
-    return x + 1 if getattr(x, "dtype", None) == "uint32" and x.shape else x
-
-
-def test_an_optimizer_that_is_told_of_other_gradients_is_seen(monkeypatch):
+def test_planted_an_optimizer_that_gets_other_gradients_is_seen(monkeypatch):
     on_one_device("sam")
     asked_again = step.asked_again
 
@@ -222,7 +225,7 @@ def test_an_optimizer_that_is_told_of_other_gradients_is_seen(monkeypatch):
     assert first_difference("sam", trained("sam", "data8")[1]).kind == "parameters"
 
 
-def test_a_key_that_depends_on_the_mesh_is_seen(monkeypatch):
+def test_planted_a_key_that_depends_on_the_mesh_is_seen(monkeypatch):
     on_one_device("mlp")
     monkeypatch.setattr(
         "meshpar.interop.training.step_key", lambda seed, step: jax.random.fold_in(jax.random.key(seed), step + 8)

@@ -1,4 +1,4 @@
-"""Overlapped layers compute what the plain ones do, which is what one device does."""
+"""Layers with overlap compute what one device does."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "section", "layout", "way", "accumulation", "unrolled"), CASES)
-def test_overlapped_it_equals_one_device(model, section, layout, way, accumulation, unrolled, monkeypatch):
+def test_layers_with_overlap_are_equal_to_one_device(model, section, layout, way, accumulation, unrolled, monkeypatch):
     monkeypatch.setattr(ring, "UNROLLED", unrolled)
     run = prepared(model, layout, "manual", accumulation, parallel={section: {"overlap": way}})
     assert outcome(run).difference(on_one_device(model)) < 1e-10
 
 
 @pytest.mark.slow
-def test_an_adapter_without_its_scale_is_seen(monkeypatch):
+def test_planted_an_adapter_without_its_scale_is_seen(monkeypatch):
     monkeypatch.setattr(Adapter, "scaled", lambda self, x: x)
     run = prepared("llama_lora", "tensor4_sp", "manual", 1, parallel={"tensor": {"overlap": "ring"}})
     assert outcome(run).difference(on_one_device("llama_lora")) > 1e-3
 
 
-def test_a_chunk_that_is_taken_for_anothers_is_seen(monkeypatch):
-    monkeypatch.setattr(ring, "UNROLLED", 2)  # a ring of its own, so that no right trace is found in a cache
+def test_planted_a_chunk_that_is_taken_for_another_is_seen(monkeypatch):
+    monkeypatch.setattr(ring, "UNROLLED", 2)  # no other test has this ring, so that no cached trace hides the fault
     rank = ring.Ring.rank
     monkeypatch.setattr(ring.Ring, "rank", lambda ring, distance=0: rank(ring, -distance))
     run = prepared("llama", "zero3", "manual", 1, parallel={"fsdp": {"overlap": "ring"}})

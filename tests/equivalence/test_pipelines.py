@@ -52,16 +52,16 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _float64(float64):
-    """Every test here."""
+    """Every test of this module computes in float64."""
 
 
 def layers_for(kind, mesh):
-    """A layer or two for each virtual stage."""
+    """At least one layer for each virtual stage."""
     return 16 if mesh == "pipe8" and kind in ("interleaved", "zbv") else 8
 
 
 @pytest.mark.parametrize(("kind", "mesh", "num_microbatches", "model"), CASES)
-def test_equal_to_one_device(kind, mesh, num_microbatches, model):
+def test_every_schedule_is_equal_to_one_device(kind, mesh, num_microbatches, model):
     layers = layers_for(kind, mesh)
     run = prepared(MODELS[model](layers), mesh, scheduled(kind, mesh, num_microbatches))
     assert difference(run, model, layers) < 1e-10
@@ -71,8 +71,8 @@ def test_equal_to_one_device(kind, mesh, num_microbatches, model):
     "kind",
     [pytest.param(kind, marks=[] if kind == "1f1b" else pytest.mark.slow) for kind in ("gpipe", "1f1b", "zb_h1")],
 )
-def test_seven_layers_on_four_stages(kind):
-    """They lie in eight places, of which the last holds zeros, before the step and after it."""
+def test_padded_layers_on_four_stages_are_equal_to_one_device(kind):
+    """Seven layers are stored in eight slots, the last of which holds zeros before and after the step."""
     run = prepared(MODELS["tied"](7, pad_layers_to_multiple=4), "pipe4", scheduled(kind, "pipe4", 6))
     assert difference(run, "tied", 7) < 1e-10
 
@@ -88,22 +88,22 @@ def test_seven_layers_on_four_stages(kind):
         ("zbv", "fsdp2_tensor2_sp", 2, None),
     ],
 )
-def test_so_they_do_on_any_mesh_and_by_any_cut(kind, mesh, multiple, cut):
+def test_padded_layers_on_any_mesh_with_any_cut_are_equal_to_one_device(kind, mesh, multiple, cut):
     model = MODELS["tied"](7, pad_layers_to_multiple=multiple)
     run = prepared(model, mesh, scheduled(kind, mesh, 4, cut=cut))
     assert difference(run, "tied", 7) < 1e-10
 
 
 @pytest.mark.slow
-def test_or_all_of_them_on_every_stage():
-    """As the config says; each computes with its own."""
+def test_layers_that_every_stage_stores_are_equal_to_one_device():
+    """Each stage stores all layers, and computes its own."""
     run = prepared(MODELS["tied"](7), "pipe4", scheduled("1f1b", "pipe4", 6), rules={"layers": ()})
     assert difference(run, "tied", 7) < 1e-10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "cut"), [("1f1b", (1, 3, 2, 2)), ("interleaved", (1, 1, 1, 1, 1, 1, 1, 1))])
-def test_a_cut_that_is_given(kind, cut):
+def test_a_given_cut_is_equal_to_one_device(kind, cut):
     run = prepared(MODELS["tied"](8), "pipe4", scheduled(kind, "pipe4", 4, cut=cut))
     assert difference(run, "tied", 8) < 1e-10
 
@@ -111,19 +111,19 @@ def test_a_cut_that_is_given(kind, cut):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["dots", "dots_no_batch", "full", {"save": ["q", "k", "v", "attn", "gate"]}], ids=str)
 @pytest.mark.parametrize("mesh", ["pipe4", "fsdp2_tensor2_sp"])
-def test_what_is_worked_out_again_is_the_same(remat, mesh):
+def test_remat_in_stages_is_equal_to_one_device(remat, mesh):
     run = prepared(MODELS["llama"](8, remat=remat), mesh, scheduled("zb_h1", mesh, 4))
     assert difference(run, "llama", 8) < 1e-10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["pipe4", "fsdp4", "zero2"])
-def test_parts_of_a_batch_go_through_the_stages_one_after_the_other(mesh):
+def test_accumulation_around_a_pipeline_is_equal_to_one_device(mesh):
     run = prepared(MODELS["tied"](8), mesh, scheduled("1f1b", mesh, 2), num_microbatches=3)
     assert difference(run, "tied", 8) < 1e-10
 
 
-def any_legal_order(data, folder):
+def check_any_legal_order(data, folder):
     orders = random_orders(data, 2, 3)
     (folder / "orders.txt").write_text("\n".join(" ".join(map(str, order)) for order in orders))
     run = prepared(MODELS["tied"](8), "pipe2", ScheduleFile(num_microbatches=3, path=folder / "orders.txt"))
@@ -135,18 +135,18 @@ EXAMPLES = {"deadline": None, "suppress_health_check": list(HealthCheck), "phase
 
 @given(st.data())
 @settings(max_examples=1, **EXAMPLES)
-def test_the_result_does_not_depend_on_the_order(tmp_path, data):
-    any_legal_order(data, tmp_path)
+def test_a_random_legal_order_is_equal_to_one_device(tmp_path, data):
+    check_any_legal_order(data, tmp_path)
 
 
 @pytest.mark.slow
 @given(st.data())
 @settings(max_examples=20, **EXAMPLES)
-def test_nor_on_any_of_twenty(tmp_path, data):
-    any_legal_order(data, tmp_path)
+def test_twenty_random_legal_orders_are_equal_to_one_device(tmp_path, data):
+    check_any_legal_order(data, tmp_path)
 
 
-# Faults that are planted, and seen -----------------------------------------------------------------------------
+# Planted faults ------------------------------------------------------------------------------------------------
 
 
 def faulty(monkeypatch):
@@ -154,8 +154,9 @@ def faulty(monkeypatch):
     return prepared(MODELS["tied"](8), "pipe2", scheduled("1f1b", "pipe2", 4))
 
 
-def test_a_slot_too_few_is_seen(monkeypatch):
-    run, plan = faulty(monkeypatch), execute.Pipeline.plan
+def test_planted_a_slot_too_few_is_seen(monkeypatch):
+    run = faulty(monkeypatch)
+    plan = execute.Pipeline.plan
 
     def fewer(self, ctx, forward_only=False):
         ticks, cut = plan(self, ctx, forward_only)
@@ -166,14 +167,15 @@ def test_a_slot_too_few_is_seen(monkeypatch):
     assert difference(run, "tied", 8) > 1e-6
 
 
-def test_layers_that_lie_elsewhere_than_the_cut_says_are_seen(monkeypatch):
+def test_planted_layers_stored_in_another_order_than_the_cut_are_seen(monkeypatch):
     monkeypatch.setattr(StagePartition, "lies_in_order", lambda cut, stored: True)
     schedule = scheduled("1f1b", "pipe4", 6, cut=(2, 1, 2, 2))
     assert difference(prepared(MODELS["tied"](7, pad_layers_to_multiple=4), "pipe4", schedule), "tied", 7) > 1e-3
 
 
-def test_a_dropout_key_of_the_stages_own_count_is_seen(monkeypatch):
-    run, init = faulty(monkeypatch), execute._Stage.__init__
+def test_planted_a_dropout_key_that_depends_on_the_stage_is_seen(monkeypatch):
+    run = faulty(monkeypatch)
+    init = execute._Stage.__init__
 
     def own_count(self, *args, **more):
         init(self, *args, **more)
@@ -184,16 +186,16 @@ def test_a_dropout_key_of_the_stages_own_count_is_seen(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_embedding_without_its_own_gradient_is_seen(monkeypatch):
+def test_planted_an_embedding_without_its_own_gradient_is_seen(monkeypatch):
     run = faulty(monkeypatch)
     monkeypatch.setattr(execute._Stage, "_embedding_gradient", lambda self, sums, dx, row: sums)
     assert difference(run, "tied", 8) > 1e-6
 
 
-# What does not fit ---------------------------------------------------------------------------------------------
+# Errors, evaluation, 2BW ---------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_told_at_once():
+def test_all_problems_of_a_schedule_are_reported_at_once():
     with pytest.raises(ConfigError) as error:
         prepared(MODELS["tied"](3), "pipe4", Interleaved(num_microbatches=6), rules={"layers": ()})
     assert "6 is not a multiple of the 4 stages, which interleaved needs" in str(error.value)
@@ -206,18 +208,21 @@ def test_what_does_not_fit_is_told_at_once():
         prepared(MODELS["tied"](8), "pipe4", scheduled("1f1b", "pipe4", 4), lowering="auto")
 
 
-def test_evaluation_is_one_devices():
+def test_the_initial_state_and_the_evaluation_in_stages_are_those_of_one_device():
     run = prepared(MODELS["tied"](8), "pipe2", scheduled("zbv", "pipe2", 4))
-    one = prepared(MODELS["tied"](8), None)
+    on_one = prepared(MODELS["tied"](8), None)
     batch = next(iter(run.run.data.held_out()))
 
-    def loss(of):
-        put = {name: jax.device_put(x, of.batch[name].sharding) for name, x in batch.items()}
-        return jax.device_get(of.compile_evaluation()(of.compile_init()().params, put, {}))
+    def evaluated(prepared_run):
+        state = prepared_run.compile_init()()
+        loss = prepared_run.compile_evaluation()(state.params, prepared_run.put(batch), {})
+        return jax.device_get((state, loss))
 
-    mine, theirs = loss(run), loss(one)
-    assert mine["tokens"] == theirs["tokens"]
-    assert abs(mine["loss"] - theirs["loss"]) < 1e-10
+    state, found = evaluated(run)
+    expected_state, expected = evaluated(on_one)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-10), state, expected_state)
+    assert found["tokens"] == expected["tokens"]
+    assert abs(found["loss"] - expected["loss"]) < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -229,35 +234,35 @@ def test_evaluation_is_one_devices():
         ]),
     ],
 )  # fmt: skip
-def test_2bw_takes_gradients_at_the_weights_before_the_last_update(mesh, num_microbatches):
+def test_pipedream_2bw_takes_gradients_at_the_weights_before_the_last_update(mesh, num_microbatches):
     """On one device, by hand: w[t+1] = w[t] - update(gradient at w[t-1])."""
     run = prepared(MODELS["tied"](8), mesh, scheduled("pipedream_2bw", mesh, num_microbatches))
-    one = prepared(MODELS["tied"](8), None)
-    trial, drawn = Trial(run), [batches()[0], batches()[1], batches()[0]]
-    state, mine = trial.start(), []
-    state, mine = trial.run(state, drawn)
-    sharded = shardings(structs(one.placement.sharded))
-    state = one.compile_init()()
+    on_one = prepared(MODELS["tied"](8), None)
+    trial = Trial(run)
+    drawn = [batches()[0], batches()[1], batches()[0]]
+    _, results = trial.run(trial.start(), drawn)
+    sharded = shardings(structs(on_one.placement.sharded))
+    state = on_one.compile_init()()
     before = state.params
-    for batch, got in zip(drawn, mine, strict=True):
-        told = jax.jit(one.gradients)(before, with_rows(batch), state.step, {})
+    for batch, got in zip(drawn, results, strict=True):
+        gradients = jax.jit(on_one.gradients)(before, with_rows(batch), state.step, {})
         before = state.params
-        state, _ = jax.jit(lambda state, told: one.update(state, told, sharded))(state, told)
-        assert abs(told.loss - got.loss["loss"]) < 1e-10
+        state, _ = jax.jit(lambda state, gradients: on_one.update(state, gradients, sharded))(state, gradients)
+        assert abs(gradients.loss - got.loss["loss"]) < 1e-10
     params = flatten_with_paths(jax.device_get(state.params))
-    assert max(abs(params[path] - value).max() for path, value in mine[-1].parameters.items()) < 1e-10
+    assert max(abs(params[path] - value).max() for path, value in results[-1].parameters.items()) < 1e-10
 
 
-def test_a_checkpoint_knows_no_pipeline(tmp_path):
-    """Saved in stages that are dealt out, restored in others, or in none."""
-    there = [
+def test_a_checkpoint_of_stages_is_restored_on_other_stages_or_none(tmp_path):
+    """It is saved from interleaved stages."""
+    trials = [
         Trial(prepared(MODELS["tied"](8), mesh, mesh and scheduled(kind, mesh, 4)))
         for mesh, kind in [("pipe4", "interleaved"), ("pipe2", "1f1b"), (None, "")]
     ]
     first, second = batches()
-    state, _ = there[0].run(there[0].start(), [first])
-    _, (went_on,) = there[0].run(state, [second])
-    for other in there[1:]:
-        _, (resumed,) = other.run(there[0].saved_and_restored(state, other), [second])
-        assert abs(resumed.loss["loss"] - went_on.loss["loss"]) < 1e-10
-        assert max(abs(resumed.parameters[p] - v).max() for p, v in went_on.parameters.items()) < 1e-10
+    state, _ = trials[0].run(trials[0].start(), [first])
+    _, (continued,) = trials[0].run(state, [second])
+    for other in trials[1:]:
+        _, (resumed,) = other.run(trials[0].saved_and_restored(state, other), [second])
+        assert abs(resumed.loss["loss"] - continued.loss["loss"]) < 1e-10
+        assert max(abs(resumed.parameters[p] - v).max() for p, v in continued.parameters.items()) < 1e-10

@@ -1,4 +1,4 @@
-"""The suite can fail: each of these faults is planted, and seen."""
+"""Negative controls of the suite: each of these faults is planted, and seen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def difference(layout):
 
 @pytest.fixture(autouse=True, scope="module")
 def _references():
-    """Worked out before any fault is planted."""
+    """The references are computed before any fault is planted."""
     with jax.enable_x64(True):
         on_one_device("llama"), on_one_device("gpt_dropout_remat")
 
@@ -38,12 +38,15 @@ def test_a_mean_in_place_of_a_sum_is_seen(monkeypatch):
 
 
 def test_a_loss_averaged_by_device_is_seen(monkeypatch):
-    """The mean of the devices' means, where the devices have different numbers of real tokens."""
+    """The mean of the devices' means differs, because devices have different numbers of targets that count."""
     accumulate = gradients._accumulate
 
     def by_device(*args):
         got, grads = accumulate(*args)
-        mean = lambda x: x / got.count.astype(x.dtype)
+
+        def mean(x):
+            return x / got.count.astype(x.dtype)
+
         return replace(got, loss=mean(got.loss), count=got.count // got.count), jax.tree.map(mean, grads)
 
     monkeypatch.setattr(gradients, "_accumulate", by_device)

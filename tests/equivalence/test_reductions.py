@@ -1,4 +1,4 @@
-"""Every reduction that rounds nothing leaves the numbers of one device; one that rounds does not."""
+"""Every reduction that does not round is equal to one device; one that rounds is not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERY = [
 SAMPLE = [("tree", "data8", 1), ("bidirectional_ring", "data2_fsdp2_tensor2", 4)]
 CASES = [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow) for case in EVERY]
 SMALL = "3KiB"
-"""Of a bucket: several gradients in one, and large ones in several."""
+"""Size of a bucket, in which several gradients fit, while large ones need several buckets."""
 
 
 def difference(reduce: Reduce, layout: str, num_microbatches: int = 1, **settings) -> float:
@@ -38,14 +38,14 @@ def test_a_declared_reduction_is_equal_to_one_device(algorithm, layout, num_micr
 
 
 def test_a_reduction_inside_and_across_slices_is_equal_to_one_device():
-    """Copies on data lie inside a slice, those on replica in two: reduce-scatter, all-reduce, all-gather."""
+    """Copies over data are inside a slice, those over replica in two: reduce-scatter, all-reduce, all-gather."""
     mesh = MeshLayout(data=2, fsdp=2, dcn=AxisSizes(replica=2))
     assert difference(Reduce(bucket_bytes=SMALL), "hsdp2x4", mesh=mesh) < 1e-10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero3", "hsdp2x4", "data2_fsdp2_tensor2"])
-def test_equal_to_one_device_where_layers_scatter_gradients_while_they_multiply(layout):
+def test_a_reduction_beside_an_overlap_of_fsdp_is_equal_to_one_device(layout):
     run = prepared(
         "llama", layout, "manual", 4,
         parallel={"gradient_reduction": Reduce(bucket_bytes=SMALL), "fsdp": {"overlap": "ring"}},
@@ -58,12 +58,13 @@ def test_a_reduction_that_rounds_differs_from_one_device():
     assert difference(Reduce(across=Bfloat16()), "data8") > 1e-10
 
 
-def test_a_bucket_that_is_cut_wrongly_is_seen(monkeypatch):
+def test_planted_wrong_pieces_of_a_bucket_are_seen(monkeypatch):
     cut = buckets.buckets
 
     def shifted(sizes, bucket_size):
         return [
-            [piece._replace(start=0, stop=piece.stop - piece.start) for piece in one] for one in cut(sizes, bucket_size)
+            [piece._replace(start=0, stop=piece.stop - piece.start) for piece in bucket]
+            for bucket in cut(sizes, bucket_size)
         ]
 
     monkeypatch.setattr(buckets, "buckets", shifted)

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on anywhere: the same batches to the bit, and the losses of one that was not stopped."""
+"""A stopped run resumes on any layout: with bitwise the same batches, and the losses of a run that was not stopped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHARED_ROWS = {
 }
 COMPILED: dict[Any, Any] = {}
 NUM_STEPS = 6
-# It drops, so that a wrong random key is a wrong loss.
+# It has dropout, so that a wrong random key changes the loss.
 MODEL = GPT(
     num_layers=1,
     hidden_size=16,
@@ -56,21 +56,21 @@ class Where(NamedTuple):
 
 
 @dataclass
-class Told:
-    """What a run did: batches and losses from its first step on."""
+class Recording:
+    """The batches and losses of a run, from its first step on."""
 
     batches: list[dict[str, np.ndarray]]
     losses: np.ndarray
 
-    def equals(self, other: Told) -> None:
+    def equals(self, other: Recording) -> None:
         assert len(self.batches) == len(other.batches) and len(self.losses) == len(other.losses)
-        for mine, its in zip(self.batches, other.batches, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, mine, its)
+        for found, expected in zip(self.batches, other.batches, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
         np.testing.assert_allclose(self.losses, other.losses, rtol=0, atol=1e-10)
 
 
-def run_at(where: Where, run_dir: Path) -> Told:
-    """Trains to the end, or goes on from the last checkpoint in `run_dir`."""
+def run_at(where: Where, run_dir: Path) -> Recording:
+    """Trains to the end, from the last checkpoint in `run_dir` if there is one."""
     sizes, presets = (LAYOUTS | SHARED_ROWS)[where.layout]
     run = Run(
         model=MODEL,
@@ -94,11 +94,11 @@ def run_at(where: Where, run_dir: Path) -> Told:
         begun = len(_records(run_dir))
         fit(run, json=True)
     losses = [record["loss"] for record in _records(run_dir)[begun:] if record["kind"] == "train"]
-    return Told(read[: len(losses)], np.array(losses))
+    return Recording(read[: len(losses)], np.array(losses))
 
 
 def _once(compile_: Any, where: Where) -> Any:
-    """Compiles what a place runs once, and again for another random key."""
+    """Compiles once for each place, and again for another random key."""
 
     def once(self: Prepared) -> Any:
         key = where, compile_, prepared.step_key
@@ -112,7 +112,7 @@ def _once(compile_: Any, where: Where) -> Any:
 def _noted(batches: Any, read: list[Any]) -> Any:
     def noted(self: Dataset, start: int = 0, rows: Any = None) -> Any:
         for batch in batches(self, start, rows):
-            if self.seed is not None:  # the data that it trains on
+            if self.seed is not None:  # training data, not held-out data
                 read.append(batch)
             yield batch
 
@@ -125,16 +125,16 @@ def _records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @lru_cache
-def unbroken(where: Where, folder: Path) -> tuple[Path, Told]:
+def unbroken(where: Where, folder: Path) -> tuple[Path, Recording]:
     run_dir = folder / "-".join(map(str, where))
     return run_dir, run_at(where, run_dir)
 
 
-def resumed(before: Where, after: Where, stopped: int, folder: Path, tmp_path: Path) -> tuple[Told, Told]:
-    """What was told from step `stopped` on by a run that was not stopped, and by one that went on from there."""
-    whole, told = unbroken(before, folder)
+def resumed(before: Where, after: Where, stopped: int, folder: Path, tmp_path: Path) -> tuple[Recording, Recording]:
+    """Recordings from step `stopped` on: of a run that was not stopped, and of one that resumed there."""
+    whole, recording = unbroken(before, folder)
     shutil.copytree(whole / "checkpoints" / str(stopped), tmp_path / "checkpoints" / str(stopped))
-    return Told(told.batches[stopped:], told.losses[stopped:]), run_at(after, tmp_path)
+    return Recording(recording.batches[stopped:], recording.losses[stopped:]), run_at(after, tmp_path)
 
 
 PLACES = [Where(*place) for place in product(LAYOUTS, ["manual", "auto"], [1, 4])]
@@ -142,16 +142,16 @@ SAMPLE = [
     (Where("data8", "manual", 1), Where("data2_fsdp2_tensor2", "auto", 4)),
     (Where("zero1", "auto", 1), Where("zero3", "manual", 1)),
 ]
-# Each place is once the first and once the second; and rows are shared by 4 devices, by 2, by none.
+# Each place is saved from once and resumed on once. In the last two, rows are sharded over 4, 2 and no devices.
 SWEEP = [
     *zip(PLACES, random.Random(0).sample(PLACES, len(PLACES)), strict=True),
     (Where("context4", "manual", 1), Where("context2", "manual", 1)),
     (Where("context2", "manual", 1), Where("data8", "manual", 1)),
 ]
 CASES = [
-    *(pytest.param(*pair, id=" to ".join("-".join(map(str, one)) for one in pair)) for pair in SAMPLE),
+    *(pytest.param(*pair, id=" to ".join("-".join(map(str, place)) for place in pair)) for pair in SAMPLE),
     *(
-        pytest.param(*pair, id=" to ".join("-".join(map(str, one)) for one in pair), marks=pytest.mark.slow)
+        pytest.param(*pair, id=" to ".join("-".join(map(str, place)) for place in pair), marks=pytest.mark.slow)
         for pair in SWEEP
     ),
 ]
@@ -189,14 +189,14 @@ def without_optimizer_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def another_key(patch: pytest.MonkeyPatch) -> None:
-    """As if random keys were counted from where the process began."""
+    """Random keys count from the step at which the process began."""
     patch.setattr(
         "meshpar.experiment.prepare.step_key", lambda seed, step: jax.random.fold_in(jax.random.key(seed), step - 2)
     )
 
 
 @pytest.mark.parametrize("fault", [off_by_one, without_optimizer_state, another_key])
-def test_a_fault_in_resuming_is_seen(fault: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_planted_faults_in_resuming_are_seen(fault: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     place = Where("data8", "manual", 1)
     unbroken(place, folder)
     fault(monkeypatch)

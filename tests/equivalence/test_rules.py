@@ -1,4 +1,4 @@
-"""Rules of a user's own, beyond the presets: what is accepted computes what one device computes."""
+"""A user's own rules, if they are accepted, compute what one device computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.sharding.rules import AxisRules
 from tests.equivalence.conftest import on_one_device, outcome, prepared
 
-BOTH, TENSOR, CONTEXT = ("context", "tensor"), ("tensor",), ("context",)
+BOTH = ("context", "tensor")
+TENSOR = ("tensor",)
+CONTEXT = ("context",)
 MANUAL = {
     "a sequence over more axes than heads": {"residual_seq": BOTH, "heads": TENSOR, "mlp": CONTEXT, "vocab": BOTH},
     "a sequence over one axis of heads": {"residual_seq": CONTEXT, "heads": BOTH, "kv_heads": BOTH, "vocab": CONTEXT},

@@ -1,4 +1,4 @@
-"""What a trainer adds to a step computes on every layout what it does on one device."""
+"""The trainer's settings of a step compute on every layout what they do on one device."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from meshpar.train.step import Step
 from meshpar.train.teacher import Teacher, unstaged
 from tests.equivalence.conftest import SIZES, batches, prepared
 
-MODEL, LR = "llama", 1e-2
-GREATER = Llama(**SIZES | {"num_layers": 3, "intermediate_size": 64})
+MODEL = "llama"
+LR = 1e-2
+LARGER = Llama(**SIZES | {"num_layers": 3, "intermediate_size": 64})
 SETTINGS: dict[str, dict[str, Any]] = {
     "ema": {"optim": AdamW(lr=LR, ema=0.7)},
     "loss": {"loss": LossConfig(label_smoothing=0.1, z_loss=1e-2)},
@@ -56,25 +57,25 @@ CASES = [
 
 
 def teaching(run: Prepared, rules: AxisRules) -> Teacher:
-    """A teacher with random parameters, greater than its student, where rules of its own put it."""
-    model = nnx.eval_shape(lambda: GREATER.build(nnx.Rngs(0)))
-    specs = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype("float64")), greater().specs)
-    return Teacher(functional(model), specs, rules, run.ctx, run.batch_specs, GREATER.padded_vocab)
+    """A teacher with random parameters, larger than its student, sharded by rules of its own."""
+    model = nnx.eval_shape(lambda: LARGER.build(nnx.Rngs(0)))
+    specs = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype("float64")), larger().specs)
+    return Teacher(functional(model), specs, rules, run.ctx, run.batch_specs, LARGER.padded_vocab)
 
 
 @lru_cache
-def greater() -> Prepared:
+def larger() -> Prepared:
     run = prepared(MODEL, None, "auto", 1).run
-    return prepare(run.model_copy(update={"model": GREATER}), run.mesh.build(jax.devices()[:1]))
+    return prepare(run.model_copy(update={"model": LARGER}), run.mesh.build(jax.devices()[:1]))
 
 
 @lru_cache
 def teachers_parameters() -> Any:
-    return jax.device_get(greater().compile_init()().params)
+    return jax.device_get(larger().compile_init()().params)
 
 
 def plain(layout: str | None) -> tuple[Prepared, AxisRules]:
-    """A run without any of the settings, and the rules of its teacher."""
+    """A run without these settings, and the rules of its teacher."""
     if layout in PIPELINES:
         kind, sizes, presets = PIPELINES[layout]
         rules = AxisRules(preset=presets)
@@ -86,7 +87,8 @@ def plain(layout: str | None) -> tuple[Prepared, AxisRules]:
 
 
 def with_settings(name: str, layout: str | None, chunk: Any = "auto") -> Prepared:
-    (without, rules), changes = plain(layout), dict(SETTINGS[name])
+    without, rules = plain(layout)
+    changes = dict(SETTINGS[name])
     distill = changes.pop("distill", None)
     changes["loss"] = changes.get("loss", LossConfig()).model_copy(update={"chunk": chunk})
     run = prepare(without.run.model_copy(update=changes), without.mesh)
@@ -104,18 +106,24 @@ def given_its_teacher(run: Prepared) -> Step:
     step = run.compile_step()
     if run.teacher is None:
         return step
-    to = lambda x, struct: jax.device_put(x, struct.sharding)
+
+    def to(x, struct):
+        return jax.device_put(x, struct.sharding)
+
     return replace(step, given={TEACHER: jax.tree.map(to, teachers_parameters(), run.teacher.structs)})
 
 
 def outcome(run: Prepared) -> dict[str, Any]:
-    """Losses, norms, and after three steps the parameters, their average, and the loss on other data."""
-    step, state, evaluate, told = given_its_teacher(run), run.compile_init()(), run.compile_evaluation(), []
+    """Losses and norms of three steps; then the parameters, their average, and the average's loss."""
+    step = given_its_teacher(run)
+    state = run.compile_init()()
+    evaluate = run.compile_evaluation()
+    steps = []
     for batch in batches():
         state, metrics = step(state, put(run, batch))
-        told.append((metrics["loss"], metrics["grad_norm"]))
+        steps.append((metrics["loss"], metrics["grad_norm"]))
     held_out = evaluate(averaged(state), put(run, batches()[0]), state.carried)
-    found = {"steps": told, "params": state.params, "average": averaged(state), "held_out": held_out["loss"]}
+    found = {"steps": steps, "params": state.params, "average": averaged(state), "held_out": held_out["loss"]}
     return jax.device_get(found)
 
 
@@ -136,29 +144,31 @@ def test_trainer_settings_are_equal_to_one_device(name, layout):
 
 @pytest.mark.parametrize("layout", [None, "tensor4", "data2_fsdp2_tensor2"])
 def test_a_loss_in_chunks_is_equal_to_one_device(layout):
-    """Label smoothing, z-loss and a teacher; the last chunk is shorter, and microbatches are cut too."""
+    """With label smoothing, z-loss and a teacher. The last chunk is shorter, and microbatches have chunks too."""
     assert difference("all", layout, chunk=20) < 1e-10
 
 
-# Each on one device, against what it is meant to be -----------------------------------------------------------------
+# Settings on one device, against their definitions ------------------------------------------------------------------
 
 
 @lru_cache
 def without_average() -> list[Any]:
-    """All settings but the average: the first parameters, and those after each step."""
+    """The parameters before and after each step, with all settings but the average."""
     run = with_settings("all", None)
     plain = prepare(run.run.model_copy(update={"optim": AdamW(lr=LR)}), run.mesh)
     plain = replace(plain, loss=run.loss, teacher=run.teacher)
-    step, state = given_its_teacher(plain), plain.compile_init()()
-    kept = [jax.device_get(state.params)]
+    step = given_its_teacher(plain)
+    state = plain.compile_init()()
+    history = [jax.device_get(state.params)]
     for batch in batches():
         state, _ = step(state, put(plain, batch))
-        kept.append(jax.device_get(state.params))
-    return kept
+        history.append(jax.device_get(state.params))
+    return history
 
 
-def test_the_average_is_numpys_and_leaves_the_training_alone():
-    found, (_, *kept) = on_one_device("all"), without_average()
+def test_the_average_equals_numpys_and_does_not_change_the_training():
+    found = on_one_device("all")
+    _, *kept = without_average()
     weights = 0.7 ** np.arange(len(kept))[::-1]
     for path in ("head", "embedding"):
         np.testing.assert_array_equal(found["params"][path], kept[-1][path])
@@ -166,12 +176,17 @@ def test_the_average_is_numpys_and_leaves_the_training_alone():
         np.testing.assert_allclose(found["average"][path], want, rtol=0, atol=1e-12)
 
 
-def test_what_is_frozen_keeps_its_value_until_its_step_and_begins_as_new():
+def test_a_frozen_parameter_keeps_its_value_until_its_step_and_then_starts_anew():
     first, *kept = without_average()
-    attn = lambda params: params["blocks"]["attn"]["q"]["kernel"]
-    up = lambda params: params["blocks"]["mlp"]["up"]["kernel"]
+
+    def attn(params):
+        return params["blocks"]["attn"]["q"]["kernel"]
+
+    def up(params):
+        return params["blocks"]["mlp"]["up"]["kernel"]
+
     assert all(np.array_equal(up(params), up(first)) for params in kept)
     assert [np.array_equal(attn(params), attn(first)) for params in kept] == [True, True, False]
-    # Adam's first update has size lr, but where the gradient is as small as its eps.
+    # Adam's first update has size lr, except where the gradient is as small as eps.
     moved = np.abs(attn(kept[2]) - attn(first) * (1 - LR * 0.1))
     assert np.quantile(moved, 0.01) > 0.99 * LR and moved.max() < LR * (1 + 1e-6)

@@ -32,7 +32,7 @@ def num_loops(unroll, num_layers=4):
     return compiled(unroll, num_layers).as_text().count(" while(")
 
 
-def test_all_removes_the_loops_and_a_number_shortens_them():
+def test_unroll_all_removes_the_loops_and_a_number_shortens_them():
     assert num_loops("all") == 0 < num_loops(2) == num_loops(1)
     texts = [compiled(unroll, 4).as_text() for unroll in (1, 2)]
     assert texts[1].count("all-gather(") > texts[0].count("all-gather(")
@@ -42,7 +42,7 @@ def large(num_layers=2, **fields):
     return Llama(**SIZES | {"num_layers": num_layers, "hidden_size": 128, "intermediate_size": 512}, **fields)
 
 
-def test_auto_unrolls_layers_that_are_worth_it_on_a_cpu():
+def test_auto_unrolls_only_few_large_layers_on_a_cpu():
     assert large().layers_of_an_iteration("cpu", False) == 2
     assert large().layers_of_an_iteration("cpu", True) == 1
     assert large(17).layers_of_an_iteration("cpu", False) == 1

@@ -1,4 +1,4 @@
-"""Permission bits do not bind root, and tests that skip as root prove nothing there."""
+"""Root ignores permission bits, so the tests that need them run as another user instead of being skipped."""
 
 from __future__ import annotations
 

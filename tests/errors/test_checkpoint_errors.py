@@ -1,4 +1,4 @@
-"""What a user reads when a checkpoint cannot be written, is damaged, or is of another model."""
+"""The errors of checkpoints that cannot be written, are damaged, or belong to another model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshpar.checkpoint.retention import Retention
 from meshpar.checkpoint.saved import Checkpoint, find
 from meshpar.errors import CheckpointError, DamagedError, Problems
 
-# Noise, which cannot be compressed: a flipped bit is a flipped bit of a number, as it is in real weights.
+# Noise does not compress, so that a flipped bit in a file flips a bit of a number, as with real weights.
 NOISE = jax.random.normal(jax.random.key(0), (4, 256))
 PARAMS = {"a": NOISE, "b": jnp.zeros(3), "c": jnp.ones(2)}
 STATE = {"step": jnp.int32(1), "params": PARAMS, "opt_state": {"mu": PARAMS}}
@@ -42,7 +42,7 @@ def message(saved: Checkpoints, abstract: Any) -> str:
 
 
 def damage(saved: Checkpoints) -> str:
-    """What is said of the one checkpoint that is there: which file, and what is wrong with it."""
+    """The problem that is reported for the only checkpoint: the file, and what is wrong with it."""
     with pytest.raises(DamagedError) as error:
         Checkpoint(saved.directory / "1").restore(structs(STATE))
     heading, _, problem = str(error.value).partition("\n")
@@ -77,9 +77,9 @@ def test_each_array_that_differs_is_listed(saved: Checkpoints):
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(saved: Checkpoints):
-    said = message(saved, structs(STATE | {"opt_state": {"mu": PARAMS | {"c": jnp.ones(2, jnp.bfloat16)}}}))
+    text = message(saved, structs(STATE | {"opt_state": {"mu": PARAMS | {"c": jnp.ones(2, jnp.bfloat16)}}}))
     assert (
-        said
+        text
         == f"""\
 {saved.directory}/1 holds another optimizer: 1 array differs; run_dir=... makes this a run of its own:
   opt_state.mu.c
@@ -106,7 +106,7 @@ def test_a_flipped_bit_is_refused(saved: Checkpoints):
 
 
 @pytest.mark.parametrize("name", ["meta.json", "state/_METADATA"])
-def test_a_flipped_bit_in_what_describes_the_arrays(saved: Checkpoints, name: str):
+def test_a_flipped_bit_in_metadata_is_refused(saved: Checkpoints, name: str):
     flip_one_bit(saved.directory / "1" / name)
     assert damage(saved).endswith(f"{name}\n    is not what was written")
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_without_readable_checksums_is_refused(saved: Checkpoints, 
 
 
 def test_control_without_checksums_a_flipped_bit_is_restored(saved: Checkpoints, monkeypatch: pytest.MonkeyPatch):
-    """Why they are there. When this fails, Orbax has learned to find the damage itself."""
+    """This is what the checksums are for. If it fails, Orbax has learned to find the damage itself."""
     monkeypatch.setattr(checksums, "compare", lambda folder, files, names: Problems())
     flip_one_bit(arrays_file(saved))
     restored = saved.restore(structs(STATE))["params"]["a"]
@@ -143,7 +143,7 @@ def test_a_step_is_never_overwritten(saved: Checkpoints):
     assert str(error.value) == f"{saved.directory}/1 exists, and a checkpoint is never overwritten"
 
 
-def test_a_run_directory_below_a_file(tmp_path: Path):
+def test_a_run_directory_below_a_file_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     directory = tmp_path / "file" / "checkpoints"
     with pytest.raises(CheckpointError) as error:
@@ -151,13 +151,13 @@ def test_a_run_directory_below_a_file(tmp_path: Path):
     assert str(error.value) == f"run_dir: {directory} cannot be written: Not a directory"
 
 
-def test_a_run_directory_without_permission(tmp_path: Path, as_nobody: None):
+def test_a_run_directory_without_permission_is_refused(tmp_path: Path, as_nobody: None):
     tmp_path.chmod(0o500)
     with pytest.raises(CheckpointError, match="cannot be written: Permission denied"):
         Checkpoints(tmp_path)
 
 
-def test_reading_needs_no_folder_that_can_be_written(tmp_path: Path, as_nobody: None):
+def test_a_checkpoint_in_a_read_only_folder_is_read(tmp_path: Path, as_nobody: None):
     with checkpoints(tmp_path / "checkpoints") as saved:
         saved.save(1, {"w": jnp.float32(3)})
     folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())]
@@ -173,15 +173,18 @@ def test_reading_needs_no_folder_that_can_be_written(tmp_path: Path, as_nobody: 
 
 
 def test_a_checkpoint_of_another_optimizer_with_arrays_of_the_same_names_is_refused(saved: Checkpoints):
-    """`saved` says nothing of its optimizer; another run's checkpoint does."""
-    config = lambda kind: {"optim": {"kind": kind, "b1": 0.9}}
+    """The checkpoint of `saved` does not name its optimizer, so the test adds it to its metadata."""
+
+    def config(kind):
+        return {"optim": {"kind": kind, "b1": 0.9}}
+
     meta = find(saved.directory).meta | {"config": config("sgd")}
-    there = find(saved.directory)
-    vars(there)["meta"] = meta
-    assert there.select(structs(STATE), config=config("sgd")).restored
-    assert there.select(structs(STATE), ["params.**"], config=config("lion")).restored
+    checkpoint = find(saved.directory)
+    vars(checkpoint)["meta"] = meta
+    assert checkpoint.select(structs(STATE), config=config("sgd")).restored
+    assert checkpoint.select(structs(STATE), ["params.**"], config=config("lion")).restored
     with pytest.raises(CheckpointError) as error:
-        there.select(structs(STATE), config=config("lion"))
+        checkpoint.select(structs(STATE), config=config("lion"))
     assert (
         str(error.value)
         == f"""\
@@ -191,16 +194,16 @@ def test_a_checkpoint_of_another_optimizer_with_arrays_of_the_same_names_is_refu
     )
 
 
-# What is to be taken -------------------------------------------------------------------------------------------------
+# Selections ----------------------------------------------------------------------------------------------------------
 
 
-def part_message(saved: Checkpoints, take: list[str], leave: tuple[str, ...] = (), **changed: Any) -> str:
+def part_message(saved: Checkpoints, include: list[str], exclude: tuple[str, ...] = (), **changed: Any) -> str:
     with pytest.raises(CheckpointError) as error:
-        find(saved.directory).restore(structs(STATE | changed), take, leave)
+        find(saved.directory).restore(structs(STATE | changed), include, exclude)
     return str(error.value)
 
 
-def test_globs_that_match_nothing(saved: Checkpoints):
+def test_globs_that_match_nothing_are_refused(saved: Checkpoints):
     assert (
         part_message(saved, ["parms.**", "params.a"], ("params.head.**", "zzz"))
         == """\
@@ -232,7 +235,7 @@ def test_a_part_of_another_model_is_refused(saved: Checkpoints):
     )
 
 
-def test_control_what_is_left_may_differ(saved: Checkpoints):
+def test_control_excluded_arrays_may_differ(saved: Checkpoints):
     new = {"a": jnp.zeros((4, 128)), "b": jnp.ones(3), "new_head": jnp.zeros(2)}
     got = find(saved.directory).restore(
         structs(STATE | {"params": new}), ["params.**"], ["params.a", "params.c", "params.new*"]
@@ -240,10 +243,10 @@ def test_control_what_is_left_may_differ(saved: Checkpoints):
     assert (got["params"]["b"] == 0).all()
 
 
-# What is no checkpoint -----------------------------------------------------------------------------------------------
+# Folders and metrics -------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_no_checkpoint(tmp_path: Path):
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path):
     (tmp_path / "300.partial").mkdir()
     with pytest.raises(CheckpointError) as error:
         find(tmp_path)
@@ -253,21 +256,21 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path):
     assert str(error.value) == f"{tmp_path}/nothing does not exist"
 
 
-def test_a_file_that_was_cut(saved: Checkpoints):
+def test_a_truncated_file_is_refused(saved: Checkpoints):
     path = arrays_file(saved)
     path.write_bytes(path.read_bytes()[:-1])
     assert damage(saved) == f"  {path}\n    is not what was written"
 
 
-def test_checksums_of_files_elsewhere(saved: Checkpoints, tmp_path: Path):
+def test_checksums_of_files_elsewhere_are_refused(saved: Checkpoints, tmp_path: Path):
     (tmp_path / "secret").write_text("")
     path = saved.directory / "1" / "sha256.json"
     path.write_text('{"../../secret": ""}')
     assert damage(saved) == f"  {path}\n    is not what was written, so no file can be verified"
 
 
-def test_a_metric_that_no_evaluation_has(tmp_path: Path):
-    """It is told as soon as it can be known, and the checkpoint is written nevertheless."""
+def test_a_metric_that_no_evaluation_has_is_refused(tmp_path: Path):
+    """The first evaluation shows it; the checkpoint is written nevertheless."""
     with (
         pytest.raises(CheckpointError) as error,
         checkpoints(tmp_path, Retention(keep_best=1, metric="acuracy")) as opened,

@@ -1,4 +1,4 @@
-"""What a user reads when there is no data where the config says, or too little of it."""
+"""The errors of data that are missing, unreadable, or too few."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.sources import write_tokenizer
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory: `corpus` and in it two texts, one on each side of a split in halves."""
+    """A folder `corpus` in the working directory, with two texts, one on each side of a split in halves."""
     monkeypatch.chdir(tmp_path)
     corpus = tmp_path / "corpus"
     corpus.mkdir()
@@ -53,7 +53,7 @@ there is no data to train on:
     )
 
 
-def test_all_that_is_wrong_with_path_and_glob_is_said_at_once(folder: Path):
+def test_all_problems_of_path_and_glob_are_reported_at_once(folder: Path):
     assert (
         message(path="corpus/a.txt", glob="../*.txt")
         == f"""\
@@ -98,23 +98,23 @@ there is no data to train on:
 def test_files_that_cannot_be_read_are_all_named(folder: Path):
     (folder / "c.txt").symlink_to("nowhere")
     (folder / "d.txt").symlink_to("nowhere")
-    said = message()
+    text = message()
     for name in ("c", "d"):
         assert (
             f"""
   corpus/{name}.txt
     cannot be read: No such file or directory
     make it readable, or narrow data.glob"""
-            in said
+            in text
         )
 
 
-def test_a_file_without_permission(folder: Path, as_nobody: None):
+def test_a_file_without_permission_is_refused(folder: Path, as_nobody: None):
     (folder / "a.txt").chmod(0)
     assert "corpus/a.txt\n    cannot be read: Permission denied" in message()
 
 
-def test_all_files_are_empty(folder: Path):
+def test_files_that_are_all_empty_are_refused(folder: Path):
     for name in ("a.txt", "b.txt"):
         (folder / name).write_text("")
     assert (
@@ -127,7 +127,7 @@ there is no data to train on:
     )
 
 
-def test_one_document_cannot_be_split(folder: Path):
+def test_a_single_document_cannot_be_split(folder: Path):
     (folder / "b.txt").write_text("")
     assert (
         message()
@@ -154,15 +154,15 @@ def test_the_fix_for_a_split_with_an_empty_side_works():
             f"    data.held_out_fraction={fix} {effect}",
         ]
         mended = data.model_copy(update={"held_out_fraction": float(fix)})
-        one = mended.held_out() if share == "none" else mended.train(seed=0)
-        assert one.num_documents == 1
+        side = mended.held_out() if share == "none" else mended.train(seed=0)
+        assert side.num_documents == 1
 
 
 # Files of every kind --------------------------------------------------------------------------------------------
 
 
-def said(data: dict) -> str:
-    """What a run says that reads this."""
+def refusal(data: dict) -> str:
+    """The error of reading this data."""
     with pytest.raises(DataError) as error:
         TypeAdapter(Data).validate_python({"held_out_fraction": 0.5} | data).datasets(seed=0)
     return str(error.value)
@@ -173,7 +173,7 @@ def test_lines_that_are_no_documents_are_all_named(folder: Path):
     (folder / "a.jsonl").write_text("\n".join(lines))
     (folder / "b.jsonl").write_bytes(b'{"text": "\xff"}\n' + b"[" * 100_000)
     assert (
-        said({"kind": "jsonl", "path": "corpus"})
+        refusal({"kind": "jsonl", "path": "corpus"})
         == """\
 there is no data to train on:
   corpus/a.jsonl:2
@@ -197,10 +197,10 @@ there is no data to train on:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow", "numpy"])
-def test_neither_file_nor_folder(folder: Path, kind: str):
+def test_a_path_that_does_not_exist_is_refused(folder: Path, kind: str):
     tokenizer = {"tokenizer": IDS} if kind == "numpy" else {}
     assert (
-        said({"kind": kind, "path": "corpsu", **tokenizer})
+        refusal({"kind": kind, "path": "corpsu", **tokenizer})
         == f"""\
 there is no data to train on:
   data.path = 'corpsu'
@@ -209,12 +209,12 @@ there is no data to train on:
     )
 
 
-def test_after_ten_lines_the_others_are_hardly_news(folder: Path):
+def test_at_most_ten_bad_lines_are_reported(folder: Path):
     (folder / "a.jsonl").write_text("{\n" * 1000)
-    assert said({"kind": "jsonl", "path": "corpus/a.jsonl"}).count("is not JSON") == 10
+    assert refusal({"kind": "jsonl", "path": "corpus/a.jsonl"}).count("is not JSON") == 10
 
 
-def test_a_line_that_no_tokenizer_can_read(folder: Path):
+def test_lines_that_no_tokenizer_can_read_are_refused(folder: Path):
     (folder / "a.jsonl").write_text('{"text": "a\\ud800"}\n{"text": [256, 257]}\n{"text": "good"}\n')
     expected = """\
 there is no data to train on:
@@ -222,18 +222,18 @@ there is no data to train on:
     the text is not valid Unicode: surrogates not allowed at character 1
   corpus/a.jsonl:2
     has the token id 257, outside of the vocabulary of 257"""
-    assert said({"kind": "jsonl", "path": "corpus"}) == expected
-    assert said({"kind": "jsonl", "path": "corpus", "cache": "cache"}) == expected
+    assert refusal({"kind": "jsonl", "path": "corpus"}) == expected
+    assert refusal({"kind": "jsonl", "path": "corpus", "cache": "cache"}) == expected
     assert list(Path("cache").iterdir()) == []
 
 
-def test_text_that_is_no_utf_8_has_no_tokens_but_bytes(folder: Path):
+def test_text_that_is_no_utf_8_is_read_as_bytes_only(folder: Path):
     write_tokenizer(folder / "tokenizer.json")
     (folder / "a.txt").write_bytes(b"one\xff")
     data = {"kind": "text", "path": "corpus", "held_out_fraction": 0.64}
     assert TypeAdapter(Data).validate_python(data).train(seed=0).num_documents == 1
     assert (
-        said(data | {"tokenizer": {"kind": "file", "path": "corpus/tokenizer.json"}})
+        refusal(data | {"tokenizer": {"kind": "file", "path": "corpus/tokenizer.json"}})
         == """\
 there is no data to train on:
   corpus/a.txt
@@ -254,9 +254,10 @@ def tables(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_column_that_is_not_there_or_holds_no_documents(tables: Path, kind: str):
-    file, data = f"corpus/a.{kind}", {"kind": kind, "path": "corpus"}
-    for column, what, fix in [
+def test_a_column_that_is_missing_or_holds_no_documents_is_refused(tables: Path, kind: str):
+    file = f"corpus/a.{kind}"
+    data = {"kind": kind, "path": "corpus"}
+    for column, problem, fix in [
         ("text", "has no column 'text'", "\n    It has content, score, ids"),
         ("contents", "has no column 'contents'", "\n    data.column=content? It has content, score, ids"),
         ("score", "its column 'score' is double, neither text nor lists of token ids", ""),
@@ -266,15 +267,15 @@ def test_a_column_that_is_not_there_or_holds_no_documents(tables: Path, kind: st
             "\n    remove those rows, or write an empty text",
         ),
     ]:
-        assert said(data | {"column": column}) == f"there is no data to train on:\n  {file}\n    {what}{fix}"
-    assert "has the token id 300, outside of the vocabulary of 257" in said(data | {"column": "ids"})
+        assert refusal(data | {"column": column}) == f"there is no data to train on:\n  {file}\n    {problem}{fix}"
+    assert "has the token id 300, outside of the vocabulary of 257" in refusal(data | {"column": "ids"})
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"not a table" * 100])
-def test_a_file_that_is_no_table(folder: Path, kind: str, content: bytes):
+def test_a_file_that_is_no_table_is_refused(folder: Path, kind: str, content: bytes):
     (folder / f"a.{kind}").write_bytes(content)
-    assert said({"kind": kind, "path": "corpus"}).startswith(
+    assert refusal({"kind": kind, "path": "corpus"}).startswith(
         f"there is no data to train on:\n  corpus/a.{kind}\n    cannot be read: "
     )
 
@@ -282,7 +283,7 @@ def test_a_file_that_is_no_table(folder: Path, kind: str, content: bytes):
 IDS = {"kind": "ids", "vocab_size": 300, "bos": 0}
 
 
-def test_arrays_that_hold_no_token_ids(folder: Path):
+def test_arrays_that_hold_no_token_ids_are_refused(folder: Path):
     for name, array in {
         "a": np.ones(3, np.float32),
         "b": np.array([1, 300]),
@@ -294,8 +295,8 @@ def test_arrays_that_hold_no_token_ids(folder: Path):
     np.savez(folder / "f.npz", good=np.array([1]), bad=np.array(["x"]))
     (folder / "g.npy").write_bytes(b"\x93NUMPY no more")
     (folder / "h.npz").write_bytes(b"PK\x03\x04 no archive")
-    told = said({"kind": "numpy", "path": "corpus", "tokenizer": IDS})
-    assert told == (
+    text = refusal({"kind": "numpy", "path": "corpus", "tokenizer": IDS})
+    assert text == (
         """\
 there is no data to train on:
   corpus/a.npy
@@ -317,24 +318,24 @@ there is no data to train on:
     )
 
 
-def test_a_tokenizer_that_is_none(folder: Path):
+def test_a_tokenizer_that_cannot_be_used_is_refused(folder: Path):
     (folder / "broken.json").write_text("{}")
     write_tokenizer(folder / "good.json")
     tokenizer = {"kind": "file", "path": "corpus/none.json"}
     text = {"kind": "text", "path": "corpus"}
     assert (
-        said(text | {"tokenizer": tokenizer})
+        refusal(text | {"tokenizer": tokenizer})
         == f"""\
 the tokenizer cannot be used:
   data.tokenizer = 'corpus/none.json'
     cannot be read: No such file or directory
     it is relative to the working directory, {folder.parent}"""
     )
-    assert said(text | {"tokenizer": tokenizer | {"path": "corpus/broken.json"}}).startswith(
+    assert refusal(text | {"tokenizer": tokenizer | {"path": "corpus/broken.json"}}).startswith(
         "the tokenizer cannot be used:\n  data.tokenizer = 'corpus/broken.json'\n    is not a tokenizer: "
     )
     assert (
-        said(text | {"tokenizer": tokenizer | {"path": "corpus/good.json", "bos_token": "<S>"}})
+        refusal(text | {"tokenizer": tokenizer | {"path": "corpus/good.json", "bos_token": "<S>"}})
         == """\
 the tokenizer cannot be used:
   data.tokenizer.bos_token = '<S>'
@@ -346,29 +347,29 @@ the tokenizer cannot be used:
 @pytest.mark.parametrize("library", ["tokenizers", "pyarrow"])
 def test_a_library_that_is_missing_is_named_with_its_extra(tables: Path, monkeypatch: pytest.MonkeyPatch, library: str):
     write_tokenizer(tables / "tokenizer.json")
-    what = {"tokenizers": "a tokenizer file", "pyarrow": "a Parquet or Arrow file"}[library]
+    needed_for = {"tokenizers": "a tokenizer file", "pyarrow": "a Parquet or Arrow file"}[library]
     for name in [name for name in sys.modules if name.partition(".")[0] == library] + [library]:
         monkeypatch.setitem(sys.modules, name, None)
     data = {"kind": "parquet", "path": "corpus", "column": "content"}
     if library == "tokenizers":
         data = {"kind": "text", "path": "corpus", "tokenizer": {"kind": "file", "path": "corpus/tokenizer.json"}}
-    assert said(data) == f"{what} needs {library}, which is not installed: pip install 'meshpar[data]'"
+    assert refusal(data) == f"{needed_for} needs {library}, which is not installed: pip install 'meshpar[data]'"
 
 
-def test_a_cache_that_cannot_be_written(folder: Path):
+def test_a_cache_that_cannot_be_written_is_refused(folder: Path):
     data = {"kind": "text", "path": "corpus", "held_out_fraction": 0.64, "cache": "corpus/a.txt/cache"}
-    assert said(data) == (
+    assert refusal(data) == (
         "there is no data to train on:\n  data.cache = 'corpus/a.txt/cache'\n    cannot be written: Not a directory"
     )
 
 
-def test_a_cache_on_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_on_a_full_disk_is_refused_and_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("numpy.save", full)
     data = {"kind": "text", "path": "corpus", "held_out_fraction": 0.64, "cache": "cache"}
-    assert "data.cache = 'cache'\n    cannot be written: No space left on device" in said(data)
+    assert "data.cache = 'cache'\n    cannot be written: No space left on device" in refusal(data)
     assert list(Path("cache").iterdir()) == []
 
 
@@ -386,9 +387,9 @@ PART = "{weight: 1, data: {kind: synthetic}}"
 
 def refused(data: str, command: Callable[..., Said], *overrides: str) -> str:
     Path("config.yaml").write_text(CONFIG.replace("DATA", data))
-    said = command("train", "config.yaml", "mesh.data=8", *overrides)
-    assert said.code == 2
-    return said.err
+    result = command("train", "config.yaml", "mesh.data=8", *overrides)
+    assert result.code == 2
+    return result.err
 
 
 REFUSED = {
@@ -444,12 +445,12 @@ meshpar: 1 problem in config.yaml:
 
 
 @pytest.mark.parametrize("data", REFUSED)
-def test_what_the_command_line_refuses(data: str, folder: Path, command):
+def test_data_that_do_not_fit_are_refused_on_the_command_line(data: str, folder: Path, command):
     write_tokenizer(folder / "tokenizer.json")
     assert refused(data, command) == REFUSED[data]
 
 
-def test_data_that_cannot_be_read_is_exit_code_2(folder: Path, command):
+def test_data_that_cannot_be_read_end_with_exit_code_2(folder: Path, command):
     (folder / "a.jsonl").write_text("{")
-    told = refused("{kind: jsonl, path: corpus, batch_size: 8}", command, "model.vocab_size=257")
-    assert "corpus/a.jsonl:1\n    is not JSON: " in told and "Traceback" not in told
+    text = refused("{kind: jsonl, path: corpus, batch_size: 8}", command, "model.vocab_size=257")
+    assert "corpus/a.jsonl:1\n    is not JSON: " in text and "Traceback" not in text

@@ -1,4 +1,4 @@
-"""Every fix that an error proposes as `key=value` is applied here, and has to mend what it was proposed for."""
+"""Every fix that an error proposes as `key=value` is applied, and must solve the problem that it was proposed for."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ MISFITS = {
     "64 bits": ["precision={params: float64, master: float64}"],
     "an evaluation to judge by": ["checkpoints={every: 2, keep_best: 1}"],
 }  # fmt: skip
-LEAVES = {
-    # What a fix brings up: it mends one thing, and the config does not fit as a whole yet.
+NEW_PROBLEMS = {
+    # Problems that appear after a fix, which solves one of several.
     "heads between two sizes": "heads must be sharded over the same axes",
     "a dim over two axes": "no rule uses this axis",
     "head_dim": "no rule uses this axis",
@@ -98,15 +98,15 @@ def prepared(folder: Path, overrides: list[str]) -> Prepared:
 
 
 def traced(folder: Path, overrides: list[str]) -> None:
-    """All of a step but its compilation."""
+    """Traces a step without compiling it."""
     found = prepared(folder, overrides)
     jax.eval_shape(found.step, found.placement.structs, found.batch)
 
 
-def what_is_left(goes_on_to: Callable[..., object], folder: Path, overrides: list[str]) -> str:
+def remaining_error(check: Callable[..., object], folder: Path, overrides: list[str]) -> str:
     """The text of the error, if there is one."""
     try:
-        goes_on_to(folder, overrides)
+        check(folder, overrides)
     except MeshparError as error:
         return str(error)
     return ""
@@ -118,13 +118,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_config_that_they_start_from_fits(folder):
+def test_control_the_config_without_overrides_fits(folder):
     traced(folder, [])
 
 
-@pytest.mark.parametrize("goes_on_to", [prepared, pytest.param(traced, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("check", [prepared, pytest.param(traced, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", MISFITS)
-def test_each_proposed_fix_mends_what_it_is_proposed_for(folder, case, goes_on_to):
+def test_each_proposed_fix_solves_its_problem(folder, case, check):
     with pytest.raises(MeshparError) as refused:
         prepared(folder, MISFITS[case])
     found = problems(str(refused.value))
@@ -132,8 +132,8 @@ def test_each_proposed_fix_mends_what_it_is_proposed_for(folder, case, goes_on_t
     before = [(where, what) for where, what, _ in found]
     assert proposals, f"no fix is proposed:\n{refused.value}"
     for where, what, fix in dict.fromkeys(proposals):
-        error = what_is_left(goes_on_to, folder, [*MISFITS[case], fix])
-        left = [(where, what) for where, what, _ in problems(error)]
-        assert (where, what) not in left, f"{fix} does not mend {where}:\n{error}"
-        new = [what for where, what in left if (where, what) not in before]
-        assert all(re.search(LEAVES.get(case, "^$"), what) for what in new), f"{fix} makes:\n{error}"
+        error = remaining_error(check, folder, [*MISFITS[case], fix])
+        remaining = [(where, what) for where, what, _ in problems(error)]
+        assert (where, what) not in remaining, f"{fix} does not solve {where}:\n{error}"
+        new = [what for where, what in remaining if (where, what) not in before]
+        assert all(re.search(NEW_PROBLEMS.get(case, "^$"), what) for what in new), f"{fix} makes:\n{error}"

@@ -1,4 +1,4 @@
-"""What a user reads whose prompts, settings or model cannot be generated from: exit code 2, and no traceback."""
+"""The errors of prompts, settings and models that cannot be generated from: exit code 2, and no traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = "0123456789abcdef"
 
 @pytest.fixture
 def meshpar(command, monkeypatch, tmp_path):
-    """Runs the verb on CONFIG, in a folder with a checkpoint of which there is only the name."""
+    """Runs the verb in a folder with CONFIG and an empty folder that is named like a checkpoint."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
@@ -33,8 +33,8 @@ def meshpar(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):
-        said = command("generate", *arguments)
-        return said._replace(err=said.err.replace(f"{tmp_path}/", ""))
+        result = command("generate", *arguments)
+        return result._replace(err=result.err.replace(f"{tmp_path}/", ""))
 
     return call
 
@@ -119,14 +119,14 @@ def test_arguments_that_do_not_fit_are_refused_in_these_words(case, meshpar):
 
 
 @pytest.mark.parametrize("dim", ["seq", "layers"])
-def test_rules_that_would_divide_one_token_are_refused(dim):
+def test_rules_that_would_shard_one_token_are_refused(dim):
     ctx = decoding("llama", "data2", "manual").ctx
     with pytest.raises(ShardingError) as error:
         replace(decoding("llama", "data2", "manual"), ctx=replace(ctx, rules=AxisRules(batch=(), **{dim: ("data",)})))
     assert f"rules.{dim}\n    one token cannot be divided over data\n    mesh.data=1" in str(error.value)
 
 
-def test_a_batch_that_is_larger_than_what_was_compiled_is_refused(float64):
+def test_prompts_larger_than_the_compiled_program_are_refused(float64):
     model = generator("llama", "one", "auto", num_rows=1, prompt_len=2)
     with pytest.raises(ConfigError) as error:
         next(model.turns([[1, 2, 3], []]))

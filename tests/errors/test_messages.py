@@ -1,4 +1,4 @@
-"""What a user reads who made a mistake: the literal text, and exit code 2 without a traceback."""
+"""The literal text of the errors that a user causes, and exit code 2 without a traceback."""
 
 from __future__ import annotations
 
@@ -207,12 +207,12 @@ meshpar: the parts of this config do not fit each other:
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
-def test_a_mistake_is_told_and_ends_with_2(meshpar, mistake):
+def test_a_mistake_is_reported_and_ends_with_2(meshpar, mistake):
     overrides, text = REFUSED[mistake]
     assert meshpar("explain", *overrides) == (2, "", text)
 
 
-def test_a_mesh_larger_than_the_devices(meshpar):
+def test_a_mesh_larger_than_the_devices_is_refused(meshpar):
     assert meshpar("train", "mesh.data=4", EXTRA, "--devices", "8") == (
         2,
         "",
@@ -234,7 +234,7 @@ meshpar: mesh (data=4, fsdp=2, tensor=2) does not fit 8 devices:
     )
 
 
-def test_a_parameter_that_no_rule_covers():
+def test_a_parameter_that_no_rule_covers_is_refused():
     specs = {
         "bias": ArraySpec((8,), np.dtype("float32"), ("width",)),
         "w": ArraySpec((8,), np.dtype("float32"), ("embd",)),
@@ -254,7 +254,7 @@ def test_a_parameter_that_no_rule_covers():
     )
 
 
-def test_two_rules_joined():
+def test_rules_that_disagree_are_listed_together():
     with pytest.raises(ShardingError) as refused:
         AxisRules(embed=("fsdp",), mlp=()) | AxisRules(embed=("tensor",), mlp=("tensor",))
     assert (
@@ -270,7 +270,7 @@ two rules disagree:
     )
 
 
-def test_a_file_that_is_missing_or_no_mapping_or_no_yaml(meshpar):
+def test_a_file_that_is_missing_or_no_mapping_or_no_yaml_is_refused(meshpar):
     Path("config.yaml").unlink()
     assert meshpar("train")[::2] == (2, "meshpar: config.yaml cannot be read: No such file or directory\n")
     Path("config.yaml").write_text("- a\n- b\n")
@@ -282,7 +282,7 @@ def test_a_file_that_is_missing_or_no_mapping_or_no_yaml(meshpar):
     )
 
 
-def test_a_key_that_stands_twice_and_an_extends_that_leaves_the_folder(meshpar):
+def test_a_repeated_key_and_an_extends_that_leaves_the_folder_are_refused(meshpar):
     Path("config.yaml").write_text("extends: ../other.yaml\n" + CONFIG + "num_steps: 3\n")
     assert (
         meshpar("explain")[2]
@@ -298,22 +298,24 @@ meshpar: 2 problems in config.yaml:
     )
 
 
-def test_a_path_that_no_parameter_has(meshpar):
-    code, _, said = meshpar("explain", EXTRA, "blocks.attn.q.kernl")
-    assert (code, said) == (
+def test_a_path_that_no_parameter_has_is_refused(meshpar):
+    code, _, message = meshpar("explain", EXTRA, "blocks.attn.q.kernl")
+    assert (code, message) == (
         2,
         "meshpar: no parameter matches 'blocks.attn.q.kernl'; did you mean blocks.attn.q.kernel?\n",
     )
 
 
-def test_a_step_that_breaks_its_contract(meshpar):
-    code, _, said = meshpar("inspect", EXTRA, "contract={all_reduce: {axes: [data]}, reduce_scatter: {times: 0}}")
+def test_a_step_that_breaks_its_contract_is_refused(meshpar):
+    code, _, message = meshpar("inspect", EXTRA, "contract={all_reduce: {axes: [data]}, reduce_scatter: {times: 0}}")
     assert code == 2
-    assert said.startswith(
+    assert message.startswith(
         "meshpar: the compiled step breaks its contract:\n  contract.reduce_scatter.times\n    runs "
     )
-    assert "  contract.all_reduce.axes\n    runs over other axes than data:\n      all_reduce over tensor  2x  " in said
-    assert "Traceback" not in said
+    assert (
+        "  contract.all_reduce.axes\n    runs over other axes than data:\n      all_reduce over tensor  2x  " in message
+    )
+    assert "Traceback" not in message
 
 
 KEPT = "kept.json"
@@ -363,45 +365,45 @@ kept.json was not written by `meshpar inspect --json`:
 
 
 @pytest.mark.parametrize("case", NOT_DRAWN)
-def test_a_page_that_cannot_be_drawn(meshpar, case):
-    options, said = NOT_DRAWN[case]
-    assert meshpar("inspect", EXTRA, *options) == (2, "", f"meshpar: {said}\n")
+def test_a_page_that_cannot_be_written_is_refused(meshpar, case):
+    options, message = NOT_DRAWN[case]
+    assert meshpar("inspect", EXTRA, *options) == (2, "", f"meshpar: {message}\n")
 
 
 @pytest.mark.parametrize("case", NOT_COMPARED)
-def test_programs_that_cannot_be_compared(meshpar, case):
-    options, said = NOT_COMPARED[case]
+def test_programs_that_cannot_be_compared_are_refused(meshpar, case):
+    options, message = NOT_COMPARED[case]
     Path(KEPT).write_text('{"flops": "many"}')
-    assert meshpar("inspect", EXTRA, *options) == (2, "", f"meshpar: {said}\n")
+    assert meshpar("inspect", EXTRA, *options) == (2, "", f"meshpar: {message}\n")
 
 
-def test_diff_is_understood_before_the_programs_too(command, monkeypatch, tmp_path):
+def test_diff_may_stand_before_the_programs(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    said = "meshpar: a.json cannot be read: No such file or directory\n"
-    assert command("inspect", "--diff", "a.json", "b.yaml") == (2, "", said)
+    message = "meshpar: a.json cannot be read: No such file or directory\n"
+    assert command("inspect", "--diff", "a.json", "b.yaml") == (2, "", message)
 
 
-def test_a_picture_in_a_folder_that_is_not_there(meshpar):
-    said = "meshpar: --svg nowhere/a.svg: cannot be written: No such file or directory\n"
-    assert meshpar("explain", EXTRA, "--svg", "nowhere/a.svg") == (2, "", said)
+def test_a_picture_in_a_missing_folder_is_refused(meshpar):
+    message = "meshpar: --svg nowhere/a.svg: cannot be written: No such file or directory\n"
+    assert meshpar("explain", EXTRA, "--svg", "nowhere/a.svg") == (2, "", message)
 
 
 def test_an_unknown_option_ends_with_2(meshpar):
     assert meshpar("train", "--devcies", "8")[0] == 2
 
 
-def test_explain_says_the_same_as_json(meshpar):
+def test_explain_as_json_has_the_bytes_of_each_array(meshpar):
     code, out, _ = meshpar("explain", EXTRA, "--json")
-    told = json.loads(out)
-    kernel = told["arrays"]["blocks.attn.q.kernel"]
+    report = json.loads(out)
+    kernel = report["arrays"]["blocks.attn.q.kernel"]
     assert (code, kernel["local_shape"], kernel["bytes_per_device"], kernel["copies"]) == (0, [2, 8, 2, 4], 512, 2)
-    assert set(told["bytes_per_device"]) == {"parameters", "gathered", "gradients", "optimizer"}
+    assert set(report["bytes_per_device"]) == {"parameters", "gathered", "gradients", "optimizer"}
 
 
-def test_explain_lists_what_the_user_left_whole(meshpar):
+def test_explain_lists_the_dims_that_a_user_replicates(meshpar):
     _, out, _ = meshpar("explain", EXTRA, "mesh.tensor=4", "rules.kv_heads=[]", "blocks.attn.k.kernel")
     assert "    kv_heads -> []   (rules.kv_heads)\n" in out
 
 
-def test_an_error_is_a_builtin_one_too():
+def test_a_sharding_error_is_a_value_error_too():
     assert issubclass(ShardingError, (MeshparError, ValueError))

@@ -1,4 +1,4 @@
-"""What a user reads who asks for an overlap where there is nothing to hide, or too much."""
+"""The errors of overlaps that have nothing to overlap, or that cannot work together with another setting."""
 
 from __future__ import annotations
 
@@ -89,19 +89,16 @@ the parts of this config do not fit each other:
 }
 
 
-@pytest.mark.parametrize(("settings", "said"), REFUSED.values(), ids=REFUSED.keys())
-def test_an_overlap_that_cannot_be_is_refused(settings, said):
-    rules = AxisRules(preset=tuple(settings.pop("rules")))
+@pytest.mark.parametrize(("settings", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_an_overlap_that_cannot_work_is_refused(settings, message):
     run = Run(
         model=Llama(num_layers=2, hidden_size=16, num_heads=4, intermediate_size=32, vocab_size=32),
         data=Synthetic(batch_size=8, seq_len=16, vocab_size=32),
         optim=AdamW(lr=1e-3),
-        mesh=settings.pop("mesh", MeshLayout(fsdp=2, tensor=2)),
-        rules=rules,
         num_steps=2,
         run_dir="unused",
-        **settings,
+        **{"mesh": MeshLayout(fsdp=2, tensor=2), **settings, "rules": AxisRules(preset=tuple(settings["rules"]))},
     )
     with pytest.raises(ConfigError) as error:
         prepare(run, run.mesh.abstract())
-    assert str(error.value) == said
+    assert str(error.value) == message

@@ -1,4 +1,4 @@
-"""What a user reads whose run fails, is stopped, or trains nothing; its exit code, and what is left on disk."""
+"""Runs that fail, are stopped or train nothing: their messages, their exit codes, and what is left on disk."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def losses(run_dir: str | Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in read(Path(run_dir) / "metrics.jsonl") if "lr" in record]
 
 
-def test_a_start_and_an_end_that_inform_and_a_run_that_trains_nothing(train):
-    said = train("num_steps=2")
-    start, compiling, *end = said.err.splitlines()
+def test_a_run_reports_its_start_its_end_and_that_nothing_was_trained(train):
+    result = train("num_steps=2")
+    start, compiling, *end = result.err.splitlines()
     assert start == "8 simulated cpu devices in 1 process; mesh data=8; 4,656 parameters; 128 tokens a step"
     assert compiling.startswith("compiling the step: ")
     assert end == ["trained to step 2: the checkpoint is run/checkpoints/2", "next: meshpar checkpoint show run"]
@@ -77,44 +77,44 @@ def test_a_start_and_an_end_that_inform_and_a_run_that_trains_nothing(train):
     assert "optim.kind\n    adamw in the checkpoint, lion in this run" in other.err
 
 
-def test_a_learning_rate_that_is_far_too_high_fails_and_json_has_standard_output_to_itself(train):
-    said = train("optim.lr=1e9", "--json")
-    assert said.code == 1
-    what = "the run stopped after step 11: loss or gradients were not finite in 10 steps in a row, from step 2 on"
-    assert said.err.startswith(f"meshpar: {what}, and each was skipped; ")
-    assert {json.loads(line)["kind"] for line in said.out.splitlines()} == {"run", "train"}
+def test_a_run_that_diverges_fails_and_prints_only_json_to_standard_output(train):
+    result = train("optim.lr=1e9", "--json")
+    assert result.code == 1
+    message = "the run stopped after step 11: loss or gradients were not finite in 10 steps in a row, from step 2 on"
+    assert result.err.startswith(f"meshpar: {message}, and each was skipped; ")
+    assert {json.loads(line)["kind"] for line in result.out.splitlines()} == {"run", "train"}
     assert list(Path("run/checkpoints").iterdir()) == []
 
 
 @pytest.mark.usefixtures("never_compiles")
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--dump-hlo", "no/such/x"], "--dump-hlo no/such/x: cannot be written: No such file or directory"),
         (["--dump-hlo", "."], "--dump-hlo .: cannot be written: it is a folder"),
         (["--profile", "/dev/null/x"], "--profile /dev/null/x: cannot be made: Not a directory"),
     ],
 )
-def test_what_cannot_be_written_is_told_before_anything_is_compiled(train, words, told):
-    assert train(*words) == (2, "", f"meshpar: {told}\n")
+def test_an_output_that_cannot_be_written_is_reported_before_anything_is_compiled(train, words, message):
+    assert train(*words) == (2, "", f"meshpar: {message}\n")
     assert not Path("run").exists()
 
 
 @pytest.mark.usefixtures("never_compiles")
-def test_a_broken_record_is_told_before_anything_is_compiled(train):
+def test_a_broken_record_is_reported_before_anything_is_compiled(train):
     Path("run").mkdir()
     Path("run/metrics.jsonl").write_text('{"kind": "run", "step": 0}\n{"kind"\n{"kind": "run", "step": 0}\n')
-    told = "run/metrics.jsonl:2\n    is no record of a run\n    remove this line: no other needs it"
-    assert train() == (2, "", f"meshpar: the records of the run cannot be read:\n  {told}\n")
+    message = "run/metrics.jsonl:2\n    is no record of a run\n    remove this line: no other needs it"
+    assert train() == (2, "", f"meshpar: the records of the run cannot be read:\n  {message}\n")
 
 
 @pytest.mark.usefixtures("never_compiles")
 @pytest.mark.parametrize("variable", LAUNCHED)
 def test_processes_that_a_launcher_started_and_nobody_joined_are_refused(train, monkeypatch, variable):
     monkeypatch.setenv(variable, "2")
-    said = train()
-    assert said.code == 2
-    assert f"started 2 processes ({variable}=2), and they are not joined: each would be a run of its own" in said.err
+    result = train()
+    assert result.code == 2
+    assert f"started 2 processes ({variable}=2), and they are not joined: each would be a run of its own" in result.err
     assert not Path("run").exists()
 
 
@@ -146,7 +146,7 @@ _whole: list[tuple[int, float]] = []
 
 
 def losses_of_an_unbroken_run(train: Callable[..., Said]) -> list[tuple[int, float]]:
-    """The same for all tests, so trained once."""
+    """The run is the same for all tests, so it is trained once."""
     if not _whole:
         assert train(*LONG, "run_dir=whole").code == 0
         _whole.extend(losses("whole"))
@@ -154,22 +154,24 @@ def losses_of_an_unbroken_run(train: Callable[..., Said]) -> list[tuple[int, flo
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax, whose event loop is closed
-def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(train, small_disk):
+def test_a_full_disk_is_reported_in_one_line_and_the_run_resumes_when_there_is_room(train, small_disk):
     filler = small_disk / "filler"
     filler.write_bytes(bytes(600_000))
-    said = train(*LONG, "run_dir=disk/run")
-    told = said.err.splitlines()[-1].replace(f"{Path.cwd()}/", "")
-    what = "(a record|a checkpoint|TensorBoard's events) cannot be written to disk/run/[a-z.]+: No space left on device"
-    assert said.code == 1
-    assert re.fullmatch(f"meshpar: {what}; free some space; the same command then resumes from .*", told), told
-    assert "Traceback" not in said.err
+    result = train(*LONG, "run_dir=disk/run")
+    line = result.err.splitlines()[-1].replace(f"{Path.cwd()}/", "")
+    message = (
+        "(a record|a checkpoint|TensorBoard's events) cannot be written to disk/run/[a-z.]+: No space left on device"
+    )
+    assert result.code == 1
+    assert re.fullmatch(f"meshpar: {message}; free some space; the same command then resumes from .*", line), line
+    assert "Traceback" not in result.err
     filler.unlink()
     subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
     assert train(*LONG, "run_dir=disk/run").code == 0
     assert losses("disk/run") == losses_of_an_unbroken_run(train)
 
 
-def test_sigterm_ends_the_command_with_75_and_a_checkpoint_and_the_same_command_goes_on(train):
+def test_sigterm_ends_the_command_with_75_and_a_checkpoint_and_the_same_command_resumes(train):
     command = [sys.executable, "-c", "from meshpar.cli import main; main()", "train", "config.yaml", *LONG]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -177,12 +179,12 @@ def test_sigterm_ends_the_command_with_75_and_a_checkpoint_and_the_same_command_
             while "step      5 " not in process.stdout.readline():
                 assert process.poll() is None
             process.send_signal(signal.SIGTERM)
-            told = process.communicate(timeout=60)[1].splitlines()[-1]
+            line = process.communicate(timeout=60)[1].splitlines()[-1]
         finally:
             process.kill()
     saved = max(int(path.name) for path in Path("run/checkpoints").iterdir())
     where = f"checkpoint in run/checkpoints/{saved}"
     assert process.returncode == 75
-    assert told == f"meshpar: stopped by SIGTERM at step {saved}; {where}; the same command resumes from it"
+    assert line == f"meshpar: stopped by SIGTERM at step {saved}; {where}; the same command resumes from it"
     assert train(*LONG).code == 0
     assert losses("run") == losses_of_an_unbroken_run(train)

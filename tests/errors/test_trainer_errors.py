@@ -1,4 +1,4 @@
-"""What a user reads who asks a trainer for what cannot be: the literal text, exit code 2, and nothing written."""
+"""The errors of settings of the training: the literal text, exit code 2, and nothing written."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ meshpar: 1 problem in config.yaml:
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
-def test_a_mistake_is_told_and_ends_with_2(meshpar, mistake):  # noqa: F811
+def test_a_mistake_is_reported_and_ends_with_2(meshpar, mistake):  # noqa: F811
     overrides, text = REFUSED[mistake]
     assert meshpar("explain", *overrides) == (2, "", text.replace("FOLDER", str(Path.cwd())))
     assert not Path("nowhere").exists()
 
 
 def teacher(**changes) -> None:
-    """The folder of a run, with what is read of it before anything is compiled."""
+    """Writes the folder of a run, with a checkpoint of its config and its step."""
     model = {
         "kind": "llama",
         "num_layers": 1,
@@ -129,32 +129,32 @@ def teacher(**changes) -> None:
         saved.save(1, {"step": jnp.int32(1)})
 
 
-def test_a_teacher_of_another_vocabulary(meshpar):  # noqa: F811
+def test_a_teacher_with_another_vocabulary_is_refused(meshpar):  # noqa: F811
     teacher(pad_vocab_to_multiple=48)
-    said = "distill: the teacher in teacher has 64 token ids in 96 rows of its vocabulary, this model 64 in 64"
-    assert meshpar("explain", EXTRA, TEACHER) == (2, "", f"meshpar: {said}\n")
+    message = "distill: the teacher in teacher has 64 token ids in 96 rows of its vocabulary, this model 64 in 64"
+    assert meshpar("explain", EXTRA, TEACHER) == (2, "", f"meshpar: {message}\n")
 
 
-def test_a_teacher_that_does_not_fit_the_mesh(meshpar):  # noqa: F811
+def test_a_teacher_that_does_not_fit_the_mesh_is_refused(meshpar):  # noqa: F811
     teacher(intermediate_size=33)
-    code, _, said = meshpar("explain", EXTRA, TEACHER)
+    code, _, message = meshpar("explain", EXTRA, TEACHER)
     assert code == 2
     heading = (
         "meshpar: distill: the teacher in teacher does not fit:\n3 arrays do not fit mesh (data=2, fsdp=2, tensor=2):\n"
     )
-    assert said.startswith(heading)
+    assert message.startswith(heading)
 
 
-def test_a_teachers_config_that_was_changed(meshpar):  # noqa: F811
+def test_a_teacher_with_a_changed_config_is_refused(meshpar):  # noqa: F811
     teacher()
     meta = Path("teacher/checkpoints/1/meta.json")
     meta.write_text(meta.read_text().replace("llama", "gpt"))
-    code, _, said = meshpar("explain", EXTRA, TEACHER)
-    assert (code, "is not what was written" in said) == (2, True)
+    code, _, message = meshpar("explain", EXTRA, TEACHER)
+    assert (code, "is not what was written" in message) == (2, True)
 
 
-def test_a_package_that_is_missing_is_told_before_anything_is_compiled(meshpar, monkeypatch):  # noqa: F811
+def test_a_missing_package_is_reported_before_anything_is_compiled(meshpar, monkeypatch):  # noqa: F811
     monkeypatch.setitem(sys.modules, "wandb", None)
-    code, _, said = meshpar("train", EXTRA, "loggers=[wandb]")
-    assert (code, said.partition(":")[0]) == (2, "meshpar")
-    assert "pip install 'meshpar[wandb]', or leave it out\n" in said
+    code, _, message = meshpar("train", EXTRA, "loggers=[wandb]")
+    assert (code, message.partition(":")[0]) == (2, "meshpar")
+    assert "pip install 'meshpar[wandb]', or leave it out\n" in message

@@ -1,4 +1,4 @@
-"""What a user of `meshpar.training` reads who gave a batch, a loss or an argument that does not fit."""
+"""The errors of `meshpar.training` for a batch, a loss or an argument that does not fit."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ def made(batch=ROWS, loss=mean_loss, tx=None, init=lambda key: {"w": jnp.ones(4)
 
 
 def traced(**more):
-    """As far as the first thing that JAX does with it."""
+    """Builds a training and traces its step."""
     new = made(**more)
     return jax.eval_shape(new.step, new.placement.structs, new.batch)
 
 
 class Tensor:
-    """As PyTorch's, which the tests need not import for this."""
+    """A stand-in for PyTorch's tensor, without the import."""
 
-    shape, dtype = (16, 4), "torch.float32"
+    shape = (16, 4)
+    dtype = "torch.float32"
 
 
 Tensor.__module__ = "torch"
@@ -66,15 +67,15 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("case", BATCHES)
-def test_an_example_that_is_no_batch(case):
-    more, told = BATCHES[case]
+def test_an_example_that_is_no_batch_is_refused(case):
+    more, message = BATCHES[case]
     with pytest.raises(DataError) as error:
         made(batch=ROWS | more)
     assert str(error.value).startswith("this batch cannot be trained on:\n  batch")
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
-def test_rows_that_microbatches_do_not_divide():
+def test_rows_that_microbatches_do_not_divide_are_refused():
     with pytest.raises(DataError) as error:
         made(num_microbatches=3)
     assert str(error.value).splitlines()[2:] == [
@@ -94,13 +95,13 @@ PUTS = {
 
 
 @pytest.mark.parametrize("case", PUTS)
-def test_a_batch_unlike_the_example(case):
-    batch, told = PUTS[case]
+def test_a_batch_unlike_the_example_is_refused(case):
+    batch, message = PUTS[case]
     new = made()
     assert set(new.put(ROWS)) == {"x", "y"}
     with pytest.raises(DataError) as error:
         new.put(batch)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 LOSSES = {
@@ -135,11 +136,11 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("case", LOSSES)
-def test_a_loss_that_cannot_be_trained_on(case):
-    loss, told = LOSSES[case]
+def test_a_loss_that_cannot_be_trained_on_is_refused(case):
+    loss, message = LOSSES[case]
     with pytest.raises(ConfigError) as error:
         traced(loss=loss)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 ARGUMENTS = {
@@ -171,28 +172,28 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments_that_do_not_fit(case):
-    more, told = ARGUMENTS[case]
+def test_arguments_that_do_not_fit_are_refused(case):
+    more, message = ARGUMENTS[case]
     with pytest.raises(ConfigError) as error:
         made(**more)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "message"),
     [
         ({"X": ("batch", "")}, "batch_dims['X']\n    the batch has no such array\n    did you mean x?"),
         ({"x": ("batch",)}, "batch_dims['x']\n    1 names for float32[16, 4]\n    a name for each dim"),
         ({"x": ("batch", "height")}, "batch_dims['x']: height = 4\n    no rule covers it\n    rules.height=[] to l"),
     ],
 )
-def test_names_of_the_batch_that_do_not_fit(names, told):
+def test_names_of_the_batch_that_do_not_fit_are_refused(names, message):
     with pytest.raises(DataError) as error:
         made(batch_dims=names)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
-def test_a_rule_for_a_name_that_nothing_has():
+def test_a_rule_for_an_unknown_dim_is_refused_unless_the_dim_is_declared():
     rules = RULES | AxisRules(height=())
     with pytest.raises(ShardingError, match=r"if only activations have it, declare it: activation_dims=\[height\]"):
         _ = made(rules=rules).placement
@@ -257,7 +258,7 @@ def state(*filters):
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ({"init": state(), "loss": mean_loss}, "norm.mean\n    is BatchStat of NNX, which the forward changes"),
         ({"loss": lambda p, b, k: nnx.merge(GRAPH, p)(b["x"])}, "merges only the parameters; pass carried=lambda"),
@@ -271,15 +272,15 @@ def state(*filters):
         ),
     ],
 )
-def test_state_that_would_be_lost_is_refused(more, told):
+def test_state_that_would_be_lost_is_refused(more, message):
     with pytest.raises(ConfigError) as error:
         traced(**{"init": state(nnx.Param)} | more)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("kind", [nnx.BatchStat, nnx.Cache])
 def test_state_that_is_returned_is_carried(kind):
-    """Also where there is none of the kind that is asked for."""
+    """Also if the model has no state of this kind."""
 
     def loss(params, batch, key, carried):
         model = nnx.merge(GRAPH, params, carried or zeros())
@@ -292,7 +293,7 @@ def zeros():
     return jax.tree.map(jnp.zeros_like, STATE)
 
 
-def test_what_is_carried_has_to_stay_as_it_is():
+def test_carried_state_must_keep_its_names_and_shapes():
     def loss(params, batch, key, carried):
         return mean_loss(params, batch, key), {}, {"sum": jnp.ones(3)}
 
@@ -305,12 +306,12 @@ def test_what_is_carried_has_to_stay_as_it_is():
 # Others -------------------------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_that_takes_no_keyword_within_a_chain():
+def test_an_optimizer_that_takes_no_keyword_within_a_chain_is_refused():
     with pytest.raises(ConfigError, match=r"got an unexpected keyword.*works only alone, outside of optax\.chain"):
         traced(tx=optax.chain(optax.clip(1.0), optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))))
 
 
-def test_a_config_that_is_made_in_python_is_told_as_one_in_a_file():
+def test_a_config_made_in_python_reports_all_its_problems():
     with pytest.raises(ConfigError) as error:
         Synthetic(vocab_size=2, batchsize=3)
     assert str(error.value) == (
@@ -320,7 +321,7 @@ def test_a_config_that_is_made_in_python_is_told_as_one_in_a_file():
     )
 
 
-def test_flaxs_own_message_stays_where_meshpar_knows_no_better():
+def test_other_errors_of_flax_are_passed_on():
     def loss(params, batch, key):
         return nn.Dense(3).apply({"params": {}}, batch["x"]).mean()
 

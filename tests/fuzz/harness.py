@@ -1,4 +1,4 @@
-"""Runs cases in a worker process, and finds those that crash, do not end, or devour memory."""
+"""Runs cases in a worker process, and finds those that crash, do not end, or exhaust memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Case:
-    """A command line, and the files that lie around it.
+    """A command line, and the files in its working directory.
 
     Args:
-      files: name -> base64 of the content; `link:name`, `fifo:name` and `dir:name` are no files.
-      plant: what the verb does instead, for a negative control.
+      files: name -> base64 of the content; `link:name`, `fifo:name` and `dir:name` make a link, a pipe or a folder.
+      plant: the fault that the verb commits instead, for a negative control.
     """
 
     words: tuple[str, ...]
@@ -46,7 +46,7 @@ class Fault:
 
 
 class Worker:
-    """A process that runs cases; where one does not end, it is killed, and another takes its place."""
+    """A process that runs cases; if a case does not end, the process is killed and replaced."""
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s

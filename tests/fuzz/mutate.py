@@ -1,4 +1,4 @@
-"""Configs and command lines that somebody might write: those that ship, with mistakes; the same for the same seed."""
+"""Configs and command lines that somebody might write: the shipped ones, with mistakes that a seed determines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SECTIONS: tuple[dict[str, Any], ...] = tuple(
 {model: {kind: llama, num_layers: 3, hidden_size: 6, num_heads: 3, intermediate_size: 8, window: 4, global_layers: [1]}}
 """.strip().splitlines()
 )
-"""What a config may say beside the quickstart."""
+"""Sections that a config may have beside the quickstart's."""
 
 
 def encoded(text: str | bytes) -> str:
@@ -79,7 +79,7 @@ KEYS = _keys()
 
 
 def mappings(data: Any) -> list[dict[str, Any]]:
-    """All mappings inside of the data, itself first."""
+    """All mappings in `data`, `data` itself first."""
     if isinstance(data, dict):
         return [data, *(inner for item in data.values() for inner in mappings(item))]
     return [inner for item in data for inner in mappings(item)] if isinstance(data, list) else []
@@ -149,12 +149,13 @@ SNIPPETS = (
     "a: " * 300, '"' * 99, "'" * 99, bomb(3, 10), bomb(9, 10), bomb(4, 12), "k" * 5000 + ": 1",
     "[" + "1, " * 30000 + "1]", "x" * 300000,
 )  # fmt: skip
-"""Pieces of YAML that mean more than they seem to, or nothing."""
+"""Pieces of YAML with a surprising meaning, or with none."""
 
 
 def of_text(rng: random.Random, text: str) -> str:
     """One mistake in the text itself."""
-    lines, at = text.splitlines(), rng.randrange(len(text) + 1)
+    lines = text.splitlines()
+    at = rng.randrange(len(text) + 1)
     line = rng.randrange(len(lines) or 1)
     form = rng.randrange(8)
     if form == 0:
@@ -178,7 +179,10 @@ def of_text(rng: random.Random, text: str) -> str:
 def special(rng: random.Random) -> Case:
     """A config that is no ordinary file, or extends in an odd way."""
     config = encoded(yaml.safe_dump(SMALL))
-    extends = lambda text: {"config.yaml": encoded(f"extends: {text}\n")}
+
+    def extends(text):
+        return {"config.yaml": encoded(f"extends: {text}\n")}
+
     many = {f"e{i}.yaml": encoded(f"extends: e{i + 1}.yaml\n") for i in range(300)}
     return rng.choice(
         [
@@ -261,7 +265,7 @@ FITTING = {
     "--transfer": "0.5", "--svg": "a.svg", "--out": "a.png", "--prompt": "def", "--max-tokens": "4", "--html": "a.html",
     "--from-hf": "empty", "--to-hf": "made",
 }  # fmt: skip
-"""Values that are no mistake."""
+"""Valid values."""
 
 
 def _options(rng: random.Random, options: dict[str, tuple[str, ...] | None]) -> list[str]:
@@ -375,10 +379,10 @@ def command_case(rng: random.Random) -> Case:
     if words and rng.random() < 0.1:
         at = rng.randrange(len(words))
         words[at] = words[at][: rng.randrange(len(words[at]) + 1)] + rng.choice(TEXTS)
-    # The kernel hands no NUL to a program, and no word of more than 128 KiB.
+    # Linux passes a program no NUL, and no argument of more than 128 KiB.
     return Case(tuple(word.replace("\0", "")[:100_000] for word in words), FILES)
 
 
 def generated(make: Callable[[random.Random], Case], seed: int, count: int) -> Iterator[Case]:
-    """The same cases for the same seed, whatever else is drawn: one generator each."""
+    """The same cases for the same seed: each case has a random generator of its own."""
     return (make(random.Random(f"{make.__name__} {seed} {i}")) for i in range(count))

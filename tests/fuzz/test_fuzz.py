@@ -1,4 +1,4 @@
-"""Whatever a user writes: exit code 0, 1 or 2, within a minute, and never a traceback.
+"""Whatever a user writes, meshpar exits with 0, 1 or 2 within a minute, and never with a traceback.
 
 `pytest -m slow tests/fuzz` runs 500 configs and 200 command lines for each of several seeds; MESHPAR_FUZZ_SEED=7,8
 chooses others.
@@ -25,7 +25,7 @@ def assert_no_faults(make, seed: int, count: int) -> dict[int, int]:
 
 def test_a_sample_of_configs_and_command_lines_ends_with_a_message():
     codes = assert_no_faults(config_case, seed=0, count=40)
-    assert codes[0] and codes[2], "some fit, and some do not"
+    assert codes[0] and codes[2], "some configs are right, and some are wrong"
     assert_no_faults(command_case, seed=0, count=20)
 
 
@@ -41,20 +41,20 @@ def test_200_command_lines_end_with_a_message(seed):
     assert_no_faults(command_case, seed, 200)
 
 
-def test_control_a_crash_is_seen():
+def test_control_a_crash_is_found():
     assert "KeyError: 'planted'" in planted("crash")
 
 
-def test_control_what_does_not_end_is_seen_and_the_next_case_runs():
+def test_control_a_case_that_hangs_is_found_and_the_next_case_runs():
     assert planted("hang") == "no end in 5 s"
 
 
-def test_control_what_devours_memory_is_seen():
+def test_control_a_case_that_exhausts_memory_is_found():
     assert "MemoryError" in planted("devour")
 
 
 def planted(plant: str) -> str:
-    """What the harness says of a verb that does this, between two that are in order."""
+    """The fault that the harness finds in a verb with this plant, run between two sound cases."""
     fine = Case(("schema",), FILES)
     found, codes = faults([fine, Case(("explain", "config.yaml"), FILES, plant), fine], timeout_s=5)
     assert len(found) == 1

@@ -18,7 +18,7 @@ OURS = (
     "parquet", "arrow", "numpy", "mixture", "bytes", "ring", "none", "full", "zero1", "megatron", "megatron_sp",
     "pipeline", "hsdp", "replicated", "traced", "40MiB", "-1GiB", "params.**", "blocks.*.kernel",
 )  # fmt: skip
-"""Words that mean something somewhere."""
+"""Words that some config or option accepts."""
 ODD = (
     "", " ", "a", "null", "true", "no", "~", "-", "--", "=", ":", "a:b", "a.b", "a.b:c", "os:system", "**", "*", "[",
     "[!", "?", "\\", "../x", "../../etc/passwd", "/", "/dev/zero", "/dev/stdin", "/proc/self/mem", "/etc", ".", "..",
@@ -55,7 +55,7 @@ def value(rng: random.Random) -> Any:
 
 
 def small(rng: random.Random, old: Any) -> Any:
-    """A value of the same type, so that what comes after the types is reached."""
+    """A value of the same type, which passes the checks of types and reaches the later ones."""
     if isinstance(old, bool):
         return not old
     if isinstance(old, int):

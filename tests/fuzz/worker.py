@@ -19,7 +19,7 @@ from typing import Any
 from meshpar import cli
 
 MEMORY = 12 * 2**30
-"""Bytes of addresses, of which JAX reserves some without using them."""
+"""Limit of the address space in bytes, of which JAX reserves a part that it does not use."""
 
 
 def crash(*_: Any) -> None:
@@ -57,7 +57,8 @@ def build(folder: Path, files: dict[str, str]) -> None:
 
 def result(case: dict[str, Any]) -> dict[str, Any]:
     """The exit code of a case and what it printed; a traceback instead of a code, where one escaped."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     code: Any = 0
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         build(Path(folder), case["files"])
@@ -80,7 +81,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # a case may read /dev/stdin
     os.dup2(nothing, 1)  # ... and what a library prints is no reply
-    from meshpar.experiment import actions, config  # noqa: F401 (before the time is taken)
+    from meshpar.experiment import actions, config  # noqa: F401 (imported before the first case is timed)
 
     replies.write("ready\n")
     replies.flush()

@@ -1,6 +1,6 @@
-"""A program: imports a model into a train state, and says what its memory rose to. Run by test_memory.py.
+"""A program that imports a model into a train state and prints its peak memory, for test_memory.py.
 
-The peak is VmHWM of the kernel, which `clear_refs` sets back to what is resident now.
+The peak is the kernel's VmHWM, which `clear_refs` resets to the memory that is resident now.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from meshpar.config import Config
 from meshpar.experiment.config import Precision, Run
@@ -44,20 +43,17 @@ def main(folder: Path, how: str) -> None:
     held = {}
     if how == "all at once":
         held = {name: tensor.read() for name, tensor in pretrained.tensors.items()}
-        Tensor.read = (
-            lambda self, rows=slice(None), columns=slice(None): _held(held, self)[  # pyright: ignore
-                (rows, columns)[: len(self.shape)]
-            ]
-        )
+
+        def read(tensor, rows=slice(None), columns=slice(None)):
+            whole = next(array for array in held.values() if array.shape == tensor.shape)
+            return whole[(rows, columns)[: len(tensor.shape)]]
+
+        Tensor.read = read
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS") - sum(array.nbytes for array in held.values())
     state = jax.block_until_ready(PretrainedBeginning(prepared, pretrained).state())
     needed = sum(array.nbytes for array in jax.tree.leaves(state))
     print(needed, resident("VmHWM") - before)
-
-
-def _held(held: dict[str, np.ndarray], tensor: Tensor) -> np.ndarray:
-    return next(array for array in held.values() if array.shape == tensor.shape)
 
 
 if __name__ == "__main__":

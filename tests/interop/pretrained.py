@@ -15,7 +15,8 @@ with warnings.catch_warnings():
     import torch
     import transformers
 
-VOCAB, SEQ = 96, 24
+VOCAB = 96
+SEQ = 24
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -46,7 +47,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def made(kind: str) -> Any:
-    """A model with weights that no initializer would give: every bias and norm counts."""
+    """A model with random weights, biases and norms, so that each of them changes the logits."""
     generator = torch.Generator().manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(KINDS[kind](), attn_implementation="eager").eval()
     with torch.no_grad():
@@ -62,6 +63,6 @@ def saved(kind: str, folder: Path, dtype: str = "float32", **options: Any) -> Pa
 
 
 def logits(model: Any, tokens: Any) -> Any:
-    """Of transformers, as NumPy's float32 [batch, seq, vocab]."""
+    """float32[batch, seq, vocab], computed by transformers."""
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits.float().numpy()

@@ -26,32 +26,32 @@ from tests.interop.test_huggingface import TOKENS, _same_bits, our_logits, param
 
 
 @pytest.fixture(scope="module")
-def there(tmp_path_factory):
+def original(tmp_path_factory):
     folder = saved("smollm", tmp_path_factory.mktemp("smollm"), "bfloat16")
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
 
 @pytest.fixture
-def copied(there, tmp_path):
-    shutil.copytree(there, tmp_path / "hf")
+def copied(original, tmp_path):
+    shutil.copytree(original, tmp_path / "hf")
     return tmp_path / "hf"
 
 
 @pytest.fixture
 def meshpar(command, monkeypatch, tmp_path):
-    """Runs a verb; gives (exit code, stderr)."""
+    """Runs a verb; returns its exit code and its stderr."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):
-        said = command(*arguments)
-        return said.code, said.err
+        result = command(*arguments)
+        return result.code, result.err
 
     return call
 
 
-def test_a_run_is_made_and_written_back_bit_for_bit(there, meshpar, tmp_path):
-    assert meshpar("convert", "run", "mesh.fsdp=8", "rules=[fsdp]", "--from-hf", there) == (0, "")
+def test_a_run_is_made_and_written_back_bit_for_bit(original, meshpar, tmp_path):
+    assert meshpar("convert", "run", "mesh.fsdp=8", "rules=[fsdp]", "--from-hf", original) == (0, "")
     run = load(tmp_path / "run/config.yaml")
     assert (run.model.vocab_size, run.model.tie_embeddings, run.precision.params, run.init) == (
         VOCAB,
@@ -60,12 +60,12 @@ def test_a_run_is_made_and_written_back_bit_for_bit(there, meshpar, tmp_path):
         None,
     )
     assert meshpar("convert", "run", "--to-hf", "back") == (0, "")
-    _same_bits(there, tmp_path / "back")
+    _same_bits(original, tmp_path / "back")
     for name in ("config.json", "tokenizer.json"):
-        assert (tmp_path / "back" / name).read_text() == (there / name).read_text()
-    for again in (("run", "--from-hf", there), ("run", "--to-hf", "back")):
-        code, said = meshpar("convert", *again)
-        assert code == 2 and "exists, and nothing is overwritten" in said
+        assert (tmp_path / "back" / name).read_text() == (original / name).read_text()
+    for again in (("run", "--from-hf", original), ("run", "--to-hf", "back")):
+        code, message = meshpar("convert", *again)
+        assert code == 2 and "exists, and nothing is overwritten" in message
     assert {path.name for path in tmp_path.iterdir()} == {"run", "back"}
 
 
@@ -91,10 +91,10 @@ def test_fine_tuning_with_lora_is_merged_on_export(tmp_path):
     assert run.lora is not None
     merged = run.lora.merged(trained)
     convert.to_hf(tmp_path / "run", tmp_path / "tuned")
-    theirs = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").eval(), TOKENS)
-    np.testing.assert_allclose(our_logits(run.model, merged), theirs, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(our_logits(run.model, trained, run.lora), theirs, rtol=0, atol=1e-5)
-    assert abs(our_logits(run.model, start) - theirs).max() > 1e-3
+    expected = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").eval(), TOKENS)
+    np.testing.assert_allclose(our_logits(run.model, merged), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(our_logits(run.model, trained, run.lora), expected, rtol=0, atol=1e-5)
+    assert abs(our_logits(run.model, start) - expected).max() > 1e-3
 
 
 # What cannot be converted -----------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def cut(folder):
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def lying(folder):
+def with_a_wrong_shape(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b'"shape":[96,32]', b'"shape":[99,32]', 1))
 
@@ -142,7 +142,8 @@ def pickled(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-DOWN, UP = "model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.up_proj.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
 REFUSED = {
     "cut short": (cut, """\
 meshpar: hf cannot be imported:
@@ -150,7 +151,7 @@ meshpar: hf cannot be imported:
     is truncated: it has 45361 bytes, and its header needs 45368
     download it again
 """),
-    "a header that lies": (lying, """\
+    "a header with a wrong shape": (with_a_wrong_shape, """\
 meshpar: hf cannot be imported:
   hf/model.safetensors: model.embed_tokens.weight
     BF16[99, 32] needs 6336 bytes, but its header gives it 6144
@@ -243,12 +244,12 @@ def test_a_bad_folder_is_refused_and_nothing_is_left_behind(case, copied, meshpa
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_bad_arguments_of_convert_are_refused_and_write_nothing(there, meshpar, tmp_path):
+def test_bad_arguments_of_convert_are_refused_and_write_nothing(original, meshpar, tmp_path):
     assert meshpar("convert", "run", "--from-hf", "nothing")[1].startswith("meshpar: nothing cannot be imported:")
     assert meshpar("convert", "run") == (2, "meshpar: convert needs either --from-hf DIR or --to-hf DIR\n")
     assert meshpar("convert", "run", "--to-hf", "x") == (2, f"meshpar: {tmp_path / 'run'} does not exist\n")
-    code, said = meshpar("convert", "run", "optim.l=1", "--from-hf", there)
-    assert code == 2 and "did you mean optim.lr?" in said
+    code, message = meshpar("convert", "run", "optim.l=1", "--from-hf", original)
+    assert code == 2 and "did you mean optim.lr?" in message
     assert not [*tmp_path.iterdir()]
 
 
@@ -263,7 +264,7 @@ run_dir: run
 """
 
 
-def test_a_run_whose_model_is_another_is_refused(copied, meshpar, tmp_path):
+def test_a_run_with_another_model_is_refused(copied, meshpar, tmp_path):
     (tmp_path / "mine.yaml").write_text(MINE)
     assert meshpar("train", "mine.yaml", "mesh.data=8") == (2, """\
 meshpar: the model of init.from_hf differs from the run's:
@@ -282,7 +283,7 @@ meshpar: the model of init.from_hf differs from the run's:
 """)  # fmt: skip
 
 
-def test_globs_that_match_nothing_are_told(copied, meshpar, tmp_path):
+def test_globs_that_match_nothing_are_refused(copied, meshpar, tmp_path):
     (tmp_path / "mine.yaml").write_text(MINE)
     assert meshpar("explain", "mine.yaml", "lora={kind: lora, paths: [blocks.atn.q, head.*]}") == (2, """\
 meshpar: LoRA adapts the projections of a model:
@@ -304,8 +305,8 @@ meshpar: freeze does not fit the model:
 """)  # fmt: skip
 
 
-def test_a_model_that_no_architecture_computes_is_not_exported(there, tmp_path):
-    pretrained = convert.open_pretrained(there)
+def test_a_model_that_no_architecture_computes_is_not_exported(original, tmp_path):
+    pretrained = convert.open_pretrained(original)
     odd = pretrained.model.model_copy(update={"attn_bias": "qkv", "qk_norm": True})
     with pytest.raises(convert.CheckpointError, match="none of the supported architectures computes"):
         convert.export(tmp_path / "x", odd, {"embedding": np.zeros((96, 32))})

@@ -1,4 +1,4 @@
-"""A `config.json` with a wrong value in any key is refused with a message, in no time."""
+"""A `config.json` with a wrong value in any key is refused at once, with a message."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def mutated(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def outcomes(folder: Path, every: int) -> Counter[str]:
-    right, found = json.loads((folder / "config.json").read_text()), Counter[str]()
+    right = json.loads((folder / "config.json").read_text())
+    found = Counter[str]()
     for number, config in enumerate(mutated(right)):
         if number % every:
             continue
@@ -80,7 +81,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in NAMED.items() for value in values])
-def test_what_was_a_traceback_or_did_not_end_names_the_key(
+def test_values_that_once_crashed_or_hung_are_refused_by_their_key(
     key: str, value: Any, folders: dict[str, Path], tmp_path: Path
 ):
     for kind in ("llama3_rope", "qwen2"):
@@ -104,7 +105,7 @@ def test_layers_are_counted_before_each_is_named(folders: dict[str, Path], tmp_p
     )
 
 
-def test_control_a_config_that_is_believed_is_a_traceback(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
+def test_control_an_unchecked_config_ends_in_a_traceback(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(foreign.Given, "model_validate", lambda given: foreign.Given.model_construct(**given))
     with pytest.raises((AttributeError, TypeError)):
         outcomes(folders["llama3_rope"], 1)

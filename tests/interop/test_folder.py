@@ -1,4 +1,4 @@
-"""What is read of a downloaded folder, or copied from it, lies in it and is a regular file."""
+"""Only regular files inside a downloaded folder are read or copied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("config.json", "model.safetensors", "tokenizer_config.json", "tokenizer
 
 
 @pytest.fixture(scope="module")
-def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = saved("smollm", tmp_path_factory.mktemp("smollm"), "bfloat16")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text("{}")
@@ -30,9 +30,9 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hf(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hf(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(there, tmp_path / "hf")
+    shutil.copytree(original, tmp_path / "hf")
     (tmp_path / "secret").write_text("not for others")
     (tmp_path / "secret").chmod(0o600)
     return tmp_path / "hf"
@@ -73,11 +73,11 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_that_leads_out_of_its_folder_is_refused(name: str, fault: str, hf: Path, command):
     (hf / name).unlink()
-    make, what = FAULTS[fault]
+    make, problem = FAULTS[fault]
     make(hf / name)
-    said = command("convert", "run", "--from-hf", "hf")
-    assert said.code == 2
-    assert f"hf/{name}\n    cannot be {'copied' if 'tokenizer' in name else 'read'}: {what}" in said.err
+    result = command("convert", "run", "--from-hf", "hf")
+    assert result.code == 2
+    assert f"hf/{name}\n    cannot be {'copied' if 'tokenizer' in name else 'read'}: {problem}" in result.err
     assert sorted(path.name for path in hf.parent.iterdir()) == ["hf", "secret"]
 
 
@@ -86,22 +86,20 @@ def test_a_shard_that_is_a_pipe_is_not_waited_for(hf: Path, command):
     os.mkfifo(hf / "a.safetensors")
     (hf / "b.safetensors").symlink_to("../secret")
     (hf / "model.safetensors.index.json").write_text('{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}')
-    said = command("convert", "run", "--from-hf", "hf")
-    assert said.code == 2
-    assert "hf/a.safetensors\n    cannot be read: it is a pipe, not a regular file" in said.err
-    assert "hf/b.safetensors\n    cannot be read: it is a link that leads out of the folder" in said.err
+    result = command("convert", "run", "--from-hf", "hf")
+    assert result.code == 2
+    assert "hf/a.safetensors\n    cannot be read: it is a pipe, not a regular file" in result.err
+    assert "hf/b.safetensors\n    cannot be read: it is a link that leads out of the folder" in result.err
 
 
-def test_an_export_hands_no_file_from_outside_on_and_control_converts_the_folder_without_a_fault(
-    hf: Path, tmp_path: Path, command
-):
-    """The links that lie in a run may have been copied by an older version."""
+def test_an_export_copies_no_file_from_outside_the_run(hf: Path, tmp_path: Path, command):
+    """An older version may have copied links into the run. Control: a link inside the folder is followed."""
     assert command("convert", "run", "--from-hf", "hf", "mesh.data=8").code == 0
     companion = tmp_path / "run/hugging_face/tokenizer_config.json"
     companion.unlink()
     companion.symlink_to(tmp_path / "secret")
-    said = command("convert", "run", "--to-hf", "out")
-    assert said.code == 2 and "it is a link that leads out of the folder" in said.err
+    result = command("convert", "run", "--to-hf", "out")
+    assert result.code == 2 and "it is a link that leads out of the folder" in result.err
     assert not (tmp_path / "out").exists()
     companion.unlink()
     companion.symlink_to("tokenizer.json")  # within the folder
@@ -110,7 +108,8 @@ def test_an_export_hands_no_file_from_outside_on_and_control_converts_the_folder
 
 
 def test_a_snapshot_in_the_cache_of_the_hub_is_read(hf: Path, tmp_path: Path):
-    snapshot, blobs = tmp_path / "model/snapshots/1a2b", tmp_path / "model/blobs"
+    snapshot = tmp_path / "model/snapshots/1a2b"
+    blobs = tmp_path / "model/blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     (blobs / "3c4d").write_text("{}")
@@ -126,7 +125,7 @@ def test_a_snapshot_in_the_cache_of_the_hub_is_read(hf: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o700), (0o022, 0o755), (0o002, 0o775)])
-def test_what_is_written_has_the_modes_that_the_umask_asks_for(mask: int, mode: int, tmp_path: Path):
+def test_written_files_have_the_modes_of_the_umask(mask: int, mode: int, tmp_path: Path):
     before = os.umask(mask)
     try:
         with whole_or_not(tmp_path / "made") as made:

@@ -1,4 +1,4 @@
-"""Answers from folders of Hugging Face's: read in place, or converted first."""
+"""Text generated from Hugging Face folders, read in place or converted first."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ PROMPTS = [[5, 17, 3], [9, 2, 2, 40, 77]]
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "rules=[fsdp,megatron]")
 
 
-def theirs(kind: str) -> list[list[int]]:
+def expected_tokens(kind: str) -> list[list[int]]:
     import torch
 
     model = made(kind)
-    told = [
+    outputs = [
         model.generate(torch.tensor([prompt]), max_new_tokens=NUM, do_sample=False, pad_token_id=0)[0].tolist()
         for prompt in PROMPTS
     ]
-    return [one[len(prompt) :] for one, prompt in zip(told, PROMPTS, strict=True)]
+    return [output[len(prompt) :] for output, prompt in zip(outputs, PROMPTS, strict=True)]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_a_folder_answers_as_transformers_does(kind, tmp_path):
-    folder, want = saved(kind, tmp_path / "theirs"), theirs(kind)
-    here = generate(folder, PROMPTS, max_tokens=NUM, overrides=MESH)
-    for one, tokens in zip(here.completions, want, strict=True):
-        assert one.tokens == tokens[: len(one.tokens)]
-        assert len(one.tokens) == NUM or one.tokens[-1] == 95
-    assert len({token for one in want for token in one}) > 1  # they say something
+def test_a_folder_generates_the_tokens_of_transformers(kind, tmp_path):
+    folder = saved(kind, tmp_path / "expected_tokens")
+    expected = expected_tokens(kind)
+    answers = generate(folder, PROMPTS, max_tokens=NUM, overrides=MESH)
+    for answer, tokens in zip(answers.completions, expected, strict=True):
+        assert answer.tokens == tokens[: len(answer.tokens)]
+        assert len(answer.tokens) == NUM or answer.tokens[-1] == 95
+    assert len({token for tokens in expected for token in tokens}) > 1  # not one token repeated
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Models from Hugging Face's folders: the same logits, the same bits on the way back, and no byte read in vain."""
+"""Models from Hugging Face's folders: the same logits, the same bits on the way back, and no byte read needlessly."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def our_logits(model: Decoder, arrays: dict[str, jax.Array], lora: LoRA | None =
         return np.asarray(jax.jit(apply)(tree, batch))
 
 
-# Without it the logits are others: the option of the model, and a value that leaves its parameters as they are.
+# An option of each model, with another value that keeps its parameters and changes its logits.
 OPTION = {
     "llama3_rope": {"rope_scaling": None},
     "linear_rope": {"rope_scaling": None},
@@ -85,11 +85,12 @@ IN_CI = {
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in IN_CI else pytest.mark.slow) for k in KINDS])
-def test_logits_are_those_of_transformers_and_come_back_bit_for_bit(kind, tmp_path):
+def test_logits_equal_transformers_and_weights_come_back_bit_for_bit(kind, tmp_path):
     theirs = made(kind)
     theirs.save_pretrained(tmp_path / "there")
     pretrained = open_pretrained(tmp_path / "there")
-    arrays, want = params(pretrained), logits(theirs, TOKENS)
+    arrays = params(pretrained)
+    want = logits(theirs, TOKENS)
     np.testing.assert_allclose(our_logits(pretrained.model, arrays), want, rtol=0, atol=1e-5)
     if kind in OPTION:
         other = pretrained.model.model_copy(update=OPTION[kind])
@@ -131,7 +132,7 @@ def test_upcycling_refuses_experts_that_the_mlp_does_not_fit(tmp_path):
 
 
 def _same_bits(there, back):
-    """Read by the library of the format, not by ours."""
+    """Reads the files with the safetensors library, not with meshpar."""
     import safetensors.torch
     import torch
 
@@ -147,7 +148,7 @@ def _same_bits(there, back):
 
 @pytest.mark.parametrize("kind", ["gpt2", "phi3"])
 def test_transformers_reads_what_is_exported_in_several_files(kind, tmp_path):
-    """bfloat16, fused projections, an index; and config.json as we write it, and not as it was."""
+    """In bfloat16, with fused projections, an index, and a config.json that meshpar wrote."""
     import transformers
 
     saved(kind, tmp_path / "there", "bfloat16", max_shard_size="20KB")
@@ -163,7 +164,7 @@ def test_transformers_reads_what_is_exported_in_several_files(kind, tmp_path):
     np.testing.assert_array_equal(logits(there.eval(), TOKENS), logits(back.eval(), TOKENS))
 
 
-def test_an_original_config_stays_if_it_still_fits(tmp_path):
+def test_the_original_config_is_kept_if_it_still_fits(tmp_path):
     pretrained = open_pretrained(saved("qwen3", tmp_path / "there"))
     arrays = params(pretrained)
     export(tmp_path / "back", pretrained.model, arrays, companions=tmp_path / "there")
@@ -178,8 +179,9 @@ def test_an_original_config_stays_if_it_still_fits(tmp_path):
 
 @pytest.fixture
 def read_bytes(monkeypatch):
-    """Counts what is asked of the operating system, call by call."""
-    counted, preadv = [], os.preadv
+    """The number of bytes that each call of `os.preadv` reads."""
+    counted = []
+    preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *args: counted.append(preadv(*args)) or counted[-1])
     return counted
 
@@ -214,7 +216,7 @@ def test_a_process_reads_each_byte_of_its_shards_once_and_no_other(layout, qwen2
         np.testing.assert_array_equal(got[path], padded, err_msg=path)
 
 
-def test_a_device_reads_its_part(qwen2, read_bytes):
+def test_a_device_reads_only_its_shard(qwen2, read_bytes):
     """A process with the first of eight devices, whose shards have no padding."""
     for path, struct in placed(qwen2, "fsdp_tensor").items():
         index = struct.sharding.addressable_devices_indices_map(struct.shape)[jax.devices()[0]]
@@ -225,7 +227,7 @@ def test_a_device_reads_its_part(qwen2, read_bytes):
         np.testing.assert_array_equal(shard, qwen2.params({path: struct})[path][index], err_msg=path)
 
 
-def test_reading_whole_tensors_is_seen(qwen2, read_bytes, monkeypatch):
+def test_control_reading_whole_tensors_is_seen(qwen2, read_bytes, monkeypatch):
     read = Tensor.read
     monkeypatch.setattr(
         Tensor,

@@ -1,4 +1,4 @@
-"""What an import holds at its peak, measured by the kernel, against what the process needs."""
+"""The peak memory of an import, measured by the kernel, against the bytes of the train state."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """300 MB that are really there: a file with holes would be read from nowhere."""
-    made, model = tmp_path_factory.mktemp("large"), Llama(**SIZES)
+    """A model of 300 MB that is written in full, because the holes of a sparse file are not read from disk."""
+    made = tmp_path_factory.mktemp("large")
+    model = Llama(**SIZES)
     config = architectures.write(model)
     (made / "config.json").write_text(json.dumps(config))
     expected = _expected(model, names_of(model, config["model_type"]))
@@ -47,6 +48,6 @@ def test_an_import_holds_little_more_than_the_state(folder):
 
 
 @pytest.mark.slow
-def test_reading_all_before_placing_it_would_be_seen(folder):
+def test_control_reading_all_before_placing_it_is_seen(folder):
     needed, held = peak(folder, "all at once")
     assert held > 1.7 * needed, (held, needed)

@@ -1,4 +1,4 @@
-"""Files that the library of the format writes are read, what we write it reads, and what lies is refused by both."""
+"""meshpar and the safetensors library read each other's files, and both refuse bad ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def file(tmp_path):
     return tmp_path / "x.safetensors"
 
 
-def test_ranges_are_read(file):
+def test_ranges_of_a_tensor_are_read(file):
     tensors = opened(file)
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(tensors[name].read(), array)
@@ -44,7 +44,7 @@ def test_ranges_are_read(file):
     np.testing.assert_array_equal(tensors["b"].read(slice(2, 5)), ARRAYS["b"][2:5])
 
 
-def test_what_is_written_the_library_reads(tmp_path):
+def test_the_library_reads_what_is_written(tmp_path):
     brain = np.arange(6).astype(jnp.bfloat16).reshape(2, 3)
     arrays = ARRAYS | {"brain": brain, "turned": ARRAYS["a"].T}
     write(tmp_path / "y", [Written(name, x.dtype, x.shape, lambda x=x: x) for name, x in arrays.items()])
@@ -65,7 +65,7 @@ def _header(path):
 
 
 def _with(**changes):
-    """The file with another entry for `a`, whose header is right in length."""
+    """Changes the entry of `a` in the header, whose length stays right."""
 
     def change(length, header, data):
         header["a"] |= changes
@@ -80,7 +80,7 @@ def _text(text):
 
 
 WHOLE = _with()
-LIES = {
+BAD = {
     "cut in the data": (lambda *file: WHOLE(*file)[:-1], "is truncated: it has .* bytes, and its header needs"),
     "cut in the header": (lambda *file: WHOLE(*file)[:20], "is truncated, or no safetensors file: it has 20 bytes,"),
     "cut in the length": (lambda *file: b"\x01\x00", "it has 2 bytes"),
@@ -102,9 +102,9 @@ LIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_file_that_lies_is_refused(lie, file):
-    change, message = LIES[lie]
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_file_is_refused(case, file):
+    change, message = BAD[case]
     file.write_bytes(change(*_header(file)))
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
         opened(file)
@@ -112,17 +112,17 @@ def test_a_file_that_lies_is_refused(lie, file):
         pass
 
 
-def test_the_unchanged_file_is_not(file):
+def test_control_the_unchanged_file_is_read(file):
     file.write_bytes(WHOLE(*_header(file)))
     assert opened(file).keys() == ARRAYS.keys()
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path):
+def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         opened(tmp_path / "nothing")
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_told(file):
+def test_a_file_that_shrinks_while_it_is_read_is_reported(file):
     tensors = opened(file)
     file.write_bytes(file.read_bytes()[:-60])
     with pytest.raises(CheckpointError, match="was truncated while it was read"):

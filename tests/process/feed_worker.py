@@ -1,4 +1,4 @@
-"""One of two processes, with two devices each: puts batches of every source on them, and writes down what lies there.
+"""One of two processes with two devices each: puts batches of every source on its devices and saves the shards.
 
     python feed_worker.py PROCESS PORT FOLDER START
 
@@ -35,7 +35,7 @@ def begin(process: int, port: int) -> None:
 
 
 def shards(dataset: Dataset, layout: str, start: int) -> Iterator[tuple[str, np.ndarray]]:
-    """What lies on the devices of this process, which are not neighbours in the mesh."""
+    """The shards on the devices of this process, which are not neighbours in the mesh."""
     devices = np.array(jax.devices())[[0, 2, 1, 3]].reshape(2, 2)
     sharding = NamedSharding(Mesh(devices, ("a", "b"), axis_types=(AxisType.Auto,) * 2), LAYOUTS[layout])
     shape = (dataset.batch_size, dataset.parts[0].seq_len)

@@ -1,9 +1,8 @@
 """A disk whose power can be cut: an ext4 file system in an image, on a loop device.
 
 A copy of the image is what the disk held at that instant: what the file system had sent to it, and nothing that was
-only written to memory. The writer is stopped while the image is copied, and the copy is taken again until two in a row
-are the same: then it shows one instant, and no disk that changed while it was read. A disk's own cache, which a sync
-empties, is not modelled.
+only written to memory. The writer is stopped while the image is copied, and the image is read again until two reads in
+a row are equal, so that the copy shows one instant. A disk's own cache, which a sync empties, is not modelled.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ MEGABYTES = 48
 
 
 def make_image(path: Path) -> None:
-    """An empty file system."""
+    """Makes an empty file system."""
     with path.open("wb") as file:
         file.truncate(MEGABYTES * 2**20)
     subprocess.run(["mkfs.ext4", "-q", "-F", path], check=True, capture_output=True)
@@ -39,7 +38,7 @@ def mounted(image: Path, folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Within, a process does nothing."""
+    """Stops a process during the body."""
     os.kill(process.pid, signal.SIGSTOP)
     try:
         yield
@@ -58,7 +57,7 @@ def copy_image(image: Path, copy: Path) -> None:
 
 
 def why_not(folder: Path) -> str | None:
-    """Why no image can be mounted here; None where one can."""
+    """Why no image can be mounted here; None if one can."""
     if os.geteuid() != 0:
         return "only root can mount an image of a disk"
     if not shutil.which("mkfs.ext4"):

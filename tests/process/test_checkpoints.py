@@ -1,4 +1,4 @@
-"""Two processes over gloo, on loopback: what they save one restores, what one saved they restore; both stop alike."""
+"""Two processes save what one restores, restore what one saved, and stop together (gloo, on loopback)."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ try:
         held = ""
 except CheckpointError as raised:
     held = str(raised)
-told = {"same": same, "chunks": chunks, "error": error, "newest": newest, "held": held}
-(folder / f"{process}.json").write_text(json.dumps(told))
+report = {"same": same, "chunks": chunks, "error": error, "newest": newest, "held": held}
+(folder / f"{process}.json").write_text(json.dumps(report))
 os._exit(0)
 """
 SHAPES = {"w": (8, 4), "b": (8,), "step": ()}
@@ -92,13 +92,16 @@ def mesh(num_devices: int) -> Any:
 
 
 def structs(mesh: Any, axis: str | None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Rows over the axis."""
-    spec = lambda shape: NamedSharding(mesh, PartitionSpec(axis) if shape else PartitionSpec())
+    """Structs whose rows are sharded over the axis."""
+
+    def spec(shape):
+        return NamedSharding(mesh, PartitionSpec(axis) if shape else PartitionSpec())
+
     return {path: jax.ShapeDtypeStruct(shape, np.float32, sharding=spec(shape)) for path, shape in SHAPES.items()}
 
 
 def run_two(folder: Path) -> list[dict[str, Any]]:
-    """Runs WORKER twice; none of the two outlives this."""
+    """Runs WORKER in two processes, neither of which outlives this call."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -119,7 +122,7 @@ def run_two(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What this process saved, on eight devices: `w` and `b` in eight chunks, a row each."""
+    """Checkpoints that this process saved on eight devices: `w` and `b` in eight chunks, a row each."""
     folder = tmp_path_factory.mktemp("processes")
     eight = structs(mesh(8), "fsdp")
     with checkpoints(folder / "by one") as saved:
@@ -135,38 +138,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(folder: Path) -> list[dict[str, Any]]:
+def reports(folder: Path) -> list[dict[str, Any]]:
     with hold(folder / "held"):
         return run_two(folder)
 
 
-def test_one_process_restores_what_two_saved(told: Any, folder: Path):
+def test_one_process_restores_what_two_saved(reports: Any, folder: Path):
     restored = find(folder / "by two").restore(structs(mesh(2), "fsdp"))
     for path, x in numbers().items():
         np.testing.assert_array_equal(restored[path], x)
 
 
-def test_two_processes_restore_what_one_saved(told: Any):
-    assert [one["same"] for one in told] == [True, True]
+def test_two_processes_restore_what_one_saved(reports: Any):
+    assert [report["same"] for report in reports] == [True, True]
 
 
-def test_each_verifies_what_it_reads_and_no_more(told: Any):
+def test_each_process_verifies_only_the_chunks_that_it_reads(reports: Any):
     rows = [["0", *(f"{i}" for i in range(4)), *(f"{i}.0" for i in range(4))]]
     rows += [["0", *(f"{i}" for i in range(4, 8)), *(f"{i}.0" for i in range(4, 8))]]
-    assert [one["chunks"] for one in told] == [sorted(each) for each in rows]
+    assert [report["chunks"] for report in reports] == [sorted(each) for each in rows]
 
 
-def test_what_one_finds_damaged_stops_both(told: Any, folder: Path):
-    assert told[0]["error"] == "process 1 cannot go on; its own message says why"
-    assert told[1]["error"].endswith("state/w/6.0\n    is not what was written")
+def test_damage_that_one_process_finds_stops_both(reports: Any, folder: Path):
+    assert reports[0]["error"] == "process 1 cannot go on; its own message says why"
+    assert reports[1]["error"].endswith("state/w/6.0\n    is not what was written")
 
 
-def test_both_go_on_from_the_same_checkpoint_when_one_finds_the_latest_damaged(told: Any, folder: Path):
-    assert [one["newest"] for one in told] == [1, 1]
+def test_both_resume_from_the_same_checkpoint_if_one_finds_the_latest_damaged(reports: Any, folder: Path):
+    assert [report["newest"] for report in reports] == [1, 1]
     assert sorted(path.name for path in (folder / "second damaged").iterdir()) == ["2", "2.damaged", "3"]
     find(folder / "second damaged")
 
 
-def test_both_are_refused_where_another_run_holds_the_folder(told: Any):
-    assert "is in use by process" in told[0]["held"]
-    assert told[1]["held"] == "process 0 cannot go on; its own message says why"
+def test_both_are_refused_where_another_run_holds_the_folder(reports: Any):
+    assert "is in use by process" in reports[0]["held"]
+    assert reports[1]["held"] == "process 0 cannot go on; its own message says why"

@@ -38,7 +38,7 @@ MISS = "/jax/compilation_cache/cache_misses"
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """The tests' own settings of JAX afterwards: no cache."""
+    """Restores the tests' own settings of JAX, which use no cache."""
     before = {name: getattr(jax.config, name) for name in OPTIONS}
     try:
         yield
@@ -74,18 +74,18 @@ def events() -> Iterator[list[str]]:
 
 
 def test_the_second_run_loads_its_programs_and_inspect_and_no_cache_do_not(entries, command, tmp_path, events):
-    """All commands run in the same line: an entry is found by the source lines of its program too."""
+    """All commands run from the same line, because the key of an entry includes its program's source lines."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     counts = []
     losses = []
     for verb, *options in (["train"], ["inspect"], ["train"], ["train", "--no-cache"]):
         events.clear()
         run_dir = f"run_dir={tmp_path}/run{len(counts)}"
-        said: Said = command(verb, tmp_path / "config.yaml", run_dir, "--json", *options)
-        assert said.code == 0, said.err
+        result: Said = command(verb, tmp_path / "config.yaml", run_dir, "--json", *options)
+        assert result.code == 0, result.err
         counts.append((events.count(HIT), events.count(MISS)))
         if verb == "train":
-            records = map(json.loads, said.out.splitlines())
+            records = map(json.loads, result.out.splitlines())
             losses.append([record["loss"] for record in records if record["kind"] in ("train", "evaluation")])
     (no_hits, stored), inspected, again, without = counts
     assert (no_hits, stored >= len(PROGRAMS)) == (0, True)
@@ -95,7 +95,7 @@ def test_the_second_run_loads_its_programs_and_inspect_and_no_cache_do_not(entri
 
 
 def inspected(times: int, between: Callable[[], object] = lambda: None) -> list[meshpar.Inspection]:
-    """A small program, compiled so many times in the same line, and what it computes checked each time."""
+    """Inspections of a small program, compiled `times` times from one line; its result is checked each time."""
     found = []
     x = np.linspace(0, 1, 4096, dtype=np.float32).reshape(64, 64)
     for _ in range(times):
@@ -173,7 +173,7 @@ def test_a_program_from_the_cache_has_no_warnings_so_inspect_disables_it(entries
     assert counts == [1, 0, 1, 0]
 
 
-def test_other_machines_programs_are_not_cached_although_programs_were_before(entries, events, monkeypatch):
+def test_programs_for_other_machines_are_not_cached(entries, events, monkeypatch):
     compilation_cache.enable()
     inspected(1)
     assert events == [MISS]
@@ -184,7 +184,7 @@ def test_other_machines_programs_are_not_cached_although_programs_were_before(en
     assert events == [MISS], "nothing more"
 
 
-def test_jax_s_own_settings_come_first(entries, tmp_path, monkeypatch):
+def test_jax_s_own_settings_take_precedence(entries, tmp_path, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
     compilation_cache.enable()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
@@ -196,7 +196,7 @@ def test_jax_s_own_settings_come_first(entries, tmp_path, monkeypatch):
     assert jax.config.jax_compilation_cache_max_size == -1
 
 
-def test_jax_s_switch_turns_it_off(entries):
+def test_jax_s_own_switch_disables_the_cache(entries):
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.enable()
     assert jax.config.jax_compilation_cache_dir is None
@@ -217,7 +217,7 @@ def test_the_oldest_entries_are_removed_at_the_limit(entries, monkeypatch):
     assert size < held <= 2 * size
 
 
-def test_the_folder_is_the_owner_s_and_of_one_kind_of_cpu(entries, monkeypatch):
+def test_the_folder_is_private_and_belongs_to_one_kind_of_cpu(entries, monkeypatch):
     compilation_cache.enable()
     assert stat.S_IMODE(entries.stat().st_mode) == 0o700
     read = Path.read_text
@@ -236,7 +236,7 @@ def test_a_relative_cache_home_is_ignored(monkeypatch, tmp_path):
     assert compilation_cache.folder().is_relative_to(tmp_path / ".cache" / "meshpar")
 
 
-def test_a_place_that_cannot_be_written_is_a_warning(entries, tmp_path, events):
+def test_a_cache_that_cannot_be_written_is_a_warning(entries, tmp_path, events):
     (tmp_path / "cache").write_text("a file, not a folder")
     with pytest.warns(
         RuntimeWarning, match=r"are not stored: .*/cache/.* cannot be written: Not a directory; set JAX_"

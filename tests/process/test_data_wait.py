@@ -1,4 +1,4 @@
-"""The quickstart does not wait for its data; `tests/unit/test_loop.py` shows that a run that does is seen."""
+"""The quickstart does not wait for its data; `tests/unit/test_loop.py` shows that a wait is recorded."""
 
 from __future__ import annotations
 

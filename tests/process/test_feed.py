@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 def run_two(folder: Path) -> None:
-    """Both end before this does, whatever happens."""
+    """Runs two workers, neither of which outlives this call."""
     worker = str(ROOT / "tests" / "process" / "feed_worker.py")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     port = str(free_port())
@@ -61,7 +61,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Batching]:
 
 @pytest.fixture(scope="module")
 def shards(sources: dict[str, Batching], tmp_path_factory: pytest.TempPathFactory) -> list[Shards]:
-    """What lay on the devices of each process."""
+    """The shards on the devices of each process."""
     folder = tmp_path_factory.mktemp("shards")
     configs = {name: sources[name].model_dump(mode="json") for name in NAMES}
     (folder / "configs.json").write_text(json.dumps(configs))
@@ -70,15 +70,16 @@ def shards(sources: dict[str, Batching], tmp_path_factory: pytest.TempPathFactor
 
 
 def assert_is_the_batch(shards: list[Shards], name: str, layout: str, dataset: Dataset) -> None:
-    """All shards together are the whole batches that one process has, and overlap only where they are copies."""
+    """The shards of both processes make up the batches of one, and overlap only as copies of the whole."""
     for step in range(START, START + NUM_STEPS):
         for array, expected in dataset[step].items():
             seen = np.zeros_like(expected)
-            for part, at in [found for one in shards for found in parts(one, f"{name}/{step}/{layout}/{array}/")]:
+            prefix = f"{name}/{step}/{layout}/{array}/"
+            for part, at in [found for process in shards for found in parts(process, prefix)]:
                 assert np.array_equal(part, expected[at])
                 seen[at] += 1
             assert (seen == seen[0, 0]).all() and seen[0, 0] >= 1
-        sums = [int(one[f"{name}/{step}/{layout}/sum"]) for one in shards]
+        sums = [int(process[f"{name}/{step}/{layout}/sum"]) for process in shards]
         assert sums == [dataset[step]["tokens"].sum()] * 2
 
 
@@ -96,17 +97,17 @@ def test_two_processes_have_the_batches_of_one(name: str, layout: str, sources, 
 
 
 def test_each_process_reads_the_rows_of_its_own_devices(shards: list[Shards]):
-    assert [one["npy/rows/rows"].tolist() for one in shards] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert [one["npy/whole/rows"].tolist() for one in shards] == [list(range(8))] * 2
+    assert [process["npy/rows/rows"].tolist() for process in shards] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [process["npy/whole/rows"].tolist() for process in shards] == [list(range(8))] * 2
 
 
-def test_a_process_that_is_a_step_ahead_is_seen(sources: dict[str, Batching], shards: list[Shards]):
+def test_control_a_process_that_is_a_step_ahead_is_seen(sources: dict[str, Batching], shards: list[Shards]):
     with pytest.raises(AssertionError):
         assert_is_the_batch(shards, "ahead", "rows", sources[NAMES[-1]].train(seed=3))
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
-def test_one_process_has_them_on_any_number_of_devices(num_devices: int, sources: dict[str, Batching]):
+def test_one_process_has_the_same_batches_on_any_number_of_devices(num_devices: int, sources: dict[str, Batching]):
     mesh = jax.make_mesh((num_devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:num_devices])
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     shape = (BATCHES["batch_size"], BATCHES["seq_len"])

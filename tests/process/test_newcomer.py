@@ -1,8 +1,8 @@
 """A newcomer's first hour: the README's commands, typed in one shell in a clone, up to a model of one's own, trained.
 
 The slow test types every command as it stands. The one that runs in CI types those of `SAMPLE`, with trainings of two
-steps. Nothing is downloaded: the clone's `.venv` finds its packages where these tests find theirs, and only what `make`
-and `pip` would install is not seen here.
+steps. Nothing is downloaded: the clone's `.venv` finds its packages where these tests find theirs, so that
+installation by `make` and `pip` is not tested.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHORT = "num_steps=2 optim.schedule.warmup_steps=1"
 
 @pytest.fixture
 def clone(tmp_path) -> Path:
-    """What git would clone of this working tree, and a `.venv` such as `make` leaves there."""
+    """A clone of this working tree, with a `.venv` such as `make` makes."""
     unwanted = (ROOT / ".gitignore").read_text().replace("/", "").split()
     shutil.copytree(ROOT, tmp_path / "meshpar", ignore=shutil.ignore_patterns(".git", *unwanted))
     environment(tmp_path / "meshpar")
@@ -50,14 +50,14 @@ def environment(clone: Path) -> None:
 
 
 def variables() -> dict[str, str]:
-    """Those of a shell in which no environment of Python is active."""
-    theirs = {key: value for key, value in shell().items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    folders = [folder for folder in theirs["PATH"].split(os.pathsep) if not (Path(folder) / "meshpar").exists()]
-    return theirs | {"PATH": os.pathsep.join(folders)}
+    """The variables of a shell in which no environment of Python is active."""
+    without_python = {key: value for key, value in shell().items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    folders = [folder for folder in without_python["PATH"].split(os.pathsep) if not (Path(folder) / "meshpar").exists()]
+    return without_python | {"PATH": os.pathsep.join(folders)}
 
 
 def typed(code: list[str], folder: Path) -> list[str]:
-    """What each block of commands prints in a shell that ends at the first command that fails."""
+    """The output of each block of commands, in a shell that ends at the first command that fails."""
     script = "".join(f"{block}\necho '{END}'\n" for block in code)
     done = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", script],
@@ -74,7 +74,7 @@ def typed(code: list[str], folder: Path) -> list[str]:
 
 
 def pasted(code: list[str], folder: Path, python: Path | str = sys.executable) -> list[str]:
-    """What each block prints that is pasted into an interactive Python, with the enter key after it."""
+    """The output of each block, pasted into an interactive Python and followed by the enter key."""
     done = subprocess.run(
         [python, "-i", "-q"],
         input="".join(f"{block}\n\nprint({END!r})\n" for block in code),
@@ -119,7 +119,7 @@ def test_a_newcomer_trains_a_model_of_their_own(clone):
 
 
 @pytest.mark.slow
-def test_a_newcomer_types_every_command_as_it_stands(clone):
+def test_every_command_of_the_readmes_works_as_it_stands(clone):
     readme = of(clone / "README.md", "sh")
     check_same(clone / "README.md", readme, typed([block.code for block in readme], clone))
     project = of(clone / "mymodel" / "README.md", "sh")
@@ -136,7 +136,7 @@ def test_a_newcomer_types_every_command_as_it_stands(clone):
 # The checks, checked --------------------------------------------------------------------------------------------
 
 
-def test_a_command_that_fails_is_seen(tmp_path):
+def test_control_a_command_that_fails_is_seen(tmp_path):
     assert typed(["cd /", "pwd; echo a >&2"], tmp_path) == ["", "/\na\n"]
     with pytest.raises(AssertionError, match=r"exit code 3 in\n *bash -c 'exit 3'"):
         typed(["true", "bash -c 'exit 3' | cat", "true"], tmp_path)
@@ -152,7 +152,7 @@ def test_a_command_that_fails_is_seen(tmp_path):
         ("x = (\n", "SyntaxError"),
     ],
 )
-def test_a_paste_that_fails_is_seen(code, message, tmp_path):
+def test_control_a_paste_that_fails_is_seen(code, message, tmp_path):
     assert pasted(["def f():\n    return 1", "print(f())"], tmp_path) == ["", "1\n"]
     with pytest.raises(AssertionError, match=message):
         pasted([code, "print(2)"], tmp_path)

@@ -1,4 +1,4 @@
-"""What needs no devices looks for none."""
+"""`explain` and the tracing of a step look for no devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print(all(forms.values()), xla_bridge._backends)
 
 
 def test_explain_and_a_traced_step_start_no_backend():
-    """A GPU is asked for, and there is none: whoever looks for it dies."""
+    """JAX_PLATFORMS names GPUs, which do not exist here, so that JAX would fail if it looked for devices."""
     environment = os.environ | {"JAX_PLATFORMS": "cuda"}
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""The power is cut at random moments while checkpoints are written: each that was announced is there afterwards."""
+"""The power is cut at random moments while checkpoints are written: every announced checkpoint survives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def state(step: int) -> dict[str, jax.Array]:
 
 @contextmanager
 def writing(folder: Path, how: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that saves one checkpoint after the other, and writes the step of each that is saved into `log`."""
+    """A process that saves one checkpoint after the other, and writes the step of each saved one to `log`."""
     command = [sys.executable, "-c", WRITER, str(folder), how]
     with log.open("w") as file:
         writer = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
@@ -72,13 +72,14 @@ def is_whole(folder: Path, announced: int) -> bool:
 
 
 def cut_power(folder: Path, how: str, times: int) -> list[bool]:
-    """For each cut: whether the last checkpoint that had been announced before it was restored after it."""
+    """For each cut, whether the last checkpoint announced before it is restored after it."""
     if reason := why_not(folder):
         pytest.skip(reason)
     seed = random.randrange(10**6)
     print(f"seed {seed}")  # a failing test shows it
     moments = random.Random(seed)
-    image, copy = folder / "disk.img", folder / "copy.img"
+    image = folder / "disk.img"
+    copy = folder / "copy.img"
     make_image(image)
     log = folder / "announced"
     found: list[bool] = []
@@ -104,5 +105,5 @@ def test_an_announced_checkpoint_survives_a_power_cut(times: int, tmp_path: Path
 @pytest.mark.parametrize("times", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_control_without_sync_a_power_cut_loses_checkpoints(times: int, tmp_path: Path):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a damaged one, and one before it that is whole
+        warnings.simplefilter("ignore")  # of damaged checkpoints
         assert cut_power(tmp_path, "without sync", times) == [False] * times

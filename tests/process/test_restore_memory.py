@@ -1,8 +1,7 @@
-"""What a restore holds on the host, in a process of its own: little more than the arrays that it restores.
+"""A restore holds little more on the host than the arrays that it restores, measured in a process of its own.
 
-Measured by Linux: `VmHWM`, the peak of resident memory, set back through `clear_refs` when all is loaded and a first
-array has been restored; less what was resident then. Simulated devices are host memory, so that what a process needs
-is what its eight devices hold.
+The peak of resident memory is Linux's `VmHWM`, which `clear_refs` resets after a first array has been restored; what
+was resident then is subtracted. Simulated devices are host memory, so a process needs what its eight devices hold.
 """
 
 from __future__ import annotations
@@ -78,5 +77,5 @@ def test_a_restore_holds_little_more_than_what_it_restores(folder: Path):
     assert 1 <= float(worker("restore", folder)) <= 1.3
 
 
-def test_whole_arrays_on_the_host_would_be_seen(folder: Path):
+def test_control_whole_arrays_on_the_host_are_seen(folder: Path):
     assert float(worker("whole", folder)) > 1.5

@@ -1,4 +1,4 @@
-"""Two processes write into one folder at the same time: one is told that the other does, and what is saved is whole."""
+"""Two processes write into one folder at the same time: one saves a whole checkpoint, and the other is refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def state(writer: int) -> dict[str, jax.Array]:
 
 @contextmanager
 def started(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A process that has said that it is ready."""
+    """A process that has printed that it is ready."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -76,38 +76,38 @@ def started(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 def race(folder: Path, how: str, trials: int) -> list[tuple[list[str], set[float]]]:
-    """For each trial: what the two writers say, and the numbers in the checkpoint that is there afterwards."""
+    """For each trial, what the two writers print and the numbers in the resulting checkpoint."""
     found: list[tuple[list[str], set[float]]] = []
     with ExitStack() as stack:
         writers: list[Any] = [stack.enter_context(started(WRITER, i, how)) for i in range(2)]
         for trial in range(trials):
             for writer in writers:
                 print(folder / str(trial), file=writer.stdin, flush=True)
-            said = [writer.stdout.readline().strip() for writer in writers]
+            printed = [writer.stdout.readline().strip() for writer in writers]
             (saved,) = find_all(folder / str(trial))
             restored = saved.restore(jax.eval_shape(lambda: state(0)))
-            found.append((said, set(np.unique([np.asarray(x) for x in restored.values()]).tolist())))
+            found.append((printed, set(np.unique([np.asarray(x) for x in restored.values()]).tolist())))
     return found
 
 
 @pytest.mark.parametrize("trials", [10, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["with locks", "without locks"])
-def test_of_two_writers_of_a_step_one_saves_it_whole_and_the_other_is_told(how: str, trials: int, tmp_path: Path):
-    for said, numbers in race(tmp_path, how, trials):
-        assert said.count("saved") == 1, said
-        (refusal,) = (line for line in said if line != "saved")
+def test_of_two_writers_of_a_step_one_saves_it_whole_and_the_other_is_refused(how: str, trials: int, tmp_path: Path):
+    for printed, numbers in race(tmp_path, how, trials):
+        assert printed.count("saved") == 1, printed
+        (refusal,) = (line for line in printed if line != "saved")
         assert "is in use by" in refusal or "exists, and a checkpoint is never overwritten" in refusal
-        assert numbers == {float(said.index("saved"))}
+        assert numbers == {float(printed.index("saved"))}
 
 
-def test_the_second_run_is_told_who_holds_the_folder_and_gets_it_when_the_first_was_killed(tmp_path: Path):
+def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path: Path):
     run_dir = tmp_path / "runs" / "first"
     with started(HOLDER, run_dir) as first:
-        told = json.loads((run_dir / ".lock").read_text())
+        owner = json.loads((run_dir / ".lock").read_text())
         with pytest.raises(CheckpointError) as error, hold(run_dir):
             pass
         assert str(error.value) == (
-            f"run_dir: {run_dir} is in use by process {first.pid} on {os.uname().nodename}, since {told['started']}; "
+            f"run_dir: {run_dir} is in use by process {first.pid} on {os.uname().nodename}, since {owner['started']}; "
             "set another run_dir, or stop that process"
         )
         first.send_signal(signal.SIGKILL)
@@ -118,13 +118,13 @@ def test_the_second_run_is_told_who_holds_the_folder_and_gets_it_when_the_first_
     assert not [*run_dir.iterdir()]
 
 
-def test_control_without_a_lock_both_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_control_without_a_lock_both_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fcntl.flock", lambda file, how: None)
     with hold(tmp_path), hold(tmp_path):
         pass
 
 
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def flock(file: int, how: int) -> None:
         raise OSError(95, "Operation not supported")
 

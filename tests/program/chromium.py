@@ -1,4 +1,4 @@
-"""A real browser: headless, with a profile of its own, told to call nobody, and gone when the tests are done."""
+"""A real browser: headless, with a profile of its own, without background network calls, ended after the tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 
-BROWSER, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
+BROWSER = Path("/usr/bin/chromium")
+DRIVER = Path("/usr/bin/chromedriver")
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
@@ -32,13 +33,13 @@ def require(driver: Path = DRIVER) -> None:
 
 
 class Browser:
-    """Chromium with a page in it."""
+    """Chromium showing a page."""
 
     def __init__(self, driver: Chrome):
         self.driver = driver
 
     def open(self, page: Path, width: int, scheme: str = "light") -> None:
-        """Shows a file on a screen `width` CSS pixels wide; what was logged before is forgotten."""
+        """Shows a file on a screen `width` CSS pixels wide, and clears the logs."""
         screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         scheme_ = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
@@ -51,11 +52,11 @@ class Browser:
         return self.driver.execute_script(f"return {expression}")
 
     def console(self) -> list[str]:
-        """What the page had to complain of since it was opened."""
+        """The messages that the page has logged since it was opened."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:
-        """Everything that was asked for since the page was opened, the page itself left out."""
+        """The URLs that were requested since the page was opened, except its own."""
         events = (json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance"))
         asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
         return [url for url in asked if url != self.driver.current_url]
@@ -63,21 +64,21 @@ class Browser:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
-    """A browser, and the proof that nothing of it runs on."""
+    """Starts a browser, and checks afterwards that none of its processes is left."""
     require()
     options = ChromeOptions()
     options.binary_location = str(BROWSER)
     for flag in [*FLAGS, f"--user-data-dir={profile}"]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    # Its path is given, and it is told to be offline: selenium must not go and look for a driver.
+    # With the driver's path and SE_OFFLINE, selenium does not search for a driver.
     service = Service(str(DRIVER), env=os.environ | {"SE_OFFLINE": "true", "SE_AVOID_STATS": "true"})
     driver = Chrome(options=options, service=service)
     try:
         yield Browser(driver)
     finally:
         driver.quit()
-    assert not _left(profile), "the browser runs on"
+    assert not _left(profile), "the browser is still running"
 
 
 def _left(profile: Path, seconds: float = 10) -> list[str]:

@@ -1,4 +1,4 @@
-"""What can be wrong with a page on a screen, asked of the browser that shows it and held to the plain data."""
+"""Faults of a page on a screen, found by the browser that shows it and by comparison with the plain data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.program.chromium import Browser
 
-# The effective background of an element is that of the first around it that has any; the contrast is that of WCAG 2.
+# The background of an element is that of its nearest ancestor that has one; the contrast is defined as in WCAG 2.
 LOOK = """(() => {
   const linear = v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
   const light = c => { const [r, g, b] = c.map(v => linear(v / 255)); return .2126 * r + .7152 * g + .0722 * b; };
@@ -44,15 +44,15 @@ COVERED = """[...document.querySelectorAll('.line, tr')].filter(line => {
 
 
 def faults(
-    browser: Browser, html: str, told: dict[str, Any], folder: Path, width: int, scheme: str = "light"
+    browser: Browser, html: str, plain: dict[str, Any], folder: Path, width: int, scheme: str = "light"
 ) -> set[str]:
-    """What is wrong with the page of `told`, on one screen."""
+    """The faults of the page of an inspection's plain data on one screen."""
     (folder / "page.html").write_text(html, encoding="utf-8")
     browser.open(folder / "page.html", width, scheme)
     wrong = {
-        "is out of scale": not _in_scale(browser, told),
-        "is out of place": not _in_place(browser, told),
-        "lacks a block": len(browser.ask(BOXES.format(".block"))) != len(told["collectives"]),
+        "is out of scale": not _in_scale(browser, plain),
+        "is out of place": not _in_place(browser, plain),
+        "lacks a block": len(browser.ask(BOXES.format(".block"))) != len(plain["collectives"]),
         "is wider than the screen": browser.ask(BEYOND) or browser.ask("document.documentElement.scrollWidth") > width,
         "has text that cannot be read": browser.ask(LOOK),
         "has labels that overlap": browser.ask(LABELS) or browser.ask(COVERED),
@@ -63,37 +63,42 @@ def faults(
     return {name for name, found in wrong.items() if found}
 
 
-def _in_scale(browser: Browser, told: dict[str, Any]) -> bool:
-    """Whether every bar is as wide as its bytes, by the scale of those beside it."""
-    sent, form = told["sent_bytes_per_axis"], told["traced_bytes_per_axis"]
+def _in_scale(browser: Browser, plain: dict[str, Any]) -> bool:
+    """Whether the widths of bars beside each other are proportional to their bytes."""
+    sent = plain["sent_bytes_per_axis"]
+    form = plain["traced_bytes_per_axis"]
     axes = dict.fromkeys([*sent, *form])
     pairs = [sent.get(a, 0) for a in axes] + [form.get(a, 0) for a in axes]
     bars = [width for name in (".sent", ".form") for _, width in browser.ask(BOXES.format(name))]
     blocks = [width for _, width in browser.ask(BOXES.format(".block .bar"))]
-    memory = told["memory"]
+    memory = plain["memory"]
     held = [*memory["arguments"].values(), memory["outputs"], memory["temporaries"]]
     parts = [width for _, width in browser.ask(BOXES.format(".part"))]
     together = sum(parts) / browser.ask(BOXES.format(".stack .track"))[0][1]
-    whole = max(sum(held), memory["total"], told.get("chip_bytes") or 0)
-    ours = [width for _, width in _lanes(told)]
-    return _proportional(bars, pairs) and _proportional(blocks, ours) and abs(together - sum(held) / whole) < 1e-3
+    whole = max(sum(held), memory["total"], plain.get("chip_bytes") or 0)
+    sizes_of_blocks = [width for _, width in _lanes(plain)]
+    return (
+        _proportional(bars, pairs)
+        and _proportional(blocks, sizes_of_blocks)
+        and abs(together - sum(held) / whole) < 1e-3
+    )
 
 
-def _in_place(browser: Browser, told: dict[str, Any]) -> bool:
-    """Whether every block starts where those before it in the program end."""
+def _in_place(browser: Browser, plain: dict[str, Any]) -> bool:
+    """Whether every block starts where the blocks before it in the program end."""
     (left, width), *_ = browser.ask(BOXES.format(".lane .track"))
     lefts = [(at - left) / width for at, _ in browser.ask(BOXES.format(".block .bar"))]
-    starts = _lanes(told)
+    starts = _lanes(plain)
     whole = sum(size for _, size in starts)
     return all(abs(at - start / whole) < 1e-3 for at, (start, _) in zip(lefts, starts, strict=False))
 
 
-def _lanes(told: dict[str, Any]) -> list[tuple[float, float]]:
+def _lanes(plain: dict[str, Any]) -> list[tuple[float, float]]:
     """(start, size) in bytes of the collectives, lane after lane, as the page has them."""
-    sizes = [one["times"] * one["sent_bytes"] for one in told["collectives"]]
+    sizes = [collective["times"] * collective["sent_bytes"] for collective in plain["collectives"]]
     lanes = defaultdict(list)
-    for start, size, one in zip(accumulate(sizes, initial=0), sizes, told["collectives"], strict=False):
-        lanes[tuple(one["axes"])].append((start, size))
+    for start, size, collective in zip(accumulate(sizes, initial=0), sizes, plain["collectives"], strict=False):
+        lanes[tuple(collective["axes"])].append((start, size))
     return [block for lane in lanes.values() for block in lane]
 
 

@@ -1,4 +1,4 @@
-"""What the step of a collective matmul over more than eight devices sends, and what the traced step says.
+"""Compares what a compiled step with collective matmuls over more than eight devices sends with the traced step.
 
 JAX_NUM_CPU_DEVICES=9 python -m tests.program.more_devices ring none
 """
@@ -30,7 +30,7 @@ def main(way: str, remat: str) -> None:
     )
     step = prepare(run)
     sent = sent_as_written(step)
-    print("equal" if sent == step.traced_bytes else f"sends {sent}, says {step.traced_bytes}")
+    print("equal" if sent == step.traced_bytes else f"compiled: {sent}, traced: {step.traced_bytes}")
 
 
 if __name__ == "__main__":

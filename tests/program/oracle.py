@@ -1,10 +1,10 @@
-"""The textbooks' formulas: bytes that a device sends in a step of a decoder, by the axes that it sends over.
+"""The textbooks' formulas for the bytes that a device sends in a step of a decoder, by axes.
 
-An oracle that shares nothing with the count of the traced step: it knows the layers of a decoder, and no program. A
-collective over n devices with a whole buffer of S bytes sends (n-1)/n S a device if it is an all-gather or a
-reduce-scatter, and twice that if it is an all-reduce.
+The oracle shares nothing with the count of the traced step: it knows the layers of a decoder, but no program. An
+all-gather or a reduce-scatter of a whole buffer of S bytes over n devices sends (n-1)/n S from each device, and an
+all-reduce twice that.
 
-XLA's CPU compiler moves collectives out of loops and makes one of two equal ones; `on_cpu` says whether that counts.
+XLA's CPU compiler moves collectives out of loops and merges equal ones; `on_cpu` asks for the bytes after that.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Sums = defaultdict[Axes, Fraction]
 
 @dataclass(frozen=True)
 class Widths(memory.Widths):
-    """As of memory, and on the way.
+    """The widths of memory, and of what is sent.
 
     Args:
-      declared: of a gradient as a declared `Reduce` sends it, which no compiler widens.
+      declared: bytes of a gradient's element in a declared `Reduce`, which no compiler widens.
     """
 
     declared: int = 4
@@ -48,14 +48,14 @@ class Widths(memory.Widths):
 
 @dataclass(frozen=True)
 class Activations:
-    """What a decoder's layers pass on, on one device in a whole step.
+    """The activations of a decoder's layers, on one device in a whole step.
 
     Args:
       num_layers: blocks that a device computes.
       tokens: rows of the batch on one device, times the sequence.
-      width: the model's.
+      width: the model's hidden size.
       recomputed: whether the backward computes a block's residual stream again (any remat policy but `none`).
-      with_products: whether it computes the products of activations and weights again, too (`full`).
+      with_products: whether it also computes the products of activations and weights again (`full`).
     """
 
     num_layers: int
@@ -67,14 +67,14 @@ class Activations:
 
 @dataclass(frozen=True)
 class Stages:
-    """What a pipeline adds to a step.
+    """The communication that a pipeline adds to a step.
 
     Args:
       messages: activations and cotangents that a stage sends in a step, on average over the stages.
-      num_passes: how often layers are moved to where the schedule wants them, and their gradients back.
-      moved: layers that a stage sends on each way, on average.
-      tokens: of a microbatch on one device.
-      at_both_ends: the parameter that the first and the last stage use; under ZeRO-3 each gathers it for itself.
+      num_passes: how often layers are moved to the stages of the schedule, and their gradients back.
+      moved: layers that a stage sends in each direction, on average.
+      tokens: tokens of a microbatch on one device.
+      at_both_ends: the parameter that the first and the last stage use; under ZeRO-3 each of them gathers it.
     """
 
     messages: Fraction
@@ -85,7 +85,7 @@ class Stages:
 
 
 def share(n: int, whole_bytes: int | Fraction) -> Fraction:
-    """(n-1)/n S: what a device sends in an all-gather or a reduce-scatter.
+    """(n-1)/n S, the bytes that a device sends in an all-gather or a reduce-scatter.
 
     >>> share(8, 800)
     Fraction(700, 1)
@@ -94,10 +94,10 @@ def share(n: int, whole_bytes: int | Fraction) -> Fraction:
 
 
 def flops_per_token(matmul_params: int, num_layers: int, seq_len: int, attention_width: int) -> int:
-    """Operations that a decoder needs for a token, forward and backward: 6 for each weight, and half of its scores.
+    """FLOPs that a decoder needs for a token, forward and backward: 6 for each weight, and those of half the scores.
 
     Args:
-      matmul_params: weights of the products that a token takes part in: not the embedding table, unless it is tied.
+      matmul_params: weights that multiply a token: the embedding table only if it is tied.
       attention_width: num_heads x head_dim.
 
     >>> flops_per_token(100, 2, 10, 4)
@@ -107,13 +107,14 @@ def flops_per_token(matmul_params: int, num_layers: int, seq_len: int, attention
 
 
 def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
-    """What a step of a prepared run sends; its optimizer works element by element, and a layer learns.
+    """The bytes that a step of a prepared run sends, if its optimizer is elementwise and a layer is trained.
 
     Args:
-      on_cpu: what XLA:CPU makes of it, as it optimizes by default.
+      on_cpu: the bytes after XLA:CPU's default optimizations.
     """
     rows = run.run.data.batch_size // math.prod(run.mesh.shape[axis] for axis in run.ctx.axes("batch"))
-    model, tokens = run.run.model, rows * run.run.data.seq_len // run.ctx.shards("seq")
+    model = run.run.model
+    tokens = rows * run.run.data.seq_len // run.ctx.shards("seq")
     layers, stages = _in_stages(run, tokens) if run.pipeline else (model.num_layers, None)
     activations = Activations(
         layers, tokens, model.hidden_size, model.remat.policy != "none", model.remat.policy == "full"
@@ -138,11 +139,12 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
 
 
 def _shared_rows(run: Prepared, tokens: int, widths: Widths) -> Fraction:
-    """What attention sends over the axes that share a row, without windows, forward and backward.
+    """The bytes that attention sends over the axes that share a row, forward and backward, without windows.
 
-    JAX moves out of the loop over layers what is the same in each, the segments that the forward sends.
+    The forward's segments are the same in all layers, so JAX moves their communication out of the loop over layers.
     """
-    model, ctx = run.run.model, run.ctx
+    model = run.run.model
+    ctx = run.ctx
     n = ctx.shards("seq")
     of_head = tokens * model.head_size
     keys = 2 * model.kv_heads // ctx.shards("kv_heads") * of_head
@@ -160,13 +162,13 @@ def _shared_rows(run: Prepared, tokens: int, widths: Widths) -> Fraction:
 
 
 def _widths(precision: Precision) -> Widths:
-    """XLA:CPU widens what travels in 16 bits."""
+    """XLA:CPU widens 16 bits to 32 when it sends them."""
     of = precision.widths
     return Widths(*(max(width, 4) for width in astuple(of)), declared=of.gradients)
 
 
 def _in_stages(run: Prepared, tokens: int) -> tuple[int, Stages]:
-    """Layers that a stage computes, and what the pipeline sends."""
+    """The layers that a stage computes, and the communication of the pipeline."""
     cut = run.pipeline.cut(run.ctx)
     num_stages = len(cut.layers)
     passes = run.run.num_microbatches
@@ -180,7 +182,7 @@ def _in_stages(run: Prepared, tokens: int) -> tuple[int, Stages]:
 
 
 def num_messages(schedule: Schedule, num_stages: int) -> int:
-    """Messages of all stages: each microbatch crosses each boundary between parts on two stages, there and back.
+    """The messages of all stages: each microbatch crosses each boundary between two stages forward and backward.
 
     >>> from meshpar.parallel.pipeline.schedule import OneFOneB
     >>> num_messages(OneFOneB(num_microbatches=8), 4)
@@ -200,13 +202,13 @@ def step_traffic(
     stages: Stages | None = None,
     frozen: Collection[str] = (),
 ) -> Traffic:
-    """All that a step of a decoder sends, if its optimizer works element by element and a layer learns.
+    """The bytes that a step of a decoder sends, if its optimizer is elementwise and a layer is trained.
 
     Args:
-      sharded: tree of `Placement`, of the parameters, as sharded as the rules can make them.
-      on_cpu: whether XLA compiles for CPUs. There it moves ZeRO-3's gather of what lies outside the layers out of the
-        loop over microbatches, and gathers once what a collective matmul and its backward gather in one computation.
-      stages: of a pipeline. What only the first or the last stage sends counts as if one device sent both.
+      sharded: tree of `Placement` of the parameters, sharded over all axes of their rules.
+      on_cpu: whether XLA compiles for CPUs. It then moves ZeRO-3's gathers of parameters outside the layers out of the
+        loop over microbatches, and gathers once for a collective matmul and its backward in one computation.
+      stages: of a pipeline. What only the first and what only the last stage send count as if one device sent both.
       frozen: paths of parameters without gradients.
     """
     sent: Sums = defaultdict(Fraction)
@@ -240,13 +242,13 @@ def step_traffic(
 def teacher_traffic(
     sharded: Any, ctx: ParallelContext, widths: Widths, activations: Activations, tokens: int
 ) -> Traffic:
-    """What distillation adds to a step: the forward of a decoder, and five numbers of each token for its divergence.
+    """The bytes that distillation adds to a step: the teacher's forward, and five numbers a token for the divergence.
 
     Args:
-      sharded: tree of `Placement`, of the teacher's parameters as its rules can shard them.
-      ctx: the teacher's; its rules shard the vocabulary as the student's do.
+      sharded: tree of `Placement` of the teacher's parameters, sharded over all axes of its rules.
+      ctx: the teacher's, whose rules shard the vocabulary as the student's do.
       activations: the teacher's.
-      tokens: on one device, of the student.
+      tokens: the student's tokens on one device.
     """
     sent: Sums = defaultdict(Fraction)
     for placement in flatten_with_paths(sharded).values() if ctx.rules.zero_stage > 1 else ():
@@ -265,7 +267,7 @@ def teacher_traffic(
 def _add_gathers(
     sent: Sums, placement: Placement, ctx: ParallelContext, widths: Widths, gathers: int, is_frozen: bool
 ) -> None:
-    """Of a parameter that is stored in shards; so many under ZeRO-3. Under ZeRO-1 what was updated is gathered."""
+    """The gathers of a parameter stored in shards: `gathers` of them under ZeRO-3, one of the update under ZeRO-1."""
     stored = _stored(placement, ctx)
     n = _size(ctx, stored)
     each = {0: 0, 1: 0 if is_frozen else widths.params, 2: widths.compute, 3: gathers * widths.compute}
@@ -281,12 +283,14 @@ def _add_reductions(
     num_microbatches: int,
     by_itself: bool,
 ) -> None:
-    """Of a gradient: over the devices that store a shard, those that hold a copy, and those that share in the whole.
+    """The sums of a gradient over the devices that store its shards, that hold copies of it, and that use it whole.
 
     Args:
-      num_microbatches: in which ZeRO-3 scatters it, for each stage that uses it.
+      num_microbatches: microbatches, times the stages that use the parameter; ZeRO-3 scatters in each.
     """
-    stored, size, m = _stored(placement, ctx), math.prod(placement.local_shape), num_microbatches
+    stored = _stored(placement, ctx)
+    size = math.prod(placement.local_shape)
+    m = num_microbatches
     n = _size(ctx, stored)
     times = m if ctx.rules.zero_stage == 3 else bool(ctx.rules.zero_stage)
     if ctx.gradient_reduction:
@@ -301,10 +305,10 @@ def _add_reductions(
 
 
 def _users(path: str, placement: Placement, ctx: ParallelContext) -> Axes:
-    """The axes whose devices each use the whole parameter, for heads or channels of their own.
+    """The axes whose devices each use the whole parameter, for their own heads or channels.
 
-    Their gradients of it are summed in each layer: of key heads that the rules do not shard, and of head norms. What
-    is used once the region is left is no such parameter: the last bias.
+    Their gradients are summed in each layer. These are key heads that the rules do not shard, and norms of heads; not
+    the last bias, which is added after the region.
     """
     region = {"attn": "heads", "mlp": "mlp"}.get(path.split(".")[1] if "." in path else "")
     if region is None or path.endswith(("attn.o.bias", "mlp.down.bias")):
@@ -313,9 +317,9 @@ def _users(path: str, placement: Placement, ctx: ParallelContext) -> Axes:
 
 
 def _is_streamed(path: str, placement: Placement, ctx: ParallelContext) -> bool:
-    """Whether a parameter is the kernel of a projection that is gathered while it is multiplied.
+    """Whether a parameter is a projection's kernel that is gathered in chunks while it is multiplied.
 
-    It is never whole: if the product is computed again, too, it is gathered a third time.
+    No device ever holds it whole, so it is gathered a third time if the product is computed again.
     """
     dims = tuple(dim for dim in placement.spec.dims if dim != "layers")
     in_layer = "layers" in placement.spec.dims and path.endswith(".kernel")
@@ -323,8 +327,9 @@ def _is_streamed(path: str, placement: Placement, ctx: ParallelContext) -> bool:
 
 
 def _add_scatter(sent: Sums, placement: Placement, ctx: ParallelContext, width: int, times: int) -> None:
-    """A declared reduce-scatter: dim after dim, and layer after layer."""
-    dims, sizes = placement.spec.dims, ctx.mesh.shape
+    """The bytes of a declared reduce-scatter, by dim and by layer."""
+    dims = placement.spec.dims
+    sizes = ctx.mesh.shape
     layers = placement.local_shape[dims.index("layers")] if "layers" in dims else 1
     stored = [axes for dim in dims if (axes := ctx.storage(dim))]
     size = math.prod(placement.local_shape) // layers * math.prod(_size(ctx, axes) for axes in stored)
@@ -335,10 +340,10 @@ def _add_scatter(sent: Sums, placement: Placement, ctx: ParallelContext, width: 
 
 
 def _add_buckets(sent: Sums, placements: Iterable[Placement], ctx: ParallelContext, width: int) -> None:
-    """Declared sums over copies, of those that lie alike together."""
+    """The bytes of declared sums over copies; gradients with the same axes share a stream of buckets."""
     streams: dict[Any, list[tuple[int, ...]]] = defaultdict(list)
-    for one in placements:
-        streams[ctx.copy_axes(one.spec.dims), sharding_axes([one])].append(one.local_shape)
+    for placement in placements:
+        streams[ctx.copy_axes(placement.spec.dims), sharding_axes([placement])].append(placement.local_shape)
     for (axes, _), shapes in streams.items():
         for shape in bucket_shapes(shapes, ctx.gradient_reduction, width) if any(axes) else ():
             for spanned, num_bytes in sum_sent(ctx.gradient_reduction, shape, width, *axes, ctx.mesh.shape).items():
@@ -354,7 +359,7 @@ def _add_moves(
     on_cpu: bool,
     is_frozen: bool,
 ) -> None:
-    """A layer as the step computes with it, and its gradient as it is summed."""
+    """The bytes of layers that move to their stages in the dtype of the computation, and of their gradients back."""
     dims = placement.spec.dims
     if "layers" not in dims or not stages.moved:
         return
@@ -362,19 +367,19 @@ def _add_moves(
     in_shards = bool(stored) and ctx.gathers_in_layers
     layer = math.prod(placement.local_shape) // placement.local_shape[dims.index("layers")]
     size = layer * (1 if in_shards else _size(ctx, stored))
-    # XLA for CPUs moves out of the loop over the parts of a batch what is the same in each.
+    # XLA:CPU moves out of the loop over microbatches what is the same in each.
     there = (widths.gradients if in_shards else widths.compute) * (1 if on_cpu else stages.num_passes)
     back = 0 if is_frozen else stages.num_passes * widths.gradients
     sent[ctx.axes("stage")] += stages.moved * size * (there + back)
 
 
 def _gathered_again(path: str, placement: Placement, of: Activations, in_stages: bool) -> int:
-    """How often the backward needs a parameter again under ZeRO-3, which forgets what it gathered.
+    """How often the backward gathers a parameter again under ZeRO-3.
 
-    Not outside the layers: the backward of a lookup does not need its table, and that of the output projection begins
-    where its forward ends. Not what is only added, unless the layer is computed again; and not its last bias even then.
-    A stage works the gradient of its weights out apart: if products are kept and their inputs are not, it makes these
-    anew, for which it needs the scale of a norm a second time.
+    Parameters outside the layers are not gathered again: the backward of a lookup does not need its table, and the
+    backward of the output projection follows its forward. A bias is needed again only if the layer is recomputed, and
+    the last bias not even then. A stage computes the gradients of weights separately: if it keeps products but not
+    their inputs, it recomputes the inputs, for which it needs the scales of norms a second time.
     """
     if "layers" not in placement.spec.dims:
         return 0
@@ -393,11 +398,11 @@ def _add_activations(
     embedding_learns: bool,
     head_learns: bool,
 ) -> None:
-    """8(t-1)/t X a layer, X = b s d, with sequence parallelism or without; two more for recomputing, or three.
+    """8(t-1)/t X a layer, X = b s d, with and without sequence parallelism; two or three more if recomputed.
 
-    Embedding and output projection send 2(t-1)/t X each, the cross entropy three numbers for each token, twice. What is
-    overlapped sends X once more for each of a layer's two regions and the output projection, if that learns: nothing
-    whole is kept for the backward. But it is computed again only if the products are.
+    Embedding and output projection send 2(t-1)/t X each, the cross entropy three numbers for each token, twice. With
+    overlap, each of a layer's two regions sends X once more, and so does the output projection if it is trained,
+    because nothing whole is kept for the backward; but a region is computed again only if the products are.
     """
     stream_bytes = of.tokens * of.width * widths.compute
     for dim in ("heads", "mlp"):
@@ -405,14 +410,14 @@ def _add_activations(
         again = _recomputed(dim, ctx, of, on_cpu)
         sent[axes] += of.num_layers * (4 + again) * share(_size(ctx, axes), stream_bytes)
     axes = _ordered(ctx.axes("vocab"))
-    # The gradient of what is looked up comes back only to who learns, and only a scattered one has to travel.
+    # The gradient of a lookup is sent only if the table is trained, or if it is not scattered.
     passes = 4 if embedding_learns or not ctx.axes("residual_seq") else 3
     stream_bytes *= passes + (head_learns and ctx.overlaps("vocab") and not _merges(axes, ctx, on_cpu))
     sent[axes] += share(_size(ctx, axes), stream_bytes + 2 * 3 * of.tokens * widths.sums)
 
 
 def _recomputed(dim: str, ctx: ParallelContext, of: Activations, on_cpu: bool) -> int:
-    """How often the backward of a region sends the residual stream beside its transposes."""
+    """How often the backward of a region sends the residual stream in addition to its transposes."""
     if ctx.overlaps(dim):
         merged = _merges(ctx.axes(dim), ctx, on_cpu)
         return 1 + of.with_products * ((2 if dim == "heads" else 1) - merged)
@@ -420,14 +425,15 @@ def _recomputed(dim: str, ctx: ParallelContext, of: Activations, on_cpu: bool) -
 
 
 def _add_scalars(sent: Sums, placements: Iterable[Placement], ctx: ParallelContext, widths: Widths) -> None:
-    """The loss and the number of tokens; the squares of the gradient's norm."""
-    batch, sharding = _ordered(ctx.axes("batch") + ctx.axes("seq") + ctx.axes("stage")), sharding_axes(placements)
+    """The bytes of the loss, of the number of tokens, and of the squares of the gradients' norm."""
+    batch = _ordered(ctx.axes("batch") + ctx.axes("seq") + ctx.axes("stage"))
+    sharding = sharding_axes(placements)
     sent[batch] += 2 * share(_size(ctx, batch), widths.sums + 4)
     sent[sharding] += 2 * share(_size(ctx, sharding), widths.sums)
 
 
 def _merges(axes: Axes, ctx: ParallelContext, on_cpu: bool) -> bool:
-    """Whether the compiler makes one of two equal gathers: barriers are nothing to XLA's CPU compiler, loops are."""
+    """Whether the compiler merges two equal gathers: XLA:CPU ignores barriers between them, but not loops."""
     return on_cpu and _size(ctx, axes) <= ring.UNROLLED
 
 

@@ -1,4 +1,4 @@
-"""What a scheduled program does while a chunk is on its way, read from its text."""
+"""Whether a scheduled program computes products while it sends a chunk, read from its text."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def hides(text: str) -> list[bool]:
     """
     program = Program(text)
     assert "is_scheduled=true" in program.lines[0], "the order of the lines is that of the machine"
-    computations = {one.computation for one in program.instructions()}
+    computations = {instruction.computation for instruction in program.instructions()}
     return [hidden for name in computations for hidden in _hides(program, list(program.computation(name).values()))]
 
 
 def _hides(program: Program, lines: list[Instruction]) -> Iterator[bool]:
-    for at, one in enumerate(lines):
-        if one.opcode == "collective-permute":
+    for at, instruction in enumerate(lines):
+        if instruction.opcode == "collective-permute":
             yield False
-        if one.opcode == "collective-permute-start":
-            done = next(i for i, other in enumerate(lines) if one.name in other.operands)
+        if instruction.opcode == "collective-permute-start":
+            done = next(i for i, other in enumerate(lines) if instruction.name in other.operands)
             yield any(_multiplies(program, other) for other in lines[at:done])
 
 
-def _multiplies(program: Program, one: Instruction) -> bool:
-    if one.opcode != "fusion":
-        return one.opcode in PRODUCTS
-    return any(_multiplies(program, inner) for inner in program.computation(one.word("calls")).values())
+def _multiplies(program: Program, instruction: Instruction) -> bool:
+    if instruction.opcode != "fusion":
+        return instruction.opcode in PRODUCTS
+    return any(_multiplies(program, inner) for inner in program.computation(instruction.word("calls")).values())

@@ -1,4 +1,4 @@
-"""What the command line does is a call, with the same result."""
+"""Every verb of the command line is a function, with the same result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def printed(run, command, tmp_path):
-    """What a command prints of the run, as JSON."""
+    """Runs a command on the run, and reads the JSON that it prints."""
     (tmp_path / "config.yaml").write_text(to_yaml(run))
     return lambda verb, *words: json.loads(command(verb, tmp_path / "config.yaml", *words, "--json").out)
 
@@ -36,12 +36,12 @@ def as_printed(result):
     return json.loads(json.dumps(result.as_json()))
 
 
-def test_explain_gives_what_the_command_prints(run, printed):
+def test_explain_returns_what_the_command_prints(run, printed):
     assert as_printed(meshpar.explain(run)) == printed("explain")
     assert as_printed(meshpar.explain(run, "head")) == printed("explain", "head") != printed("explain")
 
 
-def test_inspect_gives_what_the_command_prints(run, printed):
+def test_inspect_returns_what_the_command_prints(run, printed):
     assert as_printed(meshpar.inspect(run)) == printed("inspect")
 
 
@@ -52,12 +52,12 @@ def test_inspect_reads_a_compiled_program_too_by_position_and_by_name():
     assert meshpar.inspect(sum_).flops == 0
 
 
-def test_what_belongs_to_a_run_does_not_pass_for_a_program():
+def test_inspect_refuses_options_of_a_run_for_a_compiled_program():
     with pytest.raises(TypeError, match="target"):
         meshpar.inspect("ENTRY main {\n}", target="v5e:2x4")
 
 
-def test_inspect_for_a_machine_that_does_not_exist_says_how_one_is_written_and_leaves_jax_alone(run):
+def test_inspect_refuses_an_unknown_machine_and_leaves_jax_alone(run):
     before = jax.config.jax_enable_compilation_cache
     with pytest.raises(meshpar.MeshError, match="nonsense: not a machine; write chip:shape, as in v5e:4x4"):
         meshpar.inspect(run, target="nonsense")

@@ -1,4 +1,4 @@
-"""A step with its loss in chunks sends and multiplies as much as without, and holds no array of all logits."""
+"""A step with its loss in chunks has the bytes and FLOPs of one without, and holds no array of all logits."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def prepared(layout: str, chunk: Any, num_microbatches: int = 1, lowering: str =
 
 
 @pytest.mark.parametrize(("layout", "num_microbatches", "name"), CASES)
-def test_bytes_and_flops_are_those_without_chunks(layout, num_microbatches, name):
+def test_bytes_and_flops_equal_those_without_chunks(layout, num_microbatches, name):
     run = prepared(layout, CHUNK, num_microbatches, **OTHERS.get(name, {}))
     assert cost_as_written(run) == cost_as_traced(run)
     assert cost_as_traced(run) == cost_as_traced(prepared(layout, "none", num_microbatches, **OTHERS.get(name, {})))
     assert run.traced_bytes == closed_form(run)
 
 
-def test_a_head_whose_gradient_is_reduced_in_each_chunk_sends_more(monkeypatch):
-    """Control: the same count sees an all-reduce of the head's gradient in each of six chunks."""
+def test_planted_a_reduction_of_the_heads_gradient_in_each_chunk_is_seen(monkeypatch):
+    """The count has an all-reduce of the head's gradient for each of the six chunks."""
     of_chunk = projection._of_chunk
     run = prepared("data8", CHUNK)
     plain = cost_as_traced(run)[0]
@@ -76,7 +76,7 @@ def sizes_of_a_device(run: Prepared) -> tuple[int, int]:
 
 
 def largest_with_vocabulary(run: Prepared, step: Step) -> int:
-    """Elements of the largest array of the compiled program that has a dim of the vocabulary's size on a device."""
+    """Elements of the largest array in the compiled program with a dim as large as the local vocabulary."""
     _, width = sizes_of_a_device(run)
     shapes = [tuple(map(int, dims.split(","))) for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", step.text)]
     return max(math.prod(shape) for shape in shapes if width in shape)
@@ -92,7 +92,7 @@ def test_no_array_has_all_logits(layout, lowering):
 
 @pytest.mark.parametrize(("layout", "lowering"), LAYOUTS_OF_LARGE)
 def test_temporaries_shrink_by_what_auto_expects(layout, lowering):
-    """All logits in float32 make room for those of a chunk and the sum of the head's gradients."""
+    """All logits in float32 are replaced by those of a chunk and the sum of the head's gradients."""
     held = {
         chunk: large(layout, lowering, chunk)[1].compiled.memory_analysis().temp_size_in_bytes
         for chunk in (CHUNK, "none")
@@ -116,7 +116,7 @@ def sent(run: Prepared, step: Step) -> float:
     return float(total_sent_bytes(collectives_of(step.text, run.mesh)))
 
 
-def test_a_small_model_has_the_program_that_it_had():
+def test_a_small_model_has_the_program_without_chunks():
     run = prepared("data8", "auto")
     assert run.selected["loss.chunk"] == "one chunk: 8.00 KiB of logits"
     assert traced(run) == traced(prepared("data8", "none"))
@@ -128,7 +128,7 @@ def traced(run: Prepared) -> str:
     return re.sub("0x[0-9a-f]+", "", str(run._traced_step))
 
 
-def test_what_is_reported_is_what_the_step_does(monkeypatch):
+def test_the_reported_chunk_is_the_one_that_the_step_uses(monkeypatch):
     lengths = []
     summed = projection._summed
     monkeypatch.setattr(

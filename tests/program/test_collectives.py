@@ -1,4 +1,4 @@
-"""Compiled collectives send, rank by rank, what their plans say; and plans say what the textbooks do."""
+"""Compiled collectives send the bytes of their plans, rank by rank, and plans have the bytes of the textbooks."""
 
 from __future__ import annotations
 
@@ -27,18 +27,22 @@ def compiled(plan: Plan, axes: str | tuple[str, ...] = "a"):
     mesh = jax.make_mesh(
         shape, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[: plan.num_ranks]
     )
-    body = lambda x: collectives.execute(plan, x[0], axes)[None]
+
+    def body(x):
+        return collectives.execute(plan, x[0], axes)[None]
+
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(names), out_specs=P(names)))
     return collectives_of(program.lower(jnp.ones((plan.num_ranks, plan.given.shape[1], CHUNK))).compile())
 
 
 def sent(plan: Plan, axes: str | tuple[str, ...] = "a") -> tuple[int, dict[int, int]]:
-    """Permutes that run, and the bytes that each rank sends in them."""
-    found, sent_bytes = compiled(plan, axes), Counter()
-    assert {one.kind for one in found} <= {"collective_permute"}
-    for one in found:
-        sent_bytes.update({source: one.times * one.full_bytes for source, _ in one.groups})
-    return sum(one.times for one in found), dict(sent_bytes)
+    """The number of permutes that run, and the bytes that each rank sends in them."""
+    found = compiled(plan, axes)
+    sent_bytes = Counter()
+    assert {permute.kind for permute in found} <= {"collective_permute"}
+    for permute in found:
+        sent_bytes.update({source: permute.times * permute.full_bytes for source, _ in permute.groups})
+    return sum(permute.times for permute in found), dict(sent_bytes)
 
 
 def planned(plan: Plan) -> tuple[int, dict[int, int]]:
@@ -47,17 +51,17 @@ def planned(plan: Plan) -> tuple[int, dict[int, int]]:
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
-def test_the_compiled_program_sends_what_the_plan_says(operation, algorithm):
+def test_the_compiled_program_sends_the_bytes_of_its_plan(operation, algorithm):
     plan = collectives.plan(operation, algorithm, 6)
     assert sent(plan) == planned(plan)
 
 
-def test_the_compiled_program_over_two_axes_sends_what_the_plan_says():
+def test_the_compiled_program_over_two_axes_sends_the_bytes_of_its_plan():
     plan = collectives.plan("all_reduce", "halving_doubling", 8)
     assert sent(plan, ("b", "a")) == planned(plan)
 
 
-def test_a_plan_that_sends_a_round_twice_is_seen():
+def test_planted_a_round_that_is_sent_twice_is_seen():
     plan = collectives.plan("reduce_scatter", "ring", 6)
     assert sent(replace(plan, rounds=(*plan.rounds, plan.rounds[0]))) != planned(plan)
 
@@ -66,31 +70,43 @@ def log2(n: int) -> int:
     return math.ceil(math.log2(n))
 
 
-RING = lambda n: (n - 1, Fraction(n - 1, n))
-BOTH_WAYS = lambda n: (math.ceil((n - 1) / 2), Fraction(n - 1, n))
-DOUBLING = lambda n: (log2(n), Fraction(n - 1, n))
-TWICE = lambda form: lambda n: tuple(2 * x for x in form(n))
+def ring(n):
+    return n - 1, Fraction(n - 1, n)
+
+
+def both_ways(n):
+    return math.ceil((n - 1) / 2), Fraction(n - 1, n)
+
+
+def doubling(n):
+    return log2(n), Fraction(n - 1, n)
+
+
+def twice(form):
+    return lambda n: tuple(2 * x for x in form(n))
+
+
 CLOSED_FORMS = {
-    **{(o, "ring"): RING for o in ("all_gather", "reduce_scatter", "scatter", "gather", "all_to_all")},
-    **{(o, "ring"): TWICE(RING) for o in ("all_reduce", "broadcast", "reduce")},
-    **{(o, "bidirectional_ring"): BOTH_WAYS for o in ("all_gather", "reduce_scatter", "all_to_all", "scatter")},
-    ("all_reduce", "bidirectional_ring"): TWICE(BOTH_WAYS),
-    ("broadcast", "bidirectional_ring"): TWICE(BOTH_WAYS),
-    **{(o, "halving_doubling"): DOUBLING for o in ("all_gather", "reduce_scatter", "scatter")},
-    ("all_reduce", "halving_doubling"): TWICE(DOUBLING),
-    ("broadcast", "halving_doubling"): TWICE(DOUBLING),
+    **{(o, "ring"): ring for o in ("all_gather", "reduce_scatter", "scatter", "gather", "all_to_all")},
+    **{(o, "ring"): twice(ring) for o in ("all_reduce", "broadcast", "reduce")},
+    **{(o, "bidirectional_ring"): both_ways for o in ("all_gather", "reduce_scatter", "all_to_all", "scatter")},
+    ("all_reduce", "bidirectional_ring"): twice(both_ways),
+    ("broadcast", "bidirectional_ring"): twice(both_ways),
+    **{(o, "halving_doubling"): doubling for o in ("all_gather", "reduce_scatter", "scatter")},
+    ("all_reduce", "halving_doubling"): twice(doubling),
+    ("broadcast", "halving_doubling"): twice(doubling),
 }
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), CLOSED_FORMS)
-def test_rounds_and_bytes_are_the_textbooks(operation, algorithm):
-    """(rounds, share of S), in formulas that no table made."""
+def test_rounds_and_bytes_equal_the_textbooks(operation, algorithm):
+    """The formulas give (rounds, share of S)."""
     for n in range(2, 20):
         plan = collectives.plan(operation, algorithm, n)
         assert (plan.num_rounds, plan.sent_bytes(1)) == CLOSED_FORMS[operation, algorithm](n), n
 
 
-def test_the_closed_forms_of_powers_of_two_and_of_trees():
+def test_rounds_and_bytes_of_powers_of_two_and_of_trees_equal_the_textbooks():
     for n in (2, 4, 8, 16):
         exchange = collectives.plan("all_reduce", "recursive_doubling", n)
         bruck = collectives.plan("all_to_all", "halving_doubling", n)

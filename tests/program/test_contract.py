@@ -1,4 +1,4 @@
-"""Contracts: each limit, what a program that goes beyond it is told, and that the presets hold theirs unasked."""
+"""Contracts: each limit and the message of a violation; and the traced bytes, which every manual step must keep."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ GATHER, SUM = (f"tests/program/test_contract.py:{local.__code__.co_firstlineno +
 
 
 @lru_cache
-def told() -> Inspection:
+def inspected() -> Inspection:
     """Three layers of 256 bytes gathered over fsdp, 128 bytes sent for each; then a sum of 32 bytes over tensor."""
-    mesh, rows = make_mesh(), P(("data", "fsdp"))
+    mesh = make_mesh()
+    rows = P(("data", "fsdp"))
     step = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "fsdp"), rows), out_specs=rows)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 8, 8), (4, 8))]
     return inspect(jax.jit(step).lower(*shapes).compile(), mesh)
@@ -46,7 +47,7 @@ FORM = {("fsdp",): Fraction(384), ("tensor",): Fraction(32)}
 
 
 def broken(**contract) -> str:
-    return "\n".join(map(str, Contract(**contract).check(told(), FORM, layer_passes=3).found))
+    return "\n".join(map(str, Contract(**contract).check(inspected(), FORM, layer_passes=3).found))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def broken(**contract) -> str:
         {"bytes_per_axis": {"fsdp": "0.375KiB"}, "peak_bytes": "1MiB"},
     ],
 )
-def test_a_program_that_keeps_its_contract_is_not_told_anything(contract):
+def test_a_program_that_keeps_its_contract_has_no_problem(contract):
     assert broken(**contract) == ""
 
 
@@ -112,12 +113,12 @@ def test_a_step_that_holds_too_much_lists_its_largest_arrays():
 
 
 def test_a_limit_by_the_traced_bytes_needs_them():
-    problems = Contract(bytes_per_axis={"fsdp": "traced"}).check(told(), None, 3)
+    problems = Contract(bytes_per_axis={"fsdp": "traced"}).check(inspected(), None, 3)
     assert "the traced bytes of this step are unknown, because GSPMD chooses its collectives" in str(problems.found[0])
 
 
 @pytest.mark.parametrize(
-    ("contract", "said"),
+    ("contract", "message"),
     [
         ({"bytes_per_axis": {"tensr": 0}}, "the mesh has no axis 'tensr'"),
         ({"all_gather": {"axes": ["tensr"]}}, "the mesh has no axis 'tensr'"),
@@ -126,22 +127,22 @@ def test_a_limit_by_the_traced_bytes_needs_them():
         ({"peak_bytes": "traced"}, "'traced' is no number of bytes"),
     ],
 )
-def test_a_limit_that_cannot_be_read(contract, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_limit_that_cannot_be_read_is_refused(contract, message):
+    with pytest.raises(ConfigError, match=message):
         Contract(**contract)
 
 
-# Of a run --------------------------------------------------------------------------------------------------------
+# Runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_refuses_a_step_that_breaks_what_it_expects():
+def test_a_run_refuses_a_step_that_breaks_its_contract():
     run = prepared("zero3", contract=Contract(all_gather=Allowed(per_layer=1)))
     with pytest.raises(ContractError, match=r"breaks its contract:\n  contract\.all_gather\.per_layer"):
         run.inspect(run.compile_step())
 
 
 def test_a_compiler_that_sends_more_than_the_traced_step_is_reported(monkeypatch):
-    """The update asks GSPMD for whole parameters: gathers that no line of the step's region names."""
+    """The update constrains its parameters to be replicated, so GSPMD adds gathers that are not in the traced step."""
 
     def whole(update, *given):
         new, metrics = Update.__call__(update, *given)
@@ -156,8 +157,8 @@ def test_a_compiler_that_sends_more_than_the_traced_step_is_reported(monkeypatch
         run.inspect(compiled)
 
 
-def test_a_second_reduction_in_our_own_layers_is_not_what_the_formulas_say(monkeypatch):
-    """No type rules it out and no number shows it: three times the bytes, and the same loss."""
+def test_planted_a_second_reduction_in_a_layer_differs_from_the_formulas(monkeypatch):
+    """Neither types nor numbers show it: the loss is the same, with three times the bytes."""
     leave = tensor.exit_region
     monkeypatch.setattr(
         tensor, "exit_region", lambda y, dim: leave(y + 0 * leave(y, dim), dim) if dim == "mlp" else leave(y, dim)
@@ -166,18 +167,19 @@ def test_a_second_reduction_in_our_own_layers_is_not_what_the_formulas_say(monke
     assert run.traced_bytes["tensor",] > closed_form(run)["tensor",]
 
 
-def test_gspmd_is_not_held_to_it_unless_it_is_asked():
+def test_gspmd_is_held_to_the_traced_bytes_only_by_a_contract():
     run = prepared("zero3", "auto")
     step = run.compile_step()
     run.inspect(step)
-    asked = prepared("zero3", "auto", contract=Contract(bytes_per_axis={"fsdp": "traced * 1.1"}))
+    with_contract = prepared("zero3", "auto", contract=Contract(bytes_per_axis={"fsdp": "traced * 1.1"}))
     with pytest.raises(ContractError, match=r"more than [\d,]+ \(traced \* 1.1\)"):
-        asked.inspect(step)
+        with_contract.inspect(step)
 
 
 @pytest.mark.parametrize("expects", [None, Contract()])
-def test_a_program_that_cannot_be_read_stops_only_a_run_that_expects_something(expects):
-    run, step = prepared("zero3", contract=expects), Step(Program(Unreadable(), jax.make_jaxpr(lambda: 0)()), {})  # pyright: ignore
+def test_a_program_that_cannot_be_read_is_an_error_only_with_a_contract(expects):
+    run = prepared("zero3", contract=expects)
+    step = Step(Program(Unreadable(), jax.make_jaxpr(lambda: 0)()), {})  # pyright: ignore
     with pytest.raises(ProgramError) if expects else pytest.warns(ContractWarning, match="could not be compared"):
         _hold_to_contract(run, step)
 

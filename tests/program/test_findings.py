@@ -1,4 +1,4 @@
-"""Each finding in a program in which it is known to occur, by line, bytes and text; and none where it does not."""
+"""Each finding occurs in a program that is known to have it, with line, bytes and text, and in no other."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def array(shape: tuple[int, ...], spec: P, dtype: Any = jnp.float32, **sizes: in
     return jax.ShapeDtypeStruct(shape, dtype, sharding=named(spec, **sizes))
 
 
-def told(
-    function: Any, *args: Any, on: dict[str, int], donate: Any = (), out: P | None = None, **said: Any
+def inspected(
+    function: Any, *args: Any, on: dict[str, int], donate: Any = (), out: P | None = None, **more: Any
 ) -> Inspection:
     options = {} if out is None else {"out_shardings": named(out, **on)}
     lowered = jax.jit(function, donate_argnums=donate, **options).lower(*args)
     with compiling() as warnings:
         compiled = lowered.compile()
-    return inspect(compiled, mesh(**on), warnings=warnings, **said)
+    return inspect(compiled, mesh(**on), warnings=warnings, **more)
 
 
 def here(mark: str) -> str:
-    """`file:line` of the line of this file that ends in a mark."""
+    """The `file:line` of the line of this file that ends with a mark."""
     lines = Path(__file__).read_text().splitlines()
     return f"{__file__}:{next(i for i, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))}"
 
@@ -67,7 +67,7 @@ GRID = {"data": 2, "tensor": 4}
 
 
 def crossing(x: jax.Array, *by_way_of: P) -> jax.Array:
-    """Rows over both axes, then columns over one: XLA knows no way between the two."""
+    """Shards rows over both axes, and then columns over one; XLA has no direct way between the two."""
     rows, columns, *between = (named(spec, **GRID) for spec in (P(("data", "tensor")), P(None, "data"), *by_way_of))
     x = lax.with_sharding_constraint(jnp.sin(x), rows)  # crosses
     for sharding in between:
@@ -84,7 +84,7 @@ def crossed(*by_way_of: P) -> tuple[list[str], Inspection]:
     return warnings, inspect(compiled, mesh(**GRID), warnings=warnings)
 
 
-def test_a_rematerialization_has_its_line_its_bytes_and_both_shardings():
+def test_a_rematerialization_is_found_with_its_line_its_bytes_and_both_shardings():
     warnings, seen = crossed()
     assert len(warnings) == 1
     assert seen.findings == (
@@ -98,7 +98,7 @@ def test_a_rematerialization_has_its_line_its_bytes_and_both_shardings():
     )
 
 
-def test_the_proposed_line_removes_it():
+def test_the_proposed_line_removes_the_rematerialization():
     assert crossed()[1].findings[0].fix.endswith("x = jax.lax.with_sharding_constraint(x, P('data'))")
     warnings, seen = crossed(P("data"))
     assert (warnings, seen.findings) == ([], ())
@@ -112,12 +112,15 @@ def test_without_a_mesh_the_shardings_are_as_xla_prints_them():
     )
 
 
-def test_a_warning_of_an_attempt_that_xla_dropped_is_none():
-    """The embedding lookup under fsdp x tensor, of which jax 0.10 warns and which the program then does another way."""
+def test_a_warning_of_an_attempt_that_xla_dropped_is_no_finding():
+    """JAX 0.10 warns of the embedding lookup under fsdp x tensor, and then compiles it in another way."""
     sizes = {"data": 2, "fsdp": 2, "tensor": 2}
-    look_up = lambda table, ids: lax.with_sharding_constraint(table[ids], named(P(("data", "fsdp")), **sizes))
+
+    def look_up(table, ids):
+        return lax.with_sharding_constraint(table[ids], named(P(("data", "fsdp")), **sizes))
+
     table = array((32, 16), P("tensor", "fsdp"), **sizes)
-    assert told(look_up, table, array((32, 16), P(("data", "fsdp")), jnp.int32, **sizes), on=sizes).findings == ()
+    assert inspected(look_up, table, array((32, 16), P(("data", "fsdp")), jnp.int32, **sizes), on=sizes).findings == ()
     unrelated = jax.jit(jnp.sin).lower(array((16, 32), P("data"), **GRID)).compile()
     assert inspect(unrelated, mesh(**GRID), warnings=crossed()[0]).findings == ()
 
@@ -138,16 +141,19 @@ def test_the_warnings_of_a_runs_step_reach_its_inspection():
     with pytest.warns(ContractWarning):
         found = run.inspect(step).findings
     assert len(step.warnings) == 2
-    # On the way there, the table is gathered too, over an axis over which the rules shard it for good.
-    assert sorted(one.kind for one in found) == ["rematerialization", "rematerialization", "unplanned_gather"]
-    assert here("of a step") in {one.where for one in found}
+    # The table is also gathered over an axis over which the plan keeps it sharded.
+    assert sorted(finding.kind for finding in found) == ["rematerialization", "rematerialization", "unplanned_gather"]
+    assert here("of a step") in {finding.where for finding in found}
     astray = "state.params.embedding is gathered over tensor, but the plan keeps it sharded there"
-    assert [one.what for one in found if one.kind == "unplanned_gather"] == [astray]
+    assert [finding.what for finding in found if finding.kind == "unplanned_gather"] == [astray]
 
 
 def test_compiler_warnings_of_another_program_still_reach_standard_error():
-    """Nobody reads them of an evaluation, so that to collect them would hide them."""
-    not_compiled_before = lambda x: crossing(x)
+    """Nothing reads the warnings of an evaluation, so collecting them would hide them."""
+
+    def not_compiled_before(x):
+        return crossing(x)
+
     sharded = (array((16, 32), P(), **GRID),)
     with compiling() as seen:
         compile_program(trace(not_compiled_before, sharded, None))
@@ -161,9 +167,11 @@ FSDP = {"fsdp": 8}
 
 def gathering(w: Any, x: jax.Array) -> jax.Array:
     def local(w: Any, x: jax.Array) -> jax.Array:
-        whole = lambda w: lax.all_gather(w, "fsdp", tiled=True)
+        def whole(w):
+            return lax.all_gather(w, "fsdp", tiled=True)  # gathers
+
         x, _ = lax.scan(lambda x, layer: (jnp.tanh(x @ whole(layer)), None), x, w["stack"])
-        return x @ whole(w["head"])
+        return x @ whole(w["head"])  # multiplies the head
 
     rows = P("fsdp")
     return jax.shard_map(
@@ -171,16 +179,15 @@ def gathering(w: Any, x: jax.Array) -> jax.Array:
     )(w, x)
 
 
-def gathered(threshold_bytes: int = KIB, **said: Any) -> tuple[Finding, ...]:
+def gathered(threshold_bytes: int = KIB, **more: Any) -> tuple[Finding, ...]:
     w = {"stack": array((3, 16, 16), P(None, "fsdp"), **FSDP), "head": array((16, 32), P("fsdp"), **FSDP)}
-    return told(
-        gathering, w, array((8, 16), P("fsdp"), **FSDP), on=FSDP, threshold_bytes=threshold_bytes, **said
+    return inspected(
+        gathering, w, array((8, 16), P("fsdp"), **FSDP), on=FSDP, threshold_bytes=threshold_bytes, **more
     ).findings
 
 
-def test_a_parameter_that_is_gathered_whole_is_told_and_one_that_is_gathered_by_layers_is_not():
+def test_a_parameter_that_is_gathered_whole_is_found_and_one_that_is_gathered_by_layers_is_not():
     found = gathered()
-    whole = Path(__file__).read_text().splitlines().index('        return x @ whole(w["head"])') + 1
     assert found == (
         Finding(
             kind="unplanned_gather",
@@ -191,17 +198,17 @@ def test_a_parameter_that_is_gathered_whole_is_told_and_one_that_is_gathered_by_
             "planned=Planned(gathered={'w.head': ('fsdp',)})",
         ),
     )
-    assert found[0].where in (f"{__file__}:{whole}", f"{__file__}:{whole - 2}")
+    assert found[0].where in (here("gathers"), here("multiplies the head"))
 
 
-def test_what_is_small_or_planned_is_no_finding():
+def test_gathers_that_are_small_or_planned_are_no_finding():
     assert gathered(threshold_bytes=KIB * 1024) == ()
     assert gathered(planned=Planned(gathered={"w.head": ("fsdp",), "w.stack": ("fsdp",)})) == ()
 
 
-def test_a_plan_is_held_to_for_every_layer():
+def test_a_gather_beyond_the_plan_is_found_in_every_layer():
     found = gathered(planned=Planned(gathered={"w.head": ("fsdp",)}))
-    assert [(one.kind, one.what, one.num_bytes) for one in found] == [
+    assert [(finding.kind, finding.what, finding.num_bytes) for finding in found] == [
         (
             "unplanned_gather",
             "w.stack is gathered over fsdp, but the plan keeps it sharded there",
@@ -210,12 +217,16 @@ def test_a_plan_is_held_to_for_every_layer():
     ]
 
 
-def test_a_parameter_that_lies_whole_is_not_gathered_though_what_is_written_over_it_is():
+def test_a_gather_of_the_update_of_a_replicated_parameter_is_no_finding():
     rows = named(P("fsdp"), **FSDP)
-    update = lambda w, x: lax.with_sharding_constraint(w + x, rows) * 2
-    w, x = array((16, 4), P(), **FSDP), array((16, 4), P("fsdp"), **FSDP)
-    seen = told(update, w, x, on=FSDP, donate=0, out=P(), planned=Planned())
-    assert [(one.kind, one.tensors) for one in seen.collectives] == [("all_gather", ("w",))]
+
+    def update(w, x):
+        return lax.with_sharding_constraint(w + x, rows) * 2
+
+    w = array((16, 4), P(), **FSDP)
+    x = array((16, 4), P("fsdp"), **FSDP)
+    seen = inspected(update, w, x, on=FSDP, donate=0, out=P(), planned=Planned())
+    assert [(collective.kind, collective.tensors) for collective in seen.collectives] == [("all_gather", ("w",))]
     assert seen.findings == ()
 
 
@@ -226,12 +237,12 @@ def scaled(state: Any) -> Any:
     return {"mean": state["w"].mean(), "w": state["w"] * state["scale"]}
 
 
-def replicated(spec: P, shape: tuple[int, ...] = (512, 512), **said: Any) -> tuple[Finding, ...]:
+def replicated(spec: P, shape: tuple[int, ...] = (512, 512), **more: Any) -> tuple[Finding, ...]:
     state = {"w": array(shape, spec, **GRID), "scale": array((), P(), **GRID)}
-    return told(scaled, state, on=GRID, out=spec if len(spec) == 0 else None, **said).findings
+    return inspected(scaled, state, on=GRID, out=spec if len(spec) == 0 else None, **more).findings
 
 
-def test_a_large_array_that_every_device_holds_is_told_by_its_path():
+def test_a_large_array_that_every_device_holds_is_found_by_its_path():
     shard = "shard it, for example by P(('data', 'tensor')), which saves 896.00 KiB on each device"
     assert replicated(P()) == tuple(
         Finding("replication", f"each of 8 devices holds the whole of {path}, [512, 512], 1.00 MiB", path, 2**20, shard)
@@ -239,12 +250,12 @@ def test_a_large_array_that_every_device_holds_is_told_by_its_path():
     )
 
 
-def test_an_array_that_no_axis_divides():
+def test_an_array_that_no_axis_divides_has_a_fix_that_says_so():
     found = replicated(P(), (521, 521))
-    assert {one.fix for one in found} == {"no axis divides any dim of it: choose sizes that the mesh divides"}
+    assert {finding.fix for finding in found} == {"no axis divides any dim of it: choose sizes that the mesh divides"}
 
 
-def test_what_is_sharded_small_or_meant_is_no_finding():
+def test_arrays_that_are_sharded_small_or_planned_are_no_finding():
     assert replicated(P("data")) == ()
     assert replicated(P(), (511, 512)) == ()
     assert replicated(P(), planned=Planned(whole=("state.*", "output w"))) == ()
@@ -267,18 +278,21 @@ def on_data8(rules: AxisRules, optim: Any = AdamW) -> Prepared:
     )  # fmt: skip
 
 
-def test_fsdp_on_a_mesh_without_it_replicates_what_nobody_wrote_down():
+def test_fsdp_rules_on_a_mesh_without_the_axis_are_found_as_replication():
     found = of_run(on_data8(AxisRules(preset=("fsdp",))), 6 * KIB)
     kernels = {f"blocks.mlp.{name}.kernel" for name in ("gate", "up", "down")}
     trees = ("state.params", "state.opt_state.0.mu", "state.opt_state.0.nu")
-    assert {one.where for one in found} == {f"{tree}.{name}" for tree in trees for name in kernels}
-    one = next(one for one in found if one.where == "state.params.blocks.mlp.up.kernel")
-    assert one.what == f"each of 8 devices holds the whole of {one.where}, [3, 16, 32], 6.00 KiB"
-    assert one.fix == "add a rule that shards one of layers, embed, mlp, or set rules.mlp=[] to replicate it on purpose"
+    assert {finding.where for finding in found} == {f"{tree}.{name}" for tree in trees for name in kernels}
+    finding = next(finding for finding in found if finding.where == "state.params.blocks.mlp.up.kernel")
+    assert finding.what == f"each of 8 devices holds the whole of {finding.where}, [3, 16, 32], 6.00 KiB"
+    assert (
+        finding.fix
+        == "add a rule that shards one of layers, embed, mlp, or set rules.mlp=[] to replicate it on purpose"
+    )
 
 
 @pytest.mark.parametrize("rules", [AxisRules(preset=("replicated",)), AxisRules(preset=("fsdp",), mlp=())], ids=str)
-def test_a_replication_that_is_written_down_is_none(rules):
+def test_a_declared_replication_is_no_finding(rules):
     assert of_run(on_data8(rules), 6 * KIB) == ()
 
 
@@ -294,11 +308,12 @@ def overwritten_and_read(w: jax.Array, x: jax.Array) -> Any:
 
 
 def donating(function: Any, out: P | None = None) -> tuple[Finding, ...]:
-    w, x = array((16, 16), P(), **FSDP), array((16,), P(), **FSDP)
-    return told(function, w, x, on=FSDP, donate=0, out=out).findings
+    w = array((16, 16), P(), **FSDP)
+    x = array((16,), P(), **FSDP)
+    return inspected(function, w, x, on=FSDP, donate=0, out=out).findings
 
 
-def test_a_donated_buffer_that_is_copied_before_it_is_overwritten():
+def test_a_donated_buffer_that_is_copied_before_it_is_overwritten_is_found():
     (found,) = donating(overwritten_and_read)
     at = here("reads the old")
     assert found == Finding(
@@ -310,8 +325,8 @@ def test_a_donated_buffer_that_is_copied_before_it_is_overwritten():
     )
 
 
-def test_a_donated_buffer_that_no_output_takes():
-    """JAX warns of it where the sharding of the outputs is given; where XLA is to choose it, nobody does."""
+def test_a_donated_buffer_that_no_output_uses_is_found():
+    """JAX warns only if the sharding of the outputs is given, and not if XLA chooses it."""
     with pytest.warns(UserWarning, match="Some donated buffers were not usable"):
         (found,) = donating(lambda w, x: (w @ x).sum(), out=P())
     assert donating(lambda w, x: (w @ x).sum()) == (found,)
@@ -328,8 +343,8 @@ def test_a_donated_buffer_that_is_overwritten_in_place_is_no_finding():
     assert donating(overwritten) == ()
 
 
-def test_copies_of_the_cpus_compiler_alone_are_none():
-    """It copies what two loops read: here, means that are updated, and once more on the way to the parameter."""
+def test_copies_that_only_the_cpu_compiler_makes_are_no_finding():
+    """It copies what two loops read: here Adafactor's means."""
     run = on_data8(AxisRules(preset=("replicated",)), Adafactor)
     text = run.compile_step().text
     assert re.search(r"ENTRY(?s:.*) copy\(%param\.\d+\)", text)
@@ -337,9 +352,11 @@ def test_copies_of_the_cpus_compiler_alone_are_none():
 
 
 def test_arguments_that_nothing_reads_shift_no_name():
-    unread = lambda unused, w, x: overwritten_and_read(w, x)
+    def unread(unused, w, x):
+        return overwritten_and_read(w, x)
+
     args = array((4,), P(), **FSDP), array((16, 16), P(), **FSDP), array((16,), P(), **FSDP)
-    assert [one.where for one in told(unread, *args, on=FSDP, donate=1).findings] == ["w"]
+    assert [finding.where for finding in inspected(unread, *args, on=FSDP, donate=1).findings] == ["w"]
 
 
 # Reductions in a loop --------------------------------------------------------------------------------------------
@@ -366,12 +383,12 @@ def reduced_after(w: jax.Array, xs: jax.Array) -> jax.Array:
 
 
 def trained(w: jax.Array, xs: jax.Array) -> jax.Array:
-    """Four steps: each needs the gradient of the one before it, reduced."""
+    """Four steps, each of which needs the reduced gradient of the step before."""
     return lax.scan(lambda w, x: (w - 0.1 * jax.grad(loss)(w, x), None), w, xs)[0]
 
 
 def watched(w: jax.Array, xs: jax.Array) -> Any:
-    """The norm of the sum is asked for in each turn."""
+    """Each turn computes the norm of the sum."""
 
     def add(sums: jax.Array, x: jax.Array) -> Any:
         sums = sums + jax.grad(loss)(w, x)
@@ -382,16 +399,17 @@ def watched(w: jax.Array, xs: jax.Array) -> Any:
 
 
 def squared(w: jax.Array, xs: jax.Array) -> jax.Array:
-    """The squares of whole gradients are added up."""
+    """The loop sums the squares of whole gradients."""
     return lax.scan(lambda sums, x: (sums + jax.grad(loss)(w, x) ** 2, None), jnp.zeros_like(w), xs)[0]
 
 
-def reducing(function: Any, donate: Any = 0, **said: Any) -> tuple[Finding, ...]:
-    w, xs = array((16, 4), P(), **DATA), array((4, 8, 16), P(None, "data"), **DATA)
-    return told(function, w, xs, on=DATA, donate=donate, out=P(), **said).findings
+def reducing(function: Any, donate: Any = 0, **more: Any) -> tuple[Finding, ...]:
+    w = array((16, 4), P(), **DATA)
+    xs = array((4, 8, 16), P(None, "data"), **DATA)
+    return inspected(function, w, xs, on=DATA, donate=donate, out=P(), **more).findings
 
 
-def test_a_gradient_that_is_reduced_in_each_microbatch():
+def test_a_gradient_that_is_reduced_in_each_microbatch_is_found():
     (found,) = reducing(accumulated)
     assert found == Finding(
         kind="reduction_in_loop",
@@ -403,17 +421,17 @@ def test_a_gradient_that_is_reduced_in_each_microbatch():
     )
 
 
-def test_a_gradient_of_no_tensor_is_told_as_an_array():
+def test_a_gradient_without_a_parameter_is_found_as_an_array():
     (found,) = reducing(accumulated, donate=())
     assert found.what.startswith("f32[4,16] is reduced over data 4 times, ")  # XLA computes the transpose
 
 
 @pytest.mark.parametrize("function", [reduced_after, trained, watched, squared])
-def test_a_reduction_that_must_stand_where_it_stands_is_no_finding(function):
+def test_a_reduction_that_each_turn_needs_is_no_finding(function):
     assert reducing(function) == ()
 
 
-def test_a_reduction_in_a_loop_that_is_planned_is_none():
+def test_a_planned_reduction_in_a_loop_is_no_finding():
     assert reducing(accumulated, planned=Planned(reduced_in_loop={"w": ("data",)})) == ()
 
 
@@ -427,7 +445,7 @@ def run_findings(layout: str, lowering: str) -> tuple[Finding, ...]:
 
 
 @pytest.mark.parametrize("layout", ["zero2", "zero3", "hsdp2x4", "data2_fsdp2_tensor2"])
-def test_the_manual_lowering_has_none(layout):
+def test_the_manual_lowering_has_no_findings(layout):
     assert run_findings(layout, "manual") == ()
 
 
@@ -440,25 +458,25 @@ def test_the_configs_have_no_findings(name):
 @pytest.mark.parametrize("layout", ["data8", "zero3"])
 def test_gspmd_reduces_the_gradient_of_every_parameter_in_every_microbatch(layout):
     found = run_findings(layout, "auto")
-    assert {one.kind for one in found} == {"reduction_in_loop"}
+    assert {finding.kind for finding in found} == {"reduction_in_loop"}
     assert found[0].what.startswith("the gradient of state.params.")
-    assert all(" 4 times, " in one.what for one in found)
+    assert all(" 4 times, " in finding.what for finding in found)
 
 
 def test_the_reductions_of_zero3_are_planned_in_the_manual_lowering_alone():
     run = prepared("zero3", "manual", 4)
     planned = planned_by(run.ctx, run.placement.sharded, run.placement.opt_state)
     assert set(planned.reduced_in_loop.values()) == {("fsdp",)}
-    told = inspect(run.compile_step().compiled, run.mesh, planned=Planned(gathered=planned.gathered))
-    assert {one.kind for one in told.findings} == {"reduction_in_loop"}
+    report = inspect(run.compile_step().compiled, run.mesh, planned=Planned(gathered=planned.gathered))
+    assert {finding.kind for finding in report.findings} == {"reduction_in_loop"}
     auto = prepared("zero3", "auto")
     assert planned_by(auto.ctx, auto.placement.sharded, auto.placement.opt_state).reduced_in_loop == {}
 
 
-# For people and programs -----------------------------------------------------------------------------------------
+# Text and JSON ----------------------------------------------------------------------------------------------------
 
 
-def test_the_text_and_the_json():
+def test_the_text_and_the_json_of_a_finding():
     seen = crossed()[1]
     found = seen.findings[0]
     assert str(seen).endswith(
@@ -473,7 +491,7 @@ def test_the_text_and_the_json():
     ]
 
 
-def test_a_program_without_findings_says_nothing_of_them():
+def test_a_program_without_findings_has_no_such_section():
     seen = crossed(P("data"))[1]
     assert "\nfindings\n" not in str(seen)
     assert seen.as_json()["findings"] == []

@@ -1,4 +1,4 @@
-"""A collective is traced to the parameter that it gathers or whose gradient it reduces; or to none."""
+"""A collective is traced to the parameter that it gathers, or whose gradient it reduces, or to none."""
 
 from __future__ import annotations
 
@@ -61,18 +61,20 @@ def trained(w: Any, x: jax.Array) -> Any:
 
 
 def mixed(w: Any, x: jax.Array) -> Any:
-    """What is gathered is the square of a parameter: no view of it."""
+    """The gathered array is the square of a parameter, not a view of it."""
     return w, manual(lambda w, x: x @ gathered(w["head"] * w["head"]), P("fsdp"))(w, x)
 
 
 def changed(w: Any, x: jax.Array) -> Any:
-    """What is gathered in the loop is carried by it and no longer the argument after its first turn."""
+    """The gathered array is carried by the loop, and differs from the argument after the first turn."""
 
     def turn(carry: Any, _: None) -> Any:
         head, x = carry
         return (head * jnp.asarray(2, head.dtype), x + gathered(head).sum()), None
 
-    local = lambda w, x: lax.scan(turn, (w["head"], x), None, length=3)[0][1]
+    def local(w, x):
+        return lax.scan(turn, (w["head"], x), None, length=3)[0][1]
+
     return w, manual(local, P("fsdp"))(w, x)
 
 
@@ -80,35 +82,40 @@ PROGRAMS = {"trained": trained, "mixed": mixed, "changed": changed}
 
 
 def test_a_gather_is_traced_through_slices_casts_and_the_scan():
-    gathers = [one for one in found("trained") if one.kind == "all_gather"]
-    assert {one.tensors for one in gathers} == {("w.stack",), ("w.head",)}
-    assert all(one.times % 3 == 0 for one in gathers if one.tensors == ("w.stack",))
+    gathers = [collective for collective in found("trained") if collective.kind == "all_gather"]
+    assert {collective.tensors for collective in gathers} == {("w.stack",), ("w.head",)}
+    assert all(collective.times % 3 == 0 for collective in gathers if collective.tensors == ("w.stack",))
 
 
 def test_a_reduction_is_traced_to_the_parameter_that_it_updates():
-    scatters = [one for one in found("trained") if one.kind == "reduce_scatter"]
-    assert sorted((one.tensors, one.times) for one in scatters) == [(("w.head",), 1), (("w.stack",), 3)]
+    scatters = [collective for collective in found("trained") if collective.kind == "reduce_scatter"]
+    assert sorted((collective.tensors, collective.times) for collective in scatters) == [
+        (("w.head",), 1),
+        (("w.stack",), 3),
+    ]
 
 
 @pytest.mark.parametrize("name", ["mixed", "changed"])
 def test_no_tensor_is_named_where_it_would_be_wrong(name):
-    assert [(one.kind, one.tensors) for one in found(name)] == [("all_gather", ())]
+    assert [(collective.kind, collective.tensors) for collective in found(name)] == [("all_gather", ())]
 
 
 @pytest.mark.parametrize("lowering", ["manual", "auto"])
 @pytest.mark.parametrize("layout", ["zero3", "data8"])
 def test_every_parameter_of_a_real_step_is_found(layout, lowering):
-    """All are gathered under FSDP, and all have their gradients reduced; activations and scalars have no tensor."""
+    """FSDP gathers all parameters and reduces all gradients; activations and scalars have no tensor."""
     run = prepared(layout, lowering)
     wanted = {f"state.params.{path}" for path in flatten_with_paths(run.specs)}
     of_step = found_in(layout, lowering, 1)
-    reduced = {tensor for one in of_step if one.kind != "all_gather" for tensor in one.tensors}
+    reduced = {tensor for collective in of_step if collective.kind != "all_gather" for tensor in collective.tensors}
     assert reduced == wanted
     if layout == "zero3":
-        assert {tensor for one in of_step if one.kind == "all_gather" for tensor in one.tensors} == wanted
+        assert {
+            tensor for collective in of_step if collective.kind == "all_gather" for tensor in collective.tensors
+        } == wanted
 
 
-def test_an_optimizers_state_is_not_taken_for_its_parameter():
+def test_a_reduction_is_not_traced_to_the_optimizers_state():
     tx = optax.adam(1e-3)
 
     def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
@@ -123,4 +130,4 @@ def test_an_optimizers_state_is_not_taken_for_its_parameter():
     with jax.numpy_dtype_promotion("standard"):
         jitted = jax.jit(step, donate_argnums=(0, 1), in_shardings=(whole, whole, x.sharding), out_shardings=whole)
         program = jitted.lower(weights, state, x).compile()
-    assert [one.tensors for one in collectives_of(program, make_mesh())] == [("params.w",)]
+    assert [collective.tensors for collective in collectives_of(program, make_mesh())] == [("params.w",)]

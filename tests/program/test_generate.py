@@ -1,4 +1,4 @@
-"""What the two programs of generation hold, send and cost: read from what was compiled."""
+"""The memory, the communication and the compilations of the two programs of generation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from meshpar.serve.cache import device_bytes
 from meshpar.train.state import structs
 from tests.serving import MAX_TOKENS, MODELS, PROMPTS, SIZES, decoding, generator, params
 
-F64, ROWS, SLOTS, KV_HEADS, HEAD_DIM = 8, len(PROMPTS), 6 + MAX_TOKENS, 4, 4
+F64 = 8
+ROWS = len(PROMPTS)
+SLOTS = 6 + MAX_TOKENS
+KV_HEADS = 4
+HEAD_DIM = 4
 
 
 @pytest.fixture(autouse=True)
 def _float64(float64):
-    """Every test here."""
+    """Every test of this module computes in float64."""
 
 
 @lru_cache
@@ -34,32 +38,32 @@ def found(layout: str, lowering: str) -> list[Collective]:
 
 @pytest.mark.parametrize(
     ("layout", "shards", "lowering"),
-    [("one", 1, "auto"), ("tensor4", 4, "manual"), ("data2_fsdp2_tensor2", 8, "auto")],
+    [("collective", 1, "auto"), ("tensor4", 4, "manual"), ("data2_fsdp2_tensor2", 8, "auto")],
 )
 def test_the_cache_is_donated_and_has_its_closed_form(layout, shards, lowering):
     closed_form = 2 * SIZES["num_layers"] * ROWS * SLOTS * KV_HEADS * HEAD_DIM * F64 // shards
     assert device_bytes(decoding("llama", layout, lowering).cache) == closed_form
     assert compiled(layout, lowering).memory_analysis().alias_size_in_bytes == closed_form
-    # A cache that is copied would not be in the alias, and twice in what is held.
+    # A copied cache would not be aliased, and would be among the temporaries.
     assert compiled(layout, lowering).memory_analysis().temp_size_in_bytes < 2**15
 
 
-def test_a_cache_that_is_not_donated_is_seen():
+def test_control_a_cache_that_is_not_donated_is_seen():
     decode = decoding("llama", "one", "manual")
     again = jax.jit(lambda params, turn, cache: decode.logits(params, turn, cache))
 
     row, whole = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((ROWS,), (ROWS, 1)))
     batch = {"tokens": whole, "positions": whole, "rows": row, "last": row}
-    kept = again.lower(structs(decode.params), batch, structs(decode.cache)).compile().memory_analysis()
-    assert kept.alias_size_in_bytes == 0
-    assert kept.temp_size_in_bytes + kept.output_size_in_bytes > device_bytes(decode.cache)
+    memory = again.lower(structs(decode.params), batch, structs(decode.cache)).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 0
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes > device_bytes(decode.cache)
 
 
 @pytest.mark.parametrize(
-    ("layout", "lowering"), [("one", "auto"), ("tensor4", "manual"), ("data2_fsdp2_tensor2", "auto")]
+    ("layout", "lowering"), [("collective", "auto"), ("tensor4", "manual"), ("data2_fsdp2_tensor2", "auto")]
 )
 def test_decoding_needs_temporaries_of_one_layer(layout, lowering, monkeypatch):
-    """It would be a copy of the whole cache, if the scan over layers took it apart and put it together again."""
+    """A scan over layers that split and stacked the cache would hold a copy of all of it."""
     few = compiled(layout, lowering).memory_analysis().temp_size_in_bytes
     monkeypatch.setitem(MODELS, "llama", Llama(**SIZES | {"num_layers": 8}))
     many = decoding("llama", layout, lowering)
@@ -67,20 +71,23 @@ def test_decoding_needs_temporaries_of_one_layer(layout, lowering, monkeypatch):
     assert many.compile_decode().compiled.memory_analysis().temp_size_in_bytes - few < a_layer
 
 
-def test_a_token_sends_what_megatron_says_and_two_numbers_to_be_chosen():
-    hidden, values = ROWS * SIZES["hidden_size"] * F64, ROWS * F64
+def test_a_token_sends_megatrons_bytes_and_two_numbers_for_the_choice():
+    hidden = ROWS * SIZES["hidden_size"] * F64
+    values = ROWS * F64
     want = [hidden] * (1 + 2 * SIZES["num_layers"]) + [values, values // 2]
-    sent = [one.full_bytes for one in found("tensor4", "manual") for _ in range(one.times)]
-    assert {one.kind for one in found("tensor4", "manual")} == {"all_reduce"}
+    sent = [collective.full_bytes for collective in found("tensor4", "manual") for _ in range(collective.times)]
+    assert {collective.kind for collective in found("tensor4", "manual")} == {"all_reduce"}
     assert sorted(sent) == sorted(want)
 
 
 @pytest.mark.parametrize("layout", ["tensor4", "data2_fsdp2_tensor2"])
 def test_gspmd_moves_no_keys_and_values(layout):
-    """Nor rows of the batch: what goes over `data` is nothing, over `fsdp` parameters alone."""
-    largest = max(one.full_bytes for one in found(layout, "auto") if "tensor" in (one.axes or ()))
+    """Nor rows of the batch: nothing is sent over `data`, and only parameters over `fsdp`."""
+    largest = max(collective.full_bytes for collective in found(layout, "auto") if "tensor" in (collective.axes or ()))
     assert largest <= ROWS * SIZES["hidden_size"] * F64
-    assert not [one for one in found(layout, "auto") if one.axes is None or "data" in one.axes]
+    assert not [
+        collective for collective in found(layout, "auto") if collective.axes is None or "data" in collective.axes
+    ]
 
 
 class Compilations(logging.Handler):
@@ -96,7 +103,8 @@ class Compilations(logging.Handler):
 @pytest.fixture
 def compilations():
     """The names of the programs that XLA compiles."""
-    handler, logger = Compilations(), logging.getLogger("jax._src.dispatch")
+    handler = Compilations()
+    logger = logging.getLogger("jax._src.dispatch")
     logger.addHandler(handler)
     with jax.log_compiles():
         yield handler.names
@@ -104,7 +112,7 @@ def compilations():
 
 
 def test_prefill_and_decode_are_compiled_once_for_any_prompts_and_number_of_tokens(compilations):
-    params("llama")  # drawn by programs of their own
+    params("llama")  # programs of their own draw them
     compilations.clear()
     model = generator("llama", "data2_fsdp2_tensor2", "manual")
     assert compilations == ["jit(prefill)", "jit(decode)"]
@@ -113,6 +121,6 @@ def test_prefill_and_decode_are_compiled_once_for_any_prompts_and_number_of_toke
     assert compilations == ["jit(prefill)", "jit(decode)"]
 
 
-def test_a_compilation_in_the_loop_would_be_seen(compilations):
+def test_control_a_compilation_is_seen(compilations):
     jax.jit(lambda x: x + 1)(np.zeros(3))
     assert len(compilations) == 1

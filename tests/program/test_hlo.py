@@ -38,7 +38,7 @@ def compiled_text(*program) -> str:
     return compiled(*program).as_text() or ""
 
 
-# Programs of one collective: (function, in, out, global shape) and (kind, axes, S, n, bytes sent), by hand -----
+# Programs of one collective: (function, in, out, global shape) and, by hand, (kind, axes, S, n, bytes sent) -----
 
 F32 = 4
 SWAP = [(0, 1), (1, 0)]
@@ -93,10 +93,16 @@ ONE = {
 @pytest.mark.parametrize("name", ONE)
 def test_a_single_collective_is_counted(name):
     *program, expected = ONE[name]
-    [one] = collectives_of(compiled(*program), make_mesh())
-    assert (one.kind, one.axes, one.full_bytes, one.group_size, one.sent_bytes) == expected
-    assert one.times == 1
-    assert one.branches == ()
+    [collective] = collectives_of(compiled(*program), make_mesh())
+    assert (
+        collective.kind,
+        collective.axes,
+        collective.full_bytes,
+        collective.group_size,
+        collective.sent_bytes,
+    ) == expected
+    assert collective.times == 1
+    assert collective.branches == ()
 
 
 def test_an_axis_of_size_one_sends_nothing():
@@ -105,18 +111,18 @@ def test_an_axis_of_size_one_sends_nothing():
 
 
 def test_a_collective_is_reported_with_its_source_line():
-    [one] = collectives_of(compiled(*ONE["all_gather"][:-1]))
-    assert one.op_name.endswith("/shard_map/all_gather")
-    file, _, line = one.source.rpartition(":")
+    [collective] = collectives_of(compiled(*ONE["all_gather"][:-1]))
+    assert collective.op_name.endswith("/shard_map/all_gather")
+    file, _, line = collective.source.rpartition(":")
     assert file == __file__
     assert "lax.all_gather(x, " in Path(file).read_text().splitlines()[int(line) - 1]
-    assert one.axes is None
+    assert collective.axes is None
 
 
 def test_bytes_follow_the_dtype():
-    [one] = collectives_of(compiled(*ONE["all_gather"][:-1], dtype=jnp.int8))
-    assert one.arrays == (Array("s8", (8, 4)),)
-    assert one.full_bytes == 32
+    [collective] = collectives_of(compiled(*ONE["all_gather"][:-1], dtype=jnp.int8))
+    assert collective.arrays == (Array("s8", (8, 4)),)
+    assert collective.full_bytes == 32
 
 
 def test_collectives_that_xla_combined_count_together():
@@ -136,9 +142,9 @@ def repeat(function, length):
 
 
 def test_a_scan_multiplies():
-    [one] = collectives_of(compiled(repeat(shift, 5), P("fsdp"), P("fsdp"), (8, 4)), make_mesh())
-    assert (one.times, one.sent_bytes) == (5, 64)
-    assert total_sent_bytes([one]) == 5 * 64
+    [collective] = collectives_of(compiled(repeat(shift, 5), P("fsdp"), P("fsdp"), (8, 4)), make_mesh())
+    assert (collective.times, collective.sent_bytes) == (5, 64)
+    assert total_sent_bytes([collective]) == 5 * 64
 
 
 def test_nested_scans_multiply_by_both():
@@ -150,7 +156,7 @@ def test_nested_scans_multiply_by_both():
     assert total_sent_bytes(found) == 15 * 64
 
 
-def test_branches_are_told_apart():
+def test_collectives_of_different_branches_are_distinguished():
     def choose(x):
         even = lax.axis_index("data") == 0
         return lax.cond(
@@ -159,8 +165,8 @@ def test_branches_are_told_apart():
 
     found = collectives_of(compiled(choose, P(("fsdp", "tensor")), P("data"), (8, 4)), make_mesh())
     by_branch = {}
-    for one in found:
-        by_branch.setdefault(one.branches, []).append(one.axes)
+    for collective in found:
+        by_branch.setdefault(collective.branches, []).append(collective.axes)
     assert sorted(by_branch.values(), key=len) == [[("fsdp", "tensor")], [("fsdp",), ("tensor",)]]
     assert all(len(branches) == 1 for branches in by_branch)
 
@@ -184,11 +190,11 @@ def test_the_gradient_of_a_replicated_weight_is_summed_over_what_varies():
     def gradient(w):
         return jax.grad(lambda w: jnp.sum(jnp.tanh(w * lax.axis_index("data").astype(jnp.float32))))(w)
 
-    [one] = collectives_of(compiled(gradient, P(), P(), (8, 4)), make_mesh())
-    assert (one.kind, one.axes, total_sent_bytes([one])) == ("all_reduce", ("data",), 128)
+    [collective] = collectives_of(compiled(gradient, P(), P(), (8, 4)), make_mesh())
+    assert (collective.kind, collective.axes, total_sent_bytes([collective])) == ("all_reduce", ("data",), 128)
 
 
-def test_totals_can_be_narrowed():
+def test_totals_can_be_restricted_to_kinds_and_axes():
     def two(x):
         return lax.psum(lax.all_gather(x, "fsdp", tiled=True), "data")
 
@@ -203,14 +209,14 @@ def test_totals_can_be_narrowed():
 # Axes ----------------------------------------------------------------------------------------------------------
 
 
-def test_axes_go_by_place_in_the_mesh_not_by_device_id():
+def test_axes_follow_the_place_in_the_mesh_and_not_the_id_of_a_device():
     shuffled = Mesh(np.array(jax.devices())[[3, 6, 0, 5, 1, 7, 2, 4]].reshape(SIZES), AXES)
-    [one] = collectives_of(compiled(*ONE["psum"][:-1], mesh=shuffled), shuffled)
-    assert one.axes == ("data",)
+    [collective] = collectives_of(compiled(*ONE["psum"][:-1], mesh=shuffled), shuffled)
+    assert collective.axes == ("data",)
 
 
-def test_another_mesh_gives_other_axes():
-    """The control: were axes not read from the groups, the wrong mesh would do as well."""
+def test_control_another_mesh_gives_other_axes():
+    """Axes are read from the groups, so a wrong mesh gives wrong axes."""
     text = compiled_text(*ONE["psum"][:-1])
     swapped = Mesh(make_mesh().devices, ("replica", "tensor", "fsdp", "pipe", "expert", "context", "data"))
     assert collectives_of(text, swapped)[0].axes == ("tensor",)

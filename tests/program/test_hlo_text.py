@@ -1,4 +1,4 @@
-"""The reader of compiled programs, on forms that no CPU prints: GPU and TPU text, written by hand."""
+"""The reader of compiled programs, on hand-written text in forms that only GPUs' and TPUs' compilers print."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ ASYNC = {
 def test_a_start_and_its_done_count_once(name):
     start, result, expected = ASYNC[name]
     opcode = name.removesuffix(" of two")
-    [one] = collectives_of(module(f"{start}\n  ROOT %d = {result} {opcode}-done(%s)"))
-    assert (one.full_bytes, one.sent_bytes) == expected
-    assert one.kind == hlo.KINDS[opcode]
+    [collective] = collectives_of(module(f"{start}\n  ROOT %d = {result} {opcode}-done(%s)"))
+    assert (collective.full_bytes, collective.sent_bytes) == expected
+    assert collective.kind == hlo.KINDS[opcode]
 
 
 @pytest.mark.parametrize("call", ["async-start(%p), calls=%wrapped", "call-start(%p), to_apply=%wrapped"])
 def test_a_wrapped_collective_counts_once(call):
-    """On GPU either end names what is called; on TPU SparseCores are called so."""
+    """On GPUs both the start and the done name the wrapped computation; on TPUs SparseCores are called like this."""
     wrapped = f"""
 %wrapped (q: bf16[4,8]) -> bf16[16,8] {{
   %q = bf16[4,8]{{1,0}} parameter(0)
@@ -120,8 +120,8 @@ def test_a_wrapped_collective_counts_once(call):
 """
     done = call.replace("%p", "%s").replace("-start", "-done")
     body = f"%s = ((bf16[4,8]{{1,0}}), bf16[16,8]{{1,0}}) {call}\n  ROOT %d = bf16[16,8]{{1,0}} {done}"
-    [one] = collectives_of(module(body, wrapped))
-    assert (one.full_bytes, one.times) == (256, 1)
+    [collective] = collectives_of(module(body, wrapped))
+    assert (collective.full_bytes, collective.times) == (256, 1)
 
 
 def test_a_collective_that_tpus_advance_in_other_fusions_counts_once():
@@ -143,9 +143,9 @@ def test_a_collective_that_tpus_advance_in_other_fusions_counts_once():
   %m = bf16[16,8]{1,0} fusion(%p), kind=kLoop, calls=%async_collective_fusion.1
   ROOT %d = bf16[16,8]{1,0} fusion(%p), kind=kLoop, calls=%end"""
     advance = part("async_collective_fusion.1", "copy(%g)")
-    [one] = collectives_of(module(body, start + advance + done))
-    assert (one.full_bytes, one.times) == (256, 1)
-    alone = advance.replace(config, "use_global_device_ids=true")  # control: a gather like any other
+    [collective] = collectives_of(module(body, start + advance + done))
+    assert (collective.full_bytes, collective.times) == (256, 1)
+    alone = advance.replace(config, "use_global_device_ids=true")  # control: an ordinary gather
     assert len(collectives_of(module(body, start + alone + done))) == 2
 
 
@@ -155,12 +155,12 @@ def test_tpus_all_reduce_scatter_is_a_reduce_scatter():
   %q = bf16[4,8]{{1,0}} parameter(0)
   %r = bf16[4,8]{{1,0}} all-reduce(%q), channel_id=1, {HALVES}, to_apply=%add
   %zero = s32[] constant(0)
-  ROOT %mine = bf16[1,8]{{1,0}} dynamic-slice(%r, %zero, %zero), dynamic_slice_sizes={{1,8}}
+  ROOT %shard = bf16[1,8]{{1,0}} dynamic-slice(%r, %zero, %zero), dynamic_slice_sizes={{1,8}}
 }}
 """
     text = module("ROOT %f = bf16[1,8]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1", fused)
-    [one] = collectives_of(text)
-    assert (one.kind, one.full_bytes, one.sent_bytes) == ("reduce_scatter", 64, 48)
+    [collective] = collectives_of(text)
+    assert (collective.kind, collective.full_bytes, collective.sent_bytes) == ("reduce_scatter", 64, 48)
     [plain] = collectives_of(text.replace("%all-reduce-scatter.1", "%fused"))
     assert (plain.kind, plain.sent_bytes) == ("all_reduce", 96)
 
@@ -181,7 +181,7 @@ def test_a_permute_that_moves_nothing_sends_nothing():
     ],
 )
 def test_the_branch_for_true_is_the_second(branches, times):
-    """Some compilers print the branches by their number, some by their truth, with that for true first."""
+    """Some compilers print branches by number, others by truth value with the one for true first."""
     both = """
 %skip (s: bf16[4,8]) -> bf16[4,8] {
   ROOT %s = bf16[4,8]{1,0} parameter(0)
@@ -193,15 +193,15 @@ def test_the_branch_for_true_is_the_second(branches, times):
 """
     scope = 'metadata={op_name="jit(f)/taken_2_1_of_1/cond"}'
     text = module(f"ROOT %r = bf16[4,8]{{1,0}} conditional(%i, %p, %p), {branches}, {scope}", both)
-    assert [one.times for one in collectives_of(text)] == [times]
+    assert [collective.times for collective in collectives_of(text)] == [times]
 
 
-def test_all_devices_form_the_empty_group_however_long_the_header():
+def test_an_empty_group_is_all_devices_however_long_the_header():
     text = module("ROOT %r = bf16[4,8]{1,0} all-reduce(%p), channel_id=1, replica_groups={}, to_apply=%add", "", 3000)
     assert collectives_of(text, make_mesh())[0].axes == ("data", "fsdp", "tensor")
 
 
-# Loops whose length follows from their counter, as on TPU ------------------------------------------------------
+# Loops whose length follows from their counter, as on TPUs ------------------------------------------------------
 
 
 def counted_loop(start: str = "constant(0)", limit: str = "constant(4)", step: str = "constant(1)", direction="LT"):
@@ -239,10 +239,10 @@ def counted_loop(start: str = "constant(0)", limit: str = "constant(4)", step: s
         ({"start": "constant(9)"}, 0),
     ],
 )
-def test_a_loop_counts_from_its_start_by_its_step(loop, times):
-    """XLA peels the first turn off some loops: then the limit alone would count one too many."""
-    [one] = collectives_of(counted_loop(**loop))
-    assert one.times == times
+def test_the_length_of_a_loop_follows_from_its_start_its_limit_and_its_step(loop, times):
+    """XLA peels the first turn off some loops, so the limit alone would count one turn too many."""
+    [collective] = collectives_of(counted_loop(**loop))
+    assert collective.times == times
 
 
 @pytest.mark.parametrize(
@@ -260,30 +260,30 @@ def test_a_collective_in_a_loop_of_unknown_length_raises(loop):
         collectives_of(counted_loop(**loop))
 
 
-def test_a_loop_of_unknown_length_without_collectives_does_not():
+def test_a_loop_of_unknown_length_without_collectives_does_not_raise():
     text = counted_loop(direction="NE").replace(
         "all-reduce(%x), channel_id=1, " + HALVES + ", to_apply=%add", "copy(%x)"
     )
     assert collectives_of(text) == []
 
 
-def test_a_condition_is_asked_once_more_than_the_body_runs():
+def test_a_condition_runs_once_more_than_the_body():
     asks = f"%n = bf16[] all-reduce(%z), channel_id=2, {HALVES}, to_apply=%add\n  %limit ="
     [_, condition] = collectives_of(counted_loop().replace("%limit =", asks))
     assert condition.times == 5
 
 
-# Controls: each fault is seen ----------------------------------------------------------------------------------
+# Controls ------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_trip_count_changes_the_number():
+def test_control_a_wrong_trip_count_changes_the_bytes():
     text = compiled_text(repeat(shift, 5), P("fsdp"), P("fsdp"), (8, 4))
     assert '"known_trip_count":{"n":"5"}' in text
     wrong = text.replace('"known_trip_count":{"n":"5"}', '"known_trip_count":{"n":"7"}')
     assert total_sent_bytes(collectives_of(wrong)) == 7 * 64
 
 
-def test_a_loop_that_is_not_followed_is_noticed():
+def test_control_a_loop_that_the_reader_misses_raises():
     text = compiled_text(repeat(shift, 5), P("fsdp"), P("fsdp"), (8, 4))
     with pytest.raises(
         ProgramError, match=r"1 collective cannot be counted:\n.*collective-permute(?s:.*)is not reached"
@@ -292,8 +292,8 @@ def test_a_loop_that_is_not_followed_is_noticed():
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"])
-def test_a_kind_that_the_walk_misses_is_noticed(kind, monkeypatch):
-    """The search of the raw lines does not go by KINDS: take one away, and its programs raise."""
+def test_control_a_kind_that_the_reader_misses_raises(kind, monkeypatch):
+    """The search of the raw lines does not use KINDS: without one of them, its programs raise."""
     known = hlo.KINDS[kind]
     programs = [program for *program, (found, *_) in ONE.values() if found == known]
     assert programs
@@ -325,14 +325,14 @@ def test_a_callbacks_send_to_the_host_and_words_in_quotes_are_no_communication()
     assert collectives_of(module(f"{host}\n  {quoted}")) == []
 
 
-def test_all_that_is_wrong_is_said_at_once():
+def test_all_problems_of_a_program_are_reported_at_once():
     lines = [f"%u{i} = bf16[4,8]{{1,0}} all-scatter(%p), channel_id=1, {HALVES}" for i in range(2)]
     with pytest.raises(ProgramError, match=r"2 collectives cannot be counted(?s:.*)%u0(?s:.*)%u1"):
         collectives_of(module("\n  ".join(lines)))
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "problem"),
     [
         ("", "no ENTRY computation"),
         ("module @m { func.func public @main() }", "no ENTRY computation"),
@@ -342,8 +342,8 @@ def test_all_that_is_wrong_is_said_at_once():
         (module(f"ROOT %r = word[4] all-reduce(%p), channel_id=1, {HALVES}, to_apply=%add"), "unknown dtype word"),
     ],
 )
-def test_text_that_cannot_be_read_raises(text, what):
-    with pytest.raises(ProgramError, match=what):
+def test_text_that_cannot_be_read_raises(text, problem):
+    with pytest.raises(ProgramError, match=problem):
         collectives_of(text)
 
 
@@ -357,7 +357,7 @@ def test_text_that_cannot_be_read_raises(text, what):
         (Array("c64", ()), 8),
     ],
 )
-def test_bytes_of_an_array(array, num_bytes):
+def test_the_bytes_of_an_array_follow_its_dtype(array, num_bytes):
     assert array.num_bytes == num_bytes
 
 

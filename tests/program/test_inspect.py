@@ -1,4 +1,4 @@
-"""`inspect`: FLOPs with loops counted right, memory by its place in the tree, the text and the JSON that people get."""
+"""`inspect`: FLOPs with loops, memory by its place in the tree, the text and the JSON."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ def matmul(x):
 
 
 def nested(x):
-    twice = lambda x, _: (lax.scan(lambda x, _: (x @ x, None), x, None, length=5)[0], None)
+    def twice(x, _):
+        return (lax.scan(lambda x, _: (x @ x, None), x, None, length=5)[0], None)
+
     return lax.scan(twice, x, None, length=3)[0]
 
 
 def convolved(x):
-    image, kernel = x.reshape(1, 16, 16, 1), jnp.ones((3, 3, 1, 4))
+    image = x.reshape(1, 16, 16, 1)
+    kernel = jnp.ones((3, 3, 1, 4))
     return lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
@@ -64,7 +67,7 @@ def test_products_are_counted_as_often_as_they_run(function, flops):
 
 
 def test_control_xla_counts_the_body_of_a_loop_once():
-    """Why we count: when this fails, cost_analysis has learned to."""
+    """This is why meshpar counts itself. If it fails, `cost_analysis` has learned to count loops."""
     compiled = jax.jit(nested).lower(jnp.ones((16, 16))).compile()
     assert compiled.cost_analysis()["flops"] < 2 * 2 * 16**3
 
@@ -89,33 +92,40 @@ ENTRY %main (p: bf16[8,16], w: bf16[16,32]) -> bf16[8,32] {
 """
 
 
-def test_products_as_gpus_and_tpus_spell_them():
+def test_products_are_counted_in_the_forms_of_gpus_and_tpus():
     batched = (
         TPU.replace("bf16[8,16]", "bf16[4,8,16]")
         .replace("bf16[16,32]", "bf16[4,16,32]")
         .replace("bf16[8,32]", "bf16[4,8,32]")
     )
     batched = batched.replace("dim_labels=bf_io->bf", "window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf")
-    one = 2 * 8 * 16 * 32
-    for text, flops, opaque in [(GPU, 4 * one, ("my_kernel",)), (TPU, one, ()), (batched, 4 * one, ())]:
+    flops_of_one = 2 * 8 * 16 * 32
+    for text, flops, opaque in [
+        (GPU, 4 * flops_of_one, ("my_kernel",)),
+        (TPU, flops_of_one, ()),
+        (batched, 4 * flops_of_one, ()),
+    ]:
         program = Program(text)
         visits = list(walk(program))
         assert (product_flops(program, visits), opaque_calls(visits)) == (flops, opaque)
 
 
 def decoder_flops(recomputed: int) -> int:
-    """Forward, and twice that backward: 6 a weight and token, less the lookup; 12 b s^2 d a layer for attention."""
-    d, m, v = MODEL.hidden_size, MODEL.intermediate_size, MODEL.vocab_size
-    layer, attention = 4 * d * d + 3 * d * m, 2 * SEQ * d
+    """Forward, and twice that backward: 6 for each weight and token, without the lookup; 12 b s^2 d for attention."""
+    d = MODEL.hidden_size
+    m = MODEL.intermediate_size
+    v = MODEL.vocab_size
+    layer = 4 * d * d + 3 * d * m
+    attention = 2 * SEQ * d
     tokens = ROWS * SEQ
     return 2 * tokens * ((3 + recomputed) * MODEL.num_layers * (layer + attention) + 3 * v * d)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_multiplies_what_a_decoder_must_shared_by_all_devices(layout, num_microbatches):
-    _, told = inspected(layout, "manual", num_microbatches)
-    assert told.flops * 8 == decoder_flops(recomputed=0)
+def test_the_flops_of_a_step_are_a_decoders_divided_among_all_devices(layout, num_microbatches):
+    _, inspection = inspected(layout, "manual", num_microbatches)
+    assert inspection.flops * 8 == decoder_flops(recomputed=0)
 
 
 # Memory ----------------------------------------------------------------------------------------------------------
@@ -127,39 +137,41 @@ def local_bytes(placements) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_arguments_are_the_placements_to_the_byte(layout):
-    run, told = inspected(layout)
-    held = told.memory.arguments
+def test_the_arguments_equal_the_placements_to_the_byte(layout):
+    run, inspection = inspected(layout)
+    held = inspection.memory.arguments
     assert held["state.params"] == local_bytes(run.placement.params)
     assert held["state.opt_state"] == local_bytes(run.placement.opt_state)
     of_compiler = run.compile_step().compiled.memory_analysis().argument_size_in_bytes
     assert sum(held.values()) == pytest.approx(of_compiler, abs=64 * len(jax.tree.leaves(run.placement.structs)))
 
 
-def test_a_copied_state_would_show_as_outputs():
-    """Donated, only the metrics are new; not donated, all of the state is."""
+def test_control_a_state_that_is_not_donated_is_an_output():
+    """If the state is donated, only metrics are new outputs; if not, the whole state is."""
     x = jnp.ones((64, 64))
     donated, kept = (inspect(jax.jit(lambda x: x + 1, donate_argnums=n).lower(x).compile()).memory for n in ((0,), ()))
     assert (donated.outputs, kept.outputs) == (0, 64 * 64 * 4)
 
 
 def test_the_largest_argument_and_temporary_are_named():
-    big = lambda state: jnp.cumsum(state["w"] @ state["w"].T, axis=0) @ state["w"] + state["b"]
+    def big(state):
+        return jnp.cumsum(state["w"] @ state["w"].T, axis=0) @ state["w"] + state["b"]
+
     state = {"w": jnp.ones((64, 8)), "b": jnp.ones(8)}
-    told = inspect(jax.jit(big).lower(state).compile()).largest
-    argument = told[0]
-    temporaries = [held for held in told if not held.is_argument]
+    inspection = inspect(jax.jit(big).lower(state).compile()).largest
+    argument = inspection[0]
+    temporaries = [held for held in inspection if not held.is_argument]
     assert (argument.name, argument.array, argument.num_bytes) == ("state.w", "f32[64,8]", 2048)
     assert (temporaries[0].array, temporaries[0].num_bytes) == ("f32[64,64]", 64 * 64 * 4)
     assert __file__ in {held.source.rpartition(":")[0] for held in temporaries}
 
 
-# For people and programs -----------------------------------------------------------------------------------------
+# Text and JSON ----------------------------------------------------------------------------------------------------
 
 
 def test_the_text_of_an_inspection():
-    _, told = inspected("zero3")
-    lines = str(told).splitlines()
+    _, inspection = inspected("zero3")
+    lines = str(inspection).splitlines()
     assert lines[:3] == ["a device, in one step", "", "mesh: fsdp=8"]
     gathers = next(line for line in lines if line.startswith("  all_gather"))
     # Nine arrays of three layers, forward and backward, and the last norm.
@@ -168,12 +180,15 @@ def test_the_text_of_an_inspection():
     assert "meshpar/nn/transformer.py:" in gathers
 
 
-def test_the_json_holds_the_same():
-    _, told = inspected("data2_fsdp2_tensor2")
-    plain = json.loads(json.dumps(told.as_json()))
+def test_the_json_has_the_numbers_of_the_inspection():
+    _, inspection = inspected("data2_fsdp2_tensor2")
+    plain = json.loads(json.dumps(inspection.as_json()))
     assert sum(plain["sent_bytes_per_axis"].values()) == pytest.approx(plain["sent_bytes"], abs=8)
-    assert sum(one["times"] * one["sent_bytes"] for one in plain["collectives"]) == plain["sent_bytes"]
-    assert plain["flops"] == told.flops
+    assert (
+        sum(collective["times"] * collective["sent_bytes"] for collective in plain["collectives"])
+        == plain["sent_bytes"]
+    )
+    assert plain["flops"] == inspection.flops
 
 
 def test_without_a_mesh_the_axes_are_unknown():
@@ -185,21 +200,25 @@ def test_five_megabytes_of_text_take_less_than_two_seconds():
     run = prepared("zero3")
     text = run.compile_step().text
     program = Program(text)
-    body, entry = text[text.index("\n\n%") : text.index("\nENTRY")], text[text.index("\nENTRY") :]
+    body = text[text.index("\n\n%") : text.index("\nENTRY")]
+    entry = text[text.index("\nENTRY") :]
     arguments = ", ".join(
-        f"%{one.name}" for one in program.computation(program.entry).values() if one.opcode == "parameter"
+        f"%{instruction.name}"
+        for instruction in program.computation(program.entry).values()
+        if instruction.opcode == "parameter"
     )
-    copies, calls = [], []
-    while sum(map(len, copies)) + len(text) < 5e6:  # the whole program again, called once more
+    copies = []
+    calls = []
+    while sum(map(len, copies)) + len(text) < 5e6:  # another copy of the whole program, and a call of it
         name = f"c{len(copies)}_"
         copies.append((body + entry.replace("ENTRY ", "")).replace("%", f"%{name}"))
         calls.append(f"  %{name} = f32[] call({arguments}), to_apply=%{name}{program.entry}\n")
     first = entry.index("\n", 1) + 1
     large = text[: text.index("\nENTRY")] + "".join(copies) + entry[:first] + "".join(calls) + entry[first:]
     times = []
-    for _ in range(3):  # the least of three: what it takes, and not what the machine does besides
+    for _ in range(3):  # the least of three, because other processes use the machine
         began = time.perf_counter()
-        told = inspect(large, run.mesh)
+        inspection = inspect(large, run.mesh)
         times.append(time.perf_counter() - began)
     assert min(times) < 2
-    assert told.flops == (len(copies) + 1) * inspect(text).flops
+    assert inspection.flops == (len(copies) + 1) * inspect(text).flops

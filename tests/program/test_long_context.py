@@ -35,7 +35,7 @@ MODEL = Llama(
 
 
 def temporaries(seq_len, context=1):
-    """Bytes of a whole step."""
+    """Bytes of the temporaries of a whole step."""
     mesh = MeshLayout(context=context)
     run = Run(
         model=MODEL,
@@ -50,30 +50,31 @@ def temporaries(seq_len, context=1):
     return step.compiled.memory_analysis().temp_size_in_bytes
 
 
-def test_memory_of_a_step_is_linear_in_the_row():
+def test_the_memory_of_a_step_is_linear_in_the_length_of_a_row():
     sizes = [temporaries(seq_len) for seq_len in (4096, 8192, 16384)]
     assert sizes[1] < 2.05 * sizes[0]
     assert sizes[2] < 2.05 * sizes[1]
 
 
-def test_planted_masks_that_leave_the_loop_over_layers(monkeypatch):
-    """Without the dependency of tables on queries, JAX keeps the masks of all pairs of blocks."""
+def test_planted_masks_that_leave_the_loop_over_layers_are_seen(monkeypatch):
+    """If the tables do not depend on the queries, JAX stores the masks of all pairs of blocks."""
     monkeypatch.setattr(online_softmax, "_after", lambda q, pairs: pairs)
     assert temporaries(8192) > 2.5 * temporaries(4096)
 
 
 @pytest.mark.slow
-def test_memory_of_a_device_is_flat_if_context_grows_with_the_row():
+def test_the_memory_of_a_device_is_constant_if_context_grows_with_the_row():
     sizes = [temporaries(4096 * context, context) for context in (2, 4, 8)]
     assert max(sizes) < 1.05 * min(sizes)
 
 
-HEADS, SIZE = 2, 8
+HEADS = 2
+SIZE = 8
 
 
 @pytest.mark.parametrize("context", [2, 4, 8])
-def test_zigzag_executes_hardly_more_than_the_ideal(context):
-    """Forward and backward of attention with blocks a sixteenth of a shard, counted in the compiled program."""
+def test_zigzag_executes_at_most_2_percent_more_flops_than_needed(context):
+    """The compiled forward and backward of attention are counted, with blocks of a sixteenth of a shard."""
     block = 16
     seq_len = context * 16 * block
     mesh = MeshLayout(context=context).build(jax.devices()[:context])

@@ -1,4 +1,4 @@
-"""On TPUs a product stands between the start and the end of every hop, and one chunk a direction is all that it takes.
+"""On TPUs a product runs between the start and the end of every hop, and one more chunk a direction is held.
 
 Compiled for a v5e:2x4, which needs the extra tpu-target; nothing is run.
 """
@@ -26,12 +26,14 @@ from tests.program.schedule import hides
 from tests.program.test_bytes import SIZES, prepared
 
 P = PartitionSpec
-N, ROWS, WIDTH = 8, 4096, 8192
-CHUNK_BYTES = ROWS * WIDTH * 2  # too much for two of them to lie in VMEM, where they would not be counted
+N = 8
+ROWS = 4096
+WIDTH = 8192
+CHUNK_BYTES = ROWS * WIDTH * 2  # two of them do not fit in VMEM, where they would not be counted
 
 
 def scheduled(*, product_first: bool) -> str:
-    """A program that begins to send, multiplies, and waits; or one that multiplies when it has waited."""
+    """A program that starts to send, multiplies and then waits, or one that waits before it multiplies."""
     product = "  %p = f32[8]{0} fusion(%x), kind=kOutput, calls=%fused\n"
     done = "  %d = f32[8]{0} collective-permute-done(%s)\n"
     return (
@@ -66,9 +68,10 @@ def plain(ring, x, w):
     return lax.all_gather(x, ring.axes, tiled=True) @ w
 
 
-ROW, COLUMN = P("tensor"), P(None, "tensor")
+ROW = P("tensor")
+COLUMN = P(None, "tensor")
 KERNELS = {
-    # What it takes, and what it makes; of the chunked dim a device has ROWS.
+    # (shape, spec) of each argument, and the spec of the result. The chunked dim has ROWS elements on each device.
     gathering: (((N * ROWS, WIDTH), ROW), ((WIDTH, N * 512), COLUMN), COLUMN),
     scattering: (((N * ROWS, N * 512), COLUMN), ((N * 512, WIDTH), ROW), ROW),
     contracting: (((N * ROWS, WIDTH), ROW), ((N * 512, N * ROWS), ROW), ROW),
@@ -79,10 +82,12 @@ KERNELS = {
 def compiled(kernel, way, unrolled=8):
     process.compile_only()
     mesh = Mesh(parse("v5e:2x4").devices(), ("tensor",))
-    *taken, made = KERNELS[kernel]
+    *arguments, result = KERNELS[kernel]
     ring = Ring(("tensor",), way == "bidirectional", unrolled)
-    f = jax.shard_map(partial(kernel, ring), mesh=mesh, in_specs=tuple(spec for _, spec in taken), out_specs=made)
-    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for shape, spec in taken]
+    f = jax.shard_map(partial(kernel, ring), mesh=mesh, in_specs=tuple(spec for _, spec in arguments), out_specs=result)
+    structs = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for shape, spec in arguments
+    ]
     return jax.jit(f).lower(*structs).compile()
 
 
@@ -96,38 +101,38 @@ def test_every_hop_is_hidden_behind_a_product(kernel, way, unrolled):
     if unrolled == 8:
         assert len(hidden) == N - 1
     assert all(hidden)
-    # In each direction the chunk that is used, or made, and one more.
+    # In each direction, the chunk of the product and one more.
     directions = 2 if way == "bidirectional" else 1
     assert program.memory_analysis().temp_size_in_bytes <= 2.1 * directions * CHUNK_BYTES
 
 
 @pytest.mark.slow
-def test_a_plain_gather_hides_nothing_and_holds_all_chunks():
-    """Negative control."""
+def test_control_a_plain_gather_hides_nothing_and_holds_all_chunks():
     program = compiled(plain, "ring")
-    assert [one.kind for one in collectives_of(program)] == ["all_gather"]
+    assert [collective.kind for collective in collectives_of(program)] == ["all_gather"]
     assert not any(hides(program.as_text() or ""))
     assert program.memory_analysis().temp_size_in_bytes >= N * CHUNK_BYTES
 
 
 # A step ----------------------------------------------------------------------------------------------------------
 
-LAYERS, TOKENS = SIZES["num_layers"], 16 * 16
+LAYERS = SIZES["num_layers"]
+TOKENS = 16 * 16
 STREAM = TOKENS * SIZES["hidden_size"] * 2
 WEIGHTS = 8 * SIZES["hidden_size"] ** 2  # q, k, v, o; up and down are twice as wide
 RING = {"overlap": "ring"}
 HIDDEN = {
-    # In a layer 8 for the regions, 3 to compute them again, 2 for weights' gradients; 3 at the head. Without, 11 and 2.
+    # A layer sends 8 for its regions, 3 to recompute them, 2 for gradients of weights; the head 3. Plain: 11 and 2.
     "tensor4_sp": ({"tensor": RING}, (LAYERS * 13 + 3) * share(4, STREAM), (LAYERS * 2 + 1) * share(4, STREAM)),
-    # Of 6/8 of the kernels three gathers, of down two, in 2 bytes, and gradients in 4. Without, two of each.
+    # 6/8 of the kernels are gathered three times, down twice, in 2 bytes; gradients have 4. Plain: twice each.
     "zero3": ({"fsdp": RING}, LAYERS * share(8, WEIGHTS // 8 * 76), LAYERS * share(8, WEIGHTS // 8 * 12)),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "settings", "sent", "more"), [(name, *of) for name, of in HIDDEN.items()])
-def test_what_a_step_for_tpus_hides_is_what_the_traced_step_says(layout, settings, sent, more):
-    """There barriers hold, and nothing is merged. Other collectives that compiler repeats where they are small."""
+def test_the_hops_of_a_step_for_tpus_send_the_traced_bytes(layout, settings, sent, more):
+    """XLA:TPU keeps barriers and merges no hops. It repeats other collectives if they are small, so only hops count."""
     process.compile_only()
     model = GPT(**SIZES, remat="full")
     runs = [prepared(layout, model=model, precision=Precision(compute="bfloat16"), **s).run for s in (settings, {})]

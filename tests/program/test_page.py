@@ -1,4 +1,4 @@
-"""The page of a real compiled step, read by a real browser; each thing that is looked for is found in a broken page."""
+"""The page of a real compiled step in a real browser; each kind of fault is found in a page that was broken."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def browser(tmp_path_factory):
 
 @lru_cache
 def step() -> Any:
-    """The inspection of a step that communicates over each of three axes, with what the traced one says."""
+    """The inspection of a step that communicates over each of three axes, with its traced bytes."""
     run = prepared("data2_fsdp2_tensor2")
     return run.inspect(run.compile_step())
 
 
 def hostile() -> dict[str, Any]:
-    """The same, with names that would be code if anything took them for such."""
-    told = step().as_json()
-    for one in told["collectives"]:
-        one |= {"tensors": [EVIL], "source": EVIL, "branches": [EVIL]}
-    told["collectives"][0]["kind"] = EVIL
-    told["largest"] = [held | {"name": EVIL, "array": EVIL, "source": EVIL} for held in told["largest"]]
-    told["sent_bytes_per_axis"] = {
-        EVIL if axes == "fsdp" else axes: b for axes, b in told["sent_bytes_per_axis"].items()
+    """The same, with names that would run as code if they were not escaped."""
+    plain = step().as_json()
+    for collective in plain["collectives"]:
+        collective |= {"tensors": [EVIL], "source": EVIL, "branches": [EVIL]}
+    plain["collectives"][0]["kind"] = EVIL
+    plain["largest"] = [held | {"name": EVIL, "array": EVIL, "source": EVIL} for held in plain["largest"]]
+    plain["sent_bytes_per_axis"] = {
+        EVIL if axes == "fsdp" else axes: b for axes, b in plain["sent_bytes_per_axis"].items()
     }
-    told["memory"]["arguments"][EVIL] = told["memory"]["arguments"].pop("state.params")
-    told["findings"] = [{"kind": EVIL, "what": EVIL, "where": EVIL, "bytes": 3, "fix": EVIL}]
-    return told | {"opaque": [EVIL], "target": EVIL, "chip_bytes": 10**6, "fits": False}
+    plain["memory"]["arguments"][EVIL] = plain["memory"]["arguments"].pop("state.params")
+    plain["findings"] = [{"kind": EVIL, "what": EVIL, "where": EVIL, "bytes": 3, "fix": EVIL}]
+    return plain | {"opaque": [EVIL], "target": EVIL, "chip_bytes": 10**6, "fits": False}
 
 
 # The page --------------------------------------------------------------------------------------------------------
@@ -58,21 +58,21 @@ def hostile() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("width", "scheme"), SCREENS)
 def test_a_real_step_is_drawn_to_scale_and_fits_the_screen(browser, tmp_path, width, scheme):
-    told = step().as_json()
-    assert faults(browser, page(told), told, tmp_path, width, scheme) == set()
+    plain = step().as_json()
+    assert faults(browser, page(plain), plain, tmp_path, width, scheme) == set()
 
 
 @pytest.mark.parametrize(("width", "scheme"), SCREENS)
 @pytest.mark.parametrize("policy", [True, False], ids=["with policy", "by escaping alone"])
 def test_hostile_names_are_only_text(browser, tmp_path, width, scheme, policy):
-    told = hostile()
-    html = page(told) if policy else POLICY.sub("", page(told))
-    assert faults(browser, html, told, tmp_path, width, scheme) == set()
+    plain = hostile()
+    html = page(plain) if policy else POLICY.sub("", page(plain))
+    assert faults(browser, html, plain, tmp_path, width, scheme) == set()
     assert EVIL in browser.ask("document.body.innerText")
 
 
 def unguarded(more: str) -> Callable[[str], str]:
-    """Adds to a page that has no policy."""
+    """Adds HTML to a page, and removes the page's policy."""
     return lambda html: POLICY.sub("", html).replace("</main>", f"{more}</main>")
 
 
@@ -102,15 +102,15 @@ BROKEN = {
 @pytest.mark.parametrize("broken", BROKEN)
 def test_control_a_broken_page_is_seen(browser, tmp_path, broken):
     change, fault = BROKEN[broken]
-    told = step().as_json()
-    changed = change(page(told))
-    assert changed != page(told)
-    assert fault in faults(browser, changed, told, tmp_path, 1280)
+    plain = step().as_json()
+    changed = change(page(plain))
+    assert changed != page(plain)
+    assert fault in faults(browser, changed, plain, tmp_path, 1280)
 
 
-def test_a_block_tells_its_collective(browser, tmp_path):
-    told = step().as_json()
-    faults(browser, page(told), told, tmp_path, 1280)
+def test_a_block_has_its_collective_as_title(browser, tmp_path):
+    plain = step().as_json()
+    faults(browser, page(plain), plain, tmp_path, 1280)
     titles = browser.ask("[...document.querySelectorAll('.block title')].map(t => t.textContent)")
     gather = next(title for title in titles if "blocks.mlp.gate.kernel" in title)
     assert gather.splitlines()[:3] == [
@@ -128,29 +128,29 @@ def words(html: str) -> str:
     return " ".join(re.sub(r"<style>.*?</style>|<[^>]*>", " ", html, flags=re.DOTALL).split())
 
 
-def test_the_words_of_the_page():
-    said = words(page(step().as_json()))
-    assert "A device, in one step mesh: data=2, fsdp=2, tensor=2 sends" in said
-    assert "Positions show the order, not the time." in said
-    assert f"{step().flops:,} FLOPs" in said
-    assert re.search(r"tensor ([\d,]+) bytes / as traced \1, equal", said)
-    assert "Findings" not in said
+def test_the_page_has_the_figures_of_the_step_as_text():
+    text = words(page(step().as_json()))
+    assert "A device, in one step mesh: data=2, fsdp=2, tensor=2 sends" in text
+    assert "Positions show the order, not the time." in text
+    assert f"{step().flops:,} FLOPs" in text
+    assert re.search(r"tensor ([\d,]+) bytes / as traced \1, equal", text)
+    assert "Findings" not in text
 
 
 @pytest.mark.parametrize(("machine_bytes", "verdict"), [(None, "fits"), (1, "does not fit")])
-def test_the_verdict_stands_on_top(machine_bytes, verdict):
+def test_the_verdict_is_on_top(machine_bytes, verdict):
     machine = parse("h100:1x8")
     machine = (
         machine if machine_bytes is None else replace(machine, chip=replace(machine.chip, memory_bytes=machine_bytes))
     )
     mesh = prepared("data2_fsdp2_tensor2").mesh
-    said = words(page(judge(step(), machine, mesh).as_json()))
-    assert said.startswith(
+    text = words(page(judge(step(), machine, mesh).as_json()))
+    assert text.startswith(
         f"A device, in one step A device, in one step mesh: data=2, fsdp=2, tensor=2 h100:1x8: {verdict}."
     )
 
 
-def test_findings_are_told_where_there_are_any():
+def test_findings_are_listed_on_the_page():
     found = {
         "kind": "gathered twice",
         "what": "blocks.mlp.up.kernel",
@@ -158,26 +158,34 @@ def test_findings_are_told_where_there_are_any():
         "bytes": 2048,
         "fix": "remat",
     }
-    said = words(page(step().as_json() | {"findings": [found]}))
-    assert "Findings gathered twice 2.00 KiB blocks.mlp.up.kernel where: model.py:3 fix: remat" in said
+    text = words(page(step().as_json() | {"findings": [found]}))
+    assert "Findings gathered twice 2.00 KiB blocks.mlp.up.kernel where: model.py:3 fix: remat" in text
 
 
 def test_a_program_of_one_device_sends_nothing():
-    told = inspect(jax.jit(lambda x: x @ x).lower(jnp.ones((16, 16))).compile())
-    said = words(page(told.as_json()))
-    assert "no mesh was given sends 0 B" in said
-    assert "It sends nothing." in said
-    assert "in order" not in said
+    inspection = inspect(jax.jit(lambda x: x @ x).lower(jnp.ones((16, 16))).compile())
+    text = words(page(inspection.as_json()))
+    assert "no mesh was given sends 0 B" in text
+    assert "It sends nothing." in text
+    assert "in order" not in text
 
 
 def test_a_branch_is_marked():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
-    sum_, keep = lambda x: jax.lax.psum(x, "data"), lambda x: jax.lax.pcast(x, "data", to="varying")
-    branch = lambda flag, x: jax.lax.cond(flag, lambda x: keep(sum_(x)), lambda x: x, x)
+
+    def sum_(x):
+        return jax.lax.psum(x, "data")
+
+    def keep(x):
+        return jax.lax.pcast(x, "data", to="varying")
+
+    def branch(flag, x):
+        return jax.lax.cond(flag, lambda x: keep(sum_(x)), lambda x: x, x)
+
     mapped = jax.shard_map(branch, mesh=mesh, in_specs=(jax.sharding.PartitionSpec(), spec), out_specs=spec)
-    told = inspect(jax.jit(mapped).lower(True, jnp.ones((8, 4))).compile(), mesh).as_json()
-    html = page(told)
+    plain = inspect(jax.jit(mapped).lower(True, jnp.ones((8, 4))).compile(), mesh).as_json()
+    html = page(plain)
     assert 'class="hatch"' in html
     assert "all_reduce in a branch data 1x 28 B" in words(html)
     assert 'class="hatch"' not in page(step().as_json())
@@ -193,8 +201,8 @@ def test_without_chromium_a_test_is_skipped_unless_it_is_required(monkeypatch, t
 
 
 @pytest.mark.parametrize("flops", [0, 999, 13_824, 12_345_678_901_234_567_890])
-def test_the_large_figures_are_short_however_many_operations_there_are(flops):
-    """A long number would break wherever the tile ends. In full it stands below, in small letters."""
+def test_the_large_figures_are_short_however_many_flops_there_are(flops):
+    """A long number would not fit the tile; it is written in full below, in small letters."""
     html = page(step().as_json() | {"flops": flops})
     figures = re.findall(r"<dd>(.*?)</dd>", html)
     assert len(figures) == 3 and max(map(len, figures)) <= len("999.99 EFLOPs")

@@ -1,4 +1,4 @@
-"""What the compiled step of a pipeline sends, holds and computes, whatever its schedule and its microbatches."""
+"""The bytes, memory and FLOPs of a pipeline's compiled step, for every schedule and number of microbatches."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def run_of(kind, mesh, m, remat="none", **more):
 
 
 @lru_cache
-def told(kind, mesh, m, remat="none") -> Inspection:
+def inspected(kind, mesh, m, remat="none") -> Inspection:
     run = run_of(kind, mesh, m, remat)
     return inspect(run.compile_step().compiled, run.mesh)
 
 
 def temp_bytes(kind, mesh, m):
-    return told(kind, mesh, m).memory.temporaries
+    return inspected(kind, mesh, m).memory.temporaries
 
 
-def permutes(told: Inspection):
-    return [one for one in told.collectives if one.kind == "collective_permute"]
+def permutes(inspection: Inspection):
+    return [collective for collective in inspection.collectives if collective.kind == "collective_permute"]
 
 
 # Ticks -----------------------------------------------------------------------------------------------------------
 
-TICKS = {  # in units of an operation on a chunk; where B is whole, its W follows at once
+TICKS = {  # in units of an operation on a chunk; where B is not split, its W follows at once
     "gpipe": lambda p, m, v: 3 * m + 2 * (p - 1),
     "1f1b": lambda p, m, v: 3 * m + 2 * (p - 1),
     "zb_h1": lambda p, m, v: 3 * m + p - 1,
@@ -64,8 +64,9 @@ TICKS = {  # in units of an operation on a chunk; where B is whole, its W follow
 
 @pytest.mark.parametrize("kind", TICKS)
 @pytest.mark.parametrize(("mesh", "m"), [("pipe2", 4), ("pipe4", 8), ("pipe4", 16), ("pipe8", 16)])
-def test_a_step_has_as_many_ticks_as_the_formula(kind, mesh, m):
-    schedule, p = scheduled(kind, mesh, m), int(mesh[-1])
+def test_the_ticks_of_a_step_equal_the_formula(kind, mesh, m):
+    schedule = scheduled(kind, mesh, m)
+    p = int(mesh[-1])
     assert in_ticks(schedule.orders(p), schedule).makespan == TICKS[kind](p, m, schedule.chunks_per_stage)
 
 
@@ -88,28 +89,28 @@ SENDING = [
 
 
 def links(compiled, mesh):
-    """(source, target) -> the messages that the ticks of a compiled program send from stage to stage."""
+    """(source, target) -> the number of messages that the ticks of a compiled program send."""
     sent = Counter()
-    for one in collectives_of(compiled, mesh):
-        if one.kind == "collective_permute" and "while" in one.op_name:
-            assert one.full_bytes == MESSAGE
-            sent.update(dict.fromkeys(one.groups, one.times))
+    for collective in collectives_of(compiled, mesh):
+        if collective.kind == "collective_permute" and "while" in collective.op_name:
+            assert collective.full_bytes == MESSAGE
+            sent.update(dict.fromkeys(collective.groups, collective.times))
     return sent
 
 
 def needed(schedule, p, with_backward=True):
-    """(source, target) -> the messages that the parts of the model need, whatever the order of operations."""
+    """(source, target) -> the number of messages that the stages need, in any order of operations."""
     sent = Counter()
-    for here, there in itertools.pairwise(schedule.stage_of(k, p) for k in range(p * schedule.chunks_per_stage)):
-        if here != there:
-            sent[here, there] += schedule.num_microbatches
-            sent[there, here] += schedule.num_microbatches * with_backward
+    for source, target in itertools.pairwise(schedule.stage_of(k, p) for k in range(p * schedule.chunks_per_stage)):
+        if source != target:
+            sent[source, target] += schedule.num_microbatches
+            sent[target, source] += schedule.num_microbatches * with_backward
     return +sent
 
 
 def sent_over_pipe(compiled, mesh, p):
     """Bytes that all stages send in the ticks of a compiled program."""
-    in_ticks = [one for one in collectives_of(compiled, mesh) if "while" in one.op_name]
+    in_ticks = [collective for collective in collectives_of(compiled, mesh) if "while" in collective.op_name]
     return p * total_sent_bytes(in_ticks, "collective_permute", ["pipe"])
 
 
@@ -117,11 +118,13 @@ def sent_over_pipe(compiled, mesh, p):
     ("kind", "mesh", "m", "more"),
     [pytest.param(*case, marks=pytest.mark.slow if i > 6 else []) for i, case in enumerate(SENDING)],
 )
-def test_the_bytes_over_pipe_are_those_of_the_messages(kind, mesh, m, more):
-    """Of the step, and of the evaluation, which has forwards only; compiled and traced."""
-    run, p = run_of(kind, mesh, m, **more), int(mesh[-1])
+def test_the_bytes_over_pipe_equal_those_of_the_messages(kind, mesh, m, more):
+    """For the step and for the evaluation, which has only forwards; compiled and traced."""
+    run = run_of(kind, mesh, m, **more)
+    p = int(mesh[-1])
     schedule = run.pipeline.schedule
-    evaluation, step = run.compile_evaluation(), as_written(run)
+    evaluation = run.compile_evaluation()
+    step = as_written(run)
     for compiled, with_backward in [(step.compiled, True), (evaluation.compiled, False)]:
         messages = needed(schedule, p, with_backward)
         assert links(compiled, run.mesh) == messages
@@ -131,8 +134,8 @@ def test_the_bytes_over_pipe_are_those_of_the_messages(kind, mesh, m, more):
     assert run.traced_bytes == closed_form(run)
 
 
-def test_a_message_that_no_stage_needs_is_seen(monkeypatch):
-    """It is stored nowhere, so no number changes but that of bytes."""
+def test_planted_a_message_that_no_stage_needs_is_seen(monkeypatch):
+    """No stage stores it, so only the number of bytes changes."""
     plan = execute.Pipeline.plan
 
     def with_one_more(self, ctx, forward_only=False):
@@ -150,7 +153,7 @@ def test_a_message_that_no_stage_needs_is_seen(monkeypatch):
     assert run.traced_bytes["pipe",] - form["pipe",] == Fraction(count * MESSAGE, 4) > 0
 
 
-def test_a_message_that_is_not_sent_is_seen(float64, monkeypatch):
+def test_planted_a_message_that_is_not_sent_is_seen(float64, monkeypatch):
     plan = execute.Pipeline.plan
 
     def with_one_less(self, ctx, forward_only=False):
@@ -163,8 +166,8 @@ def test_a_message_that_is_not_sent_is_seen(float64, monkeypatch):
     assert difference(run, "tied", 8) > 1e-6
 
 
-def test_branches_that_all_count_as_taken_are_seen(monkeypatch):
-    """As they would without a number for each branch in the scope of the switch."""
+def test_planted_branches_that_all_count_as_taken_are_seen(monkeypatch):
+    """They would without the counts in the scope of the switch."""
     monkeypatch.setattr(execute, "_taken", lambda *times, of: jax.named_scope(f"taken_{of}_of_{of}"))
     run = run_of("1f1b", "pipe4", 8)
     assert run.traced_bytes["pipe",] > 2 * closed_form(run)["pipe",]
@@ -182,7 +185,7 @@ def test_a_tick_has_two_permutes_only_if_a_stage_receives_two_messages(kind, rou
 
 
 def test_an_even_cut_moves_no_layer():
-    assert all("while" in one.op_name for one in permutes(told("1f1b", "pipe4", 8)))
+    assert all("while" in collective.op_name for collective in permutes(inspected("1f1b", "pipe4", 8)))
 
 
 def test_an_even_cut_with_padding_at_its_end_moves_no_layer(float64):
@@ -212,7 +215,7 @@ BYTES = [
     ("kind", "mesh", "model", "remat"),
     [pytest.param(*case, marks=pytest.mark.slow if i > 1 else []) for i, case in enumerate(BYTES)],
 )
-def test_the_step_sends_and_multiplies_what_it_says(kind, mesh, model, remat):
+def test_bytes_and_flops_of_a_pipeline_equal_the_traced_step(kind, mesh, model, remat):
     run = prepared(MODELS[model](8, remat=remat), mesh, scheduled(kind, mesh, 4), precision="float32")
     assert cost_as_written(run) == cost_as_traced(run)
     assert run.traced_bytes == closed_form(run)
@@ -233,7 +236,7 @@ ADDED = {
         for kind, mesh in [("1f1b", "fsdp4"), ("zb_h1", "zero2"), ("gpipe", "data2_tensor2"), ("zbv", "zero1")]
     ],
 )
-def test_so_it_does_with_what_a_trainer_adds(name, kind, mesh):
+def test_bytes_and_flops_of_a_pipeline_with_trainer_settings_equal_the_traced_step(name, kind, mesh):
     run = prepared(MODELS["llama"](4), mesh, scheduled(kind, mesh, 4), precision="float32", **ADDED[name])
     assert cost_as_written(run) == cost_as_traced(run)
     assert run.traced_bytes == closed_form(run)
@@ -241,7 +244,7 @@ def test_so_it_does_with_what_a_trainer_adds(name, kind, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mesh", "cut"), [("1f1b", "fsdp2_tensor2_sp", None), ("zb_h1", "zero1", (3, 4))])
-def test_padded_layers_count_as_any(kind, mesh, cut):
+def test_bytes_and_flops_of_padded_layers_equal_the_traced_step(kind, mesh, cut):
     model = MODELS["llama"](7, pad_layers_to_multiple=2)
     run = prepared(model, mesh, scheduled(kind, mesh, 4, cut=cut), precision="float32")
     assert cost_as_written(run) == cost_as_traced(run)
@@ -249,7 +252,7 @@ def test_padded_layers_count_as_any(kind, mesh, cut):
 
 
 @pytest.mark.slow
-def test_a_pipeline_with_accumulation_sends_what_the_traced_step_says():
+def test_bytes_and_flops_of_a_pipeline_with_accumulation_equal_the_traced_step():
     run = prepared(
         MODELS["tied"](8), "fsdp4", scheduled("interleaved", "fsdp4", 2), precision="float32", num_microbatches=3
     )
@@ -260,16 +263,16 @@ def test_a_pipeline_with_accumulation_sends_what_the_traced_step_says():
 # Memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_1f1b_holds_does_not_grow_with_the_microbatches():
+def test_the_memory_of_1f1b_does_not_grow_with_the_microbatches():
     assert temp_bytes("1f1b", "pipe4", 64) <= 1.02 * temp_bytes("1f1b", "pipe4", 8)
 
 
-def test_1f1b_holds_a_fifth_of_what_gpipe_holds():
+def test_the_memory_of_1f1b_is_a_fifth_of_that_of_gpipe():
     assert temp_bytes("1f1b", "pipe4", 64) <= 0.20 * temp_bytes("gpipe", "pipe4", 64)
 
 
 @pytest.mark.slow
-def test_what_gpipe_holds_grows_with_the_microbatches():
+def test_control_the_memory_of_gpipe_grows_with_the_microbatches():
     assert temp_bytes("gpipe", "pipe4", 64) > 3 * temp_bytes("gpipe", "pipe4", 8)
 
 
@@ -277,13 +280,13 @@ def test_what_gpipe_holds_grows_with_the_microbatches():
 
 
 def model_flops(m, remat):
-    """Of the whole step on one device, whose backward is two forwards and what the policy works out again."""
+    """FLOPs of a step on one device, whose backward is two forwards and what the remat policy recomputes."""
     run = run_of("", None, m, remat)
     return inspect(run.compile_step().compiled, run.mesh).flops
 
 
 def stage_flops(whole, head, p):
-    """A p-th of the layers, and the end of the model, on the stage that has most."""
+    """FLOPs of the last stage, which has a p-th of the layers and the head."""
     return (whole - head) / p + head
 
 
@@ -301,15 +304,15 @@ HEAD = 3 * 2 * 32 * 64 * 4 * 32  # F, B and W of the output projection, for a mi
     ]
     + [pytest.param("zb_h1", Remat(save=("q", "k", "v", "attn", "gate")), marks=pytest.mark.slow)],
 )
-def test_a_step_costs_three_forwards_and_what_remat_plans(kind, remat):
+def test_the_flops_of_a_step_are_three_forwards_and_what_remat_recomputes(kind, remat):
     m = 8
     expected = stage_flops(model_flops(m, remat), m * HEAD, 4)
-    assert expected <= told(kind, "pipe4", m, remat).flops <= 1.01 * expected
+    assert expected <= inspected(kind, "pipe4", m, remat).flops <= 1.01 * expected
 
 
 @pytest.mark.slow
-def test_a_w_that_begins_from_the_input_fails_it(monkeypatch):
-    """As two calls of `jax.vjp` would: W is given nothing that B has worked out."""
+def test_planted_a_w_that_recomputes_from_the_input_is_seen(monkeypatch):
+    """W uses nothing that B has computed, as with two calls of `jax.vjp`."""
     needed = split._Cut._needed
 
     def from_scratch(self, targets, residuals, stash, made=()):
@@ -323,17 +326,17 @@ def test_a_w_that_begins_from_the_input_fails_it(monkeypatch):
 # Compile time ----------------------------------------------------------------------------------------------------
 
 
-def test_the_program_is_as_long_for_any_number_of_microbatches():
+def test_the_length_of_the_program_does_not_depend_on_the_microbatches():
     few, many = (run_of("1f1b", "pipe4", m).compile_step().compiled.as_text() or "" for m in (8, 64))
     assert abs(len(many.splitlines()) / len(few.splitlines()) - 1) < 0.02
 
 
 @pytest.mark.slow
-def test_compiling_takes_as_long_for_any_number_of_microbatches():
+def test_the_compile_time_does_not_depend_on_the_microbatches():
     def seconds(m):
         run = run_of("1f1b", "pipe4", m)
         jax.clear_caches()
-        # Traced before: here each function of the simulator has its arguments checked, which is most of the time.
+        # Tracing is not timed, because the tests check the arguments of every function of the simulator.
         lowered = jax.jit(run.step).lower(run.placement.structs, run.batch)
         began = time.process_time()
         lowered.compile()
@@ -344,6 +347,6 @@ def test_compiling_takes_as_long_for_any_number_of_microbatches():
     assert many <= 1.05 * few
 
 
-def test_the_simulation_of_a_step_is_in_the_units_of_the_table():
+def test_the_simulated_makespan_is_in_units_of_ticks():
     schedule = scheduled("zb_h1", "pipe4", 8)
     assert simulate(schedule, 4).makespan == in_ticks(schedule.orders(4), schedule).makespan

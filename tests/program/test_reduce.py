@@ -1,4 +1,4 @@
-"""A step with a declared reduction sends its closed form, to the byte; and in the order of the backward."""
+"""A step with a declared reduction sends its closed form to the byte, in the order of the backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES = [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE
 def sent_and_form(run):
     assert run.traced_bytes == closed_form(run)
     sent, num_flops = cost_as_written(run)
-    # XLA turns products with a matrix of one row into multiplications: PowerSGD's four of the last norm's scale.
+    # XLA turns products with a one-row matrix into multiplications: four of PowerSGD's, for the last norm's scale.
     of_one_row = (
         4 * 2 * run.run.model.hidden_size if isinstance(run.run.parallel.gradient_reduction.across, PowerSGD) else 0
     )
@@ -41,33 +41,34 @@ def sent_and_form(run):
 
 
 @pytest.mark.parametrize(("name", "layout", "num_microbatches"), CASES)
-def test_the_step_sends_what_it_says(name, layout, num_microbatches):
+def test_a_step_with_a_declared_reduction_sends_the_closed_form(name, layout, num_microbatches):
     sent, form = sent_and_form(
         prepared(layout, num_microbatches=num_microbatches, parallel={"gradient_reduction": REDUCTIONS[name]})
     )
     assert sent == form
 
 
-def test_over_slices_it_does_too():
+def test_a_declared_reduction_over_slices_sends_the_closed_form():
     mesh = MeshLayout(data=2, fsdp=2, dcn=AxisSizes(replica=2))
     run = prepared("hsdp2x4", parallel={"gradient_reduction": REDUCTIONS["int8"]})
     sent, form = sent_and_form(prepare(run.run.model_copy(update={"mesh": mesh})))
     assert sent == form
 
 
-def test_the_form_of_another_reduction_is_not_met():
+def test_control_another_reduction_has_another_closed_form():
     sent, _ = sent_and_form(prepared("data8", parallel={"gradient_reduction": REDUCTIONS["int8"]}))
     assert sent != prepared("data8", parallel={"gradient_reduction": REDUCTIONS["bf16"]}).traced_bytes
 
 
 def test_int8_sends_at_most_52_percent_of_bfloat16_in_a_step_too():
-    """Of a model with large gradients: 100 M parameters on 8 devices. Nothing is compiled."""
+    """The model has large gradients, 100 M parameters on 8 devices; nothing is compiled."""
     from meshpar.models import Llama
 
     model = Llama(num_layers=8, hidden_size=1024, num_heads=8, intermediate_size=4096, vocab_size=1024)
-    bytes_of = lambda across: gradients_of(
-        prepared("data8", model=model, parallel={"gradient_reduction": Reduce(across=across)})
-    )
+
+    def bytes_of(across):
+        return gradients_of(prepared("data8", model=model, parallel={"gradient_reduction": Reduce(across=across)}))
+
     assert bytes_of(Int8()) <= Fraction(52, 100) * bytes_of(Bfloat16())
     assert bytes_of(OneBit()) < Fraction(8, 100) * bytes_of(Bfloat16())
 
@@ -77,8 +78,8 @@ def gradients_of(run) -> Fraction:
 
 
 @pytest.mark.slow
-def test_exact_sums_of_narrow_gradients_travel_narrow():
-    """XLA's own, on a CPU, would be widened to 4 bytes."""
+def test_exact_sums_of_bfloat16_gradients_are_sent_in_bfloat16():
+    """XLA:CPU would widen its own sums to 4 bytes."""
     precision = Precision(params="bfloat16", compute="bfloat16", gradients="bfloat16", master="float32")
     run = prepared("data8", precision=precision, parallel={"gradient_reduction": Reduce()})
     sent, form = sent_and_form(run)

@@ -1,4 +1,4 @@
-"""What the forward saves for the backward by name: its bytes in closed form, and what the backward then computes."""
+"""The activations that the forward saves by name: their bytes in closed form, and what the backward recomputes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from meshpar.nn.attention.blocks import Blocks
 from meshpar.nn.remat import Remat
 from tests.program.test_bytes import cost_as_traced, cost_as_written, prepared
 
-LAYERS, ROWS, SEQ, WIDTH, HEADS, KV_HEADS, MLP = 12, 32, 16, 16, 4, 2, 32
+LAYERS = 12
+ROWS = 32
+SEQ = 16
+WIDTH = 16
+HEADS = 4
+KV_HEADS = 2
+MLP = 32
 ATTENTION = ("q", "k", "v", "attn", "log_mass", "residual")
-# Elements of all layers in the global batch. With sequence parallelism each is divided among all devices.
+# Elements of an activation for each token and layer. With sequence parallelism, all devices share them equally.
 SIZES = {
     "input": WIDTH, "q": WIDTH, "k": WIDTH * KV_HEADS // HEADS, "v": WIDTH * KV_HEADS // HEADS, "attn": WIDTH,
     "log_mass": HEADS, "residual": WIDTH, "gate": MLP, "up": MLP,
@@ -31,7 +37,7 @@ def run_with(layout, **remat):
 
 
 def saved_bytes(run):
-    """Bytes that the loop over layers in the traced forward leaves for the backward, on one device."""
+    """Bytes that the traced forward's loop over layers stores for the backward, on one device."""
     loops = (visit.equation for visit in walk(run._traced_step) if visit.primitive == "scan")
     forward = next(loop for loop in loops if loop.params["length"] == LAYERS and not loop.params["reverse"])
     stacked = forward.outvars[forward.params["num_carry"] :]
@@ -47,7 +53,7 @@ SINGLE = [pytest.param((name,), marks=pytest.mark.slow) for name in SIZES if nam
 
 
 @pytest.mark.parametrize("names", [*SETS, *SINGLE])
-def test_the_forward_saves_the_names_and_nothing_else(names):
+def test_the_forward_saves_only_the_named_activations(names):
     """Each case is the control of the others: without one of its names, fewer bytes are saved."""
     assert saved_bytes(run_with("data2_fsdp2_tensor2", save=names)) == closed_form(names)
 
@@ -68,8 +74,8 @@ def test_attention_is_computed_again_unless_its_result_and_log_mass_are_saved():
     assert flops(*ATTENTION, "gate", "up") == cost_as_traced(run_with("zero3", policy="none"))[1]
 
 
-def test_the_compiled_step_sends_and_multiplies_what_the_traced_one_says():
-    """ZeRO-3 still gathers parameters again: else the step would send less over fsdp than with policy `full`."""
+def test_bytes_and_flops_with_saved_activations_equal_the_traced_step():
+    """ZeRO-3 gathers parameters again with any policy: otherwise it would send less over fsdp than with `full`."""
     run = run_with("data2_fsdp2_tensor2", save=ATTENTION)
     assert cost_as_written(run) == cost_as_traced(run)
     full = run_with("data2_fsdp2_tensor2")

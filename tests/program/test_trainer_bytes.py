@@ -1,4 +1,4 @@
-"""What a trainer adds sends nothing, but for a teacher; and a teacher what its closed form says, to the byte."""
+"""Of the trainer's settings only a teacher sends anything: its closed form, to the byte."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def taught(layout: str, num_microbatches: int, presets: tuple[str, ...]) -> Prep
 
 
 @pytest.mark.parametrize(("layout", "num_microbatches", "presets"), CASES)
-def test_a_step_with_all_of_it_sends_what_it_says(tmp_path, monkeypatch, layout, num_microbatches, presets):
+def test_a_step_with_a_teacher_sends_the_closed_form(tmp_path, monkeypatch, layout, num_microbatches, presets):
     monkeypatch.chdir(tmp_path)
     run = taught(layout, num_microbatches, presets)
     plain = prepared(layout, "manual", num_microbatches).traced_bytes or {}
     found = sent_as_written(run)
     assert found == run.traced_bytes == closed_form(run)
     assert sum(found.values()) > sum(plain.values())
-    monkeypatch.setattr(oracle, "teacher_traffic", lambda *given: {})  # control: a teacher is no free lunch
+    monkeypatch.setattr(oracle, "teacher_traffic", lambda *given: {})  # control: the teacher's bytes are needed
     assert closed_form(run) == plain != found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data2_fsdp2_tensor2", "zero1"])
-def test_without_a_teacher_it_sends_what_it_did(layout):
+def test_without_a_teacher_the_settings_send_nothing(layout):
     plain = prepared(layout)
     run = prepare(plain.run.model_copy(update=ADDED))
     assert sent_as_written(run) == plain.traced_bytes == run.traced_bytes
 
 
-def test_where_a_teachers_logits_lie_otherwise_the_bytes_are_not_known(tmp_path, monkeypatch):
+def test_with_a_teacher_of_another_sharding_the_traced_bytes_are_unknown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rules = AxisRules(preset=("fsdp", "megatron"), vocab=())
     teacher(vocab_size=32)

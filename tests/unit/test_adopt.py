@@ -1,4 +1,4 @@
-"""Flax models that declare names, in Linen and in NNX, lie on a mesh as the names say, without a change to them."""
+"""Linen and NNX models that name their dims are sharded by these names, without a change to the models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from flax import nnx
 from meshpar import AxisRules, MeshLayout, ShardingError, inspect, training, verify
 from meshpar.tree import flatten_with_paths
 
-MESH, RULES = MeshLayout(data=2, fsdp=2, tensor=2), AxisRules(preset=("fsdp", "megatron"), unnamed=())
-WIDTH, MLP, LAYERS, ROWS = 8, 16, 2, 8
+MESH = MeshLayout(data=2, fsdp=2, tensor=2)
+RULES = AxisRules(preset=("fsdp", "megatron"), unnamed=())
+WIDTH = 8
+MLP = 16
+LAYERS = 2
+ROWS = 8
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,7 +56,7 @@ class Stack(nn.Module):
 
 
 class MLPLayer(nnx.Module):
-    """The same in NNX, its kernels annotated."""
+    """The same layer in NNX, with annotated kernels."""
 
     def __init__(self, rngs):
         init = nnx.initializers.lecun_normal()
@@ -104,7 +108,7 @@ def dims(adopted):
     return {path: spec.dims for path, spec in flatten_with_paths(adopted.specs).items()}
 
 
-def test_linens_names_are_read_with_those_that_scan_adds():
+def test_the_names_of_a_linen_model_include_those_that_scan_adds():
     assert dims(linen()) == {
         "LayerNorm_0.bias": ("unnamed",),
         "LayerNorm_0.scale": ("unnamed",),
@@ -113,7 +117,7 @@ def test_linens_names_are_read_with_those_that_scan_adds():
     }
 
 
-def test_nnxs_names_are_read_with_those_that_vmap_adds():
+def test_the_names_of_an_nnx_model_include_those_that_vmap_adds():
     assert dims(nnx_stack()) == {
         "down.bias.value": ("unnamed", "unnamed"),
         "down.kernel.value": ("layers", "mlp", "embed"),
@@ -123,7 +127,7 @@ def test_nnxs_names_are_read_with_those_that_vmap_adds():
 
 
 @pytest.mark.parametrize("adopt", [linen, nnx_stack])
-def test_the_state_is_born_sharded(adopt):
+def test_the_state_is_initialized_sharded(adopt):
     adopted = adopt()
     state = adopted.compile_init()()
     kernel = next(x for path, x in flatten_with_paths(state.params).items() if "kernel" in path)
@@ -145,11 +149,11 @@ def traced(adopted) -> str:
 
 
 def test_flaxs_constraints_follow_the_rules():
-    """Where nothing else says it, the activation is sharded as its names are; on one device nothing is said."""
+    """An activation is constrained to the sharding of its names; on one device there is no constraint."""
     hidden = "spec=P(('data', 'fsdp'), 'tensor')"
-    one = linen(mesh=MeshLayout().build(jax.devices()[:1]))
+    on_one_device = linen(mesh=MeshLayout().build(jax.devices()[:1]))
     assert hidden in traced(linen())
-    assert hidden not in traced(one)
+    assert hidden not in traced(on_one_device)
 
 
 @pytest.mark.parametrize("adopt", [linen, nnx_stack])
@@ -160,5 +164,5 @@ def test_linen_and_nnx_models_are_verified_as_they_are(adopt):
 
 def test_a_linen_model_is_inspected_as_it_is():
     adopted = linen()
-    told = inspect(adopted.compile_step().compiled, adopted.mesh)
-    assert {"fsdp", "tensor"} <= {axis for one in told.collectives for axis in one.axes or ()}
+    report = inspect(adopted.compile_step().compiled, adopted.mesh)
+    assert {"fsdp", "tensor"} <= {axis for collective in report.collectives for axis in collective.axes or ()}

@@ -1,4 +1,4 @@
-"""An answer as it comes: whole characters, and nothing of a stop string."""
+"""A streamed answer has whole characters, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ TEXTS = st.one_of(st.binary(max_size=40), st.text("né€😀 \ufffd", max_size=
 
 
 def written(data: bytes, stop=(), max_tokens=99) -> tuple[list[str], Answer]:
-    answer, pieces = Answer(Bytes(), stop, max_tokens), []
+    answer = Answer(Bytes(), stop, max_tokens)
+    pieces = []
     for token in [*data, Bytes().bos]:
         if answer.finish is None:
             pieces.append(answer.add(token))
@@ -27,7 +28,7 @@ def test_the_pieces_are_the_text_of_all_tokens(data):
     assert (answer.finish, answer.tokens) == ("end", list(data))
 
 
-def test_decoding_each_token_alone_would_not_do():
+def test_control_decoding_each_token_alone_breaks_characters():
     assert "".join(Bytes().decode([token]) for token in "€".encode()) != "€"
 
 
@@ -42,13 +43,13 @@ def test_an_answer_ends_before_the_first_stop_string_that_is_complete(text, stop
     assert answer.finish == ("stop" if ends else "end")
 
 
-def test_what_might_become_a_stop_string_waits():
+def test_text_that_may_begin_a_stop_string_is_held_back():
     pieces, answer = written(b"a\n\nb\n\n\nc", ["\n\n\n"])
     assert pieces == ["a", "", "", "\n\nb", "", "", ""]
     assert (answer.text, answer.finish) == ("a\n\nb", "stop")
 
 
-def test_the_length_ends_an_answer_and_shows_what_was_held():
+def test_an_answer_that_ends_by_length_includes_the_text_held_back():
     pieces, answer = written("né€".encode(), ["€!"], max_tokens=4)
     assert (pieces[-1], answer.text, answer.finish) == ("\ufffd", "né\ufffd", "length")
     with pytest.raises(AssertionError, match="has ended"):
@@ -62,7 +63,7 @@ def test_ids_as_text_keep_their_spaces():
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
-    """A byte-level tokenizer file with merges, some of them of half characters."""
+    """A byte-level tokenizer file with merges, some of them of parts of characters."""
     tokenizers = pytest.importorskip("tokenizers")
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -11,7 +11,9 @@ from meshpar.cost.flops import flops, needed_flops, traced_products
 from meshpar.nn.attention import Auto, Blocks, Reference, block_pairs, online_softmax, shard_tables, shards
 from meshpar.nn.attention.setting import Setting
 
-BATCH, HEADS, SIZE = 2, 6, 4
+BATCH = 2
+HEADS = 6
+SIZE = 4
 
 
 def inputs(seq, kv_heads, dtype="float64"):
@@ -54,7 +56,7 @@ def test_blocks_with_a_window_equal_the_reference(float64, block_size, known, wi
     assert difference(16, 3, core=Blocks(block_size=block_size), window=width) < 1e-12
 
 
-def test_bfloat16_is_as_exact_as_the_reference():
+def test_blocks_in_bfloat16_are_as_exact_as_the_reference():
     exact = computed(Reference(), 32, 3, dtype="float32")
 
     def error(core):
@@ -69,13 +71,13 @@ def test_planted_a_forgotten_pair_changes_the_result(float64, monkeypatch):
     assert difference(16, 3, core=Blocks(block_size=4)) > 1e-2
 
 
-def test_planted_blocks_that_overlap_count_tokens_twice(float64, monkeypatch):
+def test_planted_blocks_that_overlap_change_the_result(float64, monkeypatch):
     monkeypatch.setattr(block_pairs.BlockGrid, "is_ragged", False)
     assert difference(16, 3, core=Blocks(block_size=6)) > 1e-2
     assert difference(16, 3, core=Blocks(block_size=4)) < 1e-12
 
 
-def test_planted_a_backward_without_the_mean_of_the_weights_gradients(float64, monkeypatch):
+def test_planted_a_backward_without_its_row_sums_changes_the_gradients(float64, monkeypatch):
     monkeypatch.setattr(shards, "backward_of", lambda out, *rest: online_softmax.backward_of(0 * out, *rest))
     assert difference(16, 3, core=Blocks(block_size=4)) > 1e-2
 
@@ -93,7 +95,7 @@ def executed(core, seq, window=None):
 
 
 PER_SCORE = 2 * 2 * BATCH * HEADS * SIZE
-"""Operations for one score of each row and head, and for its value."""
+"""FLOPs of one score in each row and head, and of its product with a value."""
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ PER_SCORE = 2 * 2 * BATCH * HEADS * SIZE
     ],
 )
 def test_only_pairs_with_a_visible_token_are_computed(seq, block_size, window, num_pairs):
-    """Blocks on the diagonal are computed in halves, of which three of four pairs have one."""
+    """A block on the diagonal is computed as four pairs of half blocks, three of which have a visible token."""
     assert executed(Blocks(block_size=block_size), seq, window) == num_pairs * block_size**2 * PER_SCORE
 
 
@@ -118,18 +120,20 @@ def test_the_reference_computes_all_scores():
 
 
 @pytest.mark.parametrize("window", [None, 5, 32, 99])
-def test_every_core_needs_the_same(window):
+def test_every_core_reports_the_same_needed_flops(window):
     needs = {needed_flops(traced_products(forward(c, 32, window))) for c in (Blocks(block_size=8), Reference())}
     width = min(window or 32, 32)
     assert needs == {(32 * width - width**2 / 2) * PER_SCORE}
 
 
-def test_at_4096_tokens_hardly_more_than_the_ideal_is_computed():
+def test_at_4096_tokens_auto_computes_at_most_4_percent_more_than_is_needed():
     arrays = [jax.ShapeDtypeStruct((1, 4096, n, SIZE), "float32") for n in (HEADS, 3, 3)]
     segments = jax.ShapeDtypeStruct((1, 4096), "int32")
 
     def ratio(core):
-        run = lambda q, k, v, s: core(q, k, v, s, s, None)[0]
+        def run(q, k, v, s):
+            return core(q, k, v, s, s, None)[0]
+
         products = traced_products(jax.make_jaxpr(run)(*arrays, segments))
         return float(sum(product.total for product in products) / needed_flops(products))
 
@@ -148,7 +152,7 @@ def temporaries(core, seq):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def test_memory_grows_with_the_row_and_not_with_its_square():
+def test_memory_grows_linearly_with_the_length_of_the_row():
     assert temporaries(Blocks(), 4096) < 2.05 * temporaries(Blocks(), 2048)
     assert temporaries(Reference(), 2048) > 3.5 * temporaries(Reference(), 1024)
 

@@ -23,10 +23,14 @@ from meshpar.nn.attention.setting import Setting
 from meshpar.optim import AdamW
 from meshpar.train.data import Synthetic
 
-BATCH, SEQ, HEADS, KV_HEADS, SIZE = 1, 256, 2, 1, 8
+BATCH = 1
+SEQ = 256
+HEADS = 2
+KV_HEADS = 1
+SIZE = 8
 SPLASH = Splash(block_size=128, interpret=True)
 ROUNDING = 64 * np.finfo("float32").eps
-"""Sums of 256 terms in float32: their rounding errors grow with the root of the number of terms, which is 16."""
+"""Rounding errors of a sum of 256 float32 terms grow with the root of their number, which is 16."""
 
 
 def inputs(dtype="float32", seq=SEQ):
@@ -84,7 +88,7 @@ def test_splash_on_local_shards_equals_the_reference_on_one_device():
     computed = with_gradients(of_core(SPLASH))
 
     def local(*shards):
-        # A loop and a checkpoint, as around the layers of a model: types have to agree in all of them.
+        # A loop and a checkpoint surround the layers of a model; varying types must agree in both.
         body = jax.checkpoint(lambda carry, _: (carry, computed(*carry)))
         return jax.tree.map(lambda x: x[0], jax.lax.scan(body, shards, None, length=1)[1])
 
@@ -94,7 +98,7 @@ def test_splash_on_local_shards_equals_the_reference_on_one_device():
         assert difference([x[row : row + 1] for x in each], reference()) < ROUNDING
 
 
-def test_planted_documents_that_a_device_ignores_are_seen(monkeypatch):
+def test_planted_documents_that_are_ignored_change_the_result(monkeypatch):
     monkeypatch.setattr(splash, "_both", lambda segments: None)
     out = jax.jit(of_core(SPLASH))(*inputs())
     assert difference([out], reference()[:1]) > 1e-3
@@ -103,7 +107,7 @@ def test_planted_documents_that_a_device_ignores_are_seen(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 1, 128, 129, 130, 257, 1000])
-def test_the_pairs_that_splash_computes_are_those_of_its_own_table(window):
+def test_num_pairs_equals_the_blocks_in_the_kernels_own_mask(window):
     kernel = splash._kernel(HEADS, 1024, (128, window, True), False)
     for table in (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info):
         assert np.count_nonzero(table.block_mask) == splash.num_pairs(1024, window, 128)
@@ -122,15 +126,14 @@ def test_splash_declares_the_products_of_its_kernels():
     assert counted["pallas_call"] == (2 + 3 + 4) * 3 * per_pair
     # A cell of each kernel's grid, counted in its own program, has the declared number of products.
     kernels = [visit.equation for visit in walk(program) if visit.primitive == "pallas_call"]
-    cells = [sum(p.num_flops for p in traced_products(in_cell(kernel))) for kernel in kernels]
+    cells = [
+        sum(p.num_flops for p in traced_products(jax.extend.core.ClosedJaxpr(kernel.params["jaxpr"], ())))
+        for kernel in kernels
+    ]
     assert cells == [2 * num * SIZE * 128**2 for num in (2, 3, 4)]
 
 
-def in_cell(kernel):
-    return jax.extend.core.ClosedJaxpr(kernel.params["jaxpr"], ())
-
-
-def test_every_core_needs_the_same():
+def test_splash_reports_the_needed_flops_of_the_reference():
     forward = jax.make_jaxpr(of_core(SPLASH, 100))(*inputs())
     expected = jax.make_jaxpr(of_core(Reference(), 100))(*inputs())
     assert needed_flops(traced_products(forward)) == needed_flops(traced_products(expected))
@@ -140,8 +143,8 @@ def test_every_core_needs_the_same():
 
 
 @pytest.mark.parametrize("window", [None, 1, 100])
-def test_what_cudnn_is_asked_for_is_the_reference(window):
-    """cuDNN and XLA get the same arguments of `jax.nn.dot_product_attention`."""
+def test_the_call_for_cudnn_computes_the_reference(window):
+    """XLA computes `jax.nn.dot_product_attention` with the arguments that cuDNN gets."""
 
     def attend(q, k, v, _):
         return cudnn._attend(q, k, v, window, "xla")
@@ -153,11 +156,11 @@ def test_what_cudnn_is_asked_for_is_the_reference(window):
 
 @pytest.fixture
 def on_h100(monkeypatch):
-    """Programs are traced for an H100 that is not here."""
+    """Programs are traced as if for an H100."""
     monkeypatch.setattr(setting, "platform", lambda: "gpu")
     for module in (cudnn, setting):
         monkeypatch.setattr(module, "of_mesh", lambda ctx: {"capability": (9, 0)})
-        monkeypatch.setattr(module, "current", lambda: True and OnH100)
+        monkeypatch.setattr(module, "current", lambda: OnH100)
     monkeypatch.setattr(cudnn, "is_compile_only", lambda mesh: True)
 
 
@@ -169,7 +172,7 @@ class OnH100:
 def test_the_calls_of_cudnn_have_our_arguments(on_h100, window):
     q, k, v, _ = (x.astype("bfloat16") for x in inputs())
     program = jax.make_jaxpr(with_gradients(of_core(Cudnn(), window)))(q, k, v, None)
-    forward, backward = (v for v in walk(program) if v.primitive.startswith("dot_product_attention"))
+    forward, backward = (visit for visit in walk(program) if visit.primitive.startswith("dot_product_attention"))
     for call in (forward.equation, backward.equation):
         assert [x.aval.shape for x in call.invars[:3]] == [q.shape, k.shape, v.shape]
         assert (call.params["mask_type"].name, call.params["layout"]) == ("CAUSAL", 0)
@@ -338,5 +341,5 @@ def test_a_small_run_for_verify_computes_what_the_kernels_do_in_blocks():
 @pytest.mark.parametrize("core", [Reference(), Blocks(block_size=64)])
 def test_a_row_without_segments_is_one_document(core):
     q, k, v, _ = inputs()
-    one = jnp.ones((BATCH, SEQ), jnp.int32)
-    assert difference([of_core(core)(q, k, v, None)], [of_core(core)(q, k, v, one)]) == 0
+    one_document = jnp.ones((BATCH, SEQ), jnp.int32)
+    assert difference([of_core(core)(q, k, v, None)], [of_core(core)(q, k, v, one_document)]) == 0

@@ -1,4 +1,4 @@
-"""Whatever lies where data should be: it is read, or refused with a message, and soon."""
+"""Whatever a data path names is read, or refused with a message, in bounded time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def holds(content: bytes) -> Callable[[Path], None]:
 
 
 def sparse(path: Path) -> None:
-    """3 GB that take no place: without a line, a header or an end."""
+    """A sparse file of 3 GB, which has no line, header or footer."""
     with path.open("wb") as file:
         file.truncate(3 * 10**9)
 
@@ -78,7 +78,7 @@ def read(kind: str, path: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", REFUSED)
-def test_what_is_no_file_is_refused(kind: str, fault: str, tmp_path: Path):
+def test_a_path_that_is_no_regular_file_is_refused(kind: str, fault: str, tmp_path: Path):
     REFUSED[fault](tmp_path / f"a.{KINDS[kind]}")
     for path in (tmp_path, *([tmp_path / f"a.{KINDS[kind]}"] if fault != "folder" else [])):
         with pytest.raises(DataError):
@@ -87,7 +87,7 @@ def test_what_is_no_file_is_refused(kind: str, fault: str, tmp_path: Path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", EITHER)
-def test_what_holds_anything_is_read_or_refused(kind: str, fault: str, tmp_path: Path):
+def test_a_file_with_any_content_is_read_or_refused(kind: str, fault: str, tmp_path: Path):
     EITHER[fault](tmp_path / f"a.{KINDS[kind]}")
     (tmp_path / f"b.{KINDS[kind]}").write_bytes((tmp_path / f"a.{KINDS[kind]}").read_bytes())
     try:
@@ -97,7 +97,9 @@ def test_what_holds_anything_is_read_or_refused(kind: str, fault: str, tmp_path:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "text"])
-def test_three_gigabytes_of_nothing_are_refused_at_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_sparse_file_of_three_gigabytes_is_refused_at_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(json_lines, "LONGEST_LINE", 10**6)
     sparse(tmp_path / f"a.{KINDS[kind]}")
     with pytest.raises(DataError), at_most(20):
@@ -115,7 +117,7 @@ def test_a_path_to_nothing_is_refused(kind: str, path: str, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("glob", ["a\0b", "x" * 300, "[", "**", "***", "**/**/**/*", "\ud800"])
-def test_any_pattern_is_read_or_refused(glob: str, tmp_path: Path):
+def test_an_odd_pattern_is_refused_without_a_traceback(glob: str, tmp_path: Path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError):
         Text(path=str(tmp_path), glob=glob).datasets(seed=0)
@@ -154,7 +156,7 @@ def mutated(content: bytes) -> Iterator[bytes]:
     yield from damaged(content, 300)
 
 
-def speak(tokenizer: TokenizerFile, folder: Path) -> None:
+def encode_and_decode(tokenizer: TokenizerFile, folder: Path) -> None:
     documents = Text(path=str(folder), tokenizer=tokenizer, held_out_fraction=0.5).documents()
     tokenizer.decode(documents.take(np.arange(documents.num_tokens))[0].tolist())
     _ = tokenizer.opening, tokenizer.eos, tokenizer.token(3)
@@ -165,8 +167,9 @@ def test_a_damaged_tokenizer_is_read_or_refused(every: int, tmp_path: Path):
     (tmp_path / "a.txt").write_text("a mesh, 1 né")
     (tmp_path / "b.txt").write_text("for each dim")
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
-    speak(tokenizer, tmp_path)
-    path, found = tmp_path / "tokenizer.json", Counter[str]()
+    encode_and_decode(tokenizer, tmp_path)
+    path = tmp_path / "tokenizer.json"
+    found = Counter[str]()
     for number, content in enumerate(mutated(path.read_bytes())):
         if number % every:
             continue
@@ -174,7 +177,7 @@ def test_a_damaged_tokenizer_is_read_or_refused(every: int, tmp_path: Path):
         path.write_bytes(content)
         try:
             with at_most(20):
-                speak(tokenizer, tmp_path)
+                encode_and_decode(tokenizer, tmp_path)
             found["read"] += 1
         except MeshparError:
             found["refused"] += 1
@@ -185,7 +188,7 @@ def test_a_damaged_tokenizer_is_read_or_refused(every: int, tmp_path: Path):
     assert found["read"] > 5 and found["refused"] > 30
 
 
-def test_a_batch_that_no_memory_holds_is_refused_at_once():
+def test_a_batch_that_exceeds_the_memory_is_refused_at_once():
     data = Synthetic(batch_size=10**8)
     with at_most(20), pytest.raises(DataError) as error:
         data.datasets(seed=0)

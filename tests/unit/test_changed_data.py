@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint reads what it read before, or says what is other."""
+"""A resumed run reads the data that it read before, or reports which files changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ loggers: []
 """
 
 
-def test_a_run_goes_on_with_the_same_data_and_refuses_others_by_name(
+def test_a_run_resumes_with_the_same_data_and_names_the_files_that_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command
 ):
     monkeypatch.chdir(tmp_path)
@@ -38,7 +38,7 @@ def test_a_run_goes_on_with_the_same_data_and_refuses_others_by_name(
     assert command("train", "config.yaml").code == 0
     meta = json.loads(Path("run/checkpoints/2/meta.json").read_text())
     assert meta["data"]["files"] == Text(path="corpus").fingerprint()
-    os.utime(corpus / "0.txt", (0, 0))  # a time is no content
+    os.utime(corpus / "0.txt", (0, 0))  # only the time changes
     corpus.rename("moved")
     assert command("train", "config.yaml", "data.path=moved", "num_steps=3").code == 0
 
@@ -46,9 +46,9 @@ def test_a_run_goes_on_with_the_same_data_and_refuses_others_by_name(
     (moved / "0.txt").write_text("document X " * 20)  # of the same size
     (moved / "1.txt").unlink()
     (moved / "9.txt").write_text("new")
-    said = command("train", "config.yaml", "data.path=moved", "num_steps=4")
-    assert said.code == 2
-    assert said.err.endswith(
+    result = command("train", "config.yaml", "data.path=moved", "num_steps=4")
+    assert result.code == 2
+    assert result.err.endswith(
         f"""\
 the data differ from those of {tmp_path}/run/checkpoints/3:
   0.txt
@@ -63,16 +63,16 @@ the data differ from those of {tmp_path}/run/checkpoints/3:
 """
     )
     with pytest.warns(DataWarning, match=r"(?s)differ from those of .*1.txt\n    is missing"):
-        said = command("train", "config.yaml", "data.path=moved", "num_steps=4", "data.if_changed=allow")
-    assert said.code == 0
+        result = command("train", "config.yaml", "data.path=moved", "num_steps=4", "data.if_changed=allow")
+    assert result.code == 0
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     restored = [record for record in records if record["kind"] == "restored"]
     assert [record.get("data_changed") for record in restored] == [None, ["0.txt", "1.txt", "9.txt"]]
-    # From then on these are its data.
+    # The next checkpoint has the checksums of the changed files.
     assert command("train", "config.yaml", "data.path=moved", "num_steps=4").code == 0
 
 
-def test_a_checkpoint_without_checksums_says_nothing(tmp_path: Path):
+def test_a_checkpoint_without_checksums_reports_no_change(tmp_path: Path):
     for before in (None, "x", []):
         assert changed_files(before, {"a": "1"}, tmp_path, allowed=False) == []
 
@@ -110,7 +110,7 @@ def test_very_many_files_have_one_checksum(tmp_path: Path, monkeypatch: pytest.M
     assert changes(before, Text(path=str(tmp_path)).fingerprint()) == {"4 files": "has changed"}
 
 
-def test_a_file_is_read_once_as_long_as_it_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_unchanged_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     opened: list[Path] = []
     right = prints.open_regular
     monkeypatch.setattr(prints, "open_regular", lambda path: opened.append(path) or right(path))
@@ -131,11 +131,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
         fingerprint({"a": tmp_path / "gone"})
 
 
-def test_a_missing_file_is_told_before_a_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command):
+def test_a_missing_folder_is_reported_before_run_dir_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command):
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text(RUN)
-    said = command("train", "config.yaml")
-    assert said.code == 2 and "data.path = 'corpus'\n    there is no such folder" in said.err
+    result = command("train", "config.yaml")
+    assert result.code == 2 and "data.path = 'corpus'\n    there is no such folder" in result.err
     assert not Path("run").exists()
 
 

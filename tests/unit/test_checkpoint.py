@@ -1,4 +1,4 @@
-"""Checkpoints: bitwise, on another mesh, whole or not there."""
+"""Checkpoints are restored bitwise on any mesh, and are either whole or absent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def toy_state() -> TrainState:
 
 
 def on_mesh(tree: Any, shape: tuple[int, int], spec: PartitionSpec) -> Any:
-    """Structs of `tree`, matrices sharded by `spec`, all else whole."""
+    """Structs of `tree`, matrices sharded by `spec`, all else replicated."""
     devices = jax.devices()[: shape[0] * shape[1]]
     mesh = jax.make_mesh(shape, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
@@ -73,7 +73,7 @@ def saved(tmp_path: Path) -> Iterator[Checkpoints]:
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (2, 2), (1, 8), (1, 1)])
-def test_a_state_comes_back_bitwise_on_whatever_mesh_is_asked_for(saved: Checkpoints, shape: tuple[int, int]):
+def test_a_state_is_restored_bitwise_on_any_mesh(saved: Checkpoints, shape: tuple[int, int]):
     state = toy_state()
     saved.save(7, put(state, on_mesh(state, (4, 2), PartitionSpec("data", "fsdp"))))
     saved.wait()
@@ -83,7 +83,7 @@ def test_a_state_comes_back_bitwise_on_whatever_mesh_is_asked_for(saved: Checkpo
     assert all(x.sharding == s.sharding for x, s in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
 
 
-def test_control_another_state_is_told_from_the_one_that_was_saved(saved: Checkpoints):
+def test_control_a_changed_state_is_seen(saved: Checkpoints):
     state = toy_state()
     saved.save(7, state)
     saved.wait()
@@ -93,10 +93,11 @@ def test_control_another_state_is_told_from_the_one_that_was_saved(saved: Checkp
         assert_same(got, state)
 
 
-def test_what_was_saved_is_the_state_at_that_time_though_it_is_donated_while_it_is_written(saved: Checkpoints):
+def test_a_state_that_is_donated_while_it_is_written_is_saved_as_it_was(saved: Checkpoints):
     big = {"w": jnp.arange(2.0**20).reshape(1024, 1024)}
     structs = on_mesh(big, (4, 2), PartitionSpec("data", "fsdp"))
-    expected, state = np.asarray(big["w"]), put(big, structs)
+    expected = np.asarray(big["w"])
+    state = put(big, structs)
     step = jax.jit(lambda s: {"w": s["w"] * -2.0}, donate_argnums=0).lower(structs).compile()
     saved.save(1, state)
     for _ in range(3):
@@ -122,14 +123,14 @@ def test_the_latest_steps_are_kept(saved: Checkpoints):
     assert names(saved.directory) == [".lock", "10", "100"]
 
 
-def test_closed_means_on_disk(tmp_path: Path):
+def test_closing_waits_until_the_checkpoint_is_on_disk(tmp_path: Path):
     with checkpoints(tmp_path) as first:
         first.save(3, {"w": jnp.float32(1)})
     with checkpoints(tmp_path) as second:
         assert second.latest() == 3
 
 
-def test_meta_says_what_the_arrays_are_and_where_the_run_is(saved: Checkpoints):
+def test_meta_describes_the_arrays_and_the_position_of_the_run(saved: Checkpoints):
     before = datetime.now(UTC).replace(microsecond=0)
     saved.save(7, {"step": jnp.int32(7), "w": jnp.zeros((2, 3), jnp.bfloat16)}, {"loss": 2.5})
     saved.wait()
@@ -171,7 +172,7 @@ saved.wait()
 
 
 @pytest.mark.parametrize("when", ["in the arrays", "in the checksums"])
-def test_a_save_that_was_killed_is_as_if_it_had_not_been(when: str, tmp_path: Path):
+def test_a_killed_save_leaves_the_checkpoint_before_it(when: str, tmp_path: Path):
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], capture_output=True, timeout=100)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     (partial,) = tmp_path.glob("2.*.partial")
@@ -215,18 +216,18 @@ def test_a_checkpoint_that_cannot_be_read_is_not_removed(tmp_path: Path):
 # A part of a checkpoint ----------------------------------------------------------------------------------------------
 
 
-def test_a_part_is_restored_and_the_rest_stays_what_it_was(saved: Checkpoints):
+def test_a_part_is_restored_and_the_rest_is_left_alone(saved: Checkpoints):
     state = toy_state()
     saved.save(7, state)
     saved.wait()
     wanted = on_mesh(state, (1, 8), PartitionSpec("fsdp"))
-    there = find(saved.directory)
-    selection = there.select(wanted, ["params.**", "step"], ["params.blocks.b"])
+    checkpoint = find(saved.directory)
+    selection = checkpoint.select(wanted, ["params.**", "step"], ["params.blocks.b"])
     assert selection.restored == ["params.blocks.w", "step"]
     assert (
         set(selection.initialized) == set(selection.ignored) == set(flatten_with_paths(state)) - set(selection.restored)
     )
-    got = there.restore(wanted, ["params.**", "step"], ["params.blocks.b"])
+    got = checkpoint.restore(wanted, ["params.**", "step"], ["params.blocks.b"])
     np.testing.assert_array_equal(got.params["blocks"]["w"], state.params["blocks"]["w"])
     assert got.step == 7
     assert got.params["blocks"]["b"] == wanted.params["blocks"]["b"]
@@ -234,7 +235,7 @@ def test_a_part_is_restored_and_the_rest_stays_what_it_was(saved: Checkpoints):
 
 
 def test_parameters_are_read_without_the_rest_of_the_state(saved: Checkpoints):
-    """And only their files are verified: what is damaged elsewhere is not read."""
+    """Only their files are verified, so damage elsewhere is no error."""
     state = toy_state()
     saved.save(7, state)
     saved.wait()
@@ -242,20 +243,20 @@ def test_parameters_are_read_without_the_rest_of_the_state(saved: Checkpoints):
         for chunk in folder.glob("[0-9]*"):
             chunk.write_bytes(b"damaged")
     params = on_mesh(state.params, (1, 8), PartitionSpec("fsdp"))
-    take = ["params.**"]
-    assert_same(find(saved.directory, take).restore({"params": params}, take)["params"], state.params)
+    include = ["params.**"]
+    assert_same(find(saved.directory, include).restore({"params": params}, include)["params"], state.params)
     with pytest.raises(DamagedError, match="damaged"):
         saved.restore(on_mesh(state, (1, 8), PartitionSpec("fsdp")))
 
 
-def test_a_state_that_carries_nothing_takes_a_checkpoint_that_knows_of_no_such_thing(saved: Checkpoints):
+def test_a_state_without_extra_state_is_restored_from_a_checkpoint_without_that_field(saved: Checkpoints):
     state = toy_state()
     saved.save(7, {name: value for name, value in vars(state).items() if name != "carried"})
     saved.wait()
     assert_same(saved.restore(on_mesh(state, (1, 8), PartitionSpec())), state)
 
 
-def test_what_is_stored_over_other_shapes_of_a_mesh_is_cut_into_chunks_of_bounded_size(tmp_path: Path):
+def test_a_large_array_is_stored_in_chunks_of_bounded_size(tmp_path: Path):
     whole = jax.device_put(jnp.zeros((2**12, 2**10)), jax.devices()[0])
     with checkpoints(tmp_path) as saved:
         saved.save(1, {"w": whole})

@@ -24,14 +24,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture
 def meshpar(command, monkeypatch, tmp_path):
-    """Runs a verb on CONFIG, gives what it printed."""
+    """Runs a verb on CONFIG, and returns its output."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
 
     def call(verb: str, *arguments: str) -> str:
-        said = command(verb, "config.yaml", *arguments)
-        assert said.code == 0
-        return said.out
+        result = command(verb, "config.yaml", *arguments)
+        assert result.code == 0
+        return result.out
 
     return call
 
@@ -40,7 +40,7 @@ def train_steps(out: str) -> list[int]:
     return [r["step"] for r in map(json.loads, out.splitlines()) if r["kind"] == "train"]
 
 
-def test_train_writes_the_program_and_a_trace_and_goes_on_where_it_stopped(meshpar, tmp_path):
+def test_train_writes_its_program_and_a_trace_and_resumes(meshpar, tmp_path):
     assert train_steps(meshpar("train", "--json", "--dump-hlo", "step.txt")) == [1, 2]
     found = collectives_of((tmp_path / "step.txt").read_text(), MeshLayout(data=2, fsdp=2, tensor=2).build())
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= {c.kind for c in found}
@@ -49,7 +49,7 @@ def test_train_writes_the_program_and_a_trace_and_goes_on_where_it_stopped(meshp
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
 
 
-def test_inspect_trains_nothing_and_says_the_same_as_json(meshpar, tmp_path):
+def test_inspect_trains_nothing_and_its_json_has_the_same_total(meshpar, tmp_path):
     plain = json.loads(meshpar("inspect", "--json"))
     total = f"sends {human_bytes(plain['sent_bytes'])}"
     assert total in meshpar("inspect").splitlines()
@@ -57,23 +57,27 @@ def test_inspect_trains_nothing_and_says_the_same_as_json(meshpar, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_inspect_draws_a_page_beside_what_it_says(meshpar, tmp_path):
+def test_inspect_writes_the_page_of_its_json(meshpar, tmp_path):
     plain = json.loads(meshpar("inspect", "--json", "--html", "step.html"))
     assert (tmp_path / "step.html").read_text(encoding="utf-8") == page(plain)
 
 
-def test_diff_of_a_config_and_what_was_kept_of_it(meshpar, tmp_path):
+def test_inspect_compares_a_config_with_a_saved_inspection(meshpar, tmp_path):
     (tmp_path / "kept.json").write_text(meshpar("inspect", "--json"))
     assert meshpar("inspect", "--diff", "kept.json") == "no difference\n"
-    told = json.loads(meshpar("inspect", "model.num_layers=4", "--json", "--diff", "kept.json"))
-    gather = next(one for one in told["collectives"] if one["what"] == ["state.params.blocks.mlp.up.kernel"])
+    difference = json.loads(meshpar("inspect", "model.num_layers=4", "--json", "--diff", "kept.json"))
+    gather = next(
+        collective
+        for collective in difference["collectives"]
+        if collective["what"] == ["state.params.blocks.mlp.up.kernel"]
+    )
     assert (gather["change"], gather["times"]) == ("less often", {"before": 8, "after": 4})
-    fsdp = told["sent_bytes_per_axis"]["fsdp"]
+    fsdp = difference["sent_bytes_per_axis"]["fsdp"]
     assert fsdp["before"] > fsdp["after"]
-    assert told["flops"]["before"] > told["flops"]["after"]
+    assert difference["flops"]["before"] > difference["flops"]["after"]
 
 
-def test_diff_of_two_configs_on_meshes_of_different_sizes(meshpar):
+def test_inspect_compares_configs_on_meshes_of_different_sizes(meshpar):
     lines = meshpar("inspect", "mesh.data=1", "--diff", "config.yaml").splitlines()
     assert "mesh: fsdp=2, tensor=2 -> data=2, fsdp=2, tensor=2" in lines
     news = [line for line in lines if line.startswith("  new")]
@@ -101,6 +105,6 @@ def test_a_cell_of_the_picture_names_the_devices_that_jax_puts_there():
 
 def test_an_axis_that_the_mesh_does_not_have_is_reported_by_every_check(command):
     """With no preset, the config's own checks ask for the axes of each dim before the rules are checked."""
-    said = command("explain", "configs/quickstart.yaml", "rules={preset: [], embed: [gpipe]}")
-    assert said.code == 2
-    assert "rules.embed\n    the mesh has no axis 'gpipe'" in said.err
+    result = command("explain", "configs/quickstart.yaml", "rules={preset: [], embed: [gpipe]}")
+    assert result.code == 2
+    assert "rules.embed\n    the mesh has no axis 'gpipe'" in result.err

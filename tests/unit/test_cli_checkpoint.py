@@ -1,4 +1,4 @@
-"""`meshpar checkpoint`, and what `meshpar train` takes from checkpoints, on eight devices in this process."""
+"""`meshpar checkpoint`, and how `meshpar train` reads checkpoints, on eight devices in this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ run_dir: run
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a run of three steps in it."""
+    """A folder with a run of three steps."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "config.yaml").write_text(CONFIG)
     with pytest.MonkeyPatch.context() as patch:
@@ -46,9 +46,9 @@ def _within(folder: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def out(command: Callable[..., Said]) -> Any:
     def out(*arguments: str) -> str:
-        said = command(*arguments)
-        assert said.code == 0
-        return said.out
+        result = command(*arguments)
+        assert result.code == 0
+        return result.out
 
     return out
 
@@ -56,14 +56,14 @@ def out(command: Callable[..., Said]) -> Any:
 @pytest.fixture
 def refused(command: Callable[..., Said]) -> Any:
     def refused(*arguments: str) -> str:
-        said = command(*arguments)
-        assert said.code == 2
-        return said.err
+        result = command(*arguments)
+        assert result.code == 2
+        return result.err
 
     return refused
 
 
-def test_ls_marks_the_best_and_tells_the_damaged(out: Any, folder: Path):
+def test_ls_marks_the_best_and_the_damaged(out: Any, folder: Path):
     rows = json.loads(out("checkpoint", "ls", "run", "--json"))
     losses = [row["value"] for row in rows]
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -85,24 +85,24 @@ def test_show_prints_the_state_of_a_checkpoint(out: Any):
     assert "data: next batch 3, 24 rows read, seed 0" in lines
     assert "random: seed 0, threefry2x32, step 3 folded in" in lines
     assert '  optim.kind: "adamw"' in lines
-    told = json.loads(out("checkpoint", "show", "run/checkpoints/2", "--json"))
-    assert told["step"] == 2
+    description = json.loads(out("checkpoint", "show", "run/checkpoints/2", "--json"))
+    assert description["step"] == 2
     head = {"dtype": "float32", "shape": [16, 32], "dims": ["embed", "vocab"], "bytes": 4 * 16 * 32}
-    assert told["arrays"]["opt_state.0.mu.head"] == told["arrays"]["params.head"] == head
+    assert description["arrays"]["opt_state.0.mu.head"] == description["arrays"]["params.head"] == head
 
 
 def test_diff_lists_the_arrays_that_differ(out: Any):
     same = json.loads(out("checkpoint", "diff", "run", "run", "--json"))
     assert (same["arrays"], same["config"]) == ([], {})
-    told = json.loads(out("checkpoint", "diff", "run/checkpoints/1", "run", "--json"))
-    step = next(array for array in told["arrays"] if array["path"] == "step")
+    report = json.loads(out("checkpoint", "diff", "run/checkpoints/1", "run", "--json"))
+    step = next(array for array in report["arrays"] if array["path"] == "step")
     assert (step["num_different"], step["largest"], step["relative"]) == (1, 2.0, 2.0)
-    assert told["num_same"] == 1  # nothing was skipped
+    assert report["num_same"] == 1  # nothing was skipped
     assert "  step" in out("checkpoint", "diff", "run/checkpoints/1", "run")
 
 
 @pytest.mark.parametrize("verb", ["ls", "show"])
-def test_a_folder_that_is_no_checkpoint(verb: str, refused: Any, folder: Path):
+def test_a_folder_that_is_no_checkpoint_is_refused(verb: str, refused: Any, folder: Path):
     assert refused("checkpoint", verb, ".") == f"meshpar: {folder} is no checkpoint, and holds none\n"
 
 
@@ -125,27 +125,27 @@ def test_resuming_with_another_master_precision_is_refused(refused: Any):
     assert lines[1:3] == ["  precision.master", "    None in the checkpoint, float32 in this run"]
 
 
-def test_a_backbone_of_another_model(refused: Any, out: Any, folder: Path):
-    """A vocabulary of another size: table and head are new, the rest is taken."""
+def test_a_model_with_another_vocabulary_excludes_the_arrays_that_it_initializes(refused: Any, out: Any, folder: Path):
+    """The embedding and the head are initialized, the rest is restored."""
     words = ["train", "config.yaml", "run_dir=tuned", "init.from_checkpoint=run", "model.vocab_size=40", "--json"]
     lines = refused(*words).splitlines()
     assert lines[0].endswith("2 arrays differ; exclude=... leaves out what this run initializes itself:")
     assert lines[1:4] == ["  model.vocab_size", "    32 in the checkpoint, 40 in this run", "  params.embedding"]
 
     records = [json.loads(line) for line in out(*words, "init.exclude=[params.head,params.embedding]").splitlines()]
-    told = records[0]
-    assert (told["kind"], told["step"]) == ("restored", 0)
-    assert told["source"] == f"{folder}/run/checkpoints/3"
+    restored = records[0]
+    assert (restored["kind"], restored["step"]) == ("restored", 0)
+    assert restored["source"] == f"{folder}/run/checkpoints/3"
     assert (
-        "params.blocks.mlp.up.kernel" in told["restored"]
-        and "params.head" in told["initialized"]
-        and "step" in told["ignored"]
+        "params.blocks.mlp.up.kernel" in restored["restored"]
+        and "params.head" in restored["initialized"]
+        and "step" in restored["ignored"]
     )
-    assert told["changed"]["model.vocab_size"] == [32, 40]
+    assert restored["changed"]["model.vocab_size"] == [32, 40]
     assert [record["step"] for record in records if record["kind"] == "train"][:1] == [1]
 
 
-def test_a_glob_that_matches_nothing(refused: Any, folder: Path):
+def test_a_glob_that_matches_nothing_is_refused_with_the_nearest_match(refused: Any, folder: Path):
     lines = refused("train", "config.yaml", "run_dir=other", "init.from_checkpoint=run", "init.include=[parms.**]")
     assert lines.splitlines()[1:] == [
         "  include: parms.**",
@@ -154,7 +154,7 @@ def test_a_glob_that_matches_nothing(refused: Any, folder: Path):
     ]
 
 
-def test_the_best_need_an_evaluation(refused: Any):
+def test_keep_best_needs_an_evaluation_of_every_checkpoint(refused: Any):
     lines = refused("train", "config.yaml", "eval_every=2", "checkpoints.every=3", "num_steps=9", "run_dir=other")
     assert lines.splitlines()[1:] == [
         "  checkpoints.keep_best",
@@ -163,7 +163,7 @@ def test_the_best_need_an_evaluation(refused: Any):
     ]
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(out: Any, refused: Any, folder: Path):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(out: Any, refused: Any, folder: Path):
     shutil.copytree("run", "cut")
     (folder / "cut" / "checkpoints" / "3" / "sha256.json").write_text("")  # as a power cut leaves it
     with pytest.warns(DamagedWarning, match="cut/checkpoints/2 is used instead"):
@@ -196,19 +196,19 @@ def test_init_and_generate_use_the_checkpoint_before_a_damaged_one_and_say_so(ou
         out("generate", "source", "--prompt", "5 6", "--max-tokens", "1")
 
 
-def test_a_folder_with_the_number_of_another_step_is_told_before_training(refused: Any, folder: Path):
+def test_a_folder_with_the_number_of_another_step_is_refused_before_training(refused: Any, folder: Path):
     shutil.copytree("run", "renamed")
     (folder / "renamed" / "checkpoints" / "3").rename(folder / "renamed" / "checkpoints" / "5")
-    there = f"{folder}/renamed/checkpoints"
-    message = f"meshpar: {there}/5 holds step 3: rename it to {there}/3, or move it away\n"
+    parent = f"{folder}/renamed/checkpoints"
+    message = f"meshpar: {parent}/5 holds step 3: rename it to {parent}/3, or move it away\n"
     assert refused("train", "config.yaml", "run_dir=renamed", "num_steps=7") == message
 
 
 def test_a_second_run_is_told_who_holds_the_run_directory(refused: Any, folder: Path):
     records = (folder / "run" / "metrics.jsonl").read_text()
     with hold(folder / "run"):
-        said = refused("train", "config.yaml", "num_steps=5")
-    assert said.startswith(f"meshpar: run_dir: run is in use by process {os.getpid()} on ")
-    assert said.count("\n") == 1
+        message = refused("train", "config.yaml", "num_steps=5")
+    assert message.startswith(f"meshpar: run_dir: run is in use by process {os.getpid()} on ")
+    assert message.count("\n") == 1
     assert (folder / "run" / "metrics.jsonl").read_text() == records
     assert not (folder / "run" / ".lock").exists()

@@ -1,4 +1,4 @@
-"""The table of features that cannot be combined is what `prepare` refuses, and nothing else of it."""
+"""`prepare` refuses exactly the pairs of features that the table says cannot be combined."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshpar import ConfigError, Run, prepare
 from meshpar.experiment import validate
 from meshpar.experiment.validate import FEATURES, REFUSED
 
-SIZES = {
+MODEL = {
     "kind": "llama", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 32, "vocab_size": 258,
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -34,14 +34,7 @@ def run_with(*keys: str) -> Run:
             settings[section] = settings.get(section, {}) | value if isinstance(value, dict) else value
     is_piped = "parallel.pipeline" in keys
     return Run(
-        model={
-            "kind": "llama",
-            "num_layers": 2,
-            "hidden_size": 16,
-            "num_heads": 4,
-            "intermediate_size": 32,
-            "vocab_size": 258,
-        },
+        model=MODEL,
         data={"kind": "synthetic", "batch_size": 8, "seq_len": 8},
         optim={"kind": "adamw", "lr": 1e-3},
         mesh={"fsdp": 2, "tensor": 2} | ({"pipe": 2} if is_piped else {}),
@@ -61,7 +54,7 @@ def refused(*keys: str) -> bool:
     return False
 
 
-def test_each_feature_is_in_the_table_and_seen():
+def test_each_feature_is_in_the_table_and_recognized():
     assert {*SETTINGS, "distill"} == {*FEATURES}
     for key in SETTINGS:
         run = run_with(key)
@@ -73,9 +66,9 @@ def test_no_pair_is_refused_only_because_nobody_has_tried_it():
     assert all("verified" not in why and "proven" not in why for why in REFUSED.values())
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_a_pair_is_refused_if_the_table_says_so(one, other):
-    assert refused(one, other) == ((one, other) in REFUSED or (other, one) in REFUSED)
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_pair_is_refused_if_the_table_says_so(first, second):
+    assert refused(first, second) == ((first, second) in REFUSED or (second, first) in REFUSED)
 
 
 def test_control_without_the_table_pairs_pass(monkeypatch):

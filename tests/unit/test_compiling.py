@@ -1,4 +1,4 @@
-"""What passes through standard error while XLA compiles: its warnings are kept, all else comes out."""
+"""While XLA compiles, its warnings on standard error are collected, and all else is passed on."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import pytest
 
 from meshpar.inspection.program.compiling import compiling
 
-SAYS = "W0101 [SPMD] Involuntary full rematerialization. {}\n"
+WARNING = "W0101 [SPMD] Involuntary full rematerialization. {}\n"
 
 
 def write(text: str) -> None:
     os.write(2, text.encode())
 
 
-def test_warnings_are_kept_and_all_else_comes_out(capfd):
+def test_warnings_are_collected_and_all_else_is_passed_on(capfd):
     with compiling() as warnings:
-        write("before\n" + SAYS.format("one") + "after")
-    assert warnings == [SAYS.format("one").strip()]
+        write("before\n" + WARNING.format("one") + "after")
+    assert warnings == [WARNING.format("one").strip()]
     assert capfd.readouterr().err == "before\nafter"
 
 
-def test_afterwards_nothing_is_kept(capfd):
+def test_warnings_after_compiling_are_not_collected(capfd):
     with compiling() as warnings:
         pass
-    write(SAYS.format("late"))
-    assert (warnings, capfd.readouterr().err) == ([], SAYS.format("late"))
+    write(WARNING.format("late"))
+    assert (warnings, capfd.readouterr().err) == ([], WARNING.format("late"))
 
 
-def test_an_exception_puts_everything_back(capfd):
+def test_an_exception_restores_standard_error(capfd):
     def fails() -> None:
         with compiling():
             write("said\n")
@@ -45,11 +45,11 @@ def test_an_exception_puts_everything_back(capfd):
     assert capfd.readouterr().err == "said\nlater\n"
 
 
-def test_one_within_another_keeps_its_own():
+def test_nested_compilations_collect_their_own_warnings():
     with compiling() as outer:
-        write(SAYS.format("first"))
+        write(WARNING.format("first"))
         with compiling() as inner:
-            write(SAYS.format("second"))
+            write(WARNING.format("second"))
     assert [text.split()[-1] for text in (*outer, *inner)] == ["first", "second"]
 
 
@@ -58,7 +58,7 @@ def test_threads_take_turns_and_leave_nothing_open():
 
     def compile_(number: int) -> None:
         with compiling() as warnings:
-            write(SAYS.format(number))
+            write(WARNING.format(number))
         kept[number] = warnings
 
     def files() -> int:
@@ -70,22 +70,22 @@ def test_threads_take_turns_and_leave_nothing_open():
         thread.start()
     for thread in threads:
         thread.join()
-    assert kept == {number: [SAYS.format(number).strip()] for number in range(8)}
+    assert kept == {number: [WARNING.format(number).strip()] for number in range(8)}
     deadline = time.monotonic() + 10
     while files() > open_before and time.monotonic() < deadline:
-        time.sleep(0.01)  # the listeners close theirs in their own time
+        time.sleep(0.01)  # the listening threads close their files later
     assert files() <= open_before
 
 
-def test_a_process_that_was_started_meanwhile_is_not_waited_for(capfd):
+def test_a_child_started_while_compiling_is_not_waited_for(capfd):
     with compiling():
         child = subprocess.Popen(["sh", "-c", "read line; echo from the child >&2"], stdin=subprocess.PIPE)
     child.communicate(b"go\n")
     deadline = time.monotonic() + 10
-    said = ""
-    while "child" not in said and time.monotonic() < deadline:
-        said += capfd.readouterr().err
-    assert said == "from the child\n"
+    output = ""
+    while "child" not in output and time.monotonic() < deadline:
+        output += capfd.readouterr().err
+    assert output == "from the child\n"
 
 
 DIES = """
@@ -106,11 +106,11 @@ print(warnings)
 """
 
 
-def test_what_was_said_comes_out_though_the_process_dies():
+def test_output_is_passed_on_though_the_process_dies():
     done = subprocess.run([sys.executable, "-c", DIES], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "last words\n")
 
 
-def test_without_a_standard_error_there_is_nothing_to_hear():
+def test_without_a_standard_error_no_warning_is_collected():
     done = subprocess.run([sys.executable, "-c", CLOSED], capture_output=True, text=True)
     assert done.stdout == "[]\n"

@@ -1,3 +1,5 @@
+"""Config files and overrides: merging, kinds, shorthands and errors."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -86,7 +88,7 @@ def test_types_are_strict_but_an_integer_is_a_number_and_a_list_a_tuple(write):
             load(Drawing, write(f"{CIRCLE}{wrong}\n"))
 
 
-def test_an_extending_file_is_merged_over_the_other(write):
+def test_a_file_is_merged_over_the_one_that_it_extends(write):
     write("shape: {kind: square, side: 3, tags: [a]}\nscale: 2.0\n", "base.yaml")
     drawing = load(Drawing, write("extends: base.yaml\nshape: {tags: [b]}\n"))
     assert (drawing.shape, drawing.scale) == (Square(side=3, tags=("b",)), 2.0)
@@ -98,7 +100,7 @@ LOST = """\
     shape.side=null to drop it, or shape={kind: circle, ...} to start from its defaults"""
 
 
-def test_another_kind_keeps_what_both_kinds_know_and_names_what_it_does_not(write):
+def test_another_kind_keeps_shared_keys_and_names_the_others(write):
     write(SQUARE, "base.yaml")
     circle = Circle(border=2.0)
     with pytest.raises(ConfigError) as refused:
@@ -119,7 +121,7 @@ def test_null_drops_no_key_that_no_kind_knows(write):
         load(Drawing, write(SQUARE), ["shape.kind=circle", "shape.side=null", "shape.edge=null"])
 
 
-def test_a_mapping_on_the_command_line_replaces_and_a_key_sets_one(write):
+def test_an_override_with_a_mapping_replaces_it_and_one_with_a_key_sets_the_key(write):
     path = write(f"{CIRCLE}pen: {{colour: red, width: 2}}\n")
     assert load(Drawing, path, ["pen={width: 3}"]).pen == Pen(width=3.0)
     assert load(Drawing, path, ["pen.width=3"]).pen == Pen(colour="red", width=3.0)
@@ -129,14 +131,14 @@ def test_a_mapping_on_the_command_line_replaces_and_a_key_sets_one(write):
         load(Drawing, write(f"{CIRCLE}pen: {{widht: 2}}\n"), ["pen={widht: 3}"])
 
 
-def test_what_was_kept_of_a_config_takes_another_kind_with_its_own_defaults():
+def test_a_stored_config_takes_another_kind_with_its_own_defaults():
     kept = Drawing(shape=Square(border=2.0)).model_dump(mode="json")
     assert build(Drawing, kept, "kept", ["shape.kind=circle"]).shape == Circle(border=2.0)
     with pytest.raises(ConfigError, match="does not have side"):
         build(Drawing, Drawing(shape=Square(side=2)).model_dump(mode="json"), "kept", ["shape.kind=circle"])
 
 
-def test_a_shorthand_is_written_out_before_it_is_merged(write):
+def test_a_shorthand_is_expanded_before_it_is_merged(write):
     assert load(Drawing, write(f"{CIRCLE}pen: red\n"), ["pen.width=2"]).pen == Pen(colour="red", width=2.0)
     assert load(Drawing, write(f"{CIRCLE}pen: {{width: 2}}\n"), ["pen=red"]).pen == Pen(colour="red", width=2.0)
 
@@ -164,7 +166,7 @@ def test_yaml_makes_no_objects(write):
         load(Drawing, write("shape: !!python/object/apply:os.system [ls]\n"))
 
 
-def test_all_problems_are_told_at_once_with_file_and_line(write):
+def test_all_problems_are_reported_at_once_with_file_and_line(write):
     path = write("shape: {kind: circle, radios: 1}\nscale: big\ncopy: 2\n")
     with pytest.raises(ConfigError) as refused:
         load(Drawing, path, ["filled=maybe"])
@@ -185,7 +187,7 @@ def test_all_problems_are_told_at_once_with_file_and_line(write):
     )
 
 
-def test_what_is_missing_is_told_where(write):
+def test_a_missing_key_or_kind_is_named(write):
     with pytest.raises(ConfigError) as refused:
         load(Drawing, write("scale: 1\n"))
     assert "shape\n    required, but missing" in str(refused.value)

@@ -1,4 +1,4 @@
-"""What a declaration of context parallelism comes to, and which declarations are refused."""
+"""Declarations of context parallelism: what is reported of them, and which are refused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_kinds_refuse_settings_of_others(problem, context):
         declared(context)
 
 
-def test_what_devices_share_is_reported():
+def test_the_exchange_and_the_balance_of_context_parallelism_are_reported():
     def described(**context):
         return declared(context, seq_len=512).selected["parallel.context"]
 

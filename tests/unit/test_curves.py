@@ -1,4 +1,4 @@
-"""A plot holds what was recorded; the picture itself is looked at when it changes: docs/guides/curves.png."""
+"""A plot has the recorded numbers; how it looks is judged by eye, in docs/guides/curves.png."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def test_nothing_overlaps_however_many_runs_there_are(tmp_path, drawn):
     assert len(styles) == 9
 
 
-def test_what_cannot_be_plotted_is_told_all_at_once(tmp_path, monkeypatch, command):
+def test_all_runs_that_cannot_be_plotted_are_reported_at_once(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     write(Path("begun"), {"kind": "run", "step": 0, "config": {}})
     write(Path("other"))
     Path("other/metrics.jsonl").write_text("loss 3\n")
-    said = """\
+    message = """\
 meshpar: there is nothing to plot:
   begun/metrics.jsonl
     has no record of a training step
@@ -87,7 +87,7 @@ meshpar: there is nothing to plot:
     cannot be read: No such file or directory
     the run_dir of a run that trained
 """
-    assert command("plot", "begun", "other", "nowhere", "--out", "a.png") == (2, "", said)
+    assert command("plot", "begun", "other", "nowhere", "--out", "a.png") == (2, "", message)
     assert not Path("a.png").exists()
 
 
@@ -95,12 +95,12 @@ def test_the_plot_is_written_to_the_run_or_to_out(tmp_path, monkeypatch, command
     monkeypatch.chdir(tmp_path)
     trained(Path("run"), 8.0)
     assert command("plot", "run") == (0, "run/curves.png\n", "")
-    said = "meshpar: --out nowhere/a.png: cannot be written: No such file or directory\n"
-    assert command("plot", "run", "--out", "nowhere/a.png") == (2, "", said)
+    message = "meshpar: --out nowhere/a.png: cannot be written: No such file or directory\n"
+    assert command("plot", "run", "--out", "nowhere/a.png") == (2, "", message)
     assert command("plot", "run", "--out", "a.doc")[0] == 2
 
 
 def test_without_matplotlib_its_extra_is_named(tmp_path, monkeypatch, command):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    said = "meshpar: plot: matplotlib is not installed; pip install 'meshpar[plot]'\n"
-    assert command("plot", trained(tmp_path / "run", 8.0)) == (2, "", said)
+    message = "meshpar: plot: matplotlib is not installed; pip install 'meshpar[plot]'\n"
+    assert command("plot", trained(tmp_path / "run", 8.0)) == (2, "", message)

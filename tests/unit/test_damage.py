@@ -66,13 +66,13 @@ def names(folder: Path) -> set[str]:
 
 
 def rewrite_meta(folder: Path, text: str) -> None:
-    """Another `meta.json`, with a `sha256.json` that matches."""
+    """Replaces `meta.json`, and makes `sha256.json` match it."""
     (folder / "meta.json").write_text(text)
     (folder / "sha256.json").unlink()
     checksums.write(folder)
 
 
-# The newest that is whole --------------------------------------------------------------------------------------------
+# The newest whole checkpoint -----------------------------------------------------------------------------------------
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "a flipped bit in a chunk": lambda step: flip_one_bit(step / "state" / "params.w" / "0"),
@@ -87,22 +87,22 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_the_newest_whole_one_is_restored_and_the_damaged_one_is_told(damage: str, folder: Path):
+def test_the_newest_whole_checkpoint_is_restored_with_a_warning(damage: str, folder: Path):
     DAMAGES[damage](folder / "30")
     text = r"30 is damaged; the one before it is .*20"
-    with checkpoints(folder) as saved, pytest.warns(DamagedWarning, match=text) as told:
+    with checkpoints(folder) as saved, pytest.warns(DamagedWarning, match=text) as warned:
         assert saved.restore(STRUCTS)["step"] == 20
-    assert str(told[0].message).endswith(f"\n{folder}/20 is used instead")
+    assert str(warned[0].message).endswith(f"\n{folder}/20 is used instead")
     with pytest.warns(DamagedWarning, match="30 is damaged"):
         assert find(folder).step == 20
 
 
-def test_two_damaged_ones_are_both_told(folder: Path):
+def test_two_damaged_checkpoints_are_both_reported(folder: Path):
     flip_one_bit(chunk(folder, 30))
     flip_one_bit(chunk(folder, 20))
-    with pytest.warns(DamagedWarning) as told:
+    with pytest.warns(DamagedWarning) as warned:
         assert find(folder).step == 10
-    assert [str(warning.message).partition(" is damaged")[0] for warning in told] == [
+    assert [str(warning.message).partition(" is damaged")[0] for warning in warned] == [
         f"the checkpoint {folder}/{step}" for step in (30, 20)
     ]
 
@@ -111,7 +111,7 @@ def test_control_whole_checkpoints_warn_of_nothing(folder: Path):
     assert find(folder).restore(STRUCTS)["step"] == 30
 
 
-def test_one_that_is_named_is_refused_with_the_one_before_it(folder: Path):
+def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_one_before_it(folder: Path):
     flip_one_bit(chunk(folder, 30))
     with pytest.raises(DamagedError) as error:
         find(folder / "30").restore(STRUCTS)
@@ -122,7 +122,7 @@ def test_one_that_is_named_is_refused_with_the_one_before_it(folder: Path):
     assert find(folder / "20").restore(STRUCTS)["step"] == 20  # the fix that was proposed
 
 
-def test_the_one_before_it_is_one_that_looks_whole(folder: Path):
+def test_the_proposed_checkpoint_looks_whole(folder: Path):
     flip_one_bit(chunk(folder, 30))
     chunk(folder, 20).write_bytes(b"")
     with pytest.raises(DamagedError, match=f"the one before it is {folder}/10"):
@@ -142,7 +142,7 @@ def test_another_model_is_refused_and_no_older_one_is_tried(folder: Path):
         saved.restore(other)
 
 
-def test_a_damaged_one_moves_aside_when_its_step_is_saved_again(folder: Path):
+def test_a_damaged_checkpoint_is_moved_aside_when_its_step_is_saved_again(folder: Path):
     flip_one_bit(chunk(folder, 30))
     before = {path.relative_to(folder / "30"): path.read_bytes() for path in (folder / "30").rglob("[!s]*.json")}
     with checkpoints(folder, Retention(keep=2)) as saved:
@@ -151,7 +151,7 @@ def test_a_damaged_one_moves_aside_when_its_step_is_saved_again(folder: Path):
         assert names(folder) == {"10", "20", "30"}  # reading moves nothing
         saved.save(25, state(25))
         saved.wait()
-        assert names(folder) == {"20", "25", "30.damaged"}  # it does not count as one of those that are kept
+        assert names(folder) == {"20", "25", "30.damaged"}  # a damaged checkpoint does not count among those kept
         saved.save(30, state(31))
     assert names(folder) == {"25", "30", "30.damaged"}
     assert all((folder / "30.damaged" / name).read_bytes() == content for name, content in before.items())
@@ -184,7 +184,7 @@ def test_a_save_that_failed_frees_the_disk(tmp_path: Path, monkeypatch: pytest.M
     assert find(tmp_path).step == 2
 
 
-def test_damaged_twice_both_are_there(folder: Path):
+def test_a_step_that_is_damaged_twice_is_moved_aside_twice(folder: Path):
     for _ in range(2):
         flip_one_bit(chunk(folder, 30))
         with checkpoints(folder) as saved:
@@ -194,7 +194,7 @@ def test_damaged_twice_both_are_there(folder: Path):
     assert {"30.damaged", "30.damaged-again"} < names(folder)
 
 
-def test_control_a_whole_one_is_never_overwritten(folder: Path):
+def test_control_a_whole_checkpoint_is_never_overwritten(folder: Path):
     with checkpoints(folder) as saved:
         saved.restore(STRUCTS)
         with pytest.raises(CheckpointError, match="exists, and a checkpoint is never overwritten"):
@@ -204,11 +204,12 @@ def test_control_a_whole_one_is_never_overwritten(folder: Path):
 # Kills and power cuts ------------------------------------------------------------------------------------------------
 
 
-def test_all_is_synced_before_a_checkpoint_gets_its_number_and_only_then_older_ones_go(
+def test_a_checkpoint_is_synced_before_it_is_renamed_and_only_then_are_older_ones_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     events: list[tuple[str, Path]] = []
-    fsync, rename = os.fsync, Path.rename
+    fsync = os.fsync
+    rename = Path.rename
 
     def record_sync(file: int) -> None:
         events.append(("sync", Path(os.readlink(f"/proc/self/fd/{file}"))))
@@ -223,10 +224,10 @@ def test_all_is_synced_before_a_checkpoint_gets_its_number_and_only_then_older_o
     monkeypatch.setattr(Path, "rename", record_rename)
     save(tmp_path / "new" / "checkpoints", 2, keep=1)
     directory = tmp_path / "new" / "checkpoints"
-    partial = next(path for what, path in events if what == "rename")
+    partial = next(path for event, path in events if event == "rename")
     named = events.index(("rename", partial))
     written = {partial, *(partial / path.relative_to(directory / "2") for path in (directory / "2").rglob("*"))}
-    assert {path for what, path in events[:named] if what == "sync"} >= written
+    assert {path for event, path in events[:named] if event == "sync"} >= written
     assert events[named + 1 : named + 4] == [("sync", directory), ("rename", directory / "1"), ("sync", directory)]
     assert names(directory) == {"2"}
 
@@ -266,10 +267,10 @@ def test_a_kill_while_an_old_one_is_removed_leaves_nothing_that_looks_like_a_che
     assert names(tmp_path) == {"2", "3"}
 
 
-# What is not what it seems -------------------------------------------------------------------------------------------
+# Names and formats ---------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_with_the_number_of_another_step(folder: Path):
+def test_a_folder_with_the_number_of_another_step_is_refused(folder: Path):
     (folder / "30").rename(folder / "45")
     message = f"{folder}/45 holds step 30: rename it to {folder}/30, or move it away"
     with checkpoints(folder) as saved, pytest.raises(CheckpointError) as error:
@@ -282,7 +283,7 @@ def test_a_folder_with_the_number_of_another_step(folder: Path):
     assert find(folder).step == 30
 
 
-def test_a_copy_under_another_name_is_believed(folder: Path):
+def test_a_copy_under_another_name_is_restored(folder: Path):
     (folder / "30").rename(folder / "best")
     assert find(folder / "best").restore(STRUCTS)["step"] == 30
 
@@ -300,7 +301,7 @@ def test_files_and_odd_folders_are_no_checkpoints(folder: Path):
 
 
 def as_first_format(folder: Path) -> None:
-    """Rewrites a checkpoint as it was before there was a number of the format."""
+    """Rewrites a checkpoint in the first format, which had no number."""
     plain = json.loads((folder / "meta.json").read_text())
     del plain["format"]
     (folder / "meta.json").write_text(json.dumps(plain, indent=2))
@@ -311,9 +312,9 @@ def as_first_format(folder: Path) -> None:
 
 def test_the_first_format_is_read(folder: Path):
     as_first_format(folder / "30")
-    there = find(folder)
-    there.check_sizes()
-    assert (there.meta["format"], there.restore(STRUCTS)["step"]) == (1, 30)
+    checkpoint = find(folder)
+    checkpoint.check_sizes()
+    assert (checkpoint.meta["format"], checkpoint.restore(STRUCTS)["step"]) == (1, 30)
     flip_one_bit(chunk(folder, 30))
     with pytest.raises(DamagedError, match="is not what was written"):
         Checkpoint(folder / "30").restore(STRUCTS)
@@ -336,10 +337,10 @@ def mutated(plain: Any, chance: random.Random) -> Any:
         value = chance.choice(
             [None, [], {}, "", "x", -1, 1.5, 10**30, float("inf"), True, [[]], {"a": 1}, "\x00", [-1]]
         )
-        what = chance.choice(["change", "remove", "rename"])
-        if what == "change" or isinstance(holder, list):
+        kind = chance.choice(["change", "remove", "rename"])
+        if kind == "change" or isinstance(holder, list):
             holder[key] = value
-        elif what == "remove":
+        elif kind == "remove":
             del holder[key]
         else:
             holder[f"{key}x"] = holder.pop(key)
@@ -354,18 +355,20 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def read_all(folder: Path) -> None:
-    """Everything that is read of a checkpoint."""
-    there = Checkpoint(folder)
-    there.select(STRUCTS, config={"seed": 1})
-    changed(there.meta["config"], {"seed": 1})
-    Retention(keep_best=1).chosen({there.step: there.meta["metric"]["value"]})
-    there.restore(STRUCTS)
+    """Reads everything that meshpar reads from a checkpoint."""
+    checkpoint = Checkpoint(folder)
+    checkpoint.select(STRUCTS, config={"seed": 1})
+    changed(checkpoint.meta["config"], {"seed": 1})
+    Retention(keep_best=1).chosen({checkpoint.step: checkpoint.meta["metric"]["value"]})
+    checkpoint.restore(STRUCTS)
 
 
 TEXTS = ["", "[]", "null", "{", "1", '"x"', "[" * 10**5, "{}", "\ufeff{}", '{"format": 2}', '{"format": "2"}']
 
 
-def test_wrong_content_with_right_checksums_is_told(original: Path, tmp_path: Path, command: Callable[..., Said]):
+def test_wrong_content_with_right_checksums_is_refused_without_a_traceback(
+    original: Path, tmp_path: Path, command: Callable[..., Said]
+):
     plain = json.loads((original / "30" / "meta.json").read_text())
     chance = random.Random(0)
     texts = [*TEXTS, *(json.dumps(mutated(plain, chance)) for _ in range(100))]
@@ -382,7 +385,7 @@ def test_wrong_content_with_right_checksums_is_told(original: Path, tmp_path: Pa
     assert refused > 80
 
 
-def test_control_without_the_model_of_meta_it_ends_in_a_traceback(
+def test_control_without_the_schema_of_meta_a_traceback_escapes(
     original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(meta, "parse", lambda text, path: json.loads(text))
@@ -401,7 +404,7 @@ def test_damage_to_the_checksums_names_their_file(folder: Path):
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         path.write_bytes(data)
         try:
-            harmless = json.loads(data) == json.loads(whole)  # a blank that became another
+            harmless = json.loads(data) == json.loads(whole)  # one blank became another
         except ValueError:
             harmless = False
         if not harmless:
@@ -413,25 +416,25 @@ def test_damage_to_the_checksums_names_their_file(folder: Path):
 # Commands ------------------------------------------------------------------------------------------------------------
 
 
-def test_ls_sees_what_can_be_seen_without_reading(folder: Path, command: Callable[..., Said]):
+def test_ls_reports_damage_that_shows_without_reading_arrays(folder: Path, command: Callable[..., Said]):
     chunk(folder, 20).write_bytes(b"")
-    said = command("checkpoint", "ls", folder)
-    assert said.code == 0
-    assert [line.split()[:2] for line in said.out.splitlines()[1:4]][1] == ["20", "damaged"]
+    result = command("checkpoint", "ls", folder)
+    assert result.code == 0
+    assert [line.split()[:2] for line in result.out.splitlines()[1:4]][1] == ["20", "damaged"]
     size = json.loads((folder / "20" / "sha256.json").read_text())["files"]["state/params.w/0"]["bytes"]
-    assert f"  {chunk(folder, 20)}\n    has 0 bytes instead of {size}\n" in said.out
-    assert said.out.endswith("The arrays were not verified: `meshpar checkpoint verify` reads them.\n")
+    assert f"  {chunk(folder, 20)}\n    has 0 bytes instead of {size}\n" in result.out
+    assert result.out.endswith("The arrays were not verified: `meshpar checkpoint verify` reads them.\n")
 
 
 def test_verify_names_the_file_and_exits_with_1(folder: Path, command: Callable[..., Said]):
-    said = command("checkpoint", "verify", folder)
+    result = command("checkpoint", "verify", folder)
     num_files = len([path for path in (folder / "10").rglob("*") if path.is_file()]) - 1
     lines = [f"{folder}/{step} is whole: {num_files} files" for step in (10, 20, 30)]
-    assert (said.code, said.out.splitlines()) == (0, lines)
+    assert (result.code, result.out.splitlines()) == (0, lines)
     flip_one_bit(chunk(folder, 20))
-    said = command("checkpoint", "verify", folder)
-    assert said.code == 1
-    assert said.out.splitlines() == [
+    result = command("checkpoint", "verify", folder)
+    assert result.code == 1
+    assert result.out.splitlines() == [
         lines[0],
         lines[2],
         f"the checkpoint {folder}/20 is damaged; the one before it is {folder}/10:",

@@ -1,4 +1,4 @@
-"""Damaged data are refused with a message: no traceback, no crash, and no other tokens where a checksum can tell."""
+"""Damaged data are refused with a message: no traceback, no crash, and no other tokens where there is a checksum."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tables_are_read(folder: Path, num: int) -> None:
 
 
 def in_a_process(function: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """A crash ends the process, and would end the tests with it."""
+    """Calls a function in another process, because a crash would end the tests."""
     code = f"from tests.unit.test_damaged_data import *; {function}({', '.join(map(repr, arguments))})"
     return subprocess.run(
         [sys.executable, "-c", "from pathlib import *; " + code], capture_output=True, text=True, check=False
@@ -87,11 +87,11 @@ def test_a_damaged_table_is_refused_without_a_traceback_or_a_crash(num: int, tmp
     print(done.stdout)
 
 
-def believing(folder: Path) -> None:
-    """Reads offsets without looking whether they lie in their buffer."""
+def tables_are_read_without_checks(folder: Path) -> None:
+    """Reads without checking that offsets lie within their buffer."""
     import pyarrow as pa
 
-    class Believed:
+    class Unchecked:
         def __init__(self, values: pa.Array):
             self.values = values
 
@@ -105,12 +105,12 @@ def believing(folder: Path) -> None:
             return len(self.values)
 
     right = Arrow.open
-    Arrow.open = lambda self, path: (right(self, path)[0], map(Believed, right(self, path)[1]))  # pyright: ignore
+    Arrow.open = lambda self, path: (right(self, path)[0], map(Unchecked, right(self, path)[1]))  # pyright: ignore
     path, corpus = table("file", folder)
     outcomes(path, damaged(path.read_bytes(), 300), reader(corpus))
 
 
-def test_control_offsets_that_are_believed_end_in_a_traceback_or_a_crash(tmp_path: Path):
+def test_control_unchecked_offsets_end_in_a_traceback_or_a_crash(tmp_path: Path):
     assert in_a_process("believing", tmp_path).returncode != 0
 
 
@@ -155,7 +155,7 @@ def test_a_damaged_header_of_an_array_is_refused(name: str, num: int, tmp_path: 
     assert found["refused"] > num / 2
 
 
-def test_no_single_bit_of_a_header_changes_the_tokens_unseen(tmp_path: Path):
+def test_no_flipped_bit_of_a_header_changes_the_tokens(tmp_path: Path):
     path = arrays(tmp_path)["vector.npy"]
     right = path.read_bytes()
 
@@ -170,14 +170,14 @@ def test_no_single_bit_of_a_header_changes_the_tokens_unseen(tmp_path: Path):
     assert (found["same"], found["another"], found["refused"]) == (3, 0, 1021)
 
 
-def test_control_other_bits_of_an_array_are_other_tokens(tmp_path: Path):
-    """A `.npy` file has no checksum: beyond its header only ids outside of the vocabulary are seen."""
+def test_control_damage_after_the_header_changes_the_tokens(tmp_path: Path):
+    """A `.npy` file has no checksum: after the header, only ids outside of the vocabulary are noticed."""
     path = arrays(tmp_path)["vector.npy"]
     copies = damaged(path.read_bytes(), 40, 128)
     assert outcomes(path, copies, reader(Numpy(path=str(path), tokenizer=WORD_IDS)))["another"] > 10
 
 
-def test_an_archive_that_grows_without_end_is_refused_before_it_is_unpacked(tmp_path: Path):
+def test_an_archive_that_expands_too_far_is_refused_before_it_is_unpacked(tmp_path: Path):
     with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.npy", bytes(2**28 + 1))
     with pytest.raises(DataError, match=r"would expand to 256.00 MiB, 10.. times its size"):
@@ -203,7 +203,7 @@ FILES = ("tokens.bin", "sizes.npy", "shares.npy", "crc32.json")
 
 @pytest.mark.parametrize("num", [12, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_cache_is_seen_and_made_again(name: str, num: int, cached: Jsonl):
+def test_a_damaged_cache_is_computed_again(name: str, num: int, cached: Jsonl):
     read = reader(cached)
     want = read()
     right = (entry(cached) / name).read_bytes()
@@ -223,7 +223,7 @@ def test_control_without_checksums_other_tokens_come_from_the_cache(cached: Json
     assert outcomes(path, damaged(path.read_bytes(), 6), read)["another"] == 6  # a bit in each
 
 
-def test_a_file_of_the_cache_that_is_gone_is_made_again(cached: Jsonl):
+def test_a_missing_file_of_the_cache_is_computed_again(cached: Jsonl):
     want = reader(cached)()
     for name in FILES:
         (entry(cached) / name).unlink()
@@ -232,15 +232,16 @@ def test_a_file_of_the_cache_that_is_gone_is_made_again(cached: Jsonl):
 
 
 @pytest.mark.filterwarnings("ignore::meshpar.errors.DataWarning")
-def test_a_disk_that_keeps_nothing_is_told(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_is_damaged_each_time_is_refused(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(token_cache, "_damaged", lambda entry: ["tokens.bin"])
     with pytest.raises(DataError, match="is damaged each time it is written"):
         cached.documents()
 
 
-def test_an_entry_is_on_the_disk_before_it_has_its_name(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_entry_is_synced_before_it_is_renamed(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
     synced: list[str] = []
-    fsync, rename = os.fsync, Path.rename
+    fsync = os.fsync
+    rename = Path.rename
 
     def watched(file: int) -> None:
         synced.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)

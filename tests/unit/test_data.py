@@ -30,9 +30,10 @@ def packed(documents: list[bytes], seq_len: int) -> PackedRows:
 
 
 def scattered(documents: list[bytes], seq_len: int) -> PackedRows:
-    """The same rows, of documents that lie each in an array of its own amid other bytes, the last one first."""
+    """The same rows from documents in arrays of their own, stored in reverse order with other bytes around them."""
     arrays = tuple(np.frombuffer(b"?" + document + b"??", np.uint8) for document in reversed(documents))
-    num, size = len(documents), np.array([len(document) for document in documents])
+    num = len(documents)
+    size = np.array([len(document) for document in documents])
     return PackedRows(Documents(arrays, np.arange(num)[::-1], np.ones(num, int), size, np.zeros(num), BOS), seq_len)
 
 
@@ -56,7 +57,8 @@ def expected_rows(documents: list[bytes], seq_len: int) -> list[dict[str, list[i
         for i, token in enumerate(tokens):
             if at % seq_len == 0:
                 rows.append({"tokens": [], "targets": [], "segments": [], "positions": []})
-            row, new = rows[-1], i == 0 or at % seq_len == 0
+            row = rows[-1]
+            new = i == 0 or at % seq_len == 0
             row["positions"].append(0 if new else row["positions"][-1] + 1)
             row["segments"].append((row["segments"] or [0])[-1] + new)
             row["tokens"].append(token)
@@ -79,7 +81,7 @@ def assert_packs(rows: PackedRows, documents: list[bytes]) -> None:
 
 @given(CORPORA, st.integers(1, 50))
 @settings(deadline=None)
-def test_rows_are_those_of_the_definition(documents: list[bytes], seq_len: int):
+def test_rows_equal_the_definition(documents: list[bytes], seq_len: int):
     assert_packs(packed(documents, seq_len), documents)
     assert_packs(scattered(documents, seq_len), documents)
 
@@ -114,12 +116,12 @@ class ForgetsTheNextRow(PackedRows):
         return batch
 
 
-class CountsPositionsOn(PackedRows):
+class HasNoPositions(PackedRows):
     def batch(self, rows) -> Batch:
         return super().batch(rows) | {"positions": np.zeros_like(super().batch(rows)["tokens"])}
 
 
-@pytest.mark.parametrize("fault", [LosesTheLastRow, PredictsAcrossDocuments, ForgetsTheNextRow, CountsPositionsOn])
+@pytest.mark.parametrize("fault", [LosesTheLastRow, PredictsAcrossDocuments, ForgetsTheNextRow, HasNoPositions])
 def test_a_fault_in_packing_is_seen(fault: type[PackedRows]):
     documents = [b"one", b"two, and longer", b"x"]
     good = packed(documents, 8)
@@ -146,7 +148,7 @@ def test_every_row_comes_once_an_epoch(num_rows: int, batch_size: int, seed: int
         assert sorted(order[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
 
 
-def test_the_order_differs_by_epoch_and_by_seed_and_is_that_of_the_seed():
+def test_the_order_depends_on_epoch_and_seed_alone():
     orders = {}
     for seed in range(4):
         order = row_order(numbered(64, 16, seed), 12)
@@ -166,7 +168,7 @@ def test_iterating_from_k_is_random_access_from_k(start: int):
     batches.close()
 
 
-def test_held_out_comes_once_in_order_and_is_padded():
+def test_held_out_rows_come_once_in_order_and_the_last_batch_is_padded():
     dataset = numbered(10, 4, seed=None)
     batches = list(dataset)
     assert len(batches) == len(dataset) == 3
@@ -193,7 +195,9 @@ def all_end_within(seconds: float) -> bool:
 
 def test_no_thread_outlives_its_batches():
     dataset = numbered(10, 4, seed=0)
-    closed, dropped, held = dataset.batches(), dataset.batches(), dataset.batches()
+    closed = dataset.batches()
+    dropped = dataset.batches()
+    held = dataset.batches()
     for batches in (closed, dropped, held):
         next(batches)
     assert prefetching() > 0
@@ -232,7 +236,8 @@ def sides(names: list[bytes], fraction: float) -> list[set[bytes]]:
 def test_a_new_document_moves_no_other(names: list[bytes], fraction: float):
     shares = [share(name) for name in names[1:]]
     assume(min(shares) < fraction <= max(shares))
-    before, after = sides(names[1:], fraction), sides(names, fraction)
+    before = sides(names[1:], fraction)
+    after = sides(names, fraction)
     assert all(old <= new for old, new in zip(before, after, strict=True))
     assert not after[0] & after[1]
     assert after[0] | after[1] == set(names)
@@ -288,19 +293,20 @@ def test_synthetic_documents_follow_their_rule_but_for_noise(noise: float):
 
 def test_the_seed_orders_the_rows_and_changes_nothing_in_them():
     data = Synthetic(num_documents=30, held_out_fraction=0.3)
-    one, two = data.train(seed=1), data.train(seed=2)
-    assert all_tokens(one) == all_tokens(two)
-    assert not np.array_equal(one[0]["tokens"], two[0]["tokens"])
-    assert np.array_equal(one[0]["tokens"], replace(two, seed=1)[0]["tokens"])
+    first = data.train(seed=1)
+    second = data.train(seed=2)
+    assert all_tokens(first) == all_tokens(second)
+    assert not np.array_equal(first[0]["tokens"], second[0]["tokens"])
+    assert np.array_equal(first[0]["tokens"], replace(second, seed=1)[0]["tokens"])
 
 
-def test_strategies_are_chosen_by_kind():
+def test_a_source_is_chosen_by_its_kind():
     data = TypeAdapter(Data)
     assert isinstance(data.validate_python({"kind": "stdlib"}), StandardLibrary)
     assert data.validate_python({"kind": "text", "path": "corpus"}) == Text(path="corpus")
     assert data.validate_python({"kind": "synthetic", "vocab_size": 12}) == Synthetic(vocab_size=12)
 
 
-def test_a_config_is_checked_without_importing_what_reads_it():
+def test_a_source_is_checked_without_importing_its_reader():
     code = "import sys, meshpar.train.data; sys.exit(bool({'grain', 'pyarrow', 'tokenizers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What changed from one program to another, on plain data that is written down here."""
+"""What changed between two programs, on hand-written inspections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def collective(kind="all_gather", axes=("fsdp",), times=2, sent=100.0, tensors=(
 
 GATHER = collective()
 ACTIVATION = collective("all_reduce", ("tensor",), 4, 64.0, (), "/a/nn/layers.py:10")
-TOLD = {
+INSPECTION = {
     "mesh": {"data": 1, "fsdp": 2, "tensor": 2},
     "sent_bytes": 456,
     "sent_bytes_per_axis": {"fsdp": 200, "tensor": 256},
@@ -33,15 +33,15 @@ TOLD = {
 
 
 def changed(**more):
-    return deepcopy(TOLD) | more
+    return deepcopy(INSPECTION) | more
 
 
 def test_equal_programs_have_no_difference():
-    told = difference(TOLD, changed())
-    assert not told
-    assert str(told) == "no difference"
-    assert told.as_json()["differs"] is False
-    assert told.as_json()["collectives"] == []
+    changes = difference(INSPECTION, changed())
+    assert not changes
+    assert str(changes) == "no difference"
+    assert changes.as_json()["differs"] is False
+    assert changes.as_json()["collectives"] == []
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_equal_programs_have_no_difference():
     ids=["order", "in two places", "another line", "a tensor's file", "axes of size one", "keys of a newer meshpar"],
 )
 def test_another_order_of_the_same_program_is_no_difference(after):
-    assert not difference(TOLD, after)
+    assert not difference(INSPECTION, after)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_another_order_of_the_same_program_is_no_difference(after):
     ],
 )
 def test_a_collective_is_reported_as_new_gone_or_changed(collectives, verdict):
-    told = difference(TOLD, changed(collectives=collectives))
-    assert [one.verdict for one in told.collectives] == [verdict]
-    assert told
+    changes = difference(INSPECTION, changed(collectives=collectives))
+    assert [change.verdict for change in changes.collectives] == [verdict]
+    assert changes
 
 
 @pytest.mark.parametrize(
-    "one",
+    "other",
     [
         GATHER | {"kind": "all_reduce"},
         GATHER | {"axes": ["data"]},
@@ -88,9 +88,9 @@ def test_a_collective_is_reported_as_new_gone_or_changed(collectives, verdict):
     ],
     ids=["kind", "axes", "no mesh", "tensor", "branch"],
 )
-def test_another_collective_is_gone_and_new(one):
-    told = difference(TOLD, changed(collectives=[one, ACTIVATION]))
-    assert sorted(traded.verdict for traded in told.collectives) == ["gone", "new"]
+def test_another_collective_is_gone_and_new(other):
+    changes = difference(INSPECTION, changed(collectives=[other, ACTIVATION]))
+    assert sorted(change.verdict for change in changes.collectives) == ["gone", "new"]
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_another_collective_is_gone_and_new(one):
     [
         changed(flops=1001),
         changed(sent_bytes_per_axis={"fsdp": 200, "tensor": 255, "data": 1}),
-        changed(memory=TOLD["memory"] | {"temporaries": 1001}),
-        changed(memory=TOLD["memory"] | {"peak": 1407, "total": 1407}),
+        changed(memory=INSPECTION["memory"] | {"temporaries": 1001}),
+        changed(memory=INSPECTION["memory"] | {"peak": 1407, "total": 1407}),
         changed(mesh={"data": 2, "fsdp": 2, "tensor": 1}),
     ],
     ids=["flops", "axes", "memory", "total", "mesh"],
 )
 def test_any_figure_makes_a_difference(after):
-    assert difference(TOLD, after)
+    assert difference(INSPECTION, after)
 
 
 def test_a_change_is_printed_with_its_amount_and_percentage():
@@ -126,7 +126,7 @@ def test_the_text_of_a_difference():
         memory={"arguments": {"p.w": 200}, "outputs": 8, "temporaries": 2000, "peak": None, "total": 2208},
     )
     assert (
-        str(difference(TOLD, after))
+        str(difference(INSPECTION, after))
         == """\
 a device, in one step, before -> after
 
@@ -153,16 +153,16 @@ holds 1.38 KiB -> 2.16 KiB
     )
 
 
-def test_the_same_collectives_are_said_to_be():
-    assert "\nthe same collectives\n" in str(difference(TOLD, changed(flops=1)))
+def test_equal_collectives_are_summarized():
+    assert "\nthe same collectives\n" in str(difference(INSPECTION, changed(flops=1)))
 
 
 def test_the_json_has_both_sides():
     after = changed(flops=2000, collectives=[GATHER | {"times": 3}, ACTIVATION])
-    told = json.loads(json.dumps(difference(TOLD, after).as_json()))
-    assert told["flops"] == {"before": 1000, "after": 2000}
-    assert told["sent_bytes_per_axis"]["fsdp"] == {"before": 200, "after": 200}
-    assert told["collectives"] == [
+    changes = json.loads(json.dumps(difference(INSPECTION, after).as_json()))
+    assert changes["flops"] == {"before": 1000, "after": 2000}
+    assert changes["sent_bytes_per_axis"]["fsdp"] == {"before": 200, "after": 200}
+    assert changes["collectives"] == [
         {
             "change": "more often",
             "kind": "all_gather",
@@ -179,13 +179,13 @@ def test_the_json_has_both_sides():
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
-    (tmp_path / "kept.json").write_text(json.dumps(TOLD, indent=2))
-    assert not difference(read(tmp_path / "kept.json"), TOLD)
+    (tmp_path / "kept.json").write_text(json.dumps(INSPECTION, indent=2))
+    assert not difference(read(tmp_path / "kept.json"), INSPECTION)
 
 
 NO_PROGRAMS = {
     "no JSON": ("model: {kind: llama}", "  the file\n    Invalid JSON: expected value at line 1 column 1"),
-    "cut off": (json.dumps(TOLD)[:100], "  the file\n    Invalid JSON: EOF while parsing"),
+    "cut off": (json.dumps(INSPECTION)[:100], "  the file\n    Invalid JSON: EOF while parsing"),
     "deep": ("[" * 10000, "  the file\n    Invalid JSON: recursion limit exceeded"),
     "a list": ("[]", "  the file\n    Input should be an object"),
     "a word for a number": (json.dumps(changed(flops="many")), "  flops\n    Input should be a valid integer"),
@@ -197,18 +197,21 @@ NO_PROGRAMS = {
         json.dumps(changed(collectives=[GATHER | {"sent_bytes": float("nan")}])),
         "  collectives.0.sent_bytes\n    Input should be a finite number",
     ),
-    "a key is missing": (json.dumps({k: v for k, v in TOLD.items() if k != "memory"}), "  memory\n    Field required"),
+    "a key is missing": (
+        json.dumps({k: v for k, v in INSPECTION.items() if k != "memory"}),
+        "  memory\n    Field required",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", NO_PROGRAMS)
 def test_a_file_that_no_inspection_wrote_is_refused(case, tmp_path):
-    text, said = NO_PROGRAMS[case]
+    text, message = NO_PROGRAMS[case]
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(ProgramError) as error:
         read(path)
-    assert str(error.value).startswith(f"{path} was not written by `meshpar inspect --json`:\n{said}")
+    assert str(error.value).startswith(f"{path} was not written by `meshpar inspect --json`:\n{message}")
 
 
 def test_a_missing_file_and_a_binary_file_are_refused(tmp_path):

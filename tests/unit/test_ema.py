@@ -1,4 +1,4 @@
-"""The average of the parameters: unbiased, wide, and the one that is found."""
+"""The average of the parameters is unbiased, and is that of the master parameters."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def test_the_average_is_unbiased_from_the_first_update_on(decay, num_updates):
     assert bias(decay, num_updates) < 1e-5
 
 
-def test_control_an_average_without_its_correction_is_seen(monkeypatch):
+def test_control_an_average_without_its_correction_is_biased(monkeypatch):
     monkeypatch.setattr(ema_module, "newest_weight", lambda decay, count, dtype: jnp.asarray(1 - decay, dtype))
     assert bias(0.99, 7) > 1
 
 
-def test_before_any_update_it_is_the_parameters_and_without_one_they_are_it():
+def test_without_an_update_or_an_average_the_parameters_are_returned():
     assert averaged(after(with_ema(optax.sgd(1.0), 0.9), 0))["w"][0] == 100
     assert averaged(after(optax.sgd(1.0), 4))["w"][0] == 4
 
 
-def test_of_master_parameters_it_averages_those():
+def test_the_average_is_that_of_the_master_parameters():
     """2 + 2^-10 is no bfloat16: an average of the rounded parameters would be 2."""
     tx = with_ema(with_master(optax.sgd(1.0), jnp.float32), 0.5)
     params = {"w": jnp.full(1, 2, jnp.bfloat16)}

@@ -1,4 +1,4 @@
-"""`--version`, `env` and completion; and what a user reads where JAX finds no device."""
+"""`--version`, `env` and completion; and the messages where JAX finds no device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ run_dir: run
 
 
 def in_process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own, in which JAX has not started."""
+    """Runs meshpar in a process of its own, in which JAX has not started."""
     return subprocess.run([*MAIN, *words], env=os.environ | environment, capture_output=True, text=True, timeout=120)
 
 
@@ -51,20 +51,20 @@ def test_env_says_versions_devices_and_variables_and_hides_secrets(command, monk
 
 
 def test_env_works_where_jax_cannot_start():
-    told = in_process("env", "--json", JAX_PLATFORMS="cuda")
-    assert told.returncode == 0, told.stderr
-    assert "error" in json.loads(told.stdout)["devices"]
+    done = in_process("env", "--json", JAX_PLATFORMS="cuda")
+    assert done.returncode == 0, done.stderr
+    assert "error" in json.loads(done.stdout)["devices"]
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu", "abacus"])
-def test_a_platform_without_a_device_is_told_in_one_message(platform, tmp_path):
+def test_a_platform_without_a_device_is_reported_in_one_message(platform, tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
-    told = in_process("inspect", str(tmp_path / "config.yaml"), JAX_PLATFORMS=platform)
-    assert (told.returncode, told.stdout) == (2, "")
-    lines = told.stderr.splitlines()
+    done = in_process("inspect", str(tmp_path / "config.yaml"), JAX_PLATFORMS=platform)
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = done.stderr.splitlines()
     assert lines[-3] == f"meshpar: JAX cannot start the backend that JAX_PLATFORMS={platform} names:"
     assert lines[-1] == "  unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu; `meshpar env` shows what JAX finds"
-    assert "Traceback" not in told.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_control_another_error_of_the_runtime_is_no_missing_backend(command, monkeypatch):
@@ -81,11 +81,11 @@ def test_completion_can_be_shown(command, monkeypatch):
     assert "--show-completion" in command("--help").out
 
 
-def test_a_verb_or_option_that_does_not_exist_is_told_before_jax_is_imported():
+def test_an_unknown_verb_or_option_is_reported_before_jax_is_imported():
     code = "import sys; from meshpar.cli import main\ntry: main()\nfinally: print('jax' in sys.modules)"
     for words in (["explian"], ["--vresion"], ["explain", "--devcies", "8"]):
-        told = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
-        assert (told.returncode, told.stdout) == (2, "False\n")
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (2, "False\n")
 
 
 HOSTILE = "\x1b]0;owned\x07"
@@ -103,7 +103,7 @@ HOSTILE = "\x1b]0;owned\x07"
         f'extends: "\\e]0;owned\\a"\n{CONFIG}',
     ],
 )
-def test_what_a_terminal_would_obey_is_shown_instead(written, command, monkeypatch, tmp_path):
+def test_control_characters_are_escaped_in_messages(written, command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text(written)
     code, out, err = command("explain", "config.yaml")

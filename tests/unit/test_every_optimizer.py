@@ -1,4 +1,4 @@
-"""Every optimizer that Optax lists: born sharded, kept so by the update, and equal to one device."""
+"""The state of every Optax optimizer is initialized sharded and stays so, and its updates equal one device's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OPTIMIZERS = {
     "sm3": optax.sm3(1e-2),
     "yogi": optax.yogi(1e-2),
 }
-# Those whose states are like no other's; the rest are like these.
+# Optimizers whose states have a structure of their own; every other one resembles one of these.
 IN_CI = {"adafactor", "adamw", "lbfgs", "novograd", "noisy_sgd", "polyak_sgd", "sm3"}
 every_optimizer = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.slow) for name in OPTIMIZERS]
@@ -92,7 +92,7 @@ def trained(name, layout):
 
 
 def test_every_optimizer_of_optax_is_tested():
-    made = {name for name, one in vars(alias).items() if callable(one) and "learning_rate" in parameters(one)}
+    made = {name for name, value in vars(alias).items() if callable(value) and "learning_rate" in parameters(value)}
     assert made & set(vars(optax)) - {"optimistic_adam"} <= OPTIMIZERS.keys()
 
 
@@ -110,12 +110,12 @@ def test_the_state_of_an_optimizer_is_initialized_sharded(name):
     for x in jax.tree.leaves(start.opt_state):
         like = by_shape.get(x.shape)
         assert like is None or x.sharding.is_equivalent_to(like.sharding, x.ndim), x.shape
-        # What is not like a parameter, but has one's size or more, is divided as well.
+        # An array that is shaped like no parameter, but as large as one, is sharded too.
         assert x.size < 16 or not x.sharding.is_fully_replicated
 
 
 @every_optimizer
-def test_the_update_keeps_it_so(name):
+def test_the_update_keeps_dtypes_and_shardings(name):
     start, after, _ = trained(name, MESH)
     for before, x in zip(jax.tree.leaves(start), jax.tree.leaves(after), strict=True):
         assert x.dtype == before.dtype

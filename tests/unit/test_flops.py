@@ -34,12 +34,13 @@ def compiled(function, *arguments) -> int:
     return inspect(jax.jit(function).lower(*arguments).compile()).flops
 
 
-def convolved(image, kernel, **how):
-    how = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")} | how
-    return lax.conv_general_dilated(image, kernel, **how)
+def convolved(image, kernel, **options):
+    options = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")} | options
+    return lax.conv_general_dilated(image, kernel, **options)
 
 
-IMAGE, KERNEL = jnp.ones((2, 8, 8, 2)), jnp.ones((3, 3, 2, 4))
+IMAGE = jnp.ones((2, 8, 8, 2))
+KERNEL = jnp.ones((3, 3, 2, 4))
 CONVOLUTIONS = {
     "plain": {},
     "strided": {"window_strides": (2, 1), "padding": ((1, 0), (0, 2))},
@@ -50,11 +51,11 @@ CONVOLUTIONS = {
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_convolution_and_its_gradients_count_as_their_compiled_program(name):
-    how = CONVOLUTIONS[name]
-    kernel = KERNEL[:, :, : 2 // how.get("feature_group_count", 1)]
+    options = CONVOLUTIONS[name]
+    kernel = KERNEL[:, :, : 2 // options.get("feature_group_count", 1)]
 
     def forward(image, kernel):
-        return convolved(image, kernel, **how)
+        return convolved(image, kernel, **options)
 
     gradients = jax.grad(lambda image, kernel: jnp.square(forward(image, kernel)).sum(), (0, 1))
     for function in (forward, gradients):
@@ -62,15 +63,21 @@ def test_a_convolution_and_its_gradients_count_as_their_compiled_program(name):
 
 
 def test_an_edge_of_an_image_meets_two_of_three_rows():
-    image, kernel = X.reshape(1, 16, 16, 1), jnp.ones((3, 3, 1, 4))
+    image = X.reshape(1, 16, 16, 1)
+    kernel = jnp.ones((3, 3, 1, 4))
     assert traced(convolved, image, kernel) == 2 * 4 * (14 * 3 + 2 * 2) ** 2
 
 
-def test_loops_multiply_and_what_nothing_needs_does_not_count():
-    nested = lambda x: lax.fori_loop(0, 3, lambda _, x: lax.fori_loop(0, 5, lambda _, x: x @ x, x), x)
+def test_loops_multiply_and_unused_products_do_not_count():
+    def nested(x):
+        return lax.fori_loop(0, 3, lambda _, x: lax.fori_loop(0, 5, lambda _, x: x @ x, x), x)
+
     assert traced(nested, X) == 15 * ONE
     assert traced(lambda x: (x @ x, x + 1)[1], X) == 0
-    batched = lambda x: jnp.einsum("bij,bjk->bik", x.reshape(4, 8, 8), x.reshape(4, 8, 8))
+
+    def batched(x):
+        return jnp.einsum("bij,bjk->bik", x.reshape(4, 8, 8), x.reshape(4, 8, 8))
+
     assert traced(batched, X) == 4 * 2 * 8**3
 
 
@@ -82,8 +89,10 @@ def test_a_branch_counts_by_the_share_of_turns_that_its_scope_names():
     def unnamed(x, i):
         return lax.cond(i < 2, lambda x: x @ x, lambda x: x, x), None
 
-    of = lambda turn: traced(lambda x: lax.scan(turn, x, jnp.arange(8))[0], X)
-    assert (of(turn), of(unnamed)) == (2 * ONE, 8 * ONE)
+    def counted_in_a_loop(turn):
+        return traced(lambda x: lax.scan(turn, x, jnp.arange(8))[0], X)
+
+    assert (counted_in_a_loop(turn), counted_in_a_loop(unnamed)) == (2 * ONE, 8 * ONE)
 
 
 def test_each_branch_of_a_switch_counts_by_its_own_share():
@@ -91,23 +100,32 @@ def test_each_branch_of_a_switch_counts_by_its_own_share():
         with jax.named_scope("taken_5_2_1_of_8"):
             return lax.switch(branch, [jnp.sin, lambda x: x @ x, lambda x: x @ x @ x], x), None
 
-    loop = lambda x: lax.scan(turn, x, jnp.array([0] * 5 + [1] * 2 + [2]))[0]
+    def loop(x):
+        return lax.scan(turn, x, jnp.array([0] * 5 + [1] * 2 + [2]))[0]
+
     assert traced(loop, X) == compiled(loop, X) == (2 * 1 + 1 * 2) * ONE
 
 
-def test_remat_counts_what_it_computes_again():
-    loss = lambda x: jnp.tanh(jnp.tanh(x @ x) @ x).sum()
+def test_products_that_remat_repeats_count_twice():
+    def loss(x):
+        return jnp.tanh(jnp.tanh(x @ x) @ x).sum()
+
     assert traced(jax.value_and_grad(loss), X) == 6 * ONE
     assert traced(jax.value_and_grad(jax.checkpoint(loss)), X) == 8 * ONE
 
 
 def test_rows_of_a_ragged_product_meet_one_group_each():
-    rows, groups, sizes = jnp.ones((8, 4)), jnp.ones((2, 4, 3)), jnp.array([3, 5])
-    product = lambda rows, groups: lax.ragged_dot(rows, groups, sizes)
+    rows = jnp.ones((8, 4))
+    groups = jnp.ones((2, 4, 3))
+    sizes = jnp.array([3, 5])
+
+    def product(rows, groups):
+        return lax.ragged_dot(rows, groups, sizes)
+
     gradients = jax.grad(lambda rows, groups: product(rows, groups).sum(), (0, 1))
     assert traced(product, rows, groups) == 2 * 8 * 4 * 3
     assert traced(gradients, rows, groups) == 2 * 2 * 8 * 4 * 3
-    assert {one.kind for one in traced_products(jax.make_jaxpr(product)(rows, groups))} == {"ragged_dot_general"}
+    assert {found.kind for found in traced_products(jax.make_jaxpr(product)(rows, groups))} == {"ragged_dot_general"}
     assert compiled(product, rows, groups) == 2 * traced(product, rows, groups)  # XLA:CPU: each row, and each group
 
 
@@ -115,7 +133,8 @@ def test_a_kernel_runs_for_each_place_of_its_grid():
     def kernel(x, y, out):
         out[...] = x[...] @ y[...]
 
-    block, whole = pl.BlockSpec((4, 16), lambda i: (i, 0)), pl.BlockSpec((16, 16), lambda i: (0, 0))
+    block = pl.BlockSpec((4, 16), lambda i: (i, 0))
+    whole = pl.BlockSpec((16, 16), lambda i: (0, 0))
     shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     product = pl.pallas_call(kernel, shape, grid=(4,), in_specs=[block, whole], out_specs=block)
     assert traced(product, X, X) == ONE
@@ -127,9 +146,9 @@ def test_shards_count_on_each_device_and_whole_arrays_once():
     (product,) = traced_products(jax.make_jaxpr(local)(X))
     assert (product.num_flops, product.num_shards) == (2 * 4 * 4 * 16, 8)
     assert flops([product], num_devices=8) == {"dot_general": 2 * 4 * 4 * 16}
-    assert [one.num_shards for one in traced_products(jax.make_jaxpr(lambda x: x @ x)(X))] == [1]
+    assert [product.num_shards for product in traced_products(jax.make_jaxpr(lambda x: x @ x)(X))] == [1]
     partly = jax.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
-    assert [one.num_shards for one in traced_products(jax.make_jaxpr(partly)(X))] == [4]
+    assert [product.num_shards for product in traced_products(jax.make_jaxpr(partly)(X))] == [4]
 
 
 def test_a_loop_of_unknown_length_cannot_be_counted():
@@ -142,9 +161,10 @@ def test_a_loop_of_unknown_length_cannot_be_counted():
 
 
 def test_bytes_and_flops_come_from_one_walk(monkeypatch):
-    """Where the walk forgets how long its loops are, both counts are too small."""
+    """If the walk ignores the lengths of loops, both counts are too small."""
     right = run_of(MODELS["llama"])
-    num_flops, num_bytes = right.traced_flops["dot_general"], right.traced_bytes["tensor",]
+    num_flops = right.traced_flops["dot_general"]
+    num_bytes = right.traced_bytes["tensor",]
     monkeypatch.setattr(walk, "_repeats", lambda visit, num_inside: [Fraction(1)] * num_inside)
     wrong = run_of(MODELS["llama"])
     assert wrong.traced_flops["dot_general"] < num_flops
@@ -163,19 +183,21 @@ MODELS = {
     "gpt": GPT(**SIZES, max_seq_len=8, tie_embeddings=True, dropout=0.1),
     "gpt_untied": GPT(**SIZES, max_seq_len=8),
 }
-SEQ, ROWS = 8, 4
+SEQ = 8
+ROWS = 4
 
 
 def run_of(model, **more):
     data = Synthetic(batch_size=ROWS, seq_len=SEQ, vocab_size=29)
-    mesh, rules = MeshLayout(fsdp=2, tensor=2), AxisRules(preset=("fsdp", "megatron"))
+    mesh = MeshLayout(fsdp=2, tensor=2)
+    rules = AxisRules(preset=("fsdp", "megatron"))
     settings = {"mesh": mesh, "rules": rules, "lowering": "manual", "num_steps": 2, "run_dir": "unused"} | more
     run = Run(model=model, data=data, optim=AdamW(lr=1e-3), **settings)
     return prepare(run, run.mesh.build(jax.devices()[: run.mesh.requested()]))
 
 
 def by_the_formula(run) -> int:
-    """Each kernel multiplies each token; of stacked layers those that are no padding do."""
+    """Each kernel multiplies each token, except in layers that are padding."""
     model = run.run.model
     kernels = {path: spec for path, spec in flatten_with_paths(run.specs).items() if path.endswith("kernel")}
     params = sum(spec.size * model.num_layers // model.stacked_layers for spec in kernels.values())
@@ -188,7 +210,7 @@ def by_the_formula(run) -> int:
     return data.batch_size * (data.seq_len * each - unseen)
 
 
-def test_flops_of_a_model_that_was_counted_by_hand():
+def test_the_flops_per_token_equal_a_count_by_hand():
     """One layer of width 8, 2 heads of 4, mlp 16 (two matrices), a head of 32 tokens, 10 tokens of context.
 
     A token's matmuls are 4 x 8 x 8 + 2 x 8 x 16 + 8 x 32 = 768 multiply-adds, 6 operations each; its scores and the
@@ -215,7 +237,7 @@ def test_the_stages_of_a_pipeline_do_not_change_the_flops_of_a_model():
     assert run.model_flops == by_the_formula(run)
 
 
-def test_an_adapter_is_needed_too():
+def test_the_flops_of_a_model_include_its_adapter():
     plain, adapted = (run_of(MODELS["llama"], lora=adapt) for adapt in (None, LoRA(rank=2)))
     thin = 2 * 3 * 4 * (16 + 16)  # rank, layers, projections
     assert adapted.model_flops - plain.model_flops == 6 * thin * ROWS * SEQ
@@ -243,5 +265,5 @@ def test_the_utilization_is_what_the_model_needs_over_what_the_chips_can_do(chip
     assert actions._mfu(run)(1e6) == pytest.approx(1e6 * by_the_formula(run) / (ROWS * SEQ) / (4 * 1e12))
 
 
-def test_without_the_chips_speed_there_is_none():
+def test_without_a_known_chip_there_is_no_utilization():
     assert actions._mfu(run_of(MODELS["llama"])) is None

@@ -1,4 +1,4 @@
-"""`meshpar generate` and `meshpar.generate`, from the files that a run wrote to the text."""
+"""`meshpar generate` and `meshpar.generate`, from the files of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def generate(trained, command, monkeypatch):
-    """Runs the verb in that folder; gives what it printed to stdout and to stderr."""
+    """Runs the verb in that folder; returns its stdout and its stderr."""
     monkeypatch.chdir(trained)
 
     def call(*arguments: str) -> tuple[str, str]:
@@ -52,37 +52,37 @@ MORE = ["--max-tokens", "5"]
 
 
 @pytest.fixture(scope="module")
-def told(trained):
+def answers(trained):
     """The answers to two prompts on the run's own mesh."""
     return meshpar.generate(trained / "run", ["a is", "né"], max_tokens=5)
 
 
-def test_the_terminal_shows_each_prompt_and_its_answer(generate, told):
+def test_the_terminal_shows_each_prompt_and_its_answer(generate, answers):
     out, err = generate("config.yaml", "--prompt", "a is", "--prompt", "né", *MORE)
-    assert out == f"a is{told.texts[0]}\n\nné{told.texts[1]}\n"
+    assert out == f"a is{answers.texts[0]}\n\nné{answers.texts[1]}\n"
     assert "tokens on data=2, fsdp=2, tensor=2: the first after" in err
     assert "cache 640 B a device" in err  # 2 x 1 layer x 4 rows x 10 slots x 2 heads x 8 x 4 bytes, over 8 devices
 
 
-def test_a_folder_on_another_mesh_says_the_same_as_json(generate, told):
+def test_a_run_on_another_mesh_gives_the_same_answers_as_json(generate, answers):
     other = ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=8", "rules=[megatron]", "rules.heads=[]", "rules.kv_heads=[]"]
     out, _ = generate("run", *other, "lowering=auto", "--prompt", "a is", "--prompt", "né", *MORE, "--json")
     plain = json.loads(out)
     assert plain["mesh"] == "tensor=8"
-    assert plain["completions"] == told.as_json()["completions"]
-    assert [len(one["tokens"]) for one in plain["completions"]] == [5, 5]
+    assert plain["completions"] == answers.as_json()["completions"]
+    assert [len(completion["tokens"]) for completion in plain["completions"]] == [5, 5]
 
 
-def test_a_file_has_a_prompt_a_line_or_a_json_text(generate, trained, told):
+def test_a_file_of_prompts_has_lines_of_text_or_of_json(generate, trained, answers):
     (trained / "lines.txt").write_text("a is\nné\n")
     (trained / "lines.jsonl").write_text('"a is"\n"n\\u00e9"\n')
     for name in ("lines.txt", "lines.jsonl"):
         out, _ = generate("run", "--prompts", name, *MORE)
-        assert out == f"a is{told.texts[0]}\n\nné{told.texts[1]}\n"
+        assert out == f"a is{answers.texts[0]}\n\nné{answers.texts[1]}\n"
 
 
-def test_pieces_come_as_they_are_made_and_end_before_a_stop_string(trained, told):
-    text = told.texts[0]
+def test_pieces_come_as_they_are_made_and_end_before_a_stop_string(trained, answers):
+    text = answers.texts[0]
     pieces = []
     again = meshpar.generate(trained / "run", ["a is"], max_tokens=5, stop=[text[1:3]], show=pieces.append)
     assert again.completions[0].finish == "stop"
@@ -90,6 +90,6 @@ def test_pieces_come_as_they_are_made_and_end_before_a_stop_string(trained, told
     assert [piece.finish for piece in pieces][-2:] == [None, "stop"]
 
 
-def test_ids_are_taken_as_they_are(trained, told):
+def test_a_prompt_may_be_token_ids(trained, answers):
     ids = [256, *b"a is"]
-    assert meshpar.generate(trained / "run", [ids], max_tokens=5).completions[0].tokens == told.completions[0].tokens
+    assert meshpar.generate(trained / "run", [ids], max_tokens=5).completions[0].tokens == answers.completions[0].tokens

@@ -1,4 +1,4 @@
-"""The table of chips: found by the kind that JAX states, and by nothing that merely looks like it."""
+"""A chip is found by the exact kind of device that JAX states."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Mesh layouts: their axes, their sizes, and the devices that they need."""
+
 from __future__ import annotations
 
 import re
@@ -23,7 +25,7 @@ def test_the_last_axis_holds_neighbours():
 
 
 @given(st.permutations([2, 2, 2, 1, 1, 1, 1]), st.integers(0, 6))
-def test_minus_one_takes_what_the_others_leave(sizes, free):
+def test_minus_one_takes_the_remaining_devices(sizes, free):
     given_sizes = dict(zip(AXES, sizes, strict=True))
     layout = MeshLayout(**given_sizes | {AXES[free]: -1})
     assert layout.resolved(8) == given_sizes
@@ -44,7 +46,7 @@ def test_sizes_across_slices_multiply():
     "sizes",
     [{"data": -1, "tensor": -1}, {"data": 0}, {"dcn": AxisSizes(data=-1)}, {"data": 4}, {"data": 16}, {"data": 3}],
 )
-def test_what_does_not_fit_is_refused(sizes):
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(sizes):
     with pytest.raises(MeshError):
         MeshLayout(**sizes).resolved(8)
 
@@ -57,7 +59,7 @@ def test_what_does_not_fit_is_refused(sizes):
         ({"data": -1, "dcn": {"data": 3}}, ["dcn.data=1, 2, 4 or 8"]),
     ],
 )
-def test_sizes_inside_and_across_slices_are_proposed_that_fit_the_devices(sizes, proposals):
+def test_proposed_sizes_inside_and_across_slices_fit_the_devices(sizes, proposals):
     with pytest.raises(MeshError) as refused:
         MeshLayout(**sizes).resolved(8)
     assert re.findall(r"    (\S.*) would fit", str(refused.value)) == proposals

@@ -69,14 +69,14 @@ def test_a_verb_imports_only_what_it_uses(imported, words):
     assert not imported[words] & FORBIDDEN[words]
 
 
-def test_control_what_a_verb_uses_is_seen(imported):
+def test_control_packages_that_a_verb_uses_are_seen(imported):
     assert imported["train", "config.yaml"] >= TRAINING | JAX
     assert imported["explain", "config.yaml"] >= {"jax", "flax"}
     assert "matplotlib" in imported["plot", "run"]
 
 
 def test_tensorboard_leaves_torch_importable():
-    """It is hidden only while tensorboardX looks for it."""
+    """torch is hidden only while tensorboardX is imported."""
     pytest.importorskip("torch")
     code = "from meshpar.train.records.loggers import _without_torch\n"
     code += "with _without_torch():\n    from tensorboardX.event_file_writer import EventsWriter\n"

@@ -1,4 +1,4 @@
-"""Records reach W&B and MLflow: the real ones where they are installed, and always recordings of the calls."""
+"""Records reach W&B and MLflow: fakes that record the calls, and the real packages where they are installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(run_dir: Path, *loggers: Any, start: int = 0) -> None:
 
 
 class FakeWandB:
-    """Just the calls that are used: `init`, and of what it gives `log` and the end of a `with`."""
+    """The part of W&B that meshpar calls: `init`, and its run's `log` and `__exit__`."""
 
     def __init__(self, fails: bool = False):
         self.calls: list[Any] = []
@@ -62,16 +62,16 @@ def test_wandb_gets_config_and_numbers_and_a_resumed_run_is_the_same_run(tmp_pat
     assert begun["id"] == again["id"] and (begun["mode"], again["resume"]) == ("offline", "allow")
 
 
-def test_a_service_that_fails_on_the_way_is_warned_of_once_and_the_training_goes_on(tmp_path, wandb):
+def test_a_service_that_fails_later_is_warned_of_once_and_training_continues(tmp_path, wandb):
     wandb.fails = True
-    with pytest.warns(UserWarning, match="wandb fails, and gets no more records: no network") as told:
+    with pytest.warns(UserWarning, match="wandb fails, and gets no more records: no network") as warned:
         run(tmp_path, WandB())
-    assert len(told) == 1
+    assert len(warned) == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 class FakeMLflow:
-    """Just the calls of a client that are used."""
+    """The calls of an MLflow client that meshpar uses."""
 
     def __init__(self):
         self.calls: list[Any] = []
@@ -118,11 +118,11 @@ def test_mlflow_gets_config_and_numbers_and_a_resumed_run_is_the_same_run(tmp_pa
 
 
 @pytest.mark.parametrize(("package", "logger"), [("wandb", WandB()), ("mlflow", MLflow())])
-def test_what_is_not_installed_is_told_by_its_extra(tmp_path, monkeypatch, package, logger):
+def test_a_missing_package_is_reported_with_its_extra(tmp_path, monkeypatch, package, logger):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr("importlib.import_module", missing)
-    said = f"loggers: {package} is not installed; pip install 'meshpar\\[{package}\\]', or leave it out"
-    with pytest.raises(ConfigError, match=said):
+    message = f"loggers: {package} is not installed; pip install 'meshpar\\[{package}\\]', or leave it out"
+    with pytest.raises(ConfigError, match=message):
         run(tmp_path, logger)
 
 
@@ -135,24 +135,24 @@ def there_is(package: str) -> Any:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
 
 
-@pytest.mark.filterwarnings("ignore")  # theirs
+@pytest.mark.filterwarnings("ignore")  # warnings of W&B
 @there_is("wandb")
-def test_the_real_wandb_offline(tmp_path):
+def test_the_real_wandb_writes_records_offline(tmp_path):
     run(tmp_path / "first", WandB(mode="offline"))
-    (kept,) = (tmp_path / "first" / "wandb").glob("offline-run-*/*.wandb")
-    assert b"train/loss" in kept.read_bytes()
+    (file,) = (tmp_path / "first" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"train/loss" in file.read_bytes()
 
 
-@pytest.mark.filterwarnings("ignore")  # theirs
+@pytest.mark.filterwarnings("ignore")  # warnings of MLflow
 @there_is("mlflow")
-def test_the_real_mlflow_in_a_file(tmp_path, monkeypatch):
+def test_the_real_mlflow_writes_records_to_a_file(tmp_path, monkeypatch):
     import mlflow  # pyright: ignore
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run(tmp_path / "first", MLflow())
     run(tmp_path / "first", MLflow(), start=1)
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'first' / 'mlflow.db'}")
-    (one,) = client.search_runs([client.get_experiment_by_name("meshpar").experiment_id])
-    history = client.get_metric_history(one.info.run_id, "train/loss")
+    (logged,) = client.search_runs([client.get_experiment_by_name("meshpar").experiment_id])
+    history = client.get_metric_history(logged.info.run_id, "train/loss")
     assert [(m.step, m.value) for m in history] == [(1, 2.5), (2, 1.5)]
-    assert (one.info.status, one.data.params) == ("FINISHED", {"optim.lr": "0.001"})
+    assert (logged.info.status, logged.data.params) == ("FINISHED", {"optim.lr": "0.001"})

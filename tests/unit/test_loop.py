@@ -29,12 +29,13 @@ from meshpar.train.records.metrics import recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
 
-ROWS, SEQ = 8, 2
+ROWS = 8
+SEQ = 2
 
 
 @dataclass
 class Numbers:
-    """A data set: batch i holds numbers of i alone. Those in `interrupted` stop the run, those in `bad` are not finite.
+    """A data set whose batch i depends on i alone. `interrupted` batches stop the run; `bad` ones have infinite losses.
 
     Args:
       length: how many batches one pass has.
@@ -91,7 +92,8 @@ class Toy:
 @cache
 def toy() -> Toy:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    rows = NamedSharding(mesh, PartitionSpec("data"))
     scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     structs = TrainState(scalar, {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=whole)}, (), scalar)
     batch = {name: jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32, sharding=rows) for name in ("tokens", "targets")}
@@ -105,7 +107,7 @@ def toy() -> Toy:
 
 
 def run(run_dir: Path, kept: Retention | None = None, **changed: Any) -> TrainState:
-    """Runs the loop, or goes on from the checkpoint in `run_dir`."""
+    """Runs the loop, or resumes it from the checkpoint in `run_dir`."""
     with recorder(run_dir, 10, as_json=True) as to, checkpoints(run_dir / "checkpoints", kept) as saved:
         settings: dict[str, Any] = {"num_steps": 10, "log_every": 4, "config": {"seed": 0}}
         parts: dict[str, Any] = {
@@ -139,7 +141,7 @@ def test_records_evaluations_and_checkpoints_come_at_their_intervals(tmp_path: P
     assert saved_steps(tmp_path) == [9, 10]
 
 
-def test_evaluation_and_checkpoint_come_at_the_end_though_none_was_asked_for(tmp_path: Path):
+def test_a_run_ends_with_an_evaluation_and_a_checkpoint_by_default(tmp_path: Path):
     run(tmp_path)
     assert steps_of(tmp_path, "evaluation") == [10]
     assert saved_steps(tmp_path) == [10]
@@ -147,11 +149,11 @@ def test_evaluation_and_checkpoint_come_at_the_end_though_none_was_asked_for(tmp
 
 def test_a_run_learns_and_its_summary_says_so(tmp_path: Path):
     run(tmp_path)
-    told = recorded(tmp_path, "summary")[0]
-    assert told["first_loss"] == 9.0
-    assert told["held_out_loss"] < told["last_loss"] < 1
-    assert told["lower_by"] == 1 - told["held_out_loss"] / 9
-    assert told["tokens_per_s"] > 0 and told["step_s"] > 0
+    summary = recorded(tmp_path, "summary")[0]
+    assert summary["first_loss"] == 9.0
+    assert summary["held_out_loss"] < summary["last_loss"] < 1
+    assert summary["lower_by"] == 1 - summary["held_out_loss"] / 9
+    assert summary["tokens_per_s"] > 0 and summary["step_s"] > 0
 
 
 def test_the_loss_on_held_out_data_is_the_mean_over_its_tokens(tmp_path: Path):
@@ -163,7 +165,7 @@ def test_the_loss_on_held_out_data_is_the_mean_over_its_tokens(tmp_path: Path):
     np.testing.assert_allclose(record["loss"], np.mean((w[tokens] - 3) ** 2), rtol=1e-6)
 
 
-def test_an_interrupted_run_goes_on_to_the_same_numbers_bitwise(tmp_path: Path):
+def test_an_interrupted_run_resumes_to_the_same_numbers_bitwise(tmp_path: Path):
     unbroken = run(tmp_path / "unbroken", log_every=1)
     data = Numbers(interrupted=(7,))
     with pytest.raises(KeyboardInterrupt):
@@ -178,7 +180,7 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers_bitwise(tmp_path: Path):
     assert losses[0] == losses[1]
 
 
-def test_control_a_run_that_went_on_with_other_batches_has_other_numbers(tmp_path: Path):
+def test_control_a_run_that_resumes_with_other_batches_has_other_numbers(tmp_path: Path):
     class FromTheStart(Numbers):
         def batches(self, start: int = 0, rows: Any = None) -> Iterator[dict[str, np.ndarray]]:
             return super().batches(0)
@@ -190,7 +192,7 @@ def test_control_a_run_that_went_on_with_other_batches_has_other_numbers(tmp_pat
     assert not np.array_equal(np.asarray(resumed.params["w"]), np.asarray(unbroken.params["w"]))
 
 
-def test_a_run_that_is_done_does_nothing_but_say_what_it_came_to(tmp_path: Path):
+def test_a_finished_run_only_repeats_its_summary(tmp_path: Path):
     first = run(tmp_path)
     data = Numbers(interrupted=(0,))
     again = run(tmp_path, train=data, held_out=data)
@@ -209,7 +211,7 @@ def test_a_skipped_step_is_shown(tmp_path: Path):
 
 @dataclass(frozen=True)
 class Watched:
-    """A step that keeps the metrics of each that began."""
+    """A step that stores the metrics of every call."""
 
     begun: list[Any] = field(default_factory=list)
 
@@ -244,40 +246,43 @@ def test_control_an_implicit_transfer_raises(tmp_path: Path):
 
 
 def test_few_steps_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """More than about 32 whose metrics nobody has waited for would stop jax 0.10 for ever."""
+    """JAX 0.10 hangs with more than about 32 steps whose metrics nobody has waited for."""
     assert in_flight(tmp_path, monkeypatch) == [IN_FLIGHT] * (40 - IN_FLIGHT) + [*reversed(range(IN_FLIGHT))]
 
 
-def test_control_without_the_window_they_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_control_with_a_wider_window_more_steps_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(window_module, "IN_FLIGHT", 20)
     assert max(in_flight(tmp_path, monkeypatch)) == 20
 
 
 def in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many steps had begun and were not waited for, each time that the loop had waited for one."""
-    step, wait, left = Watched(), jax.block_until_ready, []
+    """The number of steps in flight, each time that the loop has waited for one."""
+    step = Watched()
+    wait = jax.block_until_ready
+    counts = []
 
     def watched_wait(value: Any) -> Any:
-        left.extend(len(step.begun) - 1 - i for i, metrics in enumerate(step.begun) if metrics is value)
+        counts.extend(len(step.begun) - 1 - i for i, metrics in enumerate(step.begun) if metrics is value)
         return wait(value)
 
     monkeypatch.setattr("jax.block_until_ready", watched_wait)
     run(tmp_path, step=step, num_steps=40, log_every=1000)
-    return left
+    return counts
 
 
-def test_the_trace_is_of_three_steps_after_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    step, taken = Watched(), []
+def test_the_trace_has_three_steps_after_the_first_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    step = Watched()
+    num_begun = []
 
     @contextmanager
     def trace(folder: str) -> Iterator[None]:
-        taken.append(len(step.begun))
+        num_begun.append(len(step.begun))
         yield
-        taken.append(len(step.begun))
+        num_begun.append(len(step.begun))
 
     monkeypatch.setattr("jax.profiler.trace", trace)
     run(tmp_path, step=step, profile=tmp_path / "profile")
-    assert taken == [3, 6]
+    assert num_begun == [3, 6]
 
 
 @pytest.mark.parametrize("num_steps", [1, 5, 10])
@@ -293,7 +298,7 @@ def test_a_trace_that_is_interrupted_is_closed(tmp_path: Path):
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now_s = 0.0
@@ -306,8 +311,9 @@ class Clock:
             stopwatch.count(jnp.int32(10))
 
 
-def test_speed_is_that_of_all_steps_of_a_lap_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch):
-    clock, stopwatch = Clock(monkeypatch), Stopwatch()
+def test_the_speed_of_a_lap_counts_its_steps_and_no_pauses(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(monkeypatch)
+    stopwatch = Stopwatch()
     clock.now_s = 1000
     clock.take(stopwatch, 1)
     assert stopwatch.lap() == {}
@@ -326,7 +332,7 @@ def test_speed_is_that_of_all_steps_of_a_lap_and_of_nothing_else(monkeypatch: py
 
 @dataclass
 class Late:
-    """The tokens of a step that the devices end 4 s from now."""
+    """The tokens of a step that ends 4 s after it is waited for."""
 
     clock: Clock
 
@@ -344,7 +350,8 @@ def test_a_pause_begins_when_the_steps_before_it_have_ended(monkeypatch: pytest.
 
 
 def test_control_what_is_not_paused_counts(monkeypatch: pytest.MonkeyPatch):
-    clock, stopwatch = Clock(monkeypatch), Stopwatch(since=0.0)
+    clock = Clock(monkeypatch)
+    stopwatch = Stopwatch(since=0.0)
     clock.take(stopwatch, 4)
     clock.now_s += 8
     assert stopwatch.lap() == {"step_s": 4.0, "tokens_per_s": 2.5, "data_wait": 0.0}
@@ -373,7 +380,9 @@ class Timed(Watched):
 
 
 @pytest.mark.parametrize(("slow", "wait"), [(True, 0.75), (False, 0.0)])
-def test_a_slow_source_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: bool, wait: float):
+def test_the_wait_for_a_slow_source_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: bool, wait: float
+):
     clock = Clock(monkeypatch)
     run(tmp_path, step=Timed(clock=clock), train=Slow(clock=clock) if slow else Numbers())
     assert recorded(tmp_path, "summary")[0]["data_wait"] == wait
@@ -394,7 +403,7 @@ def test_utilization_is_recorded_where_the_chip_is_known(tmp_path: Path):
     assert all(record["mfu"] == record["tokens_per_s"] / 1e9 for record in others)
 
 
-def test_checkpoints_come_by_time_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_checkpoints_are_saved_by_time_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     step = Watched()
     monkeypatch.setattr("time.monotonic", lambda: 60.0 * len(step.begun))  # a step takes a minute
     run(tmp_path, step=step, kept=Retention(every_minutes=3, keep=9))
@@ -402,14 +411,16 @@ def test_checkpoints_come_by_time_too(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kept", [Retention(every_minutes=None), Retention(), Retention(every=5)])
-def test_control_no_time_or_less_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: Retention):
+def test_control_without_an_interval_in_minutes_checkpoints_are_saved_by_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: Retention
+):
     step = Watched()
     monkeypatch.setattr("time.monotonic", lambda: 60.0 * len(step.begun))
     run(tmp_path, step=step, kept=kept)
     assert saved_steps(tmp_path) == ([5, 10] if kept.every else [10])
 
 
-def test_a_data_set_that_raises_on_the_way_is_one_line_and_the_run_goes_on_later(tmp_path: Path):
+def test_an_error_of_the_data_set_is_one_line_and_the_run_resumes(tmp_path: Path):
     class Broken(Numbers):
         def batches(self, start: int = 0, rows: Any = None) -> Iterator[dict[str, np.ndarray]]:
             yield from Numbers(length=6).batches(start)
@@ -417,18 +428,18 @@ def test_a_data_set_that_raises_on_the_way_is_one_line_and_the_run_goes_on_later
 
     with pytest.raises(RunError) as failed:
         run(tmp_path, train=Broken(), source="jsonl /data", kept=Retention(every=4))
-    told = "step 7: jsonl /data raised OSError: [Errno 5] Input/output error: '/data/a.jsonl'"
-    assert str(failed.value) == f"{told}; the same command resumes from the last checkpoint"
+    message = "step 7: jsonl /data raised OSError: [Errno 5] Input/output error: '/data/a.jsonl'"
+    assert str(failed.value) == f"{message}; the same command resumes from the last checkpoint"
     assert saved_steps(tmp_path) == [4]
     assert run(tmp_path).step == 10
 
 
-def test_data_that_end_too_soon_are_one_line(tmp_path: Path):
+def test_data_that_end_too_soon_are_reported_in_one_line(tmp_path: Path):
     with pytest.raises(RunError, match=r"^step 7: the data set has no more batches$"):
         run(tmp_path, train=Numbers(length=6))
 
 
-def test_a_run_directory_that_is_moved_on_the_way_is_one_line(tmp_path: Path):
+def test_a_run_directory_that_is_moved_meanwhile_is_reported_in_one_line(tmp_path: Path):
     class Moving(Numbers):
         def batch(self, index: int) -> dict[str, np.ndarray]:
             if index == 5:
@@ -439,7 +450,7 @@ def test_a_run_directory_that_is_moved_on_the_way_is_one_line(tmp_path: Path):
         run(tmp_path / "run", train=Moving(), kept=Retention(every=7), log_every=1000)
 
 
-def test_a_checkpoint_on_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_on_a_full_disk_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(self: Any, step: int, state: Any, metrics: Any = None) -> None:
         raise ValueError(
             f'RESOURCE_EXHAUSTED: Error writing local file "{step}/w": No space left on device [OS error 28]'
@@ -449,12 +460,12 @@ def test_a_checkpoint_on_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: py
         patch.setattr("meshpar.checkpoint.checkpoints.Checkpoints.save", full)
         with pytest.raises(RunError) as failed:
             run(tmp_path)
-    told = f"a checkpoint cannot be written to {tmp_path / 'checkpoints'}: No space left on device"
-    assert str(failed.value).startswith(f"{told}; free some space")
+    message = f"a checkpoint cannot be written to {tmp_path / 'checkpoints'}: No space left on device"
+    assert str(failed.value).startswith(f"{message}; free some space")
     assert run(tmp_path).step == 10
 
 
-def test_a_run_whose_last_record_was_written_in_half_goes_on(tmp_path: Path):
+def test_a_run_whose_last_record_is_cut_short_resumes(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, train=Numbers(interrupted=(7,)), kept=Retention(every=4), log_every=1)
     file = tmp_path / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""Losses over a sharded vocabulary: against NumPy, differences, Optax, and one device; their faults are seen."""
+"""Losses over a sharded vocabulary equal NumPy, finite differences, Optax and one device; planted faults are seen."""
 
 from __future__ import annotations
 
@@ -17,22 +17,27 @@ from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.loss import Distill
 
-VOCAB, PADDED = 29, 32
+VOCAB = 29
+PADDED = 32
 
 
 @pytest.fixture(autouse=True)
 def _float64(float64):
-    """Every test here."""
+    """Every test of this module computes in float64."""
 
 
 def reference_cost(logits, target, teacher, smoothing, z_loss, temperature, weight, vocab):
-    """One token, in NumPy's longest floats."""
+    """The cost of one token, in NumPy's longest floats."""
     x, t = (np.asarray(v[:vocab], np.longdouble) for v in (logits, teacher))
-    log_softmax = lambda v: v - v.max() - np.log(np.exp(v - v.max()).sum())
+
+    def log_softmax(v):
+        return v - v.max() - np.log(np.exp(v - v.max()).sum())
+
     q = np.full(vocab, smoothing / vocab, np.longdouble)
     q[target] += 1 - smoothing
     log_z = x.max() + np.log(np.exp(x - x.max()).sum())
-    log_p, log_s = log_softmax(t / temperature), log_softmax(x / temperature)
+    log_p = log_softmax(t / temperature)
+    log_s = log_softmax(x / temperature)
     kl = (np.exp(log_p) * (log_p - log_s)).sum()
     return (1 - weight) * (-(q * log_softmax(x)).sum() + z_loss * log_z**2) + weight * temperature**2 * kl
 
@@ -52,7 +57,7 @@ def drawn():
     return logits, jnp.asarray(rng.integers(0, VOCAB, (2, 3)), jnp.int32), teacher
 
 
-def test_the_cost_of_a_token_is_numpys():
+def test_the_cost_of_a_token_equals_numpy():
     logits, targets, teacher = drawn()
     want = [
         [reference_cost(logits[i, j], int(targets[i, j]), teacher[i, j], vocab=VOCAB, **NUMBERS) for j in range(3)]
@@ -61,9 +66,12 @@ def test_the_cost_of_a_token_is_numpys():
     np.testing.assert_allclose(costs(logits, targets, teacher), np.asarray(want, np.float64), rtol=1e-13)
 
 
-def test_the_gradient_of_distillation_is_that_of_differences_and_none_reaches_the_teacher(monkeypatch):
+def test_the_gradient_of_distillation_equals_finite_differences_and_none_reaches_the_teacher(monkeypatch):
     logits, targets, teacher = drawn()
-    total = lambda logits, teacher: costs(logits, targets, teacher).sum()
+
+    def total(logits, teacher):
+        return costs(logits, targets, teacher).sum()
+
     grads, to_teacher = jax.grad(total, (0, 1))(logits, teacher)
     direction = jnp.asarray(np.random.default_rng(1).normal(size=logits.shape))
     slope = (total(logits + 1e-5 * direction, teacher) - total(logits - 1e-5 * direction, teacher)) / 2e-5
@@ -74,7 +82,7 @@ def test_the_gradient_of_distillation_is_that_of_differences_and_none_reaches_th
     assert np.abs(jax.grad(total, 1)(logits, teacher)).max() > 1e-3
 
 
-def test_optax_says_the_same_of_smoothing():
+def test_label_smoothing_equals_optax():
     logits, targets, _ = drawn()
     labels = optax.smooth_labels(jax.nn.one_hot(targets, VOCAB, dtype=jnp.float64), 0.1)
     want = optax.softmax_cross_entropy(logits[..., :VOCAB], labels)
@@ -88,11 +96,15 @@ def on_four_devices(logits, targets, teacher) -> tuple[Any, Any]:
 
     def local(logits, targets, teacher):
         with tracing(ctx):
-            total = lambda logits: (costs(logits, targets, teacher).sum(), costs(logits, targets, teacher))
+
+            def total(logits):
+                return (costs(logits, targets, teacher).sum(), costs(logits, targets, teacher))
+
             grads, found = jax.grad(total, has_aux=True)(logits)
             return found, grads
 
-    shards, whole = PartitionSpec(None, None, "tensor"), PartitionSpec()
+    shards = PartitionSpec(None, None, "tensor")
+    whole = PartitionSpec()
     mapped = jax.shard_map(
         local, mesh=mesh, in_specs=(shards, whole, shards), out_specs=(whole, shards), check_vma=True
     )
@@ -105,11 +117,11 @@ def difference() -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(on_four_devices(logits, targets, teacher), want, strict=True))
 
 
-def test_on_four_devices_they_are_those_of_one():
+def test_costs_and_gradients_on_four_devices_equal_those_on_one():
     assert difference() < 1e-12
 
 
-def test_probability_that_is_spread_over_a_device_s_own_vocabulary_is_seen(monkeypatch):
+def test_planted_smoothing_over_the_local_vocabulary_is_seen(monkeypatch):
     cross_entropy = tensor.cross_entropy
 
     def by_local_size(logits, targets, vocab_size, smoothing, z_loss):
@@ -119,12 +131,12 @@ def test_probability_that_is_spread_over_a_device_s_own_vocabulary_is_seen(monke
     assert difference() > 1e-2
 
 
-def test_a_sum_over_a_device_s_own_vocabulary_is_seen(monkeypatch):
+def test_planted_a_sum_over_the_local_vocabulary_is_seen(monkeypatch):
     monkeypatch.setattr(tensor.lax, "psum", lambda x, axes: jax.lax.pmax(jax.lax.stop_gradient(x), axes))
     assert difference() > 1e-2
 
 
-def test_ids_of_padding_that_are_local_are_seen(monkeypatch):
+def test_planted_local_ids_of_padding_are_seen(monkeypatch):
     monkeypatch.setattr(tensor, "_ids", lambda width, axes: jnp.arange(width, dtype=jnp.int32))
     with pytest.raises(AssertionError):
         assert difference() < 1e-12

@@ -1,4 +1,4 @@
-"""What a run says of itself can be read again: by programs, by TensorBoard, by people."""
+"""The records of a run can be read by programs, by TensorBoard and by people."""
 
 from __future__ import annotations
 
@@ -34,16 +34,14 @@ def test_each_record_is_a_line_that_is_on_disk_at_once(tmp_path: Path):
     ]
 
 
-def test_json_on_standard_output_is_what_is_in_the_file_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_json_on_standard_output_is_exactly_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with recorder(tmp_path, 10, as_json=True) as to:
         to.begin(0, {})
         to.record("train", 1, loss=2.5)
     assert capsys.readouterr().out == (tmp_path / FILE).read_text()
 
 
-def test_a_resumed_run_leaves_out_the_steps_that_it_takes_again_but_keeps_their_lines(tmp_path: Path):
+def test_reading_skips_the_records_of_repeated_steps_but_the_file_keeps_them(tmp_path: Path):
     for start, loss in ((0, 1.0), (2, 2.0)):
         with recorder(tmp_path, 4, as_json=True) as to:
             to.begin(start, {})
@@ -62,7 +60,7 @@ def test_control_two_runs_from_the_same_step_are_not_mixed(tmp_path: Path):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_null_in_json_and_shown_as_it_is(
+def test_a_number_that_is_not_finite_is_null_in_json_and_shown_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float
 ):
     def no_such_number(text: str) -> float:
@@ -82,7 +80,8 @@ def board_events(folder: Path) -> list[Event]:
 
 def records_of(path: Path) -> list[bytes]:
     """TFRecord: length, its checksum, data, its checksum."""
-    data, records = path.read_bytes(), []
+    data = path.read_bytes()
+    records = []
     while data:
         (length,) = struct.unpack("<Q", data[:8])
         records.append(data[12 : 12 + length])
@@ -90,7 +89,7 @@ def records_of(path: Path) -> list[bytes]:
     return records
 
 
-def test_tensorboard_gets_each_number_and_is_told_which_steps_are_taken_again(tmp_path: Path):
+def test_tensorboard_gets_each_finite_number_and_the_step_where_a_run_resumes(tmp_path: Path):
     with recorder(tmp_path, 10, as_json=True) as to:
         to.begin(5, {"seed": 1})
         to.record("train", 6, loss=2.5, grad_norm=math.nan)
@@ -100,7 +99,7 @@ def test_tensorboard_gets_each_number_and_is_told_which_steps_are_taken_again(tm
     assert [event.step for event in events if event.session_log.status == SessionLog.START] == [6]
 
 
-def test_people_who_are_no_terminal_read_a_line_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_output_that_is_no_terminal_has_a_line_for_each_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with recorder(tmp_path, 10) as to:
         to.begin(0, {})
         to.record("train", 1, loss=2.5, grad_norm=0.25, lr=1e-3, step_s=0.5, tokens_per_s=2048.0, mfu=0.413, skipped=0)
@@ -130,16 +129,16 @@ def test_a_terminal_shows_the_step_and_its_numbers(
     assert "7/10" in shown and "loss 2.5000" in shown and "evaluation step      7  loss 2.7500" in shown
 
 
-def test_a_summary_does_not_hide_that_the_last_loss_is_not_finite_and_steps_were_skipped():
+def test_a_summary_shows_a_last_loss_that_is_not_finite_and_skipped_steps():
     first = {"kind": "train", "step": 1, "loss": 4.0, "skipped": 0}
     last = {"kind": "train", "step": 2, "loss": None, "skipped": 1}
-    told = summary([first, last, {"kind": "evaluation", "step": 2, "loss": None}])
-    assert (told["first_loss"], told["skipped"]) == (4.0, 1)
-    assert math.isnan(told["last_loss"]) and math.isnan(told["held_out_loss"]) and math.isnan(told["lower_by"])
+    result = summary([first, last, {"kind": "evaluation", "step": 2, "loss": None}])
+    assert (result["first_loss"], result["skipped"]) == (4.0, 1)
+    assert math.isnan(result["last_loss"]) and math.isnan(result["held_out_loss"]) and math.isnan(result["lower_by"])
     assert summary([]) == {}
 
 
-def test_a_last_line_that_breaks_off_is_left_out_and_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_unfinished_last_line_is_skipped_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with recorder(tmp_path, 10, as_json=True) as to:
         to.begin(0, {})
         to.record("train", 1, loss=1.0)
@@ -147,7 +146,7 @@ def test_a_last_line_that_breaks_off_is_left_out_and_cut_off(tmp_path: Path, cap
     whole = (tmp_path / FILE).read_bytes()
     for cut in (1, 20, len(whole.splitlines()[-1])):
         (tmp_path / FILE).write_bytes(whole[:-cut])
-        kept = [(1, 1.0), (2, 2.0)] if cut == 1 else [(1, 1.0)]  # of the newline alone nothing is missing
+        kept = [(1, 1.0), (2, 2.0)] if cut == 1 else [(1, 1.0)]  # only the newline is missing
         assert losses(tmp_path) == kept
         with recorder(tmp_path, 10, as_json=True) as to:
             to.record("train", 3, loss=3.0)
@@ -167,18 +166,18 @@ def test_a_long_record_that_was_written_in_part_is_cut_off(tmp_path: Path):
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "\0" * 30, '{"step": 1}', '{"kind": "train", "step": "1"}', "\xff"])
-def test_any_other_broken_line_is_told_by_its_number_and_nothing_is_changed(tmp_path: Path, line: str):
+def test_any_other_broken_line_is_reported_by_its_number_and_the_file_is_left_alone(tmp_path: Path, line: str):
     text = f'{{"kind": "run", "step": 0}}\n{line}\n{{"kind": "train", "step": 1, "loss": 1.0}}\n'.encode("latin-1")
     (tmp_path / FILE).write_bytes(text)
     with pytest.raises(CheckpointError) as refused, recorder(tmp_path, 10, as_json=True):
         pass
-    told = "is no record of a run\n    remove this line: no other needs it"
-    assert str(refused.value) == f"the records of the run cannot be read:\n  {tmp_path / FILE}:2\n    {told}"
+    message = "is no record of a run\n    remove this line: no other needs it"
+    assert str(refused.value) == f"the records of the run cannot be read:\n  {tmp_path / FILE}:2\n    {message}"
     assert (tmp_path / FILE).read_bytes() == text
 
 
 class Full(io.FileIO):
-    """A file on a disk that has room for so many bytes more, and then is full."""
+    """A file on a disk that has `room` bytes left."""
 
     room = 0
 
@@ -190,7 +189,7 @@ class Full(io.FileIO):
         return written
 
 
-def test_a_full_disk_is_one_line_and_leaves_no_half_record(tmp_path: Path):
+def test_a_full_disk_is_reported_in_one_line_and_leaves_no_half_record(tmp_path: Path):
     file = tmp_path / FILE
     with Full(file, "a") as lines:
         lines.room = 60
@@ -203,7 +202,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_record(tmp_path: Path):
     assert (file.read_bytes().count(b"\n"), losses(tmp_path)) == (1, [(1, 1.0)])
 
 
-def test_a_run_directory_that_was_removed_is_told(tmp_path: Path):
+def test_a_run_directory_that_was_removed_is_reported(tmp_path: Path):
     with recorder(tmp_path / "run", 10, as_json=True) as to:
         to.begin(0, {})
         (tmp_path / "run").rename(tmp_path / "gone")
@@ -217,7 +216,7 @@ def record_once(run_dir: Path) -> None:
         to.record("train", 1, loss=1.0)
 
 
-def test_tensorboard_on_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tensorboard_on_a_full_disk_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(self: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -246,7 +245,7 @@ def test_only_the_first_process_writes(
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_directory_that_is_a_file(tmp_path: Path):
+def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError) as error, recorder(tmp_path / "file", 10):
         pass

@@ -24,7 +24,7 @@ WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=7).map(tuple)
 
 
 def assert_keeps_the_weights(turns: WeightedRoundRobin, num_rows: int) -> None:
-    """Within one row, over each prefix; and each part's rows come one after the other."""
+    """Over each prefix, every part is within one row of its share; and its rows come in order."""
     part, turn = turns.of(np.arange(num_rows))
     for p, weight in enumerate(turns.weights):
         taken = np.cumsum(part == p)
@@ -40,7 +40,7 @@ def test_weights_are_kept_within_one_row_over_any_prefix(weights: tuple[int, ...
 
 
 class OneAfterTheOther(WeightedRoundRobin):
-    """Right at the end of each period, and at no other place."""
+    """The shares are right only at the end of each period."""
 
     @property
     def _period(self) -> tuple[np.ndarray, np.ndarray]:
@@ -48,7 +48,7 @@ class OneAfterTheOther(WeightedRoundRobin):
 
 
 class LargestFirst(WeightedRoundRobin):
-    """By the divisors of Jefferson, without the quota: a heavy part gets ahead."""
+    """Jefferson's method without a quota: a heavy part gets ahead."""
 
     @property
     def _period(self) -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +57,7 @@ class LargestFirst(WeightedRoundRobin):
 
 
 @pytest.mark.parametrize("fault", [OneAfterTheOther, LargestFirst])
-def test_turns_that_are_not_even_are_seen(fault: type[WeightedRoundRobin]):
+def test_control_uneven_turns_are_seen(fault: type[WeightedRoundRobin]):
     weights = (17, 1, 1, 1, 1)
     assert_keeps_the_weights(WeightedRoundRobin(weights), 63)
     with pytest.raises(AssertionError):
@@ -65,7 +65,7 @@ def test_turns_that_are_not_even_are_seen(fault: type[WeightedRoundRobin]):
 
 
 @given(st.lists(st.decimals("0.001", "999", places=3, allow_nan=False), min_size=1, max_size=5))
-def test_weights_are_taken_as_they_are_written(written: list):
+def test_decimal_weights_become_exact_integers(written: list):
     whole = whole_weights([float(w) for w in written])
     assert [Fraction(w, sum(whole)) for w in whole] == [Fraction(w) / sum(map(Fraction, written)) for w in written]
 
@@ -102,7 +102,7 @@ def test_no_row_of_a_part_is_lost_or_repeated_in_its_epoch(sizes: list[int], dat
     assert_epochs_are_whole(numbered(tuple(sizes), weights, seed), 12)
 
 
-def test_an_epoch_with_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch):
+def test_control_a_repeated_row_is_seen(monkeypatch: pytest.MonkeyPatch):
     dataset = numbered((5, 7), (1, 2))
     assert_epochs_are_whole(dataset, 12)
     right = WeightedRoundRobin.of
@@ -111,14 +111,14 @@ def test_an_epoch_with_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch):
         assert_epochs_are_whole(dataset, 12)
 
 
-def test_the_parts_have_orders_of_their_own_and_one_part_is_as_if_alone():
+def test_each_part_has_an_order_of_its_own_whatever_the_other_parts():
     two = rows_by_part(numbered((20, 20), (1, 1)), 10)
     assert two[0] != two[1]
     alone = rows_by_part(numbered((20,), (3,)), 5)
     assert two[0] == alone[0]
 
 
-def test_held_out_comes_once_part_after_part_whatever_the_weights():
+def test_held_out_rows_come_once_part_after_part_whatever_the_weights():
     dataset = numbered((3, 4), (5, 1), seed=None)
     assert len(dataset) == 2
     assert rows_by_part(dataset, 2)[0] == [0, 1, 2]
@@ -144,7 +144,7 @@ run_dir: run
 """
 
 
-def test_a_mixture_says_for_its_parts_what_they_leave_out(tmp_path):
+def test_the_parts_of_a_mixture_inherit_its_batch_size_and_row_length(tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
     run = load(tmp_path / "config.yaml")
     assert isinstance(run.data, Mixture)
@@ -157,7 +157,7 @@ def test_a_mixture_says_for_its_parts_what_they_leave_out(tmp_path):
     assert Mixture(batch_size=8, seq_len=16, parts=(part, other)) == run.data
 
 
-def test_a_part_may_name_its_tokenizer_in_short(tmp_path):
+def test_a_part_accepts_the_shorthand_of_a_tokenizer(tmp_path):
     part = "{weight: 1, data: {kind: text, path: corpus, tokenizer: tokenizer.json}}"
     head, _, tail = CONFIG.partition("    - {weight")
     (tmp_path / "config.yaml").write_text(f"{head}    - {part}\n{tail[tail.index('optim') :]}")
@@ -169,12 +169,14 @@ def test_a_mixture_is_a_pure_function_of_config_and_seed():
     data = TypeAdapter(Data).validate_python(
         {"kind": "mixture", "parts": [{"weight": w, "data": {"kind": "synthetic", "vocab_size": 9}} for w in (2, 1)]}
     )
-    one, two, other = data.train(1), data.train(1), data.train(2)
-    assert all(np.array_equal(one[7][name], two[7][name]) for name in one[7])
-    assert not np.array_equal(one[7]["tokens"], other[7]["tokens"])
+    first = data.train(1)
+    again = data.train(1)
+    other = data.train(2)
+    assert all(np.array_equal(first[7][name], again[7][name]) for name in first[7])
+    assert not np.array_equal(first[7]["tokens"], other[7]["tokens"])
     assert (data.vocab_size, data.tokenizer.bos) == (9, 8)
 
 
-def test_a_mixture_has_a_part():
+def test_a_mixture_without_parts_is_refused():
     with pytest.raises(ConfigError):
         Mixture(parts=())

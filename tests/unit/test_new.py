@@ -15,7 +15,7 @@ from tests.docs.page import ROOT
 
 
 def in_project(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own, as a user's: with no flag of this one's but a quick compiler."""
+    """Runs Python in the project as a user would, but with flags that shorten XLA's compilation."""
     flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
     environment = os.environ | flags | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
@@ -29,9 +29,9 @@ def project(command, monkeypatch, tmp_path) -> Path:
 
 
 def test_the_model_and_config_of_a_new_project_fit(project):
-    told = in_project(project, "-c", "from meshpar.cli import main; main()", "explain", "config.yaml")
-    assert told.returncode == 0, told.stderr
-    assert "Block_1" in told.stdout
+    done = in_project(project, "-c", "from meshpar.cli import main; main()", "explain", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "Block_1" in done.stdout
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_the_test_of_a_new_project_passes(project):
 
 
 @pytest.mark.slow
-def test_control_its_own_test_fails_where_the_model_looks_ahead(project):
+def test_control_the_test_of_a_new_project_fails_if_the_model_looks_ahead(project):
     model = project / "model.py"
     model.write_text(model.read_text().replace("nn.make_causal_mask(tokens)", "None"))
     failed = in_project(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "later_token")
@@ -66,9 +66,9 @@ def test_a_new_project_trains_from_its_config(project):
 
 def test_nothing_is_overwritten_and_nothing_is_written_elsewhere(project, command):
     (project / "model.py").write_text("mine\n")
-    said = "meshpar: new: first already exists, and is not overwritten\n"
-    assert command("new", "first") == (2, "", said)
+    message = "meshpar: new: first already exists, and is not overwritten\n"
+    assert command("new", "first") == (2, "", message)
     assert (project / "model.py").read_text() == "mine\n"
-    said = "meshpar: new: '../second' is not a valid name: use letters, digits, - and _, starting with a letter\n"
-    assert command("new", "../second") == (2, "", said)
+    message = "meshpar: new: '../second' is not a valid name: use letters, digits, - and _, starting with a letter\n"
+    assert command("new", "../second") == (2, "", message)
     assert sorted(path.name for path in project.parent.iterdir()) == ["first"]

@@ -1,3 +1,5 @@
+"""Layers and models: attention, rotary embeddings, padding, dropout, custom gradients and the names of dims."""
+
 from __future__ import annotations
 
 import math
@@ -92,22 +94,25 @@ def test_rotary_products_depend_on_the_distance_alone():
     q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 8)) for i in range(2))
 
     def product(i, j):
-        at = lambda x, p: apply_rope(x, rope_angles(jnp.full((1, 1), p, jnp.int32), 8, 10000.0, x.dtype))
+        def at(x, p):
+            return apply_rope(x, rope_angles(jnp.full((1, 1), p, jnp.int32), 8, 10000.0, x.dtype))
+
         return float((at(q, i) * at(k, j)).sum())
 
     assert product(3, 1) == pytest.approx(product(9, 7), abs=1e-5)
     assert product(3, 1) != pytest.approx(product(3, 2), abs=1e-3)
 
 
-def test_a_part_of_a_head_is_turned_and_the_rest_stays():
-    x, positions = jax.random.normal(jax.random.key(0), (1, 3, 2, 8)), jnp.arange(3, dtype=jnp.int32)[None]
-    turned = apply_rope(x, rope_angles(positions, 4, 10000.0, x.dtype))
-    np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
-    np.testing.assert_array_equal(turned[..., :4], apply_rope(x[..., :4], rope_angles(positions, 4, 10000.0, x.dtype)))
-    assert abs(turned[:, 1:, :, :4] - x[:, 1:, :, :4]).max() > 1e-2
+def test_rope_rotates_part_of_a_head_and_leaves_the_rest():
+    x = jax.random.normal(jax.random.key(0), (1, 3, 2, 8))
+    positions = jnp.arange(3, dtype=jnp.int32)[None]
+    rotated = apply_rope(x, rope_angles(positions, 4, 10000.0, x.dtype))
+    np.testing.assert_array_equal(rotated[..., 4:], x[..., 4:])
+    np.testing.assert_array_equal(rotated[..., :4], apply_rope(x[..., :4], rope_angles(positions, 4, 10000.0, x.dtype)))
+    assert abs(rotated[:, 1:, :, :4] - x[:, 1:, :, :4]).max() > 1e-2
 
 
-def test_scaled_frequencies_are_those_of_positions_that_are_closer():
+def test_interpolated_angles_equal_those_of_closer_positions():
     positions = jnp.arange(0, 64, 8, dtype=jnp.int32)[None]
     plain, linear = (
         rope_angles(p, 8, 1e4, jnp.dtype("float32"), s)
@@ -119,14 +124,15 @@ def test_scaled_frequencies_are_those_of_positions_that_are_closer():
     np.testing.assert_allclose(llama3(frequencies) / frequencies, [1.0, 0.5 + 0.5 / 8, 1 / 8], rtol=1e-6)
 
 
-def test_a_window_hides_what_is_further_back_except_in_full_layers():
+def test_a_window_hides_tokens_further_back_except_in_global_layers():
     model = Llama(**SIZES, window=3, global_layers=(1,))
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 8, 2, 4)) for i in range(3))
-    see = lambda v, layer: dot_product_attention(
-        q, k, v, causal(jnp.ones((1, 8), jnp.int32), model.window_of(jnp.int32(layer)))
-    )
+
+    def attended(v, layer):
+        return dot_product_attention(q, k, v, causal(jnp.ones((1, 8), jnp.int32), model.window_of(jnp.int32(layer))))
+
     for layer, sees_the_first in ((0, [True] * 3 + [False] * 5), (1, [True] * 8)):
-        differs = np.abs(see(v, layer) - see(v.at[:, 0].add(1.0), layer)).max((0, 2, 3)) > 1e-6
+        differs = np.abs(attended(v, layer) - attended(v.at[:, 0].add(1.0), layer)).max((0, 2, 3)) > 1e-6
         np.testing.assert_array_equal(differs, sees_the_first)
     assert Llama(**SIZES).window_of(jnp.int32(0)) is None
 
@@ -142,7 +148,7 @@ def test_biases_and_head_norms_are_where_the_config_says():
     assert paths(qk_norm=True) - paths() == {f"blocks.attn.{name}_norm.scale" for name in "qk"}
 
 
-def test_cross_entropy_is_optaxs_and_padding_gets_no_probability():
+def test_cross_entropy_equals_optax_and_padding_gets_no_probability():
     x = jax.random.normal(jax.random.key(0), (2, 5, 12))
     targets = jax.random.randint(jax.random.key(1), (2, 5), 0, 9, jnp.int32)
     want = optax.softmax_cross_entropy_with_integer_labels(x[..., :9], targets)
@@ -152,20 +158,23 @@ def test_cross_entropy_is_optaxs_and_padding_gets_no_probability():
 
 
 def test_a_padded_vocabulary_changes_neither_loss_nor_gradients():
-    plain, padded = Llama(**SIZES), Llama(**SIZES, pad_vocab_to_multiple=16)
+    plain = Llama(**SIZES)
+    padded = Llama(**SIZES, pad_vocab_to_multiple=16)
     assert padded.padded_vocab == 32
     params = nnx.to_pure_dict(nnx.state(plain.build(nnx.Rngs(0)), nnx.Param))
     grown = params | {
         "embedding": jnp.pad(params["embedding"], ((0, 3), (0, 0))),
         "head": jnp.pad(params["head"], ((0, 0), (0, 3))),
     }
-    inputs, targets = batch(), jnp.ones((2, 8), jnp.int32)
+    inputs = batch()
+    targets = jnp.ones((2, 8), jnp.int32)
 
     def loss(model):
         apply = functional(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
         return jax.value_and_grad(lambda p: cross_entropy(apply(p, inputs, None), targets, 29).sum())
 
-    (want, want_grads), (got, got_grads) = loss(plain)(params), loss(padded)(grown)
+    want, want_grads = loss(plain)(params)
+    got, got_grads = loss(padded)(grown)
     assert float(got) == pytest.approx(float(want), rel=1e-6)
     np.testing.assert_allclose(got_grads["head"][:, :29], want_grads["head"], rtol=1e-4, atol=1e-5)
     assert abs(got_grads["head"][:, 29:]).max() == 0
@@ -174,25 +183,27 @@ def test_a_padded_vocabulary_changes_neither_loss_nor_gradients():
 def test_padded_layers_are_zeros_that_change_nothing():
     def grads(model):
         built = model.build(nnx.Rngs(0))
-        apply, params = functional(built), nnx.to_pure_dict(nnx.state(built, nnx.Param))
+        apply = functional(built)
+        params = nnx.to_pure_dict(nnx.state(built, nnx.Param))
         return params["blocks"], jax.grad(lambda p: jnp.square(apply(p, batch(), None)).mean())(params)["blocks"]
 
     padded = Llama(**SIZES, pad_layers_to_multiple=3)
     assert (padded.num_layers, padded.stacked_layers) == (2, 3)
-    for mine, theirs in zip(jax.tree.leaves(grads(padded)), jax.tree.leaves(grads(Llama(**SIZES))), strict=True):
-        np.testing.assert_array_equal(mine[:2], theirs)
-        assert not mine[2].any()
+    for found, expected in zip(jax.tree.leaves(grads(padded)), jax.tree.leaves(grads(Llama(**SIZES))), strict=True):
+        np.testing.assert_array_equal(found[:2], expected)
+        assert not found[2].any()
 
 
-def test_dropout_keeps_the_mean_and_the_right_share():
+def test_dropout_keeps_the_mean_and_drops_the_given_share():
     x = jnp.ones((64, 32, 16))
     kept = dropout(x, 0.25, jax.random.key(1), jnp.arange(64, dtype=jnp.int32))
     assert float((kept == 0).mean()) == pytest.approx(0.25, abs=0.01)
     assert float(kept.mean()) == pytest.approx(1.0, abs=0.02)
 
 
-def test_dropout_of_a_row_depends_on_its_place_in_the_global_batch():
-    x, rows = jnp.ones((8, 4, 16)), jnp.arange(8, dtype=jnp.int32)
+def test_dropout_of_a_row_depends_on_its_index_in_the_global_batch():
+    x = jnp.ones((8, 4, 16))
+    rows = jnp.arange(8, dtype=jnp.int32)
     whole = dropout(x, 0.5, jax.random.key(1), rows)
     np.testing.assert_array_equal(dropout(x[4:], 0.5, jax.random.key(1), rows[4:]), whole[4:])
     assert (whole[0] != whole[1]).any()
@@ -228,12 +239,12 @@ def gradient_error(fn, shapes):
 
 
 @pytest.mark.parametrize(("fn", "shapes"), OWN_GRADIENTS)
-def test_gradients_by_hand_are_those_of_autodiff(fn, shapes):
+def test_custom_gradients_equal_autodiff(fn, shapes):
     with jax.enable_x64(True):
         assert gradient_error(fn, shapes) < 1e-13
 
 
-def test_a_wrong_gradient_by_hand_is_noticed():
+def test_control_a_wrong_custom_gradient_is_seen():
     with jax.enable_x64(True):
         assert gradient_error(doubled_gradient, [(4,)]) > 0.1
 
@@ -250,7 +261,8 @@ def test_the_gradient_of_a_weight_transposes_the_smaller_side(shapes, transposed
 def test_remat_changes_no_gradient(remat):
     def grads(model):
         built = model.build(nnx.Rngs(0))
-        apply, params = functional(built), nnx.to_pure_dict(nnx.state(built, nnx.Param))
+        apply = functional(built)
+        params = nnx.to_pure_dict(nnx.state(built, nnx.Param))
         return jax.jit(jax.grad(lambda p: jnp.square(apply(p, batch(), None)).mean()))(params)
 
     pairs = zip(
@@ -282,19 +294,20 @@ def test_a_parameter_without_names_is_an_error_that_lists_it():
         describe(Bare())
 
 
-def test_heads_must_divide():
+def test_query_heads_must_be_a_multiple_of_key_heads():
     with pytest.raises(ValueError, match="num_heads = 4 is not a multiple of num_kv_heads = 3"):
         Llama(**SIZES, num_kv_heads=3)
 
 
-def test_full_layers_exist():
+def test_a_global_layer_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="global_layers: there is no layer 2, only 0 to 1"):
         Llama(**SIZES, window=3, global_layers=(2,))
 
 
 def test_shapes_in_signatures_are_checked():
-    """conftest installs the check; a key of another batch, and logits in integers, do not pass it."""
-    q, tokens = jnp.ones((2, 8, 4, 4)), jnp.zeros((2, 8), jnp.int32)
+    """conftest installs the check, which refuses keys of another batch and integer logits."""
+    q = jnp.ones((2, 8, 4, 4))
+    tokens = jnp.zeros((2, 8), jnp.int32)
     assert dot_product_attention(q, q, q, causal(tokens)).shape == q.shape
     with pytest.raises(TypeCheckError, match="k_BTKh"):
         dot_product_attention(q, q[:1], q, causal(tokens))

@@ -26,7 +26,8 @@ from meshpar.sharding.spec import ArraySpec
 from meshpar.train.state import place
 from meshpar.tree import flatten_with_paths
 
-LR, NUM_STEPS = 0.1, 60
+LR = 0.1
+NUM_STEPS = 60
 OPTIMIZERS = {
     "adamw": AdamW(lr=LR),
     "lion": Lion(lr=LR),
@@ -55,7 +56,7 @@ def on_dims(fn, dims):
 
 
 def drawn(dims, seed=0):
-    """Random arrays; a dim's size goes by its name."""
+    """Random arrays; `SIZES` gives the size of a dim by its name."""
     rng = np.random.default_rng(seed)
     return on_dims(lambda d: jnp.asarray(rng.normal(size=[SIZES.get(x, 3) for x in d]), jnp.float32), dims)
 
@@ -67,8 +68,8 @@ def update_after(num, tx, params, grads):
         update, state = tx.update(grads, state, params)
         return state, update
 
-    taken = jax.lax.scan(step, tx.init(params), jax.tree.map(lambda g: g[:num], grads))[1]
-    return jax.tree.map(lambda u: u[-1], taken)
+    all_updates = jax.lax.scan(step, tx.init(params), jax.tree.map(lambda g: g[:num], grads))[1]
+    return jax.tree.map(lambda u: u[-1], all_updates)
 
 
 def updates(tx, params, num=3):
@@ -82,9 +83,9 @@ def noise(params):
     return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=(3, *p.shape)), p.dtype), params)
 
 
-def difference(one, other):
-    """The largest, relative to the size of the numbers."""
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+def difference(found, expected):
+    """The largest difference of any array, relative to its largest element."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
 
 
@@ -92,8 +93,9 @@ def difference(one, other):
 
 
 def remaining(tx):
-    """What is left of the distance to a minimum, of the parameter that came least near to it."""
-    params, target = drawn(DIMS), jax.tree.map(lambda x: 2 * x, drawn(DIMS))
+    """The share of the distance to the minimum that remains, for the slowest parameter."""
+    params = drawn(DIMS)
+    target = jax.tree.map(lambda x: 2 * x, drawn(DIMS))
 
     def step(carry, _):
         params, state = carry
@@ -115,7 +117,7 @@ def test_every_parameter_comes_near_the_minimum_of_a_quadratic(optimizer):
     assert remaining(descent(optimizer)) < 0.2
 
 
-def test_a_parameter_that_stays_where_it_is_would_be_seen():
+def test_control_a_frozen_parameter_is_seen():
     frozen = on_dims(lambda d: d == BLOCKS["o"]["bias"], DIMS)
     tx = optax.chain(descent(OPTIMIZERS["adamw"]), optax.masked(optax.set_to_zero(), frozen))
     assert remaining(tx) > 0.9
@@ -125,21 +127,22 @@ def test_a_parameter_that_stays_where_it_is_would_be_seen():
 
 
 def states(tx):
-    """Structure, shapes and dtypes: of eval_shape's state, of init's, and of an update's."""
+    """The structure, shapes and dtypes of the state by eval_shape, by init and by an update."""
     params = drawn(DIMS)
     with jax.numpy_dtype_promotion("standard"):
-        made, updated = tx.init(params), jax.eval_shape(tx.update, params, tx.init(params), params)[1]
+        made = tx.init(params)
+        updated = jax.eval_shape(tx.update, params, tx.init(params), params)[1]
         abstract = jax.eval_shape(tx.init, params)
     return [jax.tree.map(lambda x: (x.shape, x.dtype), state) for state in (abstract, made, updated)]
 
 
 @every_optimizer
-def test_the_state_has_one_structure(optimizer):
+def test_an_update_keeps_the_structure_of_the_state(optimizer):
     abstract, made, updated = states(optimizer.build(NUM_STEPS, DIMS))
     assert abstract == made == updated
 
 
-def test_a_state_that_changes_would_be_seen():
+def test_control_a_state_that_changes_is_seen():
     def init(params: Any) -> Any:
         return jnp.int32(0)
 
@@ -157,13 +160,15 @@ def placed(tx):
 
 
 @every_optimizer
-def test_each_array_of_the_state_lies_like_its_parameter(optimizer):
+def test_each_array_of_the_state_has_a_placement(optimizer):
     tx = optimizer.build(NUM_STEPS, DIMS)
     assert jax.tree.structure(placed(tx)) == jax.tree.structure(tx.init(drawn(DIMS)))
 
 
-def test_a_state_that_is_like_no_parameter_would_be_seen():
-    init = lambda params: {"table": jnp.zeros(65)}
+def test_control_a_state_that_is_like_no_parameter_is_refused():
+    def init(params):
+        return {"table": jnp.zeros(65)}
+
     keeps = optax.GradientTransformation(init, lambda grads, state, params: (grads, state))  # pyright: ignore
     with pytest.raises(ShardingError, match="table"):
         placed(keeps)
@@ -178,8 +183,10 @@ def test_a_state_that_is_like_no_parameter_would_be_seen():
     ],
 )
 def test_moments_are_sharded_over_the_axes_of_their_parameter(name, axes):
-    lie = flatten_with_paths(placed(OPTIMIZERS[name].build(NUM_STEPS, DIMS)))
-    found = {path.split(".blocks")[0].split(".")[-1]: p.axes for path, p in lie.items() if path.endswith("q.kernel")}
+    placements = flatten_with_paths(placed(OPTIMIZERS[name].build(NUM_STEPS, DIMS)))
+    found = {
+        path.split(".blocks")[0].split(".")[-1]: p.axes for path, p in placements.items() if path.endswith("q.kernel")
+    }
     assert found == axes
 
 
@@ -194,7 +201,7 @@ def test_an_update_does_not_call_the_host(optimizer):
     assert not calls_the_host(optimizer.build(NUM_STEPS, DIMS))
 
 
-def test_a_call_to_the_host_would_be_seen():
+def test_control_a_call_to_the_host_is_seen():
     def printing(grads, params):
         jax.debug.callback(print, grads["norm"])
         return grads
@@ -221,7 +228,7 @@ def test_a_call_to_the_host_would_be_seen():
         ((), (), ()),
     ],
 )
-def test_names_of_dims_say_what_is_a_matrix(dims, inputs, outputs):
+def test_the_names_of_dims_determine_the_matrix(dims, inputs, outputs):
     assert Matrix.of(dims) == Matrix(inputs, outputs)
 
 
@@ -246,12 +253,12 @@ def decayed(tx, rate):
 
 
 @every_optimizer
-def test_weight_decay_touches_matrices_and_nothing_else(optimizer):
+def test_weight_decay_shrinks_only_matrices(optimizer):
     matrices = {p for p in flatten_with_paths(drawn(DIMS)) if p.removeprefix("blocks.") not in VECTORS}
     assert decayed(optimizer.build(NUM_STEPS, DIMS), optimizer.lr * 0.1) == matrices
 
 
-def test_weight_decay_of_everything_would_be_seen():
+def test_control_weight_decay_of_everything_is_seen():
     assert "norm" in decayed(optax.adamw(LR, weight_decay=0.1), LR * 0.1)
 
 
@@ -259,8 +266,9 @@ STACKED = {"q": BLOCKS["q"], "up": BLOCKS["up"]}
 
 
 def stacked_against_single(optimizer, stacked_dims):
-    """How far the update of stacked layers is from those of each layer, computed alone."""
-    params, tx = drawn(STACKED), optimizer.build(NUM_STEPS, on_dims(lambda d: d[1:], STACKED))
+    """The difference between the update of stacked layers and the updates of single layers."""
+    params = drawn(STACKED)
+    tx = optimizer.build(NUM_STEPS, on_dims(lambda d: d[1:], STACKED))
     layers = params, jax.tree.map(lambda g: g.swapaxes(0, 1), noise(params))
     with jax.numpy_dtype_promotion("standard"):
         alone = jax.jit(lambda layers: jax.lax.map(lambda x: update_after(3, tx, *x), layers))(layers)
@@ -268,12 +276,12 @@ def stacked_against_single(optimizer, stacked_dims):
 
 
 @every_optimizer
-def test_the_update_of_stacked_layers_is_that_of_each_alone(optimizer):
+def test_the_update_of_stacked_layers_equals_those_of_single_layers(optimizer):
     assert stacked_against_single(optimizer, STACKED) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["adafactor", "adafactor_absolute", "muon"])
-def test_an_update_that_mixes_layers_would_be_seen(name):
+def test_control_an_update_that_mixes_layers_is_seen(name):
     unaware = on_dims(lambda d: ("depth", *d[1:]), STACKED)
     assert stacked_against_single(OPTIMIZERS[name], unaware) > 0.1
 
@@ -295,7 +303,7 @@ def from_optax(ours, theirs):
 
 
 @pytest.mark.parametrize(("ours", "theirs"), ORACLES.values(), ids=ORACLES)
-def test_on_plain_matrices_we_agree_with_optax(ours, theirs):
+def test_updates_of_plain_matrices_equal_optax(ours, theirs):
     assert from_optax(ours, theirs) < 1e-4
 
 
@@ -309,7 +317,7 @@ def test_on_plain_matrices_we_agree_with_optax(ours, theirs):
         (Muon(lr=LR, num_iterations=4), ORACLES["muon"][1]),
     ],
 )
-def test_another_field_would_be_seen(ours, theirs):
+def test_control_another_setting_differs_from_optax(ours, theirs):
     assert from_optax(ours, theirs) > 0.01
 
 
@@ -317,14 +325,14 @@ def test_another_field_would_be_seen(ours, theirs):
 
 
 def singular_values(optimizer, dims):
-    """Of the updates of q, as a matrix [embed, heads * head_dim] a layer, over what they should be."""
+    """Singular values of q's updates, a matrix [embed, heads * head_dim] for each layer, over their nominal size."""
     update = updates(optimizer.build(NUM_STEPS, {"q": dims}), drawn({"q": dims}))["q"]
     layers, embed, heads, size = update.shape
     matrices = update.reshape(layers, embed, heads * size) / (LR * 0.2 * max(embed, heads * size) ** 0.5)
     return np.linalg.svd(matrices, compute_uv=False)
 
 
-def test_muon_takes_hidden_matrices_and_adam_the_rest():
+def test_muon_updates_hidden_matrices_and_adam_the_rest():
     state = flatten_with_paths(OPTIMIZERS["muon"].build(NUM_STEPS, DIMS).init(drawn(DIMS)))
     adams = {path.split(".nu.")[1].removeprefix("blocks.") for path in state if ".nu." in path}
     assert adams == {"table", "head", *VECTORS}
@@ -346,15 +354,17 @@ def test_muons_updates_have_singular_values_near_one():
     ],
     ids=["not_muon", "heads_as_inputs", "layers_as_inputs"],
 )
-def test_another_matrix_would_be_seen(optimizer, dims):
+def test_control_other_updates_have_other_singular_values(optimizer, dims):
     values = singular_values(optimizer, dims)
     assert values.min() < 0.6 or values.max() > 1.3
 
 
-def test_the_learning_rate_that_is_reported_is_the_one_that_is_used():
+def test_the_reported_learning_rate_is_the_one_used():
     optimizer = SGD(lr=LR, momentum=0.0, schedule=Cosine(warmup_steps=2))
-    tx, params = optimizer.build(9, PLAIN), drawn(PLAIN)
-    state, rates = tx.init(params), []
+    tx = optimizer.build(9, PLAIN)
+    params = drawn(PLAIN)
+    state = tx.init(params)
+    rates = []
     for _ in range(9):
         update, state = tx.update(params, state, params)
         rates.append(-jax.tree.leaves(update)[0][0, 0] / params["a"][0, 0])
@@ -364,7 +374,7 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_is_used():
 # Configs
 
 
-def test_a_config_says_which_optimizer_by_kind():
+def test_an_optimizer_is_chosen_by_its_kind():
     written = {"kind": "adamw", "lr": 3e-4, "schedule": {"kind": "cosine", "warmup_steps": 100}}
     read = pydantic.TypeAdapter(Optimizer).validate_python(written)
     assert read == AdamW(lr=3e-4, schedule=Cosine(warmup_steps=100))
@@ -390,7 +400,7 @@ def test_an_optimizer_survives_a_round_trip_through_its_config(optimizer):
         ({"schedule": {"kind": "step"}}, "adamw.schedule"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused(wrong, where):
+def test_an_invalid_value_is_refused_by_its_key(wrong, where):
     with pytest.raises(pydantic.ValidationError) as error:
         pydantic.TypeAdapter(Optimizer).validate_python({"kind": "adamw", "lr": 0.1} | wrong)
     assert [".".join(map(str, e["loc"])) for e in error.value.errors()] == [where]

@@ -1,4 +1,4 @@
-"""Schedules on paper: closed forms, deadlocks, orders from files, pictures."""
+"""Simulated schedules: closed forms, deadlocks, orders from files, pictures."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ DEALT = [
 
 
 @pytest.mark.parametrize(("p", "m"), CASES)
-def test_bubbles_and_activations_are_the_closed_forms(p, m):
-    """The table of the papers, F = B = W, exactly."""
-    told = {name: simulate(get_schedule(name, p, m), p) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2", "zbv")}
-    assert told["gpipe"].bubble == told["1f1b"].bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
-    assert told["zb_h1"].bubble == pytest.approx((p - 1) / (3 * m + p - 1), abs=1e-12)
-    assert told["gpipe"].peak == m
-    assert told["1f1b"].peak == told["zb_h1"].peak == told["zbv"].peak == p
+def test_bubbles_and_activations_equal_the_closed_forms(p, m):
+    """The papers' table for F = B = W, exactly."""
+    simulated = {name: simulate(get_schedule(name, p, m), p) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2", "zbv")}
+    assert simulated["gpipe"].bubble == simulated["1f1b"].bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
+    assert simulated["zb_h1"].bubble == pytest.approx((p - 1) / (3 * m + p - 1), abs=1e-12)
+    assert simulated["gpipe"].peak == m
+    assert simulated["1f1b"].peak == simulated["zb_h1"].peak == simulated["zbv"].peak == p
     if m >= 2 * p - 1:
-        assert told["zb_h2"].bubble == told["zbv"].bubble == 0
-        assert told["zb_h2"].peak == 2 * p - 1
-        assert told["zbv"].makespan == 3 * m + (p - 1) / 2
-    # A step that waits for all stages pays for the last one's late start, whatever fills the first one's end.
-    assert told["zb_h1"].makespan == 3 * m + p - 1 <= told["zb_h2"].makespan
+        assert simulated["zb_h2"].bubble == simulated["zbv"].bubble == 0
+        assert simulated["zb_h2"].peak == 2 * p - 1
+        assert simulated["zbv"].makespan == 3 * m + (p - 1) / 2
+    # A step waits for all stages, so it pays for the last stage's late start even where no stage is idle.
+    assert simulated["zb_h1"].makespan == 3 * m + p - 1 <= simulated["zb_h2"].makespan
 
 
 @pytest.mark.parametrize(("p", "m", "v"), DEALT)
-def test_interleaved_has_a_part_of_the_bubble(p, m, v):
-    told = simulate(Interleaved(num_microbatches=m, num_chunks=v), p)
-    assert told.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
-    assert told.peak == (p if m == p else p * (1 + (p - 1) / (p * v)))
+def test_interleaved_stages_have_the_bubble_of_the_closed_form(p, m, v):
+    simulated = simulate(Interleaved(num_microbatches=m, num_chunks=v), p)
+    assert simulated.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
+    assert simulated.peak == (p if m == p else p * (1 + (p - 1) / (p * v)))
 
 
-def test_a_uniform_scan_of_f_and_b_fails_the_bubble_test():
-    """The usual mistake: F and B in each tick, whoever has none of one of them waiting. It pays the bubble twice."""
-    p, m = 4, 8
+def test_control_a_uniform_scan_of_f_and_b_has_another_bubble():
+    """A scan with F and B in each tick, where a stage that lacks one of them waits, pays the bubble twice."""
+    p = 4
+    m = 8
     ticks = m + 2 * (p - 1)
     assert 1 - m / ticks == pytest.approx(2 * (p - 1) / (m + 2 * p - 2))
     assert 1 - m / ticks != pytest.approx(simulate(OneFOneB(num_microbatches=m), p).bubble, rel=0.1)
@@ -56,9 +57,10 @@ def test_a_uniform_scan_of_f_and_b_fails_the_bubble_test():
 
 def test_transfers_and_unequal_times_count():
     times = OpTimes(F=1.0, B=2.0, W=0.5, transfer=0.25)
-    p, m = 3, 5
-    told = simulate(GPipe(num_microbatches=m), p, times)
-    assert told.makespan == pytest.approx((m + p - 1) * 3.5 + 2 * (p - 1) * 0.25)
+    p = 3
+    m = 5
+    simulated = simulate(GPipe(num_microbatches=m), p, times)
+    assert simulated.makespan == pytest.approx((m + p - 1) * 3.5 + 2 * (p - 1) * 0.25)
     assert simulate(ZeroBubbleH1(num_microbatches=m), p, times).work == pytest.approx(m * 3.5)
 
 
@@ -76,7 +78,7 @@ def test_a_swap_of_two_orders_deadlocks_and_says_who_waits_for_what():
     )
 
 
-def test_what_is_missing_or_twice_is_told_of_all_stages():
+def test_missing_and_repeated_operations_of_all_stages_are_reported():
     schedule = OneFOneB(num_microbatches=2)
     orders = [[*each("F", range(2)), Op("B", 0)], [*schedule.order(1, 2), Op("B", 7), Op("F", 1)]]
     with pytest.raises(ScheduleError) as error:
@@ -91,20 +93,22 @@ def test_what_is_missing_or_twice_is_told_of_all_stages():
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_any_legal_order_holds_at_most_all_and_works_as_long(data):
-    """Random orders that respect what they need: the simulator ends, and no operation is lost."""
-    p, m = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+def test_every_legal_order_ends_without_losing_an_operation(data):
+    """The orders are random, and respect the dependencies of operations."""
+    p = data.draw(st.integers(1, 4))
+    m = data.draw(st.integers(1, 6))
     schedule = ZeroBubbleH1(num_microbatches=m)
     orders = random_orders(data, p, m)
-    told = simulate_orders(orders, schedule)
-    assert len(told.ran) == 3 * p * m
-    assert told.peak <= m
-    assert 3 * m <= told.span <= told.makespan
+    simulated = simulate_orders(orders, schedule)
+    assert len(simulated.ran) == 3 * p * m
+    assert simulated.peak <= m
+    assert 3 * m <= simulated.span <= simulated.makespan
 
 
 def random_orders(data, p, m):
-    """Orders drawn as any run could have done them: an operation that is ready, of any stage, at each turn."""
-    orders, done = [[] for _ in range(p)], set()
+    """Random legal orders: each turn draws one of the operations that are ready, of any stage."""
+    orders = [[] for _ in range(p)]
+    done = set()
     ready = {(0, Op("F", j)) for j in range(m)}
     while ready:
         i, op = data.draw(st.sampled_from(sorted(ready)))
@@ -127,7 +131,7 @@ def test_orders_are_read_from_a_file(tmp_path):
     assert simulate(schedule, 2).makespan == 7
 
 
-def test_a_bad_file_is_told_in_full(tmp_path):
+def test_all_problems_of_a_file_of_orders_are_reported(tmp_path):
     with pytest.raises(
         ScheduleError, match=r"(?s)orders of 2 stages, but there are 3.*stage 1\n.*not an operation: G1, F"
     ):
@@ -136,7 +140,7 @@ def test_a_bad_file_is_told_in_full(tmp_path):
         simulate(ScheduleFile(num_microbatches=1, path=tmp_path / "none"), 1)
 
 
-def test_interleaved_says_how_many_microbatches_it_takes():
+def test_interleaved_proposes_numbers_of_microbatches_that_fit():
     with pytest.raises(
         ScheduleError, match=r"num_microbatches=4 or parallel.pipeline.num_microbatches=8, or parallel.pipeline={"
     ):
@@ -145,12 +149,12 @@ def test_interleaved_says_how_many_microbatches_it_takes():
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "written"])
 def test_pictures_show_every_operation(name):
-    told = simulate(get_schedule(name, 4, 8), 4)
-    drawn = gantt.svg(told, name)
-    assert drawn.count("<title>") == len(told.ran)
-    wide = gantt.text(told, 500).splitlines()
-    assert [line.count("F") for line in wide] == [8 * told.chunks] * 4
-    assert max(map(len, gantt.text(told, 60).splitlines())) <= 70
+    simulated = simulate(get_schedule(name, 4, 8), 4)
+    drawn = gantt.svg(simulated, name)
+    assert drawn.count("<title>") == len(simulated.ran)
+    wide = gantt.text(simulated, 500).splitlines()
+    assert [line.count("F") for line in wide] == [8 * simulated.chunks] * 4
+    assert max(map(len, gantt.text(simulated, 60).splitlines())) <= 70
 
 
 @given(
@@ -158,37 +162,37 @@ def test_pictures_show_every_operation(name):
     st.tuples(*[st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.7, 2.5])] * 4),
 )
 def test_no_operation_is_lost_in_a_picture_whatever_the_times(name, times):
-    told = simulate(get_schedule(name, 3, 6), 3, OpTimes(*times))
-    lines = gantt.text(told, 10_000).splitlines()
-    assert [len(re.findall(r"[FBW]\d", line)) for line in lines] == [len(mine) for mine in told.stages]
+    simulated = simulate(get_schedule(name, 3, 6), 3, OpTimes(*times))
+    lines = gantt.text(simulated, 10_000).splitlines()
+    assert [len(re.findall(r"[FBW]\d", line)) for line in lines] == [len(stage) for stage in simulated.stages]
 
 
 def test_half_a_unit_of_transfer_leaves_every_operation_in_the_picture(command):
-    said = command("schedule", "1f1b", "--stages", 2, "--microbatches", 4, "--transfer", 0.5)
-    assert said.out.splitlines()[:2] == [
+    result = command("schedule", "1f1b", "--stages", 2, "--microbatches", 4, "--transfer", 0.5)
+    assert result.out.splitlines()[:2] == [
         "stage 0   F0 F1 .  .  .  B0 -  F2 B1 -  F3 .  B2 -  .  B3 -",
         "stage 1   .  .  F0 B0 -  F1 B1 -  .  F2 B2 -  F3 B3 -  .  .",
     ]
 
 
-def test_a_picture_that_is_too_coarse_says_how_much_of_it_can_be_seen():
-    told = simulate(get_schedule("1f1b", 4, 64), 4)
-    last = gantt.text(told, 60).splitlines()[-1]
+def test_a_coarse_picture_says_how_many_operations_it_shows():
+    simulated = simulate(get_schedule("1f1b", 4, 64), 4)
+    last = gantt.text(simulated, 60).splitlines()[-1]
     assert re.fullmatch(r"\d+ of 512 operations are shown; a wider terminal shows all", last)
-    assert "shown" not in gantt.text(told, 1000)
+    assert "shown" not in gantt.text(simulated, 1000)
 
 
-def test_the_command_draws(command, tmp_path):
-    said = command("schedule", "1f1b", "--stages", 2, "--microbatches", 2, "--svg", tmp_path / "a.svg")
-    assert said.code == 0
-    assert said.out.splitlines()[:2] == ["stage 0   F0 F1 .  .  B0 -  .  B1 -", "stage 1   .  F0 B0 -  F1 B1 -  .  ."]
+def test_the_schedule_command_draws_text_and_svg(command, tmp_path):
+    result = command("schedule", "1f1b", "--stages", 2, "--microbatches", 2, "--svg", tmp_path / "a.svg")
+    assert result.code == 0
+    assert result.out.splitlines()[:2] == ["stage 0   F0 F1 .  .  B0 -  .  B1 -", "stage 1   .  F0 B0 -  F1 B1 -  .  ."]
     assert (tmp_path / "a.svg").read_text().startswith("<svg")
 
 
-def test_the_command_names_the_nearest_schedule(command):
-    said = command("schedule", "zb_h3")
-    assert said.code == 2
-    assert "did you mean zb_h" in said.err
+def test_the_schedule_command_names_the_nearest_schedule(command):
+    result = command("schedule", "zb_h3")
+    assert result.code == 2
+    assert "did you mean zb_h" in result.err
 
 
 def test_forwards_alone_are_no_schedule(tmp_path):

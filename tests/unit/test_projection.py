@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from meshpar.parallel import projection, tensor
 from meshpar.parallel.projection import MIN_BYTES, MIN_TOKENS, Projection, chunk_length, describe_chunk
 
-ROWS, SEQ, WIDTH, VOCAB, PADDED = 2, 13, 8, 29, 32
+ROWS = 2
+SEQ = 13
+WIDTH = 8
+VOCAB = 29
+PADDED = 32
 
 
 def drawn(dtype: Any = jnp.float64, scale: float = 1.0) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -39,8 +43,11 @@ def loss(hidden: jax.Array, head: jax.Array, tokens: Any, chunk: Any) -> jax.Arr
 
 
 def difference(chunk: Any) -> float:
-    """Of the loss's square and its gradients: their cotangent is neither 1 nor known in the forward."""
-    square = lambda hidden, head, chunk: loss(hidden, head, drawn()[2], chunk) ** 2
+    """The relative difference of the squared loss and its gradients; because of the square, the cotangent is not 1."""
+
+    def square(hidden, head, chunk):
+        return loss(hidden, head, drawn()[2], chunk) ** 2
+
     hidden, head, _ = drawn()
     found, want = (jax.value_and_grad(square, (0, 1))(hidden, head, way) for way in (chunk, "none"))
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(want))
@@ -53,7 +60,7 @@ def test_chunks_of_any_length_change_no_gradient(chunk, float64):
     assert difference(chunk) < 1e-14
 
 
-def test_a_cotangent_that_is_taken_for_one_is_seen(float64, monkeypatch):
+def test_planted_an_ignored_cotangent_is_seen(float64, monkeypatch):
     unscaled = jax.custom_vjp(projection._summed.fun, nondiff_argnums=(0, 1))
     unscaled.defvjp(projection._with_gradients, lambda cost, length, gradients, cotangent: (*gradients, None))
     monkeypatch.setattr(projection, "_summed", unscaled)
@@ -63,7 +70,10 @@ def test_a_cotangent_that_is_taken_for_one_is_seen(float64, monkeypatch):
 
 def test_arrays_of_the_tokens_have_no_gradient(float64):
     hidden, head, tokens = drawn()
-    of_weights = lambda weights: loss(hidden, head, tokens | {"weights": weights}, 6)
+
+    def of_weights(weights):
+        return loss(hidden, head, tokens | {"weights": weights}, 6)
+
     assert not np.any(jax.grad(of_weights)(tokens["weights"]))
 
 
@@ -97,7 +107,7 @@ def test_auto_makes_chunks_only_where_they_hold_less(rows, seq, hidden_size, voc
 @pytest.mark.parametrize(
     ("chunk", "length"), [("none", None), (1, 1), (7, 1), (8, 1), (20, 2), (127, 15), (128, None), (10_000, None)]
 )
-def test_a_chunk_of_tokens_is_cut_along_the_sequence(chunk, length):
+def test_a_chunk_of_tokens_is_a_number_of_positions(chunk, length):
     assert chunk_length(chunk, rows=8, seq=16, hidden_size=4, vocab=32) == length
 
 

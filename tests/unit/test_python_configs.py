@@ -1,4 +1,4 @@
-"""A config in Python reads as a file does: the same shorthands, the same types, the same words for what is wrong."""
+"""A config in Python reads as a file does: the same shorthands, the same types, the same errors."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_tuples_paths_and_numpy_numbers_are_plain_data_too(tmp_path):
     assert meshpar.Text(path=tmp_path).path == str(tmp_path)
 
 
-def test_a_config_within_another_stays_what_it_is():
+def test_a_nested_config_keeps_its_class():
     class OwnModel(meshpar.Llama):
         """A user's own."""
 
@@ -162,7 +162,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_python_says_what_is_wrong_in_the_words_of_a_file(case, tmp_path):
+def test_python_and_files_raise_the_same_errors(case, tmp_path):
     keys, (where, *lines) = WRONG[case]
     with pytest.raises(ConfigError) as in_python:
         Run(**PLAIN | keys)
@@ -174,7 +174,7 @@ def test_python_says_what_is_wrong_in_the_words_of_a_file(case, tmp_path):
     assert problem.replace("  the file\n", "  Run\n") == str(in_python.value).partition("\n")[2]
 
 
-def test_all_problems_are_said_at_once_also_those_in_sections():
+def test_all_problems_are_reported_at_once_including_those_in_sections():
     with pytest.raises(ConfigError) as refused:
         Run(**PLAIN | {"num_steps": 0, "optim": {"kind": "adamw", "lr": -1, "beta1": 0.9}}, mesh={"fsd": 2}, freeze=[3])
     wheres = re.findall(r"^  (\S+)$", str(refused.value), re.M)

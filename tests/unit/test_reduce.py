@@ -1,4 +1,4 @@
-"""A declared reduction as configuration, and what it keeps in the train state."""
+"""A declared reduction of gradients: its config, and its part of the train state."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def test_a_wrong_declaration_of_a_reduction_is_refused(override, words):
         load(QUICKSTART, [override])
 
 
-def test_xla_reduces_as_it_chooses():
+def test_a_declared_reduction_is_refused_under_gspmd():
     with pytest.raises(ConfigError, match="under lowering: auto, XLA reduces gradients as it chooses"):
         prepared("data8", "auto", parallel={"gradient_reduction": Reduce()})
 
 
-def test_an_algorithm_that_cannot_scatter():
+def test_an_algorithm_that_cannot_scatter_is_refused():
     with pytest.raises(ConfigError, match="algorithm tree has no plan for reduce_scatter; use one of ring"):
         prepared("zero3", parallel={"gradient_reduction": Reduce(algorithm="tree")}).compile_step()
 
 
-def test_a_reduction_that_rounds_is_not_proven():
+def test_verify_refuses_a_reduction_that_rounds():
     run = prepared("data8", parallel={"gradient_reduction": Reduce(across=Int8())}).run
     with pytest.raises(VerificationError, match="gradient_reduction rounds what it sums"):
         verify(run)
@@ -70,14 +70,18 @@ def test_a_reduction_that_rounds_is_not_proven():
         pytest.param("tensor4", PowerSGD(rank=2), id="powersgd", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_kept_is_sharded_and_checkpointed(layout, across, tmp_path):
+def test_error_feedback_is_sharded_and_checkpointed(layout, across, tmp_path):
     run = prepared(layout, parallel={"gradient_reduction": Reduce(across=across)})
     step = run.compile_step()
-    put = lambda batch: {name: jax.device_put(x, step.batch[name].sharding) for name, x in batch.items()}
+
+    def put(batch):
+        return {name: jax.device_put(x, step.batch[name].sharding) for name, x in batch.items()}
+
     first, second, _ = map(put, batches())
     state, _ = step(run.compile_init()(), first)
-    kept = state.carried["reduce"]
-    lost, placed = kept["lost"]["blocks"]["mlp"]["up"]["kernel"], run.placement.carried["reduce"]["lost"]
+    feedback = state.carried["reduce"]
+    lost = feedback["lost"]["blocks"]["mlp"]["up"]["kernel"]
+    placed = run.placement.carried["reduce"]["lost"]
     assert lost.shape == (2, *run.specs["blocks"]["mlp"]["up"]["kernel"].shape)
     assert lost.sharding.spec == placed["blocks"]["mlp"]["up"]["kernel"].pspec
     assert np.asarray(lost).any()
@@ -85,7 +89,8 @@ def test_what_is_kept_is_sharded_and_checkpointed(layout, across, tmp_path):
         saved.save(1, state)
         saved.wait()
         restored = saved.restore(run.placement.structs)
-    after, again = step(state, second)[0], step(restored, second)[0]
+    after = step(state, second)[0]
+    again = step(restored, second)[0]
     jax.tree.map(np.testing.assert_array_equal, after, again)
 
 
@@ -109,19 +114,22 @@ PRECISIONS = {
     pytest.param(across, id=name, marks=[] if name in ("int8", "powersgd") else pytest.mark.slow)
     for name, across in ACROSS.items()
 ])  # fmt: skip
-def test_a_step_leaves_the_types_that_it_is_compiled_for(across, precision, layout, optim):
-    """Else there is no second step."""
+def test_a_step_keeps_the_shapes_and_dtypes_of_the_state(across, precision, layout, optim):
+    """Otherwise the compiled step would refuse its own result."""
     with jax.enable_x64(True):
         run = prepared(layout, parallel={"gradient_reduction": Reduce(across=across)}).run
         run = prepare(run.model_copy(update={"precision": precision, "optim": optim}))
         before = run.placement.structs
         after, _ = jax.eval_shape(run.step, before, run.batch)
-    types = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+    def types(tree):
+        return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
     assert types(after) == types(before)
 
 
-def test_gradients_are_rounded_by_the_seed_of_the_run():
-    """Another seed, other roundings; the same seed, the same. Rounding to the nearest knows no seed."""
+def test_the_seed_of_the_run_determines_how_gradients_are_rounded():
+    """Another seed rounds otherwise; rounding to nearest does not depend on it."""
 
     def norm(seed: int, rounding: str = "stochastic") -> float:
         across = Int8(rounding=rounding)

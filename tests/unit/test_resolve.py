@@ -1,3 +1,5 @@
+"""Placements of arrays on a mesh, and the errors of arrays that do not fit."""
+
 from __future__ import annotations
 
 import jax
@@ -26,7 +28,7 @@ RULES = AxisRules(preset=("fsdp", "megatron"))
     st.lists(st.sampled_from([4, 8, 12]), min_size=4, max_size=4),
     st.sampled_from([{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 4}]),
 )
-def test_the_local_shape_is_the_one_that_jax_gives(dims, shape, sizes):
+def test_the_local_shape_is_jaxs_shard_shape(dims, shape, sizes):
     mesh = MeshLayout(**sizes).build()
     placement = resolve({"w": spec(tuple(shape), *dims)}, RULES, mesh)["w"]
     assert placement.local_shape == placement.sharding.shard_shape(tuple(shape))
@@ -48,8 +50,8 @@ def test_one_axis_cannot_shard_two_dims_of_an_array():
         resolve({"w": spec((8, 8), "mlp", "heads")}, RULES, MeshLayout(fsdp=4, tensor=2).abstract())
 
 
-def test_a_name_that_stands_twice_cannot_be_sharded():
-    """JAX would die of it, once a sharding is made: an axis can shard one dim of an array."""
+def test_a_repeated_name_cannot_be_sharded():
+    """JAX would raise when it makes the sharding, because an axis can shard only one dim of an array."""
     rules = AxisRules(preset=("fsdp",), unnamed=("fsdp",))
     mesh = MeshLayout(fsdp=4).abstract()
     with pytest.raises(ShardingError) as error:
@@ -64,7 +66,7 @@ def test_a_name_that_stands_twice_cannot_be_sharded():
     )
 
 
-def test_a_name_may_stand_twice_where_nothing_shards_it():
+def test_a_repeated_name_is_accepted_if_no_axis_shards_it():
     for rules in (AxisRules(preset="fsdp", unnamed=()), AxisRules(preset="fsdp", unnamed=("tensor",))):
         resolve({"w": spec((8, 8, 8), "unnamed", "unnamed", "embed")}, rules, MeshLayout(fsdp=4).abstract())
 
@@ -79,7 +81,7 @@ def test_a_name_may_stand_twice_where_nothing_shards_it():
         (97, {"tensor": 2}, "either mesh.tensor=1, or rules.heads=[]"),
     ],
 )
-def test_the_sizes_that_are_proposed_divide(heads, mesh, fix):
+def test_proposed_sizes_divide_the_dim(heads, mesh, fix):
     with pytest.raises(ShardingError) as error:
         resolve({"w": spec((heads,), "heads")}, AxisRules(preset="megatron"), MeshLayout(**mesh).abstract())
     assert fix in str(error.value)

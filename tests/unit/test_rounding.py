@@ -16,14 +16,14 @@ NUM = 2**16
 
 
 def mean_error(rounded, x):
-    """The mean error in standard deviations of its mean, after Gupta et al.: that of a Bernoulli variable."""
+    """The error of the mean, in standard deviations of a mean of Bernoulli variables (Gupta et al.)."""
     fraction = (x - 1) / STEP_OF_1
     deviation = STEP_OF_1 * np.sqrt(fraction * (1 - fraction) / NUM)
     return abs(np.asarray(rounded, np.float64).mean() - x) / deviation
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.25, 0.5, 0.9])
-def test_the_mean_is_the_number(fraction):
+def test_the_mean_of_rounded_numbers_is_the_number(fraction):
     """Control: rounded to nearest, the mean is more than 20 standard deviations away."""
     x = 1 + fraction * STEP_OF_1
     rounded = stochastic_round(jnp.full(NUM, x, jnp.float32), jax.random.key(0))
@@ -31,13 +31,13 @@ def test_the_mean_is_the_number(fraction):
     assert mean_error(jnp.full(NUM, x, jnp.bfloat16), x) > 20
 
 
-def test_numbers_of_bfloat16_and_those_that_are_not_finite_remain():
+def test_numbers_of_bfloat16_and_those_that_are_not_finite_are_unchanged():
     x = jnp.asarray([0.0, -0.0, 1.0, -3.5, 2.0**-130, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
     rounded = stochastic_round(x, jax.random.key(1))
     np.testing.assert_array_equal(rounded.astype(jnp.float32), x)
 
 
-def test_it_does_not_depend_on_the_sharding():
+def test_rounding_does_not_depend_on_the_sharding():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.NamedSharding(mesh, jax.P(None, "data"))
     x = jax.random.normal(jax.random.key(3), (4, 64))
@@ -73,6 +73,6 @@ def test_small_updates_add_up():
     assert (trained(False) == 1).all()
 
 
-def test_seed_and_step_determine_it():
+def test_seed_and_step_determine_the_rounding():
     np.testing.assert_array_equal(trained(True, 20), trained(True, 20))
     assert (trained(True, 20) != trained(True, 20, seed=1)).any()

@@ -1,3 +1,5 @@
+"""Rules: presets, a user's own rules, and rules that disagree."""
+
 from __future__ import annotations
 
 import pytest
@@ -15,7 +17,7 @@ def test_without_a_preset_there_are_only_the_users_rules():
     assert AxisRules(embed=("fsdp",)).table == {"embed": ("fsdp",)}
 
 
-def test_a_users_rule_goes_before_the_presets():
+def test_a_users_rule_overrides_the_presets():
     rules = AxisRules(preset="megatron", kv_heads=())
     assert rules["kv_heads"] == () and rules["heads"] == ("tensor",)
     assert rules.source("kv_heads") == "rules.kv_heads" and rules.source("heads") == "preset megatron"
@@ -26,7 +28,7 @@ def test_presets_in_a_list_are_joined():
     assert rules["embed"] == ("fsdp",) and rules["residual_seq"] == ("tensor",) and rules.zero_stage == 2
 
 
-def test_batch_axes_store_parameters_and_carry_nothing_else_in_activations():
+def test_batch_axes_store_parameters_and_partition_only_the_batch():
     rules = AxisRules(preset=("fsdp", "megatron"))
     assert rules.storage_axes("embed") == ("fsdp",) and rules.partition_axes("embed") == ()
     assert rules.storage_axes("mlp") == () and rules.partition_axes("mlp") == ("tensor",)
@@ -34,17 +36,18 @@ def test_batch_axes_store_parameters_and_carry_nothing_else_in_activations():
 
 
 def test_or_joins_and_is_commutative_where_nothing_disagrees():
-    one, other = AxisRules(preset="fsdp"), AxisRules(preset="megatron", kv_heads=())
-    assert (one | other).table == (other | one).table == AxisRules(preset=("fsdp", "megatron"), kv_heads=()).table
+    left = AxisRules(preset="fsdp")
+    right = AxisRules(preset="megatron", kv_heads=())
+    assert (left | right).table == (right | left).table == AxisRules(preset=("fsdp", "megatron"), kv_heads=()).table
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("left", "right"),
     [(AxisRules(embed=("fsdp",)), AxisRules(embed=("tensor",))), (AxisRules(zero=1), AxisRules(zero=2))],
 )
-def test_rules_that_disagree_are_refused(one, other):
+def test_rules_that_disagree_are_refused(left, right):
     with pytest.raises(ShardingError, match="two rules disagree"):
-        one | other
+        left | right
 
 
 def test_presets_that_disagree_are_refused():

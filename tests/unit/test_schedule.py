@@ -1,4 +1,4 @@
-"""Schedules by their end points and their steps; each check is also shown to catch a fault."""
+"""Learning rate schedules: their end points and their steps; each check also catches planted faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from meshpar.errors import ConfigError
 from meshpar.optim.schedule import WSD, Constant, Cosine, Linear
 
 PEAK = 0.5
-WARMUP, FINAL, FORM = st.integers(0, 20), st.floats(0, 1), st.sampled_from(["linear", "1-sqrt"])
+WARMUP = st.integers(0, 20)
+FINAL = st.floats(0, 1)
+FORM = st.sampled_from(["linear", "1-sqrt"])
 SCHEDULES = st.one_of(
     st.builds(Constant, warmup_steps=WARMUP),
     st.builds(Linear, warmup_steps=WARMUP, final=FINAL),
@@ -22,12 +24,12 @@ SCHEDULES = st.one_of(
 
 
 def rates(schedule, num_steps):
-    """Learning rates of a run, and those one update before its first and after its last, over the peak."""
+    """Learning rates over the peak, from one update before the first to one after the last."""
     return np.asarray(schedule(jnp.arange(-1, 91, dtype=jnp.int32)))[: num_steps + 2] / PEAK
 
 
 def check_ends(rates, schedule):
-    """From 0 before the first update to the peak after the warm-up, to the final fraction after the last."""
+    """The rate is 0 before the first update, the peak after the warm-up, and the final fraction after the last."""
     np.testing.assert_allclose(rates[0], 0.0, atol=1e-6)
     np.testing.assert_allclose(rates[schedule.warmup_steps + 1], 1.0, rtol=1e-6)
     np.testing.assert_allclose(rates[-1], getattr(schedule, "final", 1.0), atol=1e-6)
@@ -35,8 +37,9 @@ def check_ends(rates, schedule):
 
 
 def check_continuity(rates, schedule):
-    """Up to the peak, then never up; and no change is larger than the form's own steepest."""
-    change, warmup = np.diff(rates), schedule.warmup_steps + 1
+    """The rate rises to the peak and never rises again; no change exceeds the steepest slope of the form."""
+    change = np.diff(rates)
+    warmup = schedule.warmup_steps + 1
     decay = getattr(schedule, "decay_steps", None) or len(rates) - 1 - warmup
     steepest = decay**-0.5 if getattr(schedule, "shape", None) == "1-sqrt" else np.pi / 2 / decay
     np.testing.assert_allclose(change[:warmup], 1 / warmup, atol=1e-6)
@@ -65,7 +68,7 @@ def test_schedules_have_their_end_points_and_no_jumps(schedule, num_steps):
     ids=["early", "late", "lower", "a_hole", "a_bump", "a_jump"],
 )
 @pytest.mark.parametrize("schedule", [Linear(warmup_steps=5), Cosine(warmup_steps=5)], ids=["linear", "cosine"])
-def test_a_fault_in_a_schedule_would_be_seen(check, fault, schedule):
+def test_control_a_fault_in_a_schedule_is_seen(check, fault, schedule):
     check(rates(schedule.build(PEAK, 50), 50), schedule)
     with pytest.raises(AssertionError):
         check(rates(fault(schedule.build(PEAK, 50)), 50), schedule)
@@ -94,7 +97,7 @@ def test_a_warm_up_that_is_longer_than_the_run_is_refused():
     ("schedule", "where"),
     [(WSD(warmup_steps=80, decay_steps=30), "decay_steps"), (WSD(warmup_steps=81), "decay_fraction")],
 )
-def test_a_decay_for_which_there_is_no_room_is_refused(schedule, where):
+def test_a_decay_that_is_longer_than_the_run_is_refused(schedule, where):
     with pytest.raises(ConfigError) as error:
         schedule.build(PEAK, 100)
     length = schedule.warmup_steps + (schedule.decay_steps or 20)

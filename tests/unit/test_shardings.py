@@ -1,4 +1,4 @@
-"""XLA's shardings as specs, in each form in which it prints them; what is not one of whole axes is None."""
+"""XLA's printed shardings are read as specs, in every form; one that does not consist of whole axes is None."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar.inspection.program.shardings import spec, spec_text, tiles
 
-SIZES, NAMES = (2, 2, 2), ("data", "fsdp", "tensor")
+SIZES = (2, 2, 2)
+NAMES = ("data", "fsdp", "tensor")
 MESH = AbstractMesh(SIZES, NAMES)
 SPECS = [
     P("data"),
@@ -21,11 +22,12 @@ SPECS = [
 
 
 @pytest.mark.parametrize("pspec", SPECS, ids=str)
-def test_a_sharding_that_jax_gives_to_xla_comes_back(pspec):
+def test_a_sharding_that_jax_passes_to_xla_is_read_back(pspec):
     sharding = NamedSharding(jax.make_mesh(SIZES, NAMES, axis_types=(jax.sharding.AxisType.Auto,) * 3), pspec)
     printed = str(sharding._to_xla_hlo_sharding(3)).strip("{}")
     assert (
-        spec(printed, MESH) == tuple((one,) if isinstance(one, str) else one or () for one in (*pspec, None, None))[:3]
+        spec(printed, MESH)
+        == tuple((entry,) if isinstance(entry, str) else entry or () for entry in (*pspec, None, None))[:3]
     )
 
 

@@ -1,4 +1,5 @@
-"""A signal ends a run after its step, with a checkpoint from which it goes on to the same numbers; a second at once."""
+"""A signal ends a run after its step with a checkpoint, from which it resumes to the same numbers. A second signal ends
+it at once."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.unit.test_loop import Numbers, recorded, run, saved_steps, steps_of, 
 
 @dataclass
 class Signalled(Numbers):
-    """A data set that sends this process a signal when batch `at` is asked for, which never comes if it stalls."""
+    """A data set that sends this process a signal at batch `at`, and never yields that batch if it stalls."""
 
     at: int = 5
     number: signal.Signals = signal.SIGTERM
@@ -64,31 +65,31 @@ def interrupted(run_dir: Path, **changed: Any) -> str:
     return str(ended.value)
 
 
-def assert_goes_on_as_unbroken(tmp_path: Path, **changed: Any) -> None:
+def assert_resumes_as_unbroken(tmp_path: Path, **changed: Any) -> None:
     unbroken = run(tmp_path / "unbroken", log_every=1, **changed)
     resumed = run(tmp_path / "run", log_every=1, **changed)
     np.testing.assert_array_equal(np.asarray(resumed.params["w"]), np.asarray(unbroken.params["w"]))
     for kind in ("train", "evaluation"):
-        told = [[(r["step"], r["loss"]) for r in recorded(tmp_path / name, kind)] for name in ("run", "unbroken")]
-        assert told[0] == told[1]
+        losses = [[(r["step"], r["loss"]) for r in recorded(tmp_path / name, kind)] for name in ("run", "unbroken")]
+        assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_step_is_finished_and_saved_and_the_run_goes_on_to_the_same_numbers(tmp_path, number):
-    said = interrupted(tmp_path / "run", log_every=1, step=Signalling(4, number, toy().step.batch))
+def test_a_signalled_step_is_finished_and_saved_and_the_run_resumes_to_the_same_numbers(tmp_path, number):
+    message = interrupted(tmp_path / "run", log_every=1, step=Signalling(4, number, toy().step.batch))
     where = tmp_path / "run" / "checkpoints" / "4"
-    assert said == f"stopped by {number.name} at step 4; checkpoint in {where}; the same command resumes from it"
+    assert message == f"stopped by {number.name} at step 4; checkpoint in {where}; the same command resumes from it"
     assert saved_steps(tmp_path / "run") == [4]
-    assert_goes_on_as_unbroken(tmp_path)
+    assert_resumes_as_unbroken(tmp_path)
 
 
 @pytest.mark.parametrize("stalls", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_a_batch_is_awaited_saves_the_step_before(tmp_path, number, stalls):
-    said = interrupted(tmp_path / "run", log_every=1, train=Signalled(number=number, stalls=stalls))
-    assert f"stopped by {number.name} at step 5;" in said
+    message = interrupted(tmp_path / "run", log_every=1, train=Signalled(number=number, stalls=stalls))
+    assert f"stopped by {number.name} at step 5;" in message
     assert saved_steps(tmp_path / "run") == [5]
-    assert_goes_on_as_unbroken(tmp_path)
+    assert_resumes_as_unbroken(tmp_path)
 
 
 def test_a_step_that_was_saved_already_is_not_saved_again(tmp_path):
@@ -97,7 +98,7 @@ def test_a_step_that_was_saved_already_is_not_saved_again(tmp_path):
 
 
 @pytest.mark.parametrize("at", [4, 10])
-def test_an_evaluation_is_broken_off_and_made_up_for(tmp_path, at):
+def test_an_interrupted_evaluation_is_repeated_after_resuming(tmp_path, at):
     rule = {"eval_every": 4}
     held_out = Signalled(length=3, at=1)
     calls = []
@@ -105,29 +106,29 @@ def test_an_evaluation_is_broken_off_and_made_up_for(tmp_path, at):
     class AtSecond(Signalled):
         def batches(self, start: int = 0, rows: Any = None) -> Iterator[dict[str, np.ndarray]]:
             calls.append(start)
-            its = held_out if len(calls) == {4: 1, 10: 3}[at] else Numbers(length=3)
-            return its.batches(start, rows)
+            data = held_out if len(calls) == {4: 1, 10: 3}[at] else Numbers(length=3)
+            return data.batches(start, rows)
 
-    said = interrupted(tmp_path / "run", log_every=1, held_out=AtSecond(), **rule)
-    assert f"at step {at};" in said
+    message = interrupted(tmp_path / "run", log_every=1, held_out=AtSecond(), **rule)
+    assert f"at step {at};" in message
     assert at not in steps_of(tmp_path / "run", "evaluation")
-    assert_goes_on_as_unbroken(tmp_path, **rule)
+    assert_resumes_as_unbroken(tmp_path, **rule)
 
 
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
     signals = Signals()
     with pytest.raises(Interrupted) as ended, signals.listening():
         os.kill(os.getpid(), signal.SIGTERM)
-    told = "stopped by SIGTERM before the first step: there was nothing to save; the same command starts it again"
-    assert (str(ended.value), ended.value.exit_code) == (told, EXIT_CODE)
+    message = "stopped by SIGTERM before the first step: there was nothing to save; the same command starts it again"
+    assert (str(ended.value), ended.value.exit_code) == (message, EXIT_CODE)
 
 
-def test_the_first_batch_never_comes(tmp_path):
+def test_a_run_whose_first_batch_never_comes_can_be_stopped(tmp_path):
     assert "before the first step" in interrupted(tmp_path, train=Signalled(at=0, stalls=True))
     assert saved_steps(tmp_path) == []
 
 
-def test_what_handled_the_signals_before_handles_them_again(tmp_path):
+def test_earlier_handlers_of_signals_are_restored(tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], signal.set_wakeup_fd(-1)
     interrupted(tmp_path, train=Signalled())
     assert (
@@ -137,7 +138,7 @@ def test_what_handled_the_signals_before_handles_them_again(tmp_path):
     assert "signals" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_signal_that_is_ignored_stays_so(tmp_path):
+def test_an_ignored_signal_stays_ignored(tmp_path):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with Signals().listening():
@@ -153,7 +154,7 @@ def test_control_without_listening_a_keyboard_interrupt_saves_nothing(tmp_path):
     assert saved_steps(tmp_path) == []
 
 
-def test_in_another_thread_it_is_refused():
+def test_listening_in_another_thread_is_refused():
     refused: list[str] = []
 
     def listen() -> None:
@@ -185,10 +186,10 @@ with signals.listening():
 """
 
 
-def ended(phase: str, what: str, *pauses: float) -> tuple[int, str]:
+def ended(phase: str, language: str, *pauses: float) -> tuple[int, str]:
     """Exit code and standard error of a process that gets a SIGTERM after each pause."""
     with subprocess.Popen(
-        [sys.executable, "-c", BUSY, phase, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", BUSY, phase, language], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout and process.stdout.readline() == "ready\n"
@@ -200,9 +201,9 @@ def ended(phase: str, what: str, *pauses: float) -> tuple[int, str]:
             process.kill()
 
 
-def test_a_process_that_compiles_ends_soon():
-    told = "stopped by SIGTERM before the first step: there was nothing to save; the same command starts it again"
-    assert ended("compiling", "C", 0.1) == (75, f"meshpar: {told}\n")
+def test_a_signal_while_xla_compiles_ends_the_process_soon():
+    message = "stopped by SIGTERM before the first step: there was nothing to save; the same command starts it again"
+    assert ended("compiling", "C", 0.1) == (75, f"meshpar: {message}\n")
 
 
 def test_a_second_signal_ends_the_process_at_once():

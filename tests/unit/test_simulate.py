@@ -11,7 +11,7 @@ import pytest
 from tests.docs.page import shell
 
 MESH = "from meshpar.mesh.layout import MeshLayout\nprint(MeshLayout(data=2, tensor=4).build().size)"
-SAID = "meshpar: 8 simulated CPU devices\n"
+REPORT = "meshpar: 8 simulated CPU devices\n"
 
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -21,10 +21,10 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_mesh_simulates_its_devices_and_says_so():
     done = run(MESH)
-    assert (done.stdout, done.stderr) == ("8\n", SAID)
+    assert (done.stdout, done.stderr) == ("8\n", REPORT)
 
 
-def test_an_axis_that_takes_the_rest_gets_one_device():
+def test_a_free_axis_gets_one_simulated_device():
     done = run(MESH.replace("data=2", "data=-1"))
     assert (done.stdout, done.stderr) == ("4\n", "meshpar: 4 simulated CPU devices\n")
 
@@ -37,7 +37,7 @@ def test_an_axis_that_takes_the_rest_gets_one_device():
         ("", {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}),
     ],
 )
-def test_a_mesh_simulates_nothing_where_the_number_is_given(before, variables):
+def test_a_mesh_simulates_nothing_if_the_number_of_devices_is_set(before, variables):
     done = run(before + MESH, **variables)
     assert (done.stdout, done.stderr) == ("8\n", "")
 
@@ -51,7 +51,7 @@ def test_a_mesh_simulates_nothing_where_the_number_is_given(before, variables):
         ("", {"JAX_NUM_CPU_DEVICES": "4"}, "4 CPU devices"),
     ],
 )
-def test_a_mesh_that_comes_too_late_says_what_to_do(before, variables, count):
+def test_a_mesh_after_jax_has_started_says_how_to_simulate(before, variables, count):
     done = run(before + MESH, **variables)
     assert done.returncode == 1
     assert done.stderr.endswith(f"""\
@@ -61,7 +61,7 @@ def test_a_mesh_that_comes_too_late_says_what_to_do(before, variables, count):
 """)
 
 
-def test_what_the_message_says_helps():
+def test_the_proposed_fixes_work():
     late = "import jax.numpy as jnp\njnp.ones(2)\n" + MESH
     assert run(f"from meshpar.mesh.process import simulate\nsimulate(8)\n{late}").stdout == "8\n"
     assert run(late, JAX_NUM_CPU_DEVICES="8").stdout == "8\n"
@@ -87,7 +87,7 @@ jax.devices = lambda: [Device()]
 
 
 def test_an_accelerator_is_never_replaced():
-    """JAX's answer is planted here; that it chooses an accelerator before the CPU is JAX's affair."""
+    """The accelerator is planted: `jax.devices` returns one."""
     done = run(ACCELERATOR + MESH)
     assert done.returncode == 1
     assert done.stderr.endswith("""\
@@ -106,4 +106,4 @@ def test_these_programs_do_not_inherit_devices_from_the_tests(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "3")
     assert "XLA_FLAGS" in os.environ
-    assert run(MESH).stderr == SAID
+    assert run(MESH).stderr == REPORT

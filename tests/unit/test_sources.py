@@ -1,4 +1,4 @@
-"""Every source gives the documents that were written, once; batches resume anywhere; what is mapped is not copied."""
+"""Every source gives the documents that were written, once; batches resume anywhere; mapped arrays are not copied."""
 
 from __future__ import annotations
 
@@ -53,24 +53,26 @@ def test_a_source_gives_every_document_once(name: str, sources: dict[str, Batchi
 @pytest.mark.parametrize("name", ALL)
 def test_each_token_of_a_source_is_once_a_token_and_once_a_target(name: str, sources: dict[str, Batching]):
     for part in (part for side in sources[name].datasets(seed=0) for part in side.parts):
-        of = part.documents
-        lie = zip(of.array, of.start, of.size, strict=True)
-        written = np.concatenate([of.arrays[which][start : start + size] for which, start, size in lie])
+        documents = part.documents
+        ranges = zip(documents.array, documents.start, documents.size, strict=True)
+        written = np.concatenate([documents.arrays[which][start : start + size] for which, start, size in ranges])
         batch = part.batch(range(len(part)))
         assert np.array_equal(batch["targets"][batch["targets"] >= 0], written)
-        assert np.array_equal(batch["tokens"][batch["segments"] > 0], of.take(np.arange(of.num_tokens))[0])
-        assert (batch["segments"] > 0).sum() == len(written) + len(of)
+        assert np.array_equal(
+            batch["tokens"][batch["segments"] > 0], documents.take(np.arange(documents.num_tokens))[0]
+        )
+        assert (batch["segments"] > 0).sum() == len(written) + len(documents)
 
 
-def test_what_lies_in_the_order_of_its_content_is_split_alike(sources: dict[str, Batching]):
+def test_sources_with_the_same_documents_hold_out_the_same_rows(sources: dict[str, Batching]):
     of_ids = [sources[name].held_out() for name in ("npy", "npz", "arrow of ids", "parquet of ids")]
     of_text = [sources[name].held_out() for name in ("jsonl", "parquet", "arrow")]
     for alike in (of_ids, of_text):
         assert all(same(alike[0][0], other[0]) for other in alike)
 
 
-def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
+    return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
 
 
 @pytest.fixture(scope="module")
@@ -80,17 +82,18 @@ def datasets(sources: dict[str, Batching]) -> dict[str, Dataset]:
 
 @given(st.sampled_from(ALL), st.integers(0, 10**6), st.sets(st.integers(0, 7), min_size=1))
 @settings(deadline=None, max_examples=60)
-def test_some_rows_of_any_batch_are_those_of_the_whole(
+def test_selected_rows_equal_those_of_the_whole_batch(
     datasets: dict[str, Dataset], name: str, index: int, rows: set[int]
 ):
     chosen = sorted(rows)
-    whole, part = datasets[name][index], datasets[name].rows(index, chosen)
+    whole = datasets[name][index]
+    part = datasets[name].rows(index, chosen)
     assert same(part, {key: array[chosen] for key, array in whole.items()})
     assert not same(whole, datasets[name][index + 1])
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_run_that_begins_at_any_step_reads_on(name: str, sources: dict[str, Batching]):
+def test_batches_resume_at_any_step(name: str, sources: dict[str, Batching]):
     start = int(np.random.default_rng(len(name)).integers(1, 1000))
     batches = sources[name].train(seed=3).batches(start, rows=[1, 6])
     again = sources[name].train(seed=3)
@@ -117,7 +120,7 @@ def test_a_column_may_have_any_type_that_holds_text_or_ids(kind: str, tmp_path: 
     }  # fmt: skip
     of_text = kind not in ("large_list", "list", "fixed")
     values = pa.array(["ab", "cd", "ef"] if of_text else [[97, 98], [99, 100], [101, 102]], types[kind])
-    table = pa.table({"x": values}).slice(1)  # not where its buffers begin
+    table = pa.table({"x": values}).slice(1)  # a slice that does not begin with its buffers
     new = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
     with new(tmp_path / "a.arrow", table.schema) as file:
         file.write_table(table)
@@ -153,7 +156,7 @@ def entries(data: Jsonl) -> list[Path]:
 
 
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many texts the tokenizer gets from now on, a number a call."""
+    """A list that gets the number of texts of each further call of the tokenizer."""
     calls: list[int] = []
     right = TokenizerFile.encode_all
 
@@ -165,7 +168,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_a_second_start_tokenizes_nothing_and_maps_the_same(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
+def test_a_second_start_maps_the_cache_and_tokenizes_nothing(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
     calls = encoded(monkeypatch)
     first = cached.documents()
     assert calls == [40]
@@ -177,7 +180,7 @@ def test_a_second_start_tokenizes_nothing_and_maps_the_same(cached: Jsonl, monke
     assert isinstance(second.arrays[0], np.memmap) and second.arrays[0].dtype == without.arrays[0].dtype == np.uint16
 
 
-def test_what_changes_is_never_read_from_the_cache(cached: Jsonl, tmp_path: Path):
+def test_a_changed_file_or_tokenizer_is_never_read_from_the_cache(cached: Jsonl, tmp_path: Path):
     before = cached.documents()
     file = tmp_path / "a.jsonl"
     file.write_text(file.read_text().replace("mesh", "mush"))  # of the same size
@@ -191,7 +194,7 @@ def test_what_changes_is_never_read_from_the_cache(cached: Jsonl, tmp_path: Path
     assert bodies(cached.model_copy(update={"tokenizer": named}).documents()) != bodies(cached.documents())
 
 
-def test_what_is_interrupted_leaves_nothing(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_start_leaves_nothing_in_the_cache(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
     def interrupted(self: TokenizerFile, texts: list[str]) -> list[np.ndarray]:
         raise KeyboardInterrupt
 
@@ -203,7 +206,7 @@ def test_what_is_interrupted_leaves_nothing(cached: Jsonl, monkeypatch: pytest.M
     assert len(cached.documents()) == 40
 
 
-def test_another_process_may_be_first(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
+def test_another_process_may_write_the_entry_first(cached: Jsonl, monkeypatch: pytest.MonkeyPatch):
     ready = cached.documents()
     (entry,) = entries(cached)
     aside = entry.rename(entry.with_name("aside"))
@@ -231,7 +234,7 @@ def test_files_that_change_while_they_are_read_are_refused(cached: Jsonl, monkey
     assert entries(cached) == []
 
 
-def test_a_vector_without_marks_is_one_document_and_an_opening_mark_is_not_doubled(tmp_path: Path):
+def test_a_vector_without_bos_is_one_document_and_an_opening_bos_is_not_doubled(tmp_path: Path):
     for name, tokens in {"a": [5, 6], "b": [9, 5, 9, 9, 6], "c": [], "d": [9]}.items():
         np.save(tmp_path / f"{name}.npy", np.array(tokens, np.int64))
     np.save(tmp_path / "e.npy", np.array([[9, 5, 9], [5, 6, 9]], np.int64))

@@ -1,4 +1,4 @@
-"""A source of data that stalls is named, at distances that double; a clock that the test moves says when."""
+"""A stalling source of data is named, at intervals that double, by a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from meshpar.train.loop.stall import Stall
 from tests.unit.test_loop import Numbers, run
 
 
-def test_the_first_warning_comes_after_a_while_and_the_others_when_the_wait_has_doubled():
+def test_warnings_come_after_30_s_and_when_the_wait_has_doubled():
     now = [1000.0]
     stall = Stall("jsonl corpus", clock=lambda: now[0])
-    told = {}
+    warnings = {}
     with stall.waiting(44):
         for second in range(250):
             now[0] = 1000.0 + second
             if text := stall.warning():
-                told[second] = text
-    assert list(told) == [30, 60, 120, 240]
-    assert told[60].startswith("step 44 has waited 60 s for a batch, since ")
-    assert told[60].endswith(": data from jsonl corpus stalls")
+                warnings[second] = text
+    assert list(warnings) == [30, 60, 120, 240]
+    assert warnings[60].startswith("step 44 has waited 60 s for a batch, since ")
+    assert warnings[60].endswith(": data from jsonl corpus stalls")
     now[0] += 1000
     assert stall.warning() is None
 
@@ -41,7 +41,7 @@ def test_control_a_source_that_is_only_slow_is_not_named():
 
 @dataclass
 class Stalling(Numbers):
-    """A data set whose batch 5 comes when the warning has been printed."""
+    """A data set that yields batch 5 only after the warning."""
 
     warned: threading.Event = field(default_factory=threading.Event)
 
@@ -53,10 +53,11 @@ class Stalling(Numbers):
 
 
 def test_the_loop_warns_while_it_waits_and_then_goes_on(tmp_path, monkeypatch):
-    data, told = Stalling(), []
+    data = Stalling()
+    warnings = []
 
     def say(text: str) -> None:
-        told.append(text)
+        warnings.append(text)
         data.warned.set()
 
     now = iter(range(0, 10**9, 40))  # each look at the clock takes 40 s
@@ -64,4 +65,4 @@ def test_the_loop_warns_while_it_waits_and_then_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(stall_module, "LOOK_S", 0.001)
     monkeypatch.setattr("meshpar.train.loop.loop.Stall", lambda source: Stall(source, clock=lambda: float(next(now))))
     assert run(tmp_path, train=data, source="jsonl corpus").step == 10
-    assert any("step 6 has waited" in text and "data from jsonl corpus stalls" in text for text in told)
+    assert any("step 6 has waited" in text and "data from jsonl corpus stalls" in text for text in warnings)

@@ -1,3 +1,5 @@
+"""The compiled step: steps that are skipped, donation, clipping, precision, and every optimizer on shards."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -72,7 +74,7 @@ def test_the_state_is_donated():
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
 
 
-def test_the_state_is_born_as_it_is_placed_and_no_device_holds_it_whole():
+def test_the_state_is_initialized_as_it_is_placed_and_no_device_holds_it_whole():
     run, _, init = compiled()
     state = init()
     for path, x in flatten_with_paths(state.params).items():
@@ -84,9 +86,11 @@ def test_the_state_is_born_as_it_is_placed_and_no_device_holds_it_whole():
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 3 * whole  # parameters and two moments, whole
 
 
-def test_parameters_begin_the_same_on_any_mesh():
-    one = prepared(1, mesh=MeshLayout(), rules=AxisRules(preset="replicated")).compile_init()()
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(one.params), jax.device_get(compiled()[2]().params))
+def test_initial_parameters_are_the_same_on_any_mesh():
+    on_one_device = prepared(1, mesh=MeshLayout(), rules=AxisRules(preset="replicated")).compile_init()()
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(on_one_device.params), jax.device_get(compiled()[2]().params)
+    )
 
 
 def test_gradients_are_clipped_by_the_norm_of_the_whole():
@@ -104,7 +108,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole():
 
 
 def test_a_sharded_parameters_gradient_is_not_rounded_to_the_dtype_of_the_computation():
-    """Else each microbatch would add one rounding. (And XLA's TPU compiler aborts on the cast back and forth.)"""
+    """Otherwise each microbatch would add one rounding. (XLA's TPU compiler also aborts on the cast back and forth.)"""
     fsdp = {"mesh": MeshLayout(fsdp=8), "rules": AxisRules(preset=("fsdp",))}
     run = prepared(precision=Precision(compute="bfloat16"), **fsdp)
     got = jax.jit(lambda p, b: run.gradients(p, with_rows(b), 0, {}))(run.compile_init()().params, batch_of(run))
@@ -135,21 +139,22 @@ def test_every_optimizer_computes_on_shards_what_it_computes_on_one_device(name)
     def after_two_steps(num_devices, **changes):
         float64 = Precision(params="float64", compute="float64")
         run = prepared(num_devices, optim=OPTIMIZERS[name](lr=1e-2), precision=float64, **changes)
-        step, state = run.compile_step(), run.compile_init()()
+        step = run.compile_step()
+        state = run.compile_init()()
         for index in range(2):
             state, _ = step(state, batch_of(run, index))
         return jax.device_get(state)
 
-    one = after_two_steps(1, mesh=MeshLayout(), rules=AxisRules(preset="replicated"))
-    many = after_two_steps(8)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
+    on_one_device = after_two_steps(1, mesh=MeshLayout(), rules=AxisRules(preset="replicated"))
+    on_eight_devices = after_two_steps(8)
+    for a, b in zip(jax.tree.leaves(on_one_device), jax.tree.leaves(on_eight_devices), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("rules", ["zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_state_is_sharded_as_its_parameters_and_never_whole(name, rules):
-    """Whatever is as large as a parameter lies as the parameter's shards; factored state by its own dims."""
+    """State as large as a parameter has the parameter's sharding; factored state is sharded by its own dims."""
     run = prepared(mesh=MeshLayout(fsdp=8), rules=AxisRules(preset=rules), optim=OPTIMIZERS[name](lr=1e-2))
     for path, placement in flatten_with_paths(run.placement.opt_state).items():
         if "embed" in placement.spec.dims:

@@ -1,4 +1,4 @@
-"""Early stopping and callbacks in the loop of `test_loop`: when it ends, what it says, and what a resumed run knows."""
+"""Early stopping and callbacks in the loop of `test_loop`: when a run ends, and what it records and remembers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.test_loop import Numbers, recorded, run, saved_steps, steps_of
 
 
 def scores(*values: float) -> Any:
-    """A callback that gives one of these at each evaluation of every second step."""
+    """A callback that returns the next of `values` at each evaluation, which is every second step."""
     return lambda state, step: {"score": values[step // 2 - 1]}
 
 
@@ -26,13 +26,13 @@ def stopped(run_dir: Path, callback: Any, **settings: Any) -> int:
     return int(run(run_dir, eval_every=2, early_stopping=rule, callbacks=[callback]).step)
 
 
-def test_it_ends_after_patience_evaluations_that_are_no_better_and_saves_that_state(tmp_path):
+def test_a_run_ends_after_patience_evaluations_that_are_no_better_and_saves_its_state(tmp_path):
     assert stopped(tmp_path, scores(3, 2, 2.5, 2, 9)) == 8
     assert saved_steps(tmp_path) == [8]
     assert steps_of(tmp_path, "evaluation") == [2, 4, 6, 8]
-    (told,) = recorded(tmp_path, "stop")
+    (record,) = recorded(tmp_path, "stop")
     why = "score was best at step 4, 2.0000, and no better in 2 evaluations since"
-    assert told == {"kind": "stop", "step": 8, "why": why, "best": 2.0, "best_step": 4}
+    assert record == {"kind": "stop", "step": 8, "why": why, "best": 2.0, "best_step": 4}
     assert recorded(tmp_path, "summary")[0]["step"] == 8
 
 
@@ -47,11 +47,11 @@ def test_it_ends_after_patience_evaluations_that_are_no_better_and_saves_that_st
         ((float("nan"), 2, float("nan"), float("nan"), 1), {}, 8),
     ],
 )
-def test_a_run_ends_after_as_many_evaluations_that_are_no_better(tmp_path, values, settings, end):
+def test_patience_min_delta_and_best_decide_when_a_run_ends(tmp_path, values, settings, end):
     assert stopped(tmp_path, scores(*values), **settings) == end
 
 
-def test_a_run_that_goes_on_remembers_how_long_it_has_waited(tmp_path):
+def test_a_resumed_run_remembers_how_long_it_has_waited(tmp_path):
     rule: dict[str, Any] = {"early_stopping": EarlyStopping(metric="score", patience=2), "eval_every": 2}
     rule["callbacks"] = [scores(1, 2, 3, 4, 5)]
     with pytest.raises(KeyboardInterrupt):
@@ -63,10 +63,10 @@ def test_a_run_that_goes_on_remembers_how_long_it_has_waited(tmp_path):
 def test_control_a_run_that_forgot_would_end_later(tmp_path, monkeypatch):
     monkeypatch.setattr("meshpar.train.loop.loop.evaluations", lambda file, start: [])
     with pytest.raises(AssertionError):
-        test_a_run_that_goes_on_remembers_how_long_it_has_waited(tmp_path)
+        test_a_resumed_run_remembers_how_long_it_has_waited(tmp_path)
 
 
-def test_a_run_that_ended_early_does_not_go_on_when_it_is_asked_again(tmp_path):
+def test_a_run_that_stopped_early_does_not_continue_when_it_is_started_again(tmp_path):
     assert stopped(tmp_path, scores(1, 2, 3)) == 6
     assert stopped(tmp_path, scores(1, 2, 3)) == 6
     assert steps_of(tmp_path, "stop") == [6, 6]
@@ -84,23 +84,23 @@ def test_a_callback_gets_the_state_and_may_move_data_as_it_likes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "message"),
     [
         ({"loss": 1.0}, "give -> loss\n    this name is recorded already\n    another name"),
         ({"each": [1.0, 2.0]}, "give -> each\n    list is not a number\n    a mean, or a name for each number"),
         ({"name": "good"}, "give -> name\n    str is not a number\n    a mean, or a name for each number"),
     ],
 )
-def test_values_of_a_callback_that_cannot_be_recorded_are_refused(tmp_path, found, said):
+def test_values_of_a_callback_that_cannot_be_recorded_are_refused(tmp_path, found, message):
     def give(state: Any, step: int) -> dict[str, Any]:
         return found
 
     with pytest.raises(ConfigError) as refused:
         run(tmp_path, callbacks=[give])
     heading = "an evaluation callback returned values that cannot be recorded, at step 10:"
-    assert str(refused.value) == f"{heading}\n  {said}"
+    assert str(refused.value) == f"{heading}\n  {message}"
 
 
-def test_a_metric_that_is_never_recorded(tmp_path):
+def test_a_metric_that_is_never_recorded_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no evaluation has 'acc'; there are loss, score, tokens"):
         stopped(tmp_path, scores(1, 2), metric="acc")

@@ -1,4 +1,4 @@
-"""What rules may ask of the layers: `explain` accepts a rule if and only if the step with it can be traced."""
+"""`explain` accepts a rule if and only if the step with it can be traced."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SAMPLE = [
     *TOGETHER[1::6],
 ]
 SILENT = ("no parameter has such a dim", "GSPMD knows no pipeline", "heads must be sharded over the same axes")
-"""Why rules are refused that JAX may well trace: they do nothing, or give nan."""
+"""Reasons to refuse rules that JAX may trace, but which do nothing or give nan."""
 CASES = [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow) for case in SWEEP + TOGETHER]
 
 
@@ -89,7 +89,7 @@ def test_explain_accepts_what_can_be_traced(model, rules, axis, lowering, monkey
         trace(prepare(run, mesh))
 
 
-def test_all_rules_that_do_not_fit_are_told_at_once():
+def test_all_rules_that_do_not_fit_are_reported_at_once():
     rules = {"head_dim": ["tensor"], "layers": ["data"], "residual_seq": ["tensor"]}
     run = run_with("llama", rules, "tensor", "manual")
     run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"data": 2})})
@@ -153,7 +153,7 @@ def test_layers_declare_standard_dims_and_what_they_refer_to(sharding):
         assert supported.why or supported.partition
 
 
-def test_control_without_the_check_a_rule_dies_in_the_step(monkeypatch):
+def test_control_without_the_check_a_rule_fails_in_the_step(monkeypatch):
     monkeypatch.setattr("meshpar.models.decoder.check_supported", lambda *_: None)
     run = run_with("llama", {"head_dim": ["tensor"]}, "tensor", "manual")
     with pytest.raises(TypeError, match="incompatible shapes"):

@@ -1,4 +1,4 @@
-"""Targets: what is read, what is refused, and the judgement, on devices that stand in for a machine's."""
+"""Targets: which are read or refused, and the report of a fit, on devices that stand in for a machine's."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("text", "said"), REFUSED.items())
-def test_an_unknown_machine_is_refused(text, said):
+@pytest.mark.parametrize(("text", "message"), REFUSED.items())
+def test_an_unknown_machine_is_refused(text, message):
     with pytest.raises(MeshError) as error:
         parse(text)
-    assert str(error.value) == said
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(("text", "extra"), [("v5e:4x4", "tpu-target"), ("h100:1x8", "gpu-target")])
@@ -62,7 +62,7 @@ def test_a_compiler_that_is_not_installed_is_named_with_its_extra(text, extra, m
     ("text", "module"),
     [("v5e:2x4", "libtpu"), *((f"{gpu}:2x4", "jax_cuda12_plugin") for gpu in targets.GPUS)],
 )
-def test_devices_of_a_compiler_that_is_here(text, module):
+def test_an_installed_compiler_has_devices_for_each_target(text, module):
     """Needs the extras tpu-target and gpu-target."""
     assert find_spec(module), f"{module} is not installed"
     process.compile_only()
@@ -70,16 +70,16 @@ def test_devices_of_a_compiler_that_is_here(text, module):
 
 
 @pytest.mark.parametrize("name", targets.GPUS.values())
-def test_what_xla_is_told_of_a_gpu_agrees_with_what_its_maker_states(name):
-    """Memory and bandwidth stand in both tables; a digit too many in one would show."""
+def test_the_figures_of_a_gpu_for_xla_agree_with_its_makers(name):
+    """Memory and bandwidth are in both tables, so that a digit too many in one would show."""
     chip = next(chip for chip in CHIPS if chip.name == name)
-    told = {key: float(value) for key, value in re.findall(r"(\w+): ([\d.]+)", FOR_XLA[name])}
-    assert told["device_memory_size"] == pytest.approx(chip.memory_bytes, rel=0.1)
-    assert told["memory_bandwidth"] == pytest.approx(chip.memory_bytes_per_s, rel=0.05)
+    figures = {key: float(value) for key, value in re.findall(r"(\w+): ([\d.]+)", FOR_XLA[name])}
+    assert figures["device_memory_size"] == pytest.approx(chip.memory_bytes, rel=0.1)
+    assert figures["memory_bandwidth"] == pytest.approx(chip.memory_bytes_per_s, rel=0.05)
     assert any(kind in FOR_XLA[name] for kind in chip.kinds)
 
 
-def test_what_the_compiler_does_not_know_is_an_error_in_its_words(monkeypatch):
+def test_a_machine_unknown_to_the_compiler_is_an_error_in_its_words(monkeypatch):
     def unknown(*_):
         raise RuntimeError("INVALID_ARGUMENT: no such topology\nand a trace")
 
@@ -87,18 +87,18 @@ def test_what_the_compiler_does_not_know_is_an_error_in_its_words(monkeypatch):
     monkeypatch.setattr(targets.topologies, "get_topology_desc", unknown)
     with pytest.raises(MeshError) as error:
         parse("v5e:3x5").devices()
-    said = "--target v5e:3x5: the compiler does not know this machine: INVALID_ARGUMENT: no such topology"
-    assert str(error.value) == said
+    message = "--target v5e:3x5: the compiler does not know this machine: INVALID_ARGUMENT: no such topology"
+    assert str(error.value) == message
 
 
 # FitReport -------------------------------------------------------------------------------------------------------
 
 
-def told(groups=((0, 1),)):
+def program(groups=((0, 1),)):
     """A program of 8192 FLOPs that sends 40 bytes in these groups, three times."""
     compiled = jax.jit(lambda x: x @ x).lower(jax.numpy.ones((16, 16))).compile()
-    one = Collective("all_gather", (Array("f32", (20,)),), 80, groups, ("data",), 4, 3, (), "", "", ())
-    return replace(inspect(compiled), collectives=(one,))
+    collective = Collective("all_gather", (Array("f32", (20,)),), 80, groups, ("data",), 4, 3, (), "", "", ())
+    return replace(inspect(compiled), collectives=(collective,))
 
 
 def two_hosts():
@@ -107,21 +107,21 @@ def two_hosts():
     return type("Mesh", (), {"devices": np.array(hosts)})()
 
 
-def test_bytes_are_told_apart_by_network(monkeypatch):
+def test_bytes_are_counted_by_network(monkeypatch):
     monkeypatch.setattr(fit, "Mesh", object)
     for text, groups, inside, across in [
         ("h100:2x2", ((0, 1), (2, 3)), 120, 0),
         ("h100:2x2", ((0, 2), (1, 3)), 0, 120),
         ("v5e:2x2", ((0, 2), (1, 3)), 120, 0),
     ]:
-        judged = judge(told(groups), parse(text), two_hosts())
+        judged = judge(program(groups), parse(text), two_hosts())
         assert (judged.sent_inside, judged.sent_across) == (inside, across)
 
 
 def test_a_program_fits_if_the_chip_holds_its_peak():
     machine = parse("h100:1x1")
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-    fits = judge(told(((0,),)), machine, mesh)
+    fits = judge(program(((0,),)), machine, mesh)
     too_big = replace(fits, told=replace(fits.told, memory=replace(fits.told.memory, peak=int(80e9) + 1)))
     assert (fits.fits, too_big.fits) == (True, False)
     assert "  fits: a device holds 2.00 KiB of 74.51 GiB (0.0%)" in str(fits).splitlines()
@@ -129,19 +129,19 @@ def test_a_program_fits_if_the_chip_holds_its_peak():
     assert fits.as_json()["products_s_estimate"] == 8192 / (1979e12 / 2)
 
 
-def test_a_step_that_is_too_big_to_compile_is_told_in_the_compilers_words():
+def test_a_step_that_is_too_big_to_compile_is_reported_in_the_compilers_words():
     def too_big():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 20.30G of 15.75G hbm.\nmore")
 
     with pytest.raises(MeshError) as error:
         compile_for(parse("v5e:4x4"), too_big)
-    said = (
+    message = (
         "--target v5e:4x4: the step does not fit; the compiler reports: RESOURCE_EXHAUSTED: Used 20.30G of 15.75G hbm."
     )
-    assert str(error.value) == said
+    assert str(error.value) == message
 
 
-def test_another_error_of_the_compiler_is_a_bug_and_stays_one():
+def test_another_error_of_the_compiler_is_not_caught():
     def broken():
         raise jax.errors.JaxRuntimeError("INTERNAL: ...")
 

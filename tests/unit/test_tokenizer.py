@@ -1,4 +1,4 @@
-"""Tokenizers: a round trip of any text, and no text that opens a document."""
+"""Any text survives a round trip through a tokenizer, and no text opens a document."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFile:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_a_text_comes_back(file: TokenizerFile, text: str):
+def test_a_text_is_decoded_as_it_was(file: TokenizerFile, text: str):
     for tokenizer in (Bytes(), file):
         ids = tokenizer.encode(text)
         assert tokenizer.decode([tokenizer.bos, *ids.tolist()]) == text
         assert ids.size == 0 or ids.max() < tokenizer.vocab_size
 
 
-def test_bytes_that_are_no_utf_8_are_what_they_were():
+def test_bytes_that_are_no_utf_8_are_kept():
     text = b"\xff\x00\xc3".decode("utf-8", "surrogateescape")
     assert Bytes().encode(text).tobytes() == b"\xff\x00\xc3"
 
 
-def test_a_file_has_its_own_special_tokens_and_cuts_no_text(file: TokenizerFile):
+def test_a_file_has_its_own_special_tokens_and_truncates_no_text(file: TokenizerFile):
     assert (file.bos, file.eos) == (0, 1)
     assert len(file.encode("the dims of a mesh")) > 2
     assert file.vocab_size == 1 + max(file._library.get_vocab().values())
@@ -47,7 +47,7 @@ def test_a_text_cannot_open_a_document(file: TokenizerFile):
     assert file.decode(ids) == "a<s>b</s>"
 
 
-def test_tokens_are_named_or_customary_or_added(tmp_path: Path):
+def test_bos_and_eos_are_named_or_customary_or_added(tmp_path: Path):
     other = write_tokenizer(tmp_path / "other.json", ("<open>", "<|endoftext|>"))
     assert (other.bos, other.eos) == (1, 1)
     named = other.model_copy(update={"bos_token": "<open>"})

@@ -1,3 +1,5 @@
+"""Paths through trees, globs, and sizes in bytes."""
+
 from __future__ import annotations
 
 import pytest
@@ -22,7 +24,7 @@ def test_paths_are_dotted_through_dicts_lists_and_named_fields():
         ("blocks.*.*.kernel", [PATHS[0], PATHS[2]]),
         ("**.kernel", [PATHS[0], PATHS[2]]),
         ("blocks.attn.q.k", []),
-        ("blocksXattn.q.kernel", []),  # a dot is a dot
+        ("blocksXattn.q.kernel", []),  # a dot matches only a dot
     ],
 )
 def test_a_star_stops_at_a_dot(glob, found):

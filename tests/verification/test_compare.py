@@ -1,4 +1,4 @@
-"""What a comparison of two runs leaves out."""
+"""The differences that a comparison of two runs disregards."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from meshpar.verification.trial import StepResult
 
 def run_of(gradients, parameters):
     """Steps of a run with a parameter `a`, whose loss, norm and other parameter `b` are ones."""
-    one = {"b": np.ones(2)}
+    ones = {"b": np.ones(2)}
     scalar = {"": np.ones(())}
     return [
-        StepResult(scalar, one | {"a": np.array(grad)}, scalar, one | {"a": np.array(x)}, {})
+        StepResult(scalar, ones | {"a": np.array(grad)}, scalar, ones | {"a": np.array(x)}, {})
         for grad, x in zip(gradients, parameters, strict=True)
     ]
 
@@ -28,7 +28,7 @@ def test_an_update_by_rounding_is_no_difference_although_the_rounding_is_zero_in
     assert first_difference(got, reference) is None
 
 
-def test_an_update_of_what_has_no_gradient_in_any_step_is_a_difference():
+def test_an_update_of_a_parameter_without_a_gradient_is_a_difference():
     reference = run_of([[0.0, 1e-18], [0.0, 1e-18]], [[0.0, 0.0], [0.0, 0.0]])
     got = run_of([[0.0, 1e-18], [0.0, 1e-18]], [[1e-3, 0.0], [1e-3, 0.0]])
     assert str(first_difference(got, reference)) == "step 1, parameter of a: differs by up to 0.001, of 0"

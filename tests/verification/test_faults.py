@@ -43,7 +43,7 @@ def guilty(proof: Verification) -> dict[str, str]:
         ({"data": 2, "tensor": 4}, ("megatron_sp",), {"draws": True}),
     ],
 )
-def test_a_right_training_is_equal(sizes, presets, more):
+def test_a_training_without_faults_is_equal(sizes, presets, more):
     proof = proof_of(toy(sizes, *presets, **more))
     assert proof.is_equal, str(proof)
     assert len(proof.rows) == 1 + len(sizes) + 3
@@ -52,8 +52,8 @@ def test_a_right_training_is_equal(sizes, presets, more):
 # In the sums over devices ------------------------------------------------------------------------------------------
 
 
-def test_a_missing_reduction(monkeypatch):
-    """One device's gradient, taken for the sum of all."""
+def test_a_missing_reduction_is_blamed_on_its_axis(monkeypatch):
+    """The first device's gradient stands for the sum over all devices."""
 
     def only_the_first(grad, axes):
         if "data" not in axes:
@@ -67,7 +67,7 @@ def test_a_missing_reduction(monkeypatch):
     assert guilty(proof)["data=2"].startswith("step 1, gradient of down: differs by up to")
 
 
-def test_a_doubled_reduction(monkeypatch):
+def test_a_doubled_reduction_is_blamed_on_its_axis(monkeypatch):
     def twice(grad, axes):
         once = summed(grad, axes)
         return lax.psum(varying(once, ("data",)), "data") if "data" in axes else once
@@ -78,12 +78,15 @@ def test_a_doubled_reduction(monkeypatch):
     assert guilty(proof) == {"data=2": "step 1, gradient of down: exactly 2x (and 3 more of 4 gradients)"}
 
 
-def test_a_mean_of_means(monkeypatch):
-    """Each device's own mean, where devices have different numbers of tokens that count: both batch axes do it."""
+def test_a_mean_of_means_is_blamed_on_both_batch_axes(monkeypatch):
+    """Each device divides by its own number of tokens, which differs by device: wrong over both batch axes."""
 
     def by_device(*args):
         got, grads = accumulate(*args)
-        mean = lambda x: x / got.count.astype(x.dtype)
+
+        def mean(x):
+            return x / got.count.astype(x.dtype)
+
         return replace(got, loss=mean(got.loss), count=got.count // got.count), jax.tree.map(mean, grads)
 
     accumulate = gradients._accumulate
@@ -93,15 +96,15 @@ def test_a_mean_of_means(monkeypatch):
     assert all(text.startswith("step 1, the loss: ") for text in guilty(proof).values())
 
 
-def test_an_unsynchronized_norm(monkeypatch):
-    """The mean over the sequence, taken over the shard of it that is here."""
+def test_a_mean_over_a_local_sequence_is_blamed_on_tensor(monkeypatch):
+    """The mean over the sequence is computed over the local shard."""
     monkeypatch.setattr(toys, "centred", lambda x: x - x.mean(1, keepdims=True))
     proof = proof_of(toy({"data": 2, "tensor": 2}, "megatron_sp"))
     assert list(guilty(proof)) == ["tensor=2"]
 
 
-def test_clipping_by_a_local_norm(monkeypatch):
-    """Each device's part of the sum of squares, taken for the whole: gradients are right, the norm is not."""
+def test_clipping_by_a_local_norm_is_blamed_on_fsdp(monkeypatch):
+    """The norm is that of local shards: the gradients are right, the norm is not."""
 
     def local_norm(grads, placements):
         squares = sum(data._square(grad) for grad in jax.tree.leaves(grads))
@@ -119,8 +122,8 @@ def test_clipping_by_a_local_norm(monkeypatch):
 # In rules and shards -----------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_rule(monkeypatch):
-    """The parameters are cut by vocab, and the model is not told so."""
+def test_a_wrong_rule_is_blamed_on_its_axis(monkeypatch):
+    """The parameters are sharded over vocab, and the model computes as if they were whole."""
     axes = ParallelContext.axes
     monkeypatch.setattr(ParallelContext, "axes", lambda ctx, dim: () if dim == "vocab" else axes(ctx, dim))
     proof = proof_of(toy(CUBE, *FSDP))
@@ -128,14 +131,14 @@ def test_a_wrong_rule(monkeypatch):
     assert "Error: " in guilty(proof)["tensor=2"]
 
 
-def test_padding_counted(monkeypatch):
-    """Rows that pad the vocabulary get probability, where they are not the last of all devices' but of one's."""
+def test_padding_that_gets_probability_is_blamed_on_tensor(monkeypatch):
+    """With a sharded vocabulary, the rows that pad it are not masked."""
 
-    def by_local_ids(logits, targets, vocab_size):
+    def without_mask(logits, targets, vocab_size):
         return cross_entropy(logits, targets, toys.PADDED if manual_axes("vocab") else vocab_size)
 
     cross_entropy = tensor.cross_entropy
-    monkeypatch.setattr(tensor, "cross_entropy", by_local_ids)
+    monkeypatch.setattr(tensor, "cross_entropy", without_mask)
     proof = proof_of(toy(CUBE, *FSDP))
     assert list(guilty(proof)) == ["tensor=2"]
     assert guilty(proof)["tensor=2"].startswith("step 1, the loss: ")
@@ -155,8 +158,8 @@ def from_the_neighbour(first):
 
 
 @pytest.mark.parametrize("border", [from_the_neighbour, lambda first: first], ids=["right", "wrong"])
-def test_labels_shifted_within_a_shard(border):
-    """The sequence is cut over context; the label of a shard's last token is the first of the next shard."""
+def test_labels_shifted_within_a_shard_are_blamed_on_context(border):
+    """The sequence is sharded over context; the label of a shard's last token is the next shard's first token."""
 
     def bigrams(params, batch, key):
         axes = manual_axes("residual_seq")
@@ -185,23 +188,23 @@ def test_labels_shifted_within_a_shard(border):
 # In the backward ---------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_transpose(monkeypatch):
+def test_a_wrong_transpose_is_blamed_on_fsdp(monkeypatch):
     """The backward of the gather scatters the shards in another order."""
 
     def backward(stored, to, back, ctx, residual, grad):
-        (mine,) = right(stored, to, back, ctx, residual, grad)
-        return (lax.ppermute(mine, "fsdp", [(0, 1), (1, 0)]),)
+        (shard,) = right(stored, to, back, ctx, residual, grad)
+        return (lax.ppermute(shard, "fsdp", [(0, 1), (1, 0)]),)
 
     right = data._all_gather_backward
     crossed = jax.custom_vjp(data._all_gather.__wrapped__, nondiff_argnums=(1, 2, 3, 4))
     crossed.defvjp(lambda x, *ctx: (crossed(x, *ctx), None), backward)
     monkeypatch.setattr(data, "_all_gather", crossed)
     proof = proof_of(toy(CUBE, *FSDP))
-    said = "step 1, gradient of down: the same numbers in other places (and 3 more of 4 gradients)"
-    assert guilty(proof) == {"fsdp=2": said}
+    message = "step 1, gradient of down: the same numbers in other places (and 3 more of 4 gradients)"
+    assert guilty(proof) == {"fsdp=2": message}
 
 
-def test_a_region_entered_without_its_backward_sum(monkeypatch):
+def test_a_region_entered_without_its_backward_sum_is_blamed_on_tensor(monkeypatch):
     monkeypatch.setattr(tensor, "varying", lambda x, axes: lax.stop_gradient(x) + lax.pcast(0 * x, axes, to="varying"))
     proof = proof_of(toy({"data": 2, "tensor": 2}, "megatron"))
     assert list(guilty(proof)) == ["tensor=2"]
@@ -211,8 +214,8 @@ def test_a_region_entered_without_its_backward_sum(monkeypatch):
 # In random draws ---------------------------------------------------------------------------------------------------
 
 
-def test_a_key_that_is_not_folded(monkeypatch):
-    """Masks by the row's place on the device, so that each device draws the same."""
+def test_a_key_that_is_not_folded_is_blamed_on_data(monkeypatch):
+    """Dropout masks depend on a row's local index, so that all devices draw the same."""
     monkeypatch.setattr(toys, "rows", lambda batch: jnp.arange(batch["row"].shape[0], dtype=jnp.int32))
     proof = proof_of(toy({"data": 2, "tensor": 2}, "megatron", draws=True))
     assert list(guilty(proof)) == ["data=2"]
@@ -220,11 +223,11 @@ def test_a_key_that_is_not_folded(monkeypatch):
     assert str(proof).endswith("it is equal if nothing is drawn: the random draws differ")
 
 
-# In what is kept ---------------------------------------------------------------------------------------------------
+# In state ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stale_buffer(monkeypatch):
-    """What is stored over fsdp misses the update."""
+def test_a_stale_buffer_is_blamed_on_fsdp(monkeypatch):
+    """A parameter that is sharded over fsdp misses its update."""
 
     def stale(self, state, got, sharded, *more):
         new, metrics = update(self, state, got, sharded, *more)
@@ -239,7 +242,7 @@ def test_a_stale_buffer(monkeypatch):
     assert guilty(proof)["fsdp=2"].startswith("step 1, parameter of table: ")
 
 
-def test_optimizer_state_lost_in_a_checkpoint(monkeypatch):
+def test_optimizer_state_lost_in_a_checkpoint_is_found_after_resuming(monkeypatch):
     def forgetful(self, abstract):
         state = restore(self, abstract)
         return replace(state, opt_state=jax.tree.map(jnp.zeros_like, state.opt_state))
@@ -254,7 +257,7 @@ def test_optimizer_state_lost_in_a_checkpoint(monkeypatch):
 # Where no axis is guilty alone -------------------------------------------------------------------------------------
 
 
-def test_accumulation_is_guilty_before_any_axis(monkeypatch):
+def test_wrong_accumulation_is_found_on_one_device(monkeypatch):
     def divided(objective, ctx, *args):
         got, grads = accumulate(objective, ctx, *args)
         return got, jax.tree.map(lambda g: g / ctx.num_microbatches, grads)
@@ -266,7 +269,7 @@ def test_accumulation_is_guilty_before_any_axis(monkeypatch):
     assert "on one device already\n    step 1, gradient of down: exactly 1/4x" in str(proof)
 
 
-def test_two_axes_that_are_wrong_only_together(monkeypatch):
+def test_two_axes_that_are_wrong_only_together_are_blamed_together(monkeypatch):
     def confused(grad, axes):
         both = {"data", "tensor"} <= {axis for axis, size in manual().mesh.shape.items() if size > 1}
         return summed(grad, axes) * (3 if both else 1)
@@ -278,16 +281,19 @@ def test_two_axes_that_are_wrong_only_together(monkeypatch):
     assert "culprit: data=2, tensor=2, together" in str(proof)
 
 
-def test_numbers_that_are_not_finite(monkeypatch):
-    spoil = lambda x, dim: leave(x, dim) * (jnp.nan if manual_axes(dim) else 1.0)
-    leave = tensor.exit_region
+def test_numbers_that_are_not_finite_are_found(monkeypatch):
+    exit_region = tensor.exit_region
+
+    def spoil(x, dim):
+        return exit_region(x, dim) * (jnp.nan if manual_axes(dim) else 1.0)
+
     monkeypatch.setattr(tensor, "exit_region", spoil)
     proof = proof_of(toy({"data": 2, "tensor": 2}, "megatron"))
     assert guilty(proof) == {"tensor=2": "step 1, the loss: is not finite"}
 
 
-def test_the_numbers_are_those_of_the_toy():
-    """Else a toy without a gradient would pass for proved."""
+def test_control_the_compared_numbers_differ_by_rounding():
+    """A toy without gradients would be equal to one device, too."""
     proof = proof_of(toy({"data": 2}, "replicated"))
     assert proof.rows[0].compared is not None
     assert 0 < max(proof.rows[0].compared.largest.values()) < 1e-13

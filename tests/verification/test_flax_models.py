@@ -1,4 +1,4 @@
-"""Models that nobody here wrote go through `inspect` and `verify` as they are."""
+"""Flax models from elsewhere are inspected and verified as they are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class MLP(nnx.Module):
 
 def digits(seed, size):
     rng = np.random.default_rng(seed)
-    image, label = rng.random((ROWS, size, size, 1), np.float32), rng.integers(0, 10, ROWS, np.int32)
+    image = rng.random((ROWS, size, size, 1), np.float32)
+    label = rng.integers(0, 10, ROWS, np.int32)
     return {"image": image, "label": label}
 
 
@@ -54,7 +55,9 @@ def cnn_training(mesh, rules, **more):
         logits = CNN().apply({"params": params}, batch["image"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
-    init = lambda key: CNN().init(key, np.zeros((1, 12, 12, 1), np.float32))["params"]
+    def init(key):
+        return CNN().init(key, np.zeros((1, 12, 12, 1), np.float32))["params"]
+
     devices = jax.devices()[: mesh.requested()]
     return training(init, loss, optax.sgd(0.1, 0.9), digits(0, 12), mesh=mesh.build(devices), rules=rules, **more)
 
@@ -73,20 +76,20 @@ def cnn():
     return cnn_training(MeshLayout(data=2, tensor=2), RULES, dims=TENSOR)
 
 
-def test_a_linen_model_is_proved(cnn):
+def test_a_linen_model_is_verified(cnn):
     proof = verify(cnn, [digits(seed, 12) for seed in range(2)])
     assert proof.is_equal, str(proof)
     assert [row.name for row in proof.rows][:3] == ["data=2, tensor=2", "data=2", "tensor=2"]
 
 
 def test_a_linen_model_is_inspected(cnn):
-    told = inspect(cnn.compile_step().compiled, cnn.mesh)
-    assert told.bytes_per_axis["data"] > 0
-    tensors = {tensor for one in told.collectives for tensor in one.tensors}
+    report = inspect(cnn.compile_step().compiled, cnn.mesh)
+    assert report.bytes_per_axis["data"] > 0
+    tensors = {tensor for collective in report.collectives for tensor in collective.tensors}
     assert "state.params.Conv_0.kernel" in tensors
 
 
-def test_an_nnx_model_is_proved():
+def test_an_nnx_model_is_verified():
     graph, _ = nnx.split(nnx.eval_shape(lambda: MLP(16, 32, 10, rngs=nnx.Rngs(0))), nnx.Param)
 
     def init(key):

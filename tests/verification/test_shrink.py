@@ -24,7 +24,7 @@ def run_of(model, mesh, rules, **more) -> Run:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_has_a_small_one_that_resolves(path, float64):
+def test_every_config_shrinks_to_one_that_resolves(path, float64):
     run = load(path)
     small = shrink(run)
     prepare(small, small.mesh.abstract())
@@ -36,12 +36,12 @@ def test_every_config_has_a_small_one_that_resolves(path, float64):
 
 
 @given(st.lists(st.integers(1, 24), min_size=3, max_size=3))
-def test_sizes_keep_their_axes(sizes):
+def test_no_axis_is_lost_when_sizes_shrink(sizes):
     before = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
     after = small_sizes(before)
     assert all(before[axis] % after[axis] == 0 for axis in before)
     assert all((after[axis] > 1) == (before[axis] > 1) for axis in before)
-    # Either it is small, or no axis can be smaller without being gone.
+    # Either it is small, or no axis can shrink without being lost.
     assert math.prod(after.values()) <= 8 or all(size == least_factor(size) for size in after.values())
 
 
@@ -64,7 +64,7 @@ def test_a_shrunken_model_has_heads_that_fit_its_mesh(heads, kv_heads, tensor, r
     prepare(small, small.mesh.abstract())
 
 
-def test_what_is_structure_is_kept():
+def test_the_structure_of_a_model_is_kept():
     model = GPT(
         num_layers=12, hidden_size=96, num_heads=6, intermediate_size=384, vocab_size=50257, pad_vocab_to_multiple=64,
         tie_embeddings=True, dropout=0.1, remat="full", max_seq_len=1024,
@@ -79,7 +79,7 @@ def test_what_is_structure_is_kept():
     assert small.optim == run.optim
 
 
-def test_layers_that_are_padded_stay_so(float64):
+def test_padded_layers_stay_padded(float64):
     model = Llama(num_layers=70, pad_layers_to_multiple=12, hidden_size=64, num_heads=4, intermediate_size=64)
     schedule = OneFOneB(num_microbatches=24)
     small = shrink(run_of(model, MeshLayout(pipe=12), AxisRules(preset="pipeline"), parallel={"pipeline": schedule}))
@@ -87,7 +87,7 @@ def test_layers_that_are_padded_stay_so(float64):
     prepare(small, small.mesh.abstract())
 
 
-def test_a_free_axis_and_slices_count():
+def test_a_free_axis_and_slices_are_shrunk_too():
     rules = AxisRules(preset=("fsdp", "megatron"))
     model = Llama(num_layers=2, hidden_size=64, num_heads=4, intermediate_size=64)
     free = shrink(run_of(model, MeshLayout(data=-1, tensor=4), rules))

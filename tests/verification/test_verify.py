@@ -1,5 +1,4 @@
-"""A config is verified from the command line, and the exit code says what was found; docs/guides/verify.md proves one
-that is right."""
+"""`meshpar verify` exits with 1 if it finds a fault; docs/guides/verify.md runs it on a config without one."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from meshpar.parallel import data
 from meshpar.parallel.local import varying
 
 
-def test_a_fault_ends_with_1(monkeypatch):
+def test_verify_exits_with_1_if_it_finds_a_fault(monkeypatch):
     def twice(grad, axes):
         once = summed(grad, axes)
         return lax.psum(varying(once, ("data",)), "data") if "data" in axes else once
@@ -25,13 +24,13 @@ def test_a_fault_ends_with_1(monkeypatch):
     small = ["model.num_layers=1", "mesh.fsdp=1", "mesh.tensor=1", "rules=[replicated]", "mesh.data=8"]
     result = CliRunner().invoke(app, ["verify", "configs/quickstart.yaml", *small, "--json"])
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
-    told = json.loads(result.output)
-    assert (told["equal"], told["culprits"]) == (False, ["data=8"])
-    assert told["rows"][0]["compared"]["first"]["how"] == "exactly 8x"
+    report = json.loads(result.output)
+    assert (report["equal"], report["culprits"]) == (False, ["data=8"])
+    assert report["rows"][0]["compared"]["first"]["how"] == "exactly 8x"
 
 
-def test_an_optimizer_that_divides_by_a_gradient_of_zero():
-    """The bias of keys moves no score: Lion takes the sign of what rounding makes of its gradient."""
+def test_a_parameter_whose_gradient_is_only_rounding_is_not_compared():
+    """A bias of the keys changes no attention weight, so its gradient is rounding, of which Lion takes the sign."""
     run = Run(
         model=GPT(num_layers=1, hidden_size=16, num_heads=2, intermediate_size=32, dropout=0.1),
         data=Synthetic(batch_size=8, seq_len=16),

@@ -14,7 +14,12 @@ from meshpar.parallel import tensor
 from meshpar.parallel.context import manual_axes
 from meshpar.parallel.data import gather_in_layer
 
-VOCAB, PADDED, WIDTH, MLP, ROWS, SEQ = 13, 16, 8, 12, 8, 8
+VOCAB = 13
+PADDED = 16
+WIDTH = 8
+MLP = 12
+ROWS = 8
+SEQ = 8
 DIMS = {
     "table": ("vocab", "embed"),
     "up": ("embed", "mlp"),
@@ -49,7 +54,7 @@ def loss(params, batch, key):
 
 
 def rows(batch):
-    """The indices of the rows that are here, in the batch of all devices."""
+    """The global indices of the local rows."""
     return batch["row"]
 
 

@@ -58,7 +58,7 @@ def across_shards(
 
 
 def check(core: Core, num_heads: int, ctx: ParallelContext, problems: Problems) -> None:
-    """Reports why devices cannot share the rows of a model with this core and so many query heads."""
+    """Reports why devices cannot share the rows of a model with this core and `num_heads` query heads."""
     num_devices = ctx.row_shards
     if num_devices == 1:
         return
@@ -109,7 +109,7 @@ def describe(core: Core, num_heads: int, ctx: ParallelContext, seq_len: int, win
 
 
 def _tables(core: Core, layout: SequenceLayout, tokens: int, window: Window) -> ShardTables:
-    """The tables for shards of so many tokens. A core without blocks computes chunks whole."""
+    """The tables for shards of `tokens` tokens. A core without blocks computes chunks whole."""
     length = tokens // layout.chunks.shape[1]
     return ShardTables(layout, BlockGrid(length, getattr(core, "block_size", length)), known_window(window))
 

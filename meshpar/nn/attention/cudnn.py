@@ -26,7 +26,7 @@ from meshpar.sharding.resolve import is_compile_only
 AMPERE: Capability = (8, 0)
 HOPPER: Capability = (9, 0)
 CUDNN_VERSION = 90_800
-"""The cuDNN that targets have, see `mesh.hardware`."""
+"""The version of cuDNN that targets are assumed to have, see `mesh.hardware`."""
 
 
 class Cudnn(Kernel):

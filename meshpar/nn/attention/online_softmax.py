@@ -110,7 +110,7 @@ def extend(grid: BlockGrid, state: Softmax, met: Meeting, pairs: Int[Array, "P 4
 
 
 class Backward(NamedTuple):
-    """What the backward knows of each query.
+    """The values of each query that the backward needs.
 
     Args:
       grad: the gradient of the result.
@@ -162,10 +162,10 @@ def add_gradients(
 
 
 def _after(q: jax.Array, pairs: Int[Array, "P 4"]) -> Int[Array, "P 4"]:
-    """The table, which counts as computed from q.
+    """Makes the table depend on q.
 
-    JAX moves out of the loop over layers what depends on no layer, and keeps the results: here all masks, which are as
-    large as all scores.
+    Otherwise JAX computes all masks before the loop over layers, because they depend on no layer, and stores them: as
+    many elements as there are scores.
     """
     return lax.optimization_barrier((pairs, q.reshape(-1)[0]))[0]
 

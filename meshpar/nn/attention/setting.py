@@ -1,4 +1,4 @@
-"""What is known of attention before a program is traced: the limits of kernels are checked against it."""
+"""The properties of attention that are known before a program is traced: kernels check their limits against them."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class ShardTables:
         chunks = self.layout.chunks
         shard = np.arange(len(chunks))
         met = chunks[(shard - shard[:, None]) % len(chunks)]
-        # Beyond `far` all distances are alike, and so are all keys that come later.
+        # All distances beyond `far` give the same table, and so do all keys after the queries.
         far = 1 if self.window is None else -(-(self.window - 1) // self.grid.seq_len) + 1
         return np.clip(chunks[:, :, None] - met[:, :, None, :], -1, far)
 
@@ -112,7 +112,7 @@ class ShardTables:
         return Fraction(needed_scores(seq_len, self.window)) / int(self.scores.sum())
 
     def by_length(self, hops: Sequence[int]) -> dict[int, list[int]]:
-        """Number of rows -> the tables with so many that some shard needs at these hops."""
+        """Number of rows -> the indices of the tables with that many rows, of those needed at these hops."""
         found: dict[int, list[int]] = {}
         for index in np.unique(self.which[list(hops)]):
             found.setdefault(len(self.tables[index]), []).append(int(index))

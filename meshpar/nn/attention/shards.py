@@ -139,7 +139,7 @@ class Shards:
         return carry, jax.tree.map(lambda x: lax.psum_scatter(x, self.axes, axis_index_groups=self._groups), added)
 
     def _travel(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
-        """Before it computes, each visit sends the keys on, and what was added for them by the visits before."""
+        """Sends the keys round. Each visit sends them before it computes, with the sums that earlier visits added."""
         hops = self.tables.hops
 
         def step(state: Any, hop: Any, alike: Sequence[int], by: int, on: int) -> Any:

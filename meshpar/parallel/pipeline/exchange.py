@@ -39,11 +39,6 @@ class Exchange:
     stored: int
     computed: int
 
-    @property
-    def num_permutes(self) -> int:
-        """The number of rounds in which a piece moves to another stage."""
-        return sum(any(edge[0] != edge[2] for edge in edges) for edges in self.rounds)
-
     def forward(self, tree: Any, axes: Axes, stage: jax.Array) -> Any:
         """[stored, ...] -> [computed, ...], for each array.
 

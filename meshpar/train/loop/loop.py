@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import MeshparError, RunError
+from meshpar.mesh.cursor import Cursor
 from meshpar.optim.ema import averaged
 from meshpar.train.data import Dataset
 from meshpar.train.evaluate import Callback, Evaluation, called
@@ -49,6 +50,7 @@ class Loop:
       max_skipped_steps: the run fails after this many skipped steps in a row; None for no limit.
       source: name of the data, for messages.
       signals: signals that end the run.
+      cursor: where this process writes its step and phase.
       evaluated: the records of evaluations, including those of earlier processes.
     """
 
@@ -69,6 +71,7 @@ class Loop:
     max_skipped_steps: int | None = None
     source: str = "the data set"
     signals: Signals = field(default_factory=Signals)
+    cursor: Cursor = field(default_factory=Cursor)
     evaluated: list[Record] = field(default_factory=list)
 
     def fit(self, state: TrainState) -> TrainState:
@@ -109,7 +112,9 @@ class Loop:
             for index in range(start + 1, self.num_steps + 1):
                 is_last = index == self.num_steps
                 with profiled_step(index):
+                    self.cursor.at(index, "reads data")
                     batch = self._next_batch(batches, index, state, stopwatch, stall)
+                    self.cursor.at(index, "trains")
                     state, metrics = self.step(state, put(batch, self.step.batch, self._rows, self.step.order))
                     stopwatch.count(metrics["tokens"])
                     window.add(metrics)
@@ -125,7 +130,7 @@ class Loop:
                         means = self._evaluate(state, index)
                 ends = is_last or (bool(means) and self._stops(index))
 
-                is_interrupted, is_overdue = self._agree(saved_at, is_logged)
+                is_interrupted, is_overdue = self._agree(index, saved_at, is_logged)
                 is_save_due = is_save_due or is_overdue or self._is_due(index, self.checkpoints.retention.every)
                 # Skipped steps change no parameter: a checkpoint waits for a step that is finite.
                 if ends or is_interrupted or (is_save_due and not window.drain()):
@@ -182,18 +187,21 @@ class Loop:
         fix = "the same command resumes from it"
         return Interrupted(f"stopped by {self.signals.name} at step {index}; checkpoint in {where}; {fix}")
 
-    def _agree(self, saved_at: float, is_logged: bool) -> tuple[bool, bool]:
-        """Whether to end, and whether a checkpoint is overdue. Several processes agree on it at logged steps."""
+    def _agree(self, index: int, saved_at: float, is_logged: bool) -> tuple[bool, bool]:
+        """Whether to end, and whether a checkpoint is overdue. Several processes end after the same step.
+
+        JAX's coordination service chooses this step once a process has a signal. Whether a checkpoint is overdue is the
+        first process's to say, at logged steps.
+        """
         every = self.checkpoints.retention.every_minutes
         is_overdue = every is not None and time.monotonic() - saved_at >= 60 * every
-        is_interrupted = self.signals.caught is not None
         if jax.process_count() == 1:
-            return is_interrupted, is_overdue
-        if not is_logged:
-            return False, False
+            return self.signals.caught is not None, is_overdue
+        is_interrupted = multihost_utils.reached_preemption_sync_point(index)
+        if every is None or not is_logged:
+            return is_interrupted, False
         with jax.transfer_guard("allow"):
-            answers = multihost_utils.process_allgather(np.array([is_interrupted, is_overdue]))
-        return bool(answers[:, 0].any()), bool(answers[0, 1])
+            return is_interrupted, bool(multihost_utils.broadcast_one_to_all(np.array(is_overdue)))
 
     def _is_due(self, index: int, every: int | None) -> bool:
         """Whether an interval ends at this step. The last step is always evaluated and saved, so it is not due."""
@@ -212,6 +220,7 @@ class Loop:
         sums_of_batches = []
         with closing(self.held_out.batches(rows=self._rows)) as held_out:
             for batch in held_out:
+                self.cursor.at(index, "evaluates")
                 if self.signals.caught and jax.process_count() == 1:
                     return {}
                 placed = put(batch, self.step.batch, self._rows, self.step.order)
@@ -234,6 +243,7 @@ class Loop:
     def _save(self, state: TrainState, index: int, means: dict[str, float], keeps_all: bool = False) -> None:
         """Starts to save. With `keeps_all`, for the last save of a run, no older checkpoint is removed."""
         self.recorder.check()
+        self.cursor.at(index, "saves")
         if keeps_all:
             self._wait()
             self.checkpoints.retention = self.checkpoints.retention.without_end()

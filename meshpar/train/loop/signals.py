@@ -1,4 +1,4 @@
-"""Handles SIGINT and SIGTERM: the first signal ends a run after its step, the second ends the process at once."""
+"""Handles SIGINT, SIGTERM and SIGUSR1: the first signal ends a run after its step, the second at once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
+from typing import Any
+
+import jax
 
 from meshpar.errors import ConfigError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Slurm sends the last one, if asked, some time before it ends a job."""
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h, on which schedulers restart a job."""
 GRACE_S = 2.0
@@ -33,6 +37,9 @@ class Signals:
     During a step, the signal is only stored in `caught`, which the loop reads. While the run waits for a batch,
     `Interrupted` is raised.
 
+    Joined processes end together: JAX's coordination service, which handles SIGTERM itself, decides after which step.
+    The other signals are turned into SIGTERM.
+
     Args:
       caught: the first signal that came.
     """
@@ -46,7 +53,7 @@ class Signals:
 
     @property
     def name(self) -> str:
-        return self.caught.name if self.caught else "a signal to another process"
+        return self.caught.name if self.caught else "SIGTERM, or a signal to another process"
 
     def nothing_to_save(self) -> str:
         what = f"stopped by {self.name} before the first step"
@@ -54,7 +61,7 @@ class Signals:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handles both signals within, and restores the earlier handlers on exit. Signals that are ignored stay so.
+        """Handles the signals within, and restores the earlier handlers on exit. Signals that are ignored stay so.
 
         Raises:
           ConfigError: this is not the main thread.
@@ -62,6 +69,10 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("signals can be handled in the main thread only: call fit there, or without signals=True")
         before = {number: signal.getsignal(number) for number in SIGNALS}
+        if jax.distributed.is_initialized():
+            with self._passed_on(before):
+                yield
+            return
         with ExitStack() as stack:
             receive, send = (stack.enter_context(end) for end in socket.socketpair())
             send.setblocking(False)
@@ -79,11 +90,29 @@ class Signals:
                     stack.callback(signal.signal, number, handler)
             yield
 
+    @contextmanager
+    def _passed_on(self, before: dict[signal.Signals, Any]) -> Iterator[None]:
+        """Turns the other signals into SIGTERM, whose handler is JAX's own."""
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            self.caught = signal.Signals(number)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        others = [number for number in SIGNALS if number != signal.SIGTERM and before[number] != signal.SIG_IGN]
+        for number in others:
+            signal.signal(number, pass_on)
+        try:
+            yield
+        finally:
+            for number in others:
+                signal.signal(number, before[number])
+
     def begin(self) -> None:
         """Starts the steps: from here on a signal is only noted."""
         self._raises = False
         self._has_begun = True
-        if self.caught:
+        if self.caught and not jax.distributed.is_initialized():
             raise Interrupted(self.nothing_to_save())
 
     @contextmanager

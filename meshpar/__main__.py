@@ -1,0 +1,5 @@
+"""`python -m meshpar` is `meshpar`."""
+
+from meshpar.cli import main
+
+main()

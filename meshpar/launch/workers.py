@@ -1,0 +1,231 @@
+"""Processes on this machine that run one program: they start together, and none outlives a peer that failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+
+from meshpar.mesh import cursor
+from meshpar.mesh.cursor import Position
+from meshpar.mesh.join import DUMP, LIFELINE, STACKS, Place
+
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.1
+GRACE_S = 10.0
+"""How long processes may take to end by themselves after a peer has ended."""
+DUMP_S = 1.0
+"""How long processes have to print their stacks."""
+HUNG = 124
+"""The exit code of a program that hangs, as that of `timeout`."""
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+QUOTED_LINES = 15
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process of the program.
+
+    Args:
+      log: the file of its output; None for the first process, which prints to the terminal.
+      cursor: the file with its position.
+      stacks: the file of its Python stacks, which it writes when it gets `DUMP`.
+    """
+
+    index: int
+    process: subprocess.Popen[bytes]
+    log: Path | None
+    cursor: Path
+    stacks: Path
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, as a shell counts it; None while it runs."""
+        code = self.process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def send(self, number: int) -> None:
+        if self.code is None:
+            self.process.send_signal(number)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended.
+
+    Args:
+      code: the exit code of the process that failed first; 0 if none failed, `HUNG` if none went on.
+      why: who failed and how, in several lines.
+    """
+
+    code: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that run one command, to its end.
+
+    The first process prints to the terminal; the others append to `logs/process-N.log`. Signals go to all processes.
+    When one fails, the others have `GRACE_S` to end. If this process ends, however it does, all of them end at once.
+
+    Args:
+      command: a program that calls `meshpar.join`, and its arguments.
+      logs: a folder, which exists.
+      port: where the first process listens, on loopback; None for a free one.
+      hang_s: for how many seconds processes may not begin a step before the program counts as hung.
+    """
+
+    command: Sequence[str]
+    num_processes: int
+    logs: Path
+    port: int | None = None
+    hang_s: float = 300.0
+
+    def run(self) -> Ended:
+        address = f"{LOOPBACK}:{self.port or free_port()}"
+        with ExitStack() as stack:
+            lifeline, held = os.pipe()
+            stack.callback(os.close, held)
+            signals = stack.enter_context(_signals())
+            workers: list[Worker] = []
+            stack.callback(_kill, workers)
+            try:
+                for index in range(self.num_processes):
+                    place = Place("meshpar launch", self.num_processes, index, address)
+                    workers.append(self._start(place, lifeline))
+            finally:
+                os.close(lifeline)
+            return self._wait(workers, signals)
+
+    def _start(self, place: Place, lifeline: int) -> Worker:
+        folder = self.logs / "cursors"
+        folder.mkdir(exist_ok=True)
+        position = folder / str(place.index)
+        stacks = folder / f"{place.index}.stacks"
+        for old in (position, stacks):
+            old.unlink(missing_ok=True)
+        variables = {LIFELINE: str(lifeline), cursor.FOLDER: str(folder), STACKS: str(stacks)}
+        log = self.logs / f"process-{place.index}.log" if place.index else None
+        with ExitStack() as stack:
+            output = stack.enter_context(log.open("ab")) if log else None
+            if output:
+                output.write(f"--- {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
+                output.flush()
+            process = subprocess.Popen(
+                self.command,
+                env=os.environ | place.variables() | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(lifeline,),
+                start_new_session=True,  # the terminal's Ctrl-C comes to this process, which forwards it to all alike
+            )
+        return Worker(place.index, process, log, position, stacks)
+
+    def _wait(self, workers: Sequence[Worker], signals: list[int]) -> Ended:
+        """Waits until all processes have ended, and ends the others when one fails."""
+        num_sent = 0
+        while any(worker.code is None for worker in workers):
+            if failed := _failed(workers):
+                return _end_others(failed, workers)
+            if len(signals) > num_sent:
+                # A second signal ends processes at once, as it does for a single one.
+                _send(workers, signal.SIGKILL if num_sent else signals[0])
+                num_sent += 1
+            positions = [cursor.read(worker.cursor) for worker in workers]
+            if is_hung(positions, self.hang_s):
+                return _end_hung(workers, positions)
+            time.sleep(POLL_S)
+        failed = _failed(workers)
+        return _end_others(failed, workers) if failed else Ended(0)
+
+
+def is_hung(positions: Sequence[Position | None], limit_s: float) -> bool:
+    """Whether nothing moves. Compiling, evaluations and checkpoints may take long, if all processes are at them."""
+    known = [position for position in positions if position]
+    is_still = len(known) == len(positions) and all(position.age_s > limit_s for position in known)
+    return is_still and any(position.phase == "trains" for position in known)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return probe.getsockname()[1]
+
+
+def _failed(workers: Sequence[Worker]) -> Worker | None:
+    return next((worker for worker in workers if worker.code), None)
+
+
+def _end_others(failed: Worker, workers: Sequence[Worker]) -> Ended:
+    """Ends the peers of a process that failed: they wait for it, or end after the same signal."""
+    _send(workers, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline and any(worker.code is None for worker in workers):
+        time.sleep(POLL_S)
+    stayed = [worker for worker in workers if worker.code is None]
+    _kill(stayed)
+    lines = [f"process {failed.index} ended first, with exit code {failed.code}"]
+    if stayed:
+        lines[0] += f"; {_named(stayed)} did not end within {GRACE_S:.0f} s and got SIGKILL"
+    if failed.log:
+        quoted = failed.log.read_text(errors="replace").splitlines()[-QUOTED_LINES:]
+        lines += [f"the last lines of {failed.log}:", *(f"  | {line}" for line in quoted)]
+    return Ended(failed.code or 0, "\n".join(lines))
+
+
+def _end_hung(workers: Sequence[Worker], positions: Sequence[Position | None]) -> Ended:
+    """Ends processes that wait for each other; says where each is, first those that do not answer, or are behind."""
+    _send(workers, DUMP)
+    time.sleep(DUMP_S)
+    _kill(workers)
+    found = []
+    for worker, position in zip(workers, positions, strict=True):
+        answers = worker.stacks.exists() and worker.stacks.stat().st_size > 0
+        step = position.step if position else 0
+        found.append(
+            (answers, step, f"  process {worker.index}: {position}{'' if answers else '; it does not answer'}")
+        )
+    lines = ["no process goes on:", *(line for *_, line in sorted(found))]
+    return Ended(HUNG, "\n".join([*lines, f"their Python stacks are in {workers[0].stacks.parent}"]))
+
+
+def _send(workers: Sequence[Worker], number: int) -> None:
+    for worker in workers:
+        worker.send(number)
+
+
+def _kill(workers: Sequence[Worker]) -> None:
+    _send(workers, signal.SIGKILL)
+    for worker in workers:
+        worker.process.wait()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The signals that came, in order, while it is open."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in FORWARDED}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _named(workers: Sequence[Worker]) -> str:
+    names = ", ".join(str(worker.index) for worker in workers)
+    return f"process {names}" if len(workers) == 1 else f"processes {names}"

@@ -1,0 +1,63 @@
+"""Where a process is: its step and phase, in a small file that the launcher reads when a run hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = "MESHPAR_CURSORS"
+"""The variable with which `meshpar launch` tells a process where to write."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """A position of a process.
+
+    Args:
+      step: the last step that it began.
+      phase: what it does, such as "evaluates".
+      age_s: for how long it has been there.
+    """
+
+    step: int
+    phase: str
+    age_s: float
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.phase}, for {self.age_s:.0f} s"
+
+
+class Cursor:
+    """Writes the position of this process; without a file, nothing. A write takes about a microsecond.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     Cursor(Path(folder) / "0").at(7, "saves")
+    ...     position = read(Path(folder) / "0")
+    >>> position.step, position.phase
+    (7, 'saves')
+    """
+
+    def __init__(self, path: Path | None = None):
+        self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+
+    def at(self, step: int, phase: str) -> None:
+        if self._file is not None:
+            os.pwrite(self._file, f"{step} {phase:<20}\n".encode(), 0)
+
+
+def of_process(index: int) -> Cursor:
+    """The cursor of a process, where the launcher asked for one."""
+    folder = os.environ.get(FOLDER)
+    return Cursor(Path(folder) / str(index) if folder else None)
+
+
+def read(path: Path) -> Position | None:
+    """The position in a file; None if the process has not begun."""
+    try:
+        step, _, phase = path.read_text().partition("\n")[0].partition(" ")
+        return Position(int(step), phase.strip(), max(0.0, time.time() - path.stat().st_mtime))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,219 @@
+"""Processes of this machine train together as one process does, end together, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from meshpar.errors import MeshError
+from meshpar.launch import workers
+from meshpar.mesh import join
+
+CONFIG = """
+model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32}
+data: {kind: synthetic, batch_size: 8, seq_len: 8}
+optim: {kind: adamw, lr: 1e-2}
+mesh: {data: 2, fsdp: 2}
+num_steps: 12
+log_every: 1
+loggers: []
+"""
+LIMIT_S = 240
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """step -> loss, the last one where a step was repeated."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+def meshpar(*words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "meshpar", *words]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def launch(processes: int, *words: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    return meshpar("launch", f"--processes={processes}", *before, "--", *words)
+
+
+def ends(process: subprocess.Popen[str], code: int = 0) -> str:
+    """What a process printed, after it ended with the code."""
+    try:
+        printed = process.communicate(timeout=LIMIT_S)[0]
+    finally:
+        process.kill()
+    assert process.returncode == code, printed
+    return printed
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(CONFIG)
+    return "config.yaml"
+
+
+def worker_of(launcher: int, index: int) -> int:
+    """The process number of a worker; waits until it trains."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                is_child = f"PPid:\t{launcher}\n" in (folder / "status").read_text()
+                if is_child and f"{join.PROCESS}={index}\0" in (folder / "environ").read_text():
+                    return int(folder.name)
+            except (OSError, UnicodeDecodeError):
+                continue
+        time.sleep(0.1)
+    raise AssertionError(f"no process {index}")
+
+
+def wait_for(is_so: Callable[[], bool], running: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert running is None or running.poll() is None, running.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def wait_for_step(step: int, run_dir: str, running: subprocess.Popen[str]) -> None:
+    record = Path(run_dir, "metrics.jsonl")
+    wait_for(lambda: record.exists() and f'"step": {step},' in record.read_text(), running)
+
+
+def test_two_processes_train_as_one_and_a_signal_to_one_ends_both_with_a_checkpoint(config):
+    ends(meshpar("train", config, "run_dir=one", "--devices=4"))
+    running = launch(2, "train", config, "run_dir=two", "num_steps=100000")
+    wait_for_step(3, "two", running)
+    os.kill(worker_of(running.pid, 1), signal.SIGTERM)
+    printed = ends(running, code=75)
+    assert "stopped by" in printed
+    at = int(printed.split(" at step ")[1].split(";")[0])
+    assert Path(f"two/checkpoints/{at}").is_dir()
+    expected = losses(Path("one"))
+    found = losses(Path("two"))
+    assert all(abs(found[step] - expected[step]) < 1e-6 for step in range(1, min(at, 12) + 1))
+
+
+def test_one_that_is_killed_ends_the_others(config):
+    running = launch(2, "train", config, "run_dir=run", "num_steps=100000")
+    wait_for_step(3, "run", running)
+    worker = worker_of(running.pid, 1)
+    began = time.monotonic()
+    os.kill(worker, signal.SIGKILL)
+    assert "process 1 ended first, with exit code 137" in ends(running, code=137)
+    assert time.monotonic() - began < 15
+
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+FAILS = "import sys, time; time.sleep(0.5); print('no more paper'); sys.exit(3)"
+WORKER = f"""
+import os
+if os.environ["{join.PROCESS}"] == "1":
+    {FAILS}
+else:
+    {STUBBORN}
+"""
+
+
+def test_the_first_failure_is_quoted_and_a_process_that_stays_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "GRACE_S", 0.5)
+    ended = workers.Group([sys.executable, "-c", WORKER], 3, tmp_path).run()
+    first, *_, last = ended.why.splitlines()
+    assert ended.code == 3
+    assert first.startswith("process 1 ended first, with exit code 3; processes 0, 2 did not end within")
+    assert last == "  | no more paper"
+
+
+def test_a_run_that_dies_goes_on_from_its_checkpoint(config):
+    running = launch(2, "train", config, "run_dir=run", "checkpoints=3", before=["--restarts=2"])
+    wait_for(lambda: Path("run/checkpoints/3").is_dir(), running)
+    os.kill(worker_of(running.pid, 1), signal.SIGKILL)
+    assert "starts again from checkpoint" in ends(running)
+    found = losses(Path("run"))
+    ends(meshpar("train", config, "run_dir=one", "--devices=4"))
+    expected = losses(Path("one"))
+    assert found.keys() == expected.keys()
+    assert all(abs(found[step] - expected[step]) < 1e-6 for step in expected)
+
+
+def test_a_process_that_is_stopped_is_named(config):
+    running = launch(2, "train", config, "run_dir=run", "num_steps=100000", before=["--hang-after=3"])
+    wait_for_step(3, "run", running)
+    os.kill(worker_of(running.pid, 1), signal.SIGSTOP)
+    printed = ends(running, code=workers.HUNG)
+    assert re.search(
+        r"no process goes on:\n  process 1: step .*; it does not answer\n  process 0: step .* s\n", printed
+    )
+    assert "in device_get" in Path("run/logs/cursors/0.stacks").read_text()
+
+
+ALONE = """
+import time
+from meshpar.mesh import join
+join._obey_launcher()
+print("waits", flush=True)
+time.sleep(600)
+"""
+LAUNCHER = """
+import sys
+from pathlib import Path
+from meshpar.launch.workers import Group
+Group([sys.executable, "-c", sys.argv[1]], 2, Path(sys.argv[2])).run()
+"""
+
+
+def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, ALONE, str(tmp_path)], stdout=subprocess.PIPE)
+    children = [worker_of(launcher.pid, index) for index in range(2)]
+    log = tmp_path / "process-1.log"
+    wait_for(lambda: log.exists() and "waits" in log.read_text())
+    assert launcher.stdout
+    launcher.stdout.readline()
+    launcher.kill()
+    launcher.communicate(timeout=LIMIT_S)
+    wait_for(lambda: not any(is_alive(child) for child in children))
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({join.NUM_PROCESSES: "2", join.PROCESS: "2"}, "they are numbered from 0 to 1"),
+        ({join.NUM_PROCESSES: "two", join.PROCESS: "0"}, f"{join.NUM_PROCESSES}=two: a number is expected"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(monkeypatch, variables, told):
+    for name, value in ({join.COORDINATOR: "127.0.0.1:1"} | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MeshError, match=told):
+        join.place()
+
+
+def test_a_port_in_use_is_refused(monkeypatch):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind((workers.LOOPBACK, 0))
+        taken.listen()
+        address = f"{workers.LOOPBACK}:{taken.getsockname()[1]}"
+        for name, value in join.Place("meshpar launch", 2, 0, address).variables().items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(MeshError, match=r"cannot listen at .*: Address already in use; choose another with --port"):
+            join.join()
