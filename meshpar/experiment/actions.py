@@ -265,7 +265,7 @@ def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | Pretrained
     include: Sequence[str] = EVERYTHING
     exclude: Sequence[str] = ()
     if source is None and init and init.from_hf:
-        pretrained = open_pretrained(init.from_hf)
+        pretrained = replace(open_pretrained(init.from_hf), is_upcycled=init.upcycle)
         pretrained.check(prepared.run.model)
         return PretrainedBeginning(prepared, pretrained)
     if source is None and init and init.from_checkpoint:

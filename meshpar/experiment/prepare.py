@@ -191,6 +191,8 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     freeze = run.freeze
     if run.lora:
         freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
+    if model.state and model.state.paths:
+        freeze += (Freeze(paths=model.state.paths),)
     frozen = frozen_until(freeze, specs, run.num_steps) if freeze else None
     if run.parallel.pipeline and run.parallel.pipeline.is_stale:
         init = model.init
@@ -213,7 +215,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         key=partial(step_key, run.seed) if model.uses_rng else None,
         stages=model.parts,
         frozen=frozen,
-        update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), computed),
+        update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), computed, model.state),
         batch_specs={name: spec for name, spec in batch_specs.items() if name not in run.data.omitted},
         ctx=ctx,
         seed=run.seed,
