@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, overload
 
 import jax
 from jax.stages import Compiled
 
+from meshpar.checkpoint.agree import check_same
 from meshpar.checkpoint.checkpoints import Checkpoints, checkpoints
 from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find
@@ -203,6 +205,8 @@ def _fit(
 ) -> TrainState:
     prepared = prepare(run)
     about = replace(prepared.about, files=run.data.fingerprint())
+    versions = {package: version(package) for package in ("jax", "jaxlib", "flax", "optax", "numpy")}
+    check_same({"config": about.config, "data files": about.files, "versions": versions})
     shows = not json and jax.process_index() == 0
     saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about)
     recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
