@@ -36,6 +36,7 @@ from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
 from .nn import attention
+from .nn.experts import Balance, Experts
 from .nn.lora import LoRA
 from .nn.remat import Remat
 from .optim import SGD, Adafactor, AdamW, Lion, Muon
@@ -91,6 +92,7 @@ __all__ = [
     "Arrow",
     "AxisRules",
     "AxisSizes",
+    "Balance",
     "Bytes",
     "Checkpoint",
     "CheckpointError",
@@ -107,6 +109,7 @@ __all__ = [
     "DataWarning",
     "Distill",
     "EarlyStopping",
+    "Experts",
     "Finding",
     "FitReport",
     "Freeze",

@@ -1,7 +1,7 @@
 """Measures the overhead of meshpar: times of a step, of Python, of imports, compiling and starting, and host memory.
 
-    python scripts/bench_step.py [step|python|import|compile|start|warm|memory ...] [--layouts NAME ...] [--rounds 9]
-        [--json]
+    python scripts/bench_step.py [step|python|import|compile|start|warm|memory|blocks|long ...] [--layouts NAME ...]
+        [--rounds 9] [--json]
 
 `step` compares process CPU seconds with two hand-written programs, in each layout of eight simulated devices, and on
 one: the fastest that we can write (`byhand/`), and the usual one (`handwritten.py`, a scan over layers). Ratios compare
@@ -16,6 +16,7 @@ import json
 from typing import Any
 
 import measure
+import measure_attention
 import measure_start
 
 MEASURES = {
@@ -30,6 +31,12 @@ MEASURES = {
     "start": ("train to its first step over a bare jit's, CPU seconds", 1.10, measure_start.cold_over_bare),
     "warm": ("the same with a filled compilation cache, over an empty one", 0.35, measure_start.warm_over_cold),
     "memory": ("peak host memory of initializing a sharded state over its bytes", 1.3, measure.memory_ratio),
+    "blocks": (
+        "a step with attention in blocks over one with the reference, 256 tokens, CPU seconds",
+        0.90,
+        measure_attention.of_256_tokens,
+    ),
+    "long": ("the same, 2048 tokens", 0.90, measure_attention.of_2048_tokens),
 }
 STEP_LIMIT = 1.02
 """Of the step's CPU seconds over those of the fastest hand-written one."""

@@ -58,11 +58,16 @@ LAYOUTS = {
 def compare(name: str, num_rounds: int) -> dict[str, Any]:
     """Medians of process CPU and wall seconds of a step, after a check that the hand-written one computes the same."""
     layout = LAYOUTS[name]
-    run = _prepared(layout)
+    run = prepared(layout, ROWS * layout.num_devices)
     batch = _with_documents(run.run.data.train(run.run.seed)[0])
     programs = _programs(layout, run, batch)
     _check_equal(name, [programs["meshpar"]() for _ in range(3)], [programs["by hand"]() for _ in range(3)])
     programs["scan"]()
+    return interleaved(programs, num_rounds) | {"scan_limit": layout.scan_limit}
+
+
+def interleaved(programs: dict[str, Callable[[], float]], num_rounds: int) -> dict[str, dict[str, float]]:
+    """Medians of process CPU and wall seconds of each program, which are run in turn."""
     cpu_s: dict[str, list[float]] = {program: [] for program in programs}
     wall_s: dict[str, list[float]] = {program: [] for program in programs}
     for i in range(num_rounds):
@@ -77,21 +82,26 @@ def compare(name: str, num_rounds: int) -> dict[str, Any]:
             wall_s[program].append(time.perf_counter() - wall)
     cpu_medians = {program: statistics.median(times) for program, times in cpu_s.items()}
     wall_medians = {program: statistics.median(times) for program, times in wall_s.items()}
-    return {"cpu_s": cpu_medians, "wall_s": wall_medians, "scan_limit": layout.scan_limit}
+    return {"cpu_s": cpu_medians, "wall_s": wall_medians}
 
 
-def _prepared(layout: Layout) -> Any:
+def prepared(layout: Layout, num_rows: int, *changes: str) -> Any:
+    """The quickstart's run on simulated devices, with a greater model.
+
+    Args:
+      changes: further `key=value`.
+    """
     from meshpar import simulate
     from meshpar.experiment.config import load
     from meshpar.experiment.prepare import prepare
 
     simulate(layout.num_devices)
     mesh = {"data": 1, "fsdp": 1, "tensor": 1} | layout.mesh
-    overrides = [*MODEL, f"rules=[{layout.rules}]", f"data.batch_size={ROWS * layout.num_devices}"]
+    overrides = [*MODEL, f"rules=[{layout.rules}]", f"data.batch_size={num_rows}"]
     overrides += [f"mesh.{axis}={size}" for axis, size in mesh.items()]
     # The rate is constant, so that the first steps change the loss.
     overrides += ["optim.schedule={kind: constant}"] + ([PIPELINE] if "pipe" in layout.mesh else [])
-    return prepare(load(QUICKSTART, overrides))
+    return prepare(load(QUICKSTART, [*overrides, *changes]))
 
 
 def _with_documents(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -142,13 +152,14 @@ def _programs(layout: Layout, run: Any, batch: dict[str, np.ndarray]) -> dict[st
         return (params, opt_state), loss
 
     return {
-        "meshpar": _stepping(with_meshpar, state),
-        "by hand": _stepping(lambda state: fast(state, rows), first),
-        "scan": _stepping(with_scan, (scanned, opt_state)),
+        "meshpar": stepping(with_meshpar, state),
+        "by hand": stepping(lambda state: fast(state, rows), first),
+        "scan": stepping(with_scan, (scanned, opt_state)),
     }
 
 
-def _stepping(step: Callable[[Any], tuple[Any, Any]], state: Any) -> Callable[[], float]:
+def stepping(step: Callable[[Any], tuple[Any, Any]], state: Any) -> Callable[[], float]:
+    """A function that runs the next step of (state) -> (state, loss), and returns its loss."""
     import jax
 
     def call() -> float:

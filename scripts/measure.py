@@ -19,11 +19,11 @@ HERE = Path(__file__).resolve().parent
 
 def step_ratios(layouts: Sequence[str] = tuple(LAYOUTS), num_rounds: int = 9) -> dict[str, Any]:
     """What `compare` measures in each layout, in fresh processes."""
-    return {name: _in_process(f"compare.compare({name!r}, {num_rounds})") for name in layouts}
+    return {name: in_process(f"compare.compare({name!r}, {num_rounds})") for name in layouts}
 
 
 def python_microseconds() -> dict[str, Any]:
-    return _in_process("measure._python_microseconds()")
+    return in_process("measure._python_microseconds()")
 
 
 def import_ratio(num_rounds: int = 9) -> dict[str, Any]:
@@ -41,13 +41,13 @@ def compile_ratio(num_rounds: int = 3) -> dict[str, Any]:
     few = []
     many = []
     for _ in range(num_rounds):
-        few.append(_in_process("measure._compile_s(8)"))
-        many.append(_in_process("measure._compile_s(512)"))
+        few.append(in_process("measure._compile_s(8)"))
+        many.append(in_process("measure._compile_s(512)"))
     return _ratio(many, few)
 
 
 def memory_ratio() -> dict[str, Any]:
-    return _in_process("measure._memory_ratio()")
+    return in_process("measure._memory_ratio()")
 
 
 def _python_microseconds(num_leaves: int = 400, num_calls: int = 300) -> dict[str, Any]:
@@ -121,9 +121,9 @@ def _cpu_s(code: str) -> float:
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
-def _in_process(expression: str) -> Any:
+def in_process(expression: str) -> Any:
     """Evaluates an expression of the modules beside this one in a fresh interpreter."""
-    code = f"import json, compare, measure; print(json.dumps({expression}))"
+    code = f"import json, compare, measure, measure_attention; print(json.dumps({expression}))"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE)}
     done = subprocess.run([sys.executable, "-c", code], check=True, env=environment, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])

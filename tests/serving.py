@@ -14,6 +14,7 @@ from flax import nnx
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.nn.describe import functional
+from meshpar.nn.experts import Experts
 from meshpar.nn.rotary import Llama3
 from meshpar.nn.transformer import Decoder
 from meshpar.parallel.context import ParallelContext
@@ -39,6 +40,7 @@ OPTIONS: dict[str, Any] = {
 MODELS: dict[str, Decoder] = {
     "llama": Llama(**SIZES),
     "llama_gqa_options": Llama(**SIZES, **OPTIONS),
+    "llama_experts": Llama(**SIZES, experts=Experts(num=6, per_token=2, intermediate_size=12, balance="bias")),
     "gpt_tied": GPT(**SIZES, max_seq_len=32, tie_embeddings=True, dropout=0.1, remat="full"),
 }
 # Two key heads cannot be sharded over four devices, so each device has both.
@@ -50,6 +52,7 @@ LAYOUTS = {
     "tensor4": ({"tensor": 4}, ["megatron"]),
     "tensor4_sp": ({"tensor": 4}, ["megatron_sp"]),
     "data2_fsdp2_tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron"]),
+    "expert2_fsdp2_tensor2": ({"expert": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron", "experts"]),
 }
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2], [6, 5, 3], [5, 8, 9, 7, 9]]
 MAX_TOKENS = 8

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from meshpar.errors import CheckpointError, DamagedError
+from meshpar.config.flat import changed
+from meshpar.errors import CheckpointError, DamagedError, MeshError, Problems, excerpt
 
 
 def on_all(check: Callable[[], None]) -> None:
@@ -31,6 +34,37 @@ def on_all(check: Callable[[], None]) -> None:
             found = found or error(f"process {process} cannot go on; its own message says why")
     if found:
         raise found
+
+
+def check_same(mine: Mapping[str, Any]) -> None:
+    """Refuses processes that would not run the same program: their collectives would wait for each other for ever.
+
+    Args:
+      mine: JSON data that must be the same on all processes.
+
+    Raises:
+      MeshError: on every process; lists what differs from the first process's, and where.
+    """
+    if not are_several():
+        return
+    first, *others = map(json.loads, _everyones(json.dumps(mine)))
+    problems = Problems()
+    for process, theirs in enumerate(others, 1):
+        for key, (expected, found) in changed(first, theirs).items():
+            what = f"{excerpt(str(found))} on process {process}, {excerpt(str(expected))} on process 0"
+            problems.add(key, what, "start all processes with the same command, files and versions")
+    problems.raise_any(MeshError, "the processes would not run the same program:")
+
+
+def _everyones(text: str) -> list[str]:
+    """The texts of all processes."""
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    with jax.transfer_guard("allow"):
+        lengths = multihost_utils.process_allgather(np.int32(len(encoded)))
+        padded = np.zeros(lengths.max(), np.uint8)
+        padded[: len(encoded)] = encoded
+        rows = multihost_utils.process_allgather(padded)
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def of_first(number: int) -> int:

@@ -17,7 +17,7 @@ VERB = "train"
 @app.command(context_settings={"ignore_unknown_options": True})
 def launch(
     command: Annotated[list[str], typer.Argument(metavar="-- train CONFIG [KEY=VALUE]...", show_default=False)],
-    processes: Annotated[int, typer.Option(min=1, help="Number of processes.")],
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes; with --slurm, on each node.")],
     devices: Annotated[
         int | None,
         typer.Option(min=1, help="Number of CPU devices that each process simulates.", show_default="the mesh's share"),
@@ -37,28 +37,42 @@ def launch(
     hang_after: Annotated[
         float, typer.Option(min=1, help="Seconds without a step after which processes count as hung.")
     ] = 300.0,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit a job to Slurm instead.")] = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of hosts of the job.")] = 1,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="An option of sbatch, as --partition=long; can be repeated."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's script, and submit nothing.")] = False,
 ) -> None:
-    """Trains in several processes on this machine, as the hosts or GPUs of a cluster do.
+    """Trains in several processes, on this machine or in a job of Slurm.
 
     The first process prints to the terminal. When one dies or hangs, all end, and it is said which and why. A signal
     ends all after the same step, with a checkpoint and exit code 75.
     """
     from meshpar.checkpoint.saved import FOLDER, steps
     from meshpar.experiment.config import load
+    from meshpar.launch.slurm import Job
     from meshpar.launch.supervise import supervise
     from meshpar.launch.workers import Group
 
+    _check_options(slurm, {"--nodes": nodes > 1, "--sbatch": bool(sbatch), "--dry-run": dry_run})
     words = _words(command)
     run = load(words["config"], words["overrides"] or [])
-    total = devices * processes if devices else run.mesh.requested()
-    if total and total % processes:
-        what = f"--processes {processes}: cannot share the {total} devices of the mesh evenly"
-        raise ConfigError(f"{what}; choose a number that divides {total}")
+    in_all = processes * nodes
+    total = devices * in_all if devices else run.mesh.requested()
+    if total and total % in_all:
+        what = f"{in_all} processes cannot share the {total} devices of the mesh evenly"
+        raise ConfigError(f"--processes {processes}: {what}; choose a number that divides {total}")
     folder = logs or run.run_dir / "logs"
+    arguments = [*command, *(["--devices", str(total)] if devices else [])]
+    if slurm:
+        job = Job(arguments, nodes, processes, folder, sbatch or [])
+        typer.echo(job.script() if dry_run else job.submit(), nl=not dry_run)
+        return
     with writing("--logs", folder, "made"):
         folder.mkdir(parents=True, exist_ok=True)
-    in_all = ["--devices", str(total)] if devices else []
-    program = [sys.executable, "-m", "meshpar", *command, *in_all]
+    program = [sys.executable, "-m", "meshpar", *arguments]
     group = Group(program, processes, folder, port, hang_after)
 
     def newest() -> int | None:
@@ -67,6 +81,13 @@ def launch(
     ended = supervise(group.run, restarts, newest)
     if ended.code:
         leave(ended.code, ended.why)
+
+
+def _check_options(slurm: bool, given: dict[str, bool]) -> None:
+    """Raises ConfigError if an option of a job is given without one."""
+    alone = [name for name, is_given in given.items() if is_given]
+    if alone and not slurm:
+        raise ConfigError(f"{', '.join(alone)}: for a job of Slurm; add --slurm")
 
 
 def _words(command: list[str]) -> dict[str, Any]:

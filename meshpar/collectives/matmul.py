@@ -33,8 +33,8 @@ from meshpar.collectives.ring import Ring
 from meshpar.errors import ShardingError
 from meshpar.mesh.varying import varying_alike, varying_like
 
-PRODUCT = "collective_matmul"
-"""The name of the results in a `jax.checkpoint` policy."""
+PRODUCT = "product"
+"""The name of a product for which devices communicate: a `jax.checkpoint` policy saves it where it saves products."""
 Equation = tuple[str, str, str]
 """The dims of two operands and of their product, one letter each."""
 Equations = tuple[Equation, ...]

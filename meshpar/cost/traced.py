@@ -139,7 +139,12 @@ def _collectives(visit: Visit, float_bytes: int) -> Iterator[Collective]:
         return
     if visit.times is None:
         raise ProgramError(f"{kind} over {', '.join(axes)}: in a while loop, which may run any number of times")
-    for operand in visit.equation.invars:
+    operands = visit.equation.invars
+    if kind == "ragged_all_to_all":
+        # It sends rows of its first operand to the second, then come sizes and offsets. If all devices get equally many
+        # rows, it sends the smaller buffer: the other one has room for more.
+        operands = [min(operands[:2], key=lambda operand: operand.aval.size)]
+    for operand in operands:
         dtype = operand.aval.dtype
         width = max(dtype.itemsize, float_bytes) if jnp.issubdtype(dtype, jnp.floating) else dtype.itemsize
         num_bytes = operand.aval.size * width

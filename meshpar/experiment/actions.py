@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, overload
 
 import jax
 from jax.stages import Compiled
 
+from meshpar.checkpoint.agree import check_same
 from meshpar.checkpoint.checkpoints import Checkpoints, checkpoints
 from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find
@@ -31,6 +33,7 @@ from meshpar.mesh.cursor import of_process as cursor_of
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.join import check_joined
 from meshpar.optim.ema import averaged
+from meshpar.parallel.batch import TEACHER
 from meshpar.plan import targets
 from meshpar.plan.fit import FitReport, compile_for, judge
 from meshpar.progress import busy, say
@@ -41,7 +44,7 @@ from meshpar.train.data.fingerprint import changed_files
 from meshpar.train.evaluate import Callback
 from meshpar.train.loop.loop import Loop
 from meshpar.train.loop.signals import Signals
-from meshpar.train.loss import TEACHER, Distill
+from meshpar.train.loss import Distill
 from meshpar.train.records import announce
 from meshpar.train.records.metrics import recorder
 from meshpar.train.state import TrainState
@@ -202,6 +205,8 @@ def _fit(
 ) -> TrainState:
     prepared = prepare(run)
     about = replace(prepared.about, files=run.data.fingerprint())
+    versions = {package: version(package) for package in ("jax", "jaxlib", "flax", "optax", "numpy")}
+    check_same({"config": about.config, "data files": about.files, "versions": versions})
     shows = not json and jax.process_index() == 0
     saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about)
     recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
@@ -264,7 +269,7 @@ def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | Pretrained
     include: Sequence[str] = EVERYTHING
     exclude: Sequence[str] = ()
     if source is None and init and init.from_hf:
-        pretrained = open_pretrained(init.from_hf)
+        pretrained = replace(open_pretrained(init.from_hf), is_upcycled=init.upcycle)
         pretrained.check(prepared.run.model)
         return PretrainedBeginning(prepared, pretrained)
     if source is None and init and init.from_checkpoint:

@@ -92,10 +92,16 @@ class Init(Config):
     from_hf: Coerced[Path | None, str] = default(None)
     """A folder with `config.json` and safetensors files, as Hugging Face's libraries write it. It is read in place."""
 
+    upcycle: bool = False
+    """Copies the MLP of each block of the dense model in `from_hf` into each of its experts (Komatsuzaki et al. 2022,
+    arXiv:2212.05055). If `model.experts.normalize` is true, the first step computes what the dense model does."""
+
     @pydantic.model_validator(mode="after")
     def _one_source(self) -> Init:
         if (self.from_checkpoint is None) == (self.from_hf is None):
             raise ValueError("set either from_checkpoint or from_hf")
+        if self.upcycle and self.from_hf is None:
+            raise ValueError("upcycle needs from_hf, the folder of a dense model")
         return self
 
 

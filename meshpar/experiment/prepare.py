@@ -191,6 +191,8 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     freeze = run.freeze
     if run.lora:
         freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
+    if model.state and model.state.paths:
+        freeze += (Freeze(paths=model.state.paths),)
     frozen = frozen_until(freeze, specs, run.num_steps) if freeze else None
     if run.parallel.pipeline and run.parallel.pipeline.is_stale:
         init = model.init
@@ -213,7 +215,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         key=partial(step_key, run.seed) if model.uses_rng else None,
         stages=model.parts,
         frozen=frozen,
-        update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), computed),
+        update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), computed, model.state),
         batch_specs={name: spec for name, spec in batch_specs.items() if name not in run.data.omitted},
         ctx=ctx,
         seed=run.seed,
@@ -277,11 +279,16 @@ def _vocabulary(run: Run) -> Vocabulary:
 
 
 def _teaching(taught_by: Prepared, student: Prepared) -> Teacher:
-    forward = taught_by.run.model.program(task_of(taught_by.run)).forward
-    assert forward is not None, "a model with a vocabulary gives logits"
-    padded = _vocabulary(taught_by.run).padded
-
-    def apply(*args: Any) -> jax.Array:
-        return forward(*args).logits
-
-    return Teacher(apply, taught_by.specs, taught_by.rules, student.ctx, student.batch_specs, padded)
+    model = taught_by.run.model.generation()
+    assert model, "a teacher is a decoder"
+    forward = model.program(task_of(taught_by.run)).forward
+    assert forward is not None, "a decoder has a forward"
+    return Teacher(
+        apply=forward,
+        specs=taught_by.specs,
+        rules=taught_by.rules,
+        student=student.ctx,
+        batch_specs=student.batch_specs,
+        vocab=model.padded_vocab,
+        hidden_size=model.hidden_size,
+    )

@@ -112,4 +112,5 @@ def canonical(model: DecoderModel) -> DecoderModel:
     """The model with its defaults written out, without the fields that matter only for training."""
     sizes = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
     defaults = {name: type(model).model_fields[name].default for name in TRAINING_FIELDS}
-    return model.model_copy(update=sizes | defaults)
+    experts = {"experts": model.experts.without_training()} if model.experts else {}
+    return model.model_copy(update=sizes | defaults | experts)

@@ -19,7 +19,7 @@ from meshpar.checkpoint.durable import sync, sync_tree
 from meshpar.errors import CheckpointError, Problems
 from meshpar.interop import architectures
 from meshpar.interop.folder import check_inside, read_json
-from meshpar.interop.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, names_of
+from meshpar.interop.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, names_of, numbered
 from meshpar.interop.safetensors import Written, write
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import Foreign, Shape
@@ -126,18 +126,18 @@ def _config(model: DecoderModel, companions: Path | None) -> dict[str, Any]:
 def _tensors(model: DecoderModel, kind: str, params: Mapping[str, jax.Array], dtype: np.dtype) -> Iterator[Written]:
     shapes = layer_shapes(model)
     for name, foreign in names_of(model, kind).items():
-        for layer in range(model.num_layers) if "*" in name else (None,):
-            make = partial(_tensor, foreign, shapes, params, layer)
-            yield Written(name.replace("*", str(layer)), dtype, foreign.shape(shapes), make)
+        for place, complete in numbered(name, model):
+            make = partial(_tensor, foreign, shapes, params, place)
+            yield Written(complete, dtype, foreign.shape(shapes), make)
 
 
 def _tensor(
-    foreign: Foreign, shapes: Mapping[str, Shape], params: Mapping[str, jax.Array], layer: int | None
+    foreign: Foreign, shapes: Mapping[str, Shape], params: Mapping[str, jax.Array], place: tuple[int, ...]
 ) -> np.ndarray:
-    """One tensor of the folder, from the parameters of one layer, or of no layer."""
+    """One tensor of the folder, from the parameters of one layer, or of one of its experts, or of no layer."""
     parts = []
     for path in foreign.parts:
-        param = params[path] if layer is None else params[path][layer]
+        param = params[path][place]
         without_padding = tuple(slice(0, size) for size in shapes[path])
         part = np.asarray(jax.device_get(param))[without_padding]
         size_in = int(np.prod(shapes[path][: foreign.inputs]))

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from meshpar.interop.folder import check_inside, read_json
 from meshpar.interop.safetensors import Tensor, tensors_in
 from meshpar.models.contract import ModelContract
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import Foreign, Names, Shape
+from meshpar.models.foreign import EXPERT, LAYER, Foreign, Names, Shape
 from meshpar.nn.describe import describe
 from meshpar.tree import flatten_with_paths
 
@@ -40,8 +40,8 @@ class Part:
     """The place of one of our parameters in the tensors of a folder.
 
     Args:
-      name: of the tensor, with `*` for the number of the layer.
-      shape: of the parameter in one layer, without padding of the vocabulary.
+      name: of the tensor, see `Names`.
+      shape: of the parameter in one layer and expert, without padding of the vocabulary.
       begin: index of the parameter's first output in the tensor.
     """
 
@@ -58,12 +58,14 @@ class Pretrained:
     Args:
       config: the content of `config.json`.
       tensors: by name; not read yet.
+      is_upcycled: whether the MLP of each block becomes each of the experts of a run's model.
     """
 
     folder: Path
     config: dict[str, Any]
     model: DecoderModel
     tensors: Mapping[str, Tensor]
+    is_upcycled: bool = False
 
     @property
     def dtype(self) -> np.dtype:
@@ -99,15 +101,15 @@ class Pretrained:
     def _shard(self, part: Part, index: list[slice], dtype: np.dtype) -> np.ndarray:
         """A shard of a parameter, with zeros where it is padding."""
         shard = np.zeros([dim.stop - dim.start for dim in index], dtype)
-        layers = range(*index.pop(0).indices(self.model.num_layers)) if "*" in part.name else None
+        numbers = [range(*index.pop(0).indices(count)) for _, count in _counts(part.name, self.model)]
+        index = index[len(index) - len(part.shape) :]  # all experts of an upcycled MLP are equal
         stored = [slice(dim.start, min(dim.stop, size)) for dim, size in zip(index, part.shape, strict=True)]
         into = tuple(slice(0, max(0, dim.stop - dim.start)) for dim in stored)
         if any(not dim.stop for dim in into):
             return shard
-        if layers is None:
-            shard[into] = self._block(part, part.name, stored)
-        for position, layer in enumerate(layers or ()):
-            shard[position][into] = self._block(part, part.name.replace("*", str(layer)), stored)
+        for place in np.ndindex(*map(len, numbers)):
+            name = _filled(part.name, self.model, [chosen[i] for chosen, i in zip(numbers, place, strict=True)])
+            shard[place][(..., *into)] = self._block(part, name, stored)
         return shard
 
     def _block(self, part: Part, name: str, index: list[slice]) -> np.ndarray:
@@ -136,12 +138,33 @@ class Pretrained:
         problems = Problems()
         if not (decoder := model.hugging_face()):
             raise ConfigError(f"init.from_hf: {where} describes a model of meshpar's own, and model is another")
+        if self.is_upcycled:
+            decoder = self._dense(decoder, problems)
+            problems.raise_any(ConfigError, "init.upcycle does not fit the model:")
         in_run = flatten(architectures.canonical(decoder))
         in_folder = flatten(architectures.canonical(self.model))
         for key in sorted(key for key in in_run.keys() | in_folder.keys() if in_run.get(key) != in_folder.get(key)):
             ours, theirs = (json.dumps(keys.get(key)) for keys in (in_run, in_folder))
             problems.add(f"model.{key}", f"{ours} in this run, {theirs} in {where}", f"model.{key}={theirs}")
         problems.raise_any(ConfigError, "the model of init.from_hf differs from the run's:")
+
+    def _dense(self, model: DecoderModel, problems: Problems) -> DecoderModel:
+        """The dense model from which a run's model is upcycled. Reports what would not compute the same at first."""
+        experts = model.experts
+        if experts is None or self.model.experts is not None:
+            what = "the run's model has no experts" if experts is None else f"the model of {self.folder} has experts"
+            problems.add("init.upcycle", f"{what}: it makes experts from a dense model", "init.upcycle=false")
+            return model
+        width = self.model.intermediate_size
+        if experts.intermediate_size != width:
+            what = f"{experts.intermediate_size} here, and {width} in the MLP of {self.folder}"
+            problems.add("model.experts.intermediate_size", what, f"model.experts.intermediate_size={width}")
+        if self.model.mlp_bias:
+            problems.add("model.mlp_bias", f"the MLP of {self.folder} has biases, and experts have none")
+        if experts.shared:
+            what = "shared experts would be added to a result that is complete without them"
+            problems.add("model.experts.shared", what, "model.experts.shared=0")
+        return model.model_copy(update={"experts": None, "intermediate_size": width})
 
     @property
     def paths(self) -> list[str]:
@@ -155,7 +178,8 @@ class Pretrained:
         for name, foreign in names_of(self.model, self.config["model_type"]).items():
             begin = 0
             for path in foreign.parts:
-                found[path] = Part(name, foreign, shapes[path], begin)
+                of_experts = self.is_upcycled and path.startswith("blocks.mlp.")
+                found[path.removesuffix(".kernel") if of_experts else path] = Part(name, foreign, shapes[path], begin)
                 begin += math.prod(shapes[path][foreign.inputs :])
         return found
 
@@ -176,10 +200,32 @@ def names_of(model: DecoderModel, kind: str) -> Names:
 
 
 def layer_shapes(model: DecoderModel) -> dict[str, Shape]:
-    """Path -> shape of a parameter, of one layer, without padding of the vocabulary."""
+    """Path -> shape of a parameter, of one layer and one expert, without padding of the vocabulary."""
     plain = model.model_copy(update={"pad_vocab_to_multiple": 1})
     specs = flatten_with_paths(describe(nnx.eval_shape(lambda: plain.build(nnx.Rngs(0)))))
-    return {path: spec.shape[1:] if spec.dims[0] == "layers" else spec.shape for path, spec in specs.items()}
+    return {path: spec.shape[sum(dim in _NUMBERED for dim in spec.dims[:2]) :] for path, spec in specs.items()}
+
+
+_NUMBERED = ("layers", "experts")
+"""The leading dims of our parameters of which each element is a tensor of its own."""
+
+
+def numbered(name: str, model: DecoderModel) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The numbers of each layer and expert in a name of `Names`, and the name with them."""
+    for place in np.ndindex(*(count for _, count in _counts(name, model))):
+        yield place, _filled(name, model, place)
+
+
+def _counts(name: str, model: DecoderModel) -> list[tuple[str, int]]:
+    """The marks in a name, and how many numbers may take their places."""
+    counts = ((LAYER, model.num_layers), (EXPERT, model.experts.num if model.experts else 0))
+    return [(mark, count) for mark, count in counts if mark in name]
+
+
+def _filled(name: str, model: DecoderModel, place: Sequence[int]) -> str:
+    for (mark, _), number in zip(_counts(name, model), place, strict=True):
+        name = name.replace(mark, str(number))
+    return name
 
 
 # Opening ------------------------------------------------------------------------------------------------------
@@ -254,8 +300,8 @@ def _tensors_of(folder: Path, file: str, problems: Problems) -> dict[str, Tensor
 def _expected(model: DecoderModel, names: Names) -> Iterator[tuple[str, Shape]]:
     shapes = layer_shapes(model)
     for name, foreign in names.items():
-        for layer in range(model.num_layers if "*" in name else 1):
-            yield name.replace("*", str(layer)), foreign.shape(shapes)
+        for _, complete in numbered(name, model):
+            yield complete, foreign.shape(shapes)
 
 
 def _compare(

@@ -26,6 +26,7 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loss import Distill, Loss, LossConfig
+from meshpar.train.step import StateParams
 
 if TYPE_CHECKING:
     from meshpar.models.decoder import DecoderModel
@@ -97,6 +98,7 @@ class ModelProgram:
     Args:
       forward: (params, batch, key) -> `Outputs`; None if the model has a loss of its own only.
       uses_rng: whether `loss` draws random numbers.
+      state: parameters that no gradient changes, but each step; None if there are none.
       parts: the model's parts for a pipeline; None if it cannot be divided into stages.
     """
 
@@ -108,6 +110,7 @@ class ModelProgram:
     forward: Callable[..., Outputs] | None = None
     uses_rng: bool = False
     parts: PipelineModel | None = None
+    state: StateParams | None = None
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     activation_dims: tuple[str, ...] | None = None

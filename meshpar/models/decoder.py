@@ -16,12 +16,14 @@ from meshpar.nn.attention import context_parallel
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.setting import Setting, of_run
 from meshpar.nn.describe import describe, functional
+from meshpar.nn.experts.balance import RouterState
 from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.projection import describe_chunk
 from meshpar.train.loss import LossConfig, count_targets, next_token_loss, summed_over_tokens
+from meshpar.tree import flatten_with_paths
 
 MATMUL = {
     "fp8": "layers multiply float8_e4m3fn, and gradients in float8_e5m2; each row and column has a scale",
@@ -56,6 +58,7 @@ class DecoderModel(Decoder, ModelContract):
             rules=task.rules,
             forward=forward,
             uses_rng=self.dropout > 0,
+            state=RouterState(self.experts) if self.experts else None,
             parts=parts(abstract, loss, evaluation, count_targets),
         )
 
@@ -71,6 +74,8 @@ class DecoderModel(Decoder, ModelContract):
             problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")
         if isinstance(self.attention, Kernel):
             self.attention.check(self._attention_setting(task, ctx), problems)
+        if self.experts:
+            self.experts.check(ctx, task.seq_len, problems)
         self._check_remat(problems)
         check_supported(self.sharding, ctx, problems)
         context_parallel.check(self.attention, self.num_heads, ctx, problems)
@@ -99,12 +104,24 @@ class DecoderModel(Decoder, ModelContract):
         window = None if self.global_layers else self.window
         shared = context_parallel.describe(self.attention, self.num_heads, ctx, task.seq_len, window)
         positions = task.seq_len // ctx.shards("seq")
-        return {
-            "loss.chunk": describe_chunk(task.loss.chunk, rows, positions, self.hidden_size, vocab),
-            "model.attention": self.attention.describe(self._attention_setting(task, ctx)),
-            **({"parallel.context": shared} if shared else {}),
-            **({"precision.matmul": MATMUL[ctx.number_format]} if ctx.number_format else {}),
-        }
+        return (
+            {
+                "loss.chunk": describe_chunk(task.loss.chunk, rows, positions, self.hidden_size, vocab),
+                "model.attention": self.attention.describe(self._attention_setting(task, ctx)),
+            }
+            | ({"parallel.context": shared} if shared else {})
+            | ({"precision.matmul": MATMUL[ctx.number_format]} if ctx.number_format else {})
+            | self._selected_experts(task, ctx)
+        )
+
+    def _selected_experts(self, task: Task, ctx: ParallelContext) -> dict[str, str]:
+        if self.experts is None:
+            return {}
+        total = sum(spec.size for spec in flatten_with_paths(self.array_specs()).values())
+        routed = self.num_layers * self.mlp.num_matrices * self.hidden_size * self.experts.intermediate_size
+        active = total - (self.experts.num - self.experts.per_token) * routed
+        parameters = f"{active / 1e9:.3g} of {total / 1e9:.3g} billion parameters are active"
+        return {"model.experts": f"{self.experts.describe(ctx, task.seq_len)}; {parameters}"}
 
     def array_specs(self) -> Any:
         return describe(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))))

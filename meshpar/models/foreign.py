@@ -42,8 +42,10 @@ class Foreign:
         return (size_out, size_in) if self.outputs_first else (size_in, size_out)
 
 
+LAYER = "*"
+EXPERT = "#"
 Names = dict[str, Foreign]
-"""Name of a tensor, with `*` in place of the layer's number -> its parameters."""
+"""Name of a tensor -> its parameters. `LAYER` and `EXPERT` stand in place of the numbers of a layer and an expert."""
 
 
 def linear(*parts: str, inputs: int = 1) -> Foreign:

@@ -24,6 +24,7 @@ class GPT(DecoderModel):
     rotary_fraction: ClassVar = 0.0
     rope_scaling: ClassVar = None
     window: ClassVar = None
+    experts: ClassVar = None
     global_layers: ClassVar = ()
 
     @classmethod

@@ -13,8 +13,9 @@ import pydantic
 from meshpar.config import Coerced, Count, Positive, Section, default
 from meshpar.errors import Problems, excerpt
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import Architecture, Given, Json, Names, Rope, linear, rows, vector
+from meshpar.models.foreign import LARGEST, Architecture, Given, Json, Names, Rope, linear, rows, vector
 from meshpar.nn.attention.layer import Bias
+from meshpar.nn.experts import Experts
 from meshpar.nn.layers import RMSNorm, SwiGLU
 from meshpar.nn.rotary import Scaling
 
@@ -41,6 +42,9 @@ class Llama(DecoderModel):
     """How many tokens a query attends to, including its own (Mistral). Default: all up to its own."""
     global_layers: Coerced[tuple[Count, ...], list[int]] = default(())
     """Indices of layers, from 0, that ignore `window`: their queries attend to all earlier tokens."""
+
+    experts: Section[Experts | None] = default(None)
+    """Experts in place of the MLPs, whose `intermediate_size` is not used then."""
 
     @pydantic.model_validator(mode="after")
     def _layers_exist(self) -> Llama:
@@ -72,6 +76,19 @@ HUGGING_FACE: Names = {
     **{f"{MLP}.{x}_proj.bias": vector(f"blocks.mlp.{x}.bias") for x in ("gate", "up", "down")},
 }
 
+_NOT_MLP = {name: foreign for name, foreign in HUGGING_FACE.items() if not name.startswith(MLP)}
+MIXTRAL: Names = _NOT_MLP | {
+    "model.layers.*.block_sparse_moe.gate.weight": linear("blocks.mlp.router.weight"),
+    **{
+        f"model.layers.*.block_sparse_moe.experts.#.{theirs}.weight": linear(f"blocks.mlp.{ours}")
+        for theirs, ours in {"w1": "gate", "w3": "up", "w2": "down"}.items()
+    },
+}
+QWEN3_MOE: Names = _NOT_MLP | {
+    f"{MLP}.gate.weight": linear("blocks.mlp.router.weight"),
+    **{f"{MLP}.experts.#.{x}_proj.weight": linear(f"blocks.mlp.{x}") for x in ("gate", "up", "down")},
+}
+
 _FUSED: Names = {
     f"{ATTENTION}.qkv_proj.weight": linear(*(f"blocks.attn.{x}.kernel" for x in "qkv")),
     f"{MLP}.gate_up_proj.weight": linear("blocks.mlp.gate.kernel", "blocks.mlp.up.kernel"),
@@ -80,6 +97,9 @@ _FUSED_PARTS = {part for foreign in _FUSED.values() for part in foreign.parts}
 PHI3: Names = {name: f for name, f in HUGGING_FACE.items() if not _FUSED_PARTS & {*f.parts}} | _FUSED
 """The tensors of Phi 3, which stores q, k and v as one, and gate and up as one."""
 
+
+MOST_EXPERTS = 2**16
+"""The largest number of experts that is accepted, so that names of tensors are not listed for ever."""
 
 # Hugging Face's config -------------------------------------------------------------------------------------------
 
@@ -104,6 +124,58 @@ def _llama(kind: str) -> Callable[[Given, Problems], Json]:
         return biases | {"qk_norm": kind == "qwen3"} | _window(kind, given, found) | _rope(kind, given, found)
 
     return read
+
+
+class GivenExperts(Given):
+    """The keys of the experts, as Mixtral and as Qwen 3 MoE call them."""
+
+    intermediate_size: Annotated[int, pydantic.Field(ge=1, le=LARGEST)]
+    moe_intermediate_size: Annotated[int, pydantic.Field(ge=1, le=LARGEST)] | None = None
+    num_local_experts: Annotated[int, pydantic.Field(ge=1, le=MOST_EXPERTS)] | None = None
+    num_experts: Annotated[int, pydantic.Field(ge=1, le=MOST_EXPERTS)] | None = None
+    num_experts_per_tok: Annotated[int, pydantic.Field(ge=1, le=MOST_EXPERTS)] = 2
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] = pydantic.Field(default_factory=list)
+
+
+def _experts(kind: str) -> Callable[[Given, Problems], Json]:
+    dense = {"mixtral": "mistral", "qwen3_moe": "qwen3"}[kind]
+
+    def read(given: Given, found: Problems) -> Json:
+        assert isinstance(given, GivenExperts)
+        if given.decoder_sparse_step != 1 or given.mlp_only_layers:
+            keys = "decoder_sparse_step, mlp_only_layers"
+            found.add(keys, "some layers have an MLP instead of experts, which is not supported")
+        num = given.num_local_experts or given.num_experts
+        if num is None:
+            found.add("num_local_experts" if kind == "mixtral" else "num_experts", "required, but missing")
+        elif given.num_experts_per_tok > num:
+            found.add("num_experts_per_tok", f"is {given.num_experts_per_tok}, but there are only {num} experts")
+        is_mixtral = kind == "mixtral"
+        experts = {
+            "num": num,
+            "per_token": given.num_experts_per_tok,
+            "intermediate_size": (None if is_mixtral else given.moe_intermediate_size) or given.intermediate_size,
+            "normalize": is_mixtral or given.norm_topk_prob,
+        }
+        return _llama(dense)(given, found) | {"experts": experts}
+
+    return read
+
+
+def _write_experts(experts: Experts | None) -> Json:
+    if experts is None:
+        return {}
+    return {
+        "num_local_experts": experts.num,
+        "num_experts": experts.num,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def _window(kind: str, given: Given, found: Problems) -> Json:
@@ -150,7 +222,7 @@ def _write_llama(model: Llama) -> Json:
     if scaling:
         names = {field: key for key, field in LLAMA3_KEYS.items()}
         scaling = {"rope_type": scaling.pop("kind")} | {names[field]: value for field, value in scaling.items()}
-    return windows | {
+    return windows | _write_experts(model.experts) | {
         "hidden_act": "silu",
         "attention_bias": model.attn_bias == "all",
         "mlp_bias": model.mlp_bias,
@@ -167,11 +239,17 @@ def _architecture(kind: str, called: str, names: Names = HUGGING_FACE) -> Archit
     return Architecture(called, names, LLAMA_KEYS, _llama(kind), _write_llama)
 
 
+def _sparse(kind: str, called: str, names: Names) -> Architecture:
+    return Architecture(called, names, LLAMA_KEYS, _experts(kind), _write_llama, GivenExperts)
+
+
 ARCHITECTURES = {
     "llama": _architecture("llama", "LlamaForCausalLM"),
     "mistral": _architecture("mistral", "MistralForCausalLM"),
     "qwen2": _architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": _architecture("qwen3", "Qwen3ForCausalLM"),
     "phi3": _architecture("phi3", "Phi3ForCausalLM", PHI3),
+    "mixtral": _sparse("mixtral", "MixtralForCausalLM", MIXTRAL),
+    "qwen3_moe": _sparse("qwen3_moe", "Qwen3MoeForCausalLM", QWEN3_MOE),
 }
 """By `model_type`. An export selects the first one that computes the same as the model."""

@@ -71,19 +71,23 @@ def decoder_sizes(model: Decoder, scale: Scale) -> dict[str, Any]:
     pad_vocab_to_multiple = VOCAB_MULTIPLE * scale.now("vocab")
     is_padded = model.padded_vocab > model.vocab_size
     is_longer = model.learned_positions and model.max_seq_len > scale.seq_len
-    return _window(model) | {
-        "num_layers": _num_layers(model, scale),
-        "attention": model.attention.reference(scale.seq_len, scale.small_seq_len).model_dump(),
-        "pad_layers_to_multiple": scale.now("layers") if model.stacked_layers > model.num_layers else 1,
-        "num_heads": heads,
-        "num_kv_heads": model.num_kv_heads and kv_heads,
-        "head_dim": model.head_dim and HEAD_DIM,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "vocab_size": 4 * pad_vocab_to_multiple - 3 * is_padded,
-        "pad_vocab_to_multiple": pad_vocab_to_multiple if is_padded else 1,
-        "max_seq_len": math.lcm(scale.small_seq_len, scale.now("positions")) * (1 + is_longer),
-    }
+    return (
+        _window(model)
+        | _experts(model, scale)
+        | {
+            "num_layers": _num_layers(model, scale),
+            "attention": model.attention.reference(scale.seq_len, scale.small_seq_len).model_dump(),
+            "pad_layers_to_multiple": scale.now("layers") if model.stacked_layers > model.num_layers else 1,
+            "num_heads": heads,
+            "num_kv_heads": model.num_kv_heads and kv_heads,
+            "head_dim": model.head_dim and HEAD_DIM,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "vocab_size": 4 * pad_vocab_to_multiple - 3 * is_padded,
+            "pad_vocab_to_multiple": pad_vocab_to_multiple if is_padded else 1,
+            "max_seq_len": math.lcm(scale.small_seq_len, scale.now("positions")) * (1 + is_longer),
+        }
+    )
 
 
 def _num_layers(model: Decoder, scale: Scale) -> int:
@@ -99,6 +103,26 @@ def _window(model: Decoder) -> dict[str, Any]:
         return {}
     global_layers = tuple(layer for layer in model.global_layers if layer < 2)
     return {"window": min(model.window, SEQ_LEN // 2), "global_layers": global_layers}
+
+
+def _experts(model: Decoder, scale: Scale) -> dict[str, Any]:
+    """At least two experts on a device, so that one that computes with its neighbour's is seen."""
+    if model.experts is None:
+        return {}
+    experts = model.experts
+    groups = min(experts.groups, 2)
+    groups_per_token = min(experts.groups_per_token, groups)
+    num = math.lcm(scale.now("experts") * 2, 2 * groups)
+    per_token = min(experts.per_token, 2, num // groups * groups_per_token)
+    small = {
+        "num": num,
+        "per_token": per_token,
+        "intermediate_size": scale.small("mlp", experts.intermediate_size),
+        "groups": groups,
+        "groups_per_token": groups_per_token,
+        "capacity_factor": max(experts.capacity_factor, num / (per_token * scale.small_seq_len)),
+    }
+    return {"experts": experts.model_dump() | small}
 
 
 def _heads(model: Decoder, scale: Scale) -> tuple[int, int]:

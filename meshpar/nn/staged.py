@@ -9,8 +9,9 @@ import jax
 
 from meshpar.nn.describe import functional
 from meshpar.nn.transformer import Transformer
+from meshpar.parallel.batch import Batch
 from meshpar.parallel.data import gathering_again
-from meshpar.parallel.pipeline.model import Batch, PipelineModel
+from meshpar.parallel.pipeline.model import PipelineModel
 from meshpar.parallel.projection import Projection
 
 Sums = Callable[[Projection, Batch], tuple[jax.Array, jax.Array]]

@@ -20,6 +20,8 @@ from meshpar.nn.attention import AnyCore, Auto
 from meshpar.nn.attention.cached import KVCache
 from meshpar.nn.attention.core import Core, Window
 from meshpar.nn.attention.layer import Attention, Bias
+from meshpar.nn.experts import Experts
+from meshpar.nn.experts.layer import MixtureOfExperts
 from meshpar.nn.layers import dropout, normal, within_layer
 from meshpar.nn.remat import Activation, Remat, named
 from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
@@ -74,6 +76,7 @@ class Decoder(Config):
     rope_scaling: ClassVar[Scaling | None]
     window: ClassVar[int | None]
     global_layers: ClassVar[tuple[int, ...]]
+    experts: ClassVar[Experts | None]
 
     vocab_size: Positive = 257
     """Number of token ids. The default is for bytes: 256, and one that begins a document."""
@@ -146,10 +149,17 @@ class Decoder(Config):
         return -(-self.num_layers // self.pad_layers_to_multiple) * self.pad_layers_to_multiple
 
     @property
+    def mlp_width(self) -> int:
+        """The elements of the MLP's hidden layer that are computed for a token."""
+        if self.experts is None:
+            return self.intermediate_size
+        return (self.experts.per_token + self.experts.shared) * self.experts.intermediate_size
+
+    @property
     def weights_of_a_layer(self) -> int:
-        """Weights of the products in one layer."""
+        """Weights of the products in one layer that are computed for a token."""
         attention = 2 * (self.num_heads + self.kv_heads) * self.head_size
-        return self.hidden_size * (attention + self.mlp.num_matrices * self.intermediate_size)
+        return self.hidden_size * (attention + self.mlp.num_matrices * self.mlp_width)
 
     def layers_of_an_iteration(self, platform: str, recomputes: bool) -> int:
         """How many layers one iteration of the loop over layers computes.
@@ -175,16 +185,23 @@ class Decoder(Config):
     @property
     def sharding(self) -> tuple[Sharding, ...]:
         """Which dims each layer supports sharded, see `nn.supported`."""
-        layers = (self.attention, Transformer, self.norm, self.mlp, Attention)
+        layers = (self.attention, Transformer, self.norm, self.mlp_class, Attention)
         return tuple(layer.sharding for layer in layers)
 
     @property
     def activations(self) -> tuple[Activation, ...]:
         """The activations of a block that `remat` can select."""
-        return ("input", "q", "k", "v", "attn", "log_mass", "residual", *self.mlp.activations)
+        return ("input", "q", "k", "v", "attn", "log_mass", "residual", *self.mlp_class.activations)
+
+    @property
+    def mlp_class(self) -> Any:
+        """The class of the MLPs, or of what replaces them; it has `sharding` and `activations`."""
+        return MixtureOfExperts if self.experts else self.mlp
 
     def build_mlp(self, out_std: float, rngs: nnx.Rngs) -> nnx.Module:
         """Returns the MLP of one layer. `out_std` is the standard deviation of its initial output weights."""
+        if self.experts:
+            return MixtureOfExperts(self.hidden_size, self.experts, out_std=out_std, rngs=rngs)
         return self.mlp(self.hidden_size, self.intermediate_size, bias=self.mlp_bias, out_std=out_std, rngs=rngs)
 
     def build(self, rngs: nnx.Rngs) -> Transformer:
@@ -221,9 +238,14 @@ class Block(nnx.Module):
         normed_BRD = self.attn_norm(x_BRD)
         attended, cache = self.attn(normed_BRD, core, batch["positions"], batch.get("segments"), rope, window)
         x_BRD = named(x_BRD + drop(attended, 0), "residual")
-        mlp_out_BRD, auxiliary = with_auxiliary(self.mlp(self.mlp_norm(x_BRD)))
+        mlp_out_BRD, auxiliary = self._mlp(self.mlp_norm(x_BRD), batch)
         x_BRD += drop(mlp_out_BRD, 1)
         return constrain(x_BRD, "batch", "residual_seq", "embed"), auxiliary, cache
+
+    def _mlp(self, x_BRD: Float[Array, "B R D"], batch: Batch) -> tuple[Float[Array, "B R D"], Auxiliary]:
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp(x_BRD, batch.get("targets"))
+        return with_auxiliary(self.mlp(x_BRD))
 
 
 class Transformer(nnx.Module):
@@ -280,7 +302,7 @@ class Transformer(nnx.Module):
         block = nnx.merge(graph, _gathered_layer(own))
         window = self.model.window_of(index)
         x_BRD, auxiliary, _ = block(x_BRD, self.model.attention, batch, rope, _fold(key, index), window)
-        return x_BRD, auxiliary.share(self.model.num_layers)
+        return x_BRD, auxiliary.share(self.model.num_layers, index)
 
     def project(self, x_BRD: Float[Array, "B R D"]) -> Projection:
         """Returns the projection that computes the logits, from the output of the last block."""
@@ -334,7 +356,7 @@ class Transformer(nnx.Module):
             window = self.model.window_of(index)
             core = self.model.attention if cache is None else cache.layer(index, self.model.attention)
             x, auxiliary, cache = block(x, core, batch, rope, _fold(key, index), window)
-            return (x, cache), auxiliary.share(self.model.num_layers)
+            return (x, cache), auxiliary.share(self.model.num_layers, index)
 
         num_layers = self.model.num_layers
         unroll = self.model.layers_of_an_iteration(platform(), self.model.remat.recomputes)

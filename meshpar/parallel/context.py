@@ -75,6 +75,10 @@ class ParallelContext:
         """The axes over which a parameter's dim is stored in shards, and gathered before use."""
         return live(self.mesh, self.rules.storage_axes(dim))
 
+    def dispatch(self, dim: str) -> Axes:
+        """The axes over which a parameter's dim is sharded, and whose devices send tokens to the shards."""
+        return live(self.mesh, self.rules.dispatch_axes(dim))
+
     def pspec(self, *dims: str | None) -> PartitionSpec:
         """The sharding of an activation with these dims. A dim without a name is not sharded."""
         return PartitionSpec(*((dim and self.axes(dim)) or None for dim in dims))
@@ -215,6 +219,12 @@ def manual_axes(dim: str) -> Axes:
     """The axes over which the code holds a local shard of `dim`; empty when it holds the whole dim."""
     ctx = manual()
     return ctx.axes(dim) if ctx else ()
+
+
+def dispatch_axes(dim: str) -> Axes:
+    """The axes over whose devices the code sends tokens to the shards of `dim`; empty when it holds the whole dim."""
+    ctx = manual()
+    return ctx.dispatch(dim) if ctx else ()
 
 
 def constrain(x: jax.Array, *dims: str) -> jax.Array:

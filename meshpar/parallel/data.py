@@ -85,7 +85,7 @@ def gathering_again(policy: Policy) -> Policy:
 
     Without it the scan over layers would stack the gathered parameters of all layers for the backward, as ZeRO-2 does.
     Views and masks are not saved either: they cost nothing to recompute, and a view of a gathered parameter would hold
-    its memory. A collective matmul is saved where a plain one would be.
+    its memory. A product for which devices communicate is saved where a plain one would be, after the communication.
     """
     ctx = manual()
 

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
+from meshpar.collectives.matmul import PRODUCT, all_gather_matmul, matmul_reduce_scatter
 from meshpar.collectives.ring import Ring
 from meshpar.mesh.varying import Axes, varying_alike
 from meshpar.parallel import tensor
@@ -136,7 +137,8 @@ def row_parallel(x: jax.Array, weights: Weights, dim: str) -> jax.Array:
     ring = _sequence_ring(dim)
     if ring is None:
         (product,) = _with_adapters(x, [weights], inputs=manual_axes(dim))
-        return tensor.exit_region(product, dim)
+        # A policy that saves products saves this sum: partial sums are larger, and would be summed again.
+        return checkpoint_name(tensor.exit_region(product, dim), PRODUCT)
     plus = []
     if adapter := weights.adapter:
         thin = jnp.einsum(weights.thin_equation, x, adapter.a)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from meshpar.parallel.local import zeros_of
 from meshpar.parallel.precision import wide
 from meshpar.parallel.projection import Projection
 
@@ -21,16 +22,24 @@ class Auxiliary(NamedTuple):
 
     Args:
       losses: name -> float[]. Their sum over layers is added to the objective and reported as a metric.
-      metrics: name -> float[]. Their mean over layers is reported.
+      metrics: name -> float[]. Their mean over layers is reported. Or name -> float[...], one array for each layer.
     """
 
     losses: Scalars
     metrics: Scalars
 
-    def share(self, num_layers: int) -> Auxiliary:
-        """One layer's contribution to the model's `Auxiliary`, the sum over all layers. Numerics: at least float32."""
+    def share(self, num_layers: int, index: jax.Array) -> Auxiliary:
+        """One layer's contribution to the model's `Auxiliary`, the sum over all layers. Numerics: at least float32.
+
+        Args:
+          index: int32[], that of the layer. An array is put there in an array [layers, ...].
+        """
+
+        def metric(x: jax.Array) -> jax.Array:
+            return zeros_of(x, num_layers).at[index].set(x) if x.ndim else x / num_layers
+
         losses = {name: wide(x) for name, x in self.losses.items()}
-        return Auxiliary(losses, {name: wide(x) / num_layers for name, x in self.metrics.items()})
+        return Auxiliary(losses, {name: metric(wide(x)) for name, x in self.metrics.items()})
 
 
 def with_auxiliary(made: jax.Array | tuple[jax.Array, Auxiliary]) -> tuple[jax.Array, Auxiliary]:

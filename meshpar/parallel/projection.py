@@ -31,8 +31,9 @@ from meshpar.tree import human_bytes
 
 Chunk = Literal["auto", "none"] | int
 """The tokens of a chunk on a device; `auto` selects by `chunk_length`, `none` computes all logits at once."""
-Cost = Callable[[jax.Array, Any], jax.Array]
-"""(logits [batch, chunk, vocab], tree of [batch, chunk, ...]) -> float[], the sum of the losses of these tokens."""
+Cost = Callable[[jax.Array, Any, Any], jax.Array]
+"""(logits [batch, chunk, vocab], tree of [batch, chunk, ...], tree of arrays that all chunks share) -> float[], the sum
+of the losses of these tokens."""
 
 MIN_TOKENS = 1024
 """`auto` never makes smaller chunks: each reads and writes the gradient of the whole head."""
@@ -97,12 +98,13 @@ class Projection:
         (logits,) = column_parallel(self.hidden, [Weights(self.head)], "vocab")
         return constrain(logits, "batch", "seq", "vocab")
 
-    def summed(self, cost: Cost, tokens: Any, chunk: Chunk) -> Float[Array, ""]:
+    def summed(self, cost: Cost, tokens: Any, shared: Any, chunk: Chunk) -> Float[Array, ""]:
         """The sum of the losses of all tokens. In chunks, neither forward nor backward holds all logits.
 
         Args:
-          cost: the loss of a chunk. Its second argument is not differentiated.
-          tokens: tree of [batch, seq, ...], what `cost` gets beside the logits.
+          cost: the loss of a chunk. Only its first argument is differentiated.
+          tokens: tree of [batch, seq, ...], of which `cost` gets a chunk.
+          shared: tree of arrays of any shape, which `cost` gets whole.
 
         Communication: that of `tensor.enter_region`, once; and that of `cost`, in each chunk. GSPMD sums the loss over
           devices in each chunk, one number.
@@ -112,12 +114,17 @@ class Projection:
         rows, seq = jax.tree.leaves(tokens)[0].shape[:2]
         length = chunk_length(chunk, rows // _global("batch"), seq, width, vocab // _global("vocab"))
         if length is None or _global("seq") > 1:  # GSPMD would gather what it has sharded, to cut it in chunks
-            return cost(self.logits(), tokens)
+            return cost(self.logits(), tokens, shared)
         hidden = constrain(tensor.enter_region(self.hidden, "vocab"), "batch", "seq", "embed")
-        return _summed(cost, length, hidden, _for_each_group(self.head), tokens)
+        return _summed(cost, length, hidden, _for_each_group(self.head), tokens, shared)
 
 
 jax.tree_util.register_dataclass(Projection, ["hidden", "head"], [])
+
+
+def logits_of(hidden_BSD: Float[Array, "B S D"], head_DV: Float[Array, "D V"]) -> Float[Array, "B S V"]:
+    """The logits of the tokens that a device has, for its shard of the vocabulary. Communication: none."""
+    return constrain(jnp.einsum("bsd,dv->bsv", hidden_BSD, head_DV), "batch", "seq", "vocab")
 
 
 def _for_each_group(head: Float[Array, "D V"]) -> Float[Array, "G D V"]:
@@ -136,26 +143,26 @@ def _global(dim: str) -> int:
 
 
 def _of_chunk(
-    cost: Cost, hidden_BCD: Float[Array, "B C D"], head_GDV: Float[Array, "G D V"], tokens: Any
+    cost: Cost, hidden_BCD: Float[Array, "B C D"], head_GDV: Float[Array, "G D V"], tokens: Any, shared: Any
 ) -> Float[Array, ""]:
     groups = hidden_BCD.reshape(head_GDV.shape[0], -1, *hidden_BCD.shape[1:])
     logits = jnp.einsum("gbsd,gdv->gbsv", groups, head_GDV).reshape(*hidden_BCD.shape[:2], -1)
-    return cost(constrain(logits, "batch", "seq", "vocab"), tokens)
+    return cost(constrain(logits, "batch", "seq", "vocab"), tokens, shared)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _summed(cost: Cost, length: int, hidden: jax.Array, head: jax.Array, tokens: Any) -> jax.Array:
+def _summed(cost: Cost, length: int, hidden: jax.Array, head: jax.Array, tokens: Any, shared: Any) -> jax.Array:
     def visit(_: None, chunk: Any) -> tuple[None, Any]:
         hidden, tokens = chunk
-        return None, (_of_chunk(cost, hidden, head, tokens), None)
+        return None, (_of_chunk(cost, hidden, head, tokens, shared), None)
 
     return _in_chunks(visit, None, (hidden, tokens), length)[1]
 
 
-def _with_gradients(cost: Cost, length: int, hidden: jax.Array, head: jax.Array, tokens: Any) -> Any:
+def _with_gradients(cost: Cost, length: int, hidden: jax.Array, head: jax.Array, tokens: Any, shared: Any) -> Any:
     def visit(d_head: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
         hidden, tokens = chunk
-        total, (d_hidden, more) = jax.value_and_grad(partial(_of_chunk, cost), (0, 1))(hidden, head, tokens)
+        total, (d_hidden, more) = jax.value_and_grad(partial(_of_chunk, cost), (0, 1))(hidden, head, tokens, shared)
         return d_head + more.astype(d_head.dtype), (total, d_hidden)
 
     zeros = constrain(varying_like(jnp.zeros_like(wide(head)), head), "batch", "embed", "vocab")
@@ -163,9 +170,9 @@ def _with_gradients(cost: Cost, length: int, hidden: jax.Array, head: jax.Array,
     return total, (d_hidden, d_head.astype(head.dtype))
 
 
-def _scaled(cost: Cost, length: int, gradients: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _scaled(cost: Cost, length: int, gradients: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
     d_hidden, d_head = gradients
-    return d_hidden * cotangent.astype(d_hidden.dtype), d_head * cotangent.astype(d_head.dtype), None
+    return d_hidden * cotangent.astype(d_hidden.dtype), d_head * cotangent.astype(d_head.dtype), None, None
 
 
 _summed.defvjp(_with_gradients, _scaled)

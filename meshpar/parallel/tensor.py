@@ -40,9 +40,7 @@ def enter_region(x: Float[Array, "B R D"], dim: str) -> Float[Array, "B S D"]:
 
     Communication: with sequence parallelism an all-gather; otherwise none forward and an all-reduce backward.
     """
-    seq_axes = manual_axes("residual_seq")
-    if seq_axes:
-        x = lax.all_gather(x, seq_axes, axis=SEQ, tiled=True)
+    x = whole_seq(x)
     return varying(x, manual_axes(dim)) if manual_axes(dim) else x
 
 
@@ -67,6 +65,15 @@ def exit_region(y: Float[Array, "B S D"], dim: str) -> Float[Array, "B R D"]:
         # Over an axis that shards the sequence but not `dim`, every device has the full sum already.
         y = lax.psum_scatter(y, axes, scatter_dimension=SEQ, tiled=True) if is_partial else shard(y, axes, SEQ)
     return y
+
+
+def whole_seq(x: Shaped[Array, "B R *rest"]) -> Shaped[Array, "B S *rest"]:
+    """[batch, seq, ...] from the devices' shards of the residual stream; `local_seq` undoes it.
+
+    Communication: with sequence parallelism an all-gather; otherwise none.
+    """
+    seq_axes = manual_axes("residual_seq")
+    return lax.all_gather(x, seq_axes, axis=SEQ, tiled=True) if seq_axes else x
 
 
 def local_seq(x: Shaped[Array, "B S *rest"]) -> Shaped[Array, "B R *rest"]:

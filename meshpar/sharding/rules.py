@@ -23,7 +23,7 @@ from meshpar.synonyms import new_name
 
 DIMS = (
     "batch", "seq", "residual_seq", "positions", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts",
-    "rank", "layers", "stage", "key_data",
+    "router", "rank", "layers", "stage", "key_data",
 )  # fmt: skip
 ACTIVATION_DIMS = ("batch", "seq", "residual_seq", "stage")
 TOKENS = ("batch", "seq")
@@ -52,6 +52,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "megatron_sp": _MEGATRON | {"residual_seq": ("tensor",)},
     # Liu et al. 2023, "Ring attention": a device holds a part of each row. `parallel.context` says how they attend.
     "context": _BATCH | {"seq": ("context",)},
+    # Lepikhin et al. 2020, "GShard": experts lie on different devices, which hold different rows outside of them.
+    "experts": {"batch": (*_BATCH["batch"], "expert"), "experts": ("expert",)},
     # A stage of the pipeline holds its own layers.
     "pipeline": _BATCH | {"layers": ("pipe",), "stage": ("pipe",)},
 }
@@ -173,6 +175,10 @@ class AxisRules(Config):
         """The axes over which a dim of a parameter is stored in shards and gathered before use."""
         return tuple(axis for axis in self[dim] if self.use(dim, axis) == "storage")
 
+    def dispatch_axes(self, dim: str) -> tuple[str, ...]:
+        """The axes over which a dim is sharded, and whose devices send tokens to the shards."""
+        return tuple(axis for axis in self.table.get(dim, ()) if self.use(dim, axis) == "dispatch")
+
 
 Rules = Coerced[AxisRules, str | list[str] | dict[str, Any]]
 
@@ -184,7 +190,9 @@ def _join(presets: Sequence[str]) -> dict[str, tuple[Any, str]]:
     for name in presets:
         for dim, value in PRESETS[name].items():
             before, by = joined.setdefault(dim, (value, name))
-            if before != value:
+            if dim == "batch":  # a preset may add axes that carry rows
+                joined[dim] = max((before, by), (value, name), key=lambda rule: len(rule[0]))
+            elif before != value:
                 what = f"preset {by} sets {_text(before)}, preset {name} sets {_text(value)}"
                 problems.add(f"rules.{dim}", what, "keep one of the two presets")
     problems.raise_any(ShardingError, "two rules disagree:")

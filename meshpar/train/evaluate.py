@@ -84,7 +84,8 @@ def trace_evaluation(
     def evaluate(params: Any, batch: Batch, carried: Any) -> dict[str, jax.Array]:
         params = on_device(params, averaged(placement))
         loss, tokens, metrics = sums(params, with_rows(batch), carried)
-        return metrics | {"loss": loss, "tokens": tokens}
+        scalars = {name: x for name, x in metrics.items() if not x.ndim}
+        return scalars | {"loss": loss, "tokens": tokens}
 
     arguments = structs(averaged(placement)), batch_structs(ctx, batch), structs(placement.carried)
     return trace(evaluate, arguments, whole(ctx.mesh))

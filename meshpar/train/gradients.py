@@ -12,6 +12,7 @@ from jax import lax
 
 from meshpar.optim.freeze import for_good, thawed
 from meshpar.parallel import data
+from meshpar.parallel.batch import Batch, split_off_shared
 from meshpar.parallel.buckets import order_of
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.local import varying_like
@@ -20,7 +21,7 @@ from meshpar.parallel.precision import summed_in, wide
 from meshpar.parallel.trainable import filled, without
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.error_feedback import REDUCE, of_loss
-from meshpar.train.loss import Batch, Loss, LossSums, check_names
+from meshpar.train.loss import Loss, LossSums, check_names
 from meshpar.train.program import WHOLE, batch_pspecs, on_shards, pspecs
 from meshpar.train.state import StatePlacement
 from meshpar.tree import map_with_path
@@ -151,7 +152,7 @@ def _accumulate(
 
     def add(sums: Any, batch: Batch) -> tuple[Any, tuple[jax.Array, dict[str, jax.Array]]]:
         total, grads, carried = sums
-        one, more = of_microbatch(batch, carried)
+        one, more = of_microbatch(batch | shared, carried)
         total, grads = jax.tree.map(jnp.add, (total, grads), (one.loss, more))
         return (total, grads, one.carried), (one.count, one.metrics)
 
@@ -162,9 +163,10 @@ def _accumulate(
 
     if ctx.num_microbatches == 1:
         return of_microbatch(batch, carried)
+    rows, shared = split_off_shared(batch)
     grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, ctx.accum_dtype)), p), trained)
     total = varying_like(wide(jnp.zeros((), jax.tree.leaves(trained)[0].dtype)), batch["rows"])
     zeros = (data.partial_sum(total), grads, carried)
-    (total, grads, carried), sums = lax.scan(add, zeros, jax.tree.map(split, batch))
+    (total, grads, carried), sums = lax.scan(add, zeros, jax.tree.map(split, rows))
     count, metrics = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), sums)
     return LossSums(total, count, metrics, carried), grads

@@ -16,8 +16,9 @@ import pydantic
 from meshpar.config import Coerced, Config, FilePath, Positive, Target, default
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel import tensor
+from meshpar.parallel.batch import TEACHER, TEACHER_HEAD, Batch, split_off_shared
 from meshpar.parallel.outputs import Outputs
-from meshpar.parallel.projection import Chunk, Projection
+from meshpar.parallel.projection import Chunk, Projection, logits_of
 from meshpar.sharding.rules import AxisRules
 from meshpar.tree import flatten_with_paths, map_with_path
 
@@ -28,10 +29,6 @@ RECORDED = (
     "kind", "step", "loss", "grad_norm", "tokens", "skipped", "lr", "step_s", "tokens_per_s", "data_wait", "mfu",
 )  # fmt: skip
 """The names of the values that a step and its record report themselves: no metric may have one of them."""
-
-Batch = dict[str, jax.Array]
-TEACHER = "teacher"
-"""The array of a batch that holds the teacher's logits."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,8 @@ class LossSums:
 
 jax.tree_util.register_dataclass(LossSums, ["loss", "count", "metrics", "carried"], [])
 
-Each = Callable[[jax.Array, jax.Array, Batch], jax.Array]
-"""(logits, targets, the tokens' arrays of a batch) -> [batch, seq], the loss of each token."""
+Each = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
+"""(logits, targets, logits of a teacher or None) -> [batch, seq], the loss of each token."""
 Loss = Callable[[Any, Batch, jax.Array | None, Any], LossSums]
 """(params, batch, key, carried) -> `LossSums` of the local rows."""
 
@@ -202,9 +199,9 @@ class LossConfig(Config):
     def each(self, vocab_size: int, distill: Distill | None = None) -> Each:
         """The loss of each token: its cross entropy with the optional terms, and that of a teacher."""
 
-        def each(logits: jax.Array, targets: jax.Array, batch: Batch) -> jax.Array:
+        def each(logits: jax.Array, targets: jax.Array, teacher: jax.Array | None) -> jax.Array:
             nll = tensor.cross_entropy(logits, targets, vocab_size, self.label_smoothing, self.z_loss)
-            return distill.add(nll, logits, batch[TEACHER], vocab_size) if distill else nll
+            return nll if distill is None or teacher is None else distill.add(nll, logits, teacher, vocab_size)
 
         return each
 
@@ -254,12 +251,14 @@ def summed_over_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """(sum, count) over the targets that are not -1."""
 
-    def cost(logits: jax.Array, tokens: Batch) -> jax.Array:
+    def cost(logits: jax.Array, tokens: Batch, shared: Batch) -> jax.Array:
         counted = tokens["targets"] >= 0
-        costs = each(logits, jnp.where(counted, tokens["targets"], 0), tokens)
+        teacher = logits_of(tokens[TEACHER], shared[TEACHER_HEAD]) if shared else None
+        costs = each(logits, jnp.where(counted, tokens["targets"], 0), teacher)
         return jnp.where(counted, costs, jnp.zeros_like(costs)).sum()
 
-    tokens = {name: x for name, x in batch.items() if name in ("targets", TEACHER)}
+    rows, shared = split_off_shared(batch)
+    tokens = {name: x for name, x in rows.items() if name in ("targets", TEACHER)}
     if isinstance(projected, Projection):
-        return projected.summed(cost, tokens, chunk), count_targets(batch)
-    return cost(projected, tokens), count_targets(batch)
+        return projected.summed(cost, tokens, shared, chunk), count_targets(batch)
+    return cost(projected, tokens, shared), count_targets(batch)

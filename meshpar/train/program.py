@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.parallel.batch import Batch
 from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.sharding.spec import ArraySpec
 
-Batch = dict[str, jax.Array]
 WHOLE = PartitionSpec()
 """Every device holds the whole array."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,16 @@ from meshpar.train.state import StatePlacement, TrainState, on_device
 Metrics = dict[str, jax.Array]
 
 
+class StateParams(Protocol):
+    """Parameters of a model that no gradient changes, but each step, by the metrics of its layers."""
+
+    @property
+    def paths(self) -> tuple[str, ...]: ...
+    def after_step(self, params: Any, metrics: Metrics, tokens: jax.Array) -> tuple[Any, Metrics]:
+        """The parameters for the next step, and the metrics to report."""
+        ...
+
+
 @dataclass(frozen=True)
 class Update:
     """The optimizer's half of a step.
@@ -39,6 +49,7 @@ class Update:
       tx: any Optax chain, without clipping; its update may have the keyword `step`, int32[].
       clip_norm: the largest norm of the whole gradient; None for no limit.
       dtype: dtype in which `tx` computes; None for that of the parameters.
+      state_params: frozen parameters that the step itself changes; None if there are none.
       learning_rate: number of updates -> learning rate, for the metrics; None if it is not known.
     """
 
@@ -46,6 +57,7 @@ class Update:
     clip_norm: float | None = None
     learning_rate: Callable[[jax.Array], Any] | None = None
     dtype: Any = None
+    state_params: StateParams | None = None
 
     def __call__(
         self, state: TrainState, got: Gradients, sharded: Any, elsewhere: Callable[[Any], Gradients] | None = None
@@ -87,16 +99,21 @@ class Update:
             params, is_finite = jax.lax.optimization_barrier((params, is_finite))
         keep = partial(jnp.where, is_finite)
 
+        whole = filled(params, state.params)
+        metrics = got.metrics
+        if self.state_params:
+            moved, metrics = self.state_params.after_step(whole, metrics, got.tokens)
+            whole = jax.tree.map(keep, moved, whole)
         new = replace(
             state,
             step=state.step + 1,
-            params=filled(params, state.params),
+            params=whole,
             opt_state=jax.tree.map(keep, opt_state, state.opt_state),
             skipped=state.skipped + keep(0, 1).astype(jnp.int32),
             carried=jax.tree.map(keep, got.carried, state.carried),
         )
-        metrics = {"loss": got.loss, "grad_norm": got.norm, "tokens": got.tokens, "skipped": new.skipped}
-        return new, got.metrics | metrics | self._rate(state)
+        of_step = {"loss": got.loss, "grad_norm": got.norm, "tokens": got.tokens, "skipped": new.skipped}
+        return new, metrics | of_step | self._rate(state)
 
     def _rate(self, state: TrainState) -> Metrics:
         if self.learning_rate is None:

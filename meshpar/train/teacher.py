@@ -14,45 +14,51 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.mesh.varying import Axes, invariant
-from meshpar.parallel import data
-from meshpar.parallel.context import ParallelContext
+from meshpar.parallel import data, tensor
+from meshpar.parallel.batch import TEACHER, TEACHER_HEAD, Batch
+from meshpar.parallel.context import ParallelContext, constrain
+from meshpar.parallel.outputs import Outputs
+from meshpar.parallel.projection import Projection
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.gradients import Gradients
-from meshpar.train.loss import TEACHER, Batch
 from meshpar.train.program import batch_pspecs, on_shards, pspecs, structs
 from meshpar.train.state import place
 
-LOGITS = ("batch", "seq", "vocab")
+DIMS = {TEACHER: ("batch", "seq", "embed"), TEACHER_HEAD: ("embed", "vocab")}
 
 
 @dataclass(frozen=True)
 class Teacher:
     """The forward of another model on the same batch, compiled into the step and not differentiated.
 
-    Its logits become an array of the batch, sharded by the student's rules, and are split into microbatches like any
-    other. If both models' rules shard `batch` and `vocab` alike, no communication is needed for that. A teacher is not
-    cut into stages: beside a pipeline, each stage computes some of the rows, see `unstaged`.
+    Its last hidden states and its output projection become arrays of the batch, sharded by the student's rules. The
+    loss multiplies them in its chunks of tokens, so no device holds all of the teacher's logits. If both models' rules
+    shard `batch`, `seq` and `vocab` alike, no communication is needed for that. A teacher is not cut into stages:
+    beside a pipeline, each stage computes some of the rows, see `unstaged`.
 
     Args:
-      apply: (params, batch, key) -> logits [batch, seq, vocab], local shards of the vocabulary.
+      apply: (params, batch, key) -> `Outputs` with a `Projection`.
       specs: tree of `ArraySpec`, of the teacher's parameters.
       rules: of the teacher's parameters and activations.
       student: the context of the step; the teacher has the same mesh and compute dtype.
       batch_specs: name -> `ArraySpec` of an array of a batch.
       vocab: rows of both models' vocabulary with padding.
+      hidden_size: width of the teacher's hidden states.
 
-    Memory: the teacher's parameters, sharded by its rules; and its logits for all rows of a step, in the compute dtype.
-    Communication: that of one forward per step: ZeRO-2 and -3 gather once, ZeRO-1 never. An all-gather of the logits
-      over the axes that shard the rows of the teacher, but not those of the student.
+    Memory: the teacher's parameters, sharded by its rules. In the compute dtype: its hidden states for all rows of a
+      step, and its output projection, sharded in the vocabulary alone.
+    Communication: that of one forward per step: ZeRO-2 and -3 gather once, ZeRO-1 never. An all-gather of the hidden
+      states over the axes that shard the rows of the teacher, but not those of the student.
     """
 
-    apply: Callable[..., jax.Array]
+    apply: Callable[..., Outputs]
     specs: Any
     rules: AxisRules
     student: ParallelContext
     batch_specs: dict[str, ArraySpec]
     vocab: int
+    hidden_size: int
 
     @cached_property
     def ctx(self) -> ParallelContext:
@@ -70,16 +76,19 @@ class Teacher:
         """The parameters as the structs that a step is compiled for."""
         return structs(self.placement)
 
-    @cached_property
-    def logits(self) -> ArraySpec:
-        shape = next(iter(self.batch_specs.values())).shape[:2]
-        return ArraySpec((*shape, self.vocab), np.dtype(self.ctx.compute_dtype), LOGITS)
+    @property
+    def arrays(self) -> dict[str, ArraySpec]:
+        """The arrays that are added to a batch."""
+        batch, seq = next(iter(self.batch_specs.values())).shape[:2]
+        shapes = {TEACHER: (batch, seq, self.hidden_size), TEACHER_HEAD: (self.hidden_size, self.vocab)}
+        dtype = np.dtype(self.ctx.compute_dtype)
+        return {name: ArraySpec(shape, dtype, DIMS[name]) for name, shape in shapes.items()}
 
     @property
     def is_aligned(self) -> bool:
-        """Whether the teacher's logits are sharded like the student's, after they are gathered."""
-        own = (self.student.axes("batch") + self._gathered_axes, self.student.axes("seq"), self.student.axes("vocab"))
-        return tuple(self.ctx.axes(dim) for dim in LOGITS) == own
+        """Whether the arrays are sharded by the student's rules, after they are gathered."""
+        rows = self.student.axes("batch") + self._gathered_axes == self.ctx.axes("batch")
+        return rows and all(self.ctx.axes(dim) == self.student.axes(dim) for dim in ("seq", "embed", "vocab"))
 
     @property
     def _gathered_axes(self) -> Axes:
@@ -89,28 +98,40 @@ class Teacher:
         return axes[len(own) :] if self.ctx.manual and axes[: len(own)] == own else ()
 
     def teaching(self, gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
-        """Replaces the teacher's parameters in a batch by its logits before the gradients are computed."""
+        """Replaces the teacher's parameters in a batch by its arrays before the gradients are computed."""
 
         def taught(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
             own = {name: x for name, x in batch.items() if name != TEACHER}
-            return gradients(params, own | {TEACHER: self(batch[TEACHER], own)}, step, carried)
+            return gradients(params, own | self(batch[TEACHER], own), step, carried)
 
         return taught
 
-    def __call__(self, params: Any, batch: Batch) -> jax.Array:
-        """The logits of a batch, the global array [batch, seq, vocab]."""
+    def __call__(self, params: Any, batch: Batch) -> Batch:
+        """The arrays that are added to a batch, global ones."""
         dims = jax.tree.map(lambda spec: spec.dims, self.specs)
-
         gathered = self._gathered_axes
+        rows = self.student if gathered else self.ctx
+        out_specs = {
+            TEACHER: PartitionSpec(*rows.pspec("batch"), *self.ctx.pspec("seq", "embed")),
+            TEACHER_HEAD: self.ctx.pspec("embed", "vocab"),
+        }
 
-        def local(params: Any, batch: Batch) -> jax.Array:
-            logits = self.apply(data.gather_params(params, dims), batch, None).astype(self.logits.dtype)
-            return invariant(lax.all_gather(logits, gathered, tiled=True), gathered) if gathered else logits
+        def local(params: Any, batch: Batch) -> Batch:
+            projected = self.apply(data.gather_params(params, dims), batch, None).projected
+            assert isinstance(projected, Projection), "a model with a vocabulary projects to it"
+            hidden = tensor.enter_region(projected.hidden, "vocab")
+            hidden = lax.all_gather(hidden, gathered, tiled=True) if gathered else hidden
+            found = {TEACHER: hidden, TEACHER_HEAD: projected.head}
+            return {name: self._returned(x, name, out_specs[name]) for name, x in found.items()}
 
         in_specs = (pspecs(self.placement), batch_pspecs(self.ctx, self.batch_specs))
-        rows = self.student if gathered else self.ctx
-        out_spec = PartitionSpec(*rows.pspec("batch"), *self.ctx.pspec("seq", "vocab"))
-        return on_shards(local, self.ctx, in_specs, out_spec)(params, batch)
+        return on_shards(local, self.ctx, in_specs, out_specs)(params, batch)
+
+    def _returned(self, x: jax.Array, name: str, pspec: PartitionSpec) -> jax.Array:
+        """An array in the compute dtype, typed as equal on the devices of all axes over which it is not sharded."""
+        sharded = {axis for axes in pspec if axes for axis in axes}
+        same = tuple(axis for axis in self.ctx.mesh.axis_names if axis not in sharded)
+        return constrain(invariant(x, same).astype(self.ctx.compute_dtype), *DIMS[name])
 
 
 def unstaged(rules: AxisRules) -> AxisRules:

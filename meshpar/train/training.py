@@ -13,6 +13,7 @@ import numpy as np
 
 from meshpar.cost.flops import needed_flops, traced_products
 from meshpar.optim.freeze import for_good
+from meshpar.parallel.batch import TEACHER, Batch
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.pipeline.model import PipelineModel
@@ -24,7 +25,7 @@ from meshpar.train.error_feedback import place_error_feedback, zeros
 from meshpar.train.evaluate import Evaluation, trace_evaluation
 from meshpar.train.gradients import Gradients, Objective, gradients, stale
 from meshpar.train.layer_order import LayerOrder
-from meshpar.train.loss import TEACHER, Batch, Loss
+from meshpar.train.loss import Loss
 from meshpar.train.program import batch_structs, compile_program
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place
 from meshpar.train.step import Metrics, Step, Update, compile_step, step_function
@@ -49,7 +50,7 @@ class Training:
       init_carried: key -> the first carried state.
       frozen: for how many steps each parameter is frozen, see `freeze.frozen_until`; None if none is.
       is_offloaded: whether the optimizer's state is stored in the host's memory between steps.
-      teacher: a model whose logits are added to the batch; its parameters are an input of each step.
+      teacher: a model whose projection of the logits is added to the batch; its parameters are an input of each step.
       evaluation: the loss for evaluations; default: `loss` without a key.
       in_schedule_order: whether parameters and gradients have their layers in the order of the pipeline's schedule,
         see `scheduled`.
@@ -134,7 +135,7 @@ class Training:
     @property
     def gradients(self) -> Callable[..., Gradients]:
         """(params, batch, step, carried) -> `Gradients`; with a teacher, the batch contains its parameters."""
-        specs = self.batch_specs | ({TEACHER: self.teacher.logits} if self.teacher else {})
+        specs = self.batch_specs | (self.teacher.arrays if self.teacher else {})
         found = gradients(self.objective, self.ctx, self.placement, specs, self.seed)
         if self.pipeline and self.pipeline.schedule.is_stale:
             found = stale(found)

@@ -15,6 +15,7 @@ from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
+from meshpar.nn.experts import Balance, Experts
 from meshpar.nn.lora import LoRA
 from meshpar.nn.rotary import Llama3
 from meshpar.nn.transformer import Decoder
@@ -36,6 +37,19 @@ SIZES = {
     "vocab_size": 29,
     "pad_vocab_to_multiple": 8,
 }
+DROPLESS = Experts(num=8, per_token=2, intermediate_size=12, shared=1, balance=Balance(weight=0.1), z_loss=0.01)
+CAPACITY = Experts(
+    num=12,
+    per_token=3,
+    intermediate_size=12,
+    router="sigmoid",
+    groups=4,
+    groups_per_token=2,
+    scale=2.0,
+    dispatch="capacity",
+    capacity_factor=1.0,
+    balance="bias",
+)
 MODELS = {
     "llama": Llama(**SIZES, num_kv_heads=4, remat="dots"),
     "llama_gqa_tied_dropout": Llama(
@@ -56,6 +70,8 @@ MODELS = {
         remat="dots",
         rope_scaling=Llama3(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8),
     ),
+    "llama_experts": Llama(**SIZES, experts=DROPLESS, remat="dots"),
+    "llama_experts_capacity": Llama(**SIZES, experts=CAPACITY),
     "llama_lora": Llama(**SIZES),
     "llama_frozen": Llama(**SIZES),
 }

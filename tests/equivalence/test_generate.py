@@ -20,6 +20,7 @@ SAMPLE = [
     ("llama_gqa_options", "tensor4", "manual"),
     ("llama", "data2_fsdp2_tensor2", "manual"),
     ("gpt_tied", "data2_fsdp2_tensor2", "auto"),
+    ("llama_experts", "expert2_fsdp2_tensor2", "manual"),
 ]
 DRAWN_CASES = list(product(LAYOUTS, ("manual", "auto")))
 each_case = pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def metrics_of(mesh, **more):
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_metrics_beside_the_loss_are_means_over_all_rows(num_microbatches):
-    on_one, _ = metrics_of("on_one")
+    on_one, _ = metrics_of("one")
     on_eight, evaluated = metrics_of("data2_fsdp2_tensor2", num_microbatches=num_microbatches)
     assert 0 < on_one["accuracy"] < 1
     assert abs(on_eight["accuracy"] - on_one["accuracy"]) < 1e-10

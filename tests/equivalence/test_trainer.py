@@ -19,15 +19,17 @@ from meshpar.nn.describe import functional
 from meshpar.optim import AdamW
 from meshpar.optim.ema import averaged
 from meshpar.optim.freeze import Freeze
+from meshpar.parallel.batch import TEACHER
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.loss import TEACHER, Distill, LossConfig
+from meshpar.train import loss
+from meshpar.train.loss import Distill, LossConfig
 from meshpar.train.step import Step
 from meshpar.train.teacher import Teacher, unstaged
 from tests.equivalence.conftest import SIZES, batches, prepared
 
 MODEL = "llama"
 LR = 1e-2
-LARGER = Llama(**SIZES | {"num_layers": 3, "intermediate_size": 64})
+LARGER = Llama(**SIZES | {"num_layers": 3, "hidden_size": 24, "intermediate_size": 64})
 SETTINGS: dict[str, dict[str, Any]] = {
     "ema": {"optim": AdamW(lr=LR, ema=0.7)},
     "loss": {"loss": LossConfig(label_smoothing=0.1, z_loss=1e-2)},
@@ -42,7 +44,8 @@ LAYOUTS = {
     "zero2": ("manual", 4, ("zero2",)),
     "tensor4_sp": ("manual", 4, ("megatron",)),
 }
-PIPELINES = {
+OTHERS = {
+    "fsdp2_context2_tensor2": (None, {"fsdp": 2, "context": 2, "tensor": 2}, ("fsdp", "megatron_sp", "context")),
     "pipe2_fsdp2_tensor2": ("1f1b", {"pipe": 2, "fsdp": 2, "tensor": 2}, ("pipeline", "fsdp", "megatron_sp")),
     "pipe2_data2": ("gpipe", {"pipe": 2, "data": 2}, ("pipeline",)),
     "pipe2_zero2": ("zb_h1", {"pipe": 2, "fsdp": 4}, ("pipeline", "zero2")),
@@ -52,7 +55,7 @@ IN_CI = [("all", "data2_fsdp2_tensor2"), ("all", "tensor4"), ("all", "pipe2_fsdp
 CASES = [
     pytest.param(name, layout, marks=[] if (name, layout) in IN_CI else pytest.mark.slow)
     for name in SETTINGS
-    for layout in [*LAYOUTS, *PIPELINES]
+    for layout in [*LAYOUTS, *OTHERS]
 ]
 
 
@@ -60,7 +63,8 @@ def teaching(run: Prepared, rules: AxisRules) -> Teacher:
     """A teacher with random parameters, larger than its student, sharded by rules of its own."""
     model = nnx.eval_shape(lambda: LARGER.build(nnx.Rngs(0)))
     specs = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype("float64")), larger().specs)
-    return Teacher(functional(model), specs, rules, run.ctx, run.batch_specs, LARGER.padded_vocab)
+    forward = functional(model, "forward")
+    return Teacher(forward, specs, rules, run.ctx, run.batch_specs, LARGER.padded_vocab, LARGER.hidden_size)
 
 
 @lru_cache
@@ -76,11 +80,11 @@ def teachers_parameters() -> Any:
 
 def plain(layout: str | None) -> tuple[Prepared, AxisRules]:
     """A run without these settings, and the rules of its teacher."""
-    if layout in PIPELINES:
-        kind, sizes, presets = PIPELINES[layout]
+    if layout in OTHERS:
+        kind, sizes, presets = OTHERS[layout]
         rules = AxisRules(preset=presets)
-        pipeline = {"kind": kind, "num_microbatches": 4}
-        run = prepared(MODEL, None, "manual", 1, mesh=MeshLayout(**sizes), rules=rules, parallel={"pipeline": pipeline})
+        parallel = {"pipeline": {"kind": kind, "num_microbatches": 4}} if kind else {}
+        run = prepared(MODEL, None, "manual", 1, mesh=MeshLayout(**sizes), rules=rules, parallel=parallel)
         return run, unstaged(rules)
     lowering, num_microbatches, presets = LAYOUTS[layout] if layout else ("auto", 1, ("replicated",))
     return prepared(MODEL, layout, lowering, num_microbatches), AxisRules(preset=presets)
@@ -96,10 +100,6 @@ def with_settings(name: str, layout: str | None, chunk: Any = "auto") -> Prepare
         return run
     program = run.run.model.program(replace(task_of(run.run), distill=distill))
     return replace(run, loss=program.loss, stages=program.parts, teacher=teaching(run, rules))
-
-
-def put(run: Prepared, batch: Any) -> Any:
-    return {name: jax.device_put(x, run.batch[name].sharding) for name, x in batch.items()}
 
 
 def given_its_teacher(run: Prepared) -> Step:
@@ -120,9 +120,9 @@ def outcome(run: Prepared) -> dict[str, Any]:
     evaluate = run.compile_evaluation()
     steps = []
     for batch in batches():
-        state, metrics = step(state, put(run, batch))
+        state, metrics = step(state, run.put(batch))
         steps.append((metrics["loss"], metrics["grad_norm"]))
-    held_out = evaluate(averaged(state), put(run, batches()[0]), state.carried)
+    held_out = evaluate(averaged(state), run.put(batches()[0]), state.carried)
     found = {"steps": steps, "params": state.params, "average": averaged(state), "held_out": held_out["loss"]}
     return jax.device_get(found)
 
@@ -133,7 +133,11 @@ def on_one_device(name: str) -> dict[str, Any]:
 
 
 def difference(name: str, layout: str | None, chunk: Any = "auto") -> float:
-    pairs = zip(*map(jax.tree.leaves, (outcome(with_settings(name, layout, chunk)), on_one_device(name))), strict=True)
+    return largest_difference(outcome(with_settings(name, layout, chunk)), on_one_device(name))
+
+
+def largest_difference(found: Any, want: Any) -> float:
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True)
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
 
 
@@ -142,10 +146,37 @@ def test_trainer_settings_are_equal_to_one_device(name, layout):
     assert difference(name, layout) < 1e-10
 
 
-@pytest.mark.parametrize("layout", [None, "tensor4", "data2_fsdp2_tensor2"])
+IN_CHUNKS = [None, "tensor4", "data2_fsdp2_tensor2", "fsdp2_context2_tensor2"]
+IN_CHUNKS += [pytest.param(layout, marks=pytest.mark.slow) for layout in OTHERS if layout not in IN_CHUNKS]
+
+
+@pytest.mark.parametrize("layout", IN_CHUNKS)
 def test_a_loss_in_chunks_is_equal_to_one_device(layout):
     """With label smoothing, z-loss and a teacher. The last chunk is shorter, and microbatches have chunks too."""
     assert difference("all", layout, chunk=20) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [None, "tensor4", "data2_fsdp2_tensor2", "pipe2_fsdp2_tensor2"])
+def test_a_teacher_with_tied_embeddings_is_equal_to_one_device(layout, monkeypatch):
+    monkeypatch.setitem(globals(), "LARGER", LARGER.model_copy(update={"tie_embeddings": True}))
+    for name in ("larger", "teachers_parameters"):
+        monkeypatch.setitem(globals(), name, lru_cache(globals()[name].__wrapped__))
+    found = outcome(with_settings("distill", layout, chunk=20))
+    want = outcome(with_settings("distill", None))
+    assert largest_difference(found, want) < 1e-10
+
+
+def test_a_planted_shard_of_a_teachers_head_is_seen(monkeypatch):
+    """Control: a device multiplies by its neighbour's shard of the vocabulary."""
+    on_one_device("all")
+    product = loss.logits_of
+
+    def shifted(hidden, head):
+        return product(hidden, jax.lax.ppermute(head, "tensor", [(0, 1), (1, 0)]))
+
+    monkeypatch.setattr(loss, "logits_of", shifted)
+    assert difference("all", "data2_fsdp2_tensor2", chunk=20) > 1e-4
 
 
 # Settings on one device, against their definitions ------------------------------------------------------------------
@@ -161,7 +192,7 @@ def without_average() -> list[Any]:
     state = plain.compile_init()()
     history = [jax.device_get(state.params)]
     for batch in batches():
-        state, _ = step(state, put(plain, batch))
+        state, _ = step(state, plain.put(batch))
         history.append(jax.device_get(state.params))
     return history
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,13 @@ import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
+from meshpar.errors import ConfigError
 from meshpar.interop.export import export
 from meshpar.interop.huggingface import Pretrained, open_pretrained
 from meshpar.interop.safetensors import Tensor
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.describe import describe, functional, nested
+from meshpar.nn.experts import Experts
 from meshpar.nn.lora import LoRA
 from meshpar.nn.transformer import Decoder
 from meshpar.sharding.resolve import resolve
@@ -63,8 +66,22 @@ OPTION = {
     "qwen2": {"global_layers": ()},
     "phi3": {"rotary_fraction": 1.0},
     "qwen3": {"rope_theta": 1e4},
+    "mixtral": {"experts": Experts(num=4, per_token=2, intermediate_size=64, normalize=False)},
+    "qwen3_moe": {"experts": Experts(num=6, per_token=2, intermediate_size=24, normalize=False)},
 }
-IN_CI = {"llama", "llama_biases", "llama3_rope", "smollm", "mistral", "qwen2", "qwen3", "phi3", "gpt2"}
+IN_CI = {
+    "llama",
+    "llama_biases",
+    "llama3_rope",
+    "smollm",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+}
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in IN_CI else pytest.mark.slow) for k in KINDS])
@@ -80,6 +97,38 @@ def test_logits_equal_transformers_and_weights_come_back_bit_for_bit(kind, tmp_p
         assert abs(our_logits(other, arrays) - want).max() > 1e-3
     export(tmp_path / "back", pretrained.model, arrays)
     _same_bits(tmp_path / "there", tmp_path / "back")
+
+
+def test_an_upcycled_model_computes_at_first_what_the_dense_one_does(tmp_path):
+    dense = open_pretrained(saved("llama", tmp_path / "there"))
+    width = dense.model.intermediate_size
+    model = dense.model.model_copy(update={"experts": Experts(num=4, per_token=2, intermediate_size=width)})
+    upcycled = replace(dense, is_upcycled=True)
+    upcycled.check(model)
+    want = our_logits(dense.model, params(dense))
+    flat = flatten_with_paths(specs(model))
+    router = np.random.default_rng(0).normal(size=flat["blocks.mlp.router.weight"].shape).astype("float32")
+    mesh = MeshLayout(expert=2, fsdp=2).build(jax.devices()[:4])
+    placed = resolve(specs(model), AxisRules(preset=("fsdp", "experts")), mesh)
+    structs = {path: placement.struct for path, placement in flatten_with_paths(placed).items()}
+    read = jax.device_get(upcycled.params({path: structs[path] for path in upcycled.paths}))
+    assert structs.keys() - read.keys() == {"blocks.mlp.router.weight"}
+    arrays = {path: read.get(path, router) for path in structs}
+    np.testing.assert_allclose(our_logits(model, arrays), want, rtol=0, atol=1e-5)
+    other = np.array(arrays["blocks.mlp.up"])
+    other[:, 1] *= 2  # the experts have to be equal
+    assert abs(our_logits(model, arrays | {"blocks.mlp.up": other}) - want).max() > 1e-3
+
+
+def test_upcycling_refuses_experts_that_the_mlp_does_not_fit(tmp_path):
+    dense = replace(open_pretrained(saved("llama_biases", tmp_path / "there")), is_upcycled=True)
+    experts = Experts(num=4, per_token=2, intermediate_size=7, shared=1)
+    with pytest.raises(ConfigError) as error:
+        dense.check(dense.model.model_copy(update={"experts": experts}))
+    for key in ("model.experts.intermediate_size", "model.mlp_bias", "model.experts.shared"):
+        assert key in str(error.value)
+    with pytest.raises(ConfigError, match="the run's model has no experts"):
+        dense.check(dense.model)
 
 
 def _same_bits(there, back):

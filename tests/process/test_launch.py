@@ -115,6 +115,14 @@ def test_one_that_is_killed_ends_the_others(config):
     assert time.monotonic() - began < 15
 
 
+def test_processes_with_different_configs_are_refused_before_they_train(config, tmp_path, capfd):
+    script = f"{sys.executable} -m meshpar train {config} run_dir=run seed=${join.PROCESS} --devices=4"
+    ended = workers.Group(["bash", "-c", script], 2, tmp_path).run()
+    assert ended.code == 2
+    assert "config.seed\n    1 on process 1, 0 on process 0\n    start all processes" in capfd.readouterr().err
+    assert not Path("run").exists()
+
+
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 FAILS = "import sys, time; time.sleep(0.5); print('no more paper'); sys.exit(3)"
 WORKER = f"""

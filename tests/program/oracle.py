@@ -134,7 +134,7 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
     activations = Activations(teacher.num_layers, tokens // _size(ctx, spread), teacher.hidden_size, False, False)
     more = teacher_traffic(run.taught_by.placement.sharded, ctx, widths, activations, tokens)
     if spread:
-        more[spread] = share(_size(ctx, spread), tokens * teacher.padded_vocab // ctx.shards("vocab") * widths.compute)
+        more[spread] = share(_size(ctx, spread), tokens * teacher.hidden_size * widths.compute)
     return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
 
 
@@ -399,7 +399,10 @@ def _add_activations(
     embedding_learns: bool,
     head_learns: bool,
 ) -> None:
-    """8(t-1)/t X a layer, X = b s d, with and without sequence parallelism; two or three more if recomputed.
+    """8(t-1)/t X a layer, X = b s d, with sequence parallelism or without; and more for recomputing.
+
+    The backward enters both regions again, and exits the first one again unless its product is saved.
+
 
     Embedding and output projection send 2(t-1)/t X each, the cross entropy three numbers for each token, twice. With
     overlap, each of a layer's two regions sends X once more, and so does the output projection if it is trained,
@@ -422,7 +425,8 @@ def _recomputed(dim: str, ctx: ParallelContext, of: Activations, on_cpu: bool) -
     if ctx.overlaps(dim):
         merged = _merges(ctx.axes(dim), ctx, on_cpu)
         return 1 + of.with_products * ((2 if dim == "heads" else 1) - merged)
-    return of.recomputed * (2 if dim == "heads" else 1 if ctx.axes("residual_seq") else 0)
+    enters, exits = (1, 1) if ctx.axes("residual_seq") else (0, 2)
+    return of.recomputed * enters + of.with_products * (dim == "heads") * exits
 
 
 def _add_scalars(sent: Sums, placements: Iterable[Placement], ctx: ParallelContext, widths: Widths) -> None:

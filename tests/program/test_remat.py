@@ -10,6 +10,7 @@ from meshpar.cost.walk import walk
 from meshpar.models import Llama
 from meshpar.nn.attention.blocks import Blocks
 from meshpar.nn.remat import Remat
+from meshpar.parallel import linear
 from tests.program.test_bytes import cost_as_traced, cost_as_written, prepared
 
 LAYERS = 12
@@ -58,11 +59,16 @@ def test_the_forward_saves_only_the_named_activations(names):
     assert saved_bytes(run_with("data2_fsdp2_tensor2", save=names)) == closed_form(names)
 
 
-def test_a_policy_saves_the_output_projection_before_it_is_scattered():
-    """Control: with sequence parallelism over two devices this takes twice the bytes of `residual`."""
-    saved = saved_bytes(run_with("data2_fsdp2_tensor2", policy="dots_no_batch"))
+def test_a_policy_saves_the_output_projection_after_it_is_scattered(monkeypatch):
+    """Control: partial sums of the whole sequence take twice the bytes, and are scattered again."""
+    products = ("q", "k", "v", "gate", "up")
+    run = run_with("data2_fsdp2_tensor2", policy="dots_no_batch")
+    assert saved_bytes(run) == closed_form((*products, "residual"))
+    monkeypatch.setattr(linear, "checkpoint_name", lambda x, name: x)
+    before = run_with.__wrapped__("data2_fsdp2_tensor2", policy="dots_no_batch")
     residual = closed_form(("residual",)) - closed_form(())
-    assert saved == closed_form(("q", "k", "v", "gate", "up")) + 2 * residual
+    assert saved_bytes(before) == closed_form(products) + 2 * residual
+    assert before.traced_bytes["tensor",] > run.traced_bytes["tensor",]
 
 
 def test_attention_is_computed_again_unless_its_result_and_log_mass_are_saved():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from meshpar.experiment.prepare import Prepared, prepare
@@ -9,8 +11,9 @@ from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.loss import Distill, LossConfig
+from meshpar.train.step import Step
 from tests.errors.test_trainer_errors import teacher
-from tests.program import oracle
+from tests.program import oracle, test_chunked_loss
 from tests.program.oracle import closed_form
 from tests.program.test_bytes import prepared, sent_as_written
 
@@ -60,3 +63,29 @@ def test_with_a_teacher_of_another_sharding_the_traced_bytes_are_unknown(tmp_pat
     teacher(vocab_size=32)
     run = prepared("data2_fsdp2_tensor2").run.model_copy(update={"distill": Distill(teacher="teacher", rules=rules)})
     assert prepare(run).traced_bytes is None
+
+
+# Memory -------------------------------------------------------------------------------------------------------------
+
+
+def in_chunks_of(chunk: Any) -> tuple[Prepared, Step]:
+    """A step with a teacher; both models have a large vocabulary."""
+    layout = "data2_fsdp2_tensor2"
+    student = test_chunked_loss.prepared(layout, chunk, model=test_chunked_loss.LARGE)
+    distill = Distill(teacher="teacher", rules=AxisRules(preset=("fsdp", "megatron")))
+    run = prepare(student.run.model_copy(update={"distill": distill}))
+    return run, run.compile_step()
+
+
+def test_no_array_has_all_logits_of_a_teacher_or_its_student(tmp_path, monkeypatch):
+    """Control: without chunks there is such an array, and the temporaries have room for one of each model."""
+    monkeypatch.chdir(tmp_path)
+    teacher(vocab_size=test_chunked_loss.VOCAB)
+    run, step = in_chunks_of(test_chunked_loss.CHUNK)
+    whole = in_chunks_of("none")
+    tokens, width = test_chunked_loss.sizes_of_a_device(run)
+    assert test_chunked_loss.largest_with_vocabulary(run, step) < tokens * width
+    assert test_chunked_loss.largest_with_vocabulary(*whole) >= tokens * width
+    less, more = (step.compiled.memory_analysis().temp_size_in_bytes for step in (step, whole[1]))
+    saved = 4 * (2 * (tokens - test_chunked_loss.CHUNK) - test_chunked_loss.LARGE.hidden_size) * width
+    assert more - less > saved > 0

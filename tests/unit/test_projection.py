@@ -33,13 +33,13 @@ def drawn(dtype: Any = jnp.float64, scale: float = 1.0) -> tuple[jax.Array, jax.
     return hidden, head, tokens
 
 
-def weighted(logits: jax.Array, tokens: Any) -> jax.Array:
+def weighted(logits: jax.Array, tokens: Any, shared: None) -> jax.Array:
     nll = tensor.cross_entropy(logits, tokens["targets"], VOCAB, 0.1, 1e-2)
     return (nll * tokens["weights"].astype(nll.dtype)).sum()
 
 
 def loss(hidden: jax.Array, head: jax.Array, tokens: Any, chunk: Any) -> jax.Array:
-    return Projection(hidden, head).summed(weighted, tokens, chunk)
+    return Projection(hidden, head).summed(weighted, tokens, None, chunk)
 
 
 def difference(chunk: Any) -> float:
@@ -62,7 +62,7 @@ def test_chunks_of_any_length_change_no_gradient(chunk, float64):
 
 def test_planted_an_ignored_cotangent_is_seen(float64, monkeypatch):
     unscaled = jax.custom_vjp(projection._summed.fun, nondiff_argnums=(0, 1))
-    unscaled.defvjp(projection._with_gradients, lambda cost, length, gradients, cotangent: (*gradients, None))
+    unscaled.defvjp(projection._with_gradients, lambda cost, length, gradients, cotangent: (*gradients, None, None))
     monkeypatch.setattr(projection, "_summed", unscaled)
     assert difference(6) > 1e-2
     assert difference("none") == 0

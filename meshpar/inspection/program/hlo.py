@@ -168,6 +168,8 @@ def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: Any
     permutes = kind == "collective_permute"
     groups = find_groups(one.attributes, "source_target_pairs" if permutes else "replica_groups", program.num_devices)
     arrays = _results(one)
+    if kind == "ragged_all_to_all":
+        arrays = min(arrays, _sent_rows(program, one) or arrays, key=lambda found: found[0].num_bytes)
     share_of = max(map(len, groups), default=1) if one.opcode.startswith("reduce-scatter") else 1
     span = differing_axes if permutes else spanned_axes
     return Collective(
@@ -184,6 +186,15 @@ def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: Any
         tensors=flow.gathers(one) or flow.updates(one),
         line=one.line,
     )
+
+
+def _sent_rows(program: Program, one: Instruction) -> tuple[Array, ...]:
+    """The buffer that a ragged all-to-all sends rows of; empty if it is computed elsewhere.
+
+    If all devices get equally many rows, it sends the smaller of this buffer and its result: the other has more room.
+    """
+    beside = program.computation(one.computation)
+    return beside[one.operands[0]].arrays if one.operands and one.operands[0] in beside else ()
 
 
 def _results(one: Instruction) -> tuple[Array, ...]:

@@ -19,11 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.collectives.permute import permute
+from meshpar.parallel.batch import Batch, split_off_shared
 from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.local import varying, varying_like, zeros_of
 from meshpar.parallel.outputs import Auxiliary, Scalars
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
-from meshpar.parallel.pipeline.model import Batch, PipelineModel
+from meshpar.parallel.pipeline.model import PipelineModel
 from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.schedule_table import KINDS, Pattern, ScheduleTable, TableRow, tick_table
@@ -140,7 +141,8 @@ class _Stage:
         self.ticks, self.cut = pipeline.plan(ctx, forward_only)
         self.num_microbatches = pipeline.schedule.num_microbatches
         # [rows / m, m, ...]: a microbatch is sliced in place, without a change of layout.
-        self.batch = jax.tree.map(lambda a: a.reshape(-1, self.num_microbatches, *a.shape[1:]), batch)
+        rows, self.shared = split_off_shared(batch)
+        self.batch = jax.tree.map(lambda a: a.reshape(-1, self.num_microbatches, *a.shape[1:]), rows)
         self.at_ends = (self.num_microbatches, self.num_microbatches * pipeline.schedule.chunks_per_stage)
         self.axes = ctx.stage_axes
         self.stage = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
@@ -358,7 +360,8 @@ class _Stage:
 
     def _micro(self, microbatch: jax.Array) -> Batch:
         index = varying(microbatch, self.axes)
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, axis=1, keepdims=False), self.batch)
+        rows = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, axis=1, keepdims=False), self.batch)
+        return rows | self.shared
 
     def _layer(self, layers: Any, at: jax.Array) -> Any:
         row = varying(self.rows[at], self.axes)

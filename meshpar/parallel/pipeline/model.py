@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 
+from meshpar.parallel.batch import Batch
 from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.pipeline.split import Policy
-
-Batch = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)

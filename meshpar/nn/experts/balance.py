@@ -1,0 +1,87 @@
+"""What a step does with the load of the experts: it moves their balance, and reports how even the load is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from meshpar.nn.experts.config import Experts
+from meshpar.nn.experts.routing import LOAD
+from meshpar.parallel.precision import wide
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class RouterState:
+    """The parameters of a router that no gradient changes: the load of the last step, or the bias of the selection.
+
+    They are frozen for the optimizer. Each step changes them by the load of its experts, over all tokens that count.
+
+    Args:
+      layers: the key of the stacked blocks in the tree of parameters.
+    """
+
+    experts: Experts
+    layers: str = "blocks"
+
+    @property
+    def name(self) -> str | None:
+        """The name of the parameter; None if the router has none."""
+        kinds = {"loss": "load", "bias": "bias"}
+        return kinds[self.experts.balance.kind] if self.experts.balance else None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of these parameters."""
+        return (f"{self.layers}.mlp.router.{self.name}",) if self.name else ()
+
+    def after_step(self, params: Any, metrics: Metrics, tokens: jax.Array) -> tuple[Any, Metrics]:
+        """The parameters for the next step, and the metrics with a summary in place of the loads.
+
+        Args:
+          metrics: of the step; the loads are float[layers, experts].
+          tokens: the number of tokens that counted.
+        """
+        load = metrics[LOAD]
+        others = {name: x for name, x in metrics.items() if name != LOAD}
+        return self._moved(params, load, tokens), others | summary(load)
+
+    def _moved(self, params: Any, load: Float[Array, "L E"], tokens: Int[Array, ""]) -> Any:
+        if self.name is None:
+            return params
+        blocks = params[self.layers]
+        router = blocks["mlp"]["router"]
+        old = router[self.name]
+        row = load
+        if self.experts.balance and self.experts.balance.kind == "bias":
+            bias = wide(old[: len(load)])
+            row = bias + self.experts.balance.weight * self._direction(load, tokens).astype(bias.dtype)
+        new = old.at[: len(load)].set(row.astype(old.dtype))  # the rows after it are padding
+        mlp = blocks["mlp"] | {"router": router | {self.name: new}}
+        return params | {self.layers: blocks | {"mlp": mlp}}
+
+    def _direction(self, load: Float[Array, "L E"], tokens: Int[Array, ""]) -> Float[Array, "L E"]:
+        """1 for experts with fewer choices than the mean, -1 for those with more, 0 for the others.
+
+        Numerics: of whole numbers, so that it does not depend on the order of sums.
+        """
+        choices = jnp.round(load * (tokens * self.experts.per_token).astype(load.dtype))
+        return jnp.sign(choices.sum(-1, keepdims=True) - self.experts.num * choices)
+
+
+def summary(load: Float[Array, "L E"]) -> Metrics:
+    """How even the load is: its largest part, as a multiple of the mean, and its entropy, 1 for an even load.
+
+    Both are of the layer with the most uneven load.
+
+    >>> {name: float(x) for name, x in summary(jnp.ones((2, 4)) / 4).items()}
+    {'experts_max_load': 1.0, 'experts_entropy': 1.0}
+    """
+    num = load.shape[-1]
+    entropy = -jax.scipy.special.xlogy(load, load).sum(-1) / jnp.log(jnp.asarray(max(2, num), load.dtype))
+    return {"experts_max_load": num * load.max(), "experts_entropy": entropy.min()}

@@ -1,0 +1,116 @@
+"""The `experts:` section of a model's config."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+import pydantic
+
+from meshpar.config import Config, Count, Positive, Section, default
+from meshpar.errors import Problems
+from meshpar.parallel.context import ParallelContext
+
+Weight = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+
+
+class Balance(Config):
+    """How experts are kept equally loaded.
+
+    - `loss`: adds `weight * num * sum_e load[e] * score[e]` to the loss of each layer, where `score[e]` is the mean
+      score of expert e over the tokens of this step, and `load[e]` its part of all choices in the last step. Both are
+      over all tokens that count, so the loss does not depend on the number of devices or microbatches.
+    - `bias`: adds a bias to the scores by which experts are selected, and changes it by `weight` after each step, up
+      for an expert that had fewer tokens than the mean, down for one that had more. There is no loss.
+
+    Source: Fedus et al. 2021, arXiv:2101.03961 (loss); Wang et al. 2024, arXiv:2408.15664 (bias).
+    """
+
+    shorthand: ClassVar = "kind"
+    kind: Literal["loss", "bias"] = "loss"
+    """`loss` adds a loss, `bias` changes the selection without a loss."""
+    weight: Weight = 0.01
+    """The weight of the loss; or by how much a bias changes in a step, for which 0.001 is usual."""
+
+
+class Experts(Config):
+    """Replaces the MLP of each block by experts, of which every token uses a few."""
+
+    num: Positive
+    """Number of routed experts."""
+    per_token: Positive
+    """How many of them each token is sent to."""
+    intermediate_size: Positive
+    """Width of the hidden layer of one expert."""
+    shared: Count = 0
+    """Number of further experts that all tokens use. They are computed as one MLP of their joint width."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router turns logits into scores."""
+    normalize: bool = True
+    """Whether the scores of a token's experts are divided by their sum."""
+    scale: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Multiplies the weights of a token's experts."""
+    groups: Positive = 1
+    """Groups of experts. A token selects groups first, by the sum of their two best scores."""
+    groups_per_token: Positive = 1
+    """The number of groups that a token selects its experts from."""
+    dispatch: Literal["dropless", "capacity"] = "dropless"
+    """`dropless` computes every choice. `capacity` gives each expert a fixed number of places for the tokens of a row;
+    tokens beyond it skip this expert, and the metric `experts_dropped` counts them."""
+    capacity_factor: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 1.25
+    """Places of an expert for a row, as a multiple of those that a balanced router needs."""
+    balance: Section[Balance | None] = default(None)
+    """How experts are kept equally loaded. Default: they are not."""
+    z_loss: Weight = 0.0
+    """Weight of the mean squared log of the sum of the exponentials of the router's logits; 0.001 is usual."""
+
+    @pydantic.model_validator(mode="after")
+    def _selects_enough(self) -> Experts:
+        if self.per_token > self.num:
+            raise ValueError(f"per_token = {self.per_token} is more than num = {self.num}, the number of experts")
+        if self.num % self.groups:
+            raise ValueError(f"num = {self.num} experts cannot be divided into groups = {self.groups}")
+        if self.groups_per_token > self.groups:
+            raise ValueError(f"groups_per_token = {self.groups_per_token} is more than groups = {self.groups}")
+        available = self.num // self.groups * self.groups_per_token
+        if self.per_token > available:
+            what = f"groups_per_token = {self.groups_per_token} groups have {available} experts"
+            raise ValueError(f"per_token = {self.per_token}, but {what}")
+        return self
+
+    def capacity(self, seq_len: int) -> int:
+        """How many tokens of a row of `seq_len` an expert has places for; 0 if the factor is too small for one.
+
+        >>> Experts(num=8, per_token=2, intermediate_size=4, capacity_factor=1.25).capacity(64)
+        20
+        """
+        return min(seq_len, int(self.capacity_factor * self.per_token * seq_len / self.num))
+
+    def describe(self, ctx: ParallelContext, seq_len: int) -> str:
+        """Where the experts lie, and how tokens get there."""
+        axes = ctx.dispatch("experts")
+        shards = math.prod(ctx.mesh.shape[axis] for axis in axes)
+        where = f"{self.num // shards} on each device along {', '.join(axes)}" if axes else "all on each device"
+        places = f", {self.capacity(seq_len)} places of an expert for a row" if self.dispatch == "capacity" else ""
+        return f"{self.num} experts, {where}; a token uses {self.per_token + self.shared}; {self.dispatch}{places}"
+
+    def without_training(self) -> Experts:
+        """The experts without the fields that do not change what a trained model computes if no choice is dropped."""
+        names = ["dispatch", "capacity_factor", "z_loss"]
+        if self.balance and self.balance.kind == "loss":
+            names.append("balance")
+        return self.model_copy(update={name: Experts.model_fields[name].default for name in names})
+
+    def check(self, ctx: ParallelContext, seq_len: int, problems: Problems) -> None:
+        """Reports a dispatch that cannot work on this mesh, or with rows of this length."""
+        if self.dispatch != "capacity":
+            return
+        if not self.capacity(seq_len):
+            what = (
+                f"{self.capacity_factor:g} gives an expert no place for a row of {seq_len} tokens: all would be dropped"
+            )
+            least = self.num / (self.per_token * seq_len)
+            problems.add("model.experts.capacity_factor", what, f"model.experts.capacity_factor={max(1.25, least):g}")
+        if shared := ctx.axes("seq"):
+            what = f"capacity: its places are for the tokens of a whole row, which {', '.join(shared)} shards"
+            problems.add("model.experts.dispatch", what, "model.experts.dispatch=dropless")

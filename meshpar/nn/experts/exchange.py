@@ -1,0 +1,124 @@
+"""The exchange of rows between devices that hold different experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from meshpar.mesh.varying import Axes, varying_alike, varying_like
+from meshpar.parallel.context import platform
+
+Apply = Callable[[jax.Array, jax.Array], jax.Array]
+"""(rows sorted by expert, the number of rows of each expert) -> their results."""
+
+
+NATIVE = ("gpu", "tpu")
+"""Platforms, as devices name theirs, whose compiler supports a ragged all-to-all."""
+
+
+class Exchange(NamedTuple):
+    """An exchange over axes; each of its n devices holds `per_device` consecutive experts.
+
+    Memory: a device has room for the rows of all tokens of all devices, min(K, per_device) for each token, because a
+      router may send them all to one device.
+    """
+
+    axes: Axes
+    per_device: int
+
+    def apply(
+        self, compute: Apply, rows_ND: Float[Array, "N D"], sizes_E: Int[Array, "E"], longest: int
+    ) -> Float[Array, "N D"]:
+        """Sends rows to the devices of their experts, computes there, and sends the results back to their places.
+
+        Args:
+          rows_ND: sorted by expert.
+          sizes_E: int32, this device's rows for each expert on all devices.
+          longest: the largest number of rows that a device can send to another one.
+
+        Communication: (n-1)/n of the rows each way, if all devices get equally many. Without a native ragged
+          all-to-all, on CPUs, n-1 times the rows.
+        """
+        num = lax.axis_size(self.axes)
+        sizes_FTE = lax.all_gather(sizes_E.reshape(num, -1), self.axes)  # from, to, expert of the target
+        there = _Plan(sizes_FTE.sum(-1, dtype=jnp.int32), self.axes)
+        sizes_FE = jnp.take(sizes_FTE, lax.axis_index(self.axes), axis=1)
+        received = _send(rows_ND, there, num * longest)
+        order = _by_expert(sizes_FE, len(received))
+        results = compute(received[order], sizes_FE.sum(0, dtype=jnp.int32))
+        unsorted = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
+        return _send(unsorted, there.back, len(rows_ND))
+
+
+def _by_expert(sizes_FE: Int[Array, "F E"], num_rows: int) -> Int[Array, "N"]:
+    """The order that sorts rows by expert, which come sorted by sender and expert; unused rows stay at the end."""
+    ends = jnp.cumsum(sizes_FE.reshape(-1), dtype=jnp.int32)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    block = jnp.searchsorted(ends, rows, side="right").astype(jnp.int32)
+    per_device = sizes_FE.shape[1]
+    expert = jnp.where(block < sizes_FE.size, block % per_device, per_device)
+    return jnp.argsort(expert, stable=True).astype(jnp.int32)
+
+
+class _Plan(NamedTuple):
+    """How many rows each device sends to each. Rows lie in the order of their targets, and arrive in that of senders.
+
+    Args:
+      sizes: int32 [from, to].
+    """
+
+    sizes: jax.Array
+    axes: Axes
+
+    @property
+    def back(self) -> _Plan:
+        return _Plan(self.sizes.T, self.axes)
+
+
+def _starts(sizes: Int[Array, "*rest N"]) -> Int[Array, "*rest N"]:
+    return jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes
+
+
+def _send(rows_ND: Float[Array, "N D"], plan: _Plan, num_rows: int) -> Float[Array, "M D"]:
+    rows_ND, sizes = varying_alike(rows_ND, plan.sizes)
+    return _sent(rows_ND, sizes, plan.axes, (len(rows_ND), num_rows))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _sent(rows_ND: jax.Array, sizes_FT: jax.Array, axes: Axes, lengths: tuple[int, int]) -> jax.Array:
+    """The rows that this device receives, with zeros after the last. Its transpose sends them back.
+
+    Args:
+      lengths: the numbers of rows of the argument and of the result.
+    """
+    num_rows = lengths[1]
+    own = lax.axis_index(axes)
+    begins_FT = _starts(sizes_FT)
+    arrives_FT = _starts(sizes_FT.T).T
+    if platform() in NATIVE:
+        empty = varying_like(jnp.zeros((num_rows, rows_ND.shape[1]), rows_ND.dtype), rows_ND)
+        return lax.ragged_all_to_all(
+            rows_ND, empty, begins_FT[own], sizes_FT[own], arrives_FT[own], sizes_FT[:, own], axis_name=axes
+        )
+    whole_FND = lax.all_gather(rows_ND, axes)
+    place = jnp.arange(num_rows, dtype=jnp.int32)
+    ends_F = jnp.cumsum(sizes_FT[:, own], dtype=jnp.int32)
+    sender = jnp.minimum(jnp.searchsorted(ends_F, place, side="right"), len(ends_F) - 1).astype(jnp.int32)
+    row = jnp.clip(place - arrives_FT[sender, own] + begins_FT[sender, own], 0, len(rows_ND) - 1)
+    return jnp.where((place < ends_F[-1])[:, None], whole_FND[sender, row], jnp.zeros((), rows_ND.dtype))
+
+
+def _send_back(
+    axes: Axes, lengths: tuple[int, int], sizes_FT: jax.Array, grad: jax.Array
+) -> tuple[jax.Array, np.ndarray]:
+    return _sent(grad, sizes_FT.T, axes, lengths[::-1]), np.zeros(sizes_FT.shape, jax.dtypes.float0)
+
+
+_sent.defvjp(lambda rows, sizes, *settings: (_sent(rows, sizes, *settings), sizes), _send_back)

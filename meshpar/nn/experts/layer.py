@@ -1,0 +1,107 @@
+"""The mixture of experts as a layer: routes, dispatches, computes and combines.
+
+Shapes: B batch, S seq, R residual_seq, D embed, E experts, K experts of a token, M mlp.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from meshpar.cost.flops import needed
+from meshpar.nn.experts.capacity import by_capacity
+from meshpar.nn.experts.config import Experts
+from meshpar.nn.experts.dropless import dropless
+from meshpar.nn.experts.exchange import Exchange
+from meshpar.nn.experts.mlp import ExpertWeights
+from meshpar.nn.experts.places import of_places
+from meshpar.nn.experts.routing import Router, Routes, means
+from meshpar.nn.layers import SwiGLU, normal
+from meshpar.nn.remat import Activation
+from meshpar.nn.supported import Sharding, Supported
+from meshpar.parallel import tensor
+from meshpar.parallel.context import dispatch_axes
+from meshpar.parallel.outputs import Auxiliary
+
+DROPPED = "experts_dropped"
+"""The metric with the part of all choices that had no place, under `dispatch: capacity`."""
+
+
+class MixtureOfExperts(nnx.Module):
+    """`sum over a token's experts e of weight[e] * swiglu_e(x)`, and the shared experts.
+
+    The experts are sharded over the axes to which tokens are dispatched, which carry rows of the batch outside of this
+    layer; their hidden layer over the axes of `mlp`; their storage over those of `embed`.
+
+    Communication: tokens travel to the devices of their experts and back, see `Exchange` and `of_places`; and that of
+      `tensor.enter_region` and `exit_region`, twice with shared experts.
+    """
+
+    sharding: ClassVar[Sharding] = {
+        **SwiGLU.sharding,
+        **Router.sharding,
+        "experts": Supported(
+            partition=False, why="its devices would hold the same tokens; experts belong on an axis of the batch"
+        ),
+    }
+    activations: ClassVar[tuple[Activation, ...]] = SwiGLU.activations
+
+    def __init__(self, width: int, experts: Experts, *, out_std: float, rngs: nnx.Rngs):
+        hidden = experts.intermediate_size
+        self.experts = experts
+        self.router = Router(width, experts, rngs=rngs)
+        self.gate = normal(rngs, (experts.num, width, hidden), width**-0.5, ("experts", "embed", "mlp"))
+        self.up = normal(rngs, (experts.num, width, hidden), width**-0.5, ("experts", "embed", "mlp"))
+        self.down = normal(rngs, (experts.num, hidden, width), out_std, ("experts", "mlp", "embed"))
+        joint = experts.shared * hidden
+        self.shared = SwiGLU(width, joint, bias=False, out_std=out_std, rngs=rngs) if joint else None
+
+    def __call__(
+        self, x_BRD: Float[Array, "B R D"], targets_BS: Int[Array, "B S"] | None = None
+    ) -> tuple[Float[Array, "B R D"], Auxiliary]:
+        """Returns the sum of the results, and the losses and metrics of the router.
+
+        Args:
+          targets_BS: only tokens with a target of at least 0 count in losses and metrics. Default: all tokens do.
+        """
+        routes = self.router(x_BRD)
+        y_BRD, is_kept_BRK = self._routed(x_BRD, routes)
+        if self.shared is not None:
+            y_BRD += self.shared(x_BRD)
+        counted_BS = jnp.ones(x_BRD.shape[:2], bool) if targets_BS is None else targets_BS >= 0
+        counted_BR = counted_BS if targets_BS is None else tensor.local_seq(counted_BS)
+        count = counted_BS.sum(dtype=jnp.int32)
+        auxiliary = self.router.auxiliary(routes, counted_BR, count)
+        if is_kept_BRK is not None:
+            is_dropped = counted_BR[..., None] & ~is_kept_BRK
+            num = is_dropped.sum().astype(routes.scores.dtype) / self.experts.per_token
+            auxiliary.metrics.update(means({DROPPED: num}, count))
+        return y_BRD, auxiliary
+
+    def _routed(self, x_BRD: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array | None]:
+        """The weighted sum of the routed experts; and which choices had a place, None if all have."""
+        x_BSD = tensor.enter_region(x_BRD, "mlp")
+        weights_BSK = tensor.enter_region(routes.weights, "mlp")
+        ids_BSK = tensor.whole_seq(routes.ids)
+        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...])
+        axes = dispatch_axes("experts")
+        num = self.experts.num
+        if self.experts.dispatch == "capacity":
+            places = max(1, self.experts.capacity(x_BSD.shape[1]))  # a row of generation may have one token
+            num_choices = ids_BSK.shape[1] * self.experts.per_token
+            with needed(Fraction(min(num_choices, num * places), num * places)):
+                y_BSD, is_kept_BSK = by_capacity(
+                    x_BSD, ids_BSK, weights_BSK, lambda x: of_places(weights, x, axes), num, places
+                )
+            return tensor.exit_region(y_BSD, "mlp"), tensor.local_seq(is_kept_BSK)
+        exchange = Exchange(axes, num // lax.axis_size(axes)) if axes else None
+        rows, seq = x_BSD.shape[:2]
+        x_TD, ids_TK, weights_TK = (x.reshape(rows * seq, -1) for x in (x_BSD, ids_BSK, weights_BSK))
+        y_TD = dropless(x_TD, ids_TK, weights_TK, weights, num, exchange)
+        return tensor.exit_region(y_TD.reshape(x_BSD.shape), "mlp"), None

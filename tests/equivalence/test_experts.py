@@ -1,0 +1,169 @@
+"""Experts that are sharded over an axis: the layer, and whole runs, compute what one device does."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+from meshpar.mesh.layout import MeshLayout
+from meshpar.nn.describe import describe
+from meshpar.nn.experts import Experts, exchange
+from meshpar.nn.experts.layer import MixtureOfExperts
+from meshpar.parallel.context import ParallelContext
+from meshpar.sharding.resolve import resolve
+from meshpar.sharding.rules import AxisRules
+from meshpar.train.program import WHOLE, on_shards, pspecs
+from tests.equivalence import conftest as runs
+from tests.equivalence.conftest import outcome, prepared
+
+ROWS, SEQ, WIDTH = 24, 4, 6
+MOE = ("llama_experts", "llama_experts_capacity")
+
+
+def experts_of(num, dispatch, router="softmax"):
+    common = {"num": num, "per_token": 2, "intermediate_size": 4, "dispatch": dispatch, "capacity_factor": 1.0}
+    if router == "softmax":
+        return Experts(**common, balance="loss", z_loss=0.1)
+    return Experts(**common, router="sigmoid", groups=2, balance="bias", shared=1, scale=2.0)
+
+
+@lru_cache
+def module(experts):
+    return nnx.split(MixtureOfExperts(WIDTH, experts, out_std=0.5, rngs=nnx.Rngs(0)))
+
+
+def computed(experts, sizes, presets=("replicated", "experts"), manual=True):
+    """The result, the sum of the losses, the loads, and the gradients of x and all parameters."""
+    layout = MeshLayout(**sizes)
+    mesh = layout.build(jax.devices()[: layout.requested()])
+    ctx = ParallelContext(mesh=mesh, rules=AxisRules(preset=presets), manual=manual)
+    graph, state = module(experts)
+    specs = describe(nnx.merge(graph, state))
+    rows = ctx.pspec("batch", "seq")
+
+    def local(state, x, targets):
+        y, auxiliary = nnx.merge(graph, state)(x, targets)
+        count = (targets >= 0).sum().astype(x.dtype)
+        sums = jax.tree.map(lambda value: value * count, {**auxiliary.losses, **auxiliary.metrics})
+        return y, lax.psum(sums, ctx.loss_axes) if ctx.manual and ctx.loss_axes else sums
+
+    in_specs = pspecs(resolve(specs, ctx.rules, mesh))
+    in_specs = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(in_specs, is_leaf=lambda x: x is None))
+    whole = on_shards(local, ctx, (in_specs, rows, rows), (rows, WHOLE))
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(ROWS, SEQ, WIDTH)))
+    targets = jnp.asarray(np.where(rng.random((ROWS, SEQ)) < 0.3, -1, 1), jnp.int32)
+
+    def weighted(state, x):
+        y, sums = whole(state, x, targets)
+        losses = sum(value for name, value in sums.items() if name.endswith("loss"))
+        return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape).astype(y.dtype))).sum() + losses, (y, sums)
+
+    (_, found), grads = jax.jit(jax.value_and_grad(weighted, (0, 1), has_aux=True))(state, x)
+    return found, grads
+
+
+@lru_cache
+def on_one_device(experts):
+    return computed(experts, {}, ("replicated",))
+
+
+def difference(experts, sizes, *settings):
+    found = jax.tree.leaves(computed(experts, sizes, *settings))
+    expected = jax.tree.leaves(on_one_device(experts))
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _float64(float64):
+    """Every test here."""
+
+
+SIZES = [(size, num) for size, num in product((2, 3, 4, 8), (6, 8, 12)) if num % size == 0]
+ALL = [*product(SIZES, ("dropless", "capacity"), ("softmax", "sigmoid"))]
+SAMPLE = [
+    ((3, 6), "dropless", "sigmoid"),
+    ((4, 8), "dropless", "softmax"),
+    ((3, 6), "capacity", "sigmoid"),
+    ((4, 8), "capacity", "softmax"),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "num", "dispatch", "router"),
+    [
+        pytest.param(size, num, dispatch, router, marks=[] if case in SAMPLE else pytest.mark.slow)
+        for case in ALL
+        for (size, num), dispatch, router in [case]
+    ],
+)
+def test_experts_on_several_devices_are_those_of_one(size, num, dispatch, router):
+    assert difference(experts_of(num, dispatch, router), {"expert": size}) < 1e-10
+
+
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+def test_gspmd_computes_the_same(dispatch):
+    experts = experts_of(8, dispatch)
+    assert difference(experts, {"expert": 4}, ("replicated", "experts"), False) < 1e-10
+
+
+# Whole runs ----------------------------------------------------------------------------------------------------
+
+RUNS = {
+    "zero3_tensor": (
+        {"expert": 2, "fsdp": 2, "tensor": 2},
+        ["fsdp", "megatron_sp", "experts"],
+        {"num_microbatches": 2},
+    ),
+    "zero1": ({"expert": 2, "fsdp": 2}, ["zero1", "experts"], {}),
+    "zero2": ({"expert": 2, "fsdp": 2}, ["zero2", "experts"], {"num_microbatches": 4}),
+    "hsdp": ({"expert": 2, "fsdp": 2, "replica": 2}, ["hsdp", "experts"], {}),
+    "tensor": ({"expert": 2, "tensor": 4}, ["megatron", "experts"], {}),
+    "1f1b": ({"expert": 2, "pipe": 2, "data": 2}, ["pipeline", "experts"], {"pipeline": "1f1b"}),
+    "zb_h1": ({"expert": 2, "pipe": 2, "fsdp": 2}, ["pipeline", "fsdp", "experts"], {"pipeline": "zb_h1"}),
+    "1f1b_tensor": (
+        {"expert": 2, "pipe": 2, "tensor": 2},
+        ["pipeline", "megatron_sp", "experts"],
+        {"pipeline": "1f1b"},
+    ),
+    "context": ({"expert": 2, "context": 2}, ["context", "experts"], {}),
+    "context_zero3": ({"expert": 2, "context": 2, "fsdp": 2}, ["context", "fsdp", "experts"], {"num_microbatches": 2}),
+    "gspmd": ({"expert": 4, "data": 2}, ["experts"], {"lowering": "auto"}),
+    "gspmd_tensor": ({"expert": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron_sp", "experts"], {"lowering": "auto"}),
+}
+IN_CI = [("zero3_tensor", "llama_experts")]
+ALL_RUNS = [(run, model) for run, model in product(RUNS, MOE) if not ("capacity" in model and "context" in run)]
+
+
+@pytest.mark.parametrize(
+    ("run", "model"), [pytest.param(*case, marks=[] if case in IN_CI else pytest.mark.slow) for case in ALL_RUNS]
+)
+def test_a_run_with_experts_is_that_of_one_device(run, model):
+    sizes, presets, settings = RUNS[run]
+    settings = dict(settings)
+    if kind := settings.pop("pipeline", None):
+        settings["parallel"] = {"pipeline": {"kind": kind, "num_microbatches": 4}}
+    lowering = settings.pop("lowering", "manual")
+    rules = AxisRules(preset=tuple(presets))
+    run = prepared(
+        model, None, lowering, settings.pop("num_microbatches", 1), rules=rules, mesh=MeshLayout(**sizes), **settings
+    )
+    assert outcome(run).difference(runs.on_one_device(model)) < 1e-10
+
+
+# Faults that are planted, and seen -----------------------------------------------------------------------------
+
+
+def test_rows_that_go_to_a_neighbour_are_seen(monkeypatch):
+    experts = experts_of(8, "dropless")
+    right = difference(experts, {"expert": 4})
+    starts = exchange._starts
+    monkeypatch.setattr(exchange, "_starts", lambda sizes: jnp.roll(starts(sizes), 1, axis=-1))
+    assert right < 1e-10 < 1e-3 < difference(experts, {"expert": 4})

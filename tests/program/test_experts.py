@@ -1,0 +1,109 @@
+"""What a step with experts sends and multiplies: the compiled one, the traced one, and the formulas."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from meshpar.cost.traced import traced_collectives, traffic
+from meshpar.inspection.program.hlo import collectives_of
+from meshpar.mesh.layout import MeshLayout
+from meshpar.models import Llama
+from meshpar.nn.experts import Experts, exchange
+from tests.program.test_bytes import ROWS, SEQ, cost_as_traced, cost_as_written, prepared
+
+LAYERS, WIDTH, HIDDEN, NUM, PER_TOKEN = 3, 16, 8, 8, 2
+FLOAT = 4
+
+
+def run_of(dispatch, sizes, presets, **settings):
+    experts = Experts(num=NUM, per_token=PER_TOKEN, intermediate_size=HIDDEN, dispatch=dispatch)
+    model = Llama(
+        num_layers=LAYERS, hidden_size=WIDTH, num_heads=4, intermediate_size=32, vocab_size=32, experts=experts
+    )
+    return prepared((sizes, presets), model=model, **settings)
+
+
+def share(n):
+    return Fraction(n - 1, n)
+
+
+@pytest.mark.parametrize(("n", "tensor"), [(4, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_experts_with_places_send_them_there_and_back(n, tensor):
+    """Two all-to-alls in the forward and two in the backward. Over expert alone, the norm is summed besides."""
+    presets = ["experts"] if tensor == 1 else ["experts", "megatron_sp"]
+    run = run_of("capacity", {"expert": n, "data": 2, "tensor": tensor}, presets, num_microbatches=2)
+    places = run.run.model.experts.capacity(SEQ)
+    sent, _ = cost_as_written(run)
+    assert sent == run.traced_bytes
+    all_to_alls = 4 * LAYERS * share(n) * ROWS // (2 * n) * NUM * places * WIDTH * FLOAT
+    norm = 0 if tensor > 1 else 2 * share(n) * FLOAT
+    assert sent["expert",] == all_to_alls + norm
+
+
+def test_without_drops_each_device_of_a_cpu_gathers_the_rows_of_all():
+    n = 4
+    run = run_of("dropless", {"expert": n, "data": 2}, ["experts"])
+    sent, _ = cost_as_written(run)
+    assert sent == cost_as_traced(run)[0]
+    tokens = ROWS // (2 * n) * SEQ
+    there = tokens * PER_TOKEN
+    back = n * tokens * min(PER_TOKEN, NUM // n)
+    rows = LAYERS * (n - 1) * 2 * (there + back) * WIDTH * FLOAT
+    sizes = LAYERS * (n - 1) * NUM * 4
+    assert sent["expert",] == rows + sizes + 2 * share(n) * FLOAT
+
+
+def test_a_native_ragged_all_to_all_sends_the_rows_of_a_balanced_router(monkeypatch):
+    monkeypatch.setattr(exchange, "platform", lambda: "gpu")
+    n = 4
+    tokens = ROWS // (2 * n) * SEQ
+    run = run_of("dropless", {"expert": n, "data": 2}, ["experts"])
+    rows = LAYERS * 4 * share(n) * tokens * PER_TOKEN * WIDTH * FLOAT
+    sizes = LAYERS * (n - 1) * NUM * 4
+    assert run.traced_bytes["expert",] == rows + sizes + 2 * share(n) * FLOAT
+
+
+def test_without_drops_the_products_are_those_of_the_experts_of_each_token():
+    """As in the dense model whose MLPs have the width that a token uses, besides what routing adds."""
+    run = run_of("dropless", {"data": 8}, ["replicated"])
+    dense = Llama(
+        num_layers=LAYERS, hidden_size=WIDTH, num_heads=4, intermediate_size=PER_TOKEN * HIDDEN, vocab_size=32
+    )
+    same = prepared("data8", model=dense)
+    of_token = {"logits": 6 * WIDTH * NUM, "weighted sum": 6 * PER_TOKEN * WIDTH, "load": 2 * NUM}
+    tokens = ROWS // 8 * SEQ
+    assert cost_as_traced(run)[1] == cost_as_traced(same)[1] + LAYERS * tokens * sum(of_token.values())
+
+
+def test_a_step_sends_a_ragged_buffer_once():
+    """Not the buffer that it writes to, and no more than that has room for."""
+    mesh = MeshLayout(expert=4).abstract()
+
+    def send(rows):
+        place = lax.pcast(jnp.zeros(4, jnp.int32), "expert", to="varying")
+        room = lax.pcast(jnp.zeros((64, 8), jnp.float32), "expert", to="varying")
+        return lax.ragged_all_to_all(rows, room, place, place, place, place, axis_name="expert")
+
+    spec = jax.sharding.PartitionSpec("expert")
+    sent = jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=spec)
+    program = jax.make_jaxpr(sent)(jnp.ones((64, 8), jnp.float32))
+    assert traffic(traced_collectives(program)) == {("expert",): share(4) * 16 * 8 * FLOAT}
+
+
+def test_a_compiled_ragged_all_to_all_sends_the_smaller_buffer():
+    lines = ["HloModule m, num_partitions=4", "", "ENTRY %main (a: f32[64,8]) -> f32[16,8] {"]
+    lines += [
+        "  %a = f32[64,8]{1,0} parameter(0)",
+        "  %b = f32[16,8]{1,0} parameter(1)",
+        "  %o = s32[4]{0} parameter(2)",
+    ]
+    sent = "ROOT %r = f32[16,8]{1,0} ragged-all-to-all(%a, %b, %o, %o, %o, %o), replica_groups={{0,1,2,3}}"
+    found = collectives_of("\n".join([*lines, f"  {sent}", "}"]))
+    back = "ROOT %r = f32[64,8]{1,0} ragged-all-to-all(%b, %a, %o, %o, %o, %o), replica_groups={{0,1,2,3}}"
+    found += collectives_of("\n".join([*lines, f"  {back}", "}"]))
+    assert [one.sent_bytes for one in found] == [share(4) * 16 * 8 * FLOAT] * 2

@@ -1,0 +1,236 @@
+"""A mixture of experts on one device: its router, its two dispatches, and the settings that it refuses."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from meshpar.cost.flops import flops, traced_products
+from meshpar.errors import ConfigError, MeshparError
+from meshpar.experiment.config import Run
+from meshpar.experiment.prepare import prepare
+from meshpar.nn.experts import Balance, Experts
+from meshpar.nn.experts.balance import RouterState, summary
+from meshpar.nn.experts.capacity import by_capacity
+from meshpar.nn.experts.layer import DROPPED, MixtureOfExperts
+from meshpar.nn.experts.routing import LOAD
+
+ROWS, SEQ, WIDTH, HIDDEN = 3, 16, 8, 12
+BASE = Experts(num=8, per_token=3, intermediate_size=HIDDEN)
+ROUTERS = {
+    "mixtral": BASE,
+    "olmoe": BASE.model_copy(update={"normalize": False}),
+    "deepseek": Experts(
+        num=8, per_token=3, intermediate_size=HIDDEN, shared=2, router="sigmoid", scale=2.5, groups=4,
+        groups_per_token=2, balance=Balance(kind="bias"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _float64(float64):
+    """Every test here."""
+
+
+def layer(experts, key=0):
+    """A layer with a bias that changes the selection, if it has one."""
+    built = MixtureOfExperts(WIDTH, experts, out_std=0.3, rngs=nnx.Rngs(key))
+    if built.router.bias is not None:
+        built.router.bias[...] = jnp.linspace(0.3, -0.3, experts.num, dtype=jnp.float32)
+    return built
+
+
+def tokens():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, SEQ, WIDTH)))
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def selected(experts, score, bias):
+    """The experts of one token, best first, from DeepSeek-V3's definition."""
+    score = score + bias
+    groups = score.reshape(experts.groups, -1)
+    best = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(1), kind="stable")[: experts.groups_per_token]
+    allowed = np.isin(np.arange(experts.num) // groups.shape[1], best) | (experts.groups == 1)
+    return np.argsort(-np.where(allowed, score, -np.inf), kind="stable")[: experts.per_token]
+
+
+def by_loop(built, x):
+    """The layer as a loop over tokens and their experts, in NumPy."""
+    experts = built.experts
+    router = np.asarray(built.router.weight[...])
+    bias = 0 if built.router.bias is None else np.asarray(built.router.bias[...])
+    gate, up, down = (np.asarray(weight[...]) for weight in (built.gate, built.up, built.down))
+    y = np.zeros(x.shape)
+    for place in np.ndindex(*x.shape[:2]):
+        token = np.asarray(x[place])
+        logits = token @ router
+        odds = np.exp(logits - logits.max())
+        score = odds / odds.sum() if experts.router == "softmax" else 1 / (1 + np.exp(-logits))
+        ids = selected(experts, score, bias)
+        divisor = score[ids].sum() if experts.normalize else 1
+        for i in ids:
+            y[place] += experts.scale * score[i] / divisor * ((silu(token @ gate[i]) * (token @ up[i])) @ down[i])
+        if built.shared is not None:
+            a, b, c = (np.asarray(one.kernel[...]) for one in (built.shared.gate, built.shared.up, built.shared.down))
+            y[place] += (silu(token @ a) * (token @ b)) @ c
+    return y
+
+
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_the_layer_is_a_loop_over_the_experts_of_each_token(router, dispatch):
+    built = layer(ROUTERS[router].model_copy(update={"dispatch": dispatch, "capacity_factor": 8.0}))
+    y, auxiliary = built(tokens())
+    assert np.abs(y - by_loop(built, tokens())).max() < 1e-12
+    assert auxiliary.metrics.get(DROPPED, 0) == 0
+
+
+def test_the_loop_is_another_one_if_weights_are_not_normalized():
+    built = layer(ROUTERS["mixtral"])
+    other = layer(ROUTERS["olmoe"])
+    assert np.abs(built(tokens())[0] - by_loop(other, tokens())).max() > 1e-3
+
+
+def test_ties_go_to_the_expert_with_the_lower_number():
+    built = layer(BASE)
+    built.router.weight[...] = jnp.zeros((WIDTH, BASE.num))
+    assert (np.asarray(built.router(tokens()).ids) == np.arange(BASE.per_token)).all()
+
+
+def test_the_router_computes_in_float32():
+    graph, state = nnx.split(layer(BASE).router)
+    router = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
+    assert router(tokens().astype(jnp.bfloat16)).weights.dtype == jnp.float32
+
+
+# Capacity ------------------------------------------------------------------------------------------------------
+
+
+def test_first_choices_get_places_before_second_ones_and_early_tokens_before_late_ones():
+    ids = jnp.asarray([[[0, 1], [0, 1], [1, 0]]], jnp.int32)
+    _, is_kept = by_capacity(jnp.ones((1, 3, 2)), ids, jnp.ones((1, 3, 2)), lambda x: x, num_experts=2, places=2)
+    # Expert 0: tokens 0, 1 by their first choice. Expert 1: token 2 by its first, token 0 by its second choice.
+    assert is_kept.tolist() == [[[True, True], [True, False], [True, False]]]
+
+
+def test_dropped_choices_contribute_nothing_and_are_counted():
+    experts = BASE.model_copy(update={"dispatch": "capacity", "capacity_factor": 0.5})
+    built = layer(experts)
+    built.router.weight[...] = jnp.zeros((WIDTH, BASE.num))  # all tokens select experts 0, 1, 2
+    y, auxiliary = built(tokens())
+    places = experts.capacity(SEQ)
+    assert places == 3
+    assert auxiliary.metrics[DROPPED] == pytest.approx(1 - places / SEQ)
+    assert (y[:, places:] == 0).all()
+    assert (y[:, :places] != 0).any(-1).all()
+
+
+def test_only_tokens_with_a_target_count():
+    built = layer(BASE.model_copy(update={"balance": Balance(weight=1.0), "z_loss": 1.0}))
+    targets = jnp.where(jnp.arange(SEQ) < 5, 1, -1) * jnp.ones((ROWS, 1), jnp.int32)
+    found = built(tokens(), targets.astype(jnp.int32))[1]
+    expected = built(tokens()[:, :5])[1]
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+# Balance -------------------------------------------------------------------------------------------------------
+
+
+def test_the_balance_loss_is_the_products_of_loads_and_mean_scores():
+    built = layer(BASE.model_copy(update={"balance": Balance(weight=0.1)}))
+    load = np.linspace(0, 0.25, BASE.num, dtype=np.float32)
+    built.router.load[...] = jnp.asarray(load)
+    _, auxiliary = built(tokens())
+    scores = np.asarray(jax.nn.softmax(tokens() @ built.router.weight[...]).mean((0, 1)))
+    assert auxiliary.losses["balance_loss"] == pytest.approx(0.1 * BASE.num * (load * scores).sum())
+    counts = np.bincount(np.asarray(built.router(tokens()).ids).reshape(-1), minlength=BASE.num)
+    np.testing.assert_allclose(auxiliary.metrics[LOAD], counts / counts.sum())
+
+
+def test_a_bias_moves_towards_an_even_load_and_stays_where_it_is_even():
+    state = RouterState(Experts(num=4, per_token=1, intermediate_size=1, balance=Balance(kind="bias", weight=0.1)))
+    params = {"blocks": {"mlp": {"router": {"bias": jnp.zeros((2, 4)), "weight": jnp.ones(3)}}}}
+    load = jnp.asarray([[0.5, 0.25, 0.25, 0.0], [0.25] * 4])
+    moved, metrics = state.after_step(params, {LOAD: load, "other": jnp.ones(())}, jnp.int32(12))
+    assert moved["blocks"]["mlp"]["router"]["bias"].tolist() == [[-0.1, 0, 0, 0.1], [0, 0, 0, 0]]
+    assert set(metrics) == {"other", "experts_max_load", "experts_entropy"}
+
+
+def test_the_summary_is_of_the_layer_with_the_most_uneven_load():
+    found = summary(jnp.asarray([[0.25] * 4, [1.0, 0, 0, 0]]))
+    assert (found["experts_max_load"], found["experts_entropy"]) == (4, 0)
+
+
+def test_the_products_are_those_of_the_experts_of_each_token():
+    built = layer(BASE)
+    graph, state = nnx.split(built)
+    found = flops(traced_products(jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x)[0])(state, tokens())))
+    assert found["ragged_dot_general"] == Fraction(6 * ROWS * SEQ * BASE.per_token * WIDTH * HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"per_token": 9}, "per_token = 9 is more than num = 8, the number of experts"),
+        ({"groups": 3}, "num = 8 experts cannot be divided into groups = 3"),
+        ({"groups": 2, "groups_per_token": 3}, "groups_per_token = 3 is more than groups = 2"),
+        ({"groups": 4, "per_token": 3}, "per_token = 3, but groups_per_token = 1 groups have 2 experts"),
+    ],
+)
+def test_experts_that_cannot_be_selected_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Experts(**{"num": 8, "per_token": 2, "intermediate_size": 4} | settings)
+
+
+def refusal(**changes):
+    """The error of a run that is prepared without devices."""
+    model = {"kind": "llama", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 32}
+    experts = {"num": 6, "per_token": 2, "intermediate_size": 8} | changes.pop("experts", {})
+    run = Run.model_validate({
+        "model": model | {"experts": experts},
+        "data": {"kind": "synthetic", "batch_size": 8, "seq_len": 16},
+        "optim": {"kind": "adamw", "lr": 1e-3},
+        "mesh": {"expert": 2},
+        "rules": ["experts"],
+        "num_steps": 2,
+        "run_dir": "unused",
+    } | changes)  # fmt: skip
+    with pytest.raises(MeshparError) as error:
+        prepare(run, run.mesh.abstract())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh": {"expert": 4}}, "experts = 6 is not divisible by expert = 4"),
+        (
+            {"experts": {"dispatch": "capacity", "capacity_factor": 0.1}},
+            "0.1 gives an expert no place for a row of 16 tokens: all would be dropped\n"
+            "    model.experts.capacity_factor=1.25",
+        ),
+        (
+            {"experts": {"dispatch": "capacity"}, "mesh": {"context": 2}, "rules": ["context"]},
+            "its places are for the tokens of a whole row, which context shards\n    model.experts.dispatch=dropless",
+        ),
+        (
+            {"mesh": {"tensor": 2}, "rules": {"preset": "replicated", "experts": ["tensor"]}},
+            "rules.experts\n    cannot be sharded over tensor: its devices would hold the same tokens",
+        ),
+        (
+            {"mesh": {"tensor": 2}, "rules": {"preset": "replicated", "router": ["tensor"]}},
+            "rules.router\n    cannot be sharded over tensor: a router compares the scores of all experts",
+        ),
+    ],
+)
+def test_experts_that_the_mesh_does_not_fit_are_refused(changes, message):
+    assert message in refusal(**changes)
