@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from meshpar import fit
 from meshpar.experiment.config import load
@@ -117,6 +119,29 @@ def test_what_is_not_finite_stays_so(number_format, bad):
     (y,) = matmuls(x.at[0, 0, 0].set(bad), [w], number_format, Shards())
     assert not np.isfinite(y[0, 0]).any()
     assert np.isfinite(y[1]).all()
+
+
+def checkpointed() -> list[np.ndarray]:
+    """y, dx and dw in fp8, under a `jax.checkpoint` that saves everything."""
+    x, w, dy = (jnp.asarray(array, jnp.float32) for array in arrays())
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return matmuls(x, [w], "fp8", Shards())[0]
+
+    y, backward = jax.vjp(product, x, w)
+    return [np.asarray(array, np.float64) for array in (y, *backward(dy))]
+
+
+def test_checkpoint_saves_what_was_rounded():
+    for got, want in zip(checkpointed(), products("fp8"), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_control_checkpoint_turns_large_floats_into_nan(monkeypatch):
+    """The planted fault: inputs are saved as float8_e4m3fn, not as integers."""
+    monkeypatch.setattr(lax, "bitcast_convert_type", lambda x, _: x)
+    assert np.isnan(checkpointed()[0]).any()
 
 
 def last_losses(folder: Path, num_steps: int, *overrides: str) -> float:
