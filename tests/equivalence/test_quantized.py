@@ -18,7 +18,10 @@ from tests.layouts import LAYOUTS
 # Whole key heads on four devices are refused, so the models with two key heads are not here.
 MODELS = ["llama", "llama_lora", "llama_frozen", "gpt_dropout_remat"]
 FORMATS = ["fp8", "int8"]
-EVERY = list(product(MODELS, LAYOUTS, ["manual", "auto"], FORMATS, [1, 4]))
+EVERY = [
+    *product(MODELS, LAYOUTS, ["manual", "auto"], FORMATS, [1, 4]),
+    *product(["llama_experts", "llama_experts_capacity"], ["data2_fsdp2_tensor2"], ["manual"], FORMATS, [1, 4]),
+]
 # One recomputes the rounded inputs in the backward, one saves them.
 SAMPLE = [
     ("llama", "data2_fsdp2_tensor2", "manual", "fp8", 1),
