@@ -38,7 +38,7 @@ def found(layout: str, lowering: str) -> list[Collective]:
 
 @pytest.mark.parametrize(
     ("layout", "shards", "lowering"),
-    [("collective", 1, "auto"), ("tensor4", 4, "manual"), ("data2_fsdp2_tensor2", 8, "auto")],
+    [("one", 1, "auto"), ("tensor4", 4, "manual"), ("data2_fsdp2_tensor2", 8, "auto")],
 )
 def test_the_cache_is_donated_and_has_its_closed_form(layout, shards, lowering):
     closed_form = 2 * SIZES["num_layers"] * ROWS * SLOTS * KV_HEADS * HEAD_DIM * F64 // shards
@@ -60,7 +60,7 @@ def test_control_a_cache_that_is_not_donated_is_seen():
 
 
 @pytest.mark.parametrize(
-    ("layout", "lowering"), [("collective", "auto"), ("tensor4", "manual"), ("data2_fsdp2_tensor2", "auto")]
+    ("layout", "lowering"), [("one", "auto"), ("tensor4", "manual"), ("data2_fsdp2_tensor2", "auto")]
 )
 def test_decoding_needs_temporaries_of_one_layer(layout, lowering, monkeypatch):
     """A scan over layers that split and stacked the cache would hold a copy of all of it."""
@@ -75,7 +75,7 @@ def test_a_token_sends_megatrons_bytes_and_two_numbers_for_the_choice():
     hidden = ROWS * SIZES["hidden_size"] * F64
     values = ROWS * F64
     want = [hidden] * (1 + 2 * SIZES["num_layers"]) + [values, values // 2]
-    sent = [collective.full_bytes for collective in found("tensor4", "manual") for _ in range(collective.times)]
+    sent = [collective.full_bytes for collective in found("tensor4", "manual") for _ in range(int(collective.times))]
     assert {collective.kind for collective in found("tensor4", "manual")} == {"all_reduce"}
     assert sorted(sent) == sorted(want)
 
