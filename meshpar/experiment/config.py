@@ -47,7 +47,8 @@ class Precision(Config):
     """8-bit format in which layers multiply by their weights: `fp8` (e4m3, gradients e5m2) or `int8`.
 
     Every row and column has its own scale, found anew in each step. Embedding, head, norms, attention's scores
-    and routed experts stay in `compute`. Needs the package Qwix: `pip install 'meshpar[quantized]'`. Default: `compute`.
+    and routed experts stay in `compute`. Needs the package Qwix: `pip install 'meshpar[quantized]'`. Default: as
+    `compute`.
     """
     gradients: Float | None = None
     """Dtype in which gradients are summed over microbatches and devices. Default: float32 at least."""
