@@ -20,6 +20,7 @@ from meshpar.parallel.precision import wide
 from meshpar.train.gradients import Gradients
 from meshpar.train.step import with_rows
 from meshpar.tree import flatten_with_paths
+from meshpar.verification.trial import QUICK
 from tests.layouts import LAYOUTS
 from tests.pipelines import SIZES, batches, padded, prepared, scheduled
 
@@ -63,9 +64,9 @@ def model(layers=4, kind: Any = WithMeanSquare, **more):
 
 def gradients(run: Prepared) -> Gradients:
     """The gradients of the first step."""
-    state = run.compile_init()()
-    batch = run.put(batches()[0])
-    return jax.device_get(jax.jit(run.gradients)(state.params, with_rows(batch), state.step, state.carried))
+    state = run.compile_init(QUICK)()
+    args = (state.params, with_rows(run.put(batches()[0])), state.step, state.carried)
+    return jax.device_get(jax.jit(run.gradients).lower(*args).compile(QUICK)(*args))
 
 
 @lru_cache
@@ -103,7 +104,7 @@ def test_an_evaluation_reports_auxiliary_losses_and_does_not_add_them():
     losses = []
     for kind in (WithMeanSquare, Llama):
         run = prepared(model(kind=kind), None)
-        sums = jax.device_get(run.compile_evaluation()(run.compile_init()().params, run.put(batches()[0]), {}))
+        sums = jax.device_get(run.compile_evaluation()(run.compile_init(QUICK)().params, run.put(batches()[0]), {}))
         losses.append(sums["loss"])
         reported = {name: value / sums["tokens"] for name, value in sums.items() if name.startswith("hidden")}
         assert set(reported) == ({"hidden", "hidden_abs"} if kind is WithMeanSquare else set())
@@ -154,7 +155,7 @@ def test_an_evaluation_of_auxiliary_losses_in_stages_is_equal_to_one_device():
     evaluations = []
     for mesh, schedule in ((None, None), ("data2_tensor2", scheduled("1f1b", "data2_tensor2", 4))):
         run = prepared(model(), mesh, schedule, num_microbatches=1)
-        params = run.compile_init()().params
+        params = run.compile_init(QUICK)().params
         batch = run.put(batches()[0])
         evaluations.append(jax.device_get(run.compile_evaluation()(params, batch, {})))
     assert evaluations[0].keys() == evaluations[1].keys()

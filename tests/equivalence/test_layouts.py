@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from meshpar.verification.trial import QUICK
 from tests.equivalence.conftest import MODELS, first_state, on_one_device, outcome, prepared
 from tests.layouts import LAYOUTS
 
@@ -41,7 +42,7 @@ def test_every_layout_is_equal_to_one_device(model, layout, lowering, accumulati
 )
 def test_the_initial_state_of_each_layout_is_that_of_one_device(model, layout):
     run = prepared(model, layout, "manual", 1)
-    state = jax.device_get(run.compile_init()())
+    state = jax.device_get(run.compile_init(QUICK)())
     expected = first_state(run.run.model, run.run.lora, run.run.freeze)
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True)
     assert max(abs(np.asarray(mine, float) - theirs).max() for mine, theirs in pairs) < 1e-10

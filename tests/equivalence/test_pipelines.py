@@ -32,7 +32,7 @@ from meshpar.train.records.file import read
 from meshpar.train.state import TrainState, shardings, structs
 from meshpar.train.step import with_rows
 from meshpar.tree import flatten_with_paths
-from meshpar.verification.trial import Trial
+from meshpar.verification.trial import QUICK, Trial
 from tests.pipelines import MODELS, VOCAB, batches, difference, on_one_device, prepared, scheduled
 from tests.unit.test_pipeline_schedule import random_orders
 
@@ -158,7 +158,7 @@ def test_stages_without_a_loop_over_their_layers_are_equal_to_one_device(kind, m
 def test_an_offloaded_optimizer_is_equal_to_one_device(kind):
     """Its moments move to the schedule's order and back in the host's memory."""
     run = prepared(MODELS["tied"](8), "zero1", scheduled(kind, "zero1", 4), offload=Offload(optimizer="host"))
-    state = run.compile_init()()
+    state = run.compile_init(QUICK)()
     if run.layer_order:
         state = run.layer_order.to_schedule(state)
     assert state.opt_state[0].mu["blocks"]["attn"]["q"]["kernel"].sharding.memory_kind == "pinned_host"
@@ -256,7 +256,7 @@ def test_the_initial_state_and_the_evaluation_in_stages_are_those_of_one_device(
     batch = next(iter(run.run.data.held_out()))
 
     def evaluated(prepared_run):
-        state = prepared_run.compile_init()()
+        state = prepared_run.compile_init(QUICK)()
         loss = prepared_run.compile_evaluation()(state.params, prepared_run.put(batch), {})
         return jax.device_get((state, loss))
 
@@ -284,7 +284,7 @@ def test_pipedream_2bw_takes_gradients_at_the_weights_before_the_last_update(mes
     drawn = [batches()[0], batches()[1], batches()[0]]
     _, results = trial.run(trial.start(), drawn)
     sharded = shardings(structs(on_one.placement.sharded))
-    state = on_one.compile_init()()
+    state = on_one.compile_init(QUICK)()
     before = state.params
     for batch, got in zip(drawn, results, strict=True):
         gradients = jax.jit(on_one.gradients)(before, with_rows(batch), state.step, {})

@@ -16,6 +16,7 @@ from meshpar.experiment.prepare import prepare
 from meshpar.optim import AdamW
 from meshpar.optim.muon import Muon
 from meshpar.train.step import with_rows
+from meshpar.verification.trial import QUICK
 from tests.equivalence.conftest import batches
 from tests.program.test_bytes import prepared
 
@@ -72,13 +73,13 @@ def test_verify_refuses_a_reduction_that_rounds():
 )
 def test_error_feedback_is_sharded_and_checkpointed(layout, across, tmp_path):
     run = prepared(layout, parallel={"gradient_reduction": Reduce(across=across)})
-    step = run.compile_step()
+    step = run.compile_step(QUICK)
 
     def put(batch):
         return {name: jax.device_put(x, step.batch[name].sharding) for name, x in batch.items()}
 
     first, second, _ = map(put, batches())
-    state, _ = step(run.compile_init()(), first)
+    state, _ = step(run.compile_init(QUICK)(), first)
     feedback = state.carried["reduce"]
     lost = feedback["lost"]["blocks"]["mlp"]["up"]["kernel"]
     placed = run.placement.carried["reduce"]["lost"]
@@ -135,10 +136,10 @@ def test_the_seed_of_the_run_determines_how_gradients_are_rounded():
         across = Int8(rounding=rounding)
         run = prepared("data8", parallel={"gradient_reduction": Reduce(across=across)}).run
         run = prepare(run.model_copy(update={"seed": seed}))
-        params = prepare(run.run.model_copy(update={"seed": 0})).compile_init()().params
+        params = prepare(run.run.model_copy(update={"seed": 0})).compile_init(QUICK)().params
         batch = {name: jax.device_put(x, run.batch[name].sharding) for name, x in batches()[0].items()}
-        got = jax.jit(run.gradients)(params, with_rows(batch), jax.numpy.int32(3), {})
-        return float(got.norm)
+        args = (params, with_rows(batch), jax.numpy.int32(3), {})
+        return float(jax.jit(run.gradients).lower(*args).compile(QUICK)(*args).norm)
 
     assert norm(0) == norm(0) != norm(1)
     assert norm(0, "nearest") == norm(1, "nearest") != norm(0)
