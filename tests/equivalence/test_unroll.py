@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from meshpar.models import Llama
@@ -46,7 +47,8 @@ def num_gathers(options=None):
 def test_layers_without_a_loop_gather_again_in_the_backward():
     per_layer = 9
     assert num_gathers() == 2 * 4 * per_layer + 3  # embedding, norm and head are gathered once
-    assert num_gathers({"xla_disable_hlo_passes": ""}) < num_gathers()
+    if jax.__version_info__ < (0, 11):  # later versions keep barriers without the option
+        assert num_gathers({"xla_disable_hlo_passes": ""}) < num_gathers()
 
 
 def large(num_layers=2, **fields):
