@@ -25,6 +25,7 @@ from .experiment.prepare import Prepared, prepare
 from .inspection.contract import Allowed, Contract
 from .inspection.findings.finding import Finding
 from .inspection.findings.planned import Planned
+from .inspection.fit import FitReport
 from .inspection.inspect import Inspection
 from .inspection.program.compiling import compiling
 from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes
@@ -54,7 +55,6 @@ from .parallel.pipeline.schedule import (
     ZeroBubbleH2,
 )
 from .parallel.strategies import ContextParallel, FullySharded, Parallel, TensorParallel
-from .plan.fit import FitReport
 from .serve.generate import Completion, Generated, generate
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules

@@ -13,8 +13,8 @@ from meshpar.progress import busy
 
 if TYPE_CHECKING:
     from meshpar.inspection.difference import Difference
+    from meshpar.inspection.fit import FitReport
     from meshpar.inspection.inspect import Inspection
-    from meshpar.plan.fit import FitReport
 
 
 @app.command()

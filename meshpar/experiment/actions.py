@@ -23,19 +23,18 @@ from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
 from meshpar.inspection.findings.planned import Planned
+from meshpar.inspection.fit import FitReport, compile_for, judge
 from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.inspect import inspect as inspect_program
 from meshpar.inspection.report.report import Report, report
 from meshpar.interop.huggingface import open_pretrained
 from meshpar.interop.pretrained import PretrainedBeginning
-from meshpar.mesh import compilation_cache, process
+from meshpar.mesh import compilation_cache, process, targets
 from meshpar.mesh.cursor import of_process as cursor_of
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.join import check_joined
 from meshpar.optim.ema import averaged
 from meshpar.parallel.batch import TEACHER
-from meshpar.plan import targets
-from meshpar.plan.fit import FitReport, compile_for, judge
 from meshpar.progress import busy, say
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.begin import Beginning

@@ -19,8 +19,8 @@ from meshpar.experiment.config import Precision
 from meshpar.experiment.prepare import prepare
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh import process
+from meshpar.mesh.targets import parse
 from meshpar.models import GPT
-from meshpar.plan.targets import parse
 from tests.program.oracle import share
 from tests.program.schedule import hides
 from tests.program.test_bytes import SIZES, prepared

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from meshpar.inspection.fit import judge
 from meshpar.inspection.inspect import inspect
 from meshpar.inspection.report.page import page
-from meshpar.plan.fit import judge
-from meshpar.plan.targets import parse
+from meshpar.mesh.targets import parse
 from tests.program.chromium import chromium, require
 from tests.program.look import faults
 from tests.program.test_bytes import prepared

@@ -13,7 +13,7 @@ from meshpar import GPT, AdamW, AxisRules, MeshLayout, Run, Synthetic, load, pre
 from meshpar.cost.memory import ModelStates
 from meshpar.experiment.config import Precision
 from meshpar.mesh import process
-from meshpar.plan.targets import parse
+from meshpar.mesh.targets import parse
 
 STAGES = ("replicated", "zero1", "zero2", "fsdp")
 MIXED = Precision(params="bfloat16", compute="bfloat16", gradients="bfloat16", master="float32")

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from meshpar.errors import MeshError
+from meshpar.inspection import fit
+from meshpar.inspection.fit import compile_for, judge
 from meshpar.inspection.inspect import inspect
 from meshpar.inspection.program.hlo import Collective
 from meshpar.inspection.program.text import Array
-from meshpar.mesh import process
+from meshpar.mesh import process, targets
 from meshpar.mesh.hardware import CHIPS, FOR_XLA
-from meshpar.plan import fit, targets
-from meshpar.plan.fit import compile_for, judge
-from meshpar.plan.targets import parse
+from meshpar.mesh.targets import parse
 
 
 @pytest.mark.parametrize(

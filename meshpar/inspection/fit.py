@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from meshpar.errors import MeshError
 from meshpar.inspection.inspect import Inspection
-from meshpar.plan.targets import Target
+from meshpar.mesh.targets import Target
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.tree import human_bytes
 
