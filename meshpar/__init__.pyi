@@ -55,6 +55,7 @@ from .parallel.pipeline.schedule import (
     ZeroBubbleH2,
 )
 from .parallel.strategies import ContextParallel, FullySharded, Parallel, TensorParallel
+from .planning.plan import Plan, plan
 from .serve.generate import Completion, Generated, generate
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
@@ -143,6 +144,7 @@ __all__ = [
     "Parquet",
     "PipeDream2BW",
     "Placement",
+    "Plan",
     "PlanError",
     "Planned",
     "Precision",
@@ -188,6 +190,7 @@ __all__ = [
     "models",
     "optim",
     "pipeline",
+    "plan",
     "prepare",
     "resolve",
     "simulate",

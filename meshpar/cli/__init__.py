@@ -25,6 +25,7 @@ from meshpar.cli import (  # noqa: F401
     inspect,
     launch,
     new,
+    plan,
     plot,
     schedule,
     schema,

@@ -64,8 +64,7 @@ def _walk(jaxpr: Jaxpr, around: Visit) -> Iterator[Visit]:
         visit = replace(around, equation=equation, scope=f"{around.scope}/{equation.source_info.name_stack}")
         yield visit
         inside = _inside(visit)
-        leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
-        inner = [getattr(leaf, "jaxpr", leaf) for leaf in leaves if _is_jaxpr(leaf)]
+        inner = inner_jaxprs(equation)
         for jaxpr_inside, repeats in zip(inner, _repeats(visit, len(inner)), strict=True):
             times = None if visit.times is None or repeats is None else visit.times * repeats
             yield from _walk(jaxpr_inside, replace(inside, times=times))
@@ -95,6 +94,12 @@ def _repeats(visit: Visit, num_inside: int) -> Sequence[Fraction | None]:
         times = [Fraction(int(branch), int(taken[2])) for branch in taken[1].split("_")]
         return times if len(times) > 1 else times * num_inside
     return [Fraction(1)] * num_inside
+
+
+def inner_jaxprs(equation: Any) -> list[Jaxpr]:
+    """The jaxprs in an equation: the body of a loop or a call, the branches of a conditional."""
+    leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
+    return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if _is_jaxpr(leaf)]
 
 
 def _is_jaxpr(x: Any) -> bool:

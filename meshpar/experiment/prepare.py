@@ -75,6 +75,11 @@ class Prepared(Training):
         """
         return flops(traced_products(self._traced_step), self.mesh.size) if self._is_countable else None
 
+    @property
+    def countable_step(self) -> ClosedJaxpr | None:
+        """The traced step of the manual lowering; None where `traced_bytes` is None."""
+        return self._traced_step if self._is_countable else None
+
     @cached_property
     def _traced_step(self) -> ClosedJaxpr:
         return jax.make_jaxpr(self.on(manual=True).scheduled.step)(self.placement.structs, self.batch | self.given)

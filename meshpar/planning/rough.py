@@ -1,0 +1,114 @@
+"""The rough work of a layout, without a trace of its own: it says which layouts are worth one.
+
+Probes are scaled instead: traces of the step on one device, and on two along each axis that carries activations. What
+is sent there grows with the tokens of a device, and over a ring with the number of hops. Gathers of weights and
+reductions of gradients are those of ZeRO's stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from meshpar.cost.traced import Collective
+from meshpar.planning.estimate import Work
+from meshpar.planning.space import Layout
+
+ACTIVATION_AXES = ("expert", "context", "tensor")
+_IDLE: Mapping[str, float] = {"1f1b": 1.0, "interleaved": 1 / 2, "zb_h1": 1 / 3, "zbv": 1 / 12}
+"""Schedule -> its idle time as a share of that of 1F1B, which is (stages - 1) / microbatches of its work."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The probe of a remat policy, on one device.
+
+    Args:
+      flops: operations of the step.
+      bytes_per_token: what it holds, without gradients.
+    """
+
+    flops: float
+    bytes_per_token: float
+
+
+@dataclass(frozen=True)
+class Probes:
+    """What the probes of a run say.
+
+    Args:
+      tokens: of a batch.
+      steps: remat -> the step on one device.
+      sent: axis -> the collectives over it, on two devices.
+      stored: bytes of the parameters.
+      gathered: bytes of the parameters in the dtype that the step computes with.
+      summed: bytes of the gradients.
+      optimizer: bytes of the optimizer's state.
+    """
+
+    tokens: int
+    steps: Mapping[str | None, Step]
+    sent: Mapping[str, list[Collective]]
+    stored: int
+    gathered: int
+    summed: int
+    optimizer: int
+
+    def work(self, layout: Layout) -> Work:
+        """The rough work of a layout."""
+        size = layout.size
+        step = self.steps[layout.remat]
+        mesh = layout.abstract_mesh
+        parts = size("tensor") * size("pipe")
+        in_layers = layout.sharding == "fsdp" or (layout.sharding == "zero2" and layout.num_microbatches == 1)
+        held = self._tokens_at_once(layout) * step.bytes_per_token / size("tensor")
+        held += self.summed / parts / (size("fsdp") if in_layers else 1)
+        held += 0 if layout.sharding == "fsdp" else self.gathered / parts
+        stored = size("fsdp") if layout.sharding in ("zero2", "fsdp") else 1
+        return Work(
+            mesh=mesh,
+            flops=step.flops / mesh.size,
+            beside=list(self._weights(layout)),
+            waits=list(self._activations(layout)),
+            idle=1 + _IDLE.get(layout.schedule, 0.0) * (size("pipe") - 1) / layout.num_microbatches,
+            states_bytes=(self.stored // stored + self.optimizer // size("fsdp")) // parts,
+            step_bytes=round(held),
+        )
+
+    def _tokens_at_once(self, layout: Layout) -> float:
+        """Tokens of a device in a microbatch."""
+        return self.tokens / layout.batch_shards / layout.size("context") / layout.num_microbatches
+
+    def _weights(self, layout: Layout) -> Iterator[Collective]:
+        """The gathers of parameters and the reductions of gradients."""
+        parts = layout.size("tensor") * layout.size("pipe")
+        gathered = self.gathered // parts
+        summed = self.summed // parts
+        fsdp = layout.size("fsdp")
+        if fsdp > 1:
+            in_layers = layout.sharding == "fsdp"
+            passes = Fraction(layout.num_microbatches if in_layers else 1)
+            yield Collective("all_gather", ("fsdp",), gathered, fsdp, passes * (2 if in_layers else 1))
+            yield Collective("reduce_scatter", ("fsdp",), summed, fsdp, passes)
+        copied = tuple(axis for axis in ("data", "expert", "context") if layout.size(axis) > 1)
+        if copied:
+            copies = math.prod(map(layout.size, copied))
+            yield Collective("all_reduce", copied, summed // fsdp, copies)
+
+    def _activations(self, layout: Layout) -> Iterator[Collective]:
+        """The probes' collectives, for this layout's tokens and sizes."""
+        for axis in ACTIVATION_AXES:
+            size = layout.size(axis)
+            if size == 1:
+                continue
+            shared = layout.batch_shards * layout.size("context") * layout.num_microbatches
+            if axis != "tensor":  # in the probe, a group already shares its tokens
+                shared //= size
+            passes = layout.num_microbatches / layout.size("pipe")
+            for one in self.sent[axis]:
+                is_ring = one.kind == "collective_permute"
+                full_bytes = round(one.full_bytes * (2 / size if is_ring else 1) / shared)
+                times = float(one.times) * (size - 1 if is_ring else 1) * passes
+                yield Collective(one.kind, one.axes, full_bytes, size, Fraction(times))

@@ -1,0 +1,142 @@
+"""Searches the layouts of a run: rough estimates rank all of them, and the traces of the best decide."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from meshpar.cost.flops import flops, traced_products
+from meshpar.cost.live import peak_bytes
+from meshpar.cost.traced import Collective
+from meshpar.errors import ConfigError, MeshparError
+from meshpar.experiment.config import Run
+from meshpar.experiment.prepare import Prepared, prepare
+from meshpar.planning.estimate import Estimate, carries_activations, traced
+from meshpar.planning.machine import Machine
+from meshpar.planning.rough import ACTIVATION_AXES, Probes, Step
+from meshpar.planning.space import Layout, remats
+
+PLATFORM = "gpu"
+"""The platform of the traces: 16-bit floats are sent as such."""
+TRACED = 10
+"""How many layouts are traced."""
+PER_MESH = 2
+"""How many layouts of the same mesh are traced."""
+SLACK = 1.25
+"""Layouts that hold this much more than the machine has, by the rough estimate, may fit all the same."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, and the estimate of its traced step."""
+
+    layout: Layout
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    Args:
+      ranked: the traced layouts that fit, the fastest first.
+      too_big: the traced layouts that do not fit, the smallest first.
+      num_layouts: how many layouts were considered.
+    """
+
+    ranked: Sequence[Candidate]
+    too_big: Sequence[Candidate]
+    num_layouts: int
+
+
+def search(run: Run, machine: Machine, at_most: float, everything: Sequence[Layout]) -> Found:
+    """Finds the fastest of the given layouts that hold no more than `at_most` bytes on a device.
+
+    Raises:
+      ConfigError: what the run sends is not known before it is compiled.
+    """
+    probes = probe(run)
+    rough = {layout: probes.work(layout).on(machine) for layout in everything}
+    fitting = (layout for layout in everything if rough[layout].total_bytes <= SLACK * at_most)
+    promising = sorted(fitting, key=lambda layout: rough[layout].order)
+    smallest = sorted(everything, key=lambda layout: rough[layout].total_bytes)
+    ranked: list[Candidate] = []
+    too_big: list[Candidate] = []
+    of_mesh: Counter[Any] = Counter()
+    for layout in dict.fromkeys([*promising, *smallest]):
+        if sum(of_mesh.values()) == TRACED:
+            break
+        candidate = trace(run, layout, machine) if of_mesh[layout.sizes] < PER_MESH else None
+        if candidate:
+            of_mesh[layout.sizes] += 1
+            (ranked if candidate.estimate.total_bytes <= at_most else too_big).append(candidate)
+    ranked.sort(key=lambda one: one.estimate.order)
+    too_big.sort(key=lambda one: one.estimate.total_bytes)
+    return Found(ranked, too_big, len(everything))
+
+
+def trace(run: Run, layout: Layout, machine: Machine) -> Candidate | None:
+    """Prepares and traces a run in a layout; None if they do not fit each other, or what it sends is not known."""
+    prepared = _prepared(run, layout)
+    work = traced(prepared) if prepared else None
+    return Candidate(layout, work.on(machine)) if work else None
+
+
+def probe(run: Run) -> Probes:
+    """Traces the probes of a run.
+
+    Raises:
+      ConfigError: what its step sends is not known, as under GSPMD.
+    """
+    alone = {remat: _prepared(run, Layout((), remat=remat)) for remat in remats(run)}
+    first = next(iter(alone.values()))
+    if first is None or first.countable_step is None:
+        raise ConfigError("this run cannot be planned: what its step sends is not known before it is compiled")
+    tokens = run.data.batch_size * run.data.seq_len
+    widths = run.precision.widths
+    states = first.states
+    elements = states.parameters // widths.params
+    summed = elements * widths.sums
+    sent = {axis: _sent(run, axis) for axis in ACTIVATION_AXES}
+    return Probes(
+        tokens, {remat: _step(one, tokens, summed) for remat, one in alone.items() if one}, sent,
+        states.parameters, elements * widths.compute, summed, states.optimizer,
+    )  # fmt: skip
+
+
+def _sent(run: Run, axis: str) -> list[Collective]:
+    """The collectives of activations over an axis of two devices; none if the run does not fit them."""
+    pair = _prepared(run, Layout(((axis, 2),)))
+    step = pair.countable_step if pair else None
+    if pair is None or step is None:
+        return []
+    by_kind: dict[str, list[Collective]] = defaultdict(list)
+    for one in pair.collectives(step):
+        if carries_activations(one, pair):
+            by_kind[one.kind].append(one)
+    return [_merged(alike) for alike in by_kind.values()]
+
+
+def _merged(alike: Sequence[Collective]) -> Collective:
+    """As many runs as those of several collectives of a kind, each of the mean size."""
+    times = sum((one.times for one in alike), Fraction(0))
+    total = sum(one.times * one.full_bytes for one in alike)
+    return replace(alike[0], times=times, full_bytes=round(total / times))
+
+
+def _step(prepared: Prepared, tokens: int, summed: int) -> Step:
+    step = prepared.countable_step
+    assert step is not None, "the probe without remat can be counted, and so can this"
+    num_flops = float(sum(flops(traced_products(step)).values()))
+    return Step(num_flops, (peak_bytes(step) - summed) / tokens)
+
+
+def _prepared(run: Run, layout: Layout) -> Prepared | None:
+    try:
+        changed = layout.applied(run)
+        return prepare(changed, changed.mesh.abstract(), PLATFORM)
+    except MeshparError:
+        return None

@@ -1,0 +1,160 @@
+"""The layouts that a plan considers: every way to divide the devices among the axes, with its rules and settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import product
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from meshpar.experiment.config import Run
+from meshpar.mesh.layout import MeshLayout
+
+SHARDING = ("zero1", "zero2", "fsdp")
+SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv")
+PER_STAGE = (1, 2, 4, 8)
+"""Microbatches of a pipeline over its stages."""
+PASSES = (1, 2, 4, 8, 16)
+"""Microbatches without a pipeline, whose gradients are summed."""
+REMAT = ("none", "full")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A point of the space.
+
+    Args:
+      sizes: (axis, size) of the axes larger than 1.
+      sharding: the preset of parameters and optimizer state over `fsdp`; empty without that axis.
+      schedule: kind of the pipeline; empty without one.
+      num_microbatches: of the pipeline, or of the sum of gradients.
+      remat: what blocks recompute; None for the run's own setting.
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+    sharding: str = ""
+    schedule: str = ""
+    num_microbatches: int = 1
+    remat: str | None = None
+
+    @cached_property
+    def mesh(self) -> dict[str, int]:
+        return dict(self.sizes)
+
+    def size(self, axis: str) -> int:
+        return self.mesh.get(axis, 1)
+
+    @property
+    def batch_shards(self) -> int:
+        return math.prod(self.size(axis) for axis in ("replica", "data", "fsdp", "expert"))
+
+    @property
+    def abstract_mesh(self) -> AbstractMesh:
+        return _abstract(self.sizes)
+
+    @property
+    def presets(self) -> list[str]:
+        """The rules' presets, one for each axis that needs one."""
+        of_axis = {"tensor": "megatron_sp", "context": "context", "expert": "experts", "pipe": "pipeline"}
+        found = [self.sharding] if self.sharding else []
+        return found + [preset for axis, preset in of_axis.items() if axis in self.mesh] or ["replicated"]
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Section or key -> its value in the config."""
+        pipeline = {"kind": self.schedule, "num_microbatches": self.num_microbatches} if self.schedule else None
+        changes = {
+            "mesh": self.mesh,
+            "rules": self.presets,
+            "parallel.pipeline": pipeline,
+            "num_microbatches": 1 if self.schedule else self.num_microbatches,
+        }
+        return changes | ({} if self.remat is None else {"model.remat": self.remat})
+
+    def applied(self, run: Run) -> Run:
+        """The run in this layout.
+
+        Raises:
+          ConfigError: the layout does not fit the run.
+        """
+        data = run.model_dump(mode="json")
+        own = {dim: axes for dim, axes in data["rules"].items() if dim not in ("preset", "zero")}
+        for key, value in (self.changes | {"rules": {"preset": self.presets, **own}}).items():
+            *sections, last = key.split(".")
+            section = data
+            for name in sections:
+                section = section[name]
+            section[last] = value
+        return Run.model_validate(data)
+
+    def __str__(self) -> str:
+        """As overrides of a command line."""
+        mesh = ", ".join(f"{axis}: {size}" for axis, size in self.mesh.items())
+        words = [f"'mesh={{{mesh}}}'", f"rules=[{','.join(self.presets)}]"]
+        if self.schedule:
+            words.append(f"'parallel.pipeline={{kind: {self.schedule}, num_microbatches: {self.num_microbatches}}}'")
+        elif self.num_microbatches > 1:
+            words.append(f"num_microbatches={self.num_microbatches}")
+        return " ".join(words if self.remat is None else [*words, f"model.remat={self.remat}"])
+
+
+def remats(run: Run) -> tuple[str | None, ...]:
+    """The settings of remat to try: the run's own, nothing and everything. Only the first for a model without remat."""
+    own = getattr(run.model, "remat", None)
+    if own is None:
+        return (None,)
+    first = None if own.save or own.offload else own.policy
+    return (first, *(policy for policy in REMAT if policy != first))
+
+
+@cache
+def _abstract(sizes: tuple[tuple[str, int], ...]) -> AbstractMesh:
+    return MeshLayout.model_validate(dict(sizes)).abstract()
+
+
+def layouts(run: Run, num_devices: int, per_host: int) -> Iterator[Layout]:
+    """Every layout whose sizes divide the batch, the rows and the layers; `prepare` refuses those that do not fit.
+
+    A tensor axis stays inside a host, where its activations travel fast.
+
+    Args:
+      per_host: devices that the fast network joins.
+    """
+    stack = run.model.layer_stack()
+    has_experts = getattr(run.model, "experts", None) is not None
+    for sizes in _divided(num_devices, ("data", "fsdp", "pipe", "expert", "context", "tensor")):
+        large = tuple((axis, size) for axis, size in sizes.items() if size > 1)
+        batch_shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+        rows, is_uneven = divmod(run.data.batch_size, batch_shards)
+        if is_uneven or sizes["tensor"] > per_host or (sizes["expert"] > 1 and not has_experts):
+            continue
+        if run.data.seq_len % (sizes["context"] * sizes["tensor"]):
+            continue
+        if sizes["pipe"] > 1 and not (stack and sizes["pipe"] <= stack.num_layers):
+            continue
+        shardings = SHARDING if sizes["fsdp"] > 1 else ("",)
+        for sharding, remat, (schedule, count) in product(shardings, remats(run), _passes(sizes["pipe"], rows)):
+            yield Layout(large, sharding, schedule, count, remat)
+
+
+def _divided(count: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    """Every way to write a number as a product of one size for each axis."""
+    if len(axes) == 1:
+        yield {axes[0]: count}
+        return
+    for size in range(1, count + 1):
+        if count % size == 0:
+            for rest in _divided(count // size, axes[1:]):
+                yield {axes[0]: size, **rest}
+
+
+def _passes(num_stages: int, rows: int) -> list[tuple[str, int]]:
+    """(schedule, number of microbatches) for a device with so many rows."""
+    if num_stages == 1:
+        return [("", count) for count in PASSES if rows % count == 0]
+    counts = [count * num_stages for count in PER_STAGE if rows % (count * num_stages) == 0]
+    return [(schedule, count) for schedule in SCHEDULES for count in counts]
