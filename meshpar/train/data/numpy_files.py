@@ -17,8 +17,7 @@ from meshpar.config import Coerced
 from meshpar.errors import DataError, Problems
 from meshpar.regular import open_regular
 from meshpar.train.data.corpus import AtPath, FileCorpus
-from meshpar.train.data.document_offsets import DocumentOffsets, placed
-from meshpar.train.data.documents import HEADING, Documents
+from meshpar.train.data.documents import HEADING, DocumentOffsets, Documents
 from meshpar.train.data.encode import check_ids
 from meshpar.train.data.tokenizer import AnyTokenizer
 from meshpar.tree import human_bytes
@@ -53,7 +52,7 @@ class Numpy(AtPath, FileCorpus):
                 except DataError as error:
                     problems.add(str(path), str(error))
         problems.raise_any(DataError, HEADING)
-        return placed(found, self.tokenizer.bos)
+        return Documents.in_place(found, self.tokenizer.bos)
 
     def _documents(self, array: np.ndarray) -> DocumentOffsets:
         if array.ndim not in (1, 2):
