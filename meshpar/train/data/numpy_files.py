@@ -19,7 +19,7 @@ from meshpar.regular import open_regular
 from meshpar.train.data.corpus import AtPath, FileCorpus
 from meshpar.train.data.documents import HEADING, DocumentOffsets, Documents
 from meshpar.train.data.encode import check_ids
-from meshpar.train.data.tokenizer import AnyTokenizer
+from meshpar.train.data.tokenizer import Tokenizer
 from meshpar.tree import human_bytes
 
 _WINDOW = 2**24  # elements that are processed at once
@@ -39,7 +39,7 @@ class Numpy(AtPath, FileCorpus):
 
     kind: Literal["numpy"] = "numpy"
     glob: str = "**/*.np[yz]"
-    tokenizer: Coerced[AnyTokenizer, str | dict[str, Any]]
+    tokenizer: Coerced[Tokenizer, str | dict[str, Any]]
     """The tokenizer of the ids: `path/to/tokenizer.json`, or `{kind: ids, vocab_size: 50257, bos: 50256}`."""
 
     def documents(self) -> Documents:
