@@ -75,3 +75,10 @@ def outcomes(path: Path, copies: Iterator[bytes], read: Callable[[], Any]) -> Co
     path.write_bytes(right)
     assert read() == expected
     return found
+
+
+def flip_one_bit(path: Path) -> None:
+    """Flips a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

@@ -107,7 +107,10 @@ def on_one_device(model: str, layers: int) -> list[Any]:
 
 
 def difference(run: Prepared, model: str, layers: int) -> float:
-    """The largest absolute difference of any number from one device's; padded layers are compared with zeros."""
+    """The largest absolute difference of any number from one device's, NaN if one is NaN.
+
+    Padded layers are compared with zeros.
+    """
 
     def place(x: np.ndarray, struct: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.device_put(padded(np.asarray(x), struct.shape), struct.sharding)
@@ -115,11 +118,12 @@ def difference(run: Prepared, model: str, layers: int) -> float:
     expected = on_one_device(model, layers)
     state = jax.tree.map(place, first_state(model, layers), run.placement.structs)
     _, results = Trial(run).run(state, batches())
-    return max(
-        float(np.abs(np.asarray(found) - padded(np.asarray(wanted), found.shape)).max())
+    differences = [
+        np.abs(np.asarray(found) - padded(np.asarray(wanted), found.shape)).max()
         for a, b in zip(results, expected, strict=True) for kind in KINDS
         for found, wanted in zip(getattr(a, kind).values(), getattr(b, kind).values(), strict=True)
-    )  # fmt: skip
+    ]  # fmt: skip
+    return float(np.max(differences))
 
 
 def padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

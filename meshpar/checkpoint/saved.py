@@ -146,7 +146,7 @@ class Checkpoint:
         Memory: see `arrays.read`. Each file that will be read is verified before the first array is restored.
         """
         on_all(lambda: self.check(abstract, include, exclude))
-        structs = self._structs(abstract, include, exclude)
+        structs = _placed(abstract, self.select(abstract, include, exclude).restored)
         restored = arrays.read(self.folder / STATE, structs)
         return map_with_path(lambda path, struct: restored.get(path, struct), abstract)
 
@@ -158,10 +158,9 @@ class Checkpoint:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises the errors of `restore`, on this process alone. Each file is verified once."""
-        self.select(abstract, include, exclude, config)
+        structs = _placed(abstract, self.select(abstract, include, exclude, config).restored)
         chunks = self._chunks()
         self._compare(self._files.keys() - chunks)
-        structs = self._structs(abstract, include, exclude)
         read = {
             f"{STATE}/{name}"
             for path, struct in structs.items()
@@ -174,18 +173,6 @@ class Checkpoint:
         name_there = arrays.stored(self.folder / STATE, path)
         self._compare(name for name in self._files if name.startswith(f"{STATE}/{name_there}/"))
         return arrays.read_on_host(self.folder / STATE, path)
-
-    def _structs(
-        self, abstract: Any, include: Sequence[str], exclude: Sequence[str]
-    ) -> dict[str, jax.ShapeDtypeStruct]:
-        """The structs to restore, by path; those without a sharding are placed on the first device."""
-        wanted = flatten_with_paths(abstract)
-        found: dict[str, jax.ShapeDtypeStruct] = {}
-        for path in self.select(abstract, include, exclude).restored:
-            struct = wanted[path]
-            sharding = struct.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            found[path] = jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
-        return found
 
     def _chunks(self) -> set[str]:
         return {name for name in self._files if name.startswith(f"{STATE}/") and arrays.is_chunk(name)}
@@ -295,6 +282,17 @@ def newest_whole(
 def describe(state: Any) -> dict[str, str]:
     """Path -> dtype and shape of each array of a tree."""
     return {path: f"{np.dtype(x.dtype)}{list(x.shape)}" for path, x in flatten_with_paths(state).items()}
+
+
+def _placed(abstract: Any, paths: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The structs at these paths; those without a sharding are placed on the first device."""
+    wanted = flatten_with_paths(abstract)
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+    for path in paths:
+        struct = wanted[path]
+        sharding = struct.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        found[path] = jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+    return found
 
 
 def _is_step(name: str) -> bool:

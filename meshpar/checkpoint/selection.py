@@ -20,8 +20,8 @@ class Selection:
     """Paths of arrays, each list sorted.
 
     Args:
-      taken: restored from the checkpoint.
-      made: initialized by the run.
+      restored: from the checkpoint.
+      initialized: by the run.
       ignored: in the checkpoint, but not restored.
     """
 

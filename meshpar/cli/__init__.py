@@ -6,7 +6,9 @@ A verb imports what it needs when it runs, so a misspelt verb or option is repor
 from __future__ import annotations
 
 import errno
+import importlib
 import os
+import pkgutil
 import sys
 import traceback
 from pathlib import Path
@@ -14,27 +16,12 @@ from typing import Annotated
 
 import typer
 
-# Importing a verb registers it with the app.
-from meshpar.cli import (  # noqa: F401
-    bench,
-    checkpoint,
-    convert,
-    env,
-    explain,
-    generate,
-    inspect,
-    launch,
-    new,
-    plan,
-    plot,
-    schedule,
-    schema,
-    train,
-    verify,
-)
 from meshpar.cli.app import app, leave
 from meshpar.errors import MeshparError, excerpt, printable
 from meshpar.interop import user_code
+
+for _file in pkgutil.iter_modules(__path__):  # importing a verb registers it with the app
+    importlib.import_module(f"{__name__}.{_file.name}")
 
 
 def _version(asked: bool) -> None:

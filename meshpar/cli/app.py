@@ -31,7 +31,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 def echo(result: Any, json: bool) -> None:
     """Prints a result, as text or as JSON."""
-    typer.echo(json_format.dumps(result.as_json(), indent=2) if json else str(result))
+    echo_either(str(result), result.as_json(), json)
+
+
+def echo_either(text: str, data: Any, json: bool) -> None:
+    """Prints text, or the data that it shows as JSON."""
+    typer.echo(json_format.dumps(data, indent=2) if json else text)
 
 
 def use_cache(no_cache: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshpar.cli.app import AsJson, app
+from meshpar.cli.app import AsJson, app, echo_either
 
 if TYPE_CHECKING:
     from meshpar.checkpoint.difference import Change, Difference
@@ -29,14 +29,10 @@ def ls(folder: Folder, json: AsJson = False) -> None:
     from meshpar.inspection.report.table import table
 
     rows = _with_best([_row(saved) for saved in find_all(folder)])
-    if json:
-        typer.echo(json_format.dumps(rows, indent=2))
-        return
     metric = next((row["metric"] for row in rows if row.get("metric")), "metric")
-    cells = [_cells(row) for row in rows]
-    typer.echo(table(["step", "saved", "size", metric, ""], cells))
+    shown = table(["step", "saved", "size", metric, ""], [_cells(row) for row in rows])
     damaged = [row["damaged"] for row in rows if "damaged" in row]
-    typer.echo("\n".join(["", *damaged, NOT_VERIFIED]))
+    echo_either("\n".join([shown, "", *damaged, NOT_VERIFIED]), rows, json)
 
 
 @verbs.command()
@@ -46,7 +42,7 @@ def show(folder: Folder, json: AsJson = False) -> None:
 
     saved = find(folder, include=())
     saved.check_sizes()
-    typer.echo(json_format.dumps(_shown(saved), indent=2) if json else _text(saved))
+    echo_either(_text(saved), _shown(saved), json)
 
 
 @verbs.command()
@@ -56,11 +52,8 @@ def verify(folder: Folder, json: AsJson = False) -> None:
 
     rows = [_verified(saved) for saved in find_all(folder)]
     damaged = [row["damaged"] for row in rows if "damaged" in row]
-    if json:
-        typer.echo(json_format.dumps(rows, indent=2))
-    else:
-        whole = [f"{row['folder']} is whole: {row['num_files']} files" for row in rows if "damaged" not in row]
-        typer.echo("\n".join([*whole, *damaged]))
+    whole = [f"{row['folder']} is whole: {row['num_files']} files" for row in rows if "damaged" not in row]
+    echo_either("\n".join([*whole, *damaged]), rows, json)
     if damaged:
         raise typer.Exit(1)
 
@@ -72,7 +65,7 @@ def diff(before: Folder, after: Folder, json: AsJson = False) -> None:
     from meshpar.checkpoint.saved import find
 
     found = difference(find(before), find(after))
-    typer.echo(json_format.dumps(found.as_json(), indent=2) if json else _compared(found))
+    echo_either(_compared(found), found.as_json(), json)
 
 
 def _verified(saved: Checkpoint) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import os
 import platform
 import re
@@ -10,9 +9,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-import typer
-
-from meshpar.cli.app import AsJson, app
+from meshpar.cli.app import AsJson, app, echo_either
 from meshpar.errors import printable
 
 PACKAGES = ("meshpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -45,7 +42,7 @@ def env(json: AsJson = False) -> None:
             if VARIABLES.match(name)
         },
     }
-    typer.echo(json_format.dumps(found, indent=2) if json else _text(found))
+    echo_either(_text(found), found, json)
 
 
 def _version(package: str) -> str | None:

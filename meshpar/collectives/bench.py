@@ -1,4 +1,4 @@
-"""Times the collectives on the devices of this machine, next to XLA's own and to the model of `choose`."""
+"""Times the collectives on the devices of this machine, next to XLA's own and to the model of `select`."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def merge(annotation: Any, under: Any, over: Any, where: str, sources: Mapping[s
       sources: the place of each dotted path, for errors.
     """
     unfolded = unfold(annotation, over)
-    replaces = isinstance(over, Whole) or _is_whole(annotation, over)
+    is_whole = not isinstance(over, dict) and getattr(chosen(annotation, over), "shorthand_is_whole", False)
+    replaces = isinstance(over, Whole) or is_whole
     if replaces or not (isinstance(under, dict) and isinstance(unfolded, dict)):
         return expand(annotation, unfolded)
     old_kind = under.get("kind")
@@ -44,11 +45,6 @@ def merge(annotation: Any, under: Any, over: Any, where: str, sources: Mapping[s
             inner = f"{where}.{key}" if where else key
             merged[key] = merge(known.get(key), under.get(key), value, inner, sources, problems)
     return merged
-
-
-def _is_whole(annotation: Any, over: Any) -> bool:
-    """Whether a bare value stands for a whole mapping."""
-    return not isinstance(over, dict) and getattr(chosen(annotation, over), "shorthand_is_whole", False)
 
 
 def _of_kind(

@@ -129,7 +129,7 @@ class Difference:
 
 def difference(before: Mapping[str, Any] | PlainInspection, after: Mapping[str, Any] | PlainInspection) -> Difference:
     """Compares two programs by the plain data of their inspections, as `as_json()` returns it."""
-    a, b = (side if isinstance(side, PlainInspection) else plain(side) for side in (before, after))
+    a, b = plain(before), plain(after)
     return Difference(
         mesh=Change(_sizes(a.mesh), _sizes(b.mesh)),
         sent_bytes=Change(a.sent_bytes, b.sent_bytes),

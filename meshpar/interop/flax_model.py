@@ -18,7 +18,6 @@ from meshpar.config import Strings, Target, default
 from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.interop import user_code
 from meshpar.interop.declared import lazily, unboxed
-from meshpar.interop.keys import key_implementations
 from meshpar.interop.training import Init, arrays_of, check_axes, specs_of, takes, with_axes, with_loss_sums
 from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupported, Vocabulary
 from meshpar.parallel.context import ParallelContext
@@ -67,8 +66,7 @@ class Import(ModelContract):
         check_axes(self.axes)
         with user_code.blamed(self.target):
             user = _built(self, task.seq_len)
-            specs, carried = specs_of(user.init, user.carried, task.seed, self.dims)
-            keys = key_implementations(jax.eval_shape(lazily(user.carried), jax.random.key(task.seed)))
+            specs, carried, keys = specs_of(user.init, user.carried, task.seed, self.dims)
         dims = jax.tree.map(lambda spec: spec.dims, specs)
         as_sums = partial(with_loss_sums, arrays=set(ARRAYS), carries=bool(carried), keys=keys, axes=self.axes)
         if task.loss.target is None:

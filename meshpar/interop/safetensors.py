@@ -134,10 +134,8 @@ def _is_entry(entry: Any) -> bool:
     return _are_counts(entry.get("shape")) and _are_counts(offsets) and len(offsets) == 2
 
 
-def _are_counts(values: Any, num: int | None = None) -> bool:
-    """Whether it is a list of natural numbers, `num` of them."""
-    if num is not None and (not isinstance(values, list) or len(values) != num):
-        return False
+def _are_counts(values: Any) -> bool:
+    """Whether it is a list of natural numbers."""
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 

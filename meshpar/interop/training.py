@@ -110,10 +110,9 @@ def training(
     ctx = ParallelContext(
         mesh=mesh, rules=rules, activation_dims=tuple(activation_dims), **{"compute_dtype": jnp.float32} | more
     )
-    specs, carried_specs = specs_of(init, carried, seed, dims or {})
+    specs, carried_specs, keys = specs_of(init, carried, seed, dims or {})
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
         raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have this dim too; remove it")
-    keys = key_implementations(jax.eval_shape(lazily(carried), jax.random.key(seed))) if carried else {}
     names = set(batch)
     return Training(
         specs=specs,
@@ -130,8 +129,9 @@ def training(
     )
 
 
-def specs_of(init: Init, carried: Init | None, seed: int, dims: Dims) -> tuple[Any, Any]:
-    """Returns trees of `ArraySpec` of the parameters and of the carried state; see `training`.
+def specs_of(init: Init, carried: Init | None, seed: int, dims: Dims) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns trees of `ArraySpec` of the parameters and of the carried state, see `training`; and the generators of
+    the carried state's random keys, see `key_implementations`.
 
     Raises:
       ConfigError: a glob matches nothing, or `init` returns arrays that no optimizer can train.
@@ -142,14 +142,15 @@ def specs_of(init: Init, carried: Init | None, seed: int, dims: Dims) -> tuple[A
     _check_trainable(params, problems)
     problems.raise_any(ConfigError, "an optimizer cannot train these arrays:")
     specs = _specs(params, dims, problems)
-    carried_specs = _specs(jax.eval_shape(lazily(carried), first), dims, problems) if carried else {}
+    state = jax.eval_shape(lazily(carried), first) if carried else {}
+    carried_specs = _specs(state, dims, problems)
     paths = [path.removesuffix(".value") for path in (*flatten_with_paths(specs), *flatten_with_paths(carried_specs))]
     for glob in dims:
         if not matching(paths, glob):
             fix = suggestion(glob, paths, f"the arrays are {', '.join(paths[:8])}")
             problems.add(f"dims[{glob!r}]", "matches no array", fix)
     problems.raise_any(ConfigError, "the names of dims do not fit the model:")
-    return specs, carried_specs
+    return specs, carried_specs, key_implementations(state)
 
 
 def _specs(tree: Any, dims: Dims, problems: Problems) -> Any:

@@ -14,14 +14,13 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from meshpar.errors import Problems, ShardingError
-from meshpar.nn.attention.cached import KVCache
+from meshpar.nn.attention.cached import CACHE_DIMS, KVCache
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.transformer import Batch, Decoder
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.strategies import Parallel
-from meshpar.serve.cache import cache_placement
 from meshpar.serve.sampling import Sampling, sample
-from meshpar.sharding.resolve import resolve
+from meshpar.sharding.resolve import Placement, resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.program import compile_program, on_shards, pspecs, shardings, structs, trace
@@ -82,8 +81,23 @@ class Decoding:
 
     @cached_property
     def cache(self) -> KVCache:
-        """Placements of the cache."""
-        return cache_placement(self.model, self.ctx, self.num_rows, self.prompt_len + self.max_tokens)
+        """Placements of the cache, in the dtype of the computation, by the same rules as the heads that fill it.
+
+        Memory: 2 layers rows slots kv_heads head_dim elements on all devices together, with a slot for each token of
+          prompt and answer; each device holds its rows and heads.
+        """
+        model = self.model
+        num_slots = self.prompt_len + self.max_tokens
+        shape = (model.num_layers, self.num_rows, num_slots, model.kv_heads, model.head_size)
+        spec = ArraySpec(shape, np.dtype(self.ctx.compute_dtype), CACHE_DIMS)
+        axes = tuple(self.ctx.axes(dim) for dim in spec.dims)
+        placed = Placement(spec, self.ctx.mesh, axes)
+        return KVCache(placed, placed)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache on one device."""
+        return sum(placement.local_bytes for placement in jax.tree.leaves(self.cache))
 
     @property
     def prompts(self) -> Turn:

@@ -13,7 +13,6 @@ from meshpar.errors import ConfigError, Problems
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import describe_sizes
 from meshpar.serve.answer import Answer, Finish
-from meshpar.serve.cache import device_bytes
 from meshpar.serve.decoding import Decoding
 from meshpar.serve.generator import Generator, Piece
 from meshpar.serve.sampling import Sampling
@@ -104,7 +103,7 @@ def generate(
 
     Communication: per token, that of a forward pass with one token per row, and that of `sample`.
 
-    Memory: the parameters as they are stored, and the cache, see `cache_placement`.
+    Memory: the parameters as they are stored, and the cache, see `Decoding.cache`.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     opened = _opened(source, overrides)
@@ -119,7 +118,7 @@ def generate(
     return Generated(
         [Completion(prompt, x.text, x.tokens, x.finish) for prompt, x in zip(prompts, answers, strict=True)],
         describe_sizes(dict(generator.decoding.ctx.mesh.shape)),
-        device_bytes(generator.decoding.cache),
+        generator.decoding.cache_bytes,
         prefill_s=generator.turn_s[0],
         decode_s=sum(generator.turn_s[1:]),
     )

@@ -26,13 +26,14 @@ class Placement:
     """The sharding of one array on a mesh: for each dim its axes, and the rule that they come from.
 
     Args:
+      reason: for each dim its rule, as text; empty for arrays that no report lists.
       memory_kind: JAX's name of the memory in which a device stores its shard, such as `HOST`; None for its own.
     """
 
     spec: ArraySpec
     mesh: AnyMesh
     axes: tuple[tuple[str, ...], ...]
-    reason: tuple[str, ...]
+    reason: tuple[str, ...] = ()
     memory_kind: str | None = None
 
     @property

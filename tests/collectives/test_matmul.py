@@ -19,6 +19,7 @@ from meshpar.cost.traced import traced_collectives
 from meshpar.errors import ShardingError
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh.varying import varying
+from tests.comparison import largest_difference
 
 P = PartitionSpec
 WAYS = {"ring": False, "bidirectional": True}
@@ -76,8 +77,7 @@ def difference(n, way, block=sequence_sharded, unrolled=8):
         args = arguments(n)
         got = jax.jit(value_and_gradients(on(mesh_of(n), block, Ring(("tensor",), WAYS[way], unrolled))))(*args)
         want = value_and_gradients(whole)(*args)
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+    return largest_difference(got, want)
 
 
 EVERY = list(product(BLOCKS, [2, 3, 4, 8], WAYS, ["unrolled", "scanned"]))

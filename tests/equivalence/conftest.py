@@ -24,6 +24,7 @@ from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.verification.trial import QUICK
+from tests.comparison import largest_difference
 from tests.layouts import LAYOUTS
 
 ROWS = 32
@@ -96,8 +97,7 @@ class Outcome:
 
     def difference(self, other: Outcome) -> float:
         """The largest absolute difference of any number from the other outcome's."""
-        pairs = zip(jax.tree.leaves(vars(self)), jax.tree.leaves(vars(other)), strict=True)
-        return float(np.max([np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs]))  # `max` overlooks NaN
+        return largest_difference(vars(self), vars(other))
 
 
 def prepared(model: str, layout: str | None, lowering: str, num_microbatches: int, **settings: Any) -> Prepared:

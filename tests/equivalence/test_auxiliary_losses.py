@@ -21,6 +21,7 @@ from meshpar.train.gradients import Gradients
 from meshpar.train.step import with_rows
 from meshpar.tree import flatten_with_paths
 from meshpar.verification.trial import QUICK
+from tests.comparison import largest_difference
 from tests.layouts import LAYOUTS
 from tests.pipelines import SIZES, batches, padded, prepared, scheduled
 
@@ -80,9 +81,8 @@ def difference(got: Gradients, reference: Gradients) -> float:
     expected = flatten_with_paths(vars(reference))
     found = flatten_with_paths(vars(got))
     assert found.keys() == expected.keys()
-    return max(
-        float(np.abs(np.asarray(x) - padded(np.asarray(expected[path]), np.shape(x))).max())
-        for path, x in found.items()
+    return largest_difference(
+        found, {path: padded(np.asarray(expected[path]), np.shape(found[path])) for path in found}
     )
 
 

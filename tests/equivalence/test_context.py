@@ -25,6 +25,7 @@ from meshpar.train import batches
 from meshpar.train.data import Synthetic
 from meshpar.train.program import on_shards
 from meshpar.verification.verify import verify
+from tests.comparison import largest_difference
 from tests.equivalence.conftest import on_one_device, outcome, prepared
 
 # Attention alone --------------------------------------------------------------------------------------------------
@@ -80,9 +81,7 @@ def difference(context, size, heads=8, kv_heads=4, window=None, by_layer=False, 
     def reference(q, k, v, segments):
         return Reference()(q, k, v, segments, segments, width)[0]
 
-    found = computed(arranged, drawn, segments)
-    expected = computed(reference, drawn, segments)
-    return max(float(jnp.abs(a - b).max()) for a, b in zip(found, expected, strict=True))
+    return largest_difference(computed(arranged, drawn, segments), computed(reference, drawn, segments))
 
 
 KINDS = {

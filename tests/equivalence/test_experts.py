@@ -20,6 +20,7 @@ from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.resolve import resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.program import WHOLE, on_shards, pspecs
+from tests.comparison import largest_difference
 from tests.equivalence import conftest as runs
 from tests.equivalence.conftest import outcome, prepared
 
@@ -76,9 +77,7 @@ def on_one_device(experts):
 
 
 def difference(experts, sizes, *settings):
-    found = jax.tree.leaves(computed(experts, sizes, *settings))
-    expected = jax.tree.leaves(on_one_device(experts))
-    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(found, expected, strict=True))
+    return largest_difference(computed(experts, sizes, *settings), on_one_device(experts))
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from meshpar.nn.remat import Remat
 from meshpar.optim import AdamW
 from meshpar.train.data import Synthetic
 from meshpar.tree import flatten_with_paths
+from tests.comparison import largest_difference
 from tests.equivalence.conftest import on_one_device, outcome, prepared
 
 CASES = [
@@ -78,11 +79,8 @@ def test_stochastic_rounding_is_the_same_in_any_layout():
         got = outcome(prepared("gpt_gqa_tied", layout, lowering, 1, precision=Precision(**PRECISION | more)))
         return [np.asarray(x, np.float64) for x in jax.tree.leaves(got.params)]
 
-    def difference(a, b):
-        return max(np.abs(x - y).max() for x, y in zip(a, b, strict=True))
-
     on_one_device = params(None, "auto", rounding="stochastic")
     on_eight_devices = params("data2_fsdp2_tensor2", "manual", rounding="stochastic")
     nearest = params(None, "auto", rounding="nearest")
-    assert difference(on_one_device, on_eight_devices) < 1e-9
-    assert difference(on_one_device, nearest) > 1e-5
+    assert largest_difference(on_one_device, on_eight_devices) < 1e-9
+    assert largest_difference(on_one_device, nearest) > 1e-5

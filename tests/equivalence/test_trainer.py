@@ -26,6 +26,7 @@ from meshpar.train.loss import Distill, LossConfig
 from meshpar.train.step import Step
 from meshpar.train.teacher import Teacher, unstaged
 from meshpar.verification.trial import QUICK
+from tests.comparison import largest_difference
 from tests.equivalence.conftest import SIZES, batches, prepared
 
 MODEL = "llama"
@@ -136,11 +137,6 @@ def on_one_device(name: str) -> dict[str, Any]:
 
 def difference(name: str, layout: str | None, chunk: Any = "auto") -> float:
     return largest_difference(outcome(with_settings(name, layout, chunk)), on_one_device(name))
-
-
-def largest_difference(found: Any, want: Any) -> float:
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True)
-    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -15,6 +15,7 @@ from meshpar.checkpoint.checkpoints import Checkpoints, checkpoints
 from meshpar.checkpoint.retention import Retention
 from meshpar.checkpoint.saved import Checkpoint, find
 from meshpar.errors import CheckpointError, DamagedError, Problems
+from tests.damage import flip_one_bit
 
 # Noise does not compress, so that a flipped bit in a file flips a bit of a number, as with real weights.
 NOISE = jax.random.normal(jax.random.key(0), (4, 256))
@@ -91,12 +92,6 @@ def arrays_file(saved: Checkpoints) -> Path:
     """The file that holds the values: the largest."""
     files = (path for path in (saved.directory / "1" / "state").rglob("*") if path.is_file())
     return max(files, key=lambda path: path.stat().st_size)
-
-
-def flip_one_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_flipped_bit_is_refused(saved: Checkpoints):

@@ -308,11 +308,11 @@ there is no data to train on:
   corpus/d.npy
     has the shape (2, 2, 2): token ids are a vector or a matrix
   corpus/e.npy
-    is object, not token ids, which are integers
+    is not a readable array: Array can't be memory-mapped: Python objects in dtype.
   corpus/f.npz
     is <U1, not token ids, which are integers
   corpus/g.npy
-    is not a readable array: its version of the format, 32.110, is not supported
+    is not a readable array: we only support format version (1,0), (2,0), and (3,0), not (32, 110)
   corpus/h.npz
     is not a readable array: File is not a zip file"""
     )

@@ -11,7 +11,6 @@ import pytest
 
 from meshpar.inspection.program.hlo import Collective, collectives_of
 from meshpar.models import Llama
-from meshpar.serve.cache import device_bytes
 from meshpar.train.state import structs
 from tests.serving import MAX_TOKENS, MODELS, PROMPTS, SIZES, decoding, generator, params
 
@@ -42,7 +41,7 @@ def found(layout: str, lowering: str) -> list[Collective]:
 )
 def test_the_cache_is_donated_and_has_its_closed_form(layout, shards, lowering):
     closed_form = 2 * SIZES["num_layers"] * ROWS * SLOTS * KV_HEADS * HEAD_DIM * F64 // shards
-    assert device_bytes(decoding("llama", layout, lowering).cache) == closed_form
+    assert decoding("llama", layout, lowering).cache_bytes == closed_form
     assert compiled(layout, lowering).memory_analysis().alias_size_in_bytes == closed_form
     # A copied cache would not be aliased, and would be among the temporaries.
     assert compiled(layout, lowering).memory_analysis().temp_size_in_bytes < 2**15
@@ -56,7 +55,7 @@ def test_control_a_cache_that_is_not_donated_is_seen():
     batch = {"tokens": whole, "positions": whole, "rows": row, "last": row}
     memory = again.lower(structs(decode.params), batch, structs(decode.cache)).compile().memory_analysis()
     assert memory.alias_size_in_bytes == 0
-    assert memory.temp_size_in_bytes + memory.output_size_in_bytes > device_bytes(decode.cache)
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes > decode.cache_bytes
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_decoding_needs_temporaries_of_one_layer(layout, lowering, monkeypatch):
     few = compiled(layout, lowering).memory_analysis().temp_size_in_bytes
     monkeypatch.setitem(MODELS, "llama", Llama(**SIZES | {"num_layers": 8}))
     many = decoding("llama", layout, lowering)
-    a_layer = device_bytes(many.cache) // 8
+    a_layer = many.cache_bytes // 8
     assert many.compile_decode().compiled.memory_analysis().temp_size_in_bytes - few < a_layer
 
 

@@ -10,6 +10,7 @@ import pytest
 from meshpar.cost.flops import flops, needed_flops, traced_products
 from meshpar.nn.attention import Auto, Blocks, Reference, block_pairs, online_softmax, shard_tables, shards
 from meshpar.nn.attention.setting import Setting
+from tests.comparison import largest_difference
 
 BATCH = 2
 HEADS = 6
@@ -36,9 +37,7 @@ def computed(core, seq, kv_heads, window=None, dtype="float64"):
 
 
 def difference(*arguments, core, **options):
-    found = computed(core, *arguments, **options)
-    expected = computed(Reference(), *arguments, **options)
-    return max(float(jnp.abs(a - b).max()) for a, b in zip(found, expected, strict=True))
+    return largest_difference(computed(core, *arguments, **options), computed(Reference(), *arguments, **options))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_blocks_in_bfloat16_are_as_exact_as_the_reference():
 
     def error(core):
         found = computed(core, 32, 3, dtype="bfloat16")
-        return max(float(jnp.abs(a.astype("float32") - b).max()) for a, b in zip(found, exact, strict=True))
+        return largest_difference([x.astype("float32") for x in found], exact)
 
     assert error(Blocks(block_size=8)) < 1.2 * error(Reference())
 

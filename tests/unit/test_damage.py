@@ -24,6 +24,7 @@ from meshpar.checkpoint.saved import Checkpoint, find, find_all, steps
 from meshpar.config import changed
 from meshpar.errors import CheckpointError, DamagedError, DamagedWarning
 from tests.command import Said
+from tests.damage import flip_one_bit
 
 STRUCTS = {"params": {"w": jax.ShapeDtypeStruct((256,), jnp.float32)}, "step": jax.ShapeDtypeStruct((), jnp.int32)}
 
@@ -53,12 +54,6 @@ def folder(original: Path, tmp_path: Path) -> Path:
 
 def chunk(folder: Path, step: int, path: str = "params.w") -> Path:
     return folder / str(step) / "state" / path / "0"
-
-
-def flip_one_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def names(folder: Path) -> set[str]:

@@ -16,6 +16,7 @@ from meshpar.parallel import tensor
 from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.loss import Distill
+from tests.comparison import largest_difference
 
 VOCAB = 29
 PADDED = 32
@@ -114,7 +115,7 @@ def on_four_devices(logits, targets, teacher) -> tuple[Any, Any]:
 def difference() -> float:
     logits, targets, teacher = drawn()
     want = costs(logits, targets, teacher), jax.grad(lambda x: costs(x, targets, teacher).sum())(logits)
-    return max(float(np.abs(a - b).max()) for a, b in zip(on_four_devices(logits, targets, teacher), want, strict=True))
+    return largest_difference(on_four_devices(logits, targets, teacher), want)
 
 
 def test_costs_and_gradients_on_four_devices_equal_those_on_one():

@@ -23,6 +23,7 @@ from meshpar.nn.supported import Supported
 from meshpar.parallel.linear import matmul
 from meshpar.parallel.tensor import cross_entropy
 from meshpar.tree import flatten_with_paths
+from tests.comparison import largest_difference
 
 SIZES = {
     "num_layers": 2,
@@ -235,7 +236,7 @@ def gradient_error(fn, shapes):
         out, vjp = jax.vjp(lambda *some: fn(*some, *args[num_rotated:]), *args[:num_rotated])
         return vjp(jax.random.normal(keys[-1], out.shape, out.dtype))
 
-    return max(float(abs(a - b).max()) for a, b in zip(gradients(fn), gradients(fn.fun), strict=True))
+    return largest_difference(gradients(fn), gradients(fn.fun))
 
 
 @pytest.mark.parametrize(("fn", "shapes"), OWN_GRADIENTS)

@@ -86,7 +86,7 @@ def noise(params):
 def difference(found, expected):
     """The largest difference of any array, relative to its largest element."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
+    return float(np.max([jnp.abs(a - b).max() / jnp.abs(b).max() for a, b in pairs]))
 
 
 # A quadratic

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from meshpar.parallel import projection, tensor
 from meshpar.parallel.projection import MIN_BYTES, MIN_TOKENS, Projection, chunk_length, describe_chunk
+from tests.comparison import largest_difference
 
 ROWS = 2
 SEQ = 13
@@ -51,8 +52,7 @@ def difference(chunk: Any) -> float:
     hidden, head, _ = drawn()
     found, want = (jax.value_and_grad(square, (0, 1))(hidden, head, way) for way in (chunk, "none"))
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(want))
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True)
-    return max(float(np.abs(a - b).max()) for a, b in pairs) / scale
+    return largest_difference(found, want) / scale
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 6, 13, 24, 26, 100])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -102,8 +101,11 @@ MeshError: mesh (data=2, tensor=4) does not fit 1 device:
     assert "simulated CPU" not in done.stderr
 
 
-def test_these_programs_do_not_inherit_devices_from_the_tests(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "3")
-    assert "XLA_FLAGS" in os.environ
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("XLA_FLAGS", "--xla_force_host_platform_device_count=3"), ("JAX_NUM_CPU_DEVICES", "3")],
+)
+def test_these_programs_do_not_inherit_devices_from_the_tests(name, value, monkeypatch):
+    """The other tests here show that a program which is given these variables simulates nothing."""
+    monkeypatch.setenv(name, value)
     assert run(MESH).stderr == REPORT

@@ -15,7 +15,7 @@ from meshpar.inspection.program.flow import argument_path
 from meshpar.inspection.program.text import Instruction, Program
 from meshpar.inspection.program.walk import Visit
 
-Size = Annotated[int, pydantic.Field(ge=0)]
+Count = Annotated[int, pydantic.Field(ge=0)]
 _ALLOCATES_NOTHING = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call",
     "opt-barrier", "after-all", "partition-id", "replica-id",
@@ -35,11 +35,11 @@ class Memory:
         CPU, where device and host have the same memory.
     """
 
-    arguments: dict[str, Size]
-    outputs: Size
-    temporaries: Size
-    peak: Size | None
-    host: Size = 0
+    arguments: dict[str, Count]
+    outputs: Count
+    temporaries: Count
+    peak: Count | None
+    host: Count = 0
 
     @property
     def total(self) -> int:
@@ -66,7 +66,7 @@ class Held:
 
     name: str
     array: str
-    num_bytes: Size
+    num_bytes: Count
     is_argument: bool
     source: str = ""
 

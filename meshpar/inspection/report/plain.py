@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import pydantic
 
 from meshpar.errors import Problem, ProgramError
-from meshpar.inspection.program.memory import Held, Memory
+from meshpar.inspection.program.memory import Count, Held, Memory
 
-Count = Annotated[int, pydantic.Field(ge=0)]
 Bytes = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Times = Annotated[Bytes, pydantic.AfterValidator(lambda times: int(times) if times.is_integer() else times)]
 """How often something runs: a fraction where only some devices take a branch."""
@@ -75,8 +74,8 @@ class PlainInspection(_Plain):
     products_s_estimate: Bytes | None = None
 
 
-def plain(inspection: Mapping[str, Any]) -> PlainInspection:
-    """Types the data of `as_json()`."""
+def plain(inspection: Mapping[str, Any] | PlainInspection) -> PlainInspection:
+    """Types the data of `as_json()`; returns data that are typed already as they are."""
     return PlainInspection.model_validate(inspection)
 
 

@@ -8,7 +8,7 @@ from meshpar.train.data.arrow import Arrow, Parquet
 from meshpar.train.data.corpus import StandardLibrary, Synthetic, Text
 from meshpar.train.data.dataset import Dataset
 from meshpar.train.data.jsonl import Jsonl
-from meshpar.train.data.mixture import Mixture, MixtureComponent
+from meshpar.train.data.mixture import AnyCorpus, Mixture, MixtureComponent
 from meshpar.train.data.numpy_files import Numpy
 from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
 
@@ -17,6 +17,4 @@ __all__ = [
     "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
 ]  # fmt: skip
 
-Data = Annotated[
-    Text | StandardLibrary | Synthetic | Jsonl | Parquet | Arrow | Numpy | Mixture, Field(discriminator="kind")
-]
+Data = Annotated[AnyCorpus | Mixture, Field(discriminator="kind")]

@@ -13,8 +13,7 @@ import numpy as np
 
 from meshpar.errors import DataError, Problems, nearest
 from meshpar.train.data.corpus import AtPath, TextCorpus
-from meshpar.train.data.document_offsets import DocumentOffsets, placed
-from meshpar.train.data.documents import HEADING, Documents
+from meshpar.train.data.documents import HEADING, DocumentOffsets, Documents
 from meshpar.train.data.encode import Content, check_ids
 from meshpar.train.data.tokenizer import missing_extra
 
@@ -119,7 +118,7 @@ class Arrow(_Column):
             except DataError as error:
                 problems.add(str(path), f"its column {self.column!r} {error}")
         problems.raise_any(DataError, HEADING)
-        return placed(found, self.tokenizer.bos)
+        return Documents.in_place(found, self.tokenizer.bos)
 
 
 def _pyarrow(module: str) -> Any:

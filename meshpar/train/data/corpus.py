@@ -21,7 +21,7 @@ from meshpar.train.data.encode import Content, encode
 from meshpar.train.data.files import find, find_or_take, named
 from meshpar.train.data.fingerprint import fingerprint
 from meshpar.train.data.packing import PackedRows
-from meshpar.train.data.tokenizer import AnyTokenizer, Bytes, Ids, Tokenizer, TokenizerFile
+from meshpar.train.data.tokenizer import Bytes, Ids, Tokenizer, TokenizerFile
 from meshpar.tree import human_bytes
 
 BYTES_A_TOKEN = 16
@@ -134,7 +134,7 @@ class Corpus(Batching):
 class FileCorpus(Corpus):
     """Documents in files, and the tokenizer of their token ids."""
 
-    tokenizer: Coerced[AnyTokenizer, str | dict[str, Any]]
+    tokenizer: Coerced[Tokenizer, str | dict[str, Any]]
 
     @property
     def vocab_size(self) -> int:
@@ -175,7 +175,7 @@ class AtPath(Config):
 class TextCorpus(FileCorpus):
     """Documents that a tokenizer encodes."""
 
-    tokenizer: Coerced[AnyTokenizer, str | dict[str, Any]] = default(Bytes())
+    tokenizer: Coerced[Tokenizer, str | dict[str, Any]] = default(Bytes())
     """`path/to/tokenizer.json`, in the format of the tokenizers library. Default: bytes."""
     cache: Coerced[str | None, Path] = default(None)
     """A folder that stores the token ids, which later starts map into memory. Default: each start encodes again."""

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from meshpar.errors import DataError, Problem
 
 HEADING = "there is no data to train on:"
+
+
+class DocumentOffsets(NamedTuple):
+    """The documents of one array: where each starts, and its number of tokens, int64[num] each."""
+
+    tokens: np.ndarray
+    start: np.ndarray
+    size: np.ndarray
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,6 +67,27 @@ class Documents:
         """Documents that are stored one after the other in one array."""
         whole = cls((tokens,), np.zeros_like(size), np.cumsum(size) - size, size, share, bos)
         return whole.where(size > 0)
+
+    @classmethod
+    def in_place(cls, arrays: Sequence[DocumentOffsets], bos: int) -> Documents:
+        """The documents of these arrays, without copying them. A `bos` at the start of a document is not doubled.
+
+        Every document is read once, to compute the checksum that determines its side of the split.
+        """
+        if not arrays:
+            return cls.joined([], bos, np.min_scalar_type(bos))
+        columns = []
+        for i, (tokens, start, size) in enumerate(arrays):
+            opened = np.zeros(len(size), np.int64)
+            some = np.flatnonzero(size)
+            opened[some] = tokens[start[some]] == bos
+            start = start + opened
+            size = size - opened
+            bounds = zip(start.tolist(), size.tolist(), strict=True)
+            shares = np.array([share_of_ids(tokens[begin : begin + length]) for begin, length in bounds])
+            columns.append((np.full(len(size), i), start, size, shares))
+        array, start, size, share = (np.concatenate(column) for column in zip(*columns, strict=True))
+        return cls(tuple(one.tokens for one in arrays), array, start, size, share, bos).where(size > 0)
 
     def __len__(self) -> int:
         return len(self.size)

@@ -15,7 +15,7 @@ from meshpar.train.data.numpy_files import Numpy
 from meshpar.train.data.round_robin import LONGEST, whole_weights
 from meshpar.train.data.tokenizer import Tokenizer
 
-Source = Annotated[Text | StandardLibrary | Synthetic | Jsonl | Parquet | Arrow | Numpy, Field(discriminator="kind")]
+AnyCorpus = Text | StandardLibrary | Synthetic | Jsonl | Parquet | Arrow | Numpy
 
 
 class MixtureComponent(Config):
@@ -23,7 +23,7 @@ class MixtureComponent(Config):
 
     weight: float = Field(gt=0, allow_inf_nan=False)
     """The number of rows of this part, relative to the weights of the other parts."""
-    data: Section[Source]
+    data: Section[Annotated[AnyCorpus, Field(discriminator="kind")]]
 
 
 class Mixture(Batching):

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
+import warnings
 import zipfile
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.lib import format as npy
 
 from meshpar.config import Coerced
 from meshpar.errors import DataError, Problems
 from meshpar.regular import open_regular
 from meshpar.train.data.corpus import AtPath, FileCorpus
-from meshpar.train.data.document_offsets import DocumentOffsets, placed
-from meshpar.train.data.documents import HEADING, Documents
+from meshpar.train.data.documents import HEADING, DocumentOffsets, Documents
 from meshpar.train.data.encode import check_ids
-from meshpar.train.data.npy import MAGIC, map_array, read_array, unreadable
-from meshpar.train.data.tokenizer import AnyTokenizer
+from meshpar.train.data.tokenizer import Tokenizer
 from meshpar.tree import human_bytes
 
 _WINDOW = 2**24  # elements that are processed at once
@@ -39,7 +39,7 @@ class Numpy(AtPath, FileCorpus):
 
     kind: Literal["numpy"] = "numpy"
     glob: str = "**/*.np[yz]"
-    tokenizer: Coerced[AnyTokenizer, str | dict[str, Any]]
+    tokenizer: Coerced[Tokenizer, str | dict[str, Any]]
     """The tokenizer of the ids: `path/to/tokenizer.json`, or `{kind: ids, vocab_size: 50257, bos: 50256}`."""
 
     def documents(self) -> Documents:
@@ -52,7 +52,7 @@ class Numpy(AtPath, FileCorpus):
                 except DataError as error:
                     problems.add(str(path), str(error))
         problems.raise_any(DataError, HEADING)
-        return placed(found, self.tokenizer.bos)
+        return Documents.in_place(found, self.tokenizer.bos)
 
     def _documents(self, array: np.ndarray) -> DocumentOffsets:
         if array.ndim not in (1, 2):
@@ -72,18 +72,19 @@ class Numpy(AtPath, FileCorpus):
 
 
 def _arrays(path: Path) -> Generator[np.ndarray, None, None]:
-    """Raises DataError if the file contains no arrays."""
-    with open_regular(path) as file:
-        if file.read(len(MAGIC)) == MAGIC:
-            yield map_array(path)
+    """The arrays of a file.
+
+    Raises:
+      DataError: the file contains no arrays; or the bytes of one are not as many as its header describes.
+    """
+    with open_regular(path) as file, _described():
+        size = os.fstat(file.fileno()).st_size
+        if file.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX:
+            array: Any = _without_warnings(npy.open_memmap, path, mode="r")
+            yield _complete(array, size - array.offset)
             return
-        try:
-            with zipfile.ZipFile(file) as archive:
-                yield from _archived(archive, os.fstat(file.fileno()).st_size)
-        except DataError:
-            raise
-        except Exception as error:  # zipfile raises more errors than it documents
-            raise unreadable(error) from None
+        with zipfile.ZipFile(file) as archive:
+            yield from _archived(archive, size)
 
 
 def _archived(archive: zipfile.ZipFile, num_bytes: int) -> Iterator[np.ndarray]:
@@ -94,4 +95,32 @@ def _archived(archive: zipfile.ZipFile, num_bytes: int) -> Iterator[np.ndarray]:
         raise DataError(f"{what}, more than token ids compress; save the arrays as .npy if this is intended")
     for member in members:
         with archive.open(member) as content:
-            yield read_array(content, member.file_size)
+            array = _without_warnings(npy.read_array, content)
+            yield _complete(array, array.nbytes + len(content.read()))
+
+
+def _complete(array: np.ndarray, num_bytes: int) -> np.ndarray:
+    """The array, if it has all bytes after its header: NumPy notices if they are too few, but not if they are more."""
+    if array.nbytes != num_bytes:
+        what = f"its header describes {array.dtype}{list(array.shape)}, but it has {num_bytes} bytes"
+        raise DataError(f"is too long or damaged: {what}")
+    return array
+
+
+def _without_warnings(read: Callable[..., np.ndarray], *arguments: Any, **options: Any) -> np.ndarray:
+    """Python's parser, with which NumPy reads headers, warns about damaged ones; here a warning is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return read(*arguments, **options)
+
+
+@contextmanager
+def _described() -> Iterator[None]:
+    """Describes in one line the errors of NumPy and zipfile, which raise more kinds of them than they document."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        why = str(error) or type(error).__name__
+        raise DataError(f"is not a readable array: {why.splitlines()[0]}") from None

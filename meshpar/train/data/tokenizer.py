@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -21,37 +21,6 @@ LARGEST_ID = 2**31 - 2
 """The largest id of a tokenizer file: one more, used for `bos` where the file has none, must still fit an int32."""
 _OPENING = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|endoftext|>")
 _CLOSING = ("</s>", "<|end_of_text|>", "<eos>", "[EOS]", "<|endoftext|>")
-
-
-class Tokenizer(Protocol):
-    """Converts between text and the token ids of a model, as `run.data.tokenizer` does."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids; all ids are smaller."""
-        ...
-
-    @property
-    def bos(self) -> int:
-        """The id that opens a document."""
-        ...
-
-    @property
-    def eos(self) -> int | None:
-        """The id that closes a document, if the tokenizer has one."""
-        ...
-
-    def encode(self, text: str) -> np.ndarray:
-        """integers[length], without `bos` and `eos`.
-
-        Raises:
-          DataError: the text cannot be encoded.
-        """
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids; ids without text, such as `bos`, are skipped."""
-        ...
 
 
 class Bytes(Config):
@@ -68,21 +37,29 @@ class Bytes(Config):
 
     @property
     def vocab_size(self) -> int:
+        """The number of ids; all ids are smaller."""
         return 257
 
     @property
     def bos(self) -> int:
+        """The id that opens a document."""
         return 256
 
     @property
     def eos(self) -> None:
+        """The id that closes a document, if the tokenizer has one."""
         return None
 
     def encode(self, text: str) -> np.ndarray:
-        """uint8[length]. Bytes that were read with `surrogateescape`, because they are not UTF-8, are restored."""
+        """uint8[length], without `bos`. Bytes read with `surrogateescape`, as they are not UTF-8, are restored.
+
+        Raises:
+          DataError: the text is not valid Unicode.
+        """
         return np.frombuffer(_utf8(text, "surrogateescape"), np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids; ids without text, such as `bos`, are skipped."""
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
 
@@ -212,7 +189,8 @@ class TokenizerFile(Config):
         return found
 
 
-AnyTokenizer = Annotated[TokenizerFile | Bytes | Ids, Field(discriminator="kind")]
+Tokenizer = Annotated[TokenizerFile | Bytes | Ids, Field(discriminator="kind")]
+"""Converts between text and the token ids of a model; selected by `kind` in a config."""
 
 
 @lru_cache(maxsize=4)

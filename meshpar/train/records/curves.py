@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshpar.errors import ConfigError, Problems
-from meshpar.train.records.file import FILE, read
+from meshpar.train.records.file import FILE, read, series
 
 if TYPE_CHECKING:
     from meshpar.train.records.loggers import Record
@@ -57,10 +57,10 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
 
 
 def _curves(losses: Any, rates: Any, name: str, records: Sequence[Record], colour: str, style: str) -> None:
-    steps, held_out = _series(records, "evaluation", "loss")
-    losses.plot(*_series(records, "train", "loss"), color=colour, linestyle=style, label=f"{name}, training")
+    steps, held_out = series(records, "evaluation", "loss")
+    losses.plot(*series(records, "train", "loss"), color=colour, linestyle=style, label=f"{name}, training")
     losses.plot(steps, held_out, color=colour, marker="o", linestyle="none", label=f"{name}, held out")
-    rates.plot(*_series(records, "train", "lr"), color=colour, linestyle=style)
+    rates.plot(*series(records, "train", "lr"), color=colour, linestyle=style)
 
 
 def _all_records(run_dirs: Sequence[Path]) -> list[list[Record]]:
@@ -71,18 +71,12 @@ def _all_records(run_dirs: Sequence[Path]) -> list[list[Record]]:
         try:
             before = len(problems)
             found.append(read(file, problems))
-            if len(problems) == before and not _series(found[-1], "train", "loss")[0]:
+            if len(problems) == before and not series(found[-1], "train", "loss")[0]:
                 problems.add(str(file), "has no record of a training step", "the run_dir of a run that trained")
         except OSError as error:
             problems.add(str(file), f"cannot be read: {error.strerror}", "the run_dir of a run that trained")
     problems.raise_any(ConfigError, "there is nothing to plot:")
     return found
-
-
-def _series(records: Sequence[Record], kind: str, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values, without values that were not finite, which are recorded as null."""
-    points = [(r["step"], r[name]) for r in records if r["kind"] == kind and r.get(name) is not None]
-    return [step for step, _ in points], [value for _, value in points]
 
 
 def _names(run_dirs: Sequence[Path]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from io import FileIO
@@ -46,6 +46,12 @@ def evaluations(file: Path, until: int) -> list[Record]:
     """The records of evaluations up to a step; none if there is no file yet."""
     records = read(file) if file.exists() else []
     return [record for record in records if record["kind"] == "evaluation" and record["step"] <= until]
+
+
+def series(records: Sequence[Record], kind: str, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values, without values that were not finite, which are recorded as null."""
+    points = [(r["step"], r[name]) for r in records if r["kind"] == kind and r.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from meshpar.train.records.file import FILE, appending, read
+from meshpar.train.records.file import FILE, appending, read, series
 from meshpar.train.records.loggers import Logger, Record, Sink, TensorBoard
 from meshpar.train.records.terminal import shown, shown_as_json
 from meshpar.train.records.writing import writing
@@ -94,7 +94,7 @@ def summary(records: Sequence[Record]) -> Record:
     >>> summary([*steps, {"kind": "evaluation", "step": 2, "loss": 3.0}])
     {'first_loss': 4.0, 'last_loss': 3.0, 'held_out_loss': 3.0, 'lower_by': 0.25, 'step_s': 0.5}
     """
-    losses = _column(records, "train", "loss")
+    _, losses = series(records, "train", "loss")
     found: Record = {
         "first_loss": losses[0] if losses else None,
         "last_loss": _last(records, "train", "loss"),
@@ -103,14 +103,10 @@ def summary(records: Sequence[Record]) -> Record:
     if losses and found["held_out_loss"] is not None:
         found["lower_by"] = 1 - found["held_out_loss"] / losses[0]
     for name in ("step_s", "tokens_per_s", "data_wait", "mfu"):
-        values = _column(records, "train", name)
+        _, values = series(records, "train", name)
         found[name] = median(values) if values else None
     found["skipped"] = _last(records, "train", "skipped") or None
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _column(records: Sequence[Record], kind: str, name: str) -> list[float]:
-    return [r[name] for r in records if r["kind"] == kind and r.get(name) is not None]
 
 
 def _last(records: Sequence[Record], kind: str, name: str) -> float | None:
