@@ -53,10 +53,14 @@ def main() -> None:
     is_over = False
     for name in arguments.measures or ["step", *MEASURES]:
         if name == "step":
-            results[name] = measure.step_ratios(arguments.layouts, arguments.rounds)
-            is_over |= any(_is_over(row) for row in results[name].values())
+            results[name] = {}
             if not arguments.json:
-                _print_steps(results[name])
+                _print_step_header()
+            for layout in arguments.layouts:
+                row = results[name][layout] = measure.step_ratios(layout, arguments.rounds)
+                is_over |= _is_over(row)
+                if not arguments.json:
+                    _print_step(layout, row)
             continue
         what, limit, how = MEASURES[name]
         results[name] = how() | {"what": what, "limit": limit}
@@ -77,16 +81,20 @@ def _is_over(row: dict[str, Any]) -> bool:
     return _ratio(row["cpu_s"], "by hand") > STEP_LIMIT or over_scan
 
 
-def _print_steps(rows: dict[str, Any]) -> None:
+def _print_step_header() -> None:
     print(f"{'':<12} {'CPU ms of a step':^29} {'over by hand':^22} {'over the scan':^22}")
-    print(f"{'layout':<12} {'meshpar':>9} {'by hand':>9} {'scan':>9} " + f" {'CPU':>6} {'limit':>6} {'wall':>6} " * 2)
-    for name, row in rows.items():
-        times = "".join(f" {row['cpu_s'][program] * 1e3:>9.1f}" for program in ("meshpar", "by hand", "scan"))
-        ratios = ""
-        for other, limit in (("by hand", STEP_LIMIT), ("scan", row["scan_limit"])):
-            shown = "-" if limit is None else f"{limit:.2f}"
-            ratios += f"  {_ratio(row['cpu_s'], other):>6.3f} {shown:>6} {_ratio(row['wall_s'], other):>6.3f} "
-        print(f"{name:<12}{times}{ratios}", flush=True)
+    limits = f" {'CPU':>6} {'limit':>6} {'wall':>6} " * 2
+    columns = f"{'layout':<12} {'meshpar':>9} {'by hand':>9} {'scan':>9} " + limits
+    print(columns, flush=True)
+
+
+def _print_step(layout: str, row: dict[str, Any]) -> None:
+    times = "".join(f" {row['cpu_s'][program] * 1e3:>9.1f}" for program in ("meshpar", "by hand", "scan"))
+    ratios = ""
+    for other, limit in (("by hand", STEP_LIMIT), ("scan", row["scan_limit"])):
+        shown = "-" if limit is None else f"{limit:.2f}"
+        ratios += f"  {_ratio(row['cpu_s'], other):>6.3f} {shown:>6} {_ratio(row['wall_s'], other):>6.3f} "
+    print(f"{layout:<12}{times}{ratios}", flush=True)
 
 
 if __name__ == "__main__":

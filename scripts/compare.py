@@ -134,6 +134,7 @@ def _programs(layout: Layout, run: Any, batch: dict[str, np.ndarray]) -> dict[st
     ours = run.compile_step()
     state = run.compile_init()()
     params = convert.from_llama(state.params, layout.mesh.get("tensor", 1))
+    state = ours.prepare(state)
     if axes.stage:
         fast, first, rows = pipeline.compile_step(axes, run.mesh, params, batch, model, rate, NUM_MICROBATCHES)
         scanned = handwritten_pipeline.init(model, run.mesh)

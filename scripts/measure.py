@@ -8,18 +8,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from compare import LAYOUTS, QUICKSTART
+from compare import QUICKSTART
 
 HERE = Path(__file__).resolve().parent
 
 
-def step_ratios(layouts: Sequence[str] = tuple(LAYOUTS), num_rounds: int = 9) -> dict[str, Any]:
-    """What `compare` measures in each layout, in fresh processes."""
-    return {name: in_process(f"compare.compare({name!r}, {num_rounds})") for name in layouts}
+def step_ratios(layout: str, num_rounds: int = 9) -> dict[str, Any]:
+    """What `compare` measures in one layout, in a fresh process."""
+    return in_process(f"compare.compare({layout!r}, {num_rounds})")
 
 
 def python_microseconds() -> dict[str, Any]:

@@ -52,4 +52,4 @@ def _stepping(run: Any, step: Any) -> Any:
         state, metrics = step(state, batch)
         return state, metrics["loss"]
 
-    return compare.stepping(one, run.compile_init()())
+    return compare.stepping(one, step.prepare(run.compile_init()()))

@@ -155,11 +155,11 @@ class Checkpoints:
         Raises:
           CheckpointError: this step has a checkpoint already, and nothing is overwritten; or another process writes
             into this folder; or the metric that ranks checkpoints is not in `metrics` (the state is written anyway);
-            or the state is a `TrainState` whose layers are in the order of a pipeline's schedule.
+            or the state is a `TrainState` that is prepared for a step.
         """
-        if getattr(state, "in_schedule_order", False):
-            what = "the layers of this state are in the order of the pipeline's schedule"
-            raise CheckpointError(f"{what}, and a checkpoint has the model's order: save step.finish(state)")
+        if getattr(state, "is_prepared", False):
+            what = "the layers of this state are stored as its step needs them"
+            raise CheckpointError(f"{what}, and a checkpoint has them as the model: save step.finish(state)")
         self.wait()
         if self._arrays is None:  # only writers need the lock, and Orbax
             self._is_locked = self._held.enter_context(lock.hold(self.directory))

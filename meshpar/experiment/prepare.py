@@ -82,7 +82,8 @@ class Prepared(Training):
 
     @cached_property
     def _traced_step(self) -> ClosedJaxpr:
-        return jax.make_jaxpr(self.on(manual=True).scheduled.step)(self.placement.structs, self.batch | self.given)
+        training = self.on(manual=True).on_prepared_states
+        return jax.make_jaxpr(training.step)(training.placement.structs, self.batch | self.given)
 
     def collectives(self, step: ClosedJaxpr) -> list[Collective]:
         """The collectives of a traced manual step, with ZeRO-1's gathers of updated parameters."""
@@ -135,7 +136,8 @@ class Prepared(Training):
         Warns:
           ContractWarning: the compiled step sends more than the traced one.
         """
-        planned = planned_by(self.ctx, self.placement.sharded, self.placement.opt_state)
+        placement = self.on_prepared_states.placement
+        planned = planned_by(self.ctx, placement.sharded, placement.opt_state)
         found = inspection.inspect(step.compiled, self.mesh, warnings=step.warnings, planned=planned)
         layers = self.run.model.layer_stack()
         passes = (layers.num_layers if layers else 1) * self.ctx.num_passes
@@ -219,8 +221,16 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         init_carried=model.init_carried,
         key=partial(step_key, run.seed) if model.uses_rng else None,
         stages=model.parts,
+        has_own_arrays=model.has_own_arrays,
         frozen=frozen,
-        update=Update(tx, run.optim.clip_norm, run.optim.learning_rate(run.num_steps), computed, model.state),
+        update=Update(
+            tx,
+            run.optim.clip_norm,
+            run.optim.learning_rate(run.num_steps),
+            computed,
+            model.state,
+            is_elementwise=run.optim.elementwise and not is_stochastic and not run.optim.ema,
+        ),
         batch_specs={name: spec for name, spec in batch_specs.items() if name not in run.data.omitted},
         ctx=ctx,
         seed=run.seed,

@@ -99,6 +99,7 @@ class ModelProgram:
       forward: (params, batch, key) -> `Outputs`; None if the model has a loss of its own only.
       uses_rng: whether `loss` draws random numbers.
       state: parameters that no gradient changes, but each step; None if there are none.
+      has_own_arrays: platform -> whether a step there is faster with arrays for each layer instead of stacks.
       parts: the model's parts for a pipeline; None if it cannot be divided into stages.
     """
 
@@ -114,6 +115,7 @@ class ModelProgram:
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     activation_dims: tuple[str, ...] | None = None
+    has_own_arrays: Callable[[str], bool] = lambda platform: False
 
 
 class ModelContract(Config):

@@ -60,6 +60,7 @@ class DecoderModel(Decoder, ModelContract):
             uses_rng=self.dropout > 0,
             state=RouterState(self.experts) if self.experts else None,
             parts=parts(abstract, loss, evaluation, count_targets),
+            has_own_arrays=self.has_own_arrays,
         )
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:

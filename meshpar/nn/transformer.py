@@ -177,6 +177,14 @@ class Decoder(Config):
         is_worth_it = self.weights_of_a_layer >= UNROLLED_WEIGHTS and self.num_layers <= UNROLLED_LAYERS
         return self.num_layers if platform == "cpu" and is_worth_it and not recomputes else 1
 
+    def has_own_arrays(self, platform: str) -> bool:
+        """Whether a step is faster if each layer has arrays of its own.
+
+        It is without a loop on CPUs, where XLA copies slices of stacks. Layers that pad a stack need the stack.
+        """
+        in_iteration = self.layers_of_an_iteration(platform, self.remat.recomputes)
+        return platform == "cpu" and 1 < in_iteration == self.num_layers == self.stacked_layers
+
     @property
     def padded_vocab(self) -> int:
         """Rows of the embedding, including padding."""

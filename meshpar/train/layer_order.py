@@ -57,17 +57,21 @@ class LayerOrder:
         others = jax.tree.leaves((self.placement.opt_state, self.placement.carried))
         return all(is_known(placement.spec.dims) for placement in others)
 
-    def to_schedule(self, state: TrainState) -> TrainState:
+    def to_step(self, state: TrainState) -> TrainState:
         """The state in the schedule's order. One in the model's order is donated.
 
         Communication: each layer and its optimizer state are sent to the stage that computes with it.
         Memory: one array at a time is there twice.
         """
-        return state if state.in_schedule_order else self._moved(state, in_schedule_order=True)
+        return state if state.is_prepared else self._moved(state, in_schedule_order=True)
 
     def to_model(self, state: TrainState) -> TrainState:
-        """The state in the model's order. One in the schedule's order is donated. Communication: as `to_schedule`."""
-        return self._moved(state, in_schedule_order=False) if state.in_schedule_order else state
+        """The state in the model's order. One in the schedule's order is donated. Communication: as `to_step`."""
+        return self._moved(state, in_schedule_order=False) if state.is_prepared else state
+
+    def gradients(self, grads: Any) -> Any:
+        """The gradients of a step, in the model's order. They are donated."""
+        return self.move(grads, self.placement.trained, in_schedule_order=False)
 
     def move(self, arrays: Any, placements: Any, in_schedule_order: bool) -> Any:
         """A tree of arrays in the order that is asked for, if it is in the other one. Those with layers are donated."""
@@ -85,7 +89,7 @@ class LayerOrder:
         params = self.move(state.params, placed.params, in_schedule_order)
         opt_state = self.move(state.opt_state, placed.opt_state, in_schedule_order)
         carried = self.move(state.carried, placed.carried, in_schedule_order)
-        return replace(state, params=params, opt_state=opt_state, carried=carried, in_schedule_order=in_schedule_order)
+        return replace(state, params=params, opt_state=opt_state, carried=carried, is_prepared=in_schedule_order)
 
     @cached_property
     def _compiled(self) -> Any:

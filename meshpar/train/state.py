@@ -30,7 +30,7 @@ OWN = 64
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["step", "params", "opt_state", "skipped", "carried"],
-    meta_fields=["in_schedule_order"],
+    meta_fields=["is_prepared"],
 )
 @dataclass(frozen=True)
 class TrainState:
@@ -42,8 +42,8 @@ class TrainState:
       opt_state: the Optax state.
       skipped: int32[]. How many steps were skipped because loss or gradients were not finite.
       carried: state other than parameters that the loss passes from step to step, such as batch statistics.
-      in_schedule_order: whether stacked layers are in the order of the pipeline's schedule, see `layer_order`. Programs
-        accept one order only.
+      is_prepared: whether layers are stored as a step needs them, see `layer_order` and `layer_arrays`, and not in the
+        model's stacks and order. A step's program accepts one of the two only.
     """
 
     step: Any
@@ -51,7 +51,7 @@ class TrainState:
     opt_state: Any
     skipped: Any
     carried: Any = field(default_factory=dict)
-    in_schedule_order: bool = False
+    is_prepared: bool = False
 
 
 @dataclass(frozen=True)

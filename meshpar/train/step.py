@@ -20,6 +20,7 @@ from meshpar.parallel.trainable import as_in, filled
 from meshpar.sharding.resolve import platform_of
 from meshpar.train.batches import arranged
 from meshpar.train.gradients import Gradients
+from meshpar.train.layer_arrays import LayerArrays
 from meshpar.train.layer_order import LayerOrder
 from meshpar.train.loss import Batch
 from meshpar.train.program import Program, compile_program, shardings, structs, trace, whole, with_rows
@@ -50,6 +51,7 @@ class Update:
       clip_norm: the largest norm of the whole gradient; None for no limit.
       dtype: dtype in which `tx` computes; None for that of the parameters.
       state_params: frozen parameters that the step itself changes; None if there are none.
+      is_elementwise: whether `tx` updates each element by itself, and its state without the parameters.
       learning_rate: number of updates -> learning rate, for the metrics; None if it is not known.
     """
 
@@ -58,6 +60,7 @@ class Update:
     learning_rate: Callable[[jax.Array], Any] | None = None
     dtype: Any = None
     state_params: StateParams | None = None
+    is_elementwise: bool = False
 
     def __call__(
         self, state: TrainState, got: Gradients, sharded: Any, elsewhere: Callable[[Any], Gradients] | None = None
@@ -76,27 +79,25 @@ class Update:
         def scaled(g: jax.Array, p: jax.Array) -> jax.Array:
             return (g * scale.astype(g.dtype)).astype(self.dtype or p.dtype)
 
-        grads = jax.tree.map(scaled, got.grads, trained)
         # ZeRO-1 stores parameters whole, but each device updates only its shard.
         old = jax.lax.with_sharding_constraint(trained, sharded)
-        with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
-            tx = optax.with_extra_args_support(self.tx)
-            given = {"value": got.loss, "grad": grads, "step": state.step}
-            if elsewhere:
-                given |= asked_again(elsewhere)
-            parameters = signature(tx.update).parameters
-            if all(parameter.kind is not Parameter.VAR_KEYWORD for parameter in parameters.values()):
-                given = {name: x for name, x in given.items() if name in parameters}  # SAM's update accepts no others
-            try:
-                updates, opt_state = tx.update(grads, state.opt_state, old, **given)
-            except TypeError as error:
-                raise _refused(error, given) from error
-            params = jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded)
+
+        def updated(sums: Any, opt_state: Any) -> tuple[Any, Any]:
+            grads = jax.tree.map(scaled, sums, trained)
+            with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
+                updates, opt_state = self._updates(grads, opt_state, old, state.step, got.loss, elsewhere)
+                return jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded), opt_state
+
+        params, opt_state = updated(got.grads, state.opt_state)
         is_finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
         params = jax.lax.with_sharding_constraint(jax.tree.map(partial(jnp.where, is_finite), params, old), sharded)
+        moments = state.opt_state
         if platform_of(jax.tree.leaves(sharded)[0].mesh) == "cpu":
             # XLA:CPU computes the new parameters from the old moments, and would copy these to overwrite them first.
-            params, is_finite = jax.lax.optimization_barrier((params, is_finite))
+            params, is_finite, grads, moments = jax.lax.optimization_barrier((params, is_finite, got.grads, moments))
+            if self.is_elementwise:
+                # Else it would store the new moments with which it computes parameters, and read them to select.
+                _, opt_state = updated(grads, moments)
         keep = partial(jnp.where, is_finite)
 
         whole = filled(params, state.params)
@@ -108,12 +109,27 @@ class Update:
             state,
             step=state.step + 1,
             params=whole,
-            opt_state=jax.tree.map(keep, opt_state, state.opt_state),
+            opt_state=jax.tree.map(keep, opt_state, moments),
             skipped=state.skipped + keep(0, 1).astype(jnp.int32),
             carried=jax.tree.map(keep, got.carried, state.carried),
         )
         of_step = {"loss": got.loss, "grad_norm": got.norm, "tokens": got.tokens, "skipped": new.skipped}
         return new, metrics | of_step | self._rate(state)
+
+    def _updates(
+        self, grads: Any, opt_state: Any, params: Any, step: jax.Array, loss: jax.Array, elsewhere: Any
+    ) -> tuple[Any, Any]:
+        tx = optax.with_extra_args_support(self.tx)
+        given = {"value": loss, "grad": grads, "step": step}
+        if elsewhere:
+            given |= asked_again(elsewhere)
+        parameters = signature(tx.update).parameters
+        if all(parameter.kind is not Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            given = {name: x for name, x in given.items() if name in parameters}  # SAM's update accepts no others
+        try:
+            return tx.update(grads, opt_state, params, **given)
+        except TypeError as error:
+            raise _refused(error, given) from error
 
     def _rate(self, state: TrainState) -> Metrics:
         if self.learning_rate is None:
@@ -159,15 +175,16 @@ def _refused(error: TypeError, given: Mapping[str, Any]) -> Exception:
 class Step:
     """A compiled training step: `state, metrics = step(state, batch)`. The state is donated.
 
-    States are in the model's order. With an interleaved or V-shaped pipeline such a step moves the layers twice, with
-    their optimizer state. `state = step.prepare(state)` moves them once: the steps after it move nothing, and
-    `step.finish(state)` moves them back, for an evaluation or a checkpoint.
+    States have stacks of layers in the model's order. An interleaved or V-shaped pipeline needs another order, and a
+    step without a loop over layers needs an array for each, on CPUs. Such a step converts a state twice.
+    `state = step.prepare(state)` converts it once: the steps after it convert nothing, and `step.finish(state)`
+    converts it back, for an evaluation or a checkpoint.
 
     Args:
       program: the compiled function.
       batch: tree of `ShapeDtypeStruct`: the batch that it was compiled for.
       given: further inputs of every call: name -> tree of arrays, or of structs until they exist.
-      layers: moves the layers of a state to the order in which the program expects them; None if that is the model's.
+      layers: converts a state to what the program expects; None if that is the model's.
       order: int[seq], the token of a row at each place of its shards; None if rows keep their order. NumPy arrays are
         brought into this order; arrays on devices must come from `Training.put`.
       warnings: XLA's messages from the compilation, which `Prepared.inspect` reports; see `compiling`.
@@ -178,22 +195,22 @@ class Step:
     given: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     order: np.ndarray | None = None
-    layers: LayerOrder | None = None
+    layers: LayerOrder | LayerArrays | None = None
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         if self.order is not None:
             batch = {name: arranged(x, self.order) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
-        if self.layers is None or state.in_schedule_order:
+        if self.layers is None or state.is_prepared:
             return self.program(state, batch | self.given)
-        state, metrics = self.program(self.layers.to_schedule(state), batch | self.given)
+        state, metrics = self.program(self.layers.to_step(state), batch | self.given)
         return self.layers.to_model(state), metrics
 
     def prepare(self, state: TrainState) -> TrainState:
-        """The state with its layers where the step needs them. It is donated; see `LayerOrder.to_schedule`."""
-        return self.layers.to_schedule(state) if self.layers else state
+        """The state with its layers as the step needs them. It is donated; see `to_step` of `layers`."""
+        return self.layers.to_step(state) if self.layers else state
 
     def finish(self, state: TrainState) -> TrainState:
-        """The state with its layers in the model's order. It is donated; see `LayerOrder.to_model`."""
+        """The state with its layers as in the model. It is donated; see `to_model` of `layers`."""
         return self.layers.to_model(state) if self.layers else state
 
     @property
@@ -235,7 +252,7 @@ def compile_step(
     batch: dict[str, jax.ShapeDtypeStruct],
     given: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
-    layers: LayerOrder | None = None,
+    layers: LayerOrder | LayerArrays | None = None,
 ) -> Step:
     """Compiles a step from placements alone; no array exists yet.
 
@@ -245,7 +262,7 @@ def compile_step(
       given: further inputs of every call, trees of structs.
       options: for the compiler.
     """
-    state = replace(placement.structs, in_schedule_order=layers is not None)
+    state = replace(placement.structs, is_prepared=layers is not None)
     out = (shardings(state), whole(placement.mesh))
     traced = trace(step, (state, batch | (given or {})), out, donate=(0,))
     with compiling() as warnings:

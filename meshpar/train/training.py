@@ -17,14 +17,15 @@ from meshpar.parallel.batch import TEACHER, Batch
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.pipeline.model import PipelineModel
-from meshpar.sharding.resolve import AnyMesh
+from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import arranged, check_batch, token_order
 from meshpar.train.error_feedback import place_error_feedback, zeros
 from meshpar.train.evaluate import Evaluation, trace_evaluation
 from meshpar.train.gradients import Gradients, Objective, gradients, stale
-from meshpar.train.layer_order import LayerOrder
+from meshpar.train.layer_arrays import LayerArrays, cut_specs, with_stacks
+from meshpar.train.layer_order import LAYERS, LayerOrder
 from meshpar.train.loss import Loss
 from meshpar.train.program import batch_structs, compile_program
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place
@@ -53,7 +54,8 @@ class Training:
       teacher: a model whose projection of the logits is added to the batch; its parameters are an input of each step.
       evaluation: the loss for evaluations; default: `loss` without a key.
       in_schedule_order: whether parameters and gradients have their layers in the order of the pipeline's schedule,
-        see `scheduled`.
+        see `on_prepared_states`.
+      has_own_arrays: platform -> whether a step there is faster with arrays for each layer, see `layer_arrays`.
     """
 
     specs: Any
@@ -72,6 +74,7 @@ class Training:
     teacher: Teacher | None = None
     evaluation: Loss | None = None
     in_schedule_order: bool = False
+    has_own_arrays: Callable[[str], bool] = lambda platform: False
 
     def on(self, **changes: Any) -> Self:
         """The same training with changes to its context, such as another mesh or lowering."""
@@ -123,10 +126,34 @@ class Training:
         found = LayerOrder(exchange, self.ctx, self.placement) if exchange else None
         return found if found and found.covers_state else None
 
+    @cached_property
+    def layer_arrays(self) -> LayerArrays | None:
+        """Cuts the stacks of a state into layers; None if a state keeps its stacks.
+
+        It does where anything but the model and an elementwise optimizer reads the stacks.
+        """
+        if not self.has_own_arrays(platform_of(self.mesh) or "cpu") or not self.update.is_elementwise:
+            return None
+        others = (self.pipeline, self.frozen, self.carried, self.ctx.gradient_reduction, self.update.state_params)
+        if any(others) or self.is_offloaded or self.ctx.axes(LAYERS):
+            return None
+        return LayerArrays(self.placement, self._with_own_arrays.placement)
+
     @property
-    def scheduled(self) -> Self:
-        """The same training on states in the schedule's order, if there is a `layer_order`."""
-        return replace(self, in_schedule_order=self.layer_order is not None)
+    def _with_own_arrays(self) -> Self:
+        """The same training of a model whose layers are parameters of their own."""
+        loss = with_stacks(self.loss, self.specs)
+        return replace(self, specs=cut_specs(self.specs), loss=loss, has_own_arrays=lambda platform: False)
+
+    @property
+    def stored_layers(self) -> LayerOrder | LayerArrays | None:
+        """Converts a state to what a step needs, and back; None if that is the model's."""
+        return self.layer_order or self.layer_arrays
+
+    @property
+    def on_prepared_states(self) -> Self:
+        """The same training on states that `stored_layers` converted."""
+        return self._with_own_arrays if self.layer_arrays else replace(self, in_schedule_order=bool(self.layer_order))
 
     @property
     def objective(self) -> Objective:
@@ -162,7 +189,8 @@ class Training:
 
     def compile_step(self, options: dict[str, Any] | None = None) -> Step:
         options = self.ctx.compiler_options | (options or {})
-        step = compile_step(self.scheduled.step, self.placement, self.batch, self.given, options, self.layer_order)
+        training = self.on_prepared_states
+        step = compile_step(training.step, training.placement, self.batch, self.given, options, self.stored_layers)
         return replace(step, order=self.order)
 
     def compile_evaluation(self) -> Evaluation:

@@ -64,14 +64,14 @@ class Trial:
           VerificationError: the loss is not computed in float64.
         """
         results = []
-        order = self.training.layer_order
+        layers = self.training.stored_layers
         for batch in batches:
-            if order:
-                state = order.to_schedule(jax.tree.map(jnp.copy, state))  # which donates
+            if layers:
+                state = layers.to_step(jax.tree.map(jnp.copy, state))  # which donates
             state, metrics, grads = self._step(state, self.training.put(batch))
-            if order:
-                state = order.to_model(state)
-                grads = order.move(grads, self.training.placement.trained, in_schedule_order=False)
+            if layers:
+                state = layers.to_model(state)
+                grads = layers.gradients(grads)
             results.append(_result(metrics, grads, state))
         return state, results
 
@@ -85,7 +85,7 @@ class Trial:
     @cached_property
     def _step(self) -> Callable[..., tuple[TrainState, Any, Any]]:
         """The training's step, compiled so that it also returns the gradients."""
-        training = self.training.scheduled
+        training = self.training.on_prepared_states
         computed: list[Gradients] = []
 
         def gradients(*args: Any) -> Gradients:
@@ -97,7 +97,7 @@ class Trial:
             new, metrics = step_function(gradients, training.update, training.placement)(state, batch)
             return new, metrics, computed[0].grads  # optimizers such as SAM compute further gradients
 
-        state = replace(training.placement.structs, in_schedule_order=training.in_schedule_order)
+        state = replace(training.placement.structs, is_prepared=self.training.stored_layers is not None)
         out = shardings(state), whole(training.mesh), shardings(structs(training.placement.trained))
         lowered = jax.jit(step, out_shardings=out).lower(state, training.batch)
         return lowered.compile(compiler_options=QUICK)

@@ -148,7 +148,7 @@ def test_accumulation_around_a_pipeline_is_equal_to_one_device(mesh):
 def test_stages_without_a_loop_over_their_layers_are_equal_to_one_device(kind, mesh, unroll, at_once):
     run = prepared(MODELS["tied"](8, unroll=unroll), mesh, scheduled(kind, mesh, 4))
     loop = prepared(MODELS["tied"](8), mesh, scheduled(kind, mesh, 4))
-    traced = [str(jax.make_jaxpr(of.scheduled.step)(of.placement.structs, of.batch)) for of in (run, loop)]
+    traced = [str(jax.make_jaxpr(of.on_prepared_states.step)(of.placement.structs, of.batch)) for of in (run, loop)]
     assert [f"unroll={at_once}" in program for program in traced] == [True, False]
     assert run.traced_bytes == loop.traced_bytes
     assert difference(run, "tied", 8) < 1e-10
@@ -161,7 +161,7 @@ def test_an_offloaded_optimizer_is_equal_to_one_device(kind):
     run = prepared(MODELS["tied"](8), "zero1", scheduled(kind, "zero1", 4), offload=Offload(optimizer="host"))
     state = run.compile_init(QUICK)()
     if run.layer_order:
-        state = run.layer_order.to_schedule(state)
+        state = run.layer_order.to_step(state)
     assert state.opt_state[0].mu["blocks"]["attn"]["q"]["kernel"].sharding.memory_kind == "pinned_host"
     assert difference(run, "tied", 8) < 1e-10
 
@@ -335,8 +335,8 @@ def test_every_array_of_layers_moves_to_the_stages_that_compute_with_them_and_ba
     layered = {path for path in dims if "layers" in dims[path]}
     assert {path.split(".")[0] for path in layered} == {"params", "opt_state", "carried"}
     assert len(layered) == 5 * len(jax.tree.leaves(run.specs["blocks"]))
-    state = order.to_schedule(numbered(run, range(8)))
-    assert state.in_schedule_order and equal(state, numbered(run, dealt_out, in_schedule_order=True))
+    state = order.to_step(numbered(run, range(8)))
+    assert state.is_prepared and equal(state, numbered(run, dealt_out, in_schedule_order=True))
     with checkpoints(tmp_path) as saved, pytest.raises(CheckpointError, match=r"save step\.finish\(state\)"):
         saved.save(0, state)
     assert equal(order.to_model(state), numbered(run, range(8)))
@@ -344,7 +344,7 @@ def test_every_array_of_layers_moves_to_the_stages_that_compute_with_them_and_ba
 
 def test_layers_that_move_to_the_stages_of_another_schedule_are_seen():
     run, other = with_average_and_feedback("zbv"), with_average_and_feedback("interleaved")
-    astray = replace(run.layer_order, exchange=other.layer_order.exchange).to_schedule(numbered(run, range(8)))
+    astray = replace(run.layer_order, exchange=other.layer_order.exchange).to_step(numbered(run, range(8)))
     dealt_out = run.pipeline.cut(run.ctx).layers.reshape(-1)
     assert not equal(astray, numbered(run, dealt_out, in_schedule_order=True))
 
@@ -385,7 +385,7 @@ def test_a_run_moves_its_layers_for_evaluations_and_checkpoints_only_and_another
     monkeypatch.setattr(LayerOrder, "_moved", noted)
 
     def see(state, step):
-        seen.append((step, state.in_schedule_order))
+        seen.append((step, state.is_prepared))
         return {}
 
     def trained(kind, folder):
