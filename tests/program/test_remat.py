@@ -41,8 +41,9 @@ def saved_bytes(run):
     """Bytes that the traced forward's loop over layers stores for the backward, on one device."""
     loops = (visit.equation for visit in walk(run._traced_step) if visit.primitive == "scan")
     forward = next(loop for loop in loops if loop.params["length"] == LAYERS and not loop.params["reverse"])
-    stacked = forward.outvars[forward.params["num_carry"] :]
-    return sum(x.aval.size * x.aval.dtype.itemsize for x in stacked)
+    turn = forward.params["jaxpr"].jaxpr.outvars
+    stacked = [x.aval for x, one in zip(forward.outvars, turn, strict=True) if x.aval.ndim > one.aval.ndim]
+    return sum(x.size * x.dtype.itemsize for x in stacked)
 
 
 def closed_form(names, num_devices=8):
