@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -25,7 +24,7 @@ from meshpar.collectives.matmul import PRODUCT, all_gather_matmul, matmul_reduce
 from meshpar.collectives.ring import Ring
 from meshpar.mesh.varying import Axes, varying_alike
 from meshpar.parallel import tensor
-from meshpar.parallel.context import Format, manual, manual_axes, platform
+from meshpar.parallel.context import Format, manual, manual_axes
 from meshpar.parallel.data import Stored
 
 # Letters for the dims in einsum equations.
@@ -152,7 +151,7 @@ def _with_adapters(x: jax.Array, maps: Sequence[Weights], *, inputs: Axes = (), 
         shards = (manual_axes("batch") + manual_axes("seq"), inputs, outputs)
         products = _quantized_products(x, maps, number_format, shards)
     else:
-        products = _joint_products(x, maps) if _is_joint(x, maps) else tuple(_product(x, one) for one in maps)
+        products = tuple(_product(x, one) for one in maps)
     return tuple(_plus_adapter(y, x, one) for y, one in zip(products, maps, strict=True))
 
 
@@ -172,28 +171,6 @@ def _quantized_products(
     matrices = [one.kernel.reshape(-1, math.prod(shape)) for one, shape in zip(maps, outputs, strict=True)]
     products = quantized.matmuls(x.reshape(*x.shape[:2], -1), matrices, number_format, quantized.Shards(*shards))
     return tuple(y.reshape(*x.shape[:2], *shape) for y, shape in zip(products, outputs, strict=True))
-
-
-def _is_joint(x: jax.Array, maps: Sequence[Weights]) -> bool:
-    """Whether one product for all maps is faster: on CPUs, if together they are narrower than x.
-
-    The backward then joins the products' gradients, where it would add one gradient of x for each map.
-    """
-    if len(maps) == 1 or manual() is None or platform() != "cpu" or any(one.stored for one in maps):
-        return False
-    inputs = math.prod(x.shape[2:])
-    return sum(one.kernel.size for one in maps) < inputs**2
-
-
-def _joint_products(x: jax.Array, maps: Sequence[Weights]) -> Products:
-    """x @ kernel for each kernel, as one product. Communication: none."""
-    outputs = [one.kernel.shape[one.num_inputs :] for one in maps]
-    matrices = [one.kernel.reshape(-1, math.prod(shape)) for one, shape in zip(maps, outputs, strict=True)]
-    joint = jnp.concatenate(varying_alike(*matrices), axis=1)
-    product: jax.Array = matmul(*varying_alike(x.reshape(*x.shape[:2], -1), joint))
-    ends = np.cumsum([matrix.shape[1] for matrix in matrices])
-    parts = jnp.split(product, ends[:-1], axis=-1)
-    return tuple(y.reshape(*x.shape[:2], *shape) for y, shape in zip(parts, outputs, strict=True))
 
 
 def _product(x: jax.Array, weights: Weights) -> jax.Array:
