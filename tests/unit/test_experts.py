@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
-from meshpar.cost.flops import flops, traced_products
+from meshpar.cost.flops import flops, needed_flops, traced_products
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
-from meshpar.nn.experts import Balance, Experts
+from meshpar.nn.experts import Balance, Experts, grouped
 from meshpar.nn.experts.balance import RouterState, summary
 from meshpar.nn.experts.capacity import by_capacity
+from meshpar.nn.experts.grouped import Tiles, grouped_dot
 from meshpar.nn.experts.layer import DROPPED, MixtureOfExperts
 from meshpar.nn.experts.routing import LOAD
 
@@ -170,11 +170,56 @@ def test_the_summary_is_of_the_layer_with_the_most_uneven_load():
     assert (found["experts_max_load"], found["experts_entropy"]) == (4, 0)
 
 
+# Products of sorted rows ----------------------------------------------------------------------------------------
+
+
+def with_gradients(product, sizes):
+    """The result of a product of 70 rows, and the gradients of both operands."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(70, 5)))
+    w = jnp.asarray(rng.normal(size=(len(sizes), 5, 3)))
+    y, pull = jax.vjp(lambda x, w: product(x, w, jnp.asarray(sizes, jnp.int32)), x, w)
+    return y, *pull(jnp.cos(y))
+
+
+def in_tiles(x, w, sizes):
+    return grouped_dot(x, w, sizes, expected=len(x))
+
+
+# The last tile of a group begins before its rows, groups are empty, rows belong to no group.
+@pytest.mark.parametrize("sizes", [(5, 0, 46, 19), (70, 0, 0, 0), (3, 17, 16, 1), (0, 0, 0, 0)])
+def test_products_in_tiles_are_the_ragged_ones(sizes):
+    for one, other in zip(with_gradients(in_tiles, sizes), with_gradients(lax.ragged_dot, sizes), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_tile_that_writes_rows_of_another_group_is_seen(monkeypatch):
+    spans = grouped._spans
+    monkeypatch.setattr(grouped, "_spans", lambda sizes: (spans(sizes)[0], sizes + 1))
+    found, expected = (with_gradients(product, (5, 0, 46, 18)) for product in (in_tiles, lax.ragged_dot))
+    assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(found, expected, strict=True))
+
+
+def multiplied(rows, groups, per_tile):
+    """Rows of all tiles over those that a random router sends to the groups."""
+    sizes = np.random.default_rng(0).multinomial(rows, [1 / groups] * groups)
+    return (-(-sizes // per_tile) * per_tile).sum() / rows
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(24576, 8), (8192, 1), (16384, 64), (1280, 8)])
+def test_tiles_multiply_at_most_a_tenth_more_rows_than_arrive(rows, groups):
+    per_tile = Tiles.of(8 * rows, groups, rows).rows
+    assert multiplied(rows, groups, per_tile) <= 1.10 < multiplied(rows, groups, 64 * per_tile)
+
+
 def test_the_products_are_those_of_the_experts_of_each_token():
-    built = layer(BASE)
-    graph, state = nnx.split(built)
-    found = flops(traced_products(jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x)[0])(state, tokens())))
-    assert found["ragged_dot_general"] == Fraction(6 * ROWS * SEQ * BASE.per_token * WIDTH * HIDDEN)
+    graph, state = nnx.split(layer(BASE))
+    traced = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x)[0])(state, tokens())
+    found = [one for one in traced_products(traced) if one.needed != 1]
+    rows = ROWS * SEQ * BASE.per_token
+    assert needed_flops(found) == 6 * rows * WIDTH * HIDDEN
+    # 144 rows of 8 experts are 18 of each, for which they need two tiles of 16.
+    assert flops(found) == {"dot_general": 6 * (8 * 2 * 16) * WIDTH * HIDDEN}
 
 
 @pytest.mark.parametrize(

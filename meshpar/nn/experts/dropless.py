@@ -5,6 +5,8 @@ Shapes: T tokens, K experts of a token, D embed, E experts, N rows.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -31,10 +33,11 @@ def dropless(
     order_N = jnp.argsort(ids_TK.reshape(-1), stable=True).astype(jnp.int32)
     sizes_E = jnp.bincount(ids_TK.reshape(-1), length=num_experts).astype(jnp.int32)
     rows_ND = x_TD[order_N // per_token]
+    compute = partial(experts.of_sorted, expected=num * per_token)
     if exchange is None:
-        results_ND = experts.of_sorted(rows_ND, sizes_E)
+        results_ND = compute(rows_ND, sizes_E)
     else:
-        results_ND = exchange.apply(experts.of_sorted, rows_ND, sizes_E, num * min(per_token, exchange.per_device))
+        results_ND = exchange.apply(compute, rows_ND, sizes_E, num * min(per_token, exchange.per_device))
     results_TKD = results_ND[inverse(order_N)].reshape(num, per_token, -1)
     return jnp.einsum("tkd,tk->td", results_TKD, weights_TK.astype(x_TD.dtype))
 

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from meshpar.mesh.varying import varying_alike
+from meshpar.nn.experts.grouped import grouped_dot
 from meshpar.nn.layers import silu_product
 from meshpar.nn.remat import named
 
@@ -24,20 +23,16 @@ class ExpertWeights(NamedTuple):
     up: jax.Array
     down: jax.Array
 
-    def of_sorted(self, x_ND: Float[Array, "N D"], sizes_E: Int[Array, "E"]) -> Float[Array, "N D"]:
+    def of_sorted(self, x_ND: Float[Array, "N D"], sizes_E: Int[Array, "E"], expected: int) -> Float[Array, "N D"]:
         """The results of rows that are sorted by expert; 0 for rows beyond the last expert's.
 
         Args:
           sizes_E: int32, the number of rows of each expert.
+          expected: their sum, if the router is balanced.
         """
-
-        def product(x: jax.Array, weights: jax.Array) -> jax.Array:
-            x, weights, sizes = varying_alike(x, weights, sizes_E)
-            return lax.ragged_dot(x, weights, sizes)
-
-        gate = named(product(x_ND, self.gate), "gate")
-        up = named(product(x_ND, self.up), "up")
-        return product(silu_product(gate, up), self.down)
+        gate = named(grouped_dot(x_ND, self.gate, sizes_E, expected), "gate")
+        up = named(grouped_dot(x_ND, self.up, sizes_E, expected), "up")
+        return grouped_dot(silu_product(gate, up), self.down, sizes_E, expected)
 
     def of_places(self, x_BEPD: Float[Array, "B E P D"]) -> Float[Array, "B E P D"]:
         """The results of rows in places of experts."""
