@@ -81,9 +81,11 @@ def _print_steps(rows: dict[str, Any]) -> None:
     print(f"{'':<12} {'CPU ms of a step':^29} {'over by hand':^22} {'over the scan':^22}")
     print(f"{'layout':<12} {'meshpar':>9} {'by hand':>9} {'scan':>9} " + f" {'CPU':>6} {'limit':>6} {'wall':>6} " * 2)
     for name, row in rows.items():
-        times = "".join(f" {row['cpu_s'][program] * 1e3:>9.1f}" for program in ("meshpar", "by hand", "scan"))
+        times = "".join(f" {row['cpu_s'].get(program, 0) * 1e3:>9.1f}" for program in ("meshpar", "by hand", "scan"))
         ratios = ""
         for other, limit in (("by hand", STEP_LIMIT), ("scan", row["scan_limit"])):
+            if other not in row["cpu_s"]:
+                continue
             shown = "-" if limit is None else f"{limit:.2f}"
             ratios += f"  {_ratio(row['cpu_s'], other):>6.3f} {shown:>6} {_ratio(row['wall_s'], other):>6.3f} "
         print(f"{name:<12}{times}{ratios}", flush=True)

@@ -70,12 +70,27 @@ class ContextParallel(Config):
         return SequenceLayout(rings, is_zigzag=rings > 1 and self.layout != "contiguous")
 
 
+class ExpertParallel(Config):
+    """How tokens reach the devices of their experts, under `dispatch: dropless`.
+
+    - `ragged`: each token travels to the devices of its experts, and the results travel back.
+    - `gather`: each device gathers the tokens of all, computes those of its own experts, and scatters the sums. With n
+      devices it sends n / per_token times as much.
+    - `auto`: `ragged` on GPUs and TPUs; `gather` on CPUs, whose compiler has no ragged all-to-all.
+    """
+
+    shorthand: ClassVar = "kind"
+    kind: Literal["auto", "ragged", "gather"] = "auto"
+    """How tokens travel."""
+
+
 class Parallel(Config):
     """The strategies of the manual lowering. Each reads its own field; all receive the whole object."""
 
     tensor: Section[TensorParallel] = default(TensorParallel())
     fsdp: Section[FullySharded] = default(FullySharded())
     context: Coerced[ContextParallel, str | dict[str, Any]] = default(ContextParallel())
+    expert: Coerced[ExpertParallel, str | dict[str, Any]] = default(ExpertParallel())
     pipeline: Section[Schedule | None] = default(None)
     """The schedule of the stages on axis pipe, such as `{kind: 1f1b, num_microbatches: 16}`. Default: no pipeline."""
     gradient_reduction: Section[Reduce | None] = default(None)
@@ -111,8 +126,15 @@ class Parallel(Config):
         if context and not rules["seq"]:
             what = "nothing to share: the rules do not shard seq, so each device has whole rows"
             problems.add("parallel.context", what, "the preset context, or no parallel.context")
+        expert = self.expert != ExpertParallel()
+        if expert and not rules["experts"]:
+            what = "no tokens travel: the rules do not shard experts"
+            problems.add("parallel.expert", what, "the preset experts, or no parallel.expert")
         if is_manual:
             return
+        if expert:
+            what = "under lowering: auto, GSPMD chooses how tokens reach their experts"
+            problems.add("parallel.expert", what, "lowering=manual, or no parallel.expert")
         if context:
             what = "under lowering: auto, GSPMD chooses how devices that share a row attend"
             problems.add("parallel.context", what, "lowering=manual, or no parallel.context")

@@ -14,9 +14,10 @@ from jax import lax
 
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.describe import describe
-from meshpar.nn.experts import Experts, exchange
+from meshpar.nn.experts import Experts, dropless, exchange
 from meshpar.nn.experts.layer import MixtureOfExperts
 from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.program import WHOLE, on_shards, pspecs
@@ -39,11 +40,11 @@ def module(experts):
     return nnx.split(MixtureOfExperts(WIDTH, experts, out_std=0.5, rngs=nnx.Rngs(0)))
 
 
-def computed(experts, sizes, presets=("replicated", "experts"), manual=True):
+def computed(experts, sizes, presets=("replicated", "experts"), manual=True, exchange="auto"):
     """The result, the sum of the losses, the loads, and the gradients of x and all parameters."""
     layout = MeshLayout(**sizes)
     mesh = layout.build(jax.devices()[: layout.requested()])
-    ctx = ParallelContext(mesh=mesh, rules=AxisRules(preset=presets), manual=manual)
+    ctx = ParallelContext(mesh=mesh, rules=AxisRules(preset=presets), manual=manual, parallel=Parallel(expert=exchange))
     graph, state = module(experts)
     specs = describe(nnx.merge(graph, state))
     rows = ctx.pspec("batch", "seq")
@@ -75,8 +76,8 @@ def on_one_device(experts):
     return computed(experts, {}, ("replicated",))
 
 
-def difference(experts, sizes, *settings):
-    found = jax.tree.leaves(computed(experts, sizes, *settings))
+def difference(experts, sizes, *settings, **options):
+    found = jax.tree.leaves(computed(experts, sizes, *settings, **options))
     expected = jax.tree.leaves(on_one_device(experts))
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(found, expected, strict=True))
 
@@ -106,6 +107,14 @@ SAMPLE = [
 )
 def test_experts_on_several_devices_are_those_of_one(size, num, dispatch, router):
     assert difference(experts_of(num, dispatch, router), {"expert": size}) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("size", "num"), [pytest.param(*case, marks=[] if case == (4, 8) else pytest.mark.slow) for case in SIZES]
+)
+def test_rows_that_travel_to_their_experts_are_computed_as_on_one_device(size, num):
+    """On CPUs too, where each device gathers the tokens of all unless the run says otherwise."""
+    assert difference(experts_of(num, "dropless"), {"expert": size}, exchange="ragged") < 1e-10
 
 
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
@@ -163,7 +172,12 @@ def test_a_run_with_experts_is_that_of_one_device(run, model):
 
 def test_rows_that_go_to_a_neighbour_are_seen(monkeypatch):
     experts = experts_of(8, "dropless")
-    right = difference(experts, {"expert": 4})
     starts = exchange._starts
     monkeypatch.setattr(exchange, "_starts", lambda sizes: jnp.roll(starts(sizes), 1, axis=-1))
-    assert right < 1e-10 < 1e-3 < difference(experts, {"expert": 4})
+    assert difference(experts, {"expert": 4}, exchange="ragged") > 1e-3
+
+
+def test_devices_that_compute_the_experts_of_a_neighbour_are_seen(monkeypatch):
+    of_own = dropless._of_own
+    monkeypatch.setattr(dropless, "_of_own", lambda x, ids, *rest: of_own(x, ids - 2, *rest))
+    assert difference(experts_of(8, "dropless"), {"expert": 4}, exchange="gather") > 1e-3

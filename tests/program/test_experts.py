@@ -45,17 +45,15 @@ def test_experts_with_places_send_them_there_and_back(n, tensor):
     assert sent["expert",] == all_to_alls + norm
 
 
-def test_without_drops_each_device_of_a_cpu_gathers_the_rows_of_all():
+def test_without_drops_each_device_of_a_cpu_gathers_the_tokens_of_all():
     n = 4
     run = run_of("dropless", {"expert": n, "data": 2}, ["experts"])
     sent, _ = cost_as_written(run)
     assert sent == cost_as_traced(run)[0]
     tokens = ROWS // (2 * n) * SEQ
-    there = tokens * PER_TOKEN
-    back = n * tokens * min(PER_TOKEN, NUM // n)
-    rows = LAYERS * (n - 1) * 2 * (there + back) * WIDTH * FLOAT
-    sizes = LAYERS * (n - 1) * NUM * 4
-    assert sent["expert",] == rows + sizes + 2 * share(n) * FLOAT
+    # In the backward, ids need no gradient.
+    of_token = 4 * WIDTH * FLOAT + PER_TOKEN * (2 * FLOAT + 4)
+    assert sent["expert",] == LAYERS * (n - 1) * tokens * of_token + 2 * share(n) * FLOAT
 
 
 def test_a_native_ragged_all_to_all_sends_the_rows_of_a_balanced_router(monkeypatch):
@@ -74,7 +72,8 @@ DENSE = Llama(num_layers=LAYERS, hidden_size=WIDTH, num_heads=4, intermediate_si
 
 def over_dense(num_flops):
     """Operations of a device over those of the dense model, without the products of routing."""
-    of_token = {"logits": 6 * WIDTH * NUM, "weighted sum": 6 * PER_TOKEN * WIDTH, "load": 2 * NUM}
+    # A device sums, forward and for the weights, over the tokens of four devices, of which it computes a fourth.
+    of_token = {"logits": 6 * WIDTH * NUM, "weighted sum": 4 * 4 * PER_TOKEN * WIDTH, "load": 2 * NUM}
     tokens = ROWS // 8 * SEQ
     return (num_flops - LAYERS * tokens * sum(of_token.values())) / cost_as_traced(prepared("data8", model=DENSE))[1]
 

@@ -16,7 +16,7 @@ from meshpar.experiment.prepare import prepare
 from meshpar.nn.experts import Balance, Experts, grouped
 from meshpar.nn.experts.balance import RouterState, summary
 from meshpar.nn.experts.capacity import by_capacity
-from meshpar.nn.experts.grouped import Tiles, grouped_dot
+from meshpar.nn.experts.grouped import SMALLEST, Tiles, grouped_dot
 from meshpar.nn.experts.layer import DROPPED, MixtureOfExperts
 from meshpar.nn.experts.routing import LOAD
 
@@ -174,9 +174,9 @@ def test_the_summary_is_of_the_layer_with_the_most_uneven_load():
 
 
 def with_gradients(product, sizes):
-    """The result of a product of 70 rows, and the gradients of both operands."""
+    """The result of a product of 170 rows, and the gradients of both operands."""
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(70, 5)))
+    x = jnp.asarray(rng.normal(size=(170, 5)))
     w = jnp.asarray(rng.normal(size=(len(sizes), 5, 3)))
     y, pull = jax.vjp(lambda x, w: product(x, w, jnp.asarray(sizes, jnp.int32)), x, w)
     return y, *pull(jnp.cos(y))
@@ -187,7 +187,7 @@ def in_tiles(x, w, sizes):
 
 
 # The last tile of a group begins before its rows, groups are empty, rows belong to no group.
-@pytest.mark.parametrize("sizes", [(5, 0, 46, 19), (70, 0, 0, 0), (3, 17, 16, 1), (0, 0, 0, 0)])
+@pytest.mark.parametrize("sizes", [(5, 0, 146, 19), (170, 0, 0, 0), (3, 65, 64, 1), (0, 0, 0, 0)])
 def test_products_in_tiles_are_the_ragged_ones(sizes):
     for one, other in zip(with_gradients(in_tiles, sizes), with_gradients(lax.ragged_dot, sizes), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
@@ -196,7 +196,7 @@ def test_products_in_tiles_are_the_ragged_ones(sizes):
 def test_a_tile_that_writes_rows_of_another_group_is_seen(monkeypatch):
     spans = grouped._spans
     monkeypatch.setattr(grouped, "_spans", lambda sizes: (spans(sizes)[0], sizes + 1))
-    found, expected = (with_gradients(product, (5, 0, 46, 18)) for product in (in_tiles, lax.ragged_dot))
+    found, expected = (with_gradients(product, (5, 0, 146, 18)) for product in (in_tiles, lax.ragged_dot))
     assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(found, expected, strict=True))
 
 
@@ -206,7 +206,7 @@ def multiplied(rows, groups, per_tile):
     return (-(-sizes // per_tile) * per_tile).sum() / rows
 
 
-@pytest.mark.parametrize(("rows", "groups"), [(24576, 8), (8192, 1), (16384, 64), (1280, 8)])
+@pytest.mark.parametrize(("rows", "groups"), [(24576, 8), (8192, 1), (65536, 64), (5120, 8)])
 def test_tiles_multiply_at_most_a_tenth_more_rows_than_arrive(rows, groups):
     per_tile = Tiles.of(8 * rows, groups, rows).rows
     assert multiplied(rows, groups, per_tile) <= 1.10 < multiplied(rows, groups, 64 * per_tile)
@@ -218,8 +218,8 @@ def test_the_products_are_those_of_the_experts_of_each_token():
     found = [one for one in traced_products(traced) if one.needed != 1]
     rows = ROWS * SEQ * BASE.per_token
     assert needed_flops(found) == 6 * rows * WIDTH * HIDDEN
-    # 144 rows of 8 experts are 18 of each, for which they need two tiles of 16.
-    assert flops(found) == {"dot_general": 6 * (8 * 2 * 16) * WIDTH * HIDDEN}
+    # 18 rows of each of 8 experts need a tile.
+    assert flops(found) == {"dot_general": 6 * 8 * SMALLEST * WIDTH * HIDDEN}
 
 
 @pytest.mark.parametrize(

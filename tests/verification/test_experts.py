@@ -14,7 +14,7 @@ from meshpar.parallel.context import dispatch_axes
 EXPERTS = Experts(num=8, per_token=2, intermediate_size=8, balance=Balance(weight=0.1))
 
 
-def run_of(sizes):
+def run_of(sizes, **settings):
     return Run(
         model=Llama(num_layers=2, hidden_size=16, num_heads=2, intermediate_size=8, vocab_size=32, experts=EXPERTS),
         data=Synthetic(batch_size=8, seq_len=16, vocab_size=32),
@@ -23,6 +23,7 @@ def run_of(sizes):
         rules=AxisRules(preset=("fsdp", "experts")),
         num_steps=4,
         run_dir="unused",
+        **settings,
     )
 
 
@@ -80,7 +81,8 @@ def test_a_run_with_experts_is_equal():
 @pytest.mark.parametrize("plant", [pytest.param(one, marks=pytest.mark.slow) for one in FAULTS])
 def test_verify_blames_axis_expert(plant, monkeypatch):
     plant(monkeypatch)
-    found = verify(run_of({"expert": 2, "fsdp": 2}))
+    settings = {"parallel": {"expert": "ragged"}} if plant is sent_to_a_neighbour else {}
+    found = verify(run_of({"expert": 2, "fsdp": 2}, **settings))
     assert not found.is_equal
     assert [row.name for row in found.culprits] == ["expert=2"]
     assert FAULTS[plant] in str(found.culprits[0].difference or found.culprits[0].error)

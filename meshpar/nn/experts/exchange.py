@@ -13,7 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshpar.mesh.varying import Axes, varying_alike, varying_like
-from meshpar.parallel.context import platform
+from meshpar.nn.experts.sorting import rows_of, sort
+from meshpar.parallel.context import manual, platform
 
 Apply = Callable[[jax.Array, jax.Array], jax.Array]
 """(rows sorted by expert, the number of rows of each expert) -> their results."""
@@ -21,6 +22,13 @@ Apply = Callable[[jax.Array, jax.Array], jax.Array]
 
 NATIVE = ("gpu", "tpu")
 """Platforms, as devices name theirs, whose compiler supports a ragged all-to-all."""
+
+
+def selected() -> str:
+    """How tokens travel: what `parallel.expert` says, or `ragged` where the compiler supports it, else `gather`."""
+    ctx = manual()
+    kind = ctx.parallel.expert.kind if ctx else "auto"
+    return kind if kind != "auto" else "ragged" if platform() in NATIVE else "gather"
 
 
 class Exchange(NamedTuple):
@@ -33,6 +41,11 @@ class Exchange(NamedTuple):
     axes: Axes
     per_device: int
 
+    @property
+    def num_experts(self) -> int:
+        """Experts on all devices."""
+        return lax.axis_size(self.axes) * self.per_device
+
     def apply(
         self, compute: Apply, rows_ND: Float[Array, "N D"], sizes_E: Int[Array, "E"], longest: int
     ) -> Float[Array, "N D"]:
@@ -43,28 +56,26 @@ class Exchange(NamedTuple):
           sizes_E: int32, this device's rows for each expert on all devices.
           longest: the largest number of rows that a device can send to another one.
 
-        Communication: (n-1)/n of the rows each way, if all devices get equally many. Without a native ragged
-          all-to-all, on CPUs, n-1 times the rows.
+        Communication: (n-1)/n of the rows each way, if all devices get equally many. Compilers without a ragged
+          all-to-all send n-1 times the rows there, and n-1 times the room for them back.
         """
         num = lax.axis_size(self.axes)
         sizes_FTE = lax.all_gather(sizes_E.reshape(num, -1), self.axes)  # from, to, expert of the target
         there = _Plan(sizes_FTE.sum(-1, dtype=jnp.int32), self.axes)
         sizes_FE = jnp.take(sizes_FTE, lax.axis_index(self.axes), axis=1)
         received = _send(rows_ND, there, num * longest)
-        order = _by_expert(sizes_FE, len(received))
-        results = compute(received[order], sizes_FE.sum(0, dtype=jnp.int32))
-        unsorted = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
-        return _send(unsorted, there.back, len(rows_ND))
+        order = sort(_experts_of(sizes_FE, len(received))[:, None], len(received))
+        results = compute(rows_of(received, order), sizes_FE.sum(0, dtype=jnp.int32))
+        return _send(rows_of(results, order.reversed), there.back, len(rows_ND))
 
 
-def _by_expert(sizes_FE: Int[Array, "F E"], num_rows: int) -> Int[Array, "N"]:
-    """The order that sorts rows by expert, which come sorted by sender and expert; unused rows stay at the end."""
+def _experts_of(sizes_FE: Int[Array, "F E"], num_rows: int) -> Int[Array, "N"]:
+    """The expert of each received row; unused rows have the number after the last. Rows come by sender and expert."""
     ends = jnp.cumsum(sizes_FE.reshape(-1), dtype=jnp.int32)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     block = jnp.searchsorted(ends, rows, side="right").astype(jnp.int32)
     per_device = sizes_FE.shape[1]
-    expert = jnp.where(block < sizes_FE.size, block % per_device, per_device)
-    return jnp.argsort(expert, stable=True).astype(jnp.int32)
+    return jnp.where(block < sizes_FE.size, block % per_device, per_device)
 
 
 class _Plan(NamedTuple):

@@ -11,14 +11,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshpar.cost.flops import needed
 from meshpar.nn.experts.capacity import by_capacity
 from meshpar.nn.experts.config import Experts
 from meshpar.nn.experts.dropless import dropless
-from meshpar.nn.experts.exchange import Exchange
 from meshpar.nn.experts.mlp import ExpertWeights
 from meshpar.nn.experts.places import of_places
 from meshpar.nn.experts.routing import Router, Routes, means
@@ -39,7 +37,7 @@ class MixtureOfExperts(nnx.Module):
     The experts are sharded over the axes to which tokens are dispatched, which carry rows of the batch outside of this
     layer; their hidden layer over the axes of `mlp`; their storage over those of `embed`.
 
-    Communication: tokens travel to the devices of their experts and back, see `Exchange` and `of_places`; and that of
+    Communication: tokens travel to the devices of their experts and back, see `dropless` and `of_places`; and that of
       `tensor.enter_region` and `exit_region`, twice with shared experts.
     """
 
@@ -100,8 +98,7 @@ class MixtureOfExperts(nnx.Module):
                     x_BSD, ids_BSK, weights_BSK, lambda x: of_places(weights, x, axes), num, places
                 )
             return tensor.exit_region(y_BSD, "mlp"), tensor.local_seq(is_kept_BSK)
-        exchange = Exchange(axes, num // lax.axis_size(axes)) if axes else None
         rows, seq = x_BSD.shape[:2]
         x_TD, ids_TK, weights_TK = (x.reshape(rows * seq, -1) for x in (x_BSD, ids_BSK, weights_BSK))
-        y_TD = dropless(x_TD, ids_TK, weights_TK, weights, num, exchange)
+        y_TD = dropless(x_TD, ids_TK, weights_TK, weights, axes)
         return tensor.exit_region(y_TD.reshape(x_BSD.shape), "mlp"), None
