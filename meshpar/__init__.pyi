@@ -53,7 +53,7 @@ from .parallel.pipeline.schedule import (
     ZeroBubbleH1,
     ZeroBubbleH2,
 )
-from .parallel.strategies import ContextParallel, FullySharded, Parallel, TensorParallel
+from .parallel.strategies import ContextParallel, ExpertParallel, FullySharded, Parallel, TensorParallel
 from .plan.fit import FitReport
 from .serve.generate import Completion, Generated, generate
 from .sharding.resolve import Placement, resolve
@@ -109,6 +109,7 @@ __all__ = [
     "DataWarning",
     "Distill",
     "EarlyStopping",
+    "ExpertParallel",
     "Experts",
     "Finding",
     "FitReport",

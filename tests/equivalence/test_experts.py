@@ -117,6 +117,19 @@ def test_rows_that_travel_to_their_experts_are_computed_as_on_one_device(size, n
     assert difference(experts_of(num, "dropless"), {"expert": size}, exchange="ragged") < 1e-10
 
 
+@pytest.mark.parametrize(
+    ("size", "group", "router"),
+    [
+        (8, 4, "softmax"),
+        pytest.param(8, 2, "sigmoid", marks=pytest.mark.slow),
+        pytest.param(4, 2, "softmax", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_that_travel_once_to_each_group_are_computed_as_on_one_device(size, group, router):
+    exchange = {"kind": "hierarchical", "group": group}
+    assert difference(experts_of(8, "dropless", router), {"expert": size}, exchange=exchange) < 1e-10
+
+
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
 def test_gspmd_computes_the_same(dispatch):
     experts = experts_of(8, dispatch)

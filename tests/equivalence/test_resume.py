@@ -215,7 +215,8 @@ def experts_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
 
     def shifted(self: Checkpoint, *args: Any) -> Any:
         return map_with_path(
-            lambda path, x: jnp.roll(x, 1, axis=1) if path == "params.blocks.mlp.gate" else x, restore(self, *args)
+            lambda path, x: jnp.roll(x, 1, axis=1) if path.startswith("params.blocks.mlp.gate") else x,
+            restore(self, *args),
         )
 
     patch.setattr(Checkpoint, "restore", shifted)

@@ -10,11 +10,12 @@ import pytest
 from jax import lax
 
 from meshpar.cost.traced import traced_collectives, traffic
-from meshpar.inspection.program.hlo import collectives_of
+from meshpar.inspection.inspect import inspect
+from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.nn.experts import Experts, exchange, mlp
-from tests.program.test_bytes import ROWS, SEQ, cost_as_traced, cost_as_written, prepared
+from tests.program.test_bytes import ROWS, SEQ, as_written, cost_as_traced, cost_as_written, prepared
 
 LAYERS, WIDTH, HIDDEN, NUM, PER_TOKEN = 3, 16, 8, 8, 2
 FLOAT = 4
@@ -64,6 +65,30 @@ def test_a_native_ragged_all_to_all_sends_the_rows_of_a_balanced_router(monkeypa
     rows = LAYERS * 4 * share(n) * tokens * PER_TOKEN * WIDTH * FLOAT
     sizes = LAYERS * (n - 1) * NUM * 4
     assert run.traced_bytes["expert",] == rows + sizes + 2 * share(n) * FLOAT
+
+
+def test_tokens_cross_to_each_group_once(monkeypatch):
+    """A token has four experts in two groups, so at most half of the rows of a flat exchange cross."""
+    k = 2
+    g = 4
+    experts = Experts(num=NUM, per_token=4, intermediate_size=HIDDEN)
+    model = DENSE.model_copy(update={"experts": experts})
+    parallel = {"expert": {"kind": "hierarchical", "group": g}}
+    run = prepared(({"expert": k * g}, ["experts"]), model=model, parallel=parallel)
+    tokens = ROWS // (k * g) * SEQ
+    of_row = 4 * WIDTH * FLOAT + experts.per_token * (2 * FLOAT + 4)
+    counts = (k - 1) * k * 4
+    found = inspect(as_written(run).compiled, run.mesh).collectives
+    assert total_sent_bytes(found) == sum(cost_as_traced(run)[0].values())
+    crossing = total_sent_bytes(one for one in found if len(one.groups[0]) == k)
+    assert crossing == LAYERS * ((k - 1) * k * tokens * of_row + counts)
+    monkeypatch.setattr(exchange, "platform", lambda: "gpu")
+    run = prepared(({"expert": k * g}, ["experts"]), model=model, parallel=parallel)
+    across = share(k) * tokens * min(experts.per_token, k) * of_row + counts
+    # Inside, the buffer has room for the choices of all rows that may cross.
+    inside = share(g) * 4 * tokens * k * min(experts.per_token, NUM // k) * WIDTH * FLOAT
+    sizes = (g - 1) * NUM // k * 4
+    assert run.traced_bytes["expert",] == LAYERS * (across + inside + sizes) + 2 * share(k * g) * FLOAT
 
 
 DENSE = Llama(num_layers=LAYERS, hidden_size=WIDTH, num_heads=4, intermediate_size=PER_TOKEN * HIDDEN, vocab_size=32)

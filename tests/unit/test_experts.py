@@ -268,6 +268,22 @@ def refusal(**changes):
             "its places are for the tokens of a whole row, which context shards\n    model.experts.dispatch=dropless",
         ),
         (
+            {"parallel": {"expert": {"kind": "hierarchical", "group": 4}}},
+            "2 devices hold the experts, which cannot be divided into groups of 4\n    group=2",
+        ),
+        (
+            {"parallel": {"expert": "gather"}, "experts": {"dispatch": "capacity"}},
+            "gather is for dispatch=dropless: places of experts travel by a dense all-to-all",
+        ),
+        (
+            {"parallel": {"expert": "gather"}, "rules": ["replicated"], "mesh": {}},
+            "no tokens travel: the rules do not shard experts\n    the preset experts, or no parallel.expert",
+        ),
+        (
+            {"parallel": {"expert": "gather"}, "lowering": "auto"},
+            "GSPMD chooses how tokens reach their experts\n    lowering=manual, or no parallel.expert",
+        ),
+        (
             {"mesh": {"tensor": 2}, "rules": {"preset": "replicated", "experts": ["tensor"]}},
             "rules.experts\n    cannot be sharded over tensor: its devices would hold the same tokens",
         ),

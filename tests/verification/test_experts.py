@@ -78,7 +78,10 @@ def test_a_run_with_experts_is_equal():
     assert found.is_equal, str(found)
 
 
-@pytest.mark.parametrize("plant", [pytest.param(one, marks=pytest.mark.slow) for one in FAULTS])
+IN_CI = [norm_without_experts]
+
+
+@pytest.mark.parametrize("plant", [pytest.param(one, marks=[] if one in IN_CI else pytest.mark.slow) for one in FAULTS])
 def test_verify_blames_axis_expert(plant, monkeypatch):
     plant(monkeypatch)
     settings = {"parallel": {"expert": "ragged"}} if plant is sent_to_a_neighbour else {}

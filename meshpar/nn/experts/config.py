@@ -103,6 +103,8 @@ class Experts(Config):
 
     def check(self, ctx: ParallelContext, seq_len: int, problems: Problems) -> None:
         """Reports a dispatch that cannot work on this mesh, or with rows of this length."""
+        num_shards = math.prod(ctx.mesh.shape[axis] for axis in ctx.dispatch("experts"))
+        ctx.parallel.expert.check(self.dispatch, num_shards, problems)
         if self.dispatch != "capacity":
             return
         if not self.capacity(seq_len):
