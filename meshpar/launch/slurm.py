@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshpar.errors import ConfigError
+from meshpar.mesh.join import INTERRUPTED
 
 WARNING_S = 120
 """How long before the end of its time a job gets SIGUSR1, to save a checkpoint."""
-INTERRUPTED = 75
 
 
 @dataclass(frozen=True)

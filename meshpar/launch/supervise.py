@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from meshpar.launch.workers import Ended
+from meshpar.mesh.join import INTERRUPTED
 from meshpar.progress import say
 
-FINAL = (0, 2, 75)
+FINAL = (0, 2, INTERRUPTED)
 """Exit codes after which no attempt follows: the end, bad input, and a signal to the run."""
 ALIKE = 2
 """How many attempts in a row may fail at the same checkpoint."""

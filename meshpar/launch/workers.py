@@ -16,7 +16,7 @@ from types import FrameType
 
 from meshpar.mesh import cursor
 from meshpar.mesh.cursor import Position
-from meshpar.mesh.join import DUMP, LIFELINE, STACKS, Place
+from meshpar.mesh.join import DUMP, LIFELINE, SIGNALS, STACKS, Place
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
@@ -26,7 +26,6 @@ DUMP_S = 1.0
 """How long processes have to print their stacks."""
 HUNG = 124
 """The exit code of a program that hangs, as that of `timeout`."""
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 QUOTED_LINES = 15
 
 
@@ -113,7 +112,7 @@ class Group:
         stacks = folder / f"{place.index}.stacks"
         for old in (position, stacks):
             old.unlink(missing_ok=True)
-        variables = {LIFELINE: str(lifeline), cursor.FOLDER: str(folder), STACKS: str(stacks)}
+        variables = {LIFELINE: str(lifeline), cursor.FILE: str(position), STACKS: str(stacks)}
         log = self.logs / f"process-{place.index}.log" if place.index else None
         with ExitStack() as stack:
             output = stack.enter_context(log.open("ab")) if log else None
@@ -218,7 +217,7 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
-    before = {number: signal.signal(number, note) for number in FORWARDED}
+    before = {number: signal.signal(number, note) for number in SIGNALS}
     try:
         yield came
     finally:

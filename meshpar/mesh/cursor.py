@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = "MESHPAR_CURSORS"
-"""The variable with which `meshpar launch` tells a process where to write."""
+FILE = "MESHPAR_CURSOR"
+"""The variable with which `meshpar launch` names the file of a process."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Cursor:
             os.pwrite(self._file, f"{step} {phase:<20}\n".encode(), 0)
 
 
-def of_process(index: int) -> Cursor:
-    """The cursor of a process, where the launcher asked for one."""
-    folder = os.environ.get(FOLDER)
-    return Cursor(Path(folder) / str(index) if folder else None)
+def of_process() -> Cursor:
+    """The cursor of this process, where the launcher asked for one."""
+    file = os.environ.get(FILE)
+    return Cursor(Path(file) if file else None)
 
 
 def read(path: Path) -> Position | None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 
@@ -27,17 +28,31 @@ TIMEOUT_S = 120
 HEARTBEAT_S = 30
 SHUTDOWN_S = 15
 
-_CLUSTERS = {
-    "Slurm": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""The signals that end a run after its step. Slurm sends the last one, if asked, some time before it ends a job."""
+INTERRUPTED = 75
+"""The exit code of a run that such a signal ended: EX_TEMPFAIL of sysexits.h, on which schedulers restart a job."""
+
+
+class _Launcher(NamedTuple):
+    """A launcher of others.
+
+    Args:
+      counts: variables with the number of processes. The first is set only for those that run together.
+      index: the variable with the index of this process; None if JAX cannot join them.
+      alone: the command that starts a single process.
+    """
+
+    counts: tuple[str, ...]
+    index: str | None
+    alone: str
+
+
+_LAUNCHERS = {
+    "Slurm": _Launcher(("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_PROCID", "srun -n1"),
+    "Open MPI": _Launcher(("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK", "mpirun -n 1"),
+    "MPI": _Launcher(("PMI_SIZE",), None, "mpirun -n 1"),
 }
-"""Launcher whose processes JAX joins -> variables with the number of processes, and with the index of this one."""
-_TASKS = {
-    "Slurm": (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "srun -n1"),
-    "Open MPI": (("OMPI_COMM_WORLD_SIZE",), "mpirun -n 1"),
-    "MPI": (("PMI_SIZE",), "mpirun -n 1"),
-}
-"""Launcher -> variables with its number of processes, the most exact one first; and the command that starts one."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +87,9 @@ def place() -> Place | None:
             what = f"{PROCESS}={found.index}, of {NUM_PROCESSES}={found.num_processes} processes"
             raise MeshError(f"{what}: they are numbered from 0 to {found.num_processes - 1}")
         return found
-    for launcher, (count, index) in _CLUSTERS.items():
-        if count in os.environ and index in os.environ:
-            return Place(launcher, _number(count), _number(index))
+    for name, launcher in _LAUNCHERS.items():
+        if launcher.index and launcher.index in os.environ and launcher.counts[0] in os.environ:
+            return Place(name, _number(launcher.counts[0]), _number(launcher.index))
     return None
 
 
@@ -140,14 +155,14 @@ def check_joined() -> None:
     """
     if jax.distributed.is_initialized():
         return
-    for launcher, (variables, alone) in _TASKS.items():
-        variable = next((variable for variable in variables if variable in os.environ), "")
+    for name, launcher in _LAUNCHERS.items():
+        variable = next((variable for variable in launcher.counts if variable in os.environ), "")
         count = os.environ.get(variable, "")
         if count.isdecimal() and int(count) > 1:
-            what = f"{launcher} started {count} processes ({variable}={count}), and they are not joined"
+            what = f"{name} started {count} processes ({variable}={count}), and they are not joined"
             why = "each would be a run of its own in the same run_dir"
-            fix = f"start one ({alone}), or join them: `srun meshpar train`, or meshpar.join() before meshpar.fit"
-            raise MeshError(f"{what}: {why}; {fix}")
+            others = "join them: `srun meshpar train`, or meshpar.join() before meshpar.fit"
+            raise MeshError(f"{what}: {why}; start one ({launcher.alone}), or {others}")
 
 
 def _number(variable: str) -> int:

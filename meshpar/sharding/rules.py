@@ -191,7 +191,8 @@ def _join(presets: Sequence[str]) -> dict[str, tuple[Any, str]]:
         for dim, value in PRESETS[name].items():
             before, by = joined.setdefault(dim, (value, name))
             if dim == "batch":  # a preset may add axes that carry rows
-                joined[dim] = max((before, by), (value, name), key=lambda rule: len(rule[0]))
+                if added := tuple(axis for axis in value if axis not in before):
+                    joined[dim] = ((*before, *added), name)
             elif before != value:
                 what = f"preset {by} sets {_text(before)}, preset {name} sets {_text(value)}"
                 problems.add(f"rules.{dim}", what, "keep one of the two presets")

@@ -20,7 +20,8 @@ import pytest
 
 from meshpar.checkpoint.retention import Retention
 from meshpar.errors import ConfigError
-from meshpar.train.loop.signals import EXIT_CODE, Interrupted, Signals
+from meshpar.mesh.join import INTERRUPTED
+from meshpar.train.loop.signals import Interrupted, Signals
 from tests.unit.test_loop import InPlace, Numbers, recorded, run, saved_steps, steps_of, toy
 
 
@@ -120,7 +121,7 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
     with pytest.raises(Interrupted) as ended, signals.listening():
         os.kill(os.getpid(), signal.SIGTERM)
     message = "stopped by SIGTERM before the first step: there was nothing to save; the same command starts it again"
-    assert (str(ended.value), ended.value.exit_code) == (message, EXIT_CODE)
+    assert (str(ended.value), ended.value.exit_code) == (message, INTERRUPTED)
 
 
 def test_a_run_whose_first_batch_never_comes_can_be_stopped(tmp_path):

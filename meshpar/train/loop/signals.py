@@ -14,11 +14,8 @@ from typing import Any
 import jax
 
 from meshpar.errors import ConfigError
+from meshpar.mesh.join import INTERRUPTED, SIGNALS
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Slurm sends the last one, if asked, some time before it ends a job."""
-EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h, on which schedulers restart a job."""
 GRACE_S = 2.0
 _SHOW_CURSOR = b"\033[?25h"
 
@@ -26,7 +23,7 @@ _SHOW_CURSOR = b"\033[?25h"
 class Interrupted(KeyboardInterrupt):
     """A signal ended the run; the same command resumes it."""
 
-    exit_code = EXIT_CODE
+    exit_code = INTERRUPTED
 
 
 class Signals:
@@ -151,4 +148,4 @@ class Signals:
                 end = f"meshpar: {self.nothing_to_save()}\n".encode()
                 with suppress(OSError):
                     os.write(self._stderr, _SHOW_CURSOR + end if os.isatty(self._stderr) else end)
-                os._exit(EXIT_CODE)
+                os._exit(INTERRUPTED)
