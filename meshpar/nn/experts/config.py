@@ -34,7 +34,7 @@ class Balance(Config):
 
 
 class Experts(Config):
-    """Replaces the MLP of each block by experts, of which every token uses a few."""
+    """Replaces the MLPs of blocks by experts, of which every token uses a few."""
 
     num: Positive
     """Number of routed experts."""
@@ -42,6 +42,11 @@ class Experts(Config):
     """How many of them each token is sent to."""
     intermediate_size: Positive
     """Width of the hidden layer of one expert."""
+    first_dense: Count = 0
+    """How many of the first layers have an MLP of the model's `intermediate_size` instead of experts (DeepSeek-V3)."""
+    every: Positive = 1
+    """Of the other layers, which have experts: those whose number, from 1, is a multiple of `every`. The rest have an
+    MLP, as under `decoder_sparse_step` of Hugging Face."""
     shared: Count = 0
     """Number of further experts that all tokens use. They are computed as one MLP of their joint width."""
     router: Literal["softmax", "sigmoid"] = "softmax"
@@ -77,6 +82,14 @@ class Experts(Config):
             what = f"groups_per_token = {self.groups_per_token} groups have {available} experts"
             raise ValueError(f"per_token = {self.per_token}, but {what}")
         return self
+
+    def are_in(self, layer: int) -> bool:
+        """Whether the layer with this index, from 0, has experts.
+
+        >>> [layer for layer in range(8) if Experts(num=2, per_token=1, intermediate_size=4, every=2).are_in(layer)]
+        [1, 3, 5, 7]
+        """
+        return layer >= self.first_dense and (layer + 1) % self.every == 0
 
     def capacity(self, seq_len: int) -> int:
         """How many tokens of a row of `seq_len` an expert has places for; 0 if the factor is too small for one.
