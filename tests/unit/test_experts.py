@@ -14,6 +14,7 @@ from meshpar.cost.flops import flops, traced_products
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
+from meshpar.models import Llama
 from meshpar.nn.experts import Balance, Experts
 from meshpar.nn.experts.balance import RouterState, summary
 from meshpar.nn.experts.capacity import by_capacity
@@ -147,13 +148,19 @@ def test_only_tokens_with_a_target_count():
 
 def test_the_balance_loss_is_the_products_of_loads_and_mean_scores():
     built = layer(BASE.model_copy(update={"balance": Balance(weight=0.1)}))
-    load = np.linspace(0, 0.25, BASE.num, dtype=np.float32)
-    built.router.load[...] = jnp.asarray(load)
     _, auxiliary = built(tokens())
     scores = np.asarray(jax.nn.softmax(tokens() @ built.router.weight[...]).mean((0, 1)))
-    assert auxiliary.losses["balance_loss"] == pytest.approx(0.1 * BASE.num * (load * scores).sum())
     counts = np.bincount(np.asarray(built.router(tokens()).ids).reshape(-1), minlength=BASE.num)
     np.testing.assert_allclose(auxiliary.metrics[LOAD], counts / counts.sum())
+    assert auxiliary.losses["balance_loss"] == pytest.approx(0.1 * BASE.num * (counts / counts.sum() * scores).sum())
+
+
+def test_the_balance_loss_of_the_last_steps_load_reads_a_parameter():
+    built = layer(BASE.model_copy(update={"balance": Balance(weight=0.1, load="last_step")}))
+    load = np.linspace(0, 0.25, BASE.num, dtype=np.float32)
+    built.router.load[...] = jnp.asarray(load)
+    scores = np.asarray(jax.nn.softmax(tokens() @ built.router.weight[...]).mean((0, 1)))
+    assert built(tokens())[1].losses["balance_loss"] == pytest.approx(0.1 * BASE.num * (load * scores).sum())
 
 
 def test_a_bias_moves_towards_an_even_load_and_stays_where_it_is_even():
@@ -162,7 +169,7 @@ def test_a_bias_moves_towards_an_even_load_and_stays_where_it_is_even():
     load = jnp.asarray([[0.5, 0.25, 0.25, 0.0], [0.25] * 4])
     moved, metrics = state.after_step(params, {LOAD: load, "other": jnp.ones(())}, jnp.int32(12))
     assert moved["blocks"]["mlp"]["router"]["bias"].tolist() == [[-0.1, 0, 0, 0.1], [0, 0, 0, 0]]
-    assert set(metrics) == {"other", "experts_max_load", "experts_entropy"}
+    assert set(metrics) == {"other", LOAD, "experts_max_load", "experts_entropy"}
 
 
 def test_the_summary_is_of_the_layer_with_the_most_uneven_load():
@@ -191,6 +198,24 @@ def test_experts_that_cannot_be_selected_are_refused(settings, message):
         Experts(**{"num": 8, "per_token": 2, "intermediate_size": 4} | settings)
 
 
+@pytest.mark.parametrize(
+    ("experts", "fields", "message"),
+    [
+        ({"first_dense": 3}, {}, "experts: none of 3 layers has any, by first_dense and every"),
+        ({"every": 4}, {}, "experts: none of 3 layers has any, by first_dense and every"),
+        (
+            {"first_dense": 1},
+            {"pad_layers_to_multiple": 2},
+            "pad_layers_to_multiple = 2: it is for pipelines, whose layers must be equal",
+        ),
+    ],
+)
+def test_layers_without_experts_that_do_not_fit_the_model_are_refused(experts, fields, message):
+    experts = Experts(num=8, per_token=2, intermediate_size=4, **experts)
+    with pytest.raises(ConfigError, match=message):
+        Llama(num_layers=3, hidden_size=16, num_heads=4, intermediate_size=32, experts=experts, **fields)
+
+
 def refusal(**changes):
     """The error of a run that is prepared without devices."""
     model = {"kind": "llama", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 32}
@@ -212,7 +237,12 @@ def refusal(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh": {"expert": 4}}, "experts = 6 is not divisible by expert = 4"),
+        (
+            {"mesh": {"expert": 4}},
+            "blocks.mlp.down  float32[2, 6, 8, 16]  (layers, experts, mlp, embed)\n"
+            "    experts = 6 is not divisible by expert = 4    rule experts -> expert   (preset experts, dispatch)\n"
+            "    either mesh.expert=2 or mesh.expert=3 or mesh.expert=6, or rules.experts=[] to replicate it",
+        ),
         (
             {"experts": {"dispatch": "capacity", "capacity_factor": 0.1}},
             "0.1 gives an expert no place for a row of 16 tokens: all would be dropped\n"
@@ -221,6 +251,11 @@ def refusal(**changes):
         (
             {"experts": {"dispatch": "capacity"}, "mesh": {"context": 2}, "rules": ["context"]},
             "its places are for the tokens of a whole row, which context shards\n    model.experts.dispatch=dropless",
+        ),
+        (
+            {"experts": {"balance": "loss"}, "num_microbatches": 2},
+            "step: the first of 2 microbatches ends before the load of all is known\n"
+            "    model.experts.balance.load=last_step",
         ),
         (
             {"mesh": {"tensor": 2}, "rules": {"preset": "replicated", "experts": ["tensor"]}},
