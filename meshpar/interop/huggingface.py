@@ -183,8 +183,9 @@ class Pretrained:
         for name, foreign in names_of(self.model, self.config["model_type"]):
             begin = 0
             for path in foreign.parts:
-                of_experts = self.is_upcycled and path.startswith("blocks.mlp.")
-                found[path.removesuffix(".kernel") if of_experts else path] = Part(name, foreign, shapes[path], begin)
+                mlp = "blocks.mlp."
+                in_run = path.replace(mlp, f"{mlp}experts.") if self.is_upcycled else path
+                found[in_run] = Part(name, foreign, shapes[path], begin)
                 begin += math.prod(shapes[path][foreign.inputs :])
         return found
 

@@ -82,13 +82,13 @@ _NOT_MLP = {name: foreign for name, foreign in HUGGING_FACE.items() if not name.
 MIXTRAL: Names = _NOT_MLP | {
     "model.layers.*.block_sparse_moe.gate.weight": linear("blocks.mlp.router.weight"),
     **{
-        f"model.layers.*.block_sparse_moe.experts.#.{theirs}.weight": linear(f"blocks.mlp.{ours}")
+        f"model.layers.*.block_sparse_moe.experts.#.{theirs}.weight": linear(f"blocks.mlp.experts.{ours}.kernel")
         for theirs, ours in {"w1": "gate", "w3": "up", "w2": "down"}.items()
     },
 }
 QWEN3_MOE: Names = HUGGING_FACE | {
     f"{MLP}.gate.weight": linear("blocks.mlp.router.weight"),
-    **{f"{MLP}.experts.#.{x}_proj.weight": linear(f"blocks.mlp.{x}") for x in ("gate", "up", "down")},
+    **{f"{MLP}.experts.#.{x}_proj.weight": linear(f"blocks.mlp.experts.{x}.kernel") for x in ("gate", "up", "down")},
 }
 
 _FUSED: Names = {

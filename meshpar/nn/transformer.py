@@ -434,8 +434,8 @@ def _gathered_layer(params: Any) -> Any:
 
 def _gathered_part(path: Any, param: Any) -> Any:
     dims = within_layer(param)
-    # A projection that overlaps communication gathers its kernel itself, in chunks.
-    by_itself = path[-1].key == "kernel" and streamed(dims, current())
+    # A projection that overlaps communication gathers its kernel itself, in chunks. Experts do not.
+    by_itself = path[-1].key == "kernel" and "experts" not in dims and streamed(dims, current())
     return param if by_itself else param.replace(gather_in_layer(param[...], dims))
 
 

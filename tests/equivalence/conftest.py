@@ -80,12 +80,16 @@ MODELS = {
     "llama_experts_some_layers": Llama(
         **SIZES | {"num_layers": 6}, qk_norm="all_heads", experts=SOME_LAYERS, remat="dots"
     ),
+    "llama_experts_lora": Llama(**SIZES, experts=DROPLESS),
     "llama_lora": Llama(**SIZES),
     "llama_frozen": Llama(**SIZES),
 }
 
 
-ADAPT = {"llama_lora": LoRA(rank=2, paths=("blocks.attn.*", "blocks.mlp.down"))}
+ADAPT = {
+    "llama_lora": LoRA(rank=2, paths=("blocks.attn.*", "blocks.mlp.down")),
+    "llama_experts_lora": LoRA(rank=2, paths=("blocks.attn.q", "blocks.mlp.experts.*", "blocks.mlp.shared.down")),
+}
 FREEZE = {"llama_frozen": (Freeze(paths=("blocks.attn.*.kernel", "blocks.mlp.up.*", "embedding")),)}
 
 

@@ -26,7 +26,8 @@ from tests.equivalence.conftest import outcome, prepared
 
 ROWS, SEQ, WIDTH = 24, 4, 6
 SOME = "llama_experts_some_layers"
-MOE = ("llama_experts", "llama_experts_capacity", SOME)
+LORA = "llama_experts_lora"
+MOE = ("llama_experts", "llama_experts_capacity", SOME, LORA)
 
 
 def experts_of(num, dispatch, router="softmax"):
@@ -141,7 +142,7 @@ RUNS = {
     "gspmd": ({"expert": 4, "data": 2}, ["experts"], {"lowering": "auto"}),
     "gspmd_tensor": ({"expert": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron_sp", "experts"], {"lowering": "auto"}),
 }
-IN_CI = [("zero3_tensor", "llama_experts"), ("zero3_tensor_one_pass", SOME)]
+IN_CI = [("zero3_tensor", "llama_experts"), ("zero3_tensor_one_pass", SOME), ("zero3_tensor_one_pass", LORA)]
 
 
 def is_supported(run, model):

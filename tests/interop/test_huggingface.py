@@ -121,9 +121,9 @@ def test_an_upcycled_model_computes_at_first_what_the_dense_one_does(tmp_path):
     assert structs.keys() - read.keys() == {"blocks.mlp.router.weight"}
     arrays = {path: read.get(path, router) for path in structs}
     np.testing.assert_allclose(our_logits(model, arrays), want, rtol=0, atol=1e-5)
-    other = np.array(arrays["blocks.mlp.up"])
+    other = np.array(arrays["blocks.mlp.experts.up.kernel"])
     other[:, 1] *= 2  # the experts have to be equal
-    assert abs(our_logits(model, arrays | {"blocks.mlp.up": other}) - want).max() > 1e-3
+    assert abs(our_logits(model, arrays | {"blocks.mlp.experts.up.kernel": other}) - want).max() > 1e-3
 
 
 def test_upcycling_refuses_experts_that_the_mlp_does_not_fit(tmp_path):

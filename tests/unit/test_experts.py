@@ -15,11 +15,14 @@ from meshpar.errors import ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
 from meshpar.models import Llama
+from meshpar.nn.describe import functional, nested
 from meshpar.nn.experts import Balance, Experts
 from meshpar.nn.experts.balance import RouterState, summary
 from meshpar.nn.experts.capacity import by_capacity
 from meshpar.nn.experts.layer import DROPPED, MixtureOfExperts
 from meshpar.nn.experts.routing import LOAD
+from meshpar.nn.lora import LoRA
+from meshpar.tree import flatten_with_paths
 
 ROWS, SEQ, WIDTH, HIDDEN = 3, 16, 8, 12
 BASE = Experts(num=8, per_token=3, intermediate_size=HIDDEN)
@@ -65,10 +68,10 @@ def selected(experts, score, bias):
 
 def by_loop(built, x):
     """The layer as a loop over tokens and their experts, in NumPy."""
-    experts = built.experts
+    experts = built.config
     router = np.asarray(built.router.weight[...])
     bias = 0 if built.router.bias is None else np.asarray(built.router.bias[...])
-    gate, up, down = (np.asarray(weight[...]) for weight in (built.gate, built.up, built.down))
+    gate, up, down = (np.asarray(getattr(built.experts, name).kernel[...]) for name in ("gate", "up", "down"))
     y = np.zeros(x.shape)
     for place in np.ndindex(*x.shape[:2]):
         token = np.asarray(x[place])
@@ -110,6 +113,25 @@ def test_the_router_computes_in_float32():
     graph, state = nnx.split(layer(BASE).router)
     router = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
     assert router(tokens().astype(jnp.bfloat16)).weights.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+def test_loras_update_of_an_expert_is_added_to_its_matrices(dispatch):
+    experts = BASE.model_copy(update={"dispatch": dispatch, "capacity_factor": 8.0})
+    lora = LoRA(rank=2, paths=("experts.*",))
+    built = layer(experts)
+    lora.adapt(built, nnx.Rngs(1))
+    for projection in (built.experts.gate, built.experts.up, built.experts.down):
+        assert projection.lora.a.shape[0] == projection.lora.b.shape[0] == experts.num
+        b = np.random.default_rng(0).normal(size=projection.lora.b.shape)
+        projection.lora.b = nnx.Param(jnp.asarray(0.1 * b))
+    merged = lora.merged(flatten_with_paths(nnx.to_pure_dict(nnx.state(built, nnx.Param))))
+    plain = functional(layer(experts))
+    y = built(tokens())[0]
+    assert (
+        np.abs(y - plain(nested({tuple(path.split(".")): x for path, x in merged.items()}), tokens())[0]).max() < 1e-12
+    )
+    assert np.abs(y - layer(experts)(tokens())[0]).max() > 1e-3
 
 
 # Capacity ------------------------------------------------------------------------------------------------------
@@ -239,7 +261,7 @@ def refusal(**changes):
     [
         (
             {"mesh": {"expert": 4}},
-            "blocks.mlp.down  float32[2, 6, 8, 16]  (layers, experts, mlp, embed)\n"
+            "blocks.mlp.experts.down.kernel  float32[2, 6, 8, 16]  (layers, experts, mlp, embed)\n"
             "    experts = 6 is not divisible by expert = 4    rule experts -> expert   (preset experts, dispatch)\n"
             "    either mesh.expert=2 or mesh.expert=3 or mesh.expert=6, or rules.experts=[] to replicate it",
         ),
