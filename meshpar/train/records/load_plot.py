@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshpar.nn.experts import Experts
+from meshpar.nn.experts.config import Experts
 
 if TYPE_CHECKING:
     from meshpar.train.records.loggers import Record
