@@ -14,10 +14,10 @@ from jax import lax
 
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.describe import describe
-from meshpar.nn.experts import Experts, exchange
+from meshpar.nn.experts import Experts, exchange, mixture
 from meshpar.nn.experts.layer import MixtureOfExperts
 from meshpar.nn.experts.routing import Router
-from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.sharding.resolve import resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.program import WHOLE, on_shards, pspecs
@@ -42,6 +42,13 @@ def module(experts):
     return nnx.split(MixtureOfExperts(WIDTH, experts, out_std=0.5, rngs=nnx.Rngs(0)))
 
 
+def inputs():
+    """Rows of the residual stream, and targets of which three in ten do not count."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(ROWS, SEQ, WIDTH)))
+    return x, jnp.asarray(np.where(rng.random((ROWS, SEQ)) < 0.3, -1, 1), jnp.int32)
+
+
 def computed(experts, sizes, presets=("replicated", "experts"), manual=True):
     """The result, the sum of the losses, the loads, and the gradients of x and all parameters."""
     layout = MeshLayout(**sizes)
@@ -60,9 +67,7 @@ def computed(experts, sizes, presets=("replicated", "experts"), manual=True):
     in_specs = pspecs(resolve(specs, ctx.rules, mesh))
     in_specs = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(in_specs, is_leaf=lambda x: x is None))
     whole = on_shards(local, ctx, (in_specs, rows, rows), (rows, WHOLE))
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(ROWS, SEQ, WIDTH)))
-    targets = jnp.asarray(np.where(rng.random((ROWS, SEQ)) < 0.3, -1, 1), jnp.int32)
+    x, targets = inputs()
 
     def weighted(state, x):
         y, sums = whole(state, x, targets)
@@ -115,6 +120,31 @@ def test_experts_on_several_devices_are_those_of_one(size, num, dispatch, router
 def test_gspmd_computes_the_same(dispatch):
     experts = experts_of(8, dispatch)
     assert difference(experts, {"expert": 4}, ("replicated", "experts"), False) < 1e-10
+
+
+def by_function(experts, sizes):
+    """The result of `mixture` for global arrays, its losses and metrics, and the gradients of x and all arrays."""
+    layout = MeshLayout(**sizes)
+    mesh = layout.build(jax.devices()[: layout.requested()])
+    ctx = ParallelContext(mesh=mesh, rules=AxisRules(preset=("fsdp", "megatron", "experts")))
+    x, targets = inputs()
+
+    def weighted(params, x):
+        matrices = (params["experts"][name]["kernel"] for name in ("gate", "up", "down"))
+        with tracing(ctx):
+            y, auxiliary = mixture(x, params["router"]["weight"], *matrices, experts, targets)
+        total = (y * jnp.cos(jnp.arange(y.size).reshape(y.shape).astype(y.dtype))).sum()
+        return total + sum(auxiliary.losses.values()), (y, auxiliary)
+
+    params = nnx.to_pure_dict(module(experts)[1])
+    return jax.jit(jax.value_and_grad(weighted, (0, 1), has_aux=True))(params, x)
+
+
+def test_the_function_for_a_users_model_computes_the_same_on_several_devices():
+    experts = experts_of(8, "dropless")
+    found = jax.tree.leaves(by_function(experts, {"expert": 4, "tensor": 2}))
+    expected = jax.tree.leaves(by_function(experts, {}))
+    assert max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(found, expected, strict=True)) < 1e-10
 
 
 # Whole runs ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
 from meshpar.models import Llama
 from meshpar.nn.describe import functional, nested
-from meshpar.nn.experts import Balance, Experts
+from meshpar.nn.experts import Balance, Experts, mixture
 from meshpar.nn.experts.balance import RouterState, summary
 from meshpar.nn.experts.capacity import by_capacity
 from meshpar.nn.experts.layer import DROPPED, MixtureOfExperts
@@ -132,6 +132,12 @@ def test_loras_update_of_an_expert_is_added_to_its_matrices(dispatch):
         np.abs(y - plain(nested({tuple(path.split(".")): x for path, x in merged.items()}), tokens())[0]).max() < 1e-12
     )
     assert np.abs(y - layer(experts)(tokens())[0]).max() > 1e-3
+
+
+def test_the_function_for_a_users_model_refuses_what_only_a_step_can_change():
+    arrays = [jnp.ones(shape) for shape in ((WIDTH, 8), (8, WIDTH, HIDDEN), (8, WIDTH, HIDDEN), (8, HIDDEN, WIDTH))]
+    with pytest.raises(ConfigError, match="has no shared experts, and nothing that a step changes"):
+        mixture(tokens(), *arrays, ROUTERS["deepseek"])
 
 
 # Capacity ------------------------------------------------------------------------------------------------------
