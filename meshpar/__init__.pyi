@@ -35,7 +35,7 @@ from .mesh.join import join
 from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
-from .nn import attention
+from .nn import attention, experts
 from .nn.experts import Balance, Experts
 from .nn.lora import LoRA
 from .nn.remat import Remat
@@ -179,6 +179,7 @@ __all__ = [
     "constrain",
     "convert",
     "data",
+    "experts",
     "explain",
     "fit",
     "generate",

@@ -26,7 +26,8 @@ def from_llama(params: Any, num_shards: int) -> dict[str, Any]:
         return np.asarray(w["kernel"]).reshape(num_layers, -1, width).swapaxes(1, 2)
 
     def of_experts(mlp: Any) -> dict[str, np.ndarray]:
-        gate, up, down, router = (np.asarray(w) for w in (mlp["gate"], mlp["up"], mlp["down"], mlp["router"]["weight"]))
+        gate, up, down = (np.asarray(mlp["experts"][name]["kernel"]) for name in ("gate", "up", "down"))
+        router = np.asarray(mlp["router"]["weight"])
         return {"gate_up": np.concatenate([gate, up], -1), "down": down.swapaxes(2, 3), "router": router}
 
     def of_mlp(mlp: Any) -> dict[str, np.ndarray]:

@@ -24,7 +24,7 @@ from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import Prepared
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
-from meshpar.nn.experts import Experts
+from meshpar.nn.experts import Balance, Experts
 from meshpar.optim import AdamW
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Dataset, Synthetic
@@ -59,7 +59,7 @@ WITH_EXPERTS = Llama(
     num_heads=4,
     intermediate_size=32,
     vocab_size=29,
-    experts=Experts(num=4, per_token=2, intermediate_size=8, balance="loss"),
+    experts=Experts(num=4, per_token=2, intermediate_size=8, balance=Balance(load="last_step")),
 )
 
 
@@ -215,7 +215,7 @@ def experts_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
 
     def shifted(self: Checkpoint, *args: Any) -> Any:
         return map_with_path(
-            lambda path, x: jnp.roll(x, 1, axis=1) if path.startswith("params.blocks.mlp.gate") else x,
+            lambda path, x: jnp.roll(x, 1, axis=1) if path.startswith("params.blocks.mlp.experts.gate") else x,
             restore(self, *args),
         )
 

@@ -14,15 +14,15 @@ from meshpar.inspection.inspect import inspect
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
-from meshpar.nn.experts import Experts, exchange, mlp
+from meshpar.nn.experts import Balance, Experts, exchange, mlp
 from tests.program.test_bytes import ROWS, SEQ, as_written, cost_as_traced, cost_as_written, prepared
 
 LAYERS, WIDTH, HIDDEN, NUM, PER_TOKEN = 3, 16, 8, 8, 2
 FLOAT = 4
 
 
-def run_of(dispatch, sizes, presets, **settings):
-    experts = Experts(num=NUM, per_token=PER_TOKEN, intermediate_size=HIDDEN, dispatch=dispatch)
+def run_of(dispatch, sizes, presets, balance=None, **settings):
+    experts = Experts(num=NUM, per_token=PER_TOKEN, intermediate_size=HIDDEN, dispatch=dispatch, balance=balance)
     model = Llama(
         num_layers=LAYERS, hidden_size=WIDTH, num_heads=4, intermediate_size=32, vocab_size=32, experts=experts
     )
@@ -114,6 +114,17 @@ def test_ragged_products_of_a_cpu_are_those_of_all_experts_with_all_rows(monkeyp
     """Control."""
     monkeypatch.setattr(mlp, "grouped_dot", lambda x, w, sizes, _: lax.ragged_dot(x, w, sizes))
     assert over_dense(cost_as_written(run_of("dropless", {"expert": 4, "data": 2}, ["experts"]))[1]) > 2
+
+
+def test_a_balance_by_the_load_of_the_step_sends_a_number_for_each_expert():
+    """In each layer; and once the number of tokens."""
+    step, last_step, none = (
+        run_of("dropless", {"expert": 4, "data": 2}, ["experts"], balance).traced_bytes
+        for balance in (Balance(load="step"), Balance(load="last_step"), None)
+    )
+    added = {axes: step[axes] - last_step[axes] for axes in step if step[axes] != last_step[axes]}
+    assert added == {("data", "expert"): 2 * share(8) * (LAYERS * NUM + 1) * FLOAT}
+    assert last_step["data", "expert"] - none["data", "expert"] == 2 * share(8) * FLOAT
 
 
 def test_a_step_sends_a_ragged_buffer_once():

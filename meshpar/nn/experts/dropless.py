@@ -49,7 +49,7 @@ def _of_own(
     Args:
       expected: the number of choices of this device's experts, if the router is balanced.
     """
-    num = len(experts.gate)
+    num = experts.num
     is_own = (ids_TK >= 0) & (ids_TK < num)
     order = sort(jnp.where(is_own, ids_TK, num), len(x_TD) * min(ids_TK.shape[1], num))
     results_ND = experts.of_sorted(rows_of(x_TD, order), counts(ids_TK, num), expected)
@@ -68,7 +68,7 @@ def _gathered(
     expected = ids_TK.size
     axes = devices.axes
     x_TD, ids_TK, weights_TK = (lax.all_gather(x, axes, tiled=True) for x in (x_TD, ids_TK, weights_TK))
-    own_TK = ids_TK - devices.index * len(experts.gate)
+    own_TK = ids_TK - devices.index * experts.num
     return lax.psum_scatter(_of_own(x_TD, own_TK, weights_TK, experts, expected), axes, tiled=True)
 
 
@@ -82,7 +82,7 @@ def _sent(
       expected: the number of choices of a device's experts, if the router is balanced. Default: those of T tokens.
     """
     num, per_token = ids_TK.shape
-    exchange = Exchange(devices, len(experts.gate))
+    exchange = Exchange(devices, experts.num)
     is_own = (ids_TK >= 0) & (ids_TK < exchange.num_experts)
     order = sort(jnp.where(is_own, ids_TK, exchange.num_experts), num * min(per_token, exchange.num_experts))
 
@@ -108,7 +108,7 @@ def _by_groups(
       (a token crosses to a node once).
     """
     num, per_token = ids_TK.shape
-    per_group = inside.size * len(experts.gate)
+    per_group = inside.size * experts.num
     groups_TK = ids_TK // per_group
     earlier = jnp.tril(jnp.ones((per_token, per_token), bool), -1)
     is_again = ((groups_TK[:, :, None] == groups_TK[:, None, :]) & earlier).any(-1)

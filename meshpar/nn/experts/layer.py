@@ -17,10 +17,10 @@ from meshpar.cost.flops import needed
 from meshpar.nn.experts.capacity import by_capacity
 from meshpar.nn.experts.config import Experts
 from meshpar.nn.experts.dropless import dropless
-from meshpar.nn.experts.mlp import ExpertWeights
+from meshpar.nn.experts.mlp import RoutedExperts
 from meshpar.nn.experts.places import of_places
 from meshpar.nn.experts.routing import Router, Routes, means
-from meshpar.nn.layers import SwiGLU, normal
+from meshpar.nn.layers import SwiGLU
 from meshpar.nn.remat import Activation
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import tensor
@@ -52,11 +52,9 @@ class MixtureOfExperts(nnx.Module):
 
     def __init__(self, width: int, experts: Experts, *, out_std: float, rngs: nnx.Rngs):
         hidden = experts.intermediate_size
-        self.experts = experts
+        self.config = experts
         self.router = Router(width, experts, rngs=rngs)
-        self.gate = normal(rngs, (experts.num, width, hidden), width**-0.5, ("experts", "embed", "mlp"))
-        self.up = normal(rngs, (experts.num, width, hidden), width**-0.5, ("experts", "embed", "mlp"))
-        self.down = normal(rngs, (experts.num, hidden, width), out_std, ("experts", "mlp", "embed"))
+        self.experts = RoutedExperts(experts.num, width, hidden, out_std=out_std, rngs=rngs)
         joint = experts.shared * hidden
         self.shared = SwiGLU(width, joint, bias=False, out_std=out_std, rngs=rngs) if joint else None
 
@@ -78,7 +76,7 @@ class MixtureOfExperts(nnx.Module):
         auxiliary = self.router.auxiliary(routes, counted_BR, count)
         if is_kept_BRK is not None:
             is_dropped = counted_BR[..., None] & ~is_kept_BRK
-            num = is_dropped.sum().astype(routes.scores.dtype) / self.experts.per_token
+            num = is_dropped.sum().astype(routes.scores.dtype) / self.config.per_token
             auxiliary.metrics.update(means({DROPPED: num}, count))
         return y_BRD, auxiliary
 
@@ -87,12 +85,12 @@ class MixtureOfExperts(nnx.Module):
         x_BSD = tensor.enter_region(x_BRD, "mlp")
         weights_BSK = tensor.enter_region(routes.weights, "mlp")
         ids_BSK = tensor.whole_seq(routes.ids)
-        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...])
+        weights = self.experts.weights
         axes = dispatch_axes("experts")
-        num = self.experts.num
-        if self.experts.dispatch == "capacity":
-            places = max(1, self.experts.capacity(x_BSD.shape[1]))  # a row of generation may have one token
-            num_choices = ids_BSK.shape[1] * self.experts.per_token
+        num = self.config.num
+        if self.config.dispatch == "capacity":
+            places = max(1, self.config.capacity(x_BSD.shape[1]))  # a row of generation may have one token
+            num_choices = ids_BSK.shape[1] * self.config.per_token
             with needed(Fraction(min(num_choices, num * places), num * places)):
                 y_BSD, is_kept_BSK = by_capacity(
                     x_BSD, ids_BSK, weights_BSK, lambda x: of_places(weights, x, axes), num, places
