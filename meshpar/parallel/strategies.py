@@ -114,7 +114,8 @@ class Parallel(Config):
     tensor: Section[TensorParallel] = default(TensorParallel())
     fsdp: Section[FullySharded] = default(FullySharded())
     context: Coerced[ContextParallel, str | dict[str, Any]] = default(ContextParallel())
-    expert: Coerced[ExpertParallel, str | dict[str, Any]] = default(ExpertParallel())
+    expert: Coerced[ExpertParallel | None, str | dict[str, Any]] = default(None)
+    """How tokens reach the devices of their experts. Default: `auto`."""
     pipeline: Section[Schedule | None] = default(None)
     """The schedule of the stages on axis pipe, such as `{kind: 1f1b, num_microbatches: 16}`. Default: no pipeline."""
     gradient_reduction: Section[Reduce | None] = default(None)
@@ -150,7 +151,7 @@ class Parallel(Config):
         if context and not rules["seq"]:
             what = "nothing to share: the rules do not shard seq, so each device has whole rows"
             problems.add("parallel.context", what, "the preset context, or no parallel.context")
-        expert = self.expert != ExpertParallel()
+        expert = self.expert not in (None, ExpertParallel())
         if expert and not rules["experts"]:
             what = "no tokens travel: the rules do not shard experts"
             problems.add("parallel.expert", what, "the preset experts, or no parallel.expert")

@@ -132,8 +132,9 @@ class Experts(Config):
 
     def check(self, ctx: ParallelContext, seq_len: int, problems: Problems) -> None:
         """Reports a dispatch or a balance that cannot work on this mesh, or with rows of this length."""
-        num_shards = math.prod(ctx.mesh.shape[axis] for axis in ctx.dispatch("experts"))
-        ctx.parallel.expert.check(self.dispatch, num_shards, problems)
+        if ctx.parallel.expert:
+            num_shards = math.prod(ctx.mesh.shape[axis] for axis in ctx.dispatch("experts"))
+            ctx.parallel.expert.check(self.dispatch, num_shards, problems)
         if self.balance and self.balance.needs_one_pass and ctx.num_passes > 1:
             what = f"step: the first of {ctx.num_passes} microbatches ends before the load of all is known"
             problems.add("model.experts.balance.load", what, "model.experts.balance.load=last_step")

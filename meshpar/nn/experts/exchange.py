@@ -28,8 +28,8 @@ NATIVE = ("gpu", "tpu")
 def selected() -> ExpertParallel:
     """How tokens travel: as the run says; by default `ragged` where the compiler supports it, else `gather`."""
     ctx = manual()
-    chosen = ctx.parallel.expert if ctx else ExpertParallel()
-    if chosen.kind != "auto":
+    chosen = ctx.parallel.expert if ctx else None
+    if chosen and chosen.kind != "auto":
         return chosen
     return ExpertParallel(kind="ragged" if platform() in NATIVE else "gather")
 
