@@ -36,7 +36,7 @@ from .mesh.join import join
 from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
-from .nn import attention
+from .nn import attention, experts
 from .nn.experts import Balance, Experts
 from .nn.lora import LoRA
 from .nn.remat import Remat
@@ -54,7 +54,7 @@ from .parallel.pipeline.schedule import (
     ZeroBubbleH1,
     ZeroBubbleH2,
 )
-from .parallel.strategies import ContextParallel, FullySharded, Parallel, TensorParallel
+from .parallel.strategies import ContextParallel, ExpertParallel, FullySharded, Parallel, TensorParallel
 from .planning.plan import Plan, plan
 from .serve.generate import Completion, Generated, generate
 from .sharding.resolve import Placement, resolve
@@ -110,6 +110,7 @@ __all__ = [
     "DataWarning",
     "Distill",
     "EarlyStopping",
+    "ExpertParallel",
     "Experts",
     "Finding",
     "FitReport",
@@ -180,6 +181,7 @@ __all__ = [
     "constrain",
     "convert",
     "data",
+    "experts",
     "explain",
     "fit",
     "generate",

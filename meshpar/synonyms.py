@@ -48,7 +48,7 @@ _NAMES = {
     "run_dir": "output_dir save_dir",
     "log_every": "logging_steps log_interval",
     "eval_every": "eval_steps eval_interval",
-    "every": "save_steps save_interval",
+    "checkpoints.every": "save_steps save_interval",
     "keep": "save_total_limit",
     "seed": "random_seed",
     "from_checkpoint": "resume_from_checkpoint",

@@ -89,9 +89,11 @@ def _print_step_header() -> None:
 
 
 def _print_step(layout: str, row: dict[str, Any]) -> None:
-    times = "".join(f" {row['cpu_s'][program] * 1e3:>9.1f}" for program in ("meshpar", "by hand", "scan"))
+    times = "".join(f" {row['cpu_s'].get(program, 0) * 1e3:>9.1f}" for program in ("meshpar", "by hand", "scan"))
     ratios = ""
     for other, limit in (("by hand", STEP_LIMIT), ("scan", row["scan_limit"])):
+        if other not in row["cpu_s"]:
+            continue
         shown = "-" if limit is None else f"{limit:.2f}"
         ratios += f"  {_ratio(row['cpu_s'], other):>6.3f} {shown:>6} {_ratio(row['wall_s'], other):>6.3f} "
     print(f"{layout:<12}{times}{ratios}", flush=True)

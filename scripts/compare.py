@@ -29,19 +29,23 @@ class Layout:
       mesh: axis -> size.
       rules: meshpar's.
       axes: the arguments of the hand-written `Axes`.
-      scan_limit: the largest ratio to the hand-written scan; None if it is only reported.
+      scan_limit: the largest ratio to the hand-written scan; None if it is only reported, or there is no such scan.
+      changes: further `key=value` of the config.
     """
 
     mesh: dict[str, int]
     rules: str
     axes: dict[str, Any]
     scan_limit: float | None = None
+    changes: tuple[str, ...] = ()
 
     @property
     def num_devices(self) -> int:
         return int(np.prod(list(self.mesh.values())))
 
 
+PER_TOKEN = 2
+EXPERTS = (f"model.experts={{num: 8, per_token: {PER_TOKEN}, intermediate_size: 320}}",)
 LAYOUTS = {
     "single": Layout({}, "replicated", {}),
     "data": Layout({"data": 8}, "replicated", {"batch": "data"}, 0.80),
@@ -52,6 +56,13 @@ LAYOUTS = {
         {"data": 2, "tensor": 4}, "megatron_sp", {"batch": "data", "tensor": "tensor", "sequence": True}
     ),
     "pipe_data": Layout({"pipe": 4, "data": 2}, "pipeline", {"batch": "data", "stage": "pipe"}, 0.70),
+    "experts": Layout({}, "replicated", {"per_token": PER_TOKEN}, changes=EXPERTS),
+    "expert_data": Layout(
+        {"data": 2, "expert": 4},
+        "experts",
+        {"batch": "data", "expert": "expert", "per_token": PER_TOKEN},
+        changes=EXPERTS,
+    ),
 }
 
 
@@ -62,7 +73,8 @@ def compare(name: str, num_rounds: int) -> dict[str, Any]:
     batch = _with_documents(run.run.data.train(run.run.seed)[0])
     programs = _programs(layout, run, batch)
     _check_equal(name, [programs["meshpar"]() for _ in range(3)], [programs["by hand"]() for _ in range(3)])
-    programs["scan"]()
+    if "scan" in programs:
+        programs["scan"]()
     return interleaved(programs, num_rounds) | {"scan_limit": layout.scan_limit}
 
 
@@ -101,7 +113,7 @@ def prepared(layout: Layout, num_rows: int, *changes: str) -> Any:
     overrides += [f"mesh.{axis}={size}" for axis, size in mesh.items()]
     # The rate is constant, so that the first steps change the loss.
     overrides += ["optim.schedule={kind: constant}"] + ([PIPELINE] if "pipe" in layout.mesh else [])
-    return prepare(load(QUICKSTART, [*overrides, *changes]))
+    return prepare(load(QUICKSTART, [*overrides, *layout.changes, *changes]))
 
 
 def _with_documents(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -137,26 +149,31 @@ def _programs(layout: Layout, run: Any, batch: dict[str, np.ndarray]) -> dict[st
     state = ours.prepare(state)
     if axes.stage:
         fast, first, rows = pipeline.compile_step(axes, run.mesh, params, batch, model, rate, NUM_MICROBATCHES)
-        scanned = handwritten_pipeline.init(model, run.mesh)
-        scan, opt_state = handwritten_pipeline.compile_step(model, run.mesh, scanned, placed, rate, NUM_MICROBATCHES)
     else:
         fast, first, rows = step.compile_step(axes, run.mesh, params, batch, model, rate)
-        scanned = handwritten.init(model, run.mesh)
-        scan, opt_state = handwritten.compile_step(model, run.mesh, scanned, placed, rate)
 
     def with_meshpar(state: Any) -> tuple[Any, Any]:
         state, metrics = ours(state, placed)
         return state, metrics["loss"]
 
+    programs = {
+        "meshpar": stepping(with_meshpar, state),
+        "by hand": stepping(lambda state: fast(state, rows), first),
+    }
+    if axes.per_token:
+        return programs
+    if axes.stage:
+        scanned = handwritten_pipeline.init(model, run.mesh)
+        scan, opt_state = handwritten_pipeline.compile_step(model, run.mesh, scanned, placed, rate, NUM_MICROBATCHES)
+    else:
+        scanned = handwritten.init(model, run.mesh)
+        scan, opt_state = handwritten.compile_step(model, run.mesh, scanned, placed, rate)
+
     def with_scan(state: Any) -> tuple[Any, Any]:
         params, opt_state, loss = scan(*state, placed)
         return (params, opt_state), loss
 
-    return {
-        "meshpar": stepping(with_meshpar, state),
-        "by hand": stepping(lambda state: fast(state, rows), first),
-        "scan": stepping(with_scan, (scanned, opt_state)),
-    }
+    return programs | {"scan": stepping(with_scan, (scanned, opt_state))}
 
 
 def stepping(step: Callable[[Any], tuple[Any, Any]], state: Any) -> Callable[[], float]:

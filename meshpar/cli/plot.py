@@ -18,9 +18,12 @@ def plot(
         typer.Option(metavar="FILE.png", help="The picture.", show_default="curves.png in the first RUN"),
     ] = None,
 ) -> None:
-    """Plots loss and learning rate of one run, or of several in one plot, from their records."""
+    """Plots loss and learning rate of one run, or of several in one plot, from their records.
+
+    A run with experts gets a second picture, FILE-experts.png: the load of each expert over the steps.
+    """
     from meshpar.train.records.curves import draw
 
     out = out or runs[0] / "curves.png"
-    draw(runs, out)
-    typer.echo(out)
+    for picture in draw(runs, out):
+        typer.echo(picture)

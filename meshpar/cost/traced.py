@@ -125,7 +125,8 @@ def _collectives(visit: Visit, float_bytes: int) -> Iterator[Collective]:
     sizes = visit.axis_sizes
     names = params["axes"] if "axes" in params else params["axis_name"]
     names = (names,) if isinstance(names, str) else names
-    group_size = math.prod(sizes[axis] for axis in names)
+    groups = params.get("axis_index_groups")
+    group_size = len(groups[0]) if groups else math.prod(sizes[axis] for axis in names)
     kind = _KINDS[visit.primitive]
     spanned = names
     senders = Fraction(1)

@@ -1,9 +1,9 @@
 """Walks the equations of a traced program, and counts how often one call of the program runs each.
 
-The body of a loop runs as often as the loop's length says, a kernel as often as its grid has cells; a kernel whose
-operations are declared is not entered. A branch of a pipeline counts as often as its schedule takes it; every other
-branch counts as if it were always taken. Equations that no output depends on are left out, because compilers remove
-them.
+The body of a loop runs as often as the loop's length says, or, where data decide, as its scope says (`runs`). A kernel
+runs as often as its grid has cells; a kernel whose operations are declared is not entered. A branch of a pipeline
+counts as often as its schedule takes it; every other branch counts as if it were always taken. Equations that no output
+depends on are left out, because compilers remove them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -21,8 +22,15 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 # The name that `parallel.pipeline.execute` gives to the scope of a conditional: a number for each branch, or for all.
 _TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)$")
+# The name of the scope of a loop over data: how often it is expected to run, see `runs`.
+_RUNS = re.compile(r"runs_(\d+)_times$")
 DECLARED = re.compile(r"declares_(\d+)_flops")
 """The name of the scope of a kernel whose operations are declared, see `cost.flops.declared`."""
+
+
+def runs(times: int) -> AbstractContextManager[Any]:
+    """A scope for a loop whose length depends on data: how often it is expected to run."""
+    return jax.named_scope(f"runs_{times}_times")
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Visit:
 
     Args:
       equation: an equation of a jaxpr. The equations of jaxprs inside of it are visited after it.
-      times: how often one call of the program runs it; None in a `while`, whose length is unknown.
+      times: how often one call of the program runs it; None in a `while` whose length is neither known nor expected.
       scope: the named scopes that contain it, separated by slashes.
       axis_sizes: the sizes of the mesh's axes in a manual region (`shard_map`); empty outside.
       num_shards: the number of shards that manual regions make of its arrays: the number of devices in a region over
@@ -83,7 +91,8 @@ def _repeats(visit: Visit, num_inside: int) -> Sequence[Fraction | None]:
     """How often an equation runs each of the jaxprs inside of it; None if that is unknown."""
     params = visit.equation.params
     if visit.primitive == "while":
-        return [None] * num_inside
+        expected = _RUNS.search(visit.scope)
+        return [Fraction(int(expected[1])) if expected else None] * num_inside
     if visit.primitive == "scan":
         return [Fraction(params["length"])] * num_inside
     if visit.primitive == "pallas_call":

@@ -15,6 +15,7 @@ from meshpar.collectives.reduction import Exact
 from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.experiment.config import Run
 from meshpar.models.contract import LayerStack, Task
+from meshpar.nn.experts import Experts
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.partition import cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
@@ -24,11 +25,18 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.train.loss import LossConfig
 from meshpar.tree import flatten_with_paths
 
+
+def _experts(run: Run) -> Experts | None:
+    return getattr(run.model, "experts", None)
+
+
 FEATURES: Mapping[str, Callable[[Run], bool]] = {
     "loss": lambda run: run.loss.model_copy(update={"chunk": "auto"}) != LossConfig(),
     "distill": lambda run: run.distill is not None,
     "freeze": lambda run: bool(run.freeze),
     "lora": lambda run: run.lora is not None,
+    "model.experts.every": lambda run: getattr(_experts(run), "every", 1) > 1,
+    "model.experts.first_dense": lambda run: getattr(_experts(run), "first_dense", 0) > 0,
     "model.remat.offload": lambda run: bool(getattr(getattr(run.model, "remat", None), "offload", ())),
     "parallel.pipeline": lambda run: run.parallel.pipeline is not None,
     "parallel.gradient_reduction": lambda run: run.parallel.gradient_reduction is not None,
@@ -42,10 +50,13 @@ _OVERLAPS = ("parallel.tensor.overlap", "parallel.fsdp.overlap")
 _RINGS = "its rings are permutes, which wait for all devices of the mesh, and stages run different operations at a time"
 _CHUNKS = "it multiplies chunks as they arrive, before the largest element of the whole operand is known"
 _SLOTS = "stages save activations in slots, in branches; XLA selects between copies of slots in the host's memory there"
+_STACKS = "stages compute equal layers, and layers without experts have other parameters than those with experts"
 REFUSED: Mapping[tuple[str, str], str] = {
     **{(overlap, "parallel.pipeline"): _RINGS for overlap in _OVERLAPS},
     **{(overlap, "precision.matmul"): _CHUNKS for overlap in _OVERLAPS},
     ("model.remat.offload", "parallel.pipeline"): _SLOTS,
+    ("model.experts.every", "parallel.pipeline"): _STACKS,
+    ("model.experts.first_dense", "parallel.pipeline"): _STACKS,
 }
 """(feature, other feature) -> why a run may not use both. The docs' table of combinations and the tests read it."""
 

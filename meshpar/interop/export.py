@@ -125,8 +125,8 @@ def _config(model: DecoderModel, companions: Path | None) -> dict[str, Any]:
 
 def _tensors(model: DecoderModel, kind: str, params: Mapping[str, jax.Array], dtype: np.dtype) -> Iterator[Written]:
     shapes = layer_shapes(model)
-    for name, foreign in names_of(model, kind).items():
-        for place, complete in numbered(name, model):
+    for name, foreign in names_of(model, kind):
+        for place, complete in numbered(name, foreign, model):
             make = partial(_tensor, foreign, shapes, params, place)
             yield Written(complete, dtype, foreign.shape(shapes), make)
 

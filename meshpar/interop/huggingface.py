@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from meshpar.interop.folder import check_inside, read_json
 from meshpar.interop.safetensors import Tensor, tensors_in
 from meshpar.models.contract import ModelContract
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import EXPERT, LAYER, Foreign, Names, Shape
+from meshpar.models.foreign import EXPERT, LAYER, Foreign, Shape
 from meshpar.nn.describe import describe
+from meshpar.nn.layer_loops import BLOCKS, DENSE_BLOCKS
 from meshpar.tree import flatten_with_paths
 
 CONFIG = "config.json"
@@ -101,14 +103,14 @@ class Pretrained:
     def _shard(self, part: Part, index: list[slice], dtype: np.dtype) -> np.ndarray:
         """A shard of a parameter, with zeros where it is padding."""
         shard = np.zeros([dim.stop - dim.start for dim in index], dtype)
-        numbers = [range(*index.pop(0).indices(count)) for _, count in _counts(part.name, self.model)]
+        numbers = [numbers[index.pop(0)] for _, numbers in _numbers(part.name, part.foreign, self.model)]
         index = index[len(index) - len(part.shape) :]  # all experts of an upcycled MLP are equal
         stored = [slice(dim.start, min(dim.stop, size)) for dim, size in zip(index, part.shape, strict=True)]
         into = tuple(slice(0, max(0, dim.stop - dim.start)) for dim in stored)
         if any(not dim.stop for dim in into):
             return shard
         for place in np.ndindex(*map(len, numbers)):
-            name = _filled(part.name, self.model, [chosen[i] for chosen, i in zip(numbers, place, strict=True)])
+            name = _filled(part.name, [chosen[i] for chosen, i in zip(numbers, place, strict=True)])
             shard[place][(..., *into)] = self._block(part, name, stored)
         return shard
 
@@ -161,6 +163,9 @@ class Pretrained:
             problems.add("model.experts.intermediate_size", what, f"model.experts.intermediate_size={width}")
         if self.model.mlp_bias:
             problems.add("model.mlp_bias", f"the MLP of {self.folder} has biases, and experts have none")
+        if self.model.num_layers != len(model.layers_in(BLOCKS)):
+            what = "some layers keep their MLP, and upcycling makes experts from the MLPs of all layers"
+            problems.add("model.experts", what, "model.experts.every=1 and model.experts.first_dense=0")
         if experts.shared:
             what = "shared experts would be added to a result that is complete without them"
             problems.add("model.experts.shared", what, "model.experts.shared=0")
@@ -175,11 +180,12 @@ class Pretrained:
     def _parts(self) -> dict[str, Part]:
         shapes = layer_shapes(self.model)
         found: dict[str, Part] = {}
-        for name, foreign in names_of(self.model, self.config["model_type"]).items():
+        for name, foreign in names_of(self.model, self.config["model_type"]):
             begin = 0
             for path in foreign.parts:
-                of_experts = self.is_upcycled and path.startswith("blocks.mlp.")
-                found[path.removesuffix(".kernel") if of_experts else path] = Part(name, foreign, shapes[path], begin)
+                mlp = "blocks.mlp."
+                in_run = path.replace(mlp, f"{mlp}experts.") if self.is_upcycled else path
+                found[in_run] = Part(name, foreign, shapes[path], begin)
                 begin += math.prod(shapes[path][foreign.inputs :])
         return found
 
@@ -192,11 +198,24 @@ def _flat(index: list[slice], sizes: Shape) -> tuple[slice, Shape]:
     return slice(index[0].start * rest, index[0].stop * rest), (index[0].stop - index[0].start, *sizes[1:])
 
 
-def names_of(model: DecoderModel, kind: str) -> Names:
-    """The names of a model's tensors: those of its architecture whose parameters it has."""
+def names_of(model: DecoderModel, kind: str) -> list[tuple[str, Foreign]]:
+    """The names of a model's tensors: those of its architecture whose parameters it has.
+
+    A name of `Names` occurs once for each stack of layers that has its parameters.
+    """
     shapes = layer_shapes(model)
-    names = architectures.ARCHITECTURES[kind].names.items()
-    return {name: foreign for name, foreign in names if foreign.parts[0] in shapes}
+    found: list[tuple[str, Foreign]] = []
+    for name, foreign in architectures.ARCHITECTURES[kind].names.items():
+        for stack in (BLOCKS, DENSE_BLOCKS) if LAYER in name else (BLOCKS,):
+            parts = tuple(_in_stack(path, stack) for path in foreign.parts)
+            if parts[0] in shapes:
+                found.append((name, replace(foreign, parts=parts)))
+    return found
+
+
+def _in_stack(path: str, stack: str) -> str:
+    prefix = f"{BLOCKS}."
+    return f"{stack}.{path.removeprefix(prefix)}" if path.startswith(prefix) else path
 
 
 def layer_shapes(model: DecoderModel) -> dict[str, Shape]:
@@ -210,20 +229,23 @@ _NUMBERED = ("layers", "experts")
 """The leading dims of our parameters of which each element is a tensor of its own."""
 
 
-def numbered(name: str, model: DecoderModel) -> Iterator[tuple[tuple[int, ...], str]]:
-    """The numbers of each layer and expert in a name of `Names`, and the name with them."""
-    for place in np.ndindex(*(count for _, count in _counts(name, model))):
-        yield place, _filled(name, model, place)
+def numbered(name: str, foreign: Foreign, model: DecoderModel) -> Iterator[tuple[tuple[int, ...], str]]:
+    """For each layer and expert, the place of a tensor in our stacked parameters, and its complete name."""
+    numbers = [chosen for _, chosen in _numbers(name, foreign, model)]
+    for place in np.ndindex(*map(len, numbers)):
+        yield place, _filled(name, [chosen[i] for chosen, i in zip(numbers, place, strict=True)])
 
 
-def _counts(name: str, model: DecoderModel) -> list[tuple[str, int]]:
-    """The marks in a name, and how many numbers may take their places."""
-    counts = ((LAYER, model.num_layers), (EXPERT, model.experts.num if model.experts else 0))
-    return [(mark, count) for mark, count in counts if mark in name]
+def _numbers(name: str, foreign: Foreign, model: DecoderModel) -> list[tuple[str, Sequence[int]]]:
+    """The marks in a name, and the numbers that take their places, in the order of our stacked parameters."""
+    stack = foreign.parts[0].partition(".")[0]
+    numbers = ((LAYER, model.layers_in(stack)), (EXPERT, range(model.experts.num if model.experts else 0)))
+    return [(mark, chosen) for mark, chosen in numbers if mark in name]
 
 
-def _filled(name: str, model: DecoderModel, place: Sequence[int]) -> str:
-    for (mark, _), number in zip(_counts(name, model), place, strict=True):
+def _filled(name: str, numbers: Sequence[int]) -> str:
+    marks = [mark for mark in (LAYER, EXPERT) if mark in name]
+    for mark, number in zip(marks, numbers, strict=True):
         name = name.replace(mark, str(number))
     return name
 
@@ -246,10 +268,12 @@ def open_pretrained(folder: Path) -> Pretrained:
     problems.raise_any(CheckpointError, f"{folder} cannot be imported:")
     assert model is not None
     names = names_of(model, config["model_type"])
-    prefix = next(iter(names)).partition(".")[0] + "."  # missing in checkpoints without an output projection
+    prefix = names[0][0].partition(".")[0] + "."  # missing in checkpoints without an output projection
     tensors = {
         name if name.startswith((prefix, "lm_head.")) else prefix + name: tensor for name, tensor in found.items()
     }
+    _check_num_experts(tensors, names, model, problems)
+    problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
     expected = dict(_expected(model, names))
     _compare(folder, tensors, expected, model, problems)
     problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
@@ -297,10 +321,23 @@ def _tensors_of(folder: Path, file: str, problems: Problems) -> dict[str, Tensor
     return tensors_in(folder / file, problems)
 
 
-def _expected(model: DecoderModel, names: Names) -> Iterator[tuple[str, Shape]]:
+def _check_num_experts(
+    tensors: Mapping[str, Tensor], names: list[tuple[str, Foreign]], model: DecoderModel, problems: Problems
+) -> None:
+    """Reports another number of experts than the config's once, instead of each missing or unknown tensor."""
+    patterns = [re.escape(name) for name, _ in names if EXPERT in name]
+    number = re.compile("|".join(one.replace(r"\*", r"\d+").replace(r"\#", r"(\d+)") for one in patterns))
+    matches = [number.fullmatch(name) for name in tensors] if patterns else []
+    found = {int(match[match.lastindex or 0]) for match in matches if match}
+    if model.experts and found and len(found) != model.experts.num:
+        what = f"{CONFIG} has {model.experts.num}, and the tensors are of {len(found)}"
+        problems.add("the number of experts", what, f"the {CONFIG} of this checkpoint")
+
+
+def _expected(model: DecoderModel, names: list[tuple[str, Foreign]]) -> Iterator[tuple[str, Shape]]:
     shapes = layer_shapes(model)
-    for name, foreign in names.items():
-        for _, complete in numbered(name, model):
+    for name, foreign in names:
+        for _, complete in numbered(name, foreign, model):
             yield complete, foreign.shape(shapes)
 
 

@@ -17,6 +17,7 @@ from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.setting import Setting, of_run
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.experts.balance import RouterState
+from meshpar.nn.layer_loops import BLOCKS
 from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder, Transformer
@@ -119,10 +120,12 @@ class DecoderModel(Decoder, ModelContract):
         if self.experts is None:
             return {}
         total = sum(spec.size for spec in flatten_with_paths(self.array_specs()).values())
-        routed = self.num_layers * self.mlp.num_matrices * self.hidden_size * self.experts.intermediate_size
+        routed = len(self.layers_in(BLOCKS)) * self.mlp.num_matrices * self.hidden_size * self.experts.intermediate_size
         active = total - (self.experts.num - self.experts.per_token) * routed
         parameters = f"{active / 1e9:.3g} of {total / 1e9:.3g} billion parameters are active"
-        return {"model.experts": f"{self.experts.describe(ctx, task.seq_len)}; {parameters}"}
+        num_sparse = len(self.layers_in(BLOCKS))
+        some = f"; in {num_sparse} of {self.num_layers} layers" if num_sparse < self.num_layers else ""
+        return {"model.experts": f"{self.experts.describe(ctx, task.seq_len)}{some}; {parameters}"}
 
     def array_specs(self) -> Any:
         return describe(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))))

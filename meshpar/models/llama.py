@@ -1,6 +1,6 @@
 """Llama: RMSNorm, rotary positions, SwiGLU. Source: Touvron et al. 2023, arXiv:2302.13971.
 
-With its options, the same class is Mistral, Qwen 2, Qwen 3, SmolLM or Phi 3.
+With its options, the same class is Mistral, Qwen 2, Qwen 3, SmolLM or Phi 3; with experts Mixtral, Qwen 3 MoE or OLMoE.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from meshpar.config import Coerced, Count, Positive, Section, default
 from meshpar.errors import Problems, excerpt
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import LARGEST, Architecture, Given, Json, Names, Rope, linear, rows, vector
+from meshpar.nn.attention.head_norm import QKNorm
 from meshpar.nn.attention.layer import Bias
 from meshpar.nn.experts import Experts
 from meshpar.nn.layers import RMSNorm, SwiGLU
@@ -32,8 +33,9 @@ class Llama(DecoderModel):
     """Which attention projections have a bias: none, queries, keys and values (Qwen 2), or all four."""
     mlp_bias: bool = False
     """Whether the projections of the MLP have a bias."""
-    qk_norm: bool = False
-    """Whether each head of queries and keys is normalized before rotary positions (Qwen 3)."""
+    qk_norm: QKNorm = False
+    """Which norm queries and keys have before rotary positions: `true` over each head (Qwen 3), `all_heads` over all
+    heads of a token (OLMoE)."""
     rotary_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
     """The fraction of each head, from its first element, that is rotated by rotary positions."""
     rope_scaling: Section[Scaling | None] = default(None)
@@ -44,7 +46,7 @@ class Llama(DecoderModel):
     """Indices of layers, from 0, that ignore `window`: their queries attend to all earlier tokens."""
 
     experts: Section[Experts | None] = default(None)
-    """Experts in place of the MLPs, whose `intermediate_size` is not used then."""
+    """Experts in place of the MLPs. `intermediate_size` is then that of layers without experts."""
 
     @pydantic.model_validator(mode="after")
     def _layers_exist(self) -> Llama:
@@ -80,13 +82,13 @@ _NOT_MLP = {name: foreign for name, foreign in HUGGING_FACE.items() if not name.
 MIXTRAL: Names = _NOT_MLP | {
     "model.layers.*.block_sparse_moe.gate.weight": linear("blocks.mlp.router.weight"),
     **{
-        f"model.layers.*.block_sparse_moe.experts.#.{theirs}.weight": linear(f"blocks.mlp.{ours}")
+        f"model.layers.*.block_sparse_moe.experts.#.{theirs}.weight": linear(f"blocks.mlp.experts.{ours}.kernel")
         for theirs, ours in {"w1": "gate", "w3": "up", "w2": "down"}.items()
     },
 }
-QWEN3_MOE: Names = _NOT_MLP | {
+QWEN3_MOE: Names = HUGGING_FACE | {
     f"{MLP}.gate.weight": linear("blocks.mlp.router.weight"),
-    **{f"{MLP}.experts.#.{x}_proj.weight": linear(f"blocks.mlp.{x}") for x in ("gate", "up", "down")},
+    **{f"{MLP}.experts.#.{x}_proj.weight": linear(f"blocks.mlp.experts.{x}.kernel") for x in ("gate", "up", "down")},
 }
 
 _FUSED: Names = {
@@ -103,6 +105,7 @@ MOST_EXPERTS = 2**16
 
 # Hugging Face's config -------------------------------------------------------------------------------------------
 
+QK_NORMS: Mapping[str, QKNorm] = {"qwen3": True, "olmoe": "all_heads"}
 LLAMA_KEYS = {
     "vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
     "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
@@ -121,13 +124,14 @@ def _llama(kind: str) -> Callable[[Given, Problems], Json]:
             found.add("hidden_act", f"{excerpt(repr(given.hidden_act))} is not supported for this model, only silu")
         attn_bias = "qkv" if kind == "qwen2" else "all" if kind != "mistral" and given.attention_bias else "none"
         biases = {"attn_bias": attn_bias, "mlp_bias": kind == "llama" and given.mlp_bias}
-        return biases | {"qk_norm": kind == "qwen3"} | _window(kind, given, found) | _rope(kind, given, found)
+        qk_norm = QK_NORMS.get(kind, False)
+        return biases | {"qk_norm": qk_norm} | _window(kind, given, found) | _rope(kind, given, found)
 
     return read
 
 
 class GivenExperts(Given):
-    """The keys of the experts, as Mixtral and as Qwen 3 MoE call them."""
+    """The keys of the experts, as Mixtral, Qwen 3 MoE and OLMoE call them."""
 
     intermediate_size: Annotated[int, pydantic.Field(ge=1, le=LARGEST)]
     moe_intermediate_size: Annotated[int, pydantic.Field(ge=1, le=LARGEST)] | None = None
@@ -135,29 +139,34 @@ class GivenExperts(Given):
     num_experts: Annotated[int, pydantic.Field(ge=1, le=MOST_EXPERTS)] | None = None
     num_experts_per_tok: Annotated[int, pydantic.Field(ge=1, le=MOST_EXPERTS)] = 2
     norm_topk_prob: bool = False
-    decoder_sparse_step: int = 1
+    clip_qkv: float | None = None
+    decoder_sparse_step: Annotated[int, pydantic.Field(ge=1, le=LARGEST)] = 1
     mlp_only_layers: list[int] = pydantic.Field(default_factory=list)
 
 
 def _experts(kind: str) -> Callable[[Given, Problems], Json]:
-    dense = {"mixtral": "mistral", "qwen3_moe": "qwen3"}[kind]
+    dense = {"mixtral": "mistral", "qwen3_moe": "qwen3", "olmoe": "olmoe"}[kind]
+    is_mixtral = kind == "mixtral"
+    has_dense = kind == "qwen3_moe"
 
     def read(given: Given, found: Problems) -> Json:
         assert isinstance(given, GivenExperts)
-        if given.decoder_sparse_step != 1 or given.mlp_only_layers:
-            keys = "decoder_sparse_step, mlp_only_layers"
-            found.add(keys, "some layers have an MLP instead of experts, which is not supported")
+        if has_dense and sorted(given.mlp_only_layers) != [*range(len(given.mlp_only_layers))]:
+            found.add("mlp_only_layers", f"is {excerpt(repr(given.mlp_only_layers))}; only first layers are supported")
         num = given.num_local_experts or given.num_experts
         if num is None:
-            found.add("num_local_experts" if kind == "mixtral" else "num_experts", "required, but missing")
+            found.add("num_local_experts" if is_mixtral else "num_experts", "required, but missing")
         elif given.num_experts_per_tok > num:
             found.add("num_experts_per_tok", f"is {given.num_experts_per_tok}, but there are only {num} experts")
-        is_mixtral = kind == "mixtral"
+        if given.clip_qkv is not None:
+            found.add("clip_qkv", f"is {given.clip_qkv}, and only null is supported")
         experts = {
             "num": num,
             "per_token": given.num_experts_per_tok,
             "intermediate_size": (None if is_mixtral else given.moe_intermediate_size) or given.intermediate_size,
             "normalize": is_mixtral or given.norm_topk_prob,
+            "first_dense": len(given.mlp_only_layers) if has_dense else 0,
+            "every": given.decoder_sparse_step if has_dense else 1,
         }
         return _llama(dense)(given, found) | {"experts": experts}
 
@@ -173,8 +182,8 @@ def _write_experts(experts: Experts | None) -> Json:
         "num_experts_per_tok": experts.per_token,
         "moe_intermediate_size": experts.intermediate_size,
         "norm_topk_prob": experts.normalize,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "decoder_sparse_step": experts.every,
+        "mlp_only_layers": list(range(experts.first_dense)),
     }
 
 
@@ -251,5 +260,6 @@ ARCHITECTURES = {
     "phi3": _architecture("phi3", "Phi3ForCausalLM", PHI3),
     "mixtral": _sparse("mixtral", "MixtralForCausalLM", MIXTRAL),
     "qwen3_moe": _sparse("qwen3_moe", "Qwen3MoeForCausalLM", QWEN3_MOE),
+    "olmoe": _sparse("olmoe", "OlmoeForCausalLM", QWEN3_MOE),
 }
 """By `model_type`. An export selects the first one that computes the same as the model."""

@@ -116,6 +116,8 @@ def _experts(model: Decoder, scale: Scale) -> dict[str, Any]:
     per_token = min(experts.per_token, 2, num // groups * groups_per_token)
     small = {
         "num": num,
+        "first_dense": min(experts.first_dense, 1),
+        "every": min(experts.every, 2),
         "per_token": per_token,
         "intermediate_size": scale.small("mlp", experts.intermediate_size),
         "groups": groups,

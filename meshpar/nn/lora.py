@@ -16,11 +16,15 @@ from flax import nnx
 
 from meshpar.config import Config, Positive, Strings, default
 from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.nn.experts.mlp import ExpertProjection
 from meshpar.nn.layers import LowRank, Projection, filled, normal
 from meshpar.parallel.precision import wide
 from meshpar.tree import matching
 
 NAME = "lora"
+STACKED = ("layers", "experts")
+"""Leading dims of kernels that consist of many matrices, each with its own update."""
+Adapted = Projection | ExpertProjection
 
 
 class LoRA(Config):
@@ -36,7 +40,7 @@ class LoRA(Config):
     alpha: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 16.0
     """The update is scaled by alpha / rank."""
     paths: Strings = default(("blocks.attn.*",))
-    """Path globs of the projections that get an update: `blocks.attn.q`, `blocks.mlp.*`, `blocks.**`."""
+    """Path globs of the projections that get an update: `blocks.attn.q`, `blocks.mlp.*`, `blocks.mlp.experts.*`."""
 
     @property
     def scale(self) -> float:
@@ -61,10 +65,10 @@ class LoRA(Config):
             if any(matching([path], glob) for glob in self.paths):
                 projection.lora = self._adapter(projection, rngs)
 
-    def _adapter(self, projection: Projection, rngs: nnx.Rngs) -> LowRank:
+    def _adapter(self, projection: Adapted, rngs: nnx.Rngs) -> LowRank:
         shape = projection.kernel.shape
         dims = projection.kernel.get_metadata()["dims"]
-        start = 1 if dims[0] == "layers" else 0
+        start = sum(dim in STACKED for dim in dims)
         end = start + projection.num_inputs
         std = math.prod(shape[start:end]) ** -0.5
         a = normal(rngs, (*shape[:end], self.rank), std, (*dims[:end], "rank"))
@@ -89,14 +93,14 @@ def is_lora(path: str) -> bool:
     return f".{NAME}." in path
 
 
-def projections(model: nnx.Module) -> dict[str, Projection]:
-    """The projections of a model by path."""
+def projections(model: nnx.Module) -> dict[str, Adapted]:
+    """The projections of a model by path, also those of its experts."""
     modules = ((".".join(map(str, path)), module) for path, module in nnx.iter_modules(model))
-    return {path: module for path, module in modules if isinstance(module, Projection)}
+    return {path: module for path, module in modules if isinstance(module, Adapted)}
 
 
 def _add(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    stacked = a.ndim + b.ndim - 2 - kernel.ndim  # 1 if there is a leading dim `layers`
+    stacked = a.ndim + b.ndim - 2 - kernel.ndim  # the number of leading dims in `STACKED`
     rank = a.shape[-1]
     rows = a.reshape(*a.shape[:stacked], -1, rank)
     columns = b.reshape(*b.shape[:stacked], rank, -1)

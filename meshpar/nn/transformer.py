@@ -16,12 +16,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.config import Coerced, Config, Positive, default
+from meshpar.nn import layer_loops
 from meshpar.nn.attention import AnyCore, Auto
 from meshpar.nn.attention.cached import KVCache
 from meshpar.nn.attention.core import Core, Window
+from meshpar.nn.attention.head_norm import QKNorm
 from meshpar.nn.attention.layer import Attention, Bias
 from meshpar.nn.experts import Experts
 from meshpar.nn.experts.layer import MixtureOfExperts
+from meshpar.nn.layer_loops import BLOCKS, DENSE_BLOCKS, Layer, Loop, loops_over, stack_of
 from meshpar.nn.layers import dropout, normal, within_layer
 from meshpar.nn.remat import Activation, Remat, named
 from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
@@ -71,7 +74,7 @@ class Decoder(Config):
     learned_positions: ClassVar[bool]
     attn_bias: ClassVar[Bias]
     mlp_bias: ClassVar[bool]
-    qk_norm: ClassVar[bool]
+    qk_norm: ClassVar[QKNorm]
     rotary_fraction: ClassVar[float]
     rope_scaling: ClassVar[Scaling | None]
     window: ClassVar[int | None]
@@ -122,6 +125,15 @@ class Decoder(Config):
             raise ValueError(f"hidden_size = {self.hidden_size} is not a multiple of num_heads = {self.num_heads}")
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _some_layers_have_experts(self) -> Decoder:
+        if not self.layers_in(BLOCKS):
+            raise ValueError(f"experts: none of {self.num_layers} layers has any, by first_dense and every")
+        if self.layers_in(DENSE_BLOCKS) and self.pad_layers_to_multiple > 1:
+            why = "it is for pipelines, whose layers must be equal, and only some layers have experts"
+            raise ValueError(f"pad_layers_to_multiple = {self.pad_layers_to_multiple}: {why}")
+        return self
+
     @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_heads
@@ -148,9 +160,13 @@ class Decoder(Config):
         """Rows of the blocks' stacked parameters, including padding."""
         return -(-self.num_layers // self.pad_layers_to_multiple) * self.pad_layers_to_multiple
 
+    def layers_in(self, stack: str) -> list[int]:
+        """The indices of the layers whose parameters are in this stack, in the order of its rows."""
+        return [layer for layer in range(self.num_layers) if stack_of(layer, self.experts) == stack]
+
     @property
     def mlp_width(self) -> int:
-        """The elements of the MLP's hidden layer that are computed for a token."""
+        """The elements of the MLP's hidden layer that are computed for a token; of the experts' where there are any."""
         if self.experts is None:
             return self.intermediate_size
         return (self.experts.per_token + self.experts.shared) * self.experts.intermediate_size
@@ -206,9 +222,9 @@ class Decoder(Config):
         """The class of the MLPs, or of what replaces them; it has `sharding` and `activations`."""
         return MixtureOfExperts if self.experts else self.mlp
 
-    def build_mlp(self, out_std: float, rngs: nnx.Rngs) -> nnx.Module:
-        """Returns the MLP of one layer. `out_std` is the standard deviation of its initial output weights."""
-        if self.experts:
+    def build_mlp(self, stack: str, out_std: float, rngs: nnx.Rngs) -> nnx.Module:
+        """Returns the MLP of a layer in a stack. `out_std` is the standard deviation of its initial output weights."""
+        if self.experts and stack == BLOCKS:
             return MixtureOfExperts(self.hidden_size, self.experts, out_std=out_std, rngs=rngs)
         return self.mlp(self.hidden_size, self.intermediate_size, bias=self.mlp_bias, out_std=out_std, rngs=rngs)
 
@@ -223,16 +239,16 @@ TRAINING_FIELDS = ("pad_vocab_to_multiple", "pad_layers_to_multiple", "dropout",
 class Block(nnx.Module):
     """`x + attn(norm(x))`, then `x + mlp(norm(x))`. The MLP may return (output, `Auxiliary`)."""
 
-    def __init__(self, model: Decoder, rngs: nnx.Rngs):
+    def __init__(self, model: Decoder, stack: str, rngs: nnx.Rngs):
         out_std = (2 * model.num_layers * model.hidden_size) ** -0.5
         self.attn_norm = model.norm(model.hidden_size, eps=model.norm_eps)
         self.attn = Attention(
             model.hidden_size, model.num_heads, model.kv_heads, model.head_size,
             bias=model.attn_bias, out_std=out_std, rngs=rngs,
-            qk_norm=model.norm_eps if model.qk_norm else None,
+            qk_norm=model.qk_norm, eps=model.norm_eps,
         )  # fmt: skip
         self.mlp_norm = model.norm(model.hidden_size, eps=model.norm_eps)
-        self.mlp = model.build_mlp(out_std, rngs)
+        self.mlp = model.build_mlp(stack, out_std, rngs)
         self.dropout = model.dropout
 
     def __call__(
@@ -259,7 +275,8 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Embedding, a scan over stacked blocks, a norm and an output projection.
 
-    The blocks' parameters have a leading dim `layers`. `batch` contains int32 [batch, seq] `tokens`, `positions`,
+    The blocks' parameters have a leading dim `layers`. If only some layers have experts, the others are a stack of
+    their own, `dense_blocks`. `batch` contains int32 [batch, seq] `tokens`, `positions`,
     `segments`, and int32 [batch] `rows` (indices in the global batch).
 
     Returns:
@@ -277,7 +294,9 @@ class Transformer(nnx.Module):
         self.embedding = normal(rngs, (model.padded_vocab, model.hidden_size), 0.02, ("vocab", "embed"))
         if model.learned_positions:
             self.positions = normal(rngs, (model.max_seq_len, model.hidden_size), 0.02, ("positions", "embed"))
-        self.blocks = _stacked_blocks(model, rngs)
+        self.blocks = _stacked_blocks(model, BLOCKS, rngs)
+        if model.layers_in(DENSE_BLOCKS):
+            self.dense_blocks = _stacked_blocks(model, DENSE_BLOCKS, rngs)
         self.norm = model.norm(model.hidden_size, eps=model.norm_eps)
         if not model.tie_embeddings:
             self.head = normal(
@@ -354,28 +373,40 @@ class Transformer(nnx.Module):
     def _scan(
         self, x_BRD: Float[Array, "B R D"], batch: Batch, key: PRNGKeyArray | None, cache: KVCache | None = None
     ) -> tuple[Float[Array, "B R D"], Auxiliary, Any]:
-        graph, blocks = nnx.split(self.blocks)
         rope = self.shared(batch, x_BRD)
-
-        def body(carry: tuple[jax.Array, KVCache | None], layer: tuple[Any, jax.Array]) -> tuple[Any, Auxiliary]:
-            x, cache = carry
-            params, index = layer
-            block = nnx.merge(graph, _gathered_layer(params))
-            window = self.model.window_of(index)
-            core = self.model.attention if cache is None else cache.layer(index, self.model.attention)
-            x, auxiliary, cache = block(x, core, batch, rope, _fold(key, index), window)
-            return (x, cache), auxiliary.share(self.model.num_layers, index)
-
-        num_layers = self.model.num_layers
+        loops = loops_over(self.model.num_layers, self.model.experts)
         unroll = self.model.layers_of_an_iteration(platform(), self.model.remat.recomputes)
-        indices = jnp.arange(num_layers, dtype=jnp.int32)
-        blocks = jax.tree.map(lambda x: x[:num_layers], blocks)
-        if self.model.remat.recomputes or gathers_again():
+
+        def layer_of(stack: str, graph: Any) -> Layer:
+            num_rows = len(self.model.layers_in(stack))
+
+            def layer(
+                carry: tuple[jax.Array, KVCache | None], row: tuple[Any, jax.Array, jax.Array]
+            ) -> tuple[Any, Auxiliary]:
+                x, cache = carry
+                params, index, place = row
+                block = nnx.merge(graph, _gathered_layer(params))
+                window = self.model.window_of(index)
+                core = self.model.attention if cache is None else cache.layer(index, self.model.attention)
+                x, auxiliary, cache = block(x, core, batch, rope, _fold(key, index), window)
+                return (x, cache), auxiliary.share(num_rows, place)
+
+            if not (self.model.remat.recomputes or gathers_again()):
+                return layer
             policy = gathering_again(self.model.remat.checkpoint_policy())
             # A loop keeps what the backward recomputes apart from the forward; layers without one need barriers.
-            body = jax.checkpoint(body, policy=policy, prevent_cse=unroll > 1)
-        (x_BRD, cache), auxiliary = jax.lax.scan(body, (x_BRD, cache), (blocks, indices), unroll=unroll)
-        return x_BRD, jax.tree.map(lambda x: x.sum(0), auxiliary), cache
+            needs_barriers = unroll > 1 or loops != (Loop((stack,), num_rows),)
+            return jax.checkpoint(layer, policy=policy, prevent_cse=needs_barriers)
+
+        stacks = {}
+        layers = {}
+        for stack in dict.fromkeys(stack for loop in loops for stack in loop.stacks):
+            graph, params = nnx.split(getattr(self, stack))
+            indices = self.model.layers_in(stack)
+            stacks[stack] = (params, jnp.asarray(indices, jnp.int32), jnp.arange(len(indices), dtype=jnp.int32))
+            layers[stack] = layer_of(stack, graph)
+        (x_BRD, cache), auxiliary = layer_loops.run(loops, stacks, layers, (x_BRD, cache), unroll)
+        return x_BRD, auxiliary, cache
 
     def _project(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Projection:
         graph, norm = nnx.split(self.norm)
@@ -383,21 +414,21 @@ class Transformer(nnx.Module):
         return Projection(nnx.merge(graph, _gathered_layer(norm))(x_BRD), head_DV)
 
 
-def _stacked_blocks(model: Decoder, rngs: nnx.Rngs) -> Any:
-    """Returns all blocks as one module, whose parameters are stacked along a leading dim `layers`.
+def _stacked_blocks(model: Decoder, stack: str, rngs: nnx.Rngs) -> Any:
+    """Returns the blocks of a stack as one module, whose parameters are stacked along a leading dim `layers`.
 
     Memory: layers are initialized one after the other, so temporary arrays have the size of one layer.
     """
     padding = model.stacked_layers - model.num_layers
 
     def init(key: jax.Array) -> Any:
-        return nnx.state(Block(model, nnx.Rngs(params=key)))
+        return nnx.state(Block(model, stack, nnx.Rngs(params=key)))
 
     def pad(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x, jnp.zeros((padding, *x.shape[1:]), x.dtype)]) if padding else x
 
-    keys = jax.random.split(rngs.params(), model.num_layers)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Block(model, nnx.Rngs(0))))
+    keys = jax.random.split(rngs.params(), len(model.layers_in(stack)))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Block(model, stack, nnx.Rngs(0))))
     stacked = nnx.merge(graph, jax.tree.map(pad, jax.lax.map(init, keys)))
     for _, param in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
         param.set_metadata(dims=("layers", *param.get_metadata()["dims"]))
@@ -411,8 +442,8 @@ def _gathered_layer(params: Any) -> Any:
 
 def _gathered_part(path: Any, param: Any) -> Any:
     dims = within_layer(param)
-    # A projection that overlaps communication gathers its kernel itself, in chunks.
-    by_itself = path[-1].key == "kernel" and streamed(dims, current())
+    # A projection that overlaps communication gathers its kernel itself, in chunks. Experts do not.
+    by_itself = path[-1].key == "kernel" and "experts" not in dims and streamed(dims, current())
     return param if by_itself else param.replace(gather_in_layer(param[...], dims))
 
 

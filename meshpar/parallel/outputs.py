@@ -41,6 +41,15 @@ class Auxiliary(NamedTuple):
         losses = {name: wide(x) for name, x in self.losses.items()}
         return Auxiliary(losses, {name: metric(wide(x)) for name, x in self.metrics.items()})
 
+    def plus(self, other: Auxiliary) -> Auxiliary:
+        """The sums of both. A name that only one has counts as 0 in the other."""
+
+        def added(ours: Scalars, theirs: Scalars) -> Scalars:
+            both = ours.keys() & theirs.keys()
+            return ours | theirs | {name: ours[name] + theirs[name] for name in both}
+
+        return Auxiliary(added(self.losses, other.losses), added(self.metrics, other.metrics))
+
 
 def with_auxiliary(made: jax.Array | tuple[jax.Array, Auxiliary]) -> tuple[jax.Array, Auxiliary]:
     """The output of a module, with an empty `Auxiliary` if the module returns none."""

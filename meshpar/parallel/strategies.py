@@ -70,12 +70,52 @@ class ContextParallel(Config):
         return SequenceLayout(rings, is_zigzag=rings > 1 and self.layout != "contiguous")
 
 
+class ExpertParallel(Config):
+    """How tokens reach the devices of their experts, under `dispatch: dropless`.
+
+    - `ragged`: each token travels to the devices of its experts, and the results travel back.
+    - `gather`: each device gathers the tokens of all, computes those of its own experts, and scatters the sums. With n
+      devices it sends n / per_token times as much.
+    - `hierarchical`: `ragged` in two steps. A token travels once to each group of devices that has any of its experts,
+      and there to the devices of these. It sends less across groups than `ragged` if tokens use more experts than
+      there are groups.
+    - `auto`: `ragged` on GPUs and TPUs; `gather` on CPUs, whose compiler has no ragged all-to-all.
+    """
+
+    shorthand: ClassVar = "kind"
+    kind: Literal["auto", "ragged", "gather", "hierarchical"] = "auto"
+    """How tokens travel."""
+    group: Annotated[int, pydantic.Field(ge=2)] | None = None
+    """Devices of a group under `hierarchical`, neighbours on the axis, such as those of a host."""
+
+    @pydantic.model_validator(mode="after")
+    def _fits_kind(self) -> ExpertParallel:
+        if (self.kind == "hierarchical") != (self.group is not None):
+            what = "needs group, the devices of a host" if self.group is None else "has no groups"
+            raise ValueError(f"kind={self.kind} {what}; set kind=hierarchical and group, or neither")
+        return self
+
+    def check(self, dispatch: str, num_shards: int, problems: Problems) -> None:
+        """Adds a problem for an exchange that would have no effect, or groups that do not divide the devices."""
+        if self.kind != "auto" and dispatch != "dropless":
+            what = f"{self.kind} is for dispatch=dropless: places of experts travel by a dense all-to-all"
+            problems.add("parallel.expert", what, "model.experts.dispatch=dropless, or no parallel.expert")
+        if self.group and num_shards % self.group:
+            what = f"{num_shards} devices hold the experts, which cannot be divided into groups of {self.group}"
+            fits = [str(size) for size in range(2, num_shards + 1) if num_shards % size == 0]
+            problems.add(
+                "parallel.expert.group", what, f"group={' or '.join(fits)}" if fits else "parallel.expert=auto"
+            )
+
+
 class Parallel(Config):
     """The strategies of the manual lowering. Each reads its own field; all receive the whole object."""
 
     tensor: Section[TensorParallel] = default(TensorParallel())
     fsdp: Section[FullySharded] = default(FullySharded())
     context: Coerced[ContextParallel, str | dict[str, Any]] = default(ContextParallel())
+    expert: Coerced[ExpertParallel | None, str | dict[str, Any]] = default(None)
+    """How tokens reach the devices of their experts. Default: `auto`."""
     pipeline: Section[Schedule | None] = default(None)
     """The schedule of the stages on axis pipe, such as `{kind: 1f1b, num_microbatches: 16}`. Default: no pipeline."""
     gradient_reduction: Section[Reduce | None] = default(None)
@@ -111,8 +151,15 @@ class Parallel(Config):
         if context and not rules["seq"]:
             what = "nothing to share: the rules do not shard seq, so each device has whole rows"
             problems.add("parallel.context", what, "the preset context, or no parallel.context")
+        expert = self.expert not in (None, ExpertParallel())
+        if expert and not rules["experts"]:
+            what = "no tokens travel: the rules do not shard experts"
+            problems.add("parallel.expert", what, "the preset experts, or no parallel.expert")
         if is_manual:
             return
+        if expert:
+            what = "under lowering: auto, GSPMD chooses how tokens reach their experts"
+            problems.add("parallel.expert", what, "lowering=manual, or no parallel.expert")
         if context:
             what = "under lowering: auto, GSPMD chooses how devices that share a row attend"
             problems.add("parallel.context", what, "lowering=manual, or no parallel.context")

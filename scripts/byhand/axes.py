@@ -26,6 +26,8 @@ class Axes:
       sequence: whether `tensor` also shards the residual stream along the sequence.
       stored: whether `batch` also stores the parameters in shards: ZeRO-3.
       stage: shards the layers.
+      expert: shards the experts, and rows beside `batch`.
+      per_token: the experts of a token; 0 without experts.
     """
 
     batch: str | None = None
@@ -33,6 +35,8 @@ class Axes:
     sequence: bool = False
     stored: bool = False
     stage: str | None = None
+    expert: str | None = None
+    per_token: int = 0
 
     def enter(self, x: jax.Array) -> jax.Array:
         """Residual stream [B, R, D] -> [B, S, D] on each device of `tensor`."""
@@ -70,8 +74,31 @@ class Axes:
     def sum_vocab(self, x: jax.Array) -> jax.Array:
         return lax.psum(x, self.tensor) if self.tensor else x
 
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The axes over which rows are sharded."""
+        return tuple(axis for axis in (self.batch, self.expert) if axis)
+
     def sum_batch(self, x: Any) -> Any:
-        return lax.psum(x, self.batch) if self.batch else x
+        return lax.psum(x, self.rows) if self.rows else x
+
+    def gather_tokens(self, x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, self.expert, tiled=True) if self.expert else x
+
+    def scatter_tokens(self, x: jax.Array) -> jax.Array:
+        """The sums of [A, ...] over the devices of `expert`, this device's part."""
+        return lax.psum_scatter(x, self.expert, tiled=True) if self.expert else x
+
+    def own_tokens(self, x: jax.Array) -> jax.Array:
+        """This device's part of what `gather_tokens` gathered."""
+        if not self.expert:
+            return x
+        size = len(x) // lax.axis_size(self.expert)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.expert) * size, size)
+
+    def first_expert(self, num: int) -> jax.Array | int:
+        """The number of the first of this device's experts."""
+        return lax.axis_index(self.expert) * num if self.expert else 0
 
     def first_id(self, width: int) -> jax.Array | int:
         """The first token id of this device's shard of the vocabulary."""

@@ -25,6 +25,14 @@ def from_llama(params: Any, num_shards: int) -> dict[str, Any]:
     def transposed(w: Any) -> np.ndarray:
         return np.asarray(w["kernel"]).reshape(num_layers, -1, width).swapaxes(1, 2)
 
+    def of_experts(mlp: Any) -> dict[str, np.ndarray]:
+        gate, up, down = (np.asarray(mlp["experts"][name]["kernel"]) for name in ("gate", "up", "down"))
+        router = np.asarray(mlp["router"]["weight"])
+        return {"gate_up": np.concatenate([gate, up], -1), "down": down.swapaxes(2, 3), "router": router}
+
+    def of_mlp(mlp: Any) -> dict[str, np.ndarray]:
+        return {"gate_up": joined([columns(mlp["gate"]), columns(mlp["up"])]), "down": transposed(mlp["down"])}
+
     attn = blocks["attn"]
     mlp = blocks["mlp"]
     stacked = {
@@ -32,8 +40,7 @@ def from_llama(params: Any, num_shards: int) -> dict[str, Any]:
         "qkv": joined([columns(attn[name]) for name in "qkv"]),
         "o": transposed(attn["o"]),
         "mlp_norm": np.asarray(blocks["mlp_norm"]["scale"]),
-        "gate_up": joined([columns(mlp["gate"]), columns(mlp["up"])]),
-        "down": transposed(mlp["down"]),
+        **(of_experts(mlp) if "router" in mlp else of_mlp(mlp)),
     }
     return {
         "embedding": np.asarray(params["embedding"]),

@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from byhand import attention
+from byhand import attention, experts
 from byhand.axes import Axes
+from byhand.experts import hidden, hidden_backward
 
 EPS = 1e-5
 THETA = 10000.0
 
 Weights = dict[str, jax.Array]
-"""attn_norm, mlp_norm [D]; qkv [D, 3 H h]; o [D, H h]; gate_up [D, 2 M]; down [D, M].
+"""attn_norm, mlp_norm [D]; qkv [D, 3 H h]; o [D, H h]; gate_up [D, 2 M]; down [D, M]. With experts these two are [E, D,
+...], and there is router [D, experts].
 
 D is the first dim of all: a product with the transpose of its right side needs no copy, one of its left side does, and
 so the smaller side of each weight gradient is transposed.
@@ -36,14 +38,14 @@ class Shared(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward needs."""
+    """What the backward needs. Of the MLP, its two projections, or what its experts save."""
 
     x: jax.Array
     attn_in: jax.Array
     attn: attention.Saved
     middle: jax.Array
     mlp_in: jax.Array
-    gate_up: jax.Array
+    mlp: Any
 
 
 def shared(batch: dict[str, jax.Array], head_dim: int) -> Shared:
@@ -62,20 +64,27 @@ def forward(axes: Axes, weights: Weights, x: jax.Array, shared: Shared) -> tuple
     attn = attention.forward(rotate(q, shared) * q.shape[-1] ** -0.5, rotate(k, shared), v, shared.masks)
     middle = x + axes.exit(join_heads(attn.out) @ w["o"].T)
     mlp_in = axes.enter(norm(middle, w["mlp_norm"]))
-    gate_up = mlp_in @ w["gate_up"]
-    y = middle + axes.exit(hidden(gate_up) @ w["down"].T)
-    return y, Saved(x, attn_in, attn, middle, mlp_in, gate_up)
+    if axes.per_token:
+        y, mlp = experts.forward(axes, w, mlp_in, axes.per_token)
+    else:
+        mlp = mlp_in @ w["gate_up"]
+        y = axes.exit(hidden(mlp) @ w["down"].T)
+    return middle + y, Saved(x, attn_in, attn, middle, mlp_in, mlp)
 
 
 def backward(axes: Axes, weights: Weights, saved: Saved, dy: jax.Array, shared: Shared) -> tuple[jax.Array, Weights]:
     """The gradient of x, and of the weights; the norms' is a partial sum over `tensor` with a sharded sequence."""
     w = axes.gather_again(weights, dy)
     grads: dict[str, Any] = {}
-    dout = axes.enter(dy)
-    grads["down"] = product_over_tokens(dout, hidden(saved.gate_up))
-    dgate_up = hidden_backward(saved.gate_up, dout @ w["down"])
-    grads["gate_up"] = product_over_tokens(saved.mlp_in, dgate_up)
-    dnormed = axes.exit(dgate_up @ w["gate_up"].T)
+    if axes.per_token:
+        dnormed, of_experts = experts.backward(axes, w, saved.mlp, dy)
+        grads |= of_experts
+    else:
+        dout = axes.enter(dy)
+        grads["down"] = product_over_tokens(dout, hidden(saved.mlp))
+        dgate_up = hidden_backward(saved.mlp, dout @ w["down"])
+        grads["gate_up"] = product_over_tokens(saved.mlp_in, dgate_up)
+        dnormed = axes.exit(dgate_up @ w["gate_up"].T)
     dmiddle, grads["mlp_norm"] = norm_backward(saved.middle, w["mlp_norm"], dnormed)
     dmiddle += dy
     dout = axes.enter(dmiddle)
@@ -116,19 +125,6 @@ def norm_backward(x: jax.Array, scale: jax.Array, dy: jax.Array) -> tuple[jax.Ar
 
 def _reciprocal_rms(x: jax.Array) -> jax.Array:
     return jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPS)
-
-
-def hidden(gate_up: jax.Array) -> jax.Array:
-    """[B, S, 2 M] -> silu(gate) * up."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return gate * jax.nn.sigmoid(gate) * up
-
-
-def hidden_backward(gate_up: jax.Array, dhidden: jax.Array) -> jax.Array:
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    sigmoid = jax.nn.sigmoid(gate)
-    dgate = dhidden * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return jnp.concatenate([dgate, dhidden * gate * sigmoid], axis=-1)
 
 
 def rotate(x: jax.Array, shared: Shared) -> jax.Array:

@@ -22,14 +22,14 @@ def compile_local(
     params: Any,
     specs: Any,
     batch: Any,
-    rows: str | None,
+    rows: str | tuple[str, ...] | None,
 ) -> tuple[Callable[[Any, Any], tuple[Any, jax.Array]], Any, Any]:
     """A compiled, donated step `state, loss = step(state, batch)`, its first state, and the batch on its devices.
 
     Args:
       params: whole arrays on the host.
       specs: how each is sharded.
-      rows: the axis that shards the rows of the batch.
+      rows: the axes that shard the rows of the batch.
     """
     state_specs = {"params": specs, "mean": specs, "square": specs, "step": P()}
     batch_specs = {name: P(rows) for name in batch}

@@ -16,6 +16,7 @@ from byhand import adamw, ends, layers
 from byhand.axes import Axes
 from byhand.program import compile_local
 
+EXPERTS = ("gate_up", "down")
 NORMS = ("attn_norm", "mlp_norm", "norm")
 
 
@@ -28,7 +29,7 @@ def compile_step(
       params: whole arrays, see `convert.from_llama`.
     """
     local = partial(_step, axes, model, learning_rate)
-    return compile_local(local, mesh, params, specs(axes, params), batch, axes.batch)
+    return compile_local(local, mesh, params, specs(axes, params), batch, axes.rows)
 
 
 def specs(axes: Axes, params: Any) -> Any:
@@ -39,6 +40,8 @@ def specs(axes: Axes, params: Any) -> Any:
         "attn_norm": P(whole),
         "mlp_norm": P(whole),
     }
+    if axes.per_token:
+        layer |= dict.fromkeys(EXPERTS, P(axes.expert)) | {"router": P()}
     return {
         "embedding": P(whole or t),
         "layers": [layer for _ in params["layers"]],
@@ -75,7 +78,9 @@ def _summed(axes: Axes, grads: Any) -> Any:
     """Sums gradients over the devices that hold a copy of the parameter and a part of its gradient."""
 
     def one(path: Any, g: jax.Array) -> jax.Array:
-        over = () if axes.stored or not axes.batch else (axes.batch,)
+        over = () if axes.stored else axes.rows
+        if axes.expert and path[-1].key in EXPERTS:
+            over = tuple(axis for axis in over if axis != axes.expert)
         if axes.sequence and path[-1].key in NORMS:
             over += (axes.tensor,)
         return lax.psum(g, over) if over else g
@@ -87,11 +92,14 @@ def _global_norm(axes: Axes, grads: Any) -> jax.Array:
     def square(g: jax.Array) -> jax.Array:
         return jnp.square(g).sum()
 
-    sharded = axes.batch if axes.stored else axes.tensor
+    sharded = axes.batch if axes.stored else axes.tensor or axes.expert
     if sharded is None:
         return jnp.sqrt(sum(map(square, jax.tree.leaves(grads))))
     parts = jax.tree.leaves_with_path(grads)
-    is_copy = [not axes.stored and path[-1].key in NORMS for path, _ in parts]
+    if axes.expert:
+        is_copy = [path[-1].key not in EXPERTS for path, _ in parts]
+    else:
+        is_copy = [not axes.stored and path[-1].key in NORMS for path, _ in parts]
     part = sum(square(g) for (_, g), copy in zip(parts, is_copy, strict=True) if not copy)
     whole = sum(square(g) for (_, g), copy in zip(parts, is_copy, strict=True) if copy)
     return jnp.sqrt(lax.psum(part, sharded) + whole)

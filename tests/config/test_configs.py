@@ -29,7 +29,7 @@ def test_a_config_traces_a_whole_step_on_an_abstract_mesh(path):
     prepared = prepare(run, run.mesh.abstract())
     state, metrics = jax.eval_shape(prepared.step, prepared.placement.structs, prepared.batch)
     assert jax.tree.map(lambda x: x.shape, state.params) == jax.tree.map(lambda s: s.shape, prepared.specs)
-    of_experts = {"balance_loss", "experts_max_load", "experts_entropy"} if run.model.experts else set()
+    of_experts = {"balance_loss", "experts_load", "experts_max_load", "experts_entropy"} if run.model.experts else set()
     assert set(metrics) == {"loss", "grad_norm", "tokens", "skipped", "lr"} | of_experts
     assert with_rows(prepared.batch)["rows"].shape == (run.data.batch_size,)
 

@@ -38,7 +38,9 @@ SIZES = {
     "vocab_size": 29,
     "pad_vocab_to_multiple": 8,
 }
-DROPLESS = Experts(num=8, per_token=2, intermediate_size=12, shared=1, balance=Balance(weight=0.1), z_loss=0.01)
+DROPLESS = Experts(
+    num=8, per_token=2, intermediate_size=12, shared=1, balance=Balance(weight=0.1, load="last_step"), z_loss=0.01
+)
 CAPACITY = Experts(
     num=12,
     per_token=3,
@@ -50,6 +52,9 @@ CAPACITY = Experts(
     dispatch="capacity",
     capacity_factor=1.0,
     balance="bias",
+)
+SOME_LAYERS = Experts(
+    num=4, per_token=2, intermediate_size=8, first_dense=2, every=2, balance=Balance(weight=0.1), z_loss=0.01
 )
 MODELS = {
     "llama": Llama(**SIZES, num_kv_heads=4, remat="dots"),
@@ -73,12 +78,19 @@ MODELS = {
     ),
     "llama_experts": Llama(**SIZES, experts=DROPLESS, remat="dots"),
     "llama_experts_capacity": Llama(**SIZES, experts=CAPACITY),
+    "llama_experts_some_layers": Llama(
+        **SIZES | {"num_layers": 6}, qk_norm="all_heads", experts=SOME_LAYERS, remat="dots"
+    ),
+    "llama_experts_lora": Llama(**SIZES, experts=DROPLESS),
     "llama_lora": Llama(**SIZES),
     "llama_frozen": Llama(**SIZES),
 }
 
 
-ADAPT = {"llama_lora": LoRA(rank=2, paths=("blocks.attn.*", "blocks.mlp.down"))}
+ADAPT = {
+    "llama_lora": LoRA(rank=2, paths=("blocks.attn.*", "blocks.mlp.down")),
+    "llama_experts_lora": LoRA(rank=2, paths=("blocks.attn.q", "blocks.mlp.experts.*", "blocks.mlp.shared.down")),
+}
 FREEZE = {"llama_frozen": (Freeze(paths=("blocks.attn.*.kernel", "blocks.mlp.up.*", "embedding")),)}
 
 

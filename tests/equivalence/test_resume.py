@@ -23,7 +23,8 @@ from meshpar.experiment.actions import fit
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import Prepared
 from meshpar.mesh.layout import MeshLayout
-from meshpar.models import GPT
+from meshpar.models import GPT, Llama
+from meshpar.nn.experts import Balance, Experts
 from meshpar.optim import AdamW
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Dataset, Synthetic
@@ -33,6 +34,10 @@ from tests.layouts import LAYOUTS
 SHARED_ROWS = {
     "context4": ({"data": 2, "context": 4}, ["context"]),
     "context2": ({"data": 4, "context": 2}, ["context"]),
+}
+OVER_EXPERTS = {
+    "expert4": ({"data": 2, "expert": 4}, ["experts"]),
+    "expert2": ({"fsdp": 4, "expert": 2}, ["fsdp", "experts"]),
 }
 COMPILED: dict[Any, Any] = {}
 NUM_STEPS = 6
@@ -46,6 +51,15 @@ MODEL = GPT(
     pad_vocab_to_multiple=8,
     max_seq_len=16,
     dropout=0.2,
+)
+# Its balance loss uses the load of the step before, which a checkpoint contains.
+WITH_EXPERTS = Llama(
+    num_layers=1,
+    hidden_size=16,
+    num_heads=4,
+    intermediate_size=32,
+    vocab_size=29,
+    experts=Experts(num=4, per_token=2, intermediate_size=8, balance=Balance(load="last_step")),
 )
 
 
@@ -71,9 +85,9 @@ class Recording:
 
 def run_at(where: Where, run_dir: Path) -> Recording:
     """Trains to the end, from the last checkpoint in `run_dir` if there is one."""
-    sizes, presets = (LAYOUTS | SHARED_ROWS)[where.layout]
+    sizes, presets = (LAYOUTS | SHARED_ROWS | OVER_EXPERTS)[where.layout]
     run = Run(
-        model=MODEL,
+        model=WITH_EXPERTS if where.layout in OVER_EXPERTS else MODEL,
         data=Synthetic(batch_size=32, seq_len=16, vocab_size=29, num_documents=40, document_len=100),
         optim=AdamW(lr=1e-2),
         mesh=MeshLayout(**sizes),
@@ -141,6 +155,7 @@ PLACES = [Where(*place) for place in product(LAYOUTS, ["manual", "auto"], [1, 4]
 SAMPLE = [
     (Where("data8", "manual", 1), Where("data2_fsdp2_tensor2", "auto", 4)),
     (Where("zero1", "auto", 1), Where("zero3", "manual", 1)),
+    (Where("expert4", "manual", 1), Where("expert2", "manual", 1)),
 ]
 # Each place is saved from once and resumed on once. In the last two, rows are sharded over 4, 2 and no devices.
 SWEEP = [
@@ -195,12 +210,25 @@ def another_key(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("fault", [off_by_one, without_optimizer_state, another_key])
+def experts_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
+    restore = Checkpoint.restore
+
+    def shifted(self: Checkpoint, *args: Any) -> Any:
+        return map_with_path(
+            lambda path, x: jnp.roll(x, 1, axis=1) if path.startswith("params.blocks.mlp.experts.gate") else x,
+            restore(self, *args),
+        )
+
+    patch.setattr(Checkpoint, "restore", shifted)
+
+
+@pytest.mark.parametrize("fault", [off_by_one, without_optimizer_state, another_key, experts_of_a_neighbour])
 def test_planted_faults_in_resuming_are_seen(fault: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    place = Where("data8", "manual", 1)
-    unbroken(place, folder)
+    before = Where("expert4" if fault is experts_of_a_neighbour else "data8", "manual", 1)
+    after = before._replace(layout="expert2") if fault is experts_of_a_neighbour else before
+    unbroken(before, folder)
     fault(monkeypatch)
-    expected, got = resumed(place, place, 2, folder, tmp_path)
+    expected, got = resumed(before, after, 2, folder, tmp_path)
     assert np.abs(got.losses - expected.losses).max() > 1e-5
     with pytest.raises(AssertionError):
         got.equals(expected)

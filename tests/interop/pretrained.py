@@ -40,6 +40,11 @@ KINDS: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **SIZES, head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False
     ),
+    "qwen3_moe_some_layers": lambda: transformers.Qwen3MoeConfig(
+        **SIZES | {"num_hidden_layers": 6}, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        mlp_only_layers=[0, 1, 2], decoder_sparse_step=2,
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(**SIZES, num_experts=6, num_experts_per_tok=3),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
     ),

@@ -184,7 +184,7 @@ meshpar: hf does not hold what its config.json describes:
 meshpar: hf cannot be imported:
   hf/config.json: model_type
     'lama' is not supported
-    supported: llama, mistral, qwen2, qwen3, phi3, mixtral, qwen3_moe, gpt2; did you mean llama?
+    supported: llama, mistral, qwen2, qwen3, phi3, mixtral, qwen3_moe, olmoe, gpt2; did you mean llama?
 """),
     "rope, activation and quantization": (
         config(rope_parameters={"rope_type": "yarn"}, hidden_act="gelu", quantization_config={"bits": 4}), """\

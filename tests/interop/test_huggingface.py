@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from meshpar.errors import ConfigError
+from meshpar.errors import CheckpointError, ConfigError
 from meshpar.interop.export import export
 from meshpar.interop.huggingface import Pretrained, open_pretrained
 from meshpar.interop.safetensors import Tensor
@@ -68,6 +68,10 @@ OPTION = {
     "qwen3": {"rope_theta": 1e4},
     "mixtral": {"experts": Experts(num=4, per_token=2, intermediate_size=64, normalize=False)},
     "qwen3_moe": {"experts": Experts(num=6, per_token=2, intermediate_size=24, normalize=False)},
+    "olmoe": {"experts": Experts(num=6, per_token=2, intermediate_size=64, normalize=False)},
+    "qwen3_moe_some_layers": {
+        "experts": Experts(num=4, per_token=1, intermediate_size=24, normalize=False, first_dense=3, every=2)
+    },
 }
 IN_CI = {
     "llama",
@@ -81,6 +85,8 @@ IN_CI = {
     "gpt2",
     "mixtral",
     "qwen3_moe",
+    "qwen3_moe_some_layers",
+    "olmoe",
 }
 
 
@@ -115,9 +121,9 @@ def test_an_upcycled_model_computes_at_first_what_the_dense_one_does(tmp_path):
     assert structs.keys() - read.keys() == {"blocks.mlp.router.weight"}
     arrays = {path: read.get(path, router) for path in structs}
     np.testing.assert_allclose(our_logits(model, arrays), want, rtol=0, atol=1e-5)
-    other = np.array(arrays["blocks.mlp.up"])
+    other = np.array(arrays["blocks.mlp.experts.up.kernel"])
     other[:, 1] *= 2  # the experts have to be equal
-    assert abs(our_logits(model, arrays | {"blocks.mlp.up": other}) - want).max() > 1e-3
+    assert abs(our_logits(model, arrays | {"blocks.mlp.experts.up.kernel": other}) - want).max() > 1e-3
 
 
 def test_upcycling_refuses_experts_that_the_mlp_does_not_fit(tmp_path):
@@ -129,6 +135,27 @@ def test_upcycling_refuses_experts_that_the_mlp_does_not_fit(tmp_path):
         assert key in str(error.value)
     with pytest.raises(ConfigError, match="the run's model has no experts"):
         dense.check(dense.model)
+
+
+def test_another_number_of_experts_than_declared_is_refused(tmp_path):
+    pretrained = open_pretrained(saved("mixtral", tmp_path / "there"))
+    assert pretrained.model.experts
+    other = pretrained.model.experts.model_copy(update={"num": 8})
+    with pytest.raises(ConfigError) as error:
+        pretrained.check(pretrained.model.model_copy(update={"experts": other}))
+    assert str(error.value) == (
+        "the model of init.from_hf differs from the run's:\n"
+        f"  model.experts.num\n    8 in this run, 4 in {tmp_path}/there/config.json\n    model.experts.num=4"
+    )
+    config = json.loads((tmp_path / "there/config.json").read_text())
+    (tmp_path / "there/config.json").write_text(json.dumps(config | {"num_local_experts": 6}))
+    with pytest.raises(CheckpointError) as error:
+        open_pretrained(tmp_path / "there")
+    assert str(error.value) == (
+        f"{tmp_path}/there does not hold what its config.json describes:\n"
+        "  the number of experts\n    config.json has 6, and the tensors are of 4\n"
+        "    the config.json of this checkpoint"
+    )
 
 
 def _same_bits(there, back):

@@ -10,18 +10,19 @@ import pytest
 from jax import lax
 
 from meshpar.cost.traced import traced_collectives, traffic
-from meshpar.inspection.program.hlo import collectives_of
+from meshpar.inspection.inspect import inspect
+from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
-from meshpar.nn.experts import Experts, exchange
-from tests.program.test_bytes import ROWS, SEQ, cost_as_traced, cost_as_written, prepared
+from meshpar.nn.experts import Balance, Experts, exchange, mlp
+from tests.program.test_bytes import ROWS, SEQ, as_written, cost_as_traced, cost_as_written, prepared
 
 LAYERS, WIDTH, HIDDEN, NUM, PER_TOKEN = 3, 16, 8, 8, 2
 FLOAT = 4
 
 
-def run_of(dispatch, sizes, presets, **settings):
-    experts = Experts(num=NUM, per_token=PER_TOKEN, intermediate_size=HIDDEN, dispatch=dispatch)
+def run_of(dispatch, sizes, presets, balance=None, **settings):
+    experts = Experts(num=NUM, per_token=PER_TOKEN, intermediate_size=HIDDEN, dispatch=dispatch, balance=balance)
     model = Llama(
         num_layers=LAYERS, hidden_size=WIDTH, num_heads=4, intermediate_size=32, vocab_size=32, experts=experts
     )
@@ -45,17 +46,15 @@ def test_experts_with_places_send_them_there_and_back(n, tensor):
     assert sent["expert",] == all_to_alls + norm
 
 
-def test_without_drops_each_device_of_a_cpu_gathers_the_rows_of_all():
+def test_without_drops_each_device_of_a_cpu_gathers_the_tokens_of_all():
     n = 4
     run = run_of("dropless", {"expert": n, "data": 2}, ["experts"])
     sent, _ = cost_as_written(run)
     assert sent == cost_as_traced(run)[0]
     tokens = ROWS // (2 * n) * SEQ
-    there = tokens * PER_TOKEN
-    back = n * tokens * min(PER_TOKEN, NUM // n)
-    rows = LAYERS * (n - 1) * 2 * (there + back) * WIDTH * FLOAT
-    sizes = LAYERS * (n - 1) * NUM * 4
-    assert sent["expert",] == rows + sizes + 2 * share(n) * FLOAT
+    # In the backward, ids need no gradient.
+    of_token = 4 * WIDTH * FLOAT + PER_TOKEN * (2 * FLOAT + 4)
+    assert sent["expert",] == LAYERS * (n - 1) * tokens * of_token + 2 * share(n) * FLOAT
 
 
 def test_a_native_ragged_all_to_all_sends_the_rows_of_a_balanced_router(monkeypatch):
@@ -68,16 +67,64 @@ def test_a_native_ragged_all_to_all_sends_the_rows_of_a_balanced_router(monkeypa
     assert run.traced_bytes["expert",] == rows + sizes + 2 * share(n) * FLOAT
 
 
-def test_without_drops_the_products_are_those_of_the_experts_of_each_token():
-    """As in the dense model whose MLPs have the width that a token uses, besides what routing adds."""
-    run = run_of("dropless", {"data": 8}, ["replicated"])
-    dense = Llama(
-        num_layers=LAYERS, hidden_size=WIDTH, num_heads=4, intermediate_size=PER_TOKEN * HIDDEN, vocab_size=32
-    )
-    same = prepared("data8", model=dense)
-    of_token = {"logits": 6 * WIDTH * NUM, "weighted sum": 6 * PER_TOKEN * WIDTH, "load": 2 * NUM}
+def test_tokens_cross_to_each_group_once(monkeypatch):
+    """A token has four experts in two groups, so at most half of the rows of a flat exchange cross."""
+    k = 2
+    g = 4
+    experts = Experts(num=NUM, per_token=4, intermediate_size=HIDDEN)
+    model = DENSE.model_copy(update={"experts": experts})
+    parallel = {"expert": {"kind": "hierarchical", "group": g}}
+    run = prepared(({"expert": k * g}, ["experts"]), model=model, parallel=parallel)
+    tokens = ROWS // (k * g) * SEQ
+    of_row = 4 * WIDTH * FLOAT + experts.per_token * (2 * FLOAT + 4)
+    counts = (k - 1) * k * 4
+    found = inspect(as_written(run).compiled, run.mesh).collectives
+    assert total_sent_bytes(found) == sum(cost_as_traced(run)[0].values())
+    whole = total_sent_bytes(one for one in found if len(one.groups[0]) == k * g)  # gradients, and their norm
+    crossing = total_sent_bytes(one for one in found if len(one.groups[0]) == k)
+    assert crossing == LAYERS * ((k - 1) * k * tokens * of_row + counts)
+    monkeypatch.setattr(exchange, "platform", lambda: "gpu")
+    run = prepared(({"expert": k * g}, ["experts"]), model=model, parallel=parallel)
+    across = share(k) * tokens * min(experts.per_token, k) * of_row + counts
+    # Inside, the buffer has room for the choices of all rows that may cross.
+    inside = share(g) * 4 * tokens * k * min(experts.per_token, NUM // k) * WIDTH * FLOAT
+    sizes = (g - 1) * NUM // k * 4
+    assert run.traced_bytes["expert",] == LAYERS * (across + inside + sizes) + whole
+
+
+DENSE = Llama(num_layers=LAYERS, hidden_size=WIDTH, num_heads=4, intermediate_size=PER_TOKEN * HIDDEN, vocab_size=32)
+"""The model whose MLPs have the width that a token uses."""
+
+
+def over_dense(num_flops):
+    """Operations of a device over those of the dense model, without the products of routing."""
+    # A device sums, forward and for the weights, over the tokens of four devices, of which it computes a fourth.
+    of_token = {"logits": 6 * WIDTH * NUM, "weighted sum": 4 * 4 * PER_TOKEN * WIDTH, "load": 2 * NUM}
     tokens = ROWS // 8 * SEQ
-    assert cost_as_traced(run)[1] == cost_as_traced(same)[1] + LAYERS * tokens * sum(of_token.values())
+    return (num_flops - LAYERS * tokens * sum(of_token.values())) / cost_as_traced(prepared("data8", model=DENSE))[1]
+
+
+def test_without_drops_the_products_are_those_of_the_dense_model_though_there_is_room_for_more():
+    run = run_of("dropless", {"expert": 4, "data": 2}, ["experts"])
+    assert over_dense(cost_as_traced(run)[1]) == 1
+    assert over_dense(cost_as_written(run)[1]) <= 1.10
+
+
+def test_ragged_products_of_a_cpu_are_those_of_all_experts_with_all_rows(monkeypatch):
+    """Control."""
+    monkeypatch.setattr(mlp, "grouped_dot", lambda x, w, sizes, _: lax.ragged_dot(x, w, sizes))
+    assert over_dense(cost_as_written(run_of("dropless", {"expert": 4, "data": 2}, ["experts"]))[1]) > 2
+
+
+def test_a_balance_by_the_load_of_the_step_sends_a_number_for_each_expert():
+    """In each layer; and once the number of tokens."""
+    step, last_step, none = (
+        run_of("dropless", {"expert": 4, "data": 2}, ["experts"], balance).traced_bytes
+        for balance in (Balance(load="step"), Balance(load="last_step"), None)
+    )
+    added = {axes: step[axes] - last_step[axes] for axes in step if step[axes] != last_step[axes]}
+    assert added == {("data", "expert"): 2 * share(8) * (LAYERS * NUM + 1) * FLOAT}
+    assert last_step["data", "expert"] - none["data", "expert"] == 2 * share(8) * FLOAT
 
 
 def test_a_step_sends_a_ragged_buffer_once():

@@ -14,10 +14,13 @@ from meshpar.experiment.validate import FEATURES, REFUSED
 MODEL = {
     "kind": "llama", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 32, "vocab_size": 258,
 }  # fmt: skip
+EXPERTS = {"num": 2, "per_token": 1, "intermediate_size": 8}
 SETTINGS: dict[str, dict[str, Any]] = {
     "loss": {"loss": {"z_loss": 1e-4}},
     "freeze": {"freeze": ["embedding"]},
     "lora": {"lora": {"rank": 2}},
+    "model.experts.every": {"model": {"experts": EXPERTS | {"every": 2}}},
+    "model.experts.first_dense": {"model": {"experts": EXPERTS | {"first_dense": 1}}},
     "model.remat.offload": {"model": {"remat": {"offload": ["attn"]}}},
     "parallel.pipeline": {"parallel": {"pipeline": {"kind": "1f1b", "num_microbatches": 2}}},
     "parallel.gradient_reduction": {"parallel": {"gradient_reduction": {}}},

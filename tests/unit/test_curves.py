@@ -54,6 +54,21 @@ def test_every_run_has_its_curves_and_its_name(tmp_path, drawn):
     )  # fmt: skip
 
 
+def test_a_run_with_experts_has_a_picture_of_their_load(tmp_path, drawn):
+    load = [[[0.5, 0.5], [0.0, 1.0]], [[0.25, 0.75], [0.5, 0.5]]]
+    experts = {"num": 2, "per_token": 1, "intermediate_size": 4, "first_dense": 1}
+    steps = [{"kind": "train", "step": i, "loss": 1.0, "experts_load": load[i - 1]} for i in (1, 2)]
+    config = {"model": {"num_layers": 3, "experts": experts}}
+    run = write(tmp_path / "run", {"kind": "run", "step": 0, "config": config}, *steps)
+    dense = trained(tmp_path / "dense", 4.0)
+    assert draw([dense, run], tmp_path / "out.png") == [tmp_path / "out.png", tmp_path / "out-experts.png"]
+    assert (tmp_path / "out-experts.png").read_bytes().startswith(b"\x89PNG")
+    axes = drawn[1].axes[0]
+    assert axes.collections[0].get_array().tolist() == [[1.0, 0.5], [1.0, 1.5], [0.0, 1.0], [2.0, 1.0]]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2"]
+    assert (axes.get_title(), axes.get_xlabel()) == ("run", "step")
+
+
 def test_a_loss_of_the_users_own_has_no_unit(tmp_path, drawn):
     draw([trained(tmp_path / "run", 8.0, loss={"target": "own:loss"})], tmp_path / "out.png")
     assert drawn[0].axes[0].get_ylabel() == "loss"

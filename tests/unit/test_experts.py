@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
-from meshpar.cost.flops import flops, traced_products
+from meshpar.cost.flops import flops, needed_flops, traced_products
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
-from meshpar.nn.experts import Balance, Experts
+from meshpar.models import Llama
+from meshpar.nn.describe import functional, nested
+from meshpar.nn.experts import Balance, Experts, grouped, mixture
 from meshpar.nn.experts.balance import RouterState, summary
 from meshpar.nn.experts.capacity import by_capacity
+from meshpar.nn.experts.grouped import SMALLEST, Tiles, grouped_dot
 from meshpar.nn.experts.layer import DROPPED, MixtureOfExperts
 from meshpar.nn.experts.routing import LOAD
+from meshpar.nn.lora import LoRA
+from meshpar.tree import flatten_with_paths
 
 ROWS, SEQ, WIDTH, HIDDEN = 3, 16, 8, 12
 BASE = Experts(num=8, per_token=3, intermediate_size=HIDDEN)
@@ -64,10 +68,10 @@ def selected(experts, score, bias):
 
 def by_loop(built, x):
     """The layer as a loop over tokens and their experts, in NumPy."""
-    experts = built.experts
+    experts = built.config
     router = np.asarray(built.router.weight[...])
     bias = 0 if built.router.bias is None else np.asarray(built.router.bias[...])
-    gate, up, down = (np.asarray(weight[...]) for weight in (built.gate, built.up, built.down))
+    gate, up, down = (np.asarray(getattr(built.experts, name).kernel[...]) for name in ("gate", "up", "down"))
     y = np.zeros(x.shape)
     for place in np.ndindex(*x.shape[:2]):
         token = np.asarray(x[place])
@@ -111,6 +115,31 @@ def test_the_router_computes_in_float32():
     assert router(tokens().astype(jnp.bfloat16)).weights.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+def test_loras_update_of_an_expert_is_added_to_its_matrices(dispatch):
+    experts = BASE.model_copy(update={"dispatch": dispatch, "capacity_factor": 8.0})
+    lora = LoRA(rank=2, paths=("experts.*",))
+    built = layer(experts)
+    lora.adapt(built, nnx.Rngs(1))
+    for projection in (built.experts.gate, built.experts.up, built.experts.down):
+        assert projection.lora.a.shape[0] == projection.lora.b.shape[0] == experts.num
+        b = np.random.default_rng(0).normal(size=projection.lora.b.shape)
+        projection.lora.b = nnx.Param(jnp.asarray(0.1 * b))
+    merged = lora.merged(flatten_with_paths(nnx.to_pure_dict(nnx.state(built, nnx.Param))))
+    plain = functional(layer(experts))
+    y = built(tokens())[0]
+    assert (
+        np.abs(y - plain(nested({tuple(path.split(".")): x for path, x in merged.items()}), tokens())[0]).max() < 1e-12
+    )
+    assert np.abs(y - layer(experts)(tokens())[0]).max() > 1e-3
+
+
+def test_the_function_for_a_users_model_refuses_what_only_a_step_can_change():
+    arrays = [jnp.ones(shape) for shape in ((WIDTH, 8), (8, WIDTH, HIDDEN), (8, WIDTH, HIDDEN), (8, HIDDEN, WIDTH))]
+    with pytest.raises(ConfigError, match="has no shared experts, and nothing that a step changes"):
+        mixture(tokens(), *arrays, ROUTERS["deepseek"])
+
+
 # Capacity ------------------------------------------------------------------------------------------------------
 
 
@@ -147,13 +176,19 @@ def test_only_tokens_with_a_target_count():
 
 def test_the_balance_loss_is_the_products_of_loads_and_mean_scores():
     built = layer(BASE.model_copy(update={"balance": Balance(weight=0.1)}))
-    load = np.linspace(0, 0.25, BASE.num, dtype=np.float32)
-    built.router.load[...] = jnp.asarray(load)
     _, auxiliary = built(tokens())
     scores = np.asarray(jax.nn.softmax(tokens() @ built.router.weight[...]).mean((0, 1)))
-    assert auxiliary.losses["balance_loss"] == pytest.approx(0.1 * BASE.num * (load * scores).sum())
     counts = np.bincount(np.asarray(built.router(tokens()).ids).reshape(-1), minlength=BASE.num)
     np.testing.assert_allclose(auxiliary.metrics[LOAD], counts / counts.sum())
+    assert auxiliary.losses["balance_loss"] == pytest.approx(0.1 * BASE.num * (counts / counts.sum() * scores).sum())
+
+
+def test_the_balance_loss_of_the_last_steps_load_reads_a_parameter():
+    built = layer(BASE.model_copy(update={"balance": Balance(weight=0.1, load="last_step")}))
+    load = np.linspace(0, 0.25, BASE.num, dtype=np.float32)
+    built.router.load[...] = jnp.asarray(load)
+    scores = np.asarray(jax.nn.softmax(tokens() @ built.router.weight[...]).mean((0, 1)))
+    assert built(tokens())[1].losses["balance_loss"] == pytest.approx(0.1 * BASE.num * (load * scores).sum())
 
 
 def test_a_bias_moves_towards_an_even_load_and_stays_where_it_is_even():
@@ -162,7 +197,7 @@ def test_a_bias_moves_towards_an_even_load_and_stays_where_it_is_even():
     load = jnp.asarray([[0.5, 0.25, 0.25, 0.0], [0.25] * 4])
     moved, metrics = state.after_step(params, {LOAD: load, "other": jnp.ones(())}, jnp.int32(12))
     assert moved["blocks"]["mlp"]["router"]["bias"].tolist() == [[-0.1, 0, 0, 0.1], [0, 0, 0, 0]]
-    assert set(metrics) == {"other", "experts_max_load", "experts_entropy"}
+    assert set(metrics) == {"other", LOAD, "experts_max_load", "experts_entropy"}
 
 
 def test_the_summary_is_of_the_layer_with_the_most_uneven_load():
@@ -170,11 +205,56 @@ def test_the_summary_is_of_the_layer_with_the_most_uneven_load():
     assert (found["experts_max_load"], found["experts_entropy"]) == (4, 0)
 
 
+# Products of sorted rows ----------------------------------------------------------------------------------------
+
+
+def with_gradients(product, sizes):
+    """The result of a product of 170 rows, and the gradients of both operands."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(170, 5)))
+    w = jnp.asarray(rng.normal(size=(len(sizes), 5, 3)))
+    y, pull = jax.vjp(lambda x, w: product(x, w, jnp.asarray(sizes, jnp.int32)), x, w)
+    return y, *pull(jnp.cos(y))
+
+
+def in_tiles(x, w, sizes):
+    return grouped_dot(x, w, sizes, expected=len(x))
+
+
+# The last tile of a group begins before its rows, groups are empty, rows belong to no group.
+@pytest.mark.parametrize("sizes", [(5, 0, 146, 19), (170, 0, 0, 0), (3, 65, 64, 1), (0, 0, 0, 0)])
+def test_products_in_tiles_are_the_ragged_ones(sizes):
+    for one, other in zip(with_gradients(in_tiles, sizes), with_gradients(lax.ragged_dot, sizes), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_tile_that_writes_rows_of_another_group_is_seen(monkeypatch):
+    spans = grouped._spans
+    monkeypatch.setattr(grouped, "_spans", lambda sizes: (spans(sizes)[0], sizes + 1))
+    found, expected = (with_gradients(product, (5, 0, 146, 18)) for product in (in_tiles, lax.ragged_dot))
+    assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(found, expected, strict=True))
+
+
+def multiplied(rows, groups, per_tile):
+    """Rows of all tiles over those that a random router sends to the groups."""
+    sizes = np.random.default_rng(0).multinomial(rows, [1 / groups] * groups)
+    return (-(-sizes // per_tile) * per_tile).sum() / rows
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(24576, 8), (8192, 1), (65536, 64), (5120, 8)])
+def test_tiles_multiply_at_most_a_tenth_more_rows_than_arrive(rows, groups):
+    per_tile = Tiles.of(8 * rows, groups, rows).rows
+    assert multiplied(rows, groups, per_tile) <= 1.10 < multiplied(rows, groups, 64 * per_tile)
+
+
 def test_the_products_are_those_of_the_experts_of_each_token():
-    built = layer(BASE)
-    graph, state = nnx.split(built)
-    found = flops(traced_products(jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x)[0])(state, tokens())))
-    assert found["ragged_dot_general"] == Fraction(6 * ROWS * SEQ * BASE.per_token * WIDTH * HIDDEN)
+    graph, state = nnx.split(layer(BASE))
+    traced = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x)[0])(state, tokens())
+    found = [one for one in traced_products(traced) if one.needed != 1]
+    rows = ROWS * SEQ * BASE.per_token
+    assert needed_flops(found) == 6 * rows * WIDTH * HIDDEN
+    # 18 rows of each of 8 experts need a tile.
+    assert flops(found) == {"dot_general": 6 * 8 * SMALLEST * WIDTH * HIDDEN}
 
 
 @pytest.mark.parametrize(
@@ -189,6 +269,24 @@ def test_the_products_are_those_of_the_experts_of_each_token():
 def test_experts_that_cannot_be_selected_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         Experts(**{"num": 8, "per_token": 2, "intermediate_size": 4} | settings)
+
+
+@pytest.mark.parametrize(
+    ("experts", "fields", "message"),
+    [
+        ({"first_dense": 3}, {}, "experts: none of 3 layers has any, by first_dense and every"),
+        ({"every": 4}, {}, "experts: none of 3 layers has any, by first_dense and every"),
+        (
+            {"first_dense": 1},
+            {"pad_layers_to_multiple": 2},
+            "pad_layers_to_multiple = 2: it is for pipelines, whose layers must be equal",
+        ),
+    ],
+)
+def test_layers_without_experts_that_do_not_fit_the_model_are_refused(experts, fields, message):
+    experts = Experts(num=8, per_token=2, intermediate_size=4, **experts)
+    with pytest.raises(ConfigError, match=message):
+        Llama(num_layers=3, hidden_size=16, num_heads=4, intermediate_size=32, experts=experts, **fields)
 
 
 def refusal(**changes):
@@ -212,7 +310,12 @@ def refusal(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh": {"expert": 4}}, "experts = 6 is not divisible by expert = 4"),
+        (
+            {"mesh": {"expert": 4}},
+            "blocks.mlp.experts.down.kernel  float32[2, 6, 8, 16]  (layers, experts, mlp, embed)\n"
+            "    experts = 6 is not divisible by expert = 4    rule experts -> expert   (preset experts, dispatch)\n"
+            "    either mesh.expert=2 or mesh.expert=3 or mesh.expert=6, or rules.experts=[] to replicate it",
+        ),
         (
             {"experts": {"dispatch": "capacity", "capacity_factor": 0.1}},
             "0.1 gives an expert no place for a row of 16 tokens: all would be dropped\n"
@@ -221,6 +324,27 @@ def refusal(**changes):
         (
             {"experts": {"dispatch": "capacity"}, "mesh": {"context": 2}, "rules": ["context"]},
             "its places are for the tokens of a whole row, which context shards\n    model.experts.dispatch=dropless",
+        ),
+        (
+            {"parallel": {"expert": {"kind": "hierarchical", "group": 4}}},
+            "2 devices hold the experts, which cannot be divided into groups of 4\n    group=2",
+        ),
+        (
+            {"parallel": {"expert": "gather"}, "experts": {"dispatch": "capacity"}},
+            "gather is for dispatch=dropless: places of experts travel by a dense all-to-all",
+        ),
+        (
+            {"parallel": {"expert": "gather"}, "rules": ["replicated"], "mesh": {}},
+            "no tokens travel: the rules do not shard experts\n    the preset experts, or no parallel.expert",
+        ),
+        (
+            {"parallel": {"expert": "gather"}, "lowering": "auto"},
+            "GSPMD chooses how tokens reach their experts\n    lowering=manual, or no parallel.expert",
+        ),
+        (
+            {"experts": {"balance": "loss"}, "num_microbatches": 2},
+            "step: the first of 2 microbatches ends before the load of all is known\n"
+            "    model.experts.balance.load=last_step",
         ),
         (
             {"mesh": {"tensor": 2}, "rules": {"preset": "replicated", "experts": ["tensor"]}},

@@ -2,7 +2,7 @@
 
 A loop runs its body as often as its trip count says. XLA prints trip counts on CPU and GPU. On TPU they are computed
 from the loop's counter: its start, its step and its limit. XLA peels the first turn off some loops, so the start may be
-1.
+1. Where data decide how often a loop runs, its scope says how often it is expected to.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from meshpar.inspection.program.text import Instruction, Program
 
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)/cond$")
+_EXPECTED = re.compile(r"runs_(\d+)_times/while$")
 _CALLS = ("to_apply", "calls", "called_computations")
 
 
@@ -76,8 +77,8 @@ def _product(times: Fraction | None, trips: int | None) -> Fraction | None:
 
 
 def trip_count(program: Program, loop: Instruction) -> int | None:
-    """How often the body of a `while` runs; None if that is unknown."""
-    if known := _KNOWN_TRIPS.search(loop.rest):
+    """How often the body of a `while` runs, or is expected to run if data decide; None if neither is known."""
+    if known := _KNOWN_TRIPS.search(loop.rest) or _EXPECTED.search(loop.op_name):
         return int(known[1])
     outside = program.computation(loop.computation)
     condition = program.computation(loop.word("condition"))

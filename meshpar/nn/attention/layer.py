@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.nn.attention.context_parallel import across_shards
 from meshpar.nn.attention.core import Core, Window, local_key_heads
-from meshpar.nn.layers import Projection, RMSNorm, column_parallel, row_parallel
+from meshpar.nn.attention.head_norm import QKNorm, head_norm
+from meshpar.nn.layers import Projection, column_parallel, row_parallel
 from meshpar.nn.remat import named
 from meshpar.nn.rotary import RopeAngles, apply_rope
 from meshpar.nn.supported import Sharding, Supported
@@ -26,7 +27,8 @@ class Attention(nnx.Module):
 
     Args:
       bias: which projections have a bias: none, q, k and v, or all four.
-      qk_norm: eps of an RMSNorm over each head of q and k, before rotary positions; None for no norm.
+      qk_norm: which RMSNorm q and k have before rotary positions: none, over each head, or over all heads.
+      eps: of these norms.
     """
 
     sharding: ClassVar[Sharding] = {
@@ -37,7 +39,7 @@ class Attention(nnx.Module):
 
     def __init__(
         self, width: int, heads: int, kv_heads: int, head_dim: int, *,
-        bias: Bias, out_std: float, rngs: nnx.Rngs, qk_norm: float | None = None,
+        bias: Bias, out_std: float, rngs: nnx.Rngs, qk_norm: QKNorm = False, eps: float = 1e-5,
     ):  # fmt: skip
         inner = bias != "none"
         embed = [("embed", width)]
@@ -46,8 +48,8 @@ class Attention(nnx.Module):
         self.k = Projection(embed, [("kv_heads", kv_heads), size], bias=inner, rngs=rngs)
         self.v = Projection(embed, [("kv_heads", kv_heads), size], bias=inner, rngs=rngs)
         self.o = Projection([("heads", heads), size], embed, bias=bias == "all", rngs=rngs, std=out_std)
-        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm, dim="head_dim")
-        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm, dim="head_dim")
+        self.q_norm = head_norm(qk_norm, heads, head_dim, eps=eps, dim="heads")
+        self.k_norm = head_norm(qk_norm, kv_heads, head_dim, eps=eps, dim="kv_heads")
 
     def __call__(
         self, x_BRD: Float[Array, "B R D"], core: Core, positions: Int[Array, "B S"],

@@ -32,8 +32,7 @@ class RouterState:
     @property
     def name(self) -> str | None:
         """The name of the parameter; None if the router has none."""
-        kinds = {"loss": "load", "bias": "bias"}
-        return kinds[self.experts.balance.kind] if self.experts.balance else None
+        return self.experts.balance.carried if self.experts.balance else None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -41,15 +40,14 @@ class RouterState:
         return (f"{self.layers}.mlp.router.{self.name}",) if self.name else ()
 
     def after_step(self, params: Any, metrics: Metrics, tokens: jax.Array) -> tuple[Any, Metrics]:
-        """The parameters for the next step, and the metrics with a summary in place of the loads.
+        """The parameters for the next step, and the metrics with a summary of the loads.
 
         Args:
           metrics: of the step; the loads are float[layers, experts].
           tokens: the number of tokens that counted.
         """
         load = metrics[LOAD]
-        others = {name: x for name, x in metrics.items() if name != LOAD}
-        return self._moved(params, load, tokens), others | summary(load)
+        return self._moved(params, load, tokens), metrics | summary(load)
 
     def _moved(self, params: Any, load: Float[Array, "L E"], tokens: Int[Array, ""]) -> Any:
         if self.name is None:

@@ -18,12 +18,13 @@ class Balance(Config):
     """How experts are kept equally loaded.
 
     - `loss`: adds `weight * num * sum_e load[e] * score[e]` to the loss of each layer, where `score[e]` is the mean
-      score of expert e over the tokens of this step, and `load[e]` its part of all choices in the last step. Both are
-      over all tokens that count, so the loss does not depend on the number of devices or microbatches.
+      score of expert e, and `load[e]` its part of all choices. Both are over all tokens of a step that count, so the
+      loss is the same on any number of devices.
     - `bias`: adds a bias to the scores by which experts are selected, and changes it by `weight` after each step, up
       for an expert that had fewer tokens than the mean, down for one that had more. There is no loss.
 
-    Source: Fedus et al. 2021, arXiv:2101.03961 (loss); Wang et al. 2024, arXiv:2408.15664 (bias).
+    Source: Fedus et al. 2021, arXiv:2101.03961; Qiu et al. 2025, arXiv:2501.11873 (the load of all devices); Wang et
+      al. 2024, arXiv:2408.15664 (bias).
     """
 
     shorthand: ClassVar = "kind"
@@ -31,10 +32,25 @@ class Balance(Config):
     """`loss` adds a loss, `bias` changes the selection without a loss."""
     weight: Weight = 0.01
     """The weight of the loss; or by how much a bias changes in a step, for which 0.001 is usual."""
+    load: Literal["step", "last_step"] = "step"
+    """The load in the loss: that of this step, which devices sum in each layer; or that of the last step. Microbatches
+    and pipelines need `last_step`: they compute losses before they know the load of all tokens."""
+
+    @property
+    def needs_one_pass(self) -> bool:
+        """Whether the layers have to compute all tokens of a step at once."""
+        return self.kind == "loss" and self.load == "step"
+
+    @property
+    def carried(self) -> Literal["load", "bias"] | None:
+        """The parameter of a router that each step changes; None if there is none."""
+        if self.kind == "bias":
+            return "bias"
+        return "load" if self.load == "last_step" else None
 
 
 class Experts(Config):
-    """Replaces the MLP of each block by experts, of which every token uses a few."""
+    """Replaces the MLPs of blocks by experts, of which every token uses a few."""
 
     num: Positive
     """Number of routed experts."""
@@ -42,6 +58,11 @@ class Experts(Config):
     """How many of them each token is sent to."""
     intermediate_size: Positive
     """Width of the hidden layer of one expert."""
+    first_dense: Count = 0
+    """How many of the first layers have an MLP of the model's `intermediate_size` instead of experts (DeepSeek-V3)."""
+    every: Positive = 1
+    """Of the other layers, which have experts: those whose number, from 1, is a multiple of `every`. The rest have an
+    MLP, as under `decoder_sparse_step` of Hugging Face."""
     shared: Count = 0
     """Number of further experts that all tokens use. They are computed as one MLP of their joint width."""
     router: Literal["softmax", "sigmoid"] = "softmax"
@@ -78,6 +99,14 @@ class Experts(Config):
             raise ValueError(f"per_token = {self.per_token}, but {what}")
         return self
 
+    def are_in(self, layer: int) -> bool:
+        """Whether the layer with this index, from 0, has experts.
+
+        >>> [layer for layer in range(8) if Experts(num=2, per_token=1, intermediate_size=4, every=2).are_in(layer)]
+        [1, 3, 5, 7]
+        """
+        return layer >= self.first_dense and (layer + 1) % self.every == 0
+
     def capacity(self, seq_len: int) -> int:
         """How many tokens of a row of `seq_len` an expert has places for; 0 if the factor is too small for one.
 
@@ -102,7 +131,13 @@ class Experts(Config):
         return self.model_copy(update={name: Experts.model_fields[name].default for name in names})
 
     def check(self, ctx: ParallelContext, seq_len: int, problems: Problems) -> None:
-        """Reports a dispatch that cannot work on this mesh, or with rows of this length."""
+        """Reports a dispatch or a balance that cannot work on this mesh, or with rows of this length."""
+        if ctx.parallel.expert:
+            num_shards = math.prod(ctx.mesh.shape[axis] for axis in ctx.dispatch("experts"))
+            ctx.parallel.expert.check(self.dispatch, num_shards, problems)
+        if self.balance and self.balance.needs_one_pass and ctx.num_passes > 1:
+            what = f"step: the first of {ctx.num_passes} microbatches ends before the load of all is known"
+            problems.add("model.experts.balance.load", what, "model.experts.balance.load=last_step")
         if self.dispatch != "capacity":
             return
         if not self.capacity(seq_len):

@@ -6,39 +6,120 @@ Shapes: T tokens, K experts of a token, D embed, E experts, N rows.
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-from meshpar.nn.experts.exchange import Exchange
+from meshpar.mesh.varying import Axes
+from meshpar.nn.experts.exchange import Devices, Exchange, Plan, selected, send
 from meshpar.nn.experts.mlp import ExpertWeights
+from meshpar.nn.experts.sorting import counts, rows_of, sort, summed
 
 
 def dropless(
     x_TD: Float[Array, "T D"], ids_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"], experts: ExpertWeights,
-    num_experts: int, exchange: Exchange | None = None,
+    axes: Axes = (),
 ) -> Float[Array, "T D"]:  # fmt: skip
     """The weighted sum of the results of each token's experts.
 
     Args:
       experts: those on this device.
-      num_experts: those on all devices of the exchange.
-      exchange: sends rows to the devices of their experts; None if this device has all experts.
+      axes: over which experts are sharded; empty if this device has all of them.
 
-    Communication: that of the exchange, there and back.
-    Memory: N rows of the width of the residual stream, and of the experts' hidden layer. N = T K on one device; see
-      `Exchange` for several.
+    Communication: none on one device; see `_sent`, `_gathered` and `_by_groups` for several.
+    Memory: N rows of the width of the residual stream, and of the experts' hidden layer. N = T K on one device; on n
+      devices n T min(K, E/n), because a router may send the tokens of all to one.
+    """
+    weights_TK = weights_TK.astype(x_TD.dtype)
+    if not axes:
+        return _of_own(x_TD, ids_TK, weights_TK, experts, ids_TK.size)
+    chosen = selected()
+    devices = Devices.along(axes)
+    if chosen.kind == "hierarchical":
+        return _by_groups(x_TD, ids_TK, weights_TK, experts, *devices.divided(chosen.group or 1))
+    exchange = {"ragged": _sent, "gather": _gathered}[chosen.kind]
+    return exchange(x_TD, ids_TK, weights_TK, experts, devices)
+
+
+def _of_own(
+    x_TD: Float[Array, "T D"], ids_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"], experts: ExpertWeights,
+    expected: int,
+) -> Float[Array, "T D"]:  # fmt: skip
+    """The weighted sum of the results of this device's experts, which are counted from 0; of all others it is 0.
+
+    Args:
+      expected: the number of choices of this device's experts, if the router is balanced.
+    """
+    num = experts.num
+    is_own = (ids_TK >= 0) & (ids_TK < num)
+    order = sort(jnp.where(is_own, ids_TK, num), len(x_TD) * min(ids_TK.shape[1], num))
+    results_ND = experts.of_sorted(rows_of(x_TD, order), counts(ids_TK, num), expected)
+    return summed(results_ND, weights_TK, order)
+
+
+def _gathered(
+    x_TD: Float[Array, "T D"], ids_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"], experts: ExpertWeights,
+    devices: Devices,
+) -> Float[Array, "T D"]:  # fmt: skip
+    """Each device gathers the tokens of all n, and computes the choices of its experts; the sums are scattered.
+
+    Communication: forward n-1 times x and the ids and weights to gather, n-1 times x to scatter; backward n-1 times x
+      twice, and the weights.
+    """
+    expected = ids_TK.size
+    axes = devices.axes
+    x_TD, ids_TK, weights_TK = (lax.all_gather(x, axes, tiled=True) for x in (x_TD, ids_TK, weights_TK))
+    own_TK = ids_TK - devices.index * experts.num
+    return lax.psum_scatter(_of_own(x_TD, own_TK, weights_TK, experts, expected), axes, tiled=True)
+
+
+def _sent(
+    x_TD: Float[Array, "T D"], ids_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"], experts: ExpertWeights,
+    devices: Devices, expected: int | None = None,
+) -> Float[Array, "T D"]:  # fmt: skip
+    """Rows travel to the devices of their experts and back, see `Exchange`. Other experts contribute 0.
+
+    Args:
+      expected: the number of choices of a device's experts, if the router is balanced. Default: those of T tokens.
     """
     num, per_token = ids_TK.shape
-    order_N = jnp.argsort(ids_TK.reshape(-1), stable=True).astype(jnp.int32)
-    sizes_E = jnp.bincount(ids_TK.reshape(-1), length=num_experts).astype(jnp.int32)
-    rows_ND = x_TD[order_N // per_token]
-    if exchange is None:
-        results_ND = experts.of_sorted(rows_ND, sizes_E)
-    else:
-        results_ND = exchange.apply(experts.of_sorted, rows_ND, sizes_E, num * min(per_token, exchange.per_device))
-    results_TKD = results_ND[inverse(order_N)].reshape(num, per_token, -1)
-    return jnp.einsum("tkd,tk->td", results_TKD, weights_TK.astype(x_TD.dtype))
+    exchange = Exchange(devices, experts.num)
+    is_own = (ids_TK >= 0) & (ids_TK < exchange.num_experts)
+    order = sort(jnp.where(is_own, ids_TK, exchange.num_experts), num * min(per_token, exchange.num_experts))
+
+    def compute(rows: Array, sizes: Array) -> Array:
+        return experts.of_sorted(rows, sizes, ids_TK.size if expected is None else expected)
+
+    sizes_E = counts(ids_TK, exchange.num_experts)
+    longest = num * min(per_token, exchange.per_device)
+    results_ND = exchange.apply(compute, rows_of(x_TD, order), sizes_E, longest)
+    return summed(results_ND, weights_TK, order)
 
 
-def inverse(order: Int[Array, "N"]) -> Int[Array, "N"]:
-    """The permutation that undoes `order`."""
-    return jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+def _by_groups(
+    x_TD: Float[Array, "T D"], ids_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"], experts: ExpertWeights,
+    inside: Devices, across: Devices,
+) -> Float[Array, "T D"]:  # fmt: skip
+    """A token travels once to each group that has any of its experts, inside to their devices; sums travel back.
+
+    With k groups of g devices, a device sends its rows across to the device with its own place in another group.
+
+    Communication: across, min(K, k)/K at most of what `_sent` sends across; inside, (g-1)/g of the rows.
+    Source: Rajbhandari et al. 2022, arXiv:2201.05596 (hierarchical all-to-all); DeepSeek-AI 2024, arXiv:2412.19437
+      (a token crosses to a node once).
+    """
+    num, per_token = ids_TK.shape
+    per_group = inside.size * experts.num
+    groups_TK = ids_TK // per_group
+    earlier = jnp.tril(jnp.ones((per_token, per_token), bool), -1)
+    is_again = ((groups_TK[:, :, None] == groups_TK[:, None, :]) & earlier).any(-1)
+    groups_TK = jnp.where(is_again, across.size, groups_TK)
+    order = sort(groups_TK, num * min(per_token, across.size))
+    there = Plan(across.gather(counts(groups_TK, across.size)), across)
+    room = num * across.size
+    x_MD = send(rows_of(x_TD, order), there, room)
+    weights_MK = send(rows_of(weights_TK, order), there, room)
+    # Rows that nobody sent have id 0: no expert.
+    ids_MK = send(ids_TK[order.tokens] + 1, there, room) - 1
+    y_MD = _sent(x_MD, ids_MK - across.index * per_group, weights_MK, experts, inside, ids_TK.size)
+    y_ND = send(y_MD, there.back, len(order.choices))
+    return summed(y_ND, jnp.ones_like(weights_TK), order)

@@ -11,18 +11,16 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshpar.cost.flops import needed
 from meshpar.nn.experts.capacity import by_capacity
 from meshpar.nn.experts.config import Experts
 from meshpar.nn.experts.dropless import dropless
-from meshpar.nn.experts.exchange import Exchange
-from meshpar.nn.experts.mlp import ExpertWeights
+from meshpar.nn.experts.mlp import RoutedExperts
 from meshpar.nn.experts.places import of_places
 from meshpar.nn.experts.routing import Router, Routes, means
-from meshpar.nn.layers import SwiGLU, normal
+from meshpar.nn.layers import SwiGLU
 from meshpar.nn.remat import Activation
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import tensor
@@ -39,7 +37,7 @@ class MixtureOfExperts(nnx.Module):
     The experts are sharded over the axes to which tokens are dispatched, which carry rows of the batch outside of this
     layer; their hidden layer over the axes of `mlp`; their storage over those of `embed`.
 
-    Communication: tokens travel to the devices of their experts and back, see `Exchange` and `of_places`; and that of
+    Communication: tokens travel to the devices of their experts and back, see `dropless` and `of_places`; and that of
       `tensor.enter_region` and `exit_region`, twice with shared experts.
     """
 
@@ -54,11 +52,9 @@ class MixtureOfExperts(nnx.Module):
 
     def __init__(self, width: int, experts: Experts, *, out_std: float, rngs: nnx.Rngs):
         hidden = experts.intermediate_size
-        self.experts = experts
+        self.config = experts
         self.router = Router(width, experts, rngs=rngs)
-        self.gate = normal(rngs, (experts.num, width, hidden), width**-0.5, ("experts", "embed", "mlp"))
-        self.up = normal(rngs, (experts.num, width, hidden), width**-0.5, ("experts", "embed", "mlp"))
-        self.down = normal(rngs, (experts.num, hidden, width), out_std, ("experts", "mlp", "embed"))
+        self.experts = RoutedExperts(experts.num, width, hidden, out_std=out_std, rngs=rngs)
         joint = experts.shared * hidden
         self.shared = SwiGLU(width, joint, bias=False, out_std=out_std, rngs=rngs) if joint else None
 
@@ -80,7 +76,7 @@ class MixtureOfExperts(nnx.Module):
         auxiliary = self.router.auxiliary(routes, counted_BR, count)
         if is_kept_BRK is not None:
             is_dropped = counted_BR[..., None] & ~is_kept_BRK
-            num = is_dropped.sum().astype(routes.scores.dtype) / self.experts.per_token
+            num = is_dropped.sum().astype(routes.scores.dtype) / self.config.per_token
             auxiliary.metrics.update(means({DROPPED: num}, count))
         return y_BRD, auxiliary
 
@@ -89,19 +85,18 @@ class MixtureOfExperts(nnx.Module):
         x_BSD = tensor.enter_region(x_BRD, "mlp")
         weights_BSK = tensor.enter_region(routes.weights, "mlp")
         ids_BSK = tensor.whole_seq(routes.ids)
-        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...])
+        weights = self.experts.weights
         axes = dispatch_axes("experts")
-        num = self.experts.num
-        if self.experts.dispatch == "capacity":
-            places = max(1, self.experts.capacity(x_BSD.shape[1]))  # a row of generation may have one token
-            num_choices = ids_BSK.shape[1] * self.experts.per_token
+        num = self.config.num
+        if self.config.dispatch == "capacity":
+            places = max(1, self.config.capacity(x_BSD.shape[1]))  # a row of generation may have one token
+            num_choices = ids_BSK.shape[1] * self.config.per_token
             with needed(Fraction(min(num_choices, num * places), num * places)):
                 y_BSD, is_kept_BSK = by_capacity(
                     x_BSD, ids_BSK, weights_BSK, lambda x: of_places(weights, x, axes), num, places
                 )
             return tensor.exit_region(y_BSD, "mlp"), tensor.local_seq(is_kept_BSK)
-        exchange = Exchange(axes, num // lax.axis_size(axes)) if axes else None
         rows, seq = x_BSD.shape[:2]
         x_TD, ids_TK, weights_TK = (x.reshape(rows * seq, -1) for x in (x_BSD, ids_BSK, weights_BSK))
-        y_TD = dropless(x_TD, ids_TK, weights_TK, weights, num, exchange)
+        y_TD = dropless(x_TD, ids_TK, weights_TK, weights, axes)
         return tensor.exit_region(y_TD.reshape(x_BSD.shape), "mlp"), None

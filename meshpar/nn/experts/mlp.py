@@ -5,42 +5,104 @@ Shapes: N rows, E experts on this device, P places of an expert, D embed, M mlp.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from meshpar.mesh.varying import varying_alike
-from meshpar.nn.layers import silu_product
+from meshpar.nn.experts.grouped import grouped_dot
+from meshpar.nn.layers import LowRank, normal, silu_product
 from meshpar.nn.remat import named
+from meshpar.parallel.linear import Adapter
+
+Dot = Callable[[jax.Array, jax.Array], jax.Array]
+"""(rows, matrices [experts, in, out]) -> the product of each row with the matrix of its expert."""
+
+
+class Matrices(NamedTuple):
+    """A matrix of each expert on this device, and LoRA's update of it.
+
+    Args:
+      kernel: [experts, in, out].
+      adapter: of matrices [experts, in, rank] and [experts, rank, out]; None without LoRA.
+    """
+
+    kernel: jax.Array
+    adapter: Adapter | None = None
+
+    def product(self, x: jax.Array, dot: Dot) -> jax.Array:
+        """The products of rows, with LoRA's term."""
+        y = dot(x, self.kernel)
+        return y if self.adapter is None else y + self.adapter.scaled(dot(dot(x, self.adapter.a), self.adapter.b))
 
 
 class ExpertWeights(NamedTuple):
     """The matrices of the experts on this device: gate and up [experts, embed, mlp], down [experts, mlp, embed]."""
 
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
+    gate: Matrices
+    up: Matrices
+    down: Matrices
 
-    def of_sorted(self, x_ND: Float[Array, "N D"], sizes_E: Int[Array, "E"]) -> Float[Array, "N D"]:
+    @property
+    def num(self) -> int:
+        """The number of experts on this device."""
+        return len(self.gate.kernel)
+
+    def of_sorted(self, x_ND: Float[Array, "N D"], sizes_E: Int[Array, "E"], expected: int) -> Float[Array, "N D"]:
         """The results of rows that are sorted by expert; 0 for rows beyond the last expert's.
 
         Args:
           sizes_E: int32, the number of rows of each expert.
+          expected: their sum, if the router is balanced.
         """
-
-        def product(x: jax.Array, weights: jax.Array) -> jax.Array:
-            x, weights, sizes = varying_alike(x, weights, sizes_E)
-            return lax.ragged_dot(x, weights, sizes)
-
-        gate = named(product(x_ND, self.gate), "gate")
-        up = named(product(x_ND, self.up), "up")
-        return product(silu_product(gate, up), self.down)
+        return self._swiglu(x_ND, lambda x, matrices: grouped_dot(x, matrices, sizes_E, expected))
 
     def of_places(self, x_BEPD: Float[Array, "B E P D"]) -> Float[Array, "B E P D"]:
         """The results of rows in places of experts."""
-        gate = named(jnp.einsum("bepd,edm->bepm", x_BEPD, self.gate), "gate")
-        up = named(jnp.einsum("bepd,edm->bepm", x_BEPD, self.up), "up")
-        return jnp.einsum("bepm,emd->bepd", silu_product(gate, up), self.down)
+        return self._swiglu(x_BEPD, partial(jnp.einsum, "bepi,eio->bepo"))
+
+    def _swiglu(self, x: jax.Array, dot: Dot) -> jax.Array:
+        gate = named(self.gate.product(x, dot), "gate")
+        up = named(self.up.product(x, dot), "up")
+        return self.down.product(silu_product(gate, up), dot)
+
+
+class ExpertProjection(nnx.Module):
+    """A linear map for each expert: `x @ kernel[e]`, which LoRA can adapt.
+
+    Args:
+      inputs, outputs: (name, size) of these dims.
+      std: standard deviation of the initial kernel.
+    """
+
+    num_inputs: ClassVar[int] = 1
+
+    def __init__(
+        self, num_experts: int, inputs: tuple[str, int], outputs: tuple[str, int], *, std: float, rngs: nnx.Rngs
+    ):
+        dims = ("experts", inputs[0], outputs[0])
+        self.kernel = normal(rngs, (num_experts, inputs[1], outputs[1]), std, dims)
+        self.lora: LowRank | None = nnx.data(None)
+
+    @property
+    def matrices(self) -> Matrices:
+        return Matrices(self.kernel[...], self.lora and self.lora.adapter)
+
+
+class RoutedExperts(nnx.Module):
+    """The SwiGLU of each expert."""
+
+    def __init__(self, num: int, width: int, hidden: int, *, out_std: float, rngs: nnx.Rngs):
+        embed = ("embed", width)
+        mlp = ("mlp", hidden)
+        self.gate = ExpertProjection(num, embed, mlp, std=width**-0.5, rngs=rngs)
+        self.up = ExpertProjection(num, embed, mlp, std=width**-0.5, rngs=rngs)
+        self.down = ExpertProjection(num, mlp, embed, std=out_std, rngs=rngs)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(self.gate.matrices, self.up.matrices, self.down.matrices)

@@ -56,9 +56,9 @@ class Router(nnx.Module):
     def __init__(self, width: int, experts: Experts, *, rngs: nnx.Rngs):
         self.experts = experts
         self.weight = normal(rngs, (width, experts.num), width**-0.5, ("embed", "router"))
-        kind = experts.balance and experts.balance.kind
-        self.bias = filled(0.0, (experts.num,), ("router",)) if kind == "bias" else None
-        self.load = filled(1 / experts.num, (experts.num,), ("router",)) if kind == "loss" else None
+        carried = experts.balance and experts.balance.carried
+        self.bias = filled(0.0, (experts.num,), ("router",)) if carried == "bias" else None
+        self.load = filled(1 / experts.num, (experts.num,), ("router",)) if carried == "load" else None
 
     def __call__(self, x_BRD: Float[Array, "B R D"]) -> Routes:
         logits = jnp.einsum("brd,de->bre", wide(x_BRD), wide(self.weight[...]), precision="highest")
@@ -77,23 +77,38 @@ class Router(nnx.Module):
           counted_BR: which tokens count.
           count: their number on this device, over all of `residual_seq`.
 
-        Communication: with sequence parallelism an all-reduce of the sums over the axes of `residual_seq`.
+        Communication: with sequence parallelism an all-reduce of the sums over the axes of `residual_seq`. For the
+          balance loss with the load of this step an all-reduce of E numbers over all axes of the tokens.
         """
         each = counted_BR.astype(routes.logits.dtype)
         num_choices = jax.nn.one_hot(routes.ids, self.experts.num, dtype=each.dtype).sum(-2)
         sums = {
             LOAD: jnp.einsum("br,bre->e", each, num_choices) / self.experts.per_token,
         }
-        if self.load is not None and self.experts.balance:
-            load_E = lax.stop_gradient(self.load[...].astype(each.dtype))
+        balance = self.experts.balance
+        if balance and balance.kind == "loss":
+            load_E = self._load(sums[LOAD], counted_BR)
             product = jnp.einsum("br,bre,e->", each, routes.scores, load_E)
-            sums["balance_loss"] = self.experts.balance.weight * self.experts.num * product
+            sums["balance_loss"] = balance.weight * self.experts.num * product
         if self.experts.z_loss:
             square = jnp.square(jax.nn.logsumexp(routes.logits, axis=-1))
             sums["router_z_loss"] = self.experts.z_loss * (each * square).sum()
         losses = means(sums, count)
         load = losses.pop(LOAD)
         return Auxiliary(losses, {LOAD: load})
+
+    def _load(self, choices_E: Float[Array, "E"], counted_BR: Bool[Array, "B R"]) -> Float[Array, "E"]:
+        """The load in the balance loss, without a gradient: that of the last step, or that of all tokens of this one.
+
+        Args:
+          choices_E: the choices of this device's tokens that count, in units of a token.
+        """
+        if self.load is not None:
+            return lax.stop_gradient(self.load[...].astype(choices_E.dtype))
+        count = counted_BR.sum(dtype=jnp.int32)
+        if axes := manual_axes("batch") + manual_axes("seq") + manual_axes("residual_seq"):
+            choices_E, count = lax.psum((choices_E, count), axes)
+        return lax.stop_gradient(choices_E / jnp.maximum(count, 1).astype(choices_E.dtype))
 
     def _selected(self, scores_BRE: Float[Array, "B R E"]) -> Int[Array, "B R K"]:
         if self.bias is not None:

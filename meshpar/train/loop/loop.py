@@ -211,7 +211,11 @@ class Loop:
         return every is not None and index % every == 0 and index != self.num_steps
 
     def _log(self, index: int, metrics: Metrics, stopwatch: Stopwatch) -> None:
-        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        # Arrays, such as the load of experts, are rounded: a record is a line of text.
+        values = {
+            name: np.round(value.astype(float), 6).tolist() if value.ndim else value.item()
+            for name, value in jax.device_get(metrics).items()
+        }
         speed = stopwatch.lap()
         if speed and self.mfu_of:
             speed["mfu"] = self.mfu_of(speed["tokens_per_s"])

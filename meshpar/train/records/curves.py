@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshpar.errors import ConfigError, Problems
 from meshpar.train.records.file import FILE, read, series
+from meshpar.train.records.load_plot import draw_loads, loads
 
 if TYPE_CHECKING:
     from meshpar.train.records.loggers import Record
@@ -20,8 +21,10 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 STYLES = ("-", "--", ":", "-.")
 
 
-def draw(run_dirs: Sequence[Path], out: Path) -> None:
+def draw(run_dirs: Sequence[Path], out: Path) -> list[Path]:
     """Plots training and held-out loss, and below them the learning rate, over the steps of one or more runs.
+
+    For each run with experts a further picture shows their load. Returns the paths of all pictures.
 
     Args:
       run_dirs: directories that contain `metrics.jsonl`; the legend names the runs after them.
@@ -31,6 +34,8 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
       ConfigError: lists every directory without records; or matplotlib is not installed; or `out` cannot be written.
     """
     runs = dict(zip(_names(run_dirs), _all_records(run_dirs), strict=True))
+    sparse = {name: records for name, records in runs.items() if loads(records)}
+    pictures = [out.with_stem(f"{out.stem}-experts{i or ''}") for i in range(len(sparse))]
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -50,10 +55,13 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
     figure.legend(loc="outside lower center", ncols=2, frameon=False)  # below both, where it hides no curve
     try:
         figure.savefig(out)
+        for (name, records), picture in zip(sparse.items(), pictures, strict=True):
+            draw_loads(records, name, picture)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
     except ValueError as error:  # matplotlib does not know the ending
         raise ConfigError(f"--out {out}: {error}") from None
+    return [out, *pictures]
 
 
 def _curves(losses: Any, rates: Any, name: str, records: Sequence[Record], colour: str, style: str) -> None:

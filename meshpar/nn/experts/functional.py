@@ -1,0 +1,87 @@
+"""The mixture of experts as a function of arrays, for a model of the user's own.
+
+Shapes: B batch, S seq, R residual_seq, D embed, E experts, M mlp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from meshpar.errors import ConfigError
+from meshpar.nn.describe import functional
+from meshpar.nn.experts.config import Experts
+from meshpar.nn.experts.layer import MixtureOfExperts
+from meshpar.parallel.context import ParallelContext, current, tracing
+from meshpar.parallel.outputs import Auxiliary
+
+_MATRIX = ("experts", "embed", "mlp")
+DIMS = (("embed", "router"), _MATRIX, _MATRIX, ("experts", "mlp", "embed"))
+"""The dims of the router's weight, and of gate, up and down."""
+
+
+def mixture(
+    x_BRD: Float[Array, "B R D"], router_DE: Float[Array, "D E"], gate_EDM: Float[Array, "E D M"],
+    up_EDM: Float[Array, "E D M"], down_EMD: Float[Array, "E M D"], experts: Experts,
+    targets_BS: Int[Array, "B S"] | None = None,
+) -> tuple[Float[Array, "B R D"], Auxiliary]:  # fmt: skip
+    """The routed experts of `experts`, and the losses and metrics of their router, means over the tokens of this call.
+
+    Under GSPMD arrays are whole, and the function is a manual region: tokens travel as they do in `MixtureOfExperts`.
+    In the manual lowering arrays are local shards by the run's rules, and x are the rows of a device; matrices that the
+    rules store in shards are gathered before.
+
+    Args:
+      targets_BS: only tokens with a target of at least 0 count in losses and metrics. Default: all tokens do.
+
+    Raises:
+      ConfigError: `experts` has shared experts, or a balance that a step would have to carry.
+    """
+    if experts.shared or (experts.balance and experts.balance.carried):
+        what = "mixture(...) has no shared experts, and nothing that a step changes"
+        raise ConfigError(f"{what}: set experts.shared=0, and no balance, or balance={{kind: loss, load: step}}")
+    targets = jnp.zeros(x_BRD.shape[:2], jnp.int32) if targets_BS is None else targets_BS
+    arrays = (x_BRD, targets, router_DE, gate_EDM, up_EDM, down_EMD)
+    ctx = current()
+    if ctx is None or ctx.is_local:
+        return _local(experts, *arrays)
+    return _region(experts, ctx, arrays)
+
+
+def _local(
+    experts: Experts, x: jax.Array, targets: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array,
+    down: jax.Array,
+) -> tuple[jax.Array, Auxiliary]:  # fmt: skip
+    width = x.shape[-1]
+    layer = nnx.eval_shape(lambda: MixtureOfExperts(width, experts, out_std=1.0, rngs=nnx.Rngs(0)))
+    matrices = {name: {"kernel": kernel} for name, kernel in (("gate", gate), ("up", up), ("down", down))}
+    return functional(layer)({"router": {"weight": router}, "experts": matrices}, x, targets)
+
+
+def _region(experts: Experts, ctx: ParallelContext, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, Auxiliary]:
+    """The function on local shards of global arrays."""
+    rows = PartitionSpec(ctx.axes("batch"), ctx.residual_axes)
+    tokens = ctx.axes("batch") + ctx.axes("seq")
+
+    def on_shards(x: jax.Array, targets: jax.Array, *params: jax.Array) -> tuple[jax.Array, Auxiliary]:
+        with tracing(replace(ctx, manual=True)):
+            y, auxiliary = _local(experts, x, targets, *params)
+        if not tokens:
+            return y, auxiliary
+        count = (targets >= 0).sum(dtype=jnp.int32)
+        sums = jax.tree.map(lambda mean: mean * count.astype(mean.dtype), auxiliary)
+        sums, total = lax.psum((sums, count), tokens)
+        return y, jax.tree.map(lambda x: x / jnp.maximum(total, 1).astype(x.dtype), sums)
+
+    def weights(dims: tuple[str, ...]) -> PartitionSpec:
+        return PartitionSpec(*(ctx.axes(dim) + ctx.dispatch(dim) for dim in dims))
+
+    in_specs = (rows, ctx.pspec("batch", "seq"), *map(weights, DIMS))
+    region = jax.shard_map(on_shards, mesh=ctx.mesh, in_specs=in_specs, out_specs=(rows, PartitionSpec()))
+    return region(*arrays)

@@ -1,0 +1,102 @@
+"""Sorts the choices of tokens by expert, and sums the results of each token's choices.
+
+A choice is one of the K experts of one of T tokens. Row n of a sorted array is that of choice `choices[n]`, and choice
+[t, k] is at row `places[t, k]`. With both permutations no pass scatters rows: the transpose of reading rows is reading
+them back.
+
+Shapes: T tokens, K experts of a token, N rows, D embed, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from meshpar.mesh.varying import varying_alike
+
+
+class Order(NamedTuple):
+    """The order of the rows.
+
+    Args:
+      choices: int32 [N], the choice of each row, counted over [T, K].
+      places: int32 [T, K], the row of each choice; at least N if it has none.
+    """
+
+    choices: jax.Array
+    places: jax.Array
+
+    @property
+    def tokens(self) -> Int[Array, "N"]:
+        """The token of each row."""
+        return self.choices // self.places.shape[1]
+
+    @property
+    def reversed(self) -> Order:
+        """The order that undoes this one. Each token must have one choice."""
+        return Order(self.places[:, 0], self.choices[:, None])
+
+
+def sort(ids_TK: Int[Array, "T K"], num_rows: int) -> Order:
+    """The order by expert; a later token comes after an earlier one. The last choices have no row if rows are fewer."""
+    choices = jnp.argsort(ids_TK.reshape(-1), stable=True).astype(jnp.int32)
+    rows = jnp.arange(len(choices), dtype=jnp.int32)
+    places = jnp.zeros_like(choices).at[choices].set(rows, unique_indices=True)
+    return Order(choices[:num_rows], places.reshape(ids_TK.shape))
+
+
+def counts(ids_TK: Int[Array, "T K"], num: int) -> Int[Array, "E"]:
+    """How many choices each of the experts 0 to num - 1 has."""
+    return (ids_TK[..., None] == jnp.arange(num, dtype=jnp.int32)).sum((0, 1), dtype=jnp.int32)
+
+
+def rows_of(x_TD: Float[Array, "T D"], order: Order) -> Float[Array, "N D"]:
+    """The token of each row."""
+    return _rows_of(*varying_alike(x_TD, *order))
+
+
+def summed(rows_ND: Float[Array, "N D"], weights_TK: Float[Array, "T K"], order: Order) -> Float[Array, "T D"]:
+    """The weighted sum of the rows of each token's choices."""
+    return _summed(*varying_alike(rows_ND, weights_TK, *order))
+
+
+@jax.custom_vjp
+def _rows_of(x_TD: jax.Array, choices: jax.Array, places: jax.Array) -> jax.Array:
+    return x_TD[Order(choices, places).tokens]
+
+
+def _rows_backward(order: Order, drows_ND: jax.Array) -> tuple[jax.Array | np.ndarray, ...]:
+    return _read(drows_ND, order.places).sum(1), *_no_gradient(order)
+
+
+_rows_of.defvjp(lambda x, *order: (_rows_of(x, *order), Order(*order)), _rows_backward)
+
+
+@jax.custom_vjp
+def _summed(rows_ND: jax.Array, weights_TK: jax.Array, choices: jax.Array, places: jax.Array) -> jax.Array:
+    return jnp.einsum("tkd,tk->td", _read(rows_ND, places), weights_TK)
+
+
+def _sum_backward(saved: tuple[jax.Array, jax.Array, Order], dy_TD: jax.Array) -> tuple[jax.Array | np.ndarray, ...]:
+    rows_ND, weights_TK, order = saved
+    drows_ND = dy_TD[order.tokens] * weights_TK.reshape(-1)[order.choices][:, None]
+    dweights_TK = jnp.einsum("tkd,td->tk", _read(rows_ND, order.places), dy_TD)
+    return drows_ND, dweights_TK, *_no_gradient(order)
+
+
+_summed.defvjp(
+    lambda rows, weights, *order: (_summed(rows, weights, *order), (rows, weights, Order(*order))), _sum_backward
+)
+
+
+def _read(rows_ND: jax.Array, places_TK: jax.Array) -> jax.Array:
+    """[T, K, D]; 0 for choices without a row."""
+    return rows_ND.at[places_TK].get(mode="fill", fill_value=0)
+
+
+def _no_gradient(order: Order) -> list[np.ndarray]:
+    return [np.zeros(x.shape, jax.dtypes.float0) for x in order]
