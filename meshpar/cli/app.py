@@ -29,9 +29,18 @@ NoCache = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
-def echo(result: Any, json: bool) -> None:
-    """Prints a result, as text or as JSON."""
-    typer.echo(json_format.dumps(result.as_json(), indent=2) if json else str(result))
+def echo(result: Any, json: bool, err: bool = False) -> None:
+    """Prints a result, as text or as JSON, in the first process."""
+    if is_first():
+        typer.echo(json_format.dumps(result.as_json(), indent=2) if json else str(result), err=err)
+
+
+def is_first() -> bool:
+    """Whether this process prints: it is the first of those that a launcher started, or the only one."""
+    from meshpar.mesh.join import place
+
+    mine = place()
+    return mine is None or mine.index == 0
 
 
 def use_cache(no_cache: bool) -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from meshpar.cli.app import app, leave, writing
+from meshpar.cli.programs import TRAIN, VERIFY, parse
 from meshpar.errors import ConfigError
-
-VERB = "train"
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def launch(
-    command: Annotated[list[str], typer.Argument(metavar="-- train CONFIG [KEY=VALUE]...", show_default=False)],
+    command: Annotated[list[str], typer.Argument(metavar="-- VERB CONFIG [KEY=VALUE]...", show_default=False)],
     processes: Annotated[int, typer.Option(min=1, help="Number of processes; with --slurm, on each node.")],
     devices: Annotated[
         int | None,
@@ -28,7 +27,9 @@ def launch(
     logs: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder for the output of all processes but the first.", show_default="RUN_DIR/logs"
+            metavar="DIR",
+            help="Folder for the output of all processes but the first.",
+            show_default="RUN_DIR/logs; ./logs",
         ),
     ] = None,
     restarts: Annotated[
@@ -45,26 +46,28 @@ def launch(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's script, and submit nothing.")] = False,
 ) -> None:
-    """Trains in several processes, on this machine or in a job of Slurm.
+    """Runs train, generate, verify, inspect or bench in several processes, on this machine or in a job of Slurm.
 
     The first process prints to the terminal. When one dies or hangs, all end, and it is said which and why. A signal
     ends all after the same step, with a checkpoint and exit code 75.
     """
     from meshpar.checkpoint.saved import FOLDER, steps
-    from meshpar.experiment.config import load
     from meshpar.launch.slurm import Job
     from meshpar.launch.supervise import supervise
     from meshpar.launch.workers import Group
 
     _check_options(slurm, {"--nodes": nodes > 1, "--sbatch": bool(sbatch), "--dry-run": dry_run})
-    words = _words(command)
-    run = load(words["config"], words["overrides"] or [])
+    program = parse(command)
+    if restarts and program.verb != TRAIN:
+        raise ConfigError(f"--restarts: {program.verb} has no checkpoints to start from; leave it out")
+    if devices and program.verb == VERIFY:
+        raise ConfigError("--devices: verify simulates as many as its small mesh has; leave it out")
     in_all = processes * nodes
-    total = devices * in_all if devices else run.mesh.requested()
+    total = devices * in_all if devices else program.num_devices
     if total and total % in_all:
         what = f"{in_all} processes cannot share the {total} devices of the mesh evenly"
         raise ConfigError(f"--processes {processes}: {what}; choose a number that divides {total}")
-    folder = logs or run.run_dir / "logs"
+    folder = logs or program.logs
     arguments = [*command, *(["--devices", str(total)] if devices else [])]
     if slurm:
         job = Job(arguments, nodes, processes, folder, sbatch or [])
@@ -72,11 +75,10 @@ def launch(
         return
     with writing("--logs", folder, "made"):
         folder.mkdir(parents=True, exist_ok=True)
-    program = [sys.executable, "-m", "meshpar", *arguments]
-    group = Group(program, processes, folder, port, hang_after)
+    group = Group([sys.executable, "-m", "meshpar", *arguments], processes, folder, port, hang_after)
 
     def newest() -> int | None:
-        return max(steps(run.run_dir / FOLDER), default=None)
+        return max(steps(program.run_dir / FOLDER), default=None) if program.run_dir else None
 
     ended = supervise(group.run, restarts, newest)
     if ended.code:
@@ -88,15 +90,3 @@ def _check_options(slurm: bool, given: dict[str, bool]) -> None:
     alone = [name for name, is_given in given.items() if is_given]
     if alone and not slurm:
         raise ConfigError(f"{', '.join(alone)}: for a job of Slurm; add --slurm")
-
-
-def _words(command: list[str]) -> dict[str, Any]:
-    """The arguments and options of the verb, checked before any process starts.
-
-    Raises:
-      ConfigError: the verb does not run in several processes.
-    """
-    if command[0] != VERB:
-        raise ConfigError(f"launch {command[0]}: only {VERB} runs in several processes")
-    verbs: Any = typer.main.get_command(app)
-    return verbs.commands[VERB].make_context(VERB, command[1:]).params

@@ -62,6 +62,17 @@ def whole(mesh: Any) -> NamedSharding:
     return NamedSharding(mesh, WHOLE)
 
 
+def on_host(tree: Any) -> Any:
+    """The values of global arrays, whole, on every process: tree of NumPy arrays. All processes call it.
+
+    Communication: an all-gather of every array that several processes hold.
+    """
+    if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
+        return jax.device_get(tree)
+    out_shardings = jax.tree.map(lambda x: whole(x.sharding.mesh), tree)
+    return jax.device_get(jax.jit(lambda arrays: arrays, out_shardings=out_shardings)(tree))
+
+
 def batch_structs(ctx: ParallelContext, specs: dict[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays of a batch as structs, sharded by the rules of their dims. A dim without a name is not sharded."""
 

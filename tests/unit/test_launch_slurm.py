@@ -76,6 +76,19 @@ def test_options_that_do_not_fit_are_refused(command, config, monkeypatch, words
     assert not Path("run").exists()
 
 
-def test_another_verb_is_refused(command, config):
-    said = command("launch", "--processes=2", "--", "explain", config)
-    assert (said.code, said.err) == (2, "meshpar: launch explain: only train runs in several processes\n")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--", "explain", "my config.yaml"], "launch explain: only train, generate, verify, inspect and bench run in"),
+        (["--restarts=1", "--", "verify", "my config.yaml"], "--restarts: verify has no checkpoints to start from"),
+        (["--devices=2", "--", "verify", "my config.yaml"], "--devices: verify simulates as many as its small mesh"),
+        (["--", "bench", "collectives", "--devices=5"], "2 processes cannot share the 5 devices of the mesh evenly"),
+        (["--", "generate", "my config.yaml", "--prompt=1"], "an untrained model cannot generate"),
+        (["--", "train", "none.yaml"], "none.yaml"),
+    ],
+)
+def test_a_command_that_cannot_run_is_refused_before_any_process_starts(command, config, words, told):
+    said = command("launch", "--processes=2", *words)
+    assert said.code == 2
+    assert told in said.err
+    assert not Path("logs").exists()
