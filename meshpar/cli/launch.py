@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
 import typer
 
@@ -12,11 +12,13 @@ from meshpar.cli.app import app, leave, writing
 from meshpar.cli.programs import TRAIN, VERIFY, parse
 from meshpar.errors import ConfigError
 
+SLURM, K8S = "--slurm", "--k8s"
+
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def launch(
     command: Annotated[list[str], typer.Argument(metavar="-- VERB CONFIG [KEY=VALUE]...", show_default=False)],
-    processes: Annotated[int, typer.Option(min=1, help="Number of processes; with --slurm, on each node.")],
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes; of a job, on each node.")],
     devices: Annotated[
         int | None,
         typer.Option(min=1, help="Number of CPU devices that each process simulates.", show_default="the mesh's share"),
@@ -39,24 +41,44 @@ def launch(
         float, typer.Option(min=1, help="Seconds without a step after which processes count as hung.")
     ] = 300.0,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit a job to Slurm instead.")] = False,
+    k8s: Annotated[bool, typer.Option("--k8s", help="Create a JobSet in Kubernetes instead.")] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Number of hosts of the job.")] = 1,
     sbatch: Annotated[
         list[str] | None,
         typer.Option(metavar="OPTION", help="An option of sbatch, as --partition=long; can be repeated."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's script, and submit nothing.")] = False,
+    image: Annotated[
+        str | None, typer.Option(help="Image of the pods' containers, with meshpar and the config.", show_default=False)
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the JobSet.", show_default="that of the run_dir")] = None,
+    volume: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CLAIM:PATH", help="A persistent volume claim, and where it is mounted; can be repeated."),
+    ] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RESOURCE=N", help="What a pod needs, as nvidia.com/gpu=8; can be repeated."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job, and submit nothing.")] = False,
 ) -> None:
-    """Runs train, generate, verify, inspect or bench in several processes, on this machine or in a job of Slurm.
+    """Runs train, generate, verify, inspect or bench in several processes, on this machine or in a scheduler's job.
 
     The first process prints to the terminal. When one dies or hangs, all end, and it is said which and why. A signal
     ends all after the same step, with a checkpoint and exit code 75.
     """
     from meshpar.checkpoint.saved import FOLDER, steps
+    from meshpar.launch.jobset import JobSet, named, parse_pairs
     from meshpar.launch.slurm import Job
     from meshpar.launch.supervise import supervise
     from meshpar.launch.workers import Group
 
-    _check_options(slurm, {"--nodes": nodes > 1, "--sbatch": bool(sbatch), "--dry-run": dry_run})
+    scheduler = [option for option, is_given in ((SLURM, slurm), (K8S, k8s)) if is_given]
+    _check_options(
+        scheduler,
+        {"--nodes": nodes > 1, "--dry-run": dry_run},
+        {"--sbatch": sbatch},
+        {"--image": image, "--name": name, "--volume": volume, "--limit": limit},
+    )
     program = parse(command)
     if restarts and program.verb != TRAIN:
         raise ConfigError(f"--restarts: {program.verb} has no checkpoints to start from; leave it out")
@@ -69,9 +91,17 @@ def launch(
         raise ConfigError(f"--processes {processes}: {what}; choose a number that divides {total}")
     folder = logs or program.logs
     arguments = [*command, *(["--devices", str(total)] if devices else [])]
-    if slurm:
-        job = Job(arguments, nodes, processes, folder, sbatch or [])
-        typer.echo(job.script() if dry_run else job.submit(), nl=not dry_run)
+    if scheduler:
+        if slurm:
+            job = Job(arguments, nodes, processes, folder, sbatch or [])
+        else:
+            run_dir = program.run_dir and PurePosixPath(program.run_dir)
+            job = JobSet(
+                arguments, in_all, image or "", name or named(run_dir.name if run_dir else program.verb), run_dir,
+                parse_pairs("--volume", volume or [], ":", "CLAIM:PATH"),
+                parse_pairs("--limit", limit or [], "=", "RESOURCE=N"), restarts,
+            )  # fmt: skip
+        typer.echo(str(job) if dry_run else job.submit(), nl=not dry_run)
         return
     with writing("--logs", folder, "made"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,8 +115,15 @@ def launch(
         leave(ended.code, ended.why)
 
 
-def _check_options(slurm: bool, given: dict[str, bool]) -> None:
-    """Raises ConfigError if an option of a job is given without one."""
-    alone = [name for name, is_given in given.items() if is_given]
-    if alone and not slurm:
-        raise ConfigError(f"{', '.join(alone)}: for a job of Slurm; add --slurm")
+def _check_options(
+    scheduler: list[str], of_jobs: dict[str, Any], of_slurm: dict[str, Any], of_k8s: dict[str, Any]
+) -> None:
+    """Raises ConfigError if an option is missing, or is that of another kind of launch."""
+    if len(scheduler) > 1:
+        raise ConfigError(f"{SLURM} and {K8S}: a job has one scheduler; leave one of them out")
+    for options, fix in ((of_jobs, [SLURM, K8S]), (of_slurm, [SLURM]), (of_k8s, [K8S])):
+        given = [name for name, value in options.items() if value]
+        if given and not set(scheduler) & set(fix):
+            raise ConfigError(f"{', '.join(given)}: for a scheduler's job; add {' or '.join(fix)}")
+    if K8S in scheduler and not of_k8s["--image"]:
+        raise ConfigError(f"{K8S}: the pods need an image; add --image IMAGE")

@@ -215,7 +215,7 @@ def _fit(
         if shows:
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed)
-        cursor = cursor_of()
+        cursor = cursor_of(run.run_dir)
         cursor.at(0, "compiles")
         with busy("compiling the step") if shows else nullcontext():
             step = prepared.compile_step()

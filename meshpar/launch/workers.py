@@ -16,9 +16,8 @@ from types import FrameType
 
 from meshpar.mesh import cursor
 from meshpar.mesh.cursor import Position
-from meshpar.mesh.join import DUMP, LIFELINE, SIGNALS, STACKS, Place
+from meshpar.mesh.join import DUMP, LIFELINE, LOOPBACK, SIGNALS, STACKS, Place
 
-LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 GRACE_S = 10.0
 """How long processes may take to end by themselves after a peer has ended."""
@@ -106,7 +105,7 @@ class Group:
             return self._wait(workers, signals)
 
     def _start(self, place: Place, lifeline: int) -> Worker:
-        folder = self.logs / "cursors"
+        folder = self.logs / cursor.CURSORS.name
         folder.mkdir(exist_ok=True)
         position = folder / str(place.index)
         stacks = folder / f"{place.index}.stacks"

@@ -59,7 +59,7 @@ def test_options_of_sbatch_are_passed_on(command, config):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--processes=2", "--dry-run"], "--dry-run: for a job of Slurm; add --slurm"),
+        (["--processes=2", "--dry-run"], "--dry-run: for a scheduler's job; add --slurm or --k8s"),
         (
             ["--processes=3"],
             "3 processes cannot share the 8 devices of the mesh evenly; choose a number",
