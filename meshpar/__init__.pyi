@@ -76,7 +76,7 @@ from .train.data import (
 from .train.loop.signals import Interrupted
 from .train.loop.stopping import EarlyStopping
 from .train.loss import Distill, LossConfig, LossSums
-from .train.records.loggers import MLflow, TensorBoard, WandB
+from .train.records.loggers import MLflow, Prometheus, TensorBoard, WandB
 from .train.training import Training
 from .verification.report import Verification
 from .verification.verify import verify
@@ -148,6 +148,7 @@ __all__ = [
     "Precision",
     "Prepared",
     "ProgramError",
+    "Prometheus",
     "Reduce",
     "Remat",
     "Report",

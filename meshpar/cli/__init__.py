@@ -30,6 +30,7 @@ from meshpar.cli import (  # noqa: F401
     schema,
     train,
     verify,
+    watch,
 )
 from meshpar.cli.app import app, leave
 from meshpar.errors import MeshparError, excerpt, printable

@@ -420,6 +420,20 @@ def test_checkpoints_are_saved_by_time_too(tmp_path: Path, monkeypatch: pytest.M
     assert saved_steps(tmp_path) == [3, 6, 9, 10]
 
 
+@pytest.mark.parametrize("is_requested", [True, False])
+def test_a_requested_checkpoint_is_saved_at_the_next_logged_step(tmp_path: Path, is_requested: bool):
+    class Requested(Watched):
+        def __call__(self, *args: Any) -> Any:
+            if len(self.begun) == 4 and is_requested:  # in step 5; steps 1, 4, 8 and 10 are logged
+                (tmp_path / "save").touch()
+            return super().__call__(*args)
+
+    run(tmp_path, step=Requested(), kept=Retention(keep=9))
+    assert saved_steps(tmp_path) == ([8, 10] if is_requested else [10])
+    assert not (tmp_path / "save").exists()
+    assert steps_of(tmp_path, "checkpoint") == saved_steps(tmp_path)
+
+
 @pytest.mark.parametrize("kept", [Retention(every_minutes=None), Retention(), Retention(every=5)])
 def test_control_without_an_interval_in_minutes_checkpoints_are_saved_by_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: Retention

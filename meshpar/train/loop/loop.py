@@ -139,6 +139,7 @@ class Loop:
                     with stopwatch.paused():
                         state = self.step.finish(state)
                         self._save(state, index, means, keeps_all=window.drain() > 0)
+                        self._answer_request()
                     is_save_due = False
                     saved_at = time.monotonic()
                 if is_interrupted:
@@ -191,17 +192,18 @@ class Loop:
         return Interrupted(f"stopped by {self.signals.name} at step {index}; checkpoint in {where}; {fix}")
 
     def _agree(self, index: int, saved_at: float, is_logged: bool) -> tuple[bool, bool]:
-        """Whether to end, and whether a checkpoint is overdue. Several processes end after the same step.
+        """Whether to end, and whether a checkpoint is overdue or requested. Several processes end after the same step.
 
-        JAX's coordination service chooses this step once a process has a signal. Whether a checkpoint is overdue is the
-        first process's to say, at logged steps.
+        JAX's coordination service chooses this step once a process has a signal. Whether a checkpoint is overdue or
+        requested is the first process's to say, at logged steps.
         """
         every = self.checkpoints.retention.every_minutes
         is_overdue = every is not None and time.monotonic() - saved_at >= 60 * every
+        is_overdue = is_overdue or (is_logged and self._request.exists())
         if jax.process_count() == 1:
             return self.signals.caught is not None, is_overdue
         is_interrupted = multihost_utils.reached_preemption_sync_point(index)
-        if every is None or not is_logged:
+        if not is_logged:
             return is_interrupted, False
         with jax.transfer_guard("allow"):
             return is_interrupted, bool(multihost_utils.broadcast_one_to_all(np.array(is_overdue)))
@@ -250,8 +252,16 @@ class Loop:
         if keeps_all:
             self._wait()
             self.checkpoints.retention = self.checkpoints.retention.without_end()
+        began = time.monotonic()
         with writing("a checkpoint", self.checkpoints.directory):
             self.checkpoints.save(index, state, means)
+        self.recorder.record("checkpoint", index, blocked_s=time.monotonic() - began)
+
+    def _answer_request(self) -> None:
+        """Removes the file that requests a checkpoint, once the checkpoint is on disk."""
+        if jax.process_index() == 0 and self._request.exists():
+            self._wait()
+            self._request.unlink(missing_ok=True)
 
     def _wait(self) -> None:
         """Waits until all checkpoints are on disk."""
@@ -268,6 +278,11 @@ class Loop:
             with suppress(Exception):
                 self.checkpoints.wait()
             raise
+
+    @property
+    def _request(self) -> Path:
+        """The file with which anybody requests a checkpoint: `touch RUN_DIR/save`."""
+        return self.recorder.file.with_name("save")
 
     @cached_property
     def _rows(self) -> np.ndarray:
