@@ -12,6 +12,7 @@ from meshpar.cli.app import app, leave, writing
 from meshpar.cli.programs import TRAIN, VERIFY, parse
 from meshpar.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
 SLURM, K8S = "--slurm", "--k8s"
 
 
@@ -24,8 +25,9 @@ def launch(
         typer.Option(min=1, help="Number of CPU devices that each process simulates.", show_default="the mesh's share"),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port of the first process, on loopback.", show_default="free")
+        int | None, typer.Option(min=1, max=65535, help="Port of the first process.", show_default="free")
     ] = None,
+    host: Annotated[str, typer.Option(help="Address of the interface at which the first process listens.")] = LOOPBACK,
     logs: Annotated[
         Path | None,
         typer.Option(
@@ -66,11 +68,13 @@ def launch(
     The first process prints to the terminal. When one dies or hangs, all end, and it is said which and why. A signal
     ends all after the same step, with a checkpoint and exit code 75.
     """
+    from meshpar.checkpoint.lock import check_unheld
     from meshpar.checkpoint.saved import FOLDER, steps
     from meshpar.launch.jobset import JobSet, named, parse_pairs
     from meshpar.launch.slurm import Job
     from meshpar.launch.supervise import supervise
     from meshpar.launch.workers import Group
+    from meshpar.mesh import roll_call
 
     scheduler = [option for option, is_given in ((SLURM, slurm), (K8S, k8s)) if is_given]
     _check_options(
@@ -103,9 +107,12 @@ def launch(
             )  # fmt: skip
         typer.echo(str(job) if dry_run else job.submit(), nl=not dry_run)
         return
+    if program.run_dir:
+        check_unheld(program.run_dir)
+    roll_call.check_free(f"{host}:{port or 0}")
     with writing("--logs", folder, "made"):
         folder.mkdir(parents=True, exist_ok=True)
-    group = Group([sys.executable, "-m", "meshpar", *arguments], processes, folder, port, hang_after)
+    group = Group([sys.executable, "-m", "meshpar", *arguments], processes, folder, port, hang_after, host)
 
     def newest() -> int | None:
         return max(steps(program.run_dir / FOLDER), default=None) if program.run_dir else None

@@ -78,7 +78,8 @@ class Group:
     Args:
       command: a program that calls `meshpar.join`, and its arguments.
       logs: a folder, which exists.
-      port: where the first process listens, on loopback; None for a free one.
+      port: where the first process listens; None for a free one.
+      host: the address of the interface at which it listens.
       hang_s: for how many seconds processes may not begin a step before the program counts as hung.
     """
 
@@ -87,9 +88,10 @@ class Group:
     logs: Path
     port: int | None = None
     hang_s: float = 300.0
+    host: str = LOOPBACK
 
     def run(self) -> Ended:
-        address = f"{LOOPBACK}:{self.port or free_port()}"
+        address = f"{self.host}:{self.port or free_port(self.host)}"
         with ExitStack() as stack:
             lifeline, held = os.pipe()
             stack.callback(os.close, held)
@@ -154,9 +156,9 @@ def is_hung(positions: Sequence[Position | None], limit_s: float) -> bool:
     return is_still and any(position.phase == "trains" for position in known)
 
 
-def free_port() -> int:
+def free_port(host: str = LOOPBACK) -> int:
     with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
+        probe.bind((host, 0))
         return probe.getsockname()[1]
 
 

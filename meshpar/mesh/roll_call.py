@@ -85,7 +85,9 @@ def _server(address: str) -> socket.socket:
         return socket.create_server((host, int(port)))
     except (OSError, ValueError) as error:
         why = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
-        raise MeshError(f"the first process cannot listen at {address}: {why}; choose another with --port") from None
+        raise MeshError(
+            f"the first process cannot listen at {address}: {why}; choose another with --port or --host"
+        ) from None
 
 
 def _line(connection: socket.socket) -> str:

@@ -223,5 +223,7 @@ def test_a_port_in_use_is_refused(monkeypatch):
         address = f"{workers.LOOPBACK}:{taken.getsockname()[1]}"
         for name, value in join.Place("meshpar launch", 2, 0, address).variables().items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(MeshError, match=r"cannot listen at .*: Address already in use; choose another with --port"):
+        with pytest.raises(
+            MeshError, match=r"cannot listen at .*: Address already in use; choose another with --port or"
+        ):
             join.join()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from meshpar.checkpoint import lock
 
 CONFIG = """
 model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32}
@@ -92,3 +95,27 @@ def test_a_command_that_cannot_run_is_refused_before_any_process_starts(command,
     assert said.code == 2
     assert told in said.err
     assert not Path("logs").exists()
+
+
+def test_a_port_in_use_is_refused_before_any_process_starts(command, config):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        said = command("launch", "--processes=2", f"--port={port}", "--", "train", config)
+    assert said.code == 2
+    assert f"the first process cannot listen at 127.0.0.1:{port}: Address already in use; choose another" in said.err
+    assert not Path("run").exists()
+
+
+def test_an_interface_of_another_machine_is_refused(command, config):
+    said = command("launch", "--processes=2", "--host=192.0.2.1", "--", "train", config)
+    assert said.code == 2
+    assert "the first process cannot listen at 192.0.2.1:0: Cannot assign requested address" in said.err
+
+
+def test_a_run_dir_that_another_run_holds_is_refused_and_its_logs_are_left_alone(command, config):
+    with lock.hold(Path("run")):
+        said = command("launch", "--processes=2", "--", "train", config)
+    assert said.code == 2
+    assert "run_dir: run is in use by process" in said.err
+    assert not Path("run/logs").exists()
+    lock.check_unheld(Path("run"))
