@@ -98,10 +98,12 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         return self.compiled(*args)
 
+      lowered: the program before XLA changed it; None if it is not known.
 
 def trace(
     function: Callable[..., Any], arguments: tuple[Any, ...], out_shardings: Any, donate: tuple[int, ...] = ()
 ) -> jax.stages.Traced:
+    lowered: jax.stages.Lowered | None = None
     """Traces a function for arguments that do not exist yet.
 
     Args:
@@ -118,4 +120,5 @@ def compile_program(traced: jax.stages.Traced, options: dict[str, Any] | None = 
     Args:
       options: for the compiler.
     """
-    return Program(traced.lower().compile(compiler_options=options), traced.jaxpr)
+    lowered = traced.lower()
+    return Program(lowered.compile(compiler_options=options), traced.jaxpr, lowered)

@@ -129,6 +129,27 @@ WORKER = f"""
 import os
 if os.environ["{join.PROCESS}"] == "1":
     {FAILS}
+EDITED = f"""
+import os, sys
+from meshpar.cli import main
+from meshpar.parallel import tensor
+
+exact = tensor.cross_entropy
+if os.environ["{join.PROCESS}"] == "1":
+    tensor.cross_entropy = lambda *args: exact(*args) + 1
+sys.argv[0] = "meshpar"
+main()
+"""
+
+
+def test_processes_with_different_programs_are_refused_before_they_train(config, tmp_path, capfd):
+    words = [sys.executable, "-c", EDITED, "train", config, "run_dir=run", "--devices=4"]
+    ended = workers.Group(words, 2, tmp_path).run()
+    assert ended.code == 2
+    assert re.search(r"  program\n    [0-9a-f]{64} on process 1, [0-9a-f]{64} on process 0\n", capfd.readouterr().err)
+    assert not losses(Path("run"))
+
+
 else:
     {STUBBORN}
 """
