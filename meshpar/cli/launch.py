@@ -52,6 +52,7 @@ def launch(
     """
     from meshpar.checkpoint.saved import FOLDER, steps
     from meshpar.experiment.config import load
+    from meshpar.experiment.elastic import Attempts
     from meshpar.launch.slurm import Job
     from meshpar.launch.supervise import supervise
     from meshpar.launch.workers import Group
@@ -75,10 +76,12 @@ def launch(
     program = [sys.executable, "-m", "meshpar", *arguments]
     group = Group(program, processes, folder, port, hang_after)
 
+    attempts = Attempts(run, group, total)
+
     def newest() -> int | None:
         return max(steps(run.run_dir / FOLDER), default=None)
 
-    ended = supervise(group.run, restarts, newest)
+    ended = supervise(attempts, restarts, newest, attempts.members)
     if ended.code:
         leave(ended.code, ended.why)
 

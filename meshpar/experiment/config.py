@@ -16,6 +16,7 @@ from meshpar.cost.memory import Widths
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
 from meshpar.interop.flax_model import Import
+from meshpar.launch.elastic import Elastic
 from meshpar.mesh import process
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Family
@@ -142,6 +143,8 @@ class Run(Config):
     """Steps between evaluations on held-out data; default: only at the end."""
     init: Section[Init | None] = default(None)
     """Source of the first parameters; default: they are initialized at random."""
+    elastic: Section[Elastic | None] = default(None)
+    """How the run goes on with fewer processes; default: only with all of them."""
     checkpoints: Coerced[Retention, int | dict[str, Any]] = default(Retention())
     """How often checkpoints are saved, and which are retained."""
     early_stopping: Section[EarlyStopping | None] = default(None)
