@@ -243,7 +243,8 @@ def _fit(
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, _mfu(prepared), profile,
-            run.early_stopping, callbacks, run.max_skipped_steps, announce.source(run.data), signals, cursor,
+            run.early_stopping, callbacks, run.max_skipped_steps, run.check_replicas_every,
+            announce.source(run.data), signals, cursor,
         )  # fmt: skip
         state = loop.fit(state)
     end = int(state.step)

@@ -151,6 +151,8 @@ class Run(Config):
     """When to end before `num_steps`."""
     max_skipped_steps: Positive | None = 10
     """A step whose loss or gradients are not finite is skipped. This many in a row end the run; null for no limit."""
+    check_replicas_every: Positive | None = 100
+    """Steps between comparisons of replicated state on all its devices, which find silent corruption; null for none."""
     loggers: Coerced[tuple[Logger, ...], Sequence[Logger | str | dict[str, Any]]] = default((TensorBoard(),))
     """Loggers that get the records in addition to `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow."""
 
