@@ -27,6 +27,8 @@ DUMP_S = 1.0
 HUNG = 124
 """The exit code of a program that hangs, as that of `timeout`."""
 QUOTED_LINES = 15
+ATTEMPT = "--- "
+"""What begins the line of a log at which an attempt starts."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Group:
       logs: a folder, which exists.
       port: where the first process listens, on loopback; None for a free one.
       hang_s: for how many seconds processes may not begin a step before the program counts as hung.
+      is_quiet: whether the first process has a log too, and prints nothing.
     """
 
     command: Sequence[str]
@@ -106,6 +109,7 @@ class Group:
     logs: Path
     port: int | None = None
     hang_s: float = 300.0
+    is_quiet: bool = False
 
     def run(self, each_poll: Callable[[Sequence[Worker]], bool] = never) -> Ended:
         """Runs the program to its end.
@@ -136,11 +140,11 @@ class Group:
         for old in (position, stacks):
             old.unlink(missing_ok=True)
         variables = {LIFELINE: str(lifeline), cursor.FILE: str(position), STACKS: str(stacks)}
-        log = self.logs / f"process-{place.index}.log" if place.index else None
+        log = self.logs / f"process-{place.index}.log" if place.index or self.is_quiet else None
         with ExitStack() as stack:
             output = stack.enter_context(log.open("ab")) if log else None
             if output:
-                output.write(f"--- {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
+                output.write(f"{ATTEMPT}{datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
                 output.flush()
             process = subprocess.Popen(
                 self.command,
@@ -210,7 +214,8 @@ def _end_others(failed: Worker, workers: Sequence[Worker]) -> Ended:
     if stayed:
         lines[0] += f"; {_named(stayed)} did not end within {GRACE_S:.0f} s and got SIGKILL"
     if failed.log:
-        quoted = failed.log.read_text(errors="replace").splitlines()[-QUOTED_LINES:]
+        of_attempt = failed.log.read_text(errors="replace").rpartition(ATTEMPT)[2]
+        quoted = of_attempt.splitlines()[1:][-QUOTED_LINES:]
         lines += [f"the last lines of {failed.log}:", *(f"  | {line}" for line in quoted)]
     return Ended(failed.code or 0, "\n".join(lines), num_lost)
 
