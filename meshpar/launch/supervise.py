@@ -40,7 +40,8 @@ def supervise(
         size = members.wait()
         ended = attempt(size)
         if ended.code == INTERRUPTED and ended.is_asked:
-            say(f"meshpar: processes returned; the run goes on from checkpoint {newest()} with {members.size()}")
+            size = members.size()
+            say(f"meshpar: processes returned; the run goes on from checkpoint {newest()} with {size} of them")
             continue
         if ended.code in FINAL or not restarts:
             return ended

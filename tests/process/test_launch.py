@@ -202,7 +202,7 @@ def test_a_run_goes_on_with_the_processes_that_are_left_until_others_return(conf
     assert Path("attempts").read_text().splitlines() == attempts
     printed = capfd.readouterr().err
     assert "starts again from checkpoint 7 with 1 of 2 processes; 0 more restarts are left" in printed
-    assert ("processes returned; the run goes on from checkpoint 7 with 2" in printed) == (len(attempts) == 3)
+    assert ("processes returned; the run goes on from checkpoint 7 with 2 of them" in printed) == (len(attempts) == 3)
 
 
 @pytest.mark.parametrize(
