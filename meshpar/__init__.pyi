@@ -31,6 +31,7 @@ from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.report.report import Report
 from .interop.flax_model import Import
 from .interop.training import training
+from .launch.elastic import Elastic
 from .mesh.join import join
 from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
@@ -109,6 +110,7 @@ __all__ = [
     "DataWarning",
     "Distill",
     "EarlyStopping",
+    "Elastic",
     "Experts",
     "Finding",
     "FitReport",

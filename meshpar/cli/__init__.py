@@ -17,6 +17,7 @@ import typer
 # Importing a verb registers it with the app.
 from meshpar.cli import (  # noqa: F401
     bench,
+    chaos,
     checkpoint,
     convert,
     env,

@@ -70,6 +70,7 @@ def launch(
     """
     from meshpar.checkpoint.lock import check_unheld
     from meshpar.checkpoint.saved import FOLDER, steps
+    from meshpar.experiment.elastic import Attempts
     from meshpar.launch.jobset import JobSet, named, parse_pairs
     from meshpar.launch.slurm import Job
     from meshpar.launch.supervise import supervise
@@ -114,10 +115,12 @@ def launch(
         folder.mkdir(parents=True, exist_ok=True)
     group = Group([sys.executable, "-m", "meshpar", *arguments], processes, folder, port, hang_after, host)
 
-    def newest() -> int | None:
-        return max(steps(program.run_dir / FOLDER), default=None) if program.run_dir else None
-
-    ended = supervise(group.run, restarts, newest)
+    run = program.run
+    if run is None:
+        ended = group.run()
+    else:
+        attempts = Attempts(run, group, total)
+        ended = supervise(attempts, restarts, lambda: max(steps(run.run_dir / FOLDER), default=None), attempts.members)
     if ended.code:
         leave(ended.code, ended.why)
 

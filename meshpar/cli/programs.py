@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from meshpar.cli.app import app
 from meshpar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from meshpar.experiment.config import Run
 
 TRAIN, VERIFY = "train", "verify"
 LOGS = Path("logs")
@@ -21,12 +24,16 @@ class Program(NamedTuple):
 
     Args:
       num_devices: of all processes; None if the mesh takes those that there are.
-      run_dir: the folder in which it trains; None for any other verb.
+      run: what it trains; None for any other verb.
     """
 
     verb: str
     num_devices: int | None
-    run_dir: Path | None = None
+    run: Run | None = None
+
+    @property
+    def run_dir(self) -> Path | None:
+        return self.run.run_dir if self.run else None
 
     @property
     def logs(self) -> Path:
@@ -55,11 +62,11 @@ def _train(words: dict[str, Any]) -> Program:
     from meshpar.experiment.config import load
 
     run = load(words["config"], words["overrides"] or [])
-    return Program(TRAIN, words["devices"] or run.mesh.requested(), run.run_dir)
+    return Program(TRAIN, words["devices"] or run.mesh.requested(), run)
 
 
 def _inspect(words: dict[str, Any]) -> Program:
-    return _train(words)._replace(verb="inspect", run_dir=None)
+    return _train(words)._replace(verb="inspect", run=None)
 
 
 def _generate(words: dict[str, Any]) -> Program:

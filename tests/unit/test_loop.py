@@ -28,6 +28,7 @@ from meshpar.train.records.loggers import Record
 from meshpar.train.records.metrics import recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
+from tests.damage import with_flipped_bit
 
 ROWS = 8
 SEQ = 2
@@ -119,6 +120,21 @@ def run(run_dir: Path, kept: Retention | None = None, **changed: Any) -> TrainSt
         new = Loop(step=toy().step, evaluate=toy().evaluate, **parts, **settings)
         state = toy().state() if saved.latest() is None else saved.restore(toy().structs)
         return replace(new, **changed).fit(state)
+
+
+def test_a_wrong_copy_ends_the_run_which_then_resumes_from_before_it(tmp_path: Path):
+    expected = run(tmp_path / "undisturbed").params["w"]
+    settings: dict[str, Any] = {"check_replicas_every": 4, "eval_every": 1}
+
+    def flip(state: TrainState, step: int) -> dict[str, float]:
+        if step == 5:
+            state.params["w"] = with_flipped_bit(state.params["w"], device=2, bit=20)
+        return {}
+
+    with pytest.raises(RunError, match=r"step 8: copies of the same state differ:\n  device 2 .*: params.w\n"):
+        run(tmp_path, Retention(every=2), callbacks=[flip], **settings)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]*")) == ["4", "6.damaged"]
+    np.testing.assert_array_equal(run(tmp_path, Retention(every=2), **settings).params["w"], expected)
 
 
 def recorded(run_dir: Path, kind: str) -> list[Record]:

@@ -31,6 +31,7 @@ from meshpar.train.records.file import evaluations
 from meshpar.train.records.loggers import Record
 from meshpar.train.records.metrics import Recorder
 from meshpar.train.records.writing import writing
+from meshpar.train.replicas import differences
 from meshpar.train.state import TrainState
 from meshpar.train.step import Metrics, Step
 
@@ -48,6 +49,7 @@ class Loop:
       early_stopping: when to end before `num_steps`.
       callbacks: functions whose results are recorded with each evaluation.
       max_skipped_steps: the run fails after this many skipped steps in a row; None for no limit.
+      check_replicas_every: steps between comparisons of the copies of replicated state; None for none.
       source: name of the data, for messages.
       signals: signals that end the run.
       cursor: where this process writes its step and phase.
@@ -69,6 +71,7 @@ class Loop:
     early_stopping: EarlyStopping | None = None
     callbacks: Sequence[Callback] = ()
     max_skipped_steps: int | None = None
+    check_replicas_every: int | None = None
     source: str = "the data set"
     signals: Signals = field(default_factory=Signals)
     cursor: Cursor = field(default_factory=Cursor)
@@ -107,6 +110,7 @@ class Loop:
         index = start
         is_save_due = False
         saved_at = time.monotonic()
+        checked_at = start
         self.signals.begin()
         with stall.watched(), profiled(self.profile, *traced, stopwatch) as profiled_step:
             for index in range(start + 1, self.num_steps + 1):
@@ -130,6 +134,9 @@ class Loop:
                     with stopwatch.paused():
                         state = self.step.finish(state)
                         means = self._evaluate(state, index)
+                if self.check_replicas_every and index % self.check_replicas_every == 0:
+                    self._check_replicas(state, index, checked_at)
+                    checked_at = index
                 ends = is_last or (bool(means) and self._stops(index))
 
                 is_interrupted, is_overdue = self._agree(index, saved_at, is_logged)
@@ -207,6 +214,20 @@ class Loop:
             return is_interrupted, False
         with jax.transfer_guard("allow"):
             return is_interrupted, bool(multihost_utils.broadcast_one_to_all(np.array(is_overdue)))
+
+    def _check_replicas(self, state: TrainState, index: int, checked_at: int) -> None:
+        """Compares the copies of the state. Checkpoints since the last comparison may hold a wrong one: none is used.
+
+        Raises:
+          RunError: copies differ; it names the devices.
+        """
+        if found := differences(state):
+            self._wait()
+            self.checkpoints.distrust(checked_at)
+            what = f"step {index}: copies of the same state differ:"
+            why = f"  they were equal at step {checked_at}: a device computed wrongly, or its memory lost a bit"
+            fix = "  the same command resumes from a checkpoint before that; if it happens again, replace the device"
+            raise RunError("\n".join([what, *found, why, fix]))
 
     def _is_due(self, index: int, every: int | None) -> bool:
         """Whether an interval ends at this step. The last step is always evaluated and saved, so it is not due."""
