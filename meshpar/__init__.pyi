@@ -32,6 +32,7 @@ from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.report.report import Report
 from .interop.flax_model import Import
 from .interop.training import training
+from .launch.elastic import Elastic
 from .mesh.join import join
 from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
@@ -77,7 +78,7 @@ from .train.data import (
 from .train.loop.signals import Interrupted
 from .train.loop.stopping import EarlyStopping
 from .train.loss import Distill, LossConfig, LossSums
-from .train.records.loggers import MLflow, TensorBoard, WandB
+from .train.records.loggers import MLflow, Prometheus, TensorBoard, WandB
 from .train.training import Training
 from .verification.report import Verification
 from .verification.verify import verify
@@ -110,6 +111,7 @@ __all__ = [
     "DataWarning",
     "Distill",
     "EarlyStopping",
+    "Elastic",
     "ExpertParallel",
     "Experts",
     "Finding",
@@ -151,6 +153,7 @@ __all__ = [
     "Precision",
     "Prepared",
     "ProgramError",
+    "Prometheus",
     "Reduce",
     "Remat",
     "Report",

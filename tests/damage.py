@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshpar.errors import MeshparError
@@ -82,3 +83,13 @@ def flip_one_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+def with_flipped_bit(x: jax.Array, device: int, bit: int = 0) -> jax.Array:
+    """The array, with one bit of the first number of a device's copy flipped."""
+    shards = [np.array(shard.data) for shard in x.addressable_shards]
+    (index,) = [i for i, shard in enumerate(x.addressable_shards) if shard.device.id == device]
+    numbers = shards[index].reshape(-1).view(f"u{x.dtype.itemsize}")
+    numbers[0] ^= numbers.dtype.type(1 << bit)
+    buffers = [jax.device_put(data, shard.device) for data, shard in zip(shards, x.addressable_shards, strict=True)]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, buffers)

@@ -21,7 +21,7 @@ import math
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -199,6 +199,13 @@ class Checkpoints:
             raise CheckpointError(f"there is no checkpoint in {self.directory}")
         return newest.restore(abstract)
 
+    def distrust(self, step: int) -> None:
+        """Renames the checkpoints after a step, whose arrays may be wrong although their files are not damaged."""
+        if jax.process_index() == 0:
+            later = [self.directory / str(found) for found in steps(self.directory) if found > step]
+            self._rename(later)
+            sync(self.directory)
+
     def close(self) -> None:
         """Waits for the last save, ends the thread and releases the lock."""
         with self._held:
@@ -237,7 +244,10 @@ class Checkpoints:
     def _move_aside(self, step: int) -> None:
         """Renames damaged checkpoints, which would stay the latest, and a file whose name is the step's number."""
         blocking = [path for path in [self.directory / str(step)] if path.is_file()]
-        for path in [*self.damaged, *blocking]:
+        self._rename([*self.damaged, *blocking])
+
+    def _rename(self, folders: Iterable[Path]) -> None:
+        for path in folders:
             aside = path.with_name(f"{path.name}.damaged")
             while aside.exists():
                 aside = path.with_name(f"{aside.name}-again")

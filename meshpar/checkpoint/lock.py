@@ -43,6 +43,22 @@ def hold(folder: Path) -> Iterator[bool]:
         yield locked
 
 
+def check_unheld(folder: Path) -> None:
+    """Raises CheckpointError if a process holds the folder. Nothing is created."""
+    try:
+        file = os.open(folder / FILE, os.O_RDWR)
+    except OSError:  # nobody holds what is not there; whether it can be written is checked later
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(folder) from None
+    except OSError:  # the file system has no locks
+        pass
+    finally:
+        os.close(file)
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     path = folder / FILE
@@ -50,8 +66,7 @@ def _locked(folder: Path) -> Iterator[bool]:
         make_folder(folder)
         file = _acquire(path)
     except BlockingIOError:
-        what = f"{folder} is in use by {_holder(path)}; set another run_dir, or stop that process"
-        raise CheckpointError(f"run_dir: {what}") from None
+        raise _in_use(folder) from None
     except OSError as error:
         raise CheckpointError(f"run_dir: {folder} cannot be written: {error.strerror}") from None
     if file is None:
@@ -95,6 +110,11 @@ def _is_still_there(path: Path, file: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(file))
     except FileNotFoundError:
         return False
+
+
+def _in_use(folder: Path) -> CheckpointError:
+    what = f"{folder} is in use by {_holder(folder / FILE)}; set another run_dir, or stop that process"
+    return CheckpointError(f"run_dir: {what}")
 
 
 def _holder(path: Path) -> str:

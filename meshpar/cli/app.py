@@ -29,14 +29,23 @@ NoCache = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
-def echo(result: Any, json: bool) -> None:
-    """Prints a result, as text or as JSON."""
-    echo_either(str(result), result.as_json(), json)
+def echo(result: Any, json: bool, err: bool = False) -> None:
+    """Prints a result, as text or as JSON, in the first process."""
+    echo_either(str(result), result.as_json(), json, err)
 
 
-def echo_either(text: str, data: Any, json: bool) -> None:
-    """Prints text, or the data that it shows as JSON."""
-    typer.echo(json_format.dumps(data, indent=2) if json else text)
+def echo_either(text: str, data: Any, json: bool, err: bool = False) -> None:
+    """Prints text, or the data that it shows as JSON, in the first process."""
+    if is_first():
+        typer.echo(json_format.dumps(data, indent=2) if json else text, err=err)
+
+
+def is_first() -> bool:
+    """Whether this process prints: it is the first of those that a launcher started, or the only one."""
+    from meshpar.mesh.join import place
+
+    mine = place()
+    return mine is None or mine.index == 0
 
 
 def use_cache(no_cache: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshpar.cli.app import AsJson, app, check_file, echo, writing
+from meshpar.cli.app import AsJson, app, check_file, echo, is_first, writing
 from meshpar.errors import ConfigError
 
 bench = typer.Typer(no_args_is_help=True, help="Measures this machine.")
@@ -31,12 +31,14 @@ def collectives(
     if plot:
         _check_plot(plot)
     from meshpar.mesh import process
+    from meshpar.mesh.join import join
 
+    join()
     process.simulate(devices)
     from meshpar.collectives.bench import bench as measure
 
     measured = measure(operations, sizes)
-    if plot:
+    if plot and is_first():
         from meshpar.collectives.plot import plot_bench
 
         with writing("--plot", plot):

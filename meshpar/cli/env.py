@@ -16,6 +16,7 @@ PACKAGES = ("meshpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nu
 EXTRAS = {
     "data": ("tokenizers", "pyarrow"),
     "plot": ("matplotlib",),
+    "metrics": ("prometheus_client",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
     "tpu-target": ("libtpu",),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshpar.cli.app import AsJson, Devices, NoCache, Overrides, app, echo, use_cache
+from meshpar.cli.app import AsJson, Devices, NoCache, Overrides, app, echo, is_first, use_cache
 from meshpar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,20 +39,19 @@ def generate(
     if not texts:
         raise ConfigError("there is no prompt: use --prompt TEXT or --prompts FILE")
     from meshpar.experiment.config import simulate
+    from meshpar.mesh.join import join
     from meshpar.serve.generate import generate as generated
     from meshpar.serve.source import open_source
 
     opened = open_source(source, overrides or [])
+    join()
     simulate(opened.run, devices)
     use_cache(no_cache)
     result = generated(
         opened, texts, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-        stop=stop or [], show=(lambda piece: None) if json else Terminal(texts).show,
+        stop=stop or [], show=Terminal(texts).show if is_first() and not json else (lambda piece: None),
     )  # fmt: skip
-    if json:
-        echo(result, json)
-    else:
-        typer.echo(str(result), err=True)
+    echo(result, json, err=not json)
 
 
 class Terminal:

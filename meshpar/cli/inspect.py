@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, check_file, echo, write
+from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, check_file, echo, is_first, write
 from meshpar.errors import ConfigError
 from meshpar.progress import busy
 
@@ -38,13 +38,17 @@ def inspect(
         raise ConfigError("--html draws one program, --diff compares two: use one of them")
     if html:
         check_file("--html", html)
+    if target is None:
+        from meshpar.mesh.join import join
+
+        join()
     if diff:
         with busy("compiling two steps", quiet=True):
             report = _difference([str(config), *(overrides or [])], devices, target)
     else:
         with busy("compiling the step" if target is None else f"compiling the step for {target}", quiet=True):
             report = _inspection(config, overrides or [], devices, target)
-    if html:
+    if html and is_first():
         from meshpar.inspection.report.page import page
 
         write("--html", html, page(report.as_json()))

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 import typer
 
 from meshpar.cli.app import app, leave, writing
+from meshpar.cli.programs import TRAIN, VERIFY, parse
 from meshpar.errors import ConfigError
 
-VERB = "train"
+LOOPBACK = "127.0.0.1"
+SLURM, K8S = "--slurm", "--k8s"
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def launch(
-    command: Annotated[list[str], typer.Argument(metavar="-- train CONFIG [KEY=VALUE]...", show_default=False)],
-    processes: Annotated[int, typer.Option(min=1, help="Number of processes; with --slurm, on each node.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- VERB CONFIG [KEY=VALUE]...", show_default=False)],
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes; of a job, on each node.")],
     devices: Annotated[
         int | None,
         typer.Option(min=1, help="Number of CPU devices that each process simulates.", show_default="the mesh's share"),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port of the first process, on loopback.", show_default="free")
+        int | None, typer.Option(min=1, max=65535, help="Port of the first process.", show_default="free")
     ] = None,
+    host: Annotated[str, typer.Option(help="Address of the interface at which the first process listens.")] = LOOPBACK,
     logs: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder for the output of all processes but the first.", show_default="RUN_DIR/logs"
+            metavar="DIR",
+            help="Folder for the output of all processes but the first.",
+            show_default="RUN_DIR/logs; ./logs",
         ),
     ] = None,
     restarts: Annotated[
@@ -38,65 +43,97 @@ def launch(
         float, typer.Option(min=1, help="Seconds without a step after which processes count as hung.")
     ] = 300.0,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit a job to Slurm instead.")] = False,
+    k8s: Annotated[bool, typer.Option("--k8s", help="Create a JobSet in Kubernetes instead.")] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Number of hosts of the job.")] = 1,
     sbatch: Annotated[
         list[str] | None,
         typer.Option(metavar="OPTION", help="An option of sbatch, as --partition=long; can be repeated."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's script, and submit nothing.")] = False,
+    image: Annotated[
+        str | None, typer.Option(help="Image of the pods' containers, with meshpar and the config.", show_default=False)
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the JobSet.", show_default="that of the run_dir")] = None,
+    volume: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CLAIM:PATH", help="A persistent volume claim, and where it is mounted; can be repeated."),
+    ] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RESOURCE=N", help="What a pod needs, as nvidia.com/gpu=8; can be repeated."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job, and submit nothing.")] = False,
 ) -> None:
-    """Trains in several processes, on this machine or in a job of Slurm.
+    """Runs train, generate, verify, inspect or bench in several processes, on this machine or in a scheduler's job.
 
     The first process prints to the terminal. When one dies or hangs, all end, and it is said which and why. A signal
     ends all after the same step, with a checkpoint and exit code 75.
     """
+    from meshpar.checkpoint.lock import check_unheld
     from meshpar.checkpoint.saved import FOLDER, steps
-    from meshpar.experiment.config import load
+    from meshpar.experiment.elastic import Attempts
+    from meshpar.launch.jobset import JobSet, named, parse_pairs
     from meshpar.launch.slurm import Job
     from meshpar.launch.supervise import supervise
     from meshpar.launch.workers import Group
+    from meshpar.mesh import roll_call
 
-    _check_options(slurm, {"--nodes": nodes > 1, "--sbatch": bool(sbatch), "--dry-run": dry_run})
-    words = _words(command)
-    run = load(words["config"], words["overrides"] or [])
+    scheduler = [option for option, is_given in ((SLURM, slurm), (K8S, k8s)) if is_given]
+    _check_options(
+        scheduler,
+        {"--nodes": nodes > 1, "--dry-run": dry_run},
+        {"--sbatch": sbatch},
+        {"--image": image, "--name": name, "--volume": volume, "--limit": limit},
+    )
+    program = parse(command)
+    if restarts and program.verb != TRAIN:
+        raise ConfigError(f"--restarts: {program.verb} has no checkpoints to start from; leave it out")
+    if devices and program.verb == VERIFY:
+        raise ConfigError("--devices: verify simulates as many as its small mesh has; leave it out")
     in_all = processes * nodes
-    total = devices * in_all if devices else run.mesh.requested()
+    total = devices * in_all if devices else program.num_devices
     if total and total % in_all:
         what = f"{in_all} processes cannot share the {total} devices of the mesh evenly"
         raise ConfigError(f"--processes {processes}: {what}; choose a number that divides {total}")
-    folder = logs or run.run_dir / "logs"
+    folder = logs or program.logs
     arguments = [*command, *(["--devices", str(total)] if devices else [])]
-    if slurm:
-        job = Job(arguments, nodes, processes, folder, sbatch or [])
-        typer.echo(job.script() if dry_run else job.submit(), nl=not dry_run)
+    if scheduler:
+        if slurm:
+            job = Job(arguments, nodes, processes, folder, sbatch or [])
+        else:
+            run_dir = program.run_dir and PurePosixPath(program.run_dir)
+            job = JobSet(
+                arguments, in_all, image or "", name or named(run_dir.name if run_dir else program.verb), run_dir,
+                parse_pairs("--volume", volume or [], ":", "CLAIM:PATH"),
+                parse_pairs("--limit", limit or [], "=", "RESOURCE=N"), restarts,
+            )  # fmt: skip
+        typer.echo(str(job) if dry_run else job.submit(), nl=not dry_run)
         return
+    if program.run_dir:
+        check_unheld(program.run_dir)
+    roll_call.check_free(f"{host}:{port or 0}")
     with writing("--logs", folder, "made"):
         folder.mkdir(parents=True, exist_ok=True)
-    program = [sys.executable, "-m", "meshpar", *arguments]
-    group = Group(program, processes, folder, port, hang_after)
+    group = Group([sys.executable, "-m", "meshpar", *arguments], processes, folder, port, hang_after, host)
 
-    def newest() -> int | None:
-        return max(steps(run.run_dir / FOLDER), default=None)
-
-    ended = supervise(group.run, restarts, newest)
+    run = program.run
+    if run is None:
+        ended = group.run()
+    else:
+        attempts = Attempts(run, group, total)
+        ended = supervise(attempts, restarts, lambda: max(steps(run.run_dir / FOLDER), default=None), attempts.members)
     if ended.code:
         leave(ended.code, ended.why)
 
 
-def _check_options(slurm: bool, given: dict[str, bool]) -> None:
-    """Raises ConfigError if an option of a job is given without one."""
-    alone = [name for name, is_given in given.items() if is_given]
-    if alone and not slurm:
-        raise ConfigError(f"{', '.join(alone)}: for a job of Slurm; add --slurm")
-
-
-def _words(command: list[str]) -> dict[str, Any]:
-    """The arguments and options of the verb, checked before any process starts.
-
-    Raises:
-      ConfigError: the verb does not run in several processes.
-    """
-    if command[0] != VERB:
-        raise ConfigError(f"launch {command[0]}: only {VERB} runs in several processes")
-    verbs: Any = typer.main.get_command(app)
-    return verbs.commands[VERB].make_context(VERB, command[1:]).params
+def _check_options(
+    scheduler: list[str], of_jobs: dict[str, Any], of_slurm: dict[str, Any], of_k8s: dict[str, Any]
+) -> None:
+    """Raises ConfigError if an option is missing, or is that of another kind of launch."""
+    if len(scheduler) > 1:
+        raise ConfigError(f"{SLURM} and {K8S}: a job has one scheduler; leave one of them out")
+    for options, fix in ((of_jobs, [SLURM, K8S]), (of_slurm, [SLURM]), (of_k8s, [K8S])):
+        given = [name for name, value in options.items() if value]
+        if given and not set(scheduler) & set(fix):
+            raise ConfigError(f"{', '.join(given)}: for a scheduler's job; add {' or '.join(fix)}")
+    if K8S in scheduler and not of_k8s["--image"]:
+        raise ConfigError(f"{K8S}: the pods need an image; add --image IMAGE")

@@ -31,6 +31,10 @@ def train(
     json: AsJson = False,
     profile: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a trace of a few steps.")] = None,
     dump_hlo: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the compiled step's text.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Serve metrics for Prometheus.", show_default=False)
+    ] = None,
+    metrics_host: Annotated[str, typer.Option(help="Address of the interface for --metrics-port.")] = "127.0.0.1",
     no_cache: NoCache = False,
 ) -> None:
     """Trains the model of CONFIG, or resumes from the last checkpoint in its run directory.
@@ -41,8 +45,12 @@ def train(
     from meshpar.experiment.config import load, simulate
     from meshpar.mesh.join import join
     from meshpar.train.loop.signals import Interrupted
+    from meshpar.train.records.loggers import Prometheus
 
     loaded = load(config, overrides or [])
+    if metrics_port:
+        metrics = Prometheus(host=metrics_host, port=metrics_port)
+        loaded = loaded.model_copy(update={"loggers": (*loaded.loggers, metrics)})
     if dump_hlo:
         check_file("--dump-hlo", dump_hlo)
     if profile:

@@ -14,11 +14,14 @@ def verify(config: ConfigFile, overrides: Overrides = None, json: AsJson = False
     """Checks that a small version of CONFIG computes on its mesh what one device computes; otherwise names the axis."""
     from meshpar.experiment.config import load
     from meshpar.mesh import process
+    from meshpar.mesh.join import join
     from meshpar.verification import verify as proof
     from meshpar.verification.shrink import shrink
 
     loaded = load(config, overrides or [])
-    process.simulate(shrink(loaded).mesh.requested() or 1)
+    mine = join()
+    each = shrink(loaded).mesh.requested() or 1
+    process.simulate(each * (mine.num_processes if mine else 1))
     use_cache(no_cache)
     with busy("training on the mesh, on one device, and on one axis at a time", quiet=True):
         result = proof.verify(loaded)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -110,7 +109,7 @@ def _timings(operation: Operation, num_bytes: int, num_calls: int) -> Iterator[T
         bodies[XLA] = OWN[operation]
     mesh = jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,))
     gathers = operation in ("all_gather", "gather")
-    x = jnp.ones((n, num_floats // n if gathers else num_floats))
+    x = np.ones((n, num_floats // n if gathers else num_floats), np.float32)
     x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(AXIS)))
     programs = {name: _compiled(body, x) for name, body in bodies.items()}
     times: dict[str, list[float]] = {name: [] for name in programs}

@@ -10,7 +10,7 @@ duplicate key, interprets keys and dates, and has no limits either.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +35,10 @@ class UnreadableYaml(ValueError):
         self.place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
 
 
-def to_yaml(config: Config) -> str:
-    """The whole config with its defaults; loading it gives an equal config."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+def to_yaml(content: Config | Mapping[str, Any]) -> str:
+    """Plain data as YAML; or a whole config with its defaults, and loading that gives an equal config."""
+    plain = content.model_dump(mode="json") if isinstance(content, Config) else content
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False)
 
 
 def read(text: str, at: str, source: Callable[[int], str], sources: dict[str, str], problems: Problems) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from jax.stages import Compiled
 from meshpar.checkpoint.agree import check_same
 from meshpar.checkpoint.checkpoints import Checkpoints, checkpoints
 from meshpar.checkpoint.lock import hold
-from meshpar.checkpoint.saved import FOLDER, Checkpoint, find
+from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.errors import ContractWarning, MeshparError, ProgramError
 from meshpar.experiment.config import Run
@@ -48,6 +49,9 @@ from meshpar.train.records import announce
 from meshpar.train.records.metrics import recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
+
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
+"""Variables with which XLA and NCCL may choose other collectives. All processes must have the same."""
 
 
 def explain(run: Run, path: str | None = None, num_devices: int | None = None) -> Report:
@@ -205,7 +209,9 @@ def _fit(
     prepared = prepare(run)
     about = replace(prepared.about, files=run.data.fingerprint())
     versions = {package: version(package) for package in ("jax", "jaxlib", "flax", "optax", "numpy")}
-    check_same({"config": about.config, "data files": about.files, "versions": versions})
+    position = {"checkpoints": steps(run.run_dir / FOLDER)}
+    flags = {name: os.environ.get(name) for name in FLAGS}
+    check_same({"config": about.config, "data files": about.files, "versions": versions, "flags": flags} | position)
     shows = not json and jax.process_index() == 0
     saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about)
     recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
@@ -214,13 +220,15 @@ def _fit(
         if shows:
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed)
-        cursor = cursor_of()
+        cursor = cursor_of(run.run_dir)
         cursor.at(0, "compiles")
         with busy("compiling the step") if shows else nullcontext():
             step = prepared.compile_step()
         evaluate = prepared.lazy_evaluation()
         if dump_hlo:
             dump_hlo.write_text(step.text)
+        if jax.process_count() > 1:
+            check_same({"program": step.fingerprint})
         _hold_to_contract(prepared, step)
         if prepared.taught_by and run.distill:
             step = _with_teacher(step, prepared.taught_by, run.distill)
@@ -234,7 +242,8 @@ def _fit(
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, _mfu(prepared), profile,
-            run.early_stopping, callbacks, run.max_skipped_steps, announce.source(run.data), signals, cursor,
+            run.early_stopping, callbacks, run.max_skipped_steps, run.check_replicas_every,
+            announce.source(run.data), signals, cursor,
         )  # fmt: skip
         state = loop.fit(state)
     end = int(state.step)

@@ -16,6 +16,7 @@ from meshpar.cost.memory import Widths
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
 from meshpar.interop.flax_model import Import
+from meshpar.launch.elastic import Elastic
 from meshpar.mesh import process
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Family
@@ -142,12 +143,16 @@ class Run(Config):
     """Steps between evaluations on held-out data; default: only at the end."""
     init: Section[Init | None] = default(None)
     """Source of the first parameters; default: they are initialized at random."""
+    elastic: Section[Elastic | None] = default(None)
+    """How the run goes on with fewer processes; default: only with all of them."""
     checkpoints: Coerced[Retention, int | dict[str, Any]] = default(Retention())
     """How often checkpoints are saved, and which are retained."""
     early_stopping: Section[EarlyStopping | None] = default(None)
     """When to end before `num_steps`."""
     max_skipped_steps: Positive | None = 10
     """A step whose loss or gradients are not finite is skipped. This many in a row end the run; null for no limit."""
+    check_replicas_every: Positive | None = 100
+    """Steps between comparisons of replicated state on all its devices, which find silent corruption; null for none."""
     loggers: Coerced[tuple[Logger, ...], Sequence[Logger | str | dict[str, Any]]] = default((TensorBoard(),))
     """Loggers that get the records in addition to `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow."""
 

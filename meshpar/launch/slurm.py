@@ -34,13 +34,13 @@ class Job:
     logs: Path
     options: Sequence[str] = ()
 
-    def script(self) -> str:
+    def __str__(self) -> str:
         """The script, for sbatch.
 
         A signal of Slurm's, or of `scancel --signal`, ends the run after a step with a checkpoint and code 75, on which
         the script requeues the job. srun ends all processes when one fails.
 
-        >>> print(Job(["train", "my run.yaml"], 16, 8, Path("run/logs"), ["--gpus-per-node=8"]).script())
+        >>> print(Job(["train", "my run.yaml"], 16, 8, Path("run/logs"), ["--gpus-per-node=8"]))
         #!/bin/bash
         #SBATCH --job-name=meshpar
         #SBATCH --nodes=16
@@ -90,7 +90,7 @@ class Job:
         if shutil.which("sbatch") is None:
             raise ConfigError("--slurm: sbatch is not on PATH; --dry-run prints the script, for a host that has it")
         self.logs.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(["sbatch"], input=self.script(), text=True, capture_output=True, check=False)
+        done = subprocess.run(["sbatch"], input=str(self), text=True, capture_output=True, check=False)
         if done.returncode:
             raise ConfigError(f"--slurm: sbatch refuses the job: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout.strip()

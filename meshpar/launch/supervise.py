@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from meshpar.launch.elastic import Membership
 from meshpar.launch.workers import Ended
 from meshpar.mesh.join import INTERRUPTED
 from meshpar.progress import say
@@ -14,26 +15,35 @@ ALIKE = 2
 """How many attempts in a row may fail at the same checkpoint."""
 
 
-def supervise(attempt: Callable[[], Ended], restarts: int, newest: Callable[[], int | None]) -> Ended:
+def supervise(
+    attempt: Callable[[int], Ended], restarts: int, newest: Callable[[], int | None], members: Membership
+) -> Ended:
     """Repeats an attempt until it ends well.
 
     Args:
-      restarts: the most attempts after the first.
+      attempt: runs the program in so many processes.
+      restarts: the most attempts after a failure. An attempt that ends because processes returned is none.
       newest: the step of the last checkpoint; None without one.
+      members: the processes that the run can have.
 
     Returns:
       How the last attempt ended, and why none follows.
 
     >>> ends = iter([Ended(137, "process 1 was killed"), Ended(0)])
     >>> checkpoints = iter([10, 20])
-    >>> supervise(lambda: next(ends), 3, lambda: next(checkpoints)).code
+    >>> supervise(lambda size: next(ends), 3, lambda: next(checkpoints), Membership(2)).code
     0
     """
     before = newest()
     num_alike = 0
-    for left in range(restarts - 1, -1, -1):
-        ended = attempt()
-        if ended.code in FINAL:
+    while True:
+        size = members.wait()
+        ended = attempt(size)
+        if ended.code == INTERRUPTED and ended.is_asked:
+            size = members.size()
+            say(f"meshpar: processes returned; the run goes on from checkpoint {newest()} with {size} of them")
+            continue
+        if ended.code in FINAL or not restarts:
             return ended
         last = newest()
         num_alike = num_alike + 1 if last == before else 1
@@ -42,5 +52,17 @@ def supervise(attempt: Callable[[], Ended], restarts: int, newest: Callable[[], 
         if num_alike > ALIKE:
             why = f"{num_alike} attempts in a row failed and none came beyond {where}: the failure is not by chance"
             return Ended(ended.code, f"{ended.why}\n{why}")
-        say(f"meshpar: {ended.why}\n  starts again from {where}; {left} more restarts are left")
-    return attempt()
+        restarts -= 1
+        members.lose(ended.num_lost)
+        what = _what_follows(members)
+        say(f"meshpar: {ended.why}\n  starts again from {where}{what}; {restarts} more restarts are left")
+
+
+def _what_follows(members: Membership) -> str:
+    """With how many processes the run goes on, if not with all."""
+    size = members.size()
+    if size == members.num_processes:
+        return ""
+    if not size:
+        return ", once a process returns: the layout does not allow those that are left"
+    return f" with {size} of {members.num_processes} processes"

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
 from meshpar.mesh import cursor
 from meshpar.mesh.cursor import Position
-from meshpar.mesh.join import DUMP, LIFELINE, SIGNALS, STACKS, Place
+from meshpar.mesh.join import DUMP, INTERRUPTED, LIFELINE, LOOPBACK, SIGNALS, STACKS, Place
 
-LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
-GRACE_S = 10.0
-"""How long processes may take to end by themselves after a peer has ended."""
+GRACE_S = 5.0
+"""How long processes may take to end by themselves after a peer has failed. Without it they cannot save."""
 DUMP_S = 1.0
 """How long processes have to print their stacks."""
 HUNG = 124
 """The exit code of a program that hangs, as that of `timeout`."""
 QUOTED_LINES = 15
+ATTEMPT = "--- "
+"""What begins the line of a log at which an attempt starts."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,16 @@ class Worker:
         code = self.process.poll()
         return 128 - code if code is not None and code < 0 else code
 
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal ended it. JAX aborts processes whose peer is gone, so SIGABRT does not count."""
+        code = self.process.returncode
+        return code is not None and code < 0 and code != -signal.SIGABRT
+
+    @property
+    def position(self) -> Position | None:
+        return cursor.read(self.cursor)
+
     def send(self, number: int) -> None:
         if self.code is None:
             self.process.send_signal(number)
@@ -63,10 +75,18 @@ class Ended:
     Args:
       code: the exit code of the process that failed first; 0 if none failed, `HUNG` if none went on.
       why: who failed and how, in several lines.
+      num_lost: how many processes were killed by others, or no longer answered.
+      is_asked: whether `each_poll` of `Group.run` ended it.
     """
 
     code: int
     why: str = ""
+    num_lost: int = 0
+    is_asked: bool = False
+
+
+def never(workers: Sequence[Worker]) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -79,8 +99,10 @@ class Group:
     Args:
       command: a program that calls `meshpar.join`, and its arguments.
       logs: a folder, which exists.
-      port: where the first process listens, on loopback; None for a free one.
+      port: where the first process listens; None for a free one.
+      host: the address of the interface at which it listens.
       hang_s: for how many seconds processes may not begin a step before the program counts as hung.
+      is_quiet: whether the first process has a log too, and prints nothing.
     """
 
     command: Sequence[str]
@@ -88,9 +110,18 @@ class Group:
     logs: Path
     port: int | None = None
     hang_s: float = 300.0
+    host: str = LOOPBACK
+    is_quiet: bool = False
 
-    def run(self) -> Ended:
-        address = f"{LOOPBACK}:{self.port or free_port()}"
+    def run(self, each_poll: Callable[[Sequence[Worker]], bool] = never) -> Ended:
+        """Runs the program to its end.
+
+        Args:
+          each_poll: is called every `POLL_S` with the processes; when it returns True, they save a checkpoint and end.
+        """
+        address = f"{self.host}:{self.port or free_port(self.host)}"
+        shutil.rmtree(self._cursors, ignore_errors=True)  # an attempt before may have had more processes
+        self._cursors.mkdir(exist_ok=True)
         with ExitStack() as stack:
             lifeline, held = os.pipe()
             stack.callback(os.close, held)
@@ -103,21 +134,21 @@ class Group:
                     workers.append(self._start(place, lifeline))
             finally:
                 os.close(lifeline)
-            return self._wait(workers, signals)
+            return self._wait(workers, signals, each_poll)
+
+    @property
+    def _cursors(self) -> Path:
+        return self.logs / cursor.CURSORS.name
 
     def _start(self, place: Place, lifeline: int) -> Worker:
-        folder = self.logs / "cursors"
-        folder.mkdir(exist_ok=True)
-        position = folder / str(place.index)
-        stacks = folder / f"{place.index}.stacks"
-        for old in (position, stacks):
-            old.unlink(missing_ok=True)
+        position = self._cursors / str(place.index)
+        stacks = self._cursors / f"{place.index}.stacks"
         variables = {LIFELINE: str(lifeline), cursor.FILE: str(position), STACKS: str(stacks)}
-        log = self.logs / f"process-{place.index}.log" if place.index else None
+        log = self.logs / f"process-{place.index}.log" if place.index or self.is_quiet else None
         with ExitStack() as stack:
             output = stack.enter_context(log.open("ab")) if log else None
             if output:
-                output.write(f"--- {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
+                output.write(f"{ATTEMPT}{datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
                 output.flush()
             process = subprocess.Popen(
                 self.command,
@@ -130,22 +161,29 @@ class Group:
             )
         return Worker(place.index, process, log, position, stacks)
 
-    def _wait(self, workers: Sequence[Worker], signals: list[int]) -> Ended:
+    def _wait(
+        self, workers: Sequence[Worker], signals: list[int], each_poll: Callable[[Sequence[Worker]], bool]
+    ) -> Ended:
         """Waits until all processes have ended, and ends the others when one fails."""
         num_sent = 0
+        is_asked = False
         while any(worker.code is None for worker in workers):
-            if failed := _failed(workers):
+            # After a signal to all, the first process may write the checkpoint for longer than the others.
+            if failed := _failed([worker for worker in workers if worker.code != INTERRUPTED]):
                 return _end_others(failed, workers)
+            if not is_asked and each_poll(workers):
+                is_asked = True
+                _send(workers, signal.SIGTERM)
             if len(signals) > num_sent:
                 # A second signal ends processes at once, as it does for a single one.
                 _send(workers, signal.SIGKILL if num_sent else signals[0])
                 num_sent += 1
-            positions = [cursor.read(worker.cursor) for worker in workers]
+            positions = [worker.position for worker in workers]
             if is_hung(positions, self.hang_s):
                 return _end_hung(workers, positions)
             time.sleep(POLL_S)
         failed = _failed(workers)
-        return _end_others(failed, workers) if failed else Ended(0)
+        return replace(_end_others(failed, workers), is_asked=is_asked and not signals) if failed else Ended(0)
 
 
 def is_hung(positions: Sequence[Position | None], limit_s: float) -> bool:
@@ -155,18 +193,21 @@ def is_hung(positions: Sequence[Position | None], limit_s: float) -> bool:
     return is_still and any(position.phase == "trains" for position in known)
 
 
-def free_port() -> int:
+def free_port(host: str = LOOPBACK) -> int:
     with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
+        probe.bind((host, 0))
         return probe.getsockname()[1]
 
 
 def _failed(workers: Sequence[Worker]) -> Worker | None:
-    return next((worker for worker in workers if worker.code), None)
+    """The process that failed first: one that was killed, rather than its peers, which fail in the next collective."""
+    failed = [worker for worker in workers if worker.code]
+    return max(failed, key=lambda worker: worker.is_killed, default=None)
 
 
 def _end_others(failed: Worker, workers: Sequence[Worker]) -> Ended:
     """Ends the peers of a process that failed: they wait for it, or end after the same signal."""
+    num_lost = sum(worker.is_killed for worker in workers)
     _send(workers, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and any(worker.code is None for worker in workers):
@@ -177,9 +218,10 @@ def _end_others(failed: Worker, workers: Sequence[Worker]) -> Ended:
     if stayed:
         lines[0] += f"; {_named(stayed)} did not end within {GRACE_S:.0f} s and got SIGKILL"
     if failed.log:
-        quoted = failed.log.read_text(errors="replace").splitlines()[-QUOTED_LINES:]
+        of_attempt = failed.log.read_text(errors="replace").rpartition(ATTEMPT)[2]
+        quoted = of_attempt.splitlines()[1:][-QUOTED_LINES:]
         lines += [f"the last lines of {failed.log}:", *(f"  | {line}" for line in quoted)]
-    return Ended(failed.code or 0, "\n".join(lines))
+    return Ended(failed.code or 0, "\n".join(lines), num_lost)
 
 
 def _end_hung(workers: Sequence[Worker], positions: Sequence[Position | None]) -> Ended:
@@ -195,7 +237,8 @@ def _end_hung(workers: Sequence[Worker], positions: Sequence[Position | None]) -
             (answers, step, f"  process {worker.index}: {position}{'' if answers else '; it does not answer'}")
         )
     lines = ["no process goes on:", *(line for *_, line in sorted(found))]
-    return Ended(HUNG, "\n".join([*lines, f"their Python stacks are in {workers[0].stacks.parent}"]))
+    num_lost = sum(not answers for answers, *_ in found)
+    return Ended(HUNG, "\n".join([*lines, f"their Python stacks are in {workers[0].stacks.parent}"]), num_lost)
 
 
 def _send(workers: Sequence[Worker], number: int) -> None:

@@ -7,6 +7,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+
+CURSORS = Path("logs/cursors")
+"""The folder of the files in a run directory: a file a process, named by its index."""
 FILE = "MESHPAR_CURSOR"
 """The variable with which `meshpar launch` names the file of a process."""
 
@@ -41,17 +45,21 @@ class Cursor:
     """
 
     def __init__(self, path: Path | None = None):
-        self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
 
     def at(self, step: int, phase: str) -> None:
         if self._file is not None:
             os.pwrite(self._file, f"{step} {phase:<20}\n".encode(), 0)
 
 
-def of_process() -> Cursor:
-    """The cursor of this process, where the launcher asked for one."""
-    file = os.environ.get(FILE)
-    return Cursor(Path(file) if file else None)
+def of_process(run_dir: Path) -> Cursor:
+    """Its file is the one that `meshpar launch` names, or one in `run_dir`; a process that is alone has none."""
+    if file := os.environ.get(FILE):
+        return Cursor(Path(file))
+    return Cursor(run_dir / CURSORS / str(jax.process_index()) if jax.process_count() > 1 else None)
 
 
 def read(path: Path) -> Position | None:

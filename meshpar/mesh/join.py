@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import socket
 import threading
@@ -13,9 +14,12 @@ from typing import NamedTuple
 import jax
 
 from meshpar.errors import MeshError
+from meshpar.mesh import roll_call
 
 COORDINATOR, NUM_PROCESSES, PROCESS = "MESHPAR_COORDINATOR", "MESHPAR_NUM_PROCESSES", "MESHPAR_PROCESS"
 """The variables with which `meshpar launch` tells a process its place."""
+BIND = "MESHPAR_BIND"
+"""The address of this host at which the first process listens; without it, that of the coordinator."""
 LIFELINE = "MESHPAR_LIFELINE"
 """The file descriptor of a pipe that `meshpar launch` holds open as long as it lives."""
 
@@ -25,13 +29,22 @@ STACKS = "MESHPAR_STACKS"
 
 TIMEOUT_S = 120
 """How long a process waits for the others to start. Hosts of a cluster may start minutes apart."""
+TIMEOUT = "MESHPAR_JOIN_TIMEOUT"
+"""The variable with another number of seconds."""
 HEARTBEAT_S = 30
 SHUTDOWN_S = 15
+
+LOOPBACK = "127.0.0.1"
+NODES = "SLURM_STEP_NODELIST"
+LAST_PORT, NUM_PORTS = 65535, 4096
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """The signals that end a run after its step. Slurm sends the last one, if asked, some time before it ends a job."""
 INTERRUPTED = 75
 """The exit code of a run that such a signal ended: EX_TEMPFAIL of sysexits.h, on which schedulers restart a job."""
+
+
+SLURM = "Slurm"
 
 
 class _Launcher(NamedTuple):
@@ -49,7 +62,7 @@ class _Launcher(NamedTuple):
 
 
 _LAUNCHERS = {
-    "Slurm": _Launcher(("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_PROCID", "srun -n1"),
+    SLURM: _Launcher(("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_PROCID", "srun -n1"),
     "Open MPI": _Launcher(("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK", "mpirun -n 1"),
     "MPI": _Launcher(("PMI_SIZE",), None, "mpirun -n 1"),
 }
@@ -89,7 +102,8 @@ def place() -> Place | None:
         return found
     for name, launcher in _LAUNCHERS.items():
         if launcher.index and launcher.index in os.environ and launcher.counts[0] in os.environ:
-            return Place(name, _number(launcher.counts[0]), _number(launcher.index))
+            coordinator = _slurm_coordinator() if name == SLURM else None
+            return Place(name, _number(launcher.counts[0]), _number(launcher.index), coordinator)
     return None
 
 
@@ -100,26 +114,30 @@ def join() -> Place | None:
       The place of this process; None if it is alone.
 
     Raises:
-      MeshError: the others did not come within `TIMEOUT_S`, or the port is in use.
+      MeshError: others did not come within `TIMEOUT_S`, and it names them; or the port is in use.
     """
     _obey_launcher()
     mine = place()
     if mine is None or mine.num_processes == 1 or jax.distributed.is_initialized():
         return mine
-    if mine.coordinator and mine.index == 0:
-        _check_free(mine.coordinator)
+    timeout_s = _number(TIMEOUT) if TIMEOUT in os.environ else TIMEOUT_S
     known = {}
     if mine.coordinator:
+        listens_at = _listens_at(mine)
+        if mine.index:
+            roll_call.answer(mine.coordinator, mine.index, timeout_s)
+        else:
+            roll_call.listen(listens_at, mine.num_processes, timeout_s)
         known = {
             "coordinator_address": mine.coordinator,
             "num_processes": mine.num_processes,
             "process_id": mine.index,
-            "coordinator_bind_address": mine.coordinator,
+            "coordinator_bind_address": listens_at,
         }
     try:
         jax.distributed.initialize(
             **known,
-            initialization_timeout=TIMEOUT_S,
+            initialization_timeout=timeout_s,
             heartbeat_timeout_seconds=HEARTBEAT_S,
             shutdown_timeout_seconds=SHUTDOWN_S,
         )
@@ -128,7 +146,7 @@ def join() -> Place | None:
         who = f"process {mine.index} of {mine.num_processes}, started by {mine.launcher},"
         what = f"{who} could not join the others{where}"
         why = str(error).partition("\n")[0]
-        raise MeshError(f"{what} within {TIMEOUT_S} s: {why}; their logs say whether they started") from None
+        raise MeshError(f"{what} within {timeout_s} s: {why}; their logs say whether they started") from None
     return mine
 
 
@@ -172,16 +190,32 @@ def _number(variable: str) -> int:
     return int(text)
 
 
-def _check_free(address: str) -> None:
-    """Raises MeshError if nothing can listen at an address: JAX would end the process with a C++ stack."""
-    host, _, port = address.rpartition(":")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port)))
-        except (OSError, ValueError) as error:
-            what = f"the first process cannot listen at {address}: {getattr(error, 'strerror', None) or error}"
-            raise MeshError(f"{what}; choose another with --port") from None
+def _slurm_coordinator() -> str | None:
+    """The address at which the first task of a step of Slurm listens; None if JAX has to find it.
+
+    The first host has the first task. A step on one host stays on loopback. The port depends on the job, as JAX's does.
+    """
+    hosts = re.match(r"(?P<prefix>[^\[,]+)(\[(?P<first>\w+)[^\]]*\](?P<suffix>[^,]*))?", os.environ.get(NODES, ""))
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if hosts is None or not job.isdecimal():
+        return None
+    host = "".join(part or "" for part in hosts.group("prefix", "first", "suffix"))
+    if os.environ.get("SLURM_STEP_NUM_NODES") == "1":
+        host = LOOPBACK
+    return f"{host}:{LAST_PORT - int(job) % NUM_PORTS}"
+
+
+def _listens_at(mine: Place) -> str:
+    """The address at which the coordinator listens: that of its host, or all of them where it is not known."""
+    host, _, port = str(mine.coordinator).rpartition(":")
+    if mine.launcher != SLURM or host == LOOPBACK:
+        return f"{os.environ.get(BIND, host)}:{port}"
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = LOOPBACK
+    # A host may know itself by loopback, where the others do not reach it.
+    return f"0.0.0.0:{port}" if address.startswith("127.") else f"{address}:{port}"
 
 
 def _obey_launcher() -> None:

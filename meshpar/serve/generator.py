@@ -14,6 +14,7 @@ import numpy as np
 from meshpar.errors import ConfigError, Problems
 from meshpar.serve.answer import Answer, Finish
 from meshpar.serve.decoding import Decoding, Turn
+from meshpar.train.program import on_host
 from meshpar.train.state import shardings, structs
 
 Ids = Sequence[int]
@@ -57,9 +58,9 @@ class Generator:
         turn, cache = self.prefill(self.params, self._placed(prompts))
         for _ in range(self.decoding.max_tokens - 1):
             following, cache = self.decode(self.params, turn, cache)
-            yield np.asarray(turn.tokens)[: len(prompts)]
+            yield on_host(turn.tokens)[: len(prompts)]
             turn = following
-        yield np.asarray(turn.tokens)[: len(prompts)]
+        yield on_host(turn.tokens)[: len(prompts)]
 
     def stream(self, prompts: Sequence[Ids], answers: Sequence[Answer]) -> Iterator[Piece]:
         """Fills the answers; yields a piece for each token."""

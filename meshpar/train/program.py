@@ -42,6 +42,14 @@ def on_shards(local: Callable[..., Any], ctx: ParallelContext, in_specs: Any, ou
     return jax.shard_map(traced, mesh=ctx.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
 
+def on_each_device(local: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Turns a function of local shards into one of global arrays, where copies of an array may differ by a fault.
+
+    JAX does not check here over which axes values vary: for it, copies are equal.
+    """
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
 def pspecs(placements: Any) -> Any:
     """The partition specs of a tree of `Placement`."""
     return jax.tree.map(lambda p: p.pspec, placements)
@@ -60,6 +68,17 @@ def shardings(tree: Any) -> Any:
 def whole(mesh: Any) -> NamedSharding:
     """The sharding of an array that every device holds whole."""
     return NamedSharding(mesh, WHOLE)
+
+
+def on_host(tree: Any) -> Any:
+    """The values of global arrays, whole, on every process: tree of NumPy arrays. All processes call it.
+
+    Communication: an all-gather of every array that several processes hold.
+    """
+    if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
+        return jax.device_get(tree)
+    out_shardings = jax.tree.map(lambda x: whole(x.sharding.mesh), tree)
+    return jax.device_get(jax.jit(lambda arrays: arrays, out_shardings=out_shardings)(tree))
 
 
 def batch_structs(ctx: ParallelContext, specs: dict[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -90,10 +109,12 @@ class Program:
     Args:
       compiled: the executable.
       jaxpr: the traced program.
+      lowered: the program before XLA changed it; None if it is not known.
     """
 
     compiled: jax.stages.Compiled
     jaxpr: ClosedJaxpr
+    lowered: jax.stages.Lowered | None = None
 
     def __call__(self, *args: Any) -> Any:
         return self.compiled(*args)
@@ -118,4 +139,5 @@ def compile_program(traced: jax.stages.Traced, options: dict[str, Any] | None = 
     Args:
       options: for the compiler.
     """
-    return Program(traced.lower().compile(compiler_options=options), traced.jaxpr)
+    lowered = traced.lower()
+    return Program(lowered.compile(compiler_options=options), traced.jaxpr, lowered)

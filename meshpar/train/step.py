@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from inspect import Parameter, signature
 from typing import Any, Protocol
 
@@ -217,6 +218,12 @@ class Step:
     def compiled(self) -> jax.stages.Compiled:
         """The executable."""
         return self.program.compiled
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the program as it is given to XLA, which may compile it differently on each host."""
+        lowered = self.program.lowered
+        return sha256(lowered.as_text().encode()).hexdigest() if lowered else ""
 
     @property
     def text(self) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar.checkpoint.agree import of_first
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.errors import VerificationError
 from meshpar.train.gradients import Gradients
-from meshpar.train.program import shardings, structs, whole
+from meshpar.train.program import on_host, shardings, structs, whole
 from meshpar.train.state import TrainState
 from meshpar.train.step import step_function
 from meshpar.train.training import Training
@@ -77,9 +81,10 @@ class Trial:
 
     def saved_and_restored(self, state: TrainState, there: Trial) -> TrainState:
         """Saves the state, and restores it on the layout of `there`."""
-        with tempfile.TemporaryDirectory() as folder, checkpoints(Path(folder) / "checkpoints") as saved:
+        with _folder() as folder, checkpoints(folder / "checkpoints") as saved:
             saved.save(int(state.step), state)
             saved.wait()
+            of_first(0)  # waits until the first process has named the checkpoint
             return saved.restore(there.training.placement.structs)
 
     @cached_property
@@ -103,8 +108,24 @@ class Trial:
         return lowered.compile(compiler_options=QUICK)
 
 
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A temporary folder. Several processes have the same one, below the current folder, which they must share."""
+    if jax.process_count() == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
+    shared = Path.cwd() / f".verify-{of_first(secrets.randbits(31)):08x}"
+    try:
+        yield shared
+    finally:
+        of_first(0)  # the others have read it
+        if jax.process_index() == 0:
+            shutil.rmtree(shared, ignore_errors=True)
+
+
 def _result(metrics: Any, grads: Any, state: TrainState) -> StepResult:
-    metrics, grads, params, carried = jax.device_get((metrics, grads, state.params, state.carried))
+    metrics, grads, params, carried = on_host((metrics, grads, state.params, state.carried))
     if metrics["loss"].dtype != np.float64:
         what = f"the loss is {metrics['loss'].dtype}, though the parameters are float64"
         raise VerificationError(f"{what}: rounding would hide differences; build the model without a dtype of its own")

@@ -17,6 +17,7 @@ from meshpar.config import flatten
 from meshpar.errors import MeshError, VerificationError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
+from meshpar.mesh.join import share
 from meshpar.mesh.layout import MeshLayout, describe_sizes
 from meshpar.train.training import Training
 from meshpar.verification.batches import token_batch
@@ -31,6 +32,8 @@ NUM_STEPS = 4
 def verify(subject: Run | Training, batches: Batches | None = None) -> Verification:
     """Trains in float64 on simulated devices: on the mesh, on one device, and on one axis at a time.
 
+    Of several processes, each trains on one device and on one axis by itself, and all together on the mesh.
+
     It compares the loss, every gradient, the norm of the gradient, and the parameters after each step. It also compares
     runs that are saved, restored and resumed, on the mesh and on one device.
 
@@ -39,7 +42,8 @@ def verify(subject: Run | Training, batches: Batches | None = None) -> Verificat
       batches: for a training only: a batch for each step, name -> array.
 
     Raises:
-      MeshError: there are not enough CPU devices, real or simulated.
+      MeshError: a process does not have as many CPU devices, real or simulated, as the mesh; or the processes cannot
+        share the mesh evenly.
       VerificationError: the loss is not computed in float64, the reduction of gradients rounds them, or there are fewer
         than two batches.
       ConfigError, ShardingError: see `prepare`.
@@ -106,7 +110,7 @@ class _Checker:
 
     def rows(self) -> Iterator[Row]:
         """Tries the whole mesh, each axis alone, and one device; then resumed runs, if the whole mesh is equal."""
-        whole = self._trial(self.sizes)
+        whole = Trial(self.training.on(mesh=_mesh(self.sizes, _spread)))
         single = self._trial({})
         first = self._row(describe_sizes(self.sizes), tuple(self.sizes), lambda: self._run(whole))
         yield first
@@ -187,16 +191,26 @@ def _wide_dtype(x: Any) -> np.dtype:
     return np.dtype("float64") if jnp.issubdtype(x.dtype, jnp.floating) else np.dtype(x.dtype)
 
 
-def _mesh(sizes: Sizes) -> Any:
-    return MeshLayout.model_validate(sizes).build(_devices(math.prod(sizes.values())))
+def _mesh(sizes: Sizes, devices: Callable[[int], list[Any]] | None = None) -> Any:
+    return MeshLayout.model_validate(sizes).build((devices or _devices)(math.prod(sizes.values())))
 
 
 def _devices(count: int) -> list[Any]:
-    found = jax.devices("cpu")
+    """CPU devices of this process."""
+    found = jax.local_devices(backend="cpu")
     if len(found) < count:
         what = f"{count} CPU devices are needed, {len(found)} are available"
-        raise MeshError(f"{what}; call meshpar.simulate({count}) first")
+        raise MeshError(f"{what}; call meshpar.simulate({count * jax.process_count()}) first")
     return found[:count]
+
+
+def _spread(count: int) -> list[Any]:
+    """CPU devices of all processes, as many of each."""
+    each = share(count)
+    of_process: dict[int, list[Any]] = {}
+    for device in jax.devices("cpu"):
+        of_process.setdefault(device.process_index, []).append(device)
+    return [device for found in of_process.values() for device in found[:each]]
 
 
 def _changes(run: Run, small: Run) -> dict[str, tuple[Any, Any]]:

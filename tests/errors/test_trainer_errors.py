@@ -82,7 +82,7 @@ meshpar: 3 problems in config.yaml:
 meshpar: 1 problem in config.yaml:
   loggers.0 (command line)
     no kind is called 'tensorbord'
-    did you mean tensorboard? There are tensorboard, wandb, mlflow
+    did you mean tensorboard? There are tensorboard, wandb, mlflow, prometheus
 """,
     ),
     "early stopping without evaluations": (

@@ -15,7 +15,12 @@ from pathlib import Path
 import pytest
 
 from meshpar.errors import MeshError
+from meshpar.experiment.config import load
+from meshpar.experiment.elastic import Attempts
 from meshpar.launch import workers
+from meshpar.launch.elastic import Elastic, Membership
+from meshpar.launch.supervise import supervise
+from meshpar.launch.workers import Ended
 from meshpar.mesh import join
 
 CONFIG = """
@@ -34,6 +39,12 @@ def losses(run_dir: Path) -> dict[int, float]:
     """step -> loss, the last one where a step was repeated."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+def meshes(run_dir: Path) -> list[dict[str, int]]:
+    """The mesh of each attempt that began."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line["config"]["mesh"] for line in lines if line["kind"] == "run"]
 
 
 def meshpar(*words: str) -> subprocess.Popen[str]:
@@ -105,22 +116,33 @@ def test_two_processes_train_as_one_and_a_signal_to_one_ends_both_with_a_checkpo
     assert all(abs(found[step] - expected[step]) < 1e-6 for step in range(1, min(at, 12) + 1))
 
 
-def test_one_that_is_killed_ends_the_others(config):
-    running = launch(2, "train", config, "run_dir=run", "num_steps=100000")
-    wait_for_step(3, "run", running)
-    worker = worker_of(running.pid, 1)
-    began = time.monotonic()
-    os.kill(worker, signal.SIGKILL)
-    assert "process 1 ended first, with exit code 137" in ends(running, code=137)
-    assert time.monotonic() - began < 15
-
-
 def test_processes_with_different_configs_are_refused_before_they_train(config, tmp_path, capfd):
     script = f"{sys.executable} -m meshpar train {config} run_dir=run seed=${join.PROCESS} --devices=4"
     ended = workers.Group(["bash", "-c", script], 2, tmp_path).run()
     assert ended.code == 2
     assert "config.seed\n    1 on process 1, 0 on process 0\n    start all processes" in capfd.readouterr().err
     assert not Path("run").exists()
+
+
+EDITED = f"""
+import os, sys
+from meshpar.cli import main
+from meshpar.parallel import tensor
+
+exact = tensor.cross_entropy
+if os.environ["{join.PROCESS}"] == "1":
+    tensor.cross_entropy = lambda *args: exact(*args) + 1
+sys.argv[0] = "meshpar"
+main()
+"""
+
+
+def test_processes_with_different_programs_are_refused_before_they_train(config, tmp_path, capfd):
+    words = [sys.executable, "-c", EDITED, "train", config, "run_dir=run", "--devices=4"]
+    ended = workers.Group(words, 2, tmp_path).run()
+    assert ended.code == 2
+    assert re.search(r"  program\n    [0-9a-f]{64} on process 1, [0-9a-f]{64} on process 0\n", capfd.readouterr().err)
+    assert not losses(Path("run"))
 
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -143,13 +165,103 @@ def test_the_first_failure_is_quoted_and_a_process_that_stays_is_killed(tmp_path
     assert last == "  | no more paper"
 
 
-def test_a_run_that_dies_goes_on_from_its_checkpoint(config):
-    running = launch(2, "train", config, "run_dir=run", "checkpoints=3", before=["--restarts=2"])
-    wait_for(lambda: Path("run/checkpoints/3").is_dir(), running)
+# Steps without a model: a process notes where it is, and ends after SIGTERM. Process 1 of the first attempt is killed.
+STEPS = f"""
+import os, signal, sys, time
+from pathlib import Path
+from meshpar.mesh.cursor import of_process
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({join.INTERRUPTED}))
+cursor = of_process(Path())
+process, num_processes = os.environ["{join.PROCESS}"], os.environ["{join.NUM_PROCESSES}"]
+attempts = Path("attempts")
+if process == "0":
+    with attempts.open("a") as file:
+        file.write(num_processes + " ".join(["", *sys.argv[1:]]) + "\\n")
+while process == "1" and not attempts.read_text():
+    time.sleep(0.01)
+for step in range(1, 15 if num_processes == "1" else 5):
+    cursor.at(step, "trains")
+    time.sleep(0.1)
+    if process == "1" and not Path("killed").exists():
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+ELASTIC = {"min_processes": 1, "mesh": {"data": 1, "fsdp": -1}}
+
+
+@pytest.mark.parametrize(
+    ("return_s", "attempts"),
+    [
+        (0.5, ["2", "1 mesh.data=1 mesh.fsdp=-1 --devices=2", "2"]),
+        (60, ["2", "1 mesh.data=1 mesh.fsdp=-1 --devices=2"]),
+    ],
+)
+def test_a_run_goes_on_with_the_processes_that_are_left_until_others_return(config, capfd, return_s, attempts):
+    run = load(Path(config), ["run_dir=run"]).model_copy(update={"elastic": Elastic(**ELASTIC, return_s=return_s)})
+    running = Attempts(run, workers.Group([sys.executable, "-c", STEPS], 2, Path()), num_devices=4)
+    Path("attempts").touch()
+    running.members.now = lambda: float(len(Path("attempts").read_text().splitlines()))  # a second is an attempt
+    assert supervise(running, 1, lambda: 7, running.members).code == 0
+    assert Path("attempts").read_text().splitlines() == attempts
+    assert Path("cursors/1").exists() == (attempts[-1] == "2")
+    printed = capfd.readouterr().err
+    assert "starts again from checkpoint 7 with 1 of 2 processes; 0 more restarts are left" in printed
+    assert ("processes returned; the run goes on from checkpoint 7 with 2 of them" in printed) == (len(attempts) == 3)
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "restarts", "attempts", "told"),
+    [
+        (
+            [None] * 9,
+            9,
+            3,
+            "3 attempts in a row failed and none came beyond the beginning: the failure is not by chance",
+        ),
+        ([5] * 9, 9, 3, "3 attempts in a row failed and none came beyond checkpoint 5: the failure is not by chance"),
+        (list(range(9)), 4, 5, "it fails"),
+    ],
+)
+def test_restarts_are_bounded_and_a_failure_that_is_not_by_chance_ends_the_run(checkpoints, restarts, attempts, told):
+    newest = iter(checkpoints)
+    sizes: list[int] = []
+
+    def fail(size: int) -> Ended:
+        sizes.append(size)
+        return Ended(1, "it fails")
+
+    ended = supervise(fail, restarts, lambda: next(newest), Membership(2))
+    assert ended.code == 1
+    assert ended.why.endswith(told)
+    assert sizes == [2] * attempts
+
+
+@pytest.mark.parametrize(
+    ("elastic", "fits"),
+    [
+        ({"mesh": {"data": 1, "fsdp": -1}}, [True, True, False, True]),  # the batch has 8 rows
+        ({"mesh": {"fsdp": -1}}, [True, True, False, True]),
+        ({"mesh": {"data": -1, "fsdp": 4}}, [False, True, False, True]),
+    ],
+)
+def test_the_layout_says_which_numbers_of_processes_fit(config, elastic, fits):
+    run = load(Path(config), ["run_dir=run"]).model_copy(update={"elastic": Elastic(**elastic)})
+    attempts = Attempts(run, workers.Group([], 4, Path()), num_devices=8)
+    assert [attempts.fits(size) for size in range(1, 5)] == fits
+
+
+@pytest.mark.slow
+def test_losses_do_not_depend_on_the_number_of_processes_that_are_left(config):
+    words = ["train", config, "num_steps=400", "checkpoints=100", "optim.lr=1e-4"]
+    elastic = "elastic={min_processes: 1, mesh: {data: 1, fsdp: -1}, return_s: 1}"
+    running = launch(2, *words, "run_dir=run", elastic, before=["--restarts=2"])
+    wait_for(lambda: Path("run/checkpoints/100").is_dir(), running)
     os.kill(worker_of(running.pid, 1), signal.SIGKILL)
-    assert "starts again from checkpoint" in ends(running)
+    ends(running)
+    assert [(sizes["data"], sizes["fsdp"]) for sizes in meshes(Path("run"))] == [(2, 2), (1, -1), (2, 2)]
     found = losses(Path("run"))
-    ends(meshpar("train", config, "run_dir=one", "--devices=4"))
+    ends(meshpar(*words, "run_dir=one", "--devices=4"))
     expected = losses(Path("one"))
     assert found.keys() == expected.keys()
     assert all(abs(found[step] - expected[step]) < 1e-6 for step in expected)
@@ -223,5 +335,7 @@ def test_a_port_in_use_is_refused(monkeypatch):
         address = f"{workers.LOOPBACK}:{taken.getsockname()[1]}"
         for name, value in join.Place("meshpar launch", 2, 0, address).variables().items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(MeshError, match=r"cannot listen at .*: Address already in use; choose another with --port"):
+        with pytest.raises(
+            MeshError, match=r"cannot listen at .*: Address already in use; choose another with --port or"
+        ):
             join.join()

@@ -165,18 +165,34 @@ if sys.argv[2] == "in the arrays":
     while not list(saved.directory.glob("2.*.partial")):  # a thread of Orbax makes it
         time.sleep(1e-4)
     die()
-checksums.write = die  # the arrays of step 2 are on disk, their checksums are not
+if sys.argv[2] == "in the checksums":  # the arrays of step 2 are on disk, their checksums are not
+    checksums.write = die
+if sys.argv[2] == "before the rename":
+    checkpoints.sync_tree = die
+if sys.argv[2] == "after the rename":
+    checkpoints.sync = die
 saved.save(2, {"w": jnp.float32(2), "big": jnp.zeros(10)})
 saved.wait()
 """
 
 
-@pytest.mark.parametrize("when", ["in the arrays", "in the checksums"])
+@pytest.mark.slow
+def test_a_save_killed_after_its_rename_is_whole(tmp_path: Path):
+    words = [sys.executable, "-c", KILLED, str(tmp_path), "after the rename"]
+    assert subprocess.run(words, capture_output=True, timeout=100).returncode == -signal.SIGKILL
+    assert not list(tmp_path.glob("*.partial"))
+    find(tmp_path).verify()
+    assert find(tmp_path).on_host("w") == 2
+
+
+@pytest.mark.parametrize(
+    "when", ["in the arrays", "in the checksums", pytest.param("before the rename", marks=pytest.mark.slow)]
+)
 def test_a_killed_save_leaves_the_checkpoint_before_it(when: str, tmp_path: Path):
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], capture_output=True, timeout=100)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     (partial,) = tmp_path.glob("2.*.partial")
-    assert (partial / "state").is_dir() == (when == "in the checksums")
+    assert (partial / "state").is_dir() == (when != "in the arrays")
     wanted = {"w": jax.ShapeDtypeStruct((), jnp.float32)}
     with checkpoints(tmp_path) as saved:
         assert saved.latest() == 1

@@ -71,7 +71,8 @@ def test_only_pairs_that_cannot_work_are_refused():
     """A further pair needs a reason that excludes it, and a line here: that nobody has tried it is no reason."""
     overlaps = ("parallel.tensor.overlap", "parallel.fsdp.overlap")
     excluded = {(overlap, other) for overlap in overlaps for other in ("parallel.pipeline", "precision.matmul")}
-    assert {*REFUSED} == excluded | {("model.remat.offload", "parallel.pipeline")}
+    piped = ("model.remat.offload", "model.experts.every", "model.experts.first_dense")
+    assert {*REFUSED} == excluded | {(key, "parallel.pipeline") for key in piped}
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from meshpar.checkpoint import lock
 
 CONFIG = """
 model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32}
@@ -59,7 +62,7 @@ def test_options_of_sbatch_are_passed_on(command, config):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--processes=2", "--dry-run"], "--dry-run: for a job of Slurm; add --slurm"),
+        (["--processes=2", "--dry-run"], "--dry-run: for a scheduler's job; add --slurm or --k8s"),
         (
             ["--processes=3"],
             "3 processes cannot share the 8 devices of the mesh evenly; choose a number",
@@ -76,6 +79,43 @@ def test_options_that_do_not_fit_are_refused(command, config, monkeypatch, words
     assert not Path("run").exists()
 
 
-def test_another_verb_is_refused(command, config):
-    said = command("launch", "--processes=2", "--", "explain", config)
-    assert (said.code, said.err) == (2, "meshpar: launch explain: only train runs in several processes\n")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--", "explain", "my config.yaml"], "launch explain: only train, generate, verify, inspect and bench run in"),
+        (["--restarts=1", "--", "verify", "my config.yaml"], "--restarts: verify has no checkpoints to start from"),
+        (["--devices=2", "--", "verify", "my config.yaml"], "--devices: verify simulates as many as its small mesh"),
+        (["--", "bench", "collectives", "--devices=5"], "2 processes cannot share the 5 devices of the mesh evenly"),
+        (["--", "generate", "my config.yaml", "--prompt=1"], "an untrained model cannot generate"),
+        (["--", "train", "none.yaml"], "none.yaml"),
+    ],
+)
+def test_a_command_that_cannot_run_is_refused_before_any_process_starts(command, config, words, told):
+    said = command("launch", "--processes=2", *words)
+    assert said.code == 2
+    assert told in said.err
+    assert not Path("logs").exists()
+
+
+def test_a_port_in_use_is_refused_before_any_process_starts(command, config):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        said = command("launch", "--processes=2", f"--port={port}", "--", "train", config)
+    assert said.code == 2
+    assert f"the first process cannot listen at 127.0.0.1:{port}: Address already in use; choose another" in said.err
+    assert not Path("run").exists()
+
+
+def test_an_interface_of_another_machine_is_refused(command, config):
+    said = command("launch", "--processes=2", "--host=192.0.2.1", "--", "train", config)
+    assert said.code == 2
+    assert "the first process cannot listen at 192.0.2.1:0: Cannot assign requested address" in said.err
+
+
+def test_a_run_dir_that_another_run_holds_is_refused_and_its_logs_are_left_alone(command, config):
+    with lock.hold(Path("run")):
+        said = command("launch", "--processes=2", "--", "train", config)
+    assert said.code == 2
+    assert "run_dir: run is in use by process" in said.err
+    assert not Path("run/logs").exists()
+    lock.check_unheld(Path("run"))

@@ -28,6 +28,7 @@ from meshpar.train.records.loggers import Record
 from meshpar.train.records.metrics import recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
+from tests.damage import with_flipped_bit
 
 ROWS = 8
 SEQ = 2
@@ -119,6 +120,21 @@ def run(run_dir: Path, kept: Retention | None = None, **changed: Any) -> TrainSt
         new = Loop(step=toy().step, evaluate=toy().evaluate, **parts, **settings)
         state = toy().state() if saved.latest() is None else saved.restore(toy().structs)
         return replace(new, **changed).fit(state)
+
+
+def test_a_wrong_copy_ends_the_run_which_then_resumes_from_before_it(tmp_path: Path):
+    expected = run(tmp_path / "undisturbed").params["w"]
+    settings: dict[str, Any] = {"check_replicas_every": 4, "eval_every": 1}
+
+    def flip(state: TrainState, step: int) -> dict[str, float]:
+        if step == 5:
+            state.params["w"] = with_flipped_bit(state.params["w"], device=2, bit=20)
+        return {}
+
+    with pytest.raises(RunError, match=r"step 8: copies of the same state differ:\n  device 2 .*: params.w\n"):
+        run(tmp_path, Retention(every=2), callbacks=[flip], **settings)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]*")) == ["4", "6.damaged"]
+    np.testing.assert_array_equal(run(tmp_path, Retention(every=2), **settings).params["w"], expected)
 
 
 def recorded(run_dir: Path, kind: str) -> list[Record]:
@@ -418,6 +434,20 @@ def test_checkpoints_are_saved_by_time_too(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("time.monotonic", lambda: 60.0 * len(step.begun))  # a step takes a minute
     run(tmp_path, step=step, kept=Retention(every_minutes=3, keep=9))
     assert saved_steps(tmp_path) == [3, 6, 9, 10]
+
+
+@pytest.mark.parametrize("is_requested", [True, False])
+def test_a_requested_checkpoint_is_saved_at_the_next_logged_step(tmp_path: Path, is_requested: bool):
+    class Requested(Watched):
+        def __call__(self, *args: Any) -> Any:
+            if len(self.begun) == 4 and is_requested:  # in step 5; steps 1, 4, 8 and 10 are logged
+                (tmp_path / "save").touch()
+            return super().__call__(*args)
+
+    run(tmp_path, step=Requested(), kept=Retention(keep=9))
+    assert saved_steps(tmp_path) == ([8, 10] if is_requested else [10])
+    assert not (tmp_path / "save").exists()
+    assert steps_of(tmp_path, "checkpoint") == saved_steps(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [Retention(every_minutes=None), Retention(), Retention(every=5)])

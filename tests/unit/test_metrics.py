@@ -29,7 +29,7 @@ def test_each_record_is_a_line_that_is_on_disk_at_once(tmp_path: Path):
         to.record("train", 1, loss=2.5, tokens=8)
         lines = (tmp_path / FILE).read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
-        {"kind": "run", "step": 0, "config": {"seed": 1}},
+        {"kind": "run", "step": 0, "config": {"seed": 1}, "began": to.began},
         {"kind": "train", "step": 1, "loss": 2.5, "tokens": 8},
     ]
 

@@ -134,7 +134,11 @@ WRONG = {
     ),
     "a kind in a list": (
         {"loggers": ["tensorboard", "wand"]},
-        ["loggers.1", "no kind is called 'wand'", "did you mean wandb? There are tensorboard, wandb, mlflow"],
+        [
+            "loggers.1",
+            "no kind is called 'wand'",
+            "did you mean wandb? There are tensorboard, wandb, mlflow, prometheus",
+        ],
     ),
     "a list for a size": (
         {"contract": {"peak_bytes": [1]}},

@@ -52,6 +52,7 @@ def test_a_parameter_whose_gradient_is_only_rounding_is_not_compared():
 
 
 def test_verify_with_too_few_devices_is_refused(monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda platform=None: jax.local_devices()[:1])
+    found = jax.devices()[:1]
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: found)
     result = CliRunner().invoke(app, ["verify", "configs/quickstart.yaml"])
     assert str(result.exception) == "8 CPU devices are needed, 1 are available; call meshpar.simulate(8) first"

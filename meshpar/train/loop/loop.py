@@ -31,6 +31,7 @@ from meshpar.train.records.file import evaluations
 from meshpar.train.records.loggers import Record
 from meshpar.train.records.metrics import Recorder
 from meshpar.train.records.writing import writing
+from meshpar.train.replicas import differences
 from meshpar.train.state import TrainState
 from meshpar.train.step import Metrics, Step
 
@@ -48,6 +49,7 @@ class Loop:
       early_stopping: when to end before `num_steps`.
       callbacks: functions whose results are recorded with each evaluation.
       max_skipped_steps: the run fails after this many skipped steps in a row; None for no limit.
+      check_replicas_every: steps between comparisons of the copies of replicated state; None for none.
       source: name of the data, for messages.
       signals: signals that end the run.
       cursor: where this process writes its step and phase.
@@ -69,6 +71,7 @@ class Loop:
     early_stopping: EarlyStopping | None = None
     callbacks: Sequence[Callback] = ()
     max_skipped_steps: int | None = None
+    check_replicas_every: int | None = None
     source: str = "the data set"
     signals: Signals = field(default_factory=Signals)
     cursor: Cursor = field(default_factory=Cursor)
@@ -107,6 +110,7 @@ class Loop:
         index = start
         is_save_due = False
         saved_at = time.monotonic()
+        checked_at = start
         self.signals.begin()
         with stall.watched(), profiled(self.profile, *traced, stopwatch) as profiled_step:
             for index in range(start + 1, self.num_steps + 1):
@@ -130,6 +134,9 @@ class Loop:
                     with stopwatch.paused():
                         state = self.step.finish(state)
                         means = self._evaluate(state, index)
+                if self.check_replicas_every and index % self.check_replicas_every == 0:
+                    self._check_replicas(state, index, checked_at)
+                    checked_at = index
                 ends = is_last or (bool(means) and self._stops(index))
 
                 is_interrupted, is_overdue = self._agree(index, saved_at, is_logged)
@@ -139,6 +146,7 @@ class Loop:
                     with stopwatch.paused():
                         state = self.step.finish(state)
                         self._save(state, index, means, keeps_all=window.drain() > 0)
+                        self._answer_request()
                     is_save_due = False
                     saved_at = time.monotonic()
                 if is_interrupted:
@@ -191,20 +199,35 @@ class Loop:
         return Interrupted(f"stopped by {self.signals.name} at step {index}; checkpoint in {where}; {fix}")
 
     def _agree(self, index: int, saved_at: float, is_logged: bool) -> tuple[bool, bool]:
-        """Whether to end, and whether a checkpoint is overdue. Several processes end after the same step.
+        """Whether to end, and whether a checkpoint is overdue or requested. Several processes end after the same step.
 
-        JAX's coordination service chooses this step once a process has a signal. Whether a checkpoint is overdue is the
-        first process's to say, at logged steps.
+        JAX's coordination service chooses this step once a process has a signal. Whether a checkpoint is overdue or
+        requested is the first process's to say, at logged steps.
         """
         every = self.checkpoints.retention.every_minutes
         is_overdue = every is not None and time.monotonic() - saved_at >= 60 * every
+        is_overdue = is_overdue or (is_logged and self._request.exists())
         if jax.process_count() == 1:
             return self.signals.caught is not None, is_overdue
         is_interrupted = multihost_utils.reached_preemption_sync_point(index)
-        if every is None or not is_logged:
+        if not is_logged:
             return is_interrupted, False
         with jax.transfer_guard("allow"):
             return is_interrupted, bool(multihost_utils.broadcast_one_to_all(np.array(is_overdue)))
+
+    def _check_replicas(self, state: TrainState, index: int, checked_at: int) -> None:
+        """Compares the copies of the state. Checkpoints since the last comparison may hold a wrong one: none is used.
+
+        Raises:
+          RunError: copies differ; it names the devices.
+        """
+        if found := differences(state):
+            self._wait()
+            self.checkpoints.distrust(checked_at)
+            what = f"step {index}: copies of the same state differ:"
+            why = f"  they were equal at step {checked_at}: a device computed wrongly, or its memory lost a bit"
+            fix = "  the same command resumes from a checkpoint before that; if it happens again, replace the device"
+            raise RunError("\n".join([what, *found, why, fix]))
 
     def _is_due(self, index: int, every: int | None) -> bool:
         """Whether an interval ends at this step. The last step is always evaluated and saved, so it is not due."""
@@ -254,8 +277,16 @@ class Loop:
         if keeps_all:
             self._wait()
             self.checkpoints.retention = self.checkpoints.retention.without_end()
+        began = time.monotonic()
         with writing("a checkpoint", self.checkpoints.directory):
             self.checkpoints.save(index, state, means)
+        self.recorder.record("checkpoint", index, blocked_s=time.monotonic() - began)
+
+    def _answer_request(self) -> None:
+        """Removes the file that requests a checkpoint, once the checkpoint is on disk."""
+        if jax.process_index() == 0 and self._request.exists():
+            self._wait()
+            self._request.unlink(missing_ok=True)
 
     def _wait(self) -> None:
         """Waits until all checkpoints are on disk."""
@@ -272,6 +303,11 @@ class Loop:
             with suppress(Exception):
                 self.checkpoints.wait()
             raise
+
+    @property
+    def _request(self) -> Path:
+        """The file with which anybody requests a checkpoint: `touch RUN_DIR/save`."""
+        return self.recorder.file.with_name("save")
 
     @cached_property
     def _rows(self) -> np.ndarray:

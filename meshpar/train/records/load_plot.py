@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshpar.nn.experts.config import Experts
-
 if TYPE_CHECKING:
     from meshpar.train.records.loggers import Record
 
@@ -30,6 +28,8 @@ def loads(records: Sequence[Record]) -> tuple[list[int], np.ndarray] | None:
 
 def layers_with_experts(records: Sequence[Record]) -> list[int]:
     """The indices of these layers, from the recorded config."""
+    from meshpar.nn.experts.config import Experts  # with JAX, which no other plot needs
+
     model = next(record["config"]["model"] for record in records if record["kind"] == "run")
     experts = Experts.model_validate(model["experts"])
     return [layer for layer in range(model["num_layers"]) if experts.are_in(layer)]

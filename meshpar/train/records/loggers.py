@@ -1,4 +1,4 @@
-"""Services that receive a run's records: TensorBoard, Weights & Biases, MLflow. Only the first process sends."""
+"""Services that receive a run's records, from the first process: TensorBoard, Weights & Biases, MLflow, Prometheus."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pydantic
 
 from meshpar.config import Config
 from meshpar.errors import ConfigError
+from meshpar.train.records.prometheus import serving
 from meshpar.train.records.writing import writing
 from meshpar.tree import flatten_with_paths
 
@@ -185,7 +186,20 @@ class MLflow(_Logger):
         return run_id
 
 
-Logger = Annotated[TensorBoard | WandB | MLflow, pydantic.Field(discriminator="kind")]
+class Prometheus(_Logger):
+    """Metrics for Prometheus, which scrapes them from the first process. Extra: `meshpar[metrics]`."""
+
+    kind: Literal["prometheus"] = "prometheus"
+    host: str = "127.0.0.1"
+    """Address of the interface; by default only this machine reaches it."""
+    port: Annotated[int, pydantic.Field(ge=1, le=65535)] = 9464
+    """Port at which `/metrics` is served; `meshpar train --metrics-port` sets it too."""
+
+    def open(self, run_dir: Path) -> AbstractContextManager[Sink]:
+        return serving(run_dir, self.host, self.port)
+
+
+Logger = Annotated[TensorBoard | WandB | MLflow | Prometheus, pydantic.Field(discriminator="kind")]
 
 
 def numbers(record: Record) -> dict[str, float]:

@@ -12,7 +12,8 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 
 from meshpar.train.records.file import FILE, appending, read, series
+from meshpar.train.records.goodput import goodput, restarts
 from meshpar.train.records.loggers import Logger, Record, Sink, TensorBoard
 from meshpar.train.records.terminal import shown, shown_as_json
 from meshpar.train.records.writing import writing
@@ -32,10 +34,12 @@ class Recorder:
     Args:
       file: where the records can be read.
       sinks: functions of a record; none except in the first process.
+      began: when this process began the run, in ISO 8601.
     """
 
     file: Path
     sinks: Sequence[Sink]
+    began: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
 
     def check(self) -> None:
         """Raises RunError if the run directory was moved or removed: writes to the open file would be lost."""
@@ -44,7 +48,7 @@ class Recorder:
 
     def begin(self, step: int, config: dict[str, Any]) -> None:
         """Records the config of a run that starts, or that resumes from the checkpoint of `step`."""
-        self.record("run", step, config=config)
+        self.record("run", step, config=config, began=self.began)
 
     def record(self, kind: str, step: int, **values: Any) -> None:
         """Records the values of a step, under a kind such as `train`, `evaluation`, `summary`.
@@ -56,9 +60,15 @@ class Recorder:
             sink({"kind": kind, "step": step, **values})
 
     def summarize(self, step: int) -> None:
-        """Records the `summary` of the whole run, including the parts of earlier processes."""
+        """Records the `summary` and the goodput of the whole run, including the parts of earlier processes."""
         if self.sinks:
-            self.record("summary", step, **summary(read(self.file)))
+            records = read(self.file)
+            whole = {"restarts": restarts(records) or None, "goodput": goodput(records, datetime.now(UTC))}
+            repeated = [record for record in records if record["kind"] == "summary" and record["step"] == step]
+            if repeated:  # the run had ended already
+                whole = {name: repeated[-1].get(name) for name in whole}
+            known = {name: value for name, value in whole.items() if value is not None}
+            self.record("summary", step, **summary(records), **known)
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Injects faults into a run, and compares it with an undisturbed one."""

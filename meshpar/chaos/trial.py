@@ -1,0 +1,189 @@
+"""Trains twice, once undisturbed and once under faults, and compares what the two saw and learned."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshpar.chaos.faults import DEADLY, Injector, Planned
+from meshpar.chaos.worker import seen
+from meshpar.checkpoint.saved import FOLDER, find, steps
+from meshpar.experiment.config import Run
+from meshpar.experiment.elastic import Attempts
+from meshpar.launch.supervise import supervise
+from meshpar.launch.workers import Ended, Group
+from meshpar.mesh.join import INTERRUPTED
+from meshpar.progress import say
+from meshpar.train.records.file import FILE, read
+
+TOLERANCE = 1e-5
+"""The largest difference of a loss or a parameter. Attempts on the same mesh differ by nothing."""
+LIMIT_S = 15.0
+"""The most seconds between the death of a process and the end of its peers."""
+HANG_S = 8.0
+"""Seconds without a step after which processes count as hung: `LIMIT_S` includes them."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the run is started.
+
+    Args:
+      command: of a process, without the run directory.
+      num_processes: on this machine; they share the devices.
+      folder: of the undisturbed and the disturbed run directory.
+    """
+
+    run: Run
+    command: Sequence[str]
+    num_processes: int
+    num_devices: int
+    folder: Path
+
+    def group(self, run_dir: Path) -> Group:
+        logs = run_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "meshpar", *self.command, f"run_dir={run_dir}"]
+        return Group(command, self.num_processes, logs, hang_s=HANG_S, is_quiet=True)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left behind.
+
+    Args:
+      seconds: from its first start to its end.
+      ended: how its last attempt ended.
+      faults: the faults that came.
+      end_s: for each fault that left a process dead or hanging, the seconds until all had ended.
+    """
+
+    run_dir: Path
+    seconds: float
+    ended: Ended
+    faults: Sequence[Planned] = ()
+    end_s: Sequence[float] = ()
+
+    def losses(self) -> dict[int, float]:
+        return {r["step"]: r["loss"] for r in read(self.run_dir / FILE) if r["kind"] == "train"}
+
+    def params(self) -> dict[str, np.ndarray]:
+        saved = find(self.run_dir)
+        return {path: saved.on_host(path) for path in saved.meta["arrays"] if path.startswith("params.")}
+
+    def last_step(self) -> int:
+        return find(self.run_dir).step
+
+
+def undisturbed(setup: Setup) -> Result:
+    run_dir = setup.folder / "undisturbed"
+    began = time.monotonic()
+    ended = setup.group(run_dir).run()
+    return Result(run_dir, time.monotonic() - began, ended)
+
+
+def disturbed(setup: Setup, faults: Sequence[Planned], seed: int) -> Result:
+    """The run under faults. A run that a signal ends is started again, as a scheduler does."""
+    run_dir = setup.folder / f"seed-{seed}"
+    injector = Injector(run_dir, list(faults), random.Random(seed))
+    end_s: list[float] = []
+
+    attempts = Attempts(setup.run, setup.group(run_dir), setup.num_devices, injector)
+
+    def attempt(size: int) -> Ended:
+        num_before = len(injector.injected)
+        ended = attempts(size)
+        for fault, when in injector.injected[num_before:]:
+            say(f"meshpar: {fault.kind} at step {fault.step}, in process {fault.process % size}")
+            if fault.kind in DEADLY:
+                end_s.append(time.monotonic() - when)
+        return ended
+
+    def newest() -> int | None:
+        return max(steps(run_dir / FOLDER), default=None)
+
+    began = time.monotonic()
+    while True:
+        ended = supervise(attempt, len(faults) + 1, newest, attempts.members)
+        if ended.code != INTERRUPTED:
+            break
+    came = [fault for fault, _ in injector.injected]
+    return Result(run_dir, time.monotonic() - began, ended, came, end_s)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The disturbed run against the undisturbed one.
+
+    Args:
+      differences: what differs; empty if nothing was lost.
+    """
+
+    expected: Result
+    found: Result
+    differences: Sequence[str] = field(default=())
+
+    @property
+    def goodput(self) -> float:
+        """The undisturbed run's time over that of the disturbed one."""
+        return self.expected.seconds / self.found.seconds
+
+    def __str__(self) -> str:
+        kinds = ", ".join(fault.kind for fault in self.found.faults) or "none"
+        times = f"{self.found.seconds:.1f} s, undisturbed {self.expected.seconds:.1f} s"
+        lines = [f"faults    {kinds}", f"time      {times}: goodput {self.goodput:.2f}"]
+        if self.found.end_s:
+            lines.append(f"ends      at most {max(self.found.end_s):.1f} s after a process died or hung")
+        lines += self.differences or ["equal     losses, parameters and batches are those of the undisturbed run"]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "faults": [vars(fault) for fault in self.found.faults],
+            "seconds": self.found.seconds,
+            "undisturbed_s": self.expected.seconds,
+            "goodput": self.goodput,
+            "end_s": list(self.found.end_s),
+            "differences": list(self.differences),
+        }
+
+
+def compare(expected: Result, found: Result, num_planned: int) -> Comparison:
+    comparison = Comparison(expected, found)
+    for result in (expected, found):
+        if result.ended.code:
+            return replace(comparison, differences=[f"{result.run_dir.name} failed: {result.ended.why}"])
+    checks: list[Callable[[], str]] = [
+        lambda: _number("step", {"last": expected.last_step()}, {"last": found.last_step()}),
+        lambda: _number("loss of step", expected.losses(), found.losses()),
+        lambda: _number("parameter", expected.params(), found.params()),
+        lambda: _batches(seen(expected.run_dir), seen(found.run_dir)),
+    ]
+    differences = [difference for check in checks if (difference := check())]
+    if len(found.faults) < num_planned:
+        differences.append(f"only {len(found.faults)} of {num_planned} faults came: the run is too short")
+    late = [seconds for seconds in found.end_s if seconds > LIMIT_S]
+    if late:
+        differences.append(f"a process outlived a dead peer by {max(late):.1f} s, more than {LIMIT_S:.0f}")
+    return replace(comparison, differences=differences)
+
+
+def _number(what: str, expected: dict[Any, Any], found: dict[Any, Any]) -> str:
+    """The largest difference of numbers or arrays; nothing within `TOLERANCE`."""
+    if expected.keys() != found.keys():
+        return f"{what}: only one of the runs has {sorted(expected.keys() ^ found.keys())[:5]}"
+    largest = {key: float(np.max(np.abs(np.subtract(found[key], expected[key])))) for key in expected}
+    worst = max(largest, key=lambda key: (not np.isfinite(largest[key]), largest[key]))
+    return "" if largest[worst] <= TOLERANCE else f"{what} {worst} differs by {largest[worst]:.1e}"
+
+
+def _batches(expected: dict[tuple[int, int], set[int]], found: dict[tuple[int, int], set[int]]) -> str:
+    wrong = [place for place in expected.keys() | found.keys() if expected.get(place) != found.get(place)]
+    return f"row {min(wrong)[1]} of the batch of step {min(wrong)[0]} differs" if wrong else ""
