@@ -246,6 +246,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(entries, tmp_path, events):
     assert events == []
 
 
+@pytest.mark.slow
 def test_two_processes_fill_one_cache_at_the_same_time(entries, tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
     main = [sys.executable, "-W", "error", "-c", "from meshpar.cli import main; main()"]
