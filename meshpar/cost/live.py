@@ -19,61 +19,18 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from meshpar.cost.walk import inner_jaxprs
 
-_VIEWS = frozenset(
-    [
-        "broadcast_in_dim",
-        "copy",
-        "expand_dims",
-        "iota",
-        "name",
-        "pvary",
-        "reshape",
-        "slice",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    ]
-)
-_ELEMENTWISE = frozenset(
-    [
-        "abs",
-        "add",
-        "add_any",
-        "and",
-        "convert_element_type",
-        "div",
-        "eq",
-        "exp",
-        "ge",
-        "gt",
-        "integer_pow",
-        "le",
-        "log",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "not",
-        "or",
-        "pow",
-        "reduce_precision",
-        "rsqrt",
-        "select_n",
-        "sign",
-        "sqrt",
-        "square",
-        "sub",
-        "tanh",
-    ]
-)
+_VIEWS = {
+    "broadcast_in_dim", "copy", "expand_dims", "iota", "name", "pvary", "reshape", "slice", "squeeze",
+    "stop_gradient", "transpose",
+}  # fmt: skip
+_ELEMENTWISE = {
+    "abs", "add", "add_any", "and", "convert_element_type", "div", "eq", "exp", "ge", "gt", "integer_pow", "le", "log",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_precision", "rsqrt", "select_n",
+    "sign", "sqrt", "square", "sub", "tanh",
+}  # fmt: skip
 _FUSING = _VIEWS | _ELEMENTWISE | {"reduce_max", "reduce_min", "reduce_sum"}
 """Operations that read what they need from the operations before them, without arrays in between."""
-_CALLS = frozenset(
-    ["checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"]
-)
+_CALLS = {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
 
 
 def peak_bytes(program: ClosedJaxpr) -> int:
@@ -110,12 +67,12 @@ class _Operation:
     """An equation of a flat program, whose values are numbered.
 
     Args:
+      name: of its primitive.
       reads, writes: numbers of values.
       needs: bytes that it holds only while it runs, beside its results.
     """
 
     name: str
-
     reads: Sequence[int]
     writes: Sequence[int]
     needs: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Self
 
@@ -58,12 +58,6 @@ class Machine:
         chip = target.chip
         flops = efficiency * chip.flops
         return cls(target.text, target.num_chips, per_host, flops, chip.memory_bytes, LINKS[chip.name])
-
-    def faster(self, *, across: float) -> Self:
-        """The same machine with `across` times the bandwidth across hosts."""
-        link = self.links.across
-        faster = replace(link, bytes_per_s=across * link.bytes_per_s)
-        return replace(self, links=replace(self.links, across=faster))
 
     def seconds(self, one: Collective, mesh: AnyMesh) -> float:
         """The time of all runs of a collective in a step.

@@ -17,7 +17,7 @@ from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.planning.estimate import Estimate, carries_activations, traced
 from meshpar.planning.machine import Machine
 from meshpar.planning.rough import ACTIVATION_AXES, Probes, Step
-from meshpar.planning.space import Layout, remats
+from meshpar.planning.space import Layout
 
 PLATFORM = "gpu"
 """The platform of the traces: 16-bit floats are sent as such."""
@@ -58,7 +58,7 @@ def search(run: Run, machine: Machine, at_most: float, everything: Sequence[Layo
     Raises:
       ConfigError: what the run sends is not known before it is compiled.
     """
-    probes = probe(run)
+    probes = probe(run, everything)
     rough = {layout: probes.work(layout).on(machine) for layout in everything}
     fitting = (layout for layout in everything if rough[layout].total_bytes <= SLACK * at_most)
     promising = sorted(fitting, key=lambda layout: rough[layout].order)
@@ -85,13 +85,15 @@ def trace(run: Run, layout: Layout, machine: Machine) -> Candidate | None:
     return Candidate(layout, work.on(machine)) if work else None
 
 
-def probe(run: Run) -> Probes:
-    """Traces the probes of a run.
+def probe(run: Run, everything: Sequence[Layout]) -> Probes:
+    """Traces the probes that these layouts need.
 
     Raises:
       ConfigError: what its step sends is not known, as under GSPMD.
     """
-    alone = {remat: _prepared(run, Layout((), remat=remat)) for remat in remats(run)}
+    remats = dict.fromkeys(layout.remat for layout in everything)
+    axes = {axis for layout in everything for axis, _ in layout.sizes}
+    alone = {remat: _prepared(run, Layout((), remat=remat)) for remat in remats}
     first = next(iter(alone.values()))
     if first is None or first.countable_step is None:
         raise ConfigError("this run cannot be planned: what its step sends is not known before it is compiled")
@@ -100,7 +102,7 @@ def probe(run: Run) -> Probes:
     states = first.states
     elements = states.parameters // widths.params
     summed = elements * widths.sums
-    sent = {axis: _sent(run, axis) for axis in ACTIVATION_AXES}
+    sent = {axis: _sent(run, axis) for axis in ACTIVATION_AXES if axis in axes}
     return Probes(
         tokens, {remat: _step(one, tokens, summed) for remat, one in alone.items() if one}, sent,
         states.parameters, elements * widths.compute, summed, states.optimizer,
