@@ -85,7 +85,7 @@ def computed(
 
     def weighted(state, x):
         y, sums = whole(state, x, targets)
-        losses = sum(value for name, value in sums.items() if name.endswith("loss"))
+        losses = sum(wide(value) for name, value in sums.items() if name.endswith("loss"))
         return wide(y * jnp.cos(jnp.arange(y.size).reshape(y.shape).astype(y.dtype))).sum() + losses, (y, sums)
 
     (_, found), grads = jax.jit(jax.value_and_grad(weighted, (0, 1), has_aux=True))(state, x)
