@@ -215,6 +215,9 @@ def _check_local(run: Run, ctx: ParallelContext, problems: Problems) -> None:
         rounds = max(1, steps // local.every)
         fix = f"num_steps={local.start + rounds * local.every}: the shared parameters change only when a round ends"
         problems.add("num_steps", what, fix)
+    if run.elastic and run.elastic.resized(run.mesh).sizes[local.axis] != run.mesh.sizes[local.axis]:
+        what = "it changes the number of slices, each of which has its own parameters in a checkpoint"
+        problems.add(f"elastic.mesh.{local.axis}", what, "elastic.mesh with another axis")
     if run.optim.ema:
         what = "a slice would average its own parameters, and the next round begins at others"
         problems.add("optim.ema", what, "optim.ema=null")

@@ -43,6 +43,7 @@ class ParallelContext:
       num_microbatches: how many parts of a batch are computed one after the other. A pipeline cuts each part again.
       number_format: the 8-bit format in which layers multiply by their weights; None for `compute_dtype`.
       dcn_axes: axes that cross slices.
+      slice_axes: axes whose devices train alone, see `in_slice`: values differ over them, and nothing is summed.
       activation_dims: dims that only activations of a user's model have; their axes may carry the batch. None for
         meshpar's own models.
     """
@@ -56,6 +57,7 @@ class ParallelContext:
     num_microbatches: int = 1
     number_format: Format | None = None
     dcn_axes: Axes = ()
+    slice_axes: Axes = ()
     activation_dims: tuple[str, ...] | None = None
 
     @property
@@ -141,7 +143,7 @@ class ParallelContext:
             return self
         batch = tuple(axis for axis in self.rules["batch"] if axis != self.local.axis)
         rules = AxisRules(preset=self.rules.preset, zero=self.rules.zero, **self.rules.explicit | {"batch": batch})
-        return replace(self, rules=rules)
+        return replace(self, rules=rules, slice_axes=(self.local.axis,))
 
     # Strategies --------------------------------------------------------------------------------------------------
 

@@ -127,6 +127,7 @@ class Slices:
     def outer_step(self, tx: optax.GradientTransformation) -> Callable[[TrainState], TrainState]:
         """The end of a round: `tx` updates the shared parameters, at which all slices then begin anew."""
         sharded = shardings(structs(self.alone.trained))
+        stored = shardings(structs(without(self.alone.params, self.alone.frozen)))
 
         def outer(state: TrainState) -> TrainState:
             own = state.carried[SLICES]
@@ -135,6 +136,7 @@ class Slices:
             with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
                 updates, opt_state = tx.update(means, state.opt_state, trained)
                 trained = lax.with_sharding_constraint(optax.apply_updates(trained, updates), sharded)
+            trained = lax.with_sharding_constraint(trained, stored)  # ZeRO-1 gathers once, for slices and evaluations
             params = jax.tree.map(self._to_all, trained)
             own = own | {"params": params, "rounding": rounding}
             params = filled(trained, state.params)
