@@ -1,4 +1,4 @@
-from . import collectives, convert, data, loggers, models, optim, pipeline
+from . import collectives, convert, data, loggers, models, optim, pipeline, tables
 from .checkpoint.checkpoints import CheckpointMetadata, Checkpoints, checkpoints
 from .checkpoint.retention import Retention
 from .checkpoint.saved import Checkpoint
@@ -199,6 +199,7 @@ __all__ = [
     "prepare",
     "resolve",
     "simulate",
+    "tables",
     "total_sent_bytes",
     "training",
     "verify",
