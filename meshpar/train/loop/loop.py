@@ -28,6 +28,7 @@ from meshpar.train.loop.stall import Stall
 from meshpar.train.loop.stopping import EarlyStopping
 from meshpar.train.loop.stopwatch import Stopwatch
 from meshpar.train.loop.window import Window
+from meshpar.train.program import counts
 from meshpar.train.records.file import evaluations
 from meshpar.train.records.loggers import Record
 from meshpar.train.records.metrics import Recorder
@@ -106,7 +107,7 @@ class Loop:
 
     def _steps(self, state: TrainState, start: int, batches: Iterator[Any]) -> tuple[TrainState, int]:
         """Trains until the run ends; returns the last state and its step."""
-        window = Window(start, int(jax.device_get(state.skipped)), self.max_skipped_steps)
+        window = Window(start, counts([state.skipped])[0], self.max_skipped_steps)
         stopwatch = Stopwatch()
         stall = Stall(self.source)
         traced = (min(start + 4, self.num_steps), min(start + 6, self.num_steps))
@@ -123,7 +124,7 @@ class Loop:
                     batch = self._next_batch(batches, index, state, stopwatch, stall)
                     self.cursor.at(index, "trains")
                     placed = put(batch, self.step.batch, self._rows, self.step.order)
-                    state, metrics = self.step(self.step.prepare(state), placed)
+                    state, metrics = self.step.at(index)(self.step.prepare(state), placed)
                     stopwatch.count(metrics["tokens"])
                     window.add(metrics)
 
@@ -246,7 +247,7 @@ class Loop:
         # Arrays, such as the load of experts, are rounded: a record is a line of text.
         values = {
             name: np.round(value.astype(float), 6).tolist() if value.ndim else value.item()
-            for name, value in jax.device_get(metrics).items()
+            for name, value in self.step.read(metrics).items()
         }
         speed = stopwatch.lap()
         if speed and self.mfu_of:
