@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pydantic
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -25,7 +26,7 @@ from meshpar.tables.optim import Optimizer, State, read
 from meshpar.tables.request import Counts, Slots, assign, sum_by_row
 from meshpar.tables.shards import Partition, Shards
 
-INIT_ROWS = 1 << 16
+INIT_ROWS = 1 << 12
 """Rows that are initialized at once."""
 
 
@@ -35,13 +36,13 @@ class TableState(NamedTuple):
     Args:
       rows: [P L, W].
       optim: the state of the optimizer.
-      pending: pushes on their way; None under `sync`.
+      pending: pushes on their way; empty under `sync`.
       step: int32[], the number of pushes.
     """
 
     rows: jax.Array
     optim: State
-    pending: Pending | None
+    pending: Pending | tuple[()]
     step: jax.Array
 
 
@@ -128,7 +129,7 @@ class Table(Config):
         optim: State = {
             name: place(x.shape, x.dtype, matrix if len(x.shape) == 2 else vector) for name, x in arrays.items()
         }
-        pending = None
+        pending = ()
         if bound := self.consistency.bound:
             width = self.width // num if by_column else self.width
             grads = (bound + 1, num * num, self.capacity, width)
@@ -142,9 +143,12 @@ class Table(Config):
 
     def needed(self, ids: Int[Array, "B *N"], num_devices: int) -> int:
         """The capacity that a batch of ids needs, if each device gets an equal part of its rows."""
-        shards = self.shards(num_devices)
-        count = jax.jit(jax.vmap(lambda part: assign(part, shards, 1).counts.needed))
-        return int(count(jnp.asarray(ids, jnp.int32).reshape(num_devices, -1)).max())
+        parts, _ = self.shards(num_devices).locate(jnp.asarray(ids, jnp.int32).reshape(num_devices, -1))
+        found = []
+        for own, part in zip(np.asarray(ids).reshape(num_devices, -1), np.asarray(parts), strict=True):
+            _, first = np.unique(own, return_index=True)
+            found.append(np.bincount(part[first[own[first] >= 0]]).max(initial=0))
+        return max(1, *map(int, found))
 
     # Within a shard_map -------------------------------------------------------------------------------------------
 
@@ -162,11 +166,20 @@ class Table(Config):
         part = jnp.zeros_like(own) if by_column else own
 
         def draw(row: jax.Array) -> jax.Array:
-            ids = shards.ids(part, row[None])
-            values = jax.random.uniform(jax.random.fold_in(key, ids[0]), (self.width,), self.dtype, -scale, scale)
+            of_row = jax.random.fold_in(key, shards.ids(part, row[None])[0])
+            values = jax.random.uniform(of_row, (self.width,), self.dtype, -scale, scale)
             return lax.dynamic_slice(values, [own * width if by_column else 0], [width])
 
-        rows = lax.map(draw, jnp.arange(shards.rows_each, dtype=jnp.int32), batch_size=INIT_ROWS)
+        length = shards.rows_each
+        block = min(INIT_ROWS, length)
+
+        def fill(i: jax.Array, rows: jax.Array) -> jax.Array:
+            first = jnp.minimum(i * block, length - block)
+            places = first + jnp.arange(block, dtype=jnp.int32)
+            return lax.dynamic_update_slice(rows, jax.vmap(draw)(places), [first, jnp.zeros_like(first)])
+
+        empty = varying(jnp.zeros((length, width), self.dtype), self.axes)
+        rows = lax.fori_loop(0, -(-length // block), fill, empty)
         arrays = self.optim.init(shards.rows_each, width, self.dtype)
         return TableState(
             rows,
@@ -237,9 +250,9 @@ class Table(Config):
         """Types a part of the optimizer's first state: only what copies of a row share is invariant."""
         return x if self._column_axes and x.ndim == 1 else varying(x, self.axes)
 
-    def _nothing_pending(self, num: int, width: int) -> Pending | None:
+    def _nothing_pending(self, num: int, width: int) -> Pending | tuple[()]:
         if not self.consistency.bound:
-            return None
+            return ()
         shape = (self.consistency.bound + 1, num, self.capacity, width)
         pending = Pending(
             jnp.zeros(shape[:-1], jnp.int32), jnp.zeros(shape, self.dtype), jnp.full(shape[:2], -1, jnp.int32)

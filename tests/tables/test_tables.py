@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -225,7 +229,7 @@ def row_bytes(partition, capacity, width=WIDTH):
     return (N - 1) * capacity * (4 + 2 * share * FLOAT)
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("partition", slowly(("range", "column", "hash"), 2))
 def test_the_compiled_step_sends_the_bytes_of_the_unique_rows(partition):
     capacity = SLOTS * N if partition == "column" else SLOTS
     run = alone(partition, capacity=capacity)
@@ -262,6 +266,16 @@ def test_a_step_on_a_table_of_4_gib_makes_no_copy_of_it(optim):
     assert run.tables["only"].num_rows * 64 * FLOAT == 1 << 32
     assert held(run, donate=(0,)) <= 1.1
     assert held(run, donate=()) > 1.9
+
+
+@pytest.mark.slow
+def test_a_table_of_4_gib_is_trained_in_the_memory_of_its_shards():
+    script = Path(__file__).parents[2] / "scripts" / "measure_tables.py"
+    done = subprocess.run([sys.executable, script, "4"], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["shards_gib"] > 4
+    assert found["peak_over_shards"] <= 1.1
+    assert found["last_loss"] < 0.8 * found["first_loss"]
 
 
 # Misuse -------------------------------------------------------------------------------------------------------------
