@@ -45,6 +45,7 @@ from .optim import SGD, Adafactor, AdamW, Lion, Muon
 from .optim.ema import averaged
 from .optim.freeze import Freeze
 from .parallel.context import ParallelContext, constrain
+from .parallel.local_updates import LocalUpdates, OuterAdam, OuterAverage, OuterNesterov
 from .parallel.pipeline.schedule import (
     ZBV,
     GPipe,
@@ -130,6 +131,7 @@ __all__ = [
     "Lion",
     "Llama",
     "LoRA",
+    "LocalUpdates",
     "LossConfig",
     "LossSums",
     "MLflow",
@@ -142,6 +144,9 @@ __all__ = [
     "Numpy",
     "Offload",
     "OneFOneB",
+    "OuterAdam",
+    "OuterAverage",
+    "OuterNesterov",
     "Parallel",
     "ParallelContext",
     "Parquet",
