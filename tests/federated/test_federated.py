@@ -151,6 +151,7 @@ def test_a_client_that_drops_out_changes_the_mean_and_nothing_else(float64):
     assert np.abs(matrix(everyone.server.params) - matrix(fewer.server.params)).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_a_round_without_any_update_changes_nothing(float64):
     trained, _ = federation(config_of(num_rounds=1, dropout=1.0, method="fedadam"))
     server = trained.init()
