@@ -234,7 +234,7 @@ class Training:
         averaging = None
         if slices.local.start:
             averaging = compiled(self._gradients(partial(slice_gradients, averages=True)), True).program
-        outer = compile_program(slices.trace_outer(), options)
+        outer = tuple(compile_program(traced, options) for traced in slices.trace_outer())
         return LocalStep(
             step.program, self.batch, step.given, step.warnings, self.order, None, local=slices.local, outer=outer,
             averaging=averaging,
