@@ -47,7 +47,7 @@ from meshpar.train.slices import LocalStep
 from meshpar.train.step import Step, Update
 from meshpar.train.teacher import Teacher, unstaged
 from meshpar.train.training import Training, step_key
-from meshpar.tree import flatten_with_paths, human_bytes
+from meshpar.tree import flatten_with_paths, human_bytes, map_with_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,12 +240,16 @@ def prepare(run: Run, mesh: AnyMesh | None = None, abstract_platform: str = "cpu
 def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     model = run.model.program(task_of(run))
     dtype = np.dtype(run.precision.params)
-    specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.specs)
+    state_paths = model.state.paths if model.state else ()
+    # bfloat16 would lose the small changes of a router's bias.
+    specs = map_with_path(
+        lambda path, spec: replace(spec, dtype=wide_dtype(dtype) if path in state_paths else dtype), model.specs
+    )
     freeze = run.freeze
     if run.lora:
         freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
-    if model.state and model.state.paths:
-        freeze += (Freeze(paths=model.state.paths),)
+    if state_paths:
+        freeze += (Freeze(paths=state_paths),)
     frozen = frozen_until(freeze, specs, run.num_steps) if freeze else None
     if run.parallel.pipeline and run.parallel.pipeline.is_stale:
         init = model.init

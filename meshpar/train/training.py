@@ -147,7 +147,9 @@ class Training:
         if not self.has_own_arrays(platform_of(self.mesh) or "cpu") or not self.update.is_elementwise:
             return None
         strategies = (self.ctx.local, self.pipeline, self.ctx.gradient_reduction)
-        others = (*strategies, self.frozen, self.carried, self.update.state_params)
+        state_params = self.update.state_params
+        changed = state_params.paths if state_params else ()
+        others = (*strategies, self.frozen, self.carried, changed)
         if any(others) or self.is_offloaded or self.ctx.axes(LAYERS):
             return None
         return LayerArrays(self.placement, self._with_own_arrays.placement)
