@@ -257,10 +257,11 @@ def slice_gradients(
 
 def _averaged(got: Gradients, placement: StatePlacement, axis: str) -> Gradients:
     """The means over the tokens of all slices. The number of tokens stays that of the slice."""
-    weight = got.tokens / jnp.maximum(lax.psum(got.tokens, axis), 1)
+    total = jnp.maximum(lax.psum(got.tokens, axis), 1)
 
     def mean(x: jax.Array) -> jax.Array:
-        return lax.psum(varying(x * weight.astype(x.dtype), (axis,)), axis)
+        weight = got.tokens.astype(x.dtype) / total.astype(x.dtype)
+        return lax.psum(varying(x * weight, (axis,)), axis)
 
     loss, metrics, grads = jax.tree.map(mean, (got.loss, got.metrics, got.grads))
     norm = data.global_norm(grads, placement.trained)

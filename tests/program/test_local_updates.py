@@ -68,9 +68,8 @@ def inside_outer(run: Prepared, layout: str) -> dict[Any, Fraction]:
     return {("fsdp",): share(4, stored)} if layout == "zero1" else {}
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow if i else []) for i, name in enumerate(INSIDE)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", INSIDE)
 def test_inside_a_slice_a_step_sends_what_it_sends_without_the_other_slices(layout):
     """Half of the batch on half of the mesh."""
     run = sliced(layout)
@@ -87,6 +86,7 @@ def test_control_a_sum_over_slices_in_a_step_is_counted(monkeypatch):
     assert any("replica" in axes for axes in traffic(run.collectives(run._traced_step)))
 
 
+@pytest.mark.slow
 def test_int8_sends_a_byte_an_element_and_a_scale_a_block():
     """Each of two slices sends one half of the differences, and its half of the sum."""
     run = sliced("zero3_tensor", compress={"kind": "int8", "block": 64})
@@ -97,6 +97,7 @@ def test_int8_sends_a_byte_an_element_and_a_scale_a_block():
     assert (run.traced_bytes or {})["replica",] == Fraction(2 * blocks * (64 + 4), EVERY)
 
 
+@pytest.mark.slow
 def test_fragments_send_the_same_bytes_in_turn():
     """Of three layers the first fragment has two; the second has one, and the parameters outside of the layers."""
     run = sliced("zero3_tensor", every=10, fragments=2)
