@@ -91,6 +91,9 @@ def probe(run: Run, everything: Sequence[Layout]) -> Probes:
     Raises:
       ConfigError: what its step sends is not known, as under GSPMD.
     """
+    if run.parallel.local:
+        what = "layouts are compared by the trace of one step, and local updates have a second program"
+        raise ConfigError(f"a run with parallel.local cannot be planned: {what}; plan it with parallel.local=null")
     remats = dict.fromkeys(layout.remat for layout in everything)
     axes = {axis for layout in everything for axis, _ in layout.sizes}
     alone = {remat: _prepared(run, Layout((), remat=remat)) for remat in remats}
