@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.checkpoint import memory
 from meshpar.checkpoint.memory import MEMORY, folder_of, last_step
 from meshpar.errors import CheckpointError
 from meshpar.launch.workers import Group, Worker
 from meshpar.mesh import join
+from meshpar.train.copies.copies import Copies, opened
 from meshpar.train.copies.parts import Holders
 from tests.command import exit_code
 from tests.damage import flip_one_bit
@@ -217,3 +224,47 @@ def test_copies_count_as_progress(tmp_path, monkeypatch):
     assert last_step(run_dir) == 40
     (run_dir / "checkpoints" / "50").mkdir(parents=True)
     assert last_step(run_dir) == 50
+
+
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
+    monkeypatch.setenv(MEMORY, str(tmp_path))
+    struct = jax.ShapeDtypeStruct(
+        (3,), np.float32, sharding=NamedSharding(jax.make_mesh((8,), "data"), PartitionSpec())
+    )
+    with opened(tmp_path / "run", tmp_path / "records", {"x": struct}, {}) as copies:
+        yield copies
+
+
+def test_a_full_memory_ends_the_run_at_the_next_copy(copies, monkeypatch):
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(memory, "write", is_full)
+    state = {"x": jax.device_put(np.ones(3, np.float32), copies.layout.structs["x"].sharding)}
+    copies.save(1, state)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*: No space left on device; free some memory"):
+        copies.save(2, state)
+
+
+def test_a_run_that_begins_anew_in_the_same_directory_finds_no_copy(copies, tmp_path):
+    state = {"x": jax.device_put(np.ones(3, np.float32), copies.layout.structs["x"].sharding)}
+    (tmp_path / "records").write_text("first\n")
+    copies.save(1, state)
+    copies.wait()
+    assert copies.newest(after=0).step == 1
+    (tmp_path / "records").write_text("second\n")
+    assert copies.newest(after=0) is None
+    assert not list(copies.folder.glob("*/*"))
+
+
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_a_folder_that_is_missing_or_belongs_to_somebody_else_is_refused(is_foreign, tmp_path, monkeypatch):
+    monkeypatch.setenv(MEMORY, str(tmp_path / "memory"))
+    if is_foreign:
+        (tmp_path / "memory").mkdir()
+        mine = os.getuid()
+        monkeypatch.setattr(os, "getuid", iter([mine, mine + 1]).__next__)
+    told = "belongs to somebody else" if is_foreign else "cannot be made: No such file or directory"
+    with pytest.raises(CheckpointError, match=told):
+        memory.make(folder_of(tmp_path / "run"))
