@@ -161,9 +161,9 @@ data: {kind: synthetic, batch_size: 8, seq_len: 8}
 optim: {kind: adamw, lr: 1e-4}
 mesh: {data: 1, fsdp: 4}
 rules: [fsdp]
-num_steps: 300
+num_steps: 120
 log_every: 1
-checkpoints: {every: 50, memory_every: 20}
+checkpoints: {every: 50, memory_every: 10}
 loggers: []
 """
 
@@ -189,7 +189,7 @@ def test_after_a_host_is_lost_a_run_goes_on_from_its_neighbours_copy_or_from_a_c
 
     def kill(workers: Sequence[Worker]) -> bool:
         steps = [worker.position.step if worker.position else 0 for worker in workers]
-        if min(steps) >= 190:
+        if min(steps) >= 75:
             workers[1].send(signal.SIGKILL)
         return False
 
@@ -203,11 +203,11 @@ def test_after_a_host_is_lost_a_run_goes_on_from_its_neighbours_copy_or_from_a_c
     assert ended.code == 0, ended.why
     (restored,) = records(tmp_path / "run", "restored")
     if is_damaged:
-        assert str(restored["source"]).endswith("/run/checkpoints/150")
+        assert str(restored["source"]).endswith("/run/checkpoints/50")
         assert "is not what was written" in (tmp_path / "process-0.log").read_text()
     else:
         assert restored["source"] == f"the copy of step {max(copied)} in the memory of 2 hosts"
-        assert restored["step"] == max(copied) >= 160
+        assert restored["step"] == max(copied) >= 60
     found = {record["step"]: record["loss"] for record in records(tmp_path / "run", "train")}
     expected = {record["step"]: record["loss"] for record in records(tmp_path / "one", "train")}
     assert found.keys() == expected.keys()
