@@ -1,4 +1,4 @@
-from . import collectives, convert, data, loggers, models, optim, pipeline
+from . import collectives, convert, data, federated, loggers, models, optim, pipeline, tables
 from .checkpoint.checkpoints import CheckpointMetadata, Checkpoints, checkpoints
 from .checkpoint.retention import Retention
 from .checkpoint.saved import Checkpoint
@@ -191,6 +191,7 @@ __all__ = [
     "data",
     "experts",
     "explain",
+    "federated",
     "fit",
     "generate",
     "inspect",
@@ -204,6 +205,7 @@ __all__ = [
     "prepare",
     "resolve",
     "simulate",
+    "tables",
     "total_sent_bytes",
     "training",
     "verify",

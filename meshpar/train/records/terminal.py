@@ -28,7 +28,7 @@ FORMATS = {
 BAR_NAMES = ("kind", "loss", "tokens_per_s", "step_s", "mfu", "skipped")  # those that fit into a line of 80 columns
 
 
-HIDDEN = ("checkpoint", "copy")
+HIDDEN = ("checkpoint", "clients", "copy")
 """The kinds of records that only files and services receive."""
 
 
