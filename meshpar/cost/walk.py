@@ -23,7 +23,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 # The name that `parallel.pipeline.execute` gives to the scope of a conditional: a number for each branch, or for all.
 _TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)$")
 # The scope around it, where only one of several stages ever takes the branch.
-_ON_ONE_STAGE = re.compile(r"on_1_of_(\d+)_stages/taken_[\d_]+$")
+_ON_ONE_STAGE = re.compile(r"on_1_of_(\d+)_stages/taken_[\d_]+_of_\d+$")
 # The name of the scope of a loop over data: how often it is expected to run, see `runs`.
 _RUNS = re.compile(r"runs_(\d+)_times$")
 DECLARED = re.compile(r"declares_(\d+)_flops")
