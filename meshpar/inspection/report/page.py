@@ -77,7 +77,7 @@ def _order(collectives: Iterable[PlainCollective]) -> dict[str, Any]:
     starts = list(accumulate((one.total_bytes for one in found), initial=0.0))
     lanes: dict[str, list[tuple[float, PlainCollective]]] = defaultdict(list)
     for start, one in zip(starts, found, strict=False):
-        lanes[axes_name(one.axes)].append((start, one))
+        lanes[axes_name(one.axes, one.is_in_parts)].append((start, one))
     colours = {kind: kind if kind in KINDS.values() else "other" for kind in sorted({one.kind for one in found})}
     return {"lanes": lanes, "sent_bytes": starts[-1], "colours": colours}
 
@@ -125,7 +125,7 @@ def _room(one: PlainCollective, all_sent: float) -> str:
 def _tooltip(one: PlainCollective) -> str:
     """What is known of a collective, one fact a line."""
     lines = [
-        f"{one.kind} over {axes_name(one.axes)}",
+        f"{one.kind} over {axes_name(one.axes, one.is_in_parts)}",
         f"{times_text(one.times)} {human_bytes(one.sent_bytes)} = {human_bytes(one.total_bytes)}",
         ", ".join(one.tensors or one.arrays),
         "in a branch of a conditional" if one.branches else "",

@@ -381,10 +381,10 @@ class _Stage:
 
     def _per_row(self, x: jax.Array) -> jax.Array:
         """Types a scalar as different on devices with different rows or layers."""
-        return varying(x, self.ctx.loss_axes)
+        return varying(x, self.ctx.loss_axes + self.ctx.slice_axes)
 
     def _typed(self, x: jax.Array) -> jax.Array:
-        return varying(x, self.ctx.gradient_axes)
+        return varying(x, self.ctx.gradient_axes + self.ctx.slice_axes)
 
 
 def _if(
