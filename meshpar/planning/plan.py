@@ -14,7 +14,7 @@ from meshpar.errors import ConfigError
 from meshpar.experiment.config import Run
 from meshpar.mesh import targets
 from meshpar.planning import measured
-from meshpar.planning.alternatives import Alternative, alternatives
+from meshpar.planning.alternatives import FARTHEST, Alternative, alternatives
 from meshpar.planning.compiled import Compiled, compiled, table_of
 from meshpar.planning.constraints import constrained
 from meshpar.planning.machine import Machine, StatedMachine
@@ -123,8 +123,8 @@ class Plan:
             holds = human_bytes(least.estimate.total_bytes)
             lines.append(f"{count} of the traced hold more than {human_bytes(self.at_most)}; the smallest {holds}:")
             lines.append(f"  {least.layout}")
-        if self.alternatives:
-            lines += ["", "what would change the answer, of the traced:", *(f"  {one}" for one in self.alternatives)]
+        lines += ["", "what would change the answer, of the traced layouts:"]
+        lines += [f"  {one}" for one in self.alternatives] or [f"  no figure of the machine, up to {FARTHEST:g} times"]
         if self.compiled:
             lines += ["", table_of(self.compiled)]
         return "\n".join(lines)
