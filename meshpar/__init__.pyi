@@ -1,4 +1,4 @@
-from . import collectives, convert, data, loggers, models, optim, pipeline
+from . import collectives, convert, data, federated, loggers, models, optim, pipeline, tables
 from .checkpoint.checkpoints import CheckpointMetadata, Checkpoints, checkpoints
 from .checkpoint.retention import Retention
 from .checkpoint.saved import Checkpoint
@@ -45,6 +45,7 @@ from .optim import SGD, Adafactor, AdamW, Lion, Muon
 from .optim.ema import averaged
 from .optim.freeze import Freeze
 from .parallel.context import ParallelContext, constrain
+from .parallel.local_updates import LocalUpdates, OuterAdam, OuterAverage, OuterNesterov
 from .parallel.pipeline.schedule import (
     ZBV,
     GPipe,
@@ -130,6 +131,7 @@ __all__ = [
     "Lion",
     "Llama",
     "LoRA",
+    "LocalUpdates",
     "LossConfig",
     "LossSums",
     "MLflow",
@@ -142,6 +144,9 @@ __all__ = [
     "Numpy",
     "Offload",
     "OneFOneB",
+    "OuterAdam",
+    "OuterAverage",
+    "OuterNesterov",
     "Parallel",
     "ParallelContext",
     "Parquet",
@@ -186,6 +191,7 @@ __all__ = [
     "data",
     "experts",
     "explain",
+    "federated",
     "fit",
     "generate",
     "inspect",
@@ -199,6 +205,7 @@ __all__ = [
     "prepare",
     "resolve",
     "simulate",
+    "tables",
     "total_sent_bytes",
     "training",
     "verify",

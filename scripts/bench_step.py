@@ -18,6 +18,7 @@ from typing import Any
 import measure
 import measure_attention
 import measure_start
+from compare import LAYOUTS
 
 MEASURES = {
     # name: (description, limit, function that measures it)
@@ -45,7 +46,7 @@ STEP_LIMIT = 1.02
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measures", nargs="*", help="default: all")
-    parser.add_argument("--layouts", nargs="*", default=list(measure.LAYOUTS), choices=list(measure.LAYOUTS))
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=9, help="of steps")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()

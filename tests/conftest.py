@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_cpu_collective_call_terminate_timeout_seconds=300 "
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-)
+from tests.xla import FLAGS
+
+os.environ.setdefault("XLA_FLAGS", FLAGS)
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # the cache in the user's home is neither read nor written
 
 import jax

@@ -19,16 +19,18 @@ SLOW_S = 1.5
 """How long a slow process stands still."""
 
 
-def kill(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
-    """Ends a process as the kernel does when memory runs out."""
-    worker.send(signal.SIGKILL)
-    return True
+Fault = Callable[[Worker, Path, random.Random], bool]
+"""Injects a fault into a process of the run in a folder. It returns False if it cannot yet."""
 
 
-def stop(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
-    """A process no longer runs, and does not end."""
-    worker.send(signal.SIGSTOP)
-    return True
+def sends(number: signal.Signals) -> Fault:
+    """A fault that is a signal."""
+
+    def send(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
+        worker.send(number)
+        return True
+
+    return send
 
 
 def slow(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
@@ -36,12 +38,6 @@ def slow(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
     worker.send(signal.SIGSTOP)
     time.sleep(SLOW_S)
     worker.send(signal.SIGCONT)
-    return True
-
-
-def sigterm(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
-    """A scheduler wants one host back."""
-    worker.send(signal.SIGTERM)
     return True
 
 
@@ -63,7 +59,8 @@ def corrupt(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
     content = bytearray(path.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     path.write_bytes(content)
-    return kill(worker, run_dir, draw)
+    worker.send(signal.SIGKILL)
+    return True
 
 
 def flip(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
@@ -72,16 +69,15 @@ def flip(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
     return True
 
 
-FAULTS: Mapping[str, Callable[[Worker, Path, random.Random], bool]] = {
-    "kill": kill,
-    "stop": stop,
+FAULTS: Mapping[str, Fault] = {
+    "kill": sends(signal.SIGKILL),  # as the kernel does when memory runs out
+    "stop": sends(signal.SIGSTOP),  # the process no longer runs, and does not end
     "corrupt": corrupt,
     "full-disk": full_disk,
-    "sigterm": sigterm,
+    "sigterm": sends(signal.SIGTERM),  # as a scheduler does that wants a host back
     "slow": slow,
     "flip": flip,
 }
-"""Name -> injects it into a process; returns False if it cannot yet."""
 DEADLY = ("kill", "stop", "corrupt")
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from meshpar.chaos.faults import DEADLY, Injector, Planned
 from meshpar.chaos.worker import seen
-from meshpar.checkpoint.saved import FOLDER, find, steps
+from meshpar.checkpoint.memory import last_step
+from meshpar.checkpoint.saved import find
 from meshpar.experiment.config import Run
 from meshpar.experiment.elastic import Attempts
 from meshpar.launch.supervise import supervise
@@ -106,12 +107,9 @@ def disturbed(setup: Setup, faults: Sequence[Planned], seed: int) -> Result:
                 end_s.append(time.monotonic() - when)
         return ended
 
-    def newest() -> int | None:
-        return max(steps(run_dir / FOLDER), default=None)
-
     began = time.monotonic()
     while True:
-        ended = supervise(attempt, len(faults) + 1, newest, attempts.members)
+        ended = supervise(attempt, len(faults) + 1, lambda: last_step(run_dir), attempts.members)
         if ended.code != INTERRUPTED:
             break
     came = [fault for fault, _ in injector.injected]

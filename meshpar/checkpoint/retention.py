@@ -24,6 +24,8 @@ class Retention(Config):
     """Steps between checkpoints; by default they are written only by time, and at the end of the run."""
     every_minutes: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] | None = 15.0
     """Minutes between checkpoints; null for no checkpoints by time."""
+    memory_every: Positive | None = None
+    """Steps between copies in the memory of the hosts, from which a run resumes after a process or one host is lost."""
     keep: Positive = 2
     """How many of the latest checkpoints to keep."""
     keep_best: Count = 0

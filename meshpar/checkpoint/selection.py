@@ -81,7 +81,7 @@ def _difference(saved: str | None, wanted: str | None) -> str:
 def _check_same(differ: Mapping[str, str], changes: Mapping[str, Sequence[Any]], where: str, *, whole: bool) -> None:
     """Raises if arrays differ: path -> how; or, of a whole state, the kind of the optimizer."""
     # The optimizer's arrays have the shapes of the parameters: they are listed only where no parameter differs.
-    of_model = [path for path in differ if not path.startswith("opt_state.")]
+    of_model = [path for path in differ if "opt_state" not in path.split(".")]
     problems = Problems()
     # Another optimizer may have arrays of the same names with another meaning.
     if not differ and not (whole and "optim.kind" in changes):
@@ -91,7 +91,8 @@ def _check_same(differ: Mapping[str, str], changes: Mapping[str, Sequence[Any]],
             problems.add(key, f"{before} in the checkpoint, {now} in this run")
     for path in of_model or differ:
         problems.add(path, differ[path])
-    other = "model" if of_model else "optimizer"
+    same_params = bool(of_model) and not any(path.startswith("params.") for path in of_model)
+    other = "state beside the same parameters" if same_params else "model" if of_model else "optimizer"
     num = len(of_model or differ)
     count = f": {num} array{'s differ' if num > 1 else ' differs'}" if num else ""
     fix = (
@@ -99,4 +100,6 @@ def _check_same(differ: Mapping[str, str], changes: Mapping[str, Sequence[Any]],
         if whole
         else "exclude=... leaves out what this run initializes itself"
     )
+    if whole and same_params:
+        fix += ", and init.from_checkpoint begins it with these parameters"
     problems.raise_any(CheckpointError, f"{where} holds another {other}{count}; {fix}:")

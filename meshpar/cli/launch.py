@@ -32,7 +32,7 @@ def launch(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder for the output of all processes but the first.",
+            help="Folder for the output of each process.",
             show_default="RUN_DIR/logs; ./logs",
         ),
     ] = None,
@@ -69,12 +69,12 @@ def launch(
     ends all after the same step, with a checkpoint and exit code 75.
     """
     from meshpar.checkpoint.lock import check_unheld
-    from meshpar.checkpoint.saved import FOLDER, steps
+    from meshpar.checkpoint.memory import last_step
     from meshpar.experiment.elastic import Attempts
     from meshpar.launch.jobset import JobSet, named, parse_pairs
     from meshpar.launch.slurm import Job
     from meshpar.launch.supervise import supervise
-    from meshpar.launch.workers import Group
+    from meshpar.launch.workers import Group, count_gpus
     from meshpar.mesh import roll_call
 
     scheduler = [option for option, is_given in ((SLURM, slurm), (K8S, k8s)) if is_given]
@@ -113,14 +113,14 @@ def launch(
     roll_call.check_free(f"{host}:{port or 0}")
     with writing("--logs", folder, "made"):
         folder.mkdir(parents=True, exist_ok=True)
-    group = Group([sys.executable, "-m", "meshpar", *arguments], processes, folder, port, hang_after, host)
-
+    words = [sys.executable, "-m", "meshpar", *arguments]
+    group = Group(words, processes, folder, port, hang_after, host, num_gpus=count_gpus() // processes)
     run = program.run
     if run is None:
         ended = group.run()
     else:
         attempts = Attempts(run, group, total)
-        ended = supervise(attempts, restarts, lambda: max(steps(run.run_dir / FOLDER), default=None), attempts.members)
+        ended = supervise(attempts, restarts, lambda: last_step(run.run_dir), attempts.members)
     if ended.code:
         leave(ended.code, ended.why)
 

@@ -20,7 +20,8 @@ def plot(
 ) -> None:
     """Plots loss and learning rate of one run, or of several in one plot, from their records.
 
-    A run with experts gets a second picture, FILE-experts.png: the load of each expert over the steps.
+    A run with experts gets a second picture, FILE-experts.png: the load of each expert over the steps. So does a
+    federated run, FILE-clients.png: the accuracy of each client.
     """
     from meshpar.train.records.curves import draw
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +15,7 @@ import jax
 from jax.stages import Compiled
 
 from meshpar.checkpoint.agree import check_same
-from meshpar.checkpoint.checkpoints import Checkpoints, checkpoints
+from meshpar.checkpoint.checkpoints import CheckpointMetadata, Checkpoints, checkpoints
 from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
@@ -39,6 +39,7 @@ from meshpar.parallel.batch import TEACHER
 from meshpar.progress import busy, say
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.begin import Beginning
+from meshpar.train.copies.copies import CopiedBeginning, Copies, opened
 from meshpar.train.data import Ids
 from meshpar.train.data.fingerprint import changed_files
 from meshpar.train.evaluate import Callback
@@ -46,6 +47,7 @@ from meshpar.train.loop.loop import Loop
 from meshpar.train.loop.signals import Signals
 from meshpar.train.loss import Distill
 from meshpar.train.records import announce
+from meshpar.train.records.file import FILE
 from meshpar.train.records.metrics import recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
@@ -215,8 +217,8 @@ def _fit(
     shows = not json and jax.process_index() == 0
     saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about)
     recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
-    with hold(run.run_dir), recording as records, saving as saved:
-        beginning = _beginning(prepared, saved)
+    with hold(run.run_dir), recording as records, saving as saved, _copies(prepared, about) as copies:
+        beginning = _beginning(prepared, saved, copies)
         if shows:
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed)
@@ -243,7 +245,7 @@ def _fit(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, _mfu(prepared), profile,
             run.early_stopping, callbacks, run.max_skipped_steps, run.check_replicas_every,
-            announce.source(run.data), signals, cursor,
+            announce.source(run.data), signals, cursor, copies=copies,
         )  # fmt: skip
         state = loop.fit(state)
     end = int(state.step)
@@ -266,13 +268,28 @@ def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:
     return replace(step, given={TEACHER: jax.tree.map(put, averaged(state), step.given[TEACHER])})
 
 
-def _beginning(prepared: Prepared, saved: Checkpoints) -> Beginning | PretrainedBeginning | None:
+def _copies(prepared: Prepared, about: CheckpointMetadata) -> AbstractContextManager[Copies | None]:
+    """The copies in the memory of the hosts, if the run makes any."""
+    run = prepared.run
+    if run.checkpoints.memory_every is None:
+        return nullcontext()
+    fixed = {"config": about.config, "data files": about.files}
+    return opened(run.run_dir, run.run_dir / FILE, prepared.placement.structs, fixed)
+
+
+def _beginning(
+    prepared: Prepared, saved: Checkpoints, copies: Copies | None
+) -> Beginning | CopiedBeginning | PretrainedBeginning | None:
     """The run's own last intact checkpoint, or else the source that `init` names, if there is one.
+
+    A copy in the memory of the hosts is preferred if it is newer; then no checkpoint is read.
 
     Raises:
       CheckpointError, ConfigError: the source does not fit the run.
     """
     init = prepared.run.init
+    if copies and (copy := copies.newest(saved.latest() or 0)):
+        return CopiedBeginning(copies, copy)
     source = saved.newest(prepared.placement.structs)
     include: Sequence[str] = EVERYTHING
     exclude: Sequence[str] = ()

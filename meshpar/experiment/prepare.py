@@ -27,7 +27,7 @@ from meshpar.inspection.contract import beyond
 from meshpar.inspection.findings.planned import planned_by
 from meshpar.inspection.inspect import Inspection, axes_name
 from meshpar.inspection.program.hlo import Collective as Sent
-from meshpar.inspection.program.hlo import collectives_of
+from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.models.contract import Vocabulary
 from meshpar.nn.lora import is_lora
 from meshpar.nn.supported import check_supported
@@ -35,16 +35,19 @@ from meshpar.optim.ema import with_ema
 from meshpar.optim.freeze import Freeze, for_good, frozen_until
 from meshpar.optim.master import with_master
 from meshpar.optim.rounding import with_stochastic_rounding
+from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.precision import wide_dtype
 from meshpar.parallel.strategies import Parallel
 from meshpar.parallel.trainable import without
 from meshpar.sharding.resolve import AnyMesh, platform_of
+from meshpar.train.error_feedback import SLICES
 from meshpar.train.gradients import STALE
 from meshpar.train.loss import Distill
+from meshpar.train.slices import LocalStep
 from meshpar.train.step import Step, Update
 from meshpar.train.teacher import Teacher, unstaged
 from meshpar.train.training import Training, step_key
-from meshpar.tree import flatten_with_paths
+from meshpar.tree import flatten_with_paths, human_bytes, map_with_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +64,21 @@ class Prepared(Training):
     def traced_bytes(self) -> Traffic | None:
         """Bytes that a device sends in a step of the manual lowering, by axes, counted in the traced step.
 
+        With local updates they include the bytes of the outer step, divided by the steps of a round.
+
         None where GSPMD decides what is sent: for an imported model, an optimizer that mixes elements, a teacher
         whose logits are sharded differently, and 2BW with ZeRO-1, which gathers stale weights whole. With
         `lowering=auto` also None if the manual layers do not support the rules.
         """
-        return traffic(self.collectives(self._traced_step)) if self._is_countable else None
+        if not self._is_countable:
+            return None
+        collectives = self.collectives(self._traced_step)
+        if slices := self.on(manual=True).slices:
+            outer = self._zero1_gathers()
+            for traced in slices.trace_outer():
+                outer += traced_collectives(traced.jaxpr, self._float_bytes)
+            collectives += [replace(one, times=one.times / slices.local.every) for one in outer]
+        return traffic(collectives)
 
     @cached_property
     def traced_flops(self) -> dict[str, Fraction] | None:
@@ -87,11 +100,17 @@ class Prepared(Training):
 
     def collectives(self, step: ClosedJaxpr) -> list[Collective]:
         """The collectives of a traced manual step, with ZeRO-1's gathers of updated parameters."""
-        on_cpu = (platform_of(self.mesh) or self.abstract_platform) == "cpu"
-        float_bytes = 4 if on_cpu else 1  # XLA:CPU sends 16-bit floats as 32-bit ones
+        return traced_collectives(step, self._float_bytes) + self._zero1_gathers()
+
+    def _zero1_gathers(self) -> list[Collective]:
         updated = jax.tree.leaves(self.placement.trained)
         stored = jax.tree.leaves(without(self.placement.params, self.placement.frozen))
-        return traced_collectives(step, float_bytes) + gathers(updated, stored, float_bytes)
+        return gathers(updated, stored, self._float_bytes)
+
+    @property
+    def _float_bytes(self) -> int:
+        """The smallest size of a float that is sent: XLA:CPU sends 16-bit floats as 32-bit ones."""
+        return 4 if (platform_of(self.mesh) or self.abstract_platform) == "cpu" else 1
 
     @property
     def _is_countable(self) -> bool:
@@ -110,16 +129,23 @@ class Prepared(Training):
     def states(self) -> ModelStates:
         """Bytes that a device holds of parameters, gradients and optimizer state, in the manual lowering."""
         placed = self.placement
+        own = placed.carried.get(SLICES, {})
         sharded = jax.tree.leaves(placed.sharded)
-        stored = jax.tree.leaves(placed.params)
-        optimizer = jax.tree.leaves(placed.opt_state)
+        stored = jax.tree.leaves((placed.params, own.get("params")))
+        optimizer = jax.tree.leaves((placed.opt_state, own.get("opt_state"), own.get("rounding")))
         frozen = [path in placed.frozen for path in flatten_with_paths(placed.sharded)]
         return model_states(sharded, stored, optimizer, self.ctx, self.run.precision.widths, frozen)
 
     @property
     def selected(self) -> dict[str, str]:
         """Key -> what this setting comes to with the run's sizes on its mesh."""
-        return self.run.model.selected(task_of(self.run), self.ctx, self.run.data.batch_size)
+        found = self.run.model.selected(task_of(self.run), self.ctx, self.run.data.batch_size)
+        if local := self.ctx.local:
+            num = self.mesh.shape[local.axis]
+            what = f"{num} slices along {local.axis}; {local.outer.kind} after every {local.every} steps"
+            what += f" for each of {local.fragments} fragments" if local.fragments > 1 else ""
+            found = found | {KEY: what + (f", from step {local.start} on" if local.start else "")}
+        return found
 
     @property
     def about(self) -> CheckpointMetadata:
@@ -137,7 +163,7 @@ class Prepared(Training):
           ContractWarning: the compiled step sends more than the traced one.
         """
         placement = self.on_prepared_states.placement
-        planned = planned_by(self.ctx, placement.sharded, placement.opt_state)
+        planned = planned_by(self.ctx, placement.sharded, placement.opt_state, placement.carried.get(SLICES, {}))
         found = inspection.inspect(step.compiled, self.mesh, warnings=step.warnings, planned=planned)
         layers = self.run.model.layer_stack()
         passes = (layers.num_layers if layers else 1) * self.ctx.num_passes
@@ -149,7 +175,25 @@ class Prepared(Training):
             _warn_beyond(found.collectives, traced)
         by_axes = {axes_name(axes): round(num_bytes) for axes, num_bytes in (traced or {}).items()}
         states = self.states.on_device if self.ctx.manual else None
-        return replace(found, traced=by_axes or None, model_states=states, selected=self.selected)
+        selected = self.selected
+        if isinstance(step, LocalStep):
+            selected = selected | {KEY: f"{selected[KEY]}: {self._sent_by_outer(step)}"}
+        return replace(found, traced=by_axes or None, model_states=states, selected=selected)
+
+    def _sent_by_outer(self, step: LocalStep) -> str:
+        """What a device sends in the compiled outer steps of a round, and in the mean of all steps, as text.
+
+        Warns:
+          ContractWarning: it sends more than the traced outer step.
+        """
+        across = Fraction(0)
+        for outer in step.outer:
+            sent = collectives_of(outer.compiled, self.mesh)
+            if self._is_countable:
+                _warn_beyond(sent, traffic(self.collectives(outer.jaxpr)))
+            across += total_sent_bytes(one for one in sent if step.local.axis in (one.axes or ()))
+        each = human_bytes(round(across / step.local.every))
+        return f"{human_bytes(round(across))} over {step.local.axis}, {each} a step"
 
     def compare(self, step: Step) -> None:
         """Compares what a compiled step sends with its traced step, as `inspect` does, and reads nothing else.
@@ -162,6 +206,8 @@ class Prepared(Training):
         """
         if self.ctx.manual and (traced := self._traced_bytes_of(step)) is not None:
             _warn_beyond(collectives_of(step.compiled, self.mesh), traced)
+        if isinstance(step, LocalStep):
+            self._sent_by_outer(step)
 
     def _traced_bytes_of(self, step: Step) -> Traffic | None:
         return traffic(self.collectives(step.program.jaxpr)) if self._is_countable else None
@@ -194,12 +240,16 @@ def prepare(run: Run, mesh: AnyMesh | None = None, abstract_platform: str = "cpu
 def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     model = run.model.program(task_of(run))
     dtype = np.dtype(run.precision.params)
-    specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), model.specs)
+    state_paths = model.state.paths if model.state else ()
+    # bfloat16 would lose the small changes of a router's bias.
+    specs = map_with_path(
+        lambda path, spec: replace(spec, dtype=wide_dtype(dtype) if path in state_paths else dtype), model.specs
+    )
     freeze = run.freeze
     if run.lora:
         freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
-    if model.state and model.state.paths:
-        freeze += (Freeze(paths=model.state.paths),)
+    if state_paths:
+        freeze += (Freeze(paths=state_paths),)
     frozen = frozen_until(freeze, specs, run.num_steps) if freeze else None
     if run.parallel.pipeline and run.parallel.pipeline.is_stale:
         init = model.init

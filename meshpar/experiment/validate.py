@@ -17,6 +17,7 @@ from meshpar.experiment.config import Run
 from meshpar.models.contract import LayerStack, Task
 from meshpar.nn.experts import Experts
 from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.pipeline.partition import cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.simulate import simulate as simulate_schedule
@@ -39,6 +40,7 @@ FEATURES: Mapping[str, Callable[[Run], bool]] = {
     "model.experts.first_dense": lambda run: getattr(_experts(run), "first_dense", 0) > 0,
     "model.remat.offload": lambda run: bool(getattr(getattr(run.model, "remat", None), "offload", ())),
     "parallel.pipeline": lambda run: run.parallel.pipeline is not None,
+    "parallel.local": lambda run: run.parallel.local is not None,
     "parallel.gradient_reduction": lambda run: run.parallel.gradient_reduction is not None,
     "parallel.tensor.overlap": lambda run: run.parallel.tensor.overlap != "none",
     "parallel.fsdp.overlap": lambda run: run.parallel.fsdp.in_chunks,
@@ -85,6 +87,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
     run.parallel.check(run.rules, ctx.manual, problems)
     _check_reduction(run, ctx, problems)
     _check_pipeline(run, ctx, problems)
+    _check_local(run, ctx, problems)
     _check_keep_best(run, problems)
     _check_combinations(run, problems)
     run.optim.schedule.check(run.num_steps, problems)
@@ -198,6 +201,39 @@ def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:
                 simulate_schedule(ctx.schedule, num_stages)
             except ScheduleError as error:
                 problems.add("parallel.pipeline", str(error))
+
+
+def _check_local(run: Run, ctx: ParallelContext, problems: Problems) -> None:
+    """Checks that slices can train alone, and that no steps are left after the last round."""
+    local = run.parallel.local
+    if local is None:
+        return
+    local.check(run.rules, ctx.mesh.shape, ctx.manual, problems)
+    steps = run.num_steps - local.start
+    if steps < local.every or steps % local.every:
+        what = f"{steps} steps after {KEY}.start = {local.start} are no whole rounds of {local.every} steps"
+        rounds = max(1, steps // local.every)
+        fix = f"num_steps={local.start + rounds * local.every}: the shared parameters change only when a round ends"
+        problems.add("num_steps", what, fix)
+    if run.elastic and run.elastic.resized(run.mesh).sizes[local.axis] != run.mesh.sizes[local.axis]:
+        what = "it changes the number of slices, each of which has its own parameters in a checkpoint"
+        problems.add(f"elastic.mesh.{local.axis}", what, "elastic.mesh with another axis")
+    if run.optim.ema:
+        what = "a slice would average its own parameters, and the next round begins at others"
+        problems.add("optim.ema", what, "optim.ema=null")
+    if run.precision.master:
+        what = "the optimizer's copy of the parameters in a slice would not see the outer step"
+        problems.add("precision.master", what, f"precision.master=null, or {KEY}=null")
+    if run.precision.params == "bfloat16":
+        what = "bfloat16 has too few digits for the small steps of the shared parameters"
+        problems.add("precision.params", what, f"precision.params=float32, or {KEY}=null")
+    if run.parallel.pipeline and run.parallel.pipeline.is_stale:
+        what = "it computes gradients at the parameters before the last update, which a round does not begin with"
+        problems.add("parallel.pipeline", what, f"another kind, or {KEY}=null")
+    experts = _experts(run)
+    if experts and experts.balance and experts.balance.carried:
+        what = f"a step changes the {experts.balance.carried} of each router, which is no trained parameter"
+        problems.add("model.experts.balance", what, "model.experts.balance.load=step")
 
 
 def _check_layers(layers: LayerStack, schedule: Schedule, ctx: ParallelContext, problems: Problems) -> None:

@@ -176,7 +176,7 @@ def _axes(names: str) -> Axes:
 
 def _line(one: Collective) -> str:
     what = ", ".join(one.tensors) or ", ".join(map(str, one.arrays))
-    over = axes_name(one.axes)
+    over = axes_name(one.axes, one.is_in_parts)
     size = human_bytes(float(one.times * one.sent_bytes))
     return f"{one.kind} over {over}  {times_text(one.times)}  {size}  {what}  {short_source(one.source)}".rstrip()
 

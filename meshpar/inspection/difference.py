@@ -147,7 +147,8 @@ def _collective_changes(before: PlainInspection, after: PlainInspection) -> tupl
     for side, program in enumerate((before, after)):
         for one in program.collectives:
             file = "/".join(one.source.rpartition(":")[0].split("/")[-2:])
-            key = (one.kind, axes_name(one.axes), tuple(sorted(one.tensors)) or (file,), bool(one.branches))
+            axes = axes_name(one.axes, one.is_in_parts)
+            key = (one.kind, axes, tuple(sorted(one.tensors)) or (file,), bool(one.branches))
             times[key][side] += one.times
             sent_bytes[key][side] += one.total_bytes
     made = []

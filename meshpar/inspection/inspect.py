@@ -131,6 +131,7 @@ def _entry(one: Collective) -> dict[str, Any]:
     return {
         "kind": one.kind,
         "axes": None if one.axes is None else list(one.axes),
+        "is_in_parts": one.is_in_parts,
         "group_size": one.group_size,
         "times": int(one.times) if one.times.denominator == 1 else float(one.times),
         "branches": list(one.branches),

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
+from meshpar.launch.relay import relayed
 from meshpar.mesh import cursor
 from meshpar.mesh.cursor import Position
 from meshpar.mesh.join import DUMP, INTERRUPTED, LIFELINE, LOOPBACK, SIGNALS, STACKS, Place
@@ -22,11 +23,16 @@ from meshpar.mesh.join import DUMP, INTERRUPTED, LIFELINE, LOOPBACK, SIGNALS, ST
 POLL_S = 0.1
 GRACE_S = 5.0
 """How long processes may take to end by themselves after a peer has failed. Without it they cannot save."""
+AFTER_KILL_S = 1.0
+"""The same after a peer was killed: whatever it did, the others wait for it in a collective."""
 DUMP_S = 1.0
 """How long processes have to print their stacks."""
 HUNG = 124
 """The exit code of a program that hangs, as that of `timeout`."""
 QUOTED_LINES = 15
+GPUS = Path("/proc/driver/nvidia/gpus")
+LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"
+"""JAX's variable with the numbers of the GPUs that a process uses."""
 ATTEMPT = "--- "
 """What begins the line of a log at which an attempt starts."""
 
@@ -36,16 +42,18 @@ class Worker:
     """A process of the program.
 
     Args:
-      log: the file of its output; None for the first process, which prints to the terminal.
+      log: the file of its output.
       cursor: the file with its position.
       stacks: the file of its Python stacks, which it writes when it gets `DUMP`.
+      is_shown: whether it prints to the terminal too.
     """
 
     index: int
     process: subprocess.Popen[bytes]
-    log: Path | None
+    log: Path
     cursor: Path
     stacks: Path
+    is_shown: bool = False
 
     @property
     def code(self) -> int | None:
@@ -93,7 +101,7 @@ def never(workers: Sequence[Worker]) -> bool:
 class Group:
     """Processes that run one command, to its end.
 
-    The first process prints to the terminal; the others append to `logs/process-N.log`. Signals go to all processes.
+    Each process appends to `logs/process-N.log`; the first prints to the terminal too. Signals go to all processes.
     When one fails, the others have `GRACE_S` to end. If this process ends, however it does, all of them end at once.
 
     Args:
@@ -102,7 +110,8 @@ class Group:
       port: where the first process listens; None for a free one.
       host: the address of the interface at which it listens.
       hang_s: for how many seconds processes may not begin a step before the program counts as hung.
-      is_quiet: whether the first process has a log too, and prints nothing.
+      is_quiet: whether the first process prints nothing to the terminal.
+      num_gpus: GPUs of this machine that each process uses; 0 leaves it to JAX.
     """
 
     command: Sequence[str]
@@ -112,6 +121,7 @@ class Group:
     hang_s: float = 300.0
     host: str = LOOPBACK
     is_quiet: bool = False
+    num_gpus: int = 0
 
     def run(self, each_poll: Callable[[Sequence[Worker]], bool] = never) -> Ended:
         """Runs the program to its end.
@@ -131,7 +141,7 @@ class Group:
             try:
                 for index in range(self.num_processes):
                     place = Place("meshpar launch", self.num_processes, index, address)
-                    workers.append(self._start(place, lifeline))
+                    workers.append(self._start(place, lifeline, stack))
             finally:
                 os.close(lifeline)
             return self._wait(workers, signals, each_poll)
@@ -140,26 +150,32 @@ class Group:
     def _cursors(self) -> Path:
         return self.logs / cursor.CURSORS.name
 
-    def _start(self, place: Place, lifeline: int) -> Worker:
+    def _start(self, place: Place, lifeline: int, of_group: ExitStack) -> Worker:
         position = self._cursors / str(place.index)
         stacks = self._cursors / f"{place.index}.stacks"
         variables = {LIFELINE: str(lifeline), cursor.FILE: str(position), STACKS: str(stacks)}
-        log = self.logs / f"process-{place.index}.log" if place.index or self.is_quiet else None
-        with ExitStack() as stack:
-            output = stack.enter_context(log.open("ab")) if log else None
-            if output:
-                output.write(f"{ATTEMPT}{datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
-                output.flush()
+        if self.num_gpus and LOCAL_DEVICES not in os.environ:
+            first = place.index * self.num_gpus
+            variables[LOCAL_DEVICES] = ",".join(map(str, range(first, first + self.num_gpus)))
+        log = self.logs / f"process-{place.index}.log"
+        with log.open("ab", buffering=0) as file, ExitStack() as stack:
+            file.write(f"{ATTEMPT}{datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
+            output = errors = file.fileno()
+            is_shown = place.index == 0 and not self.is_quiet
+            if is_shown:
+                output, errors = of_group.enter_context(relayed(log))
+                stack.callback(os.close, output)
+                stack.callback(os.close, errors)
             process = subprocess.Popen(
                 self.command,
                 env=os.environ | place.variables() | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=output,
+                stderr=errors,
                 pass_fds=(lifeline,),
                 start_new_session=True,  # the terminal's Ctrl-C comes to this process, which forwards it to all alike
             )
-        return Worker(place.index, process, log, position, stacks)
+        return Worker(place.index, process, log, position, stacks, is_shown)
 
     def _wait(
         self, workers: Sequence[Worker], signals: list[int], each_poll: Callable[[Sequence[Worker]], bool]
@@ -193,6 +209,13 @@ def is_hung(positions: Sequence[Position | None], limit_s: float) -> bool:
     return is_still and any(position.phase == "trains" for position in known)
 
 
+def count_gpus() -> int:
+    """The NVIDIA GPUs that the processes may use."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in visible.split(",") if name])
+    return len(list(GPUS.glob("*")))
+
+
 def free_port(host: str = LOOPBACK) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
@@ -209,15 +232,16 @@ def _end_others(failed: Worker, workers: Sequence[Worker]) -> Ended:
     """Ends the peers of a process that failed: they wait for it, or end after the same signal."""
     num_lost = sum(worker.is_killed for worker in workers)
     _send(workers, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
+    grace_s = min(GRACE_S, AFTER_KILL_S) if failed.is_killed else GRACE_S
+    deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and any(worker.code is None for worker in workers):
         time.sleep(POLL_S)
     stayed = [worker for worker in workers if worker.code is None]
     _kill(stayed)
     lines = [f"process {failed.index} ended first, with exit code {failed.code}"]
     if stayed:
-        lines[0] += f"; {_named(stayed)} did not end within {GRACE_S:.0f} s and got SIGKILL"
-    if failed.log:
+        lines[0] += f"; {_named(stayed)} did not end within {grace_s:.0f} s and got SIGKILL"
+    if not failed.is_shown:
         of_attempt = failed.log.read_text(errors="replace").rpartition(ATTEMPT)[2]
         quoted = of_attempt.splitlines()[1:][-QUOTED_LINES:]
         lines += [f"the last lines of {failed.log}:", *(f"  | {line}" for line in quoted)]

@@ -24,6 +24,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from meshpar.mesh import join
+
 MAX_BYTES = 2**30
 """The size at which the entries that were not used for the longest time are removed."""
 MIN_COMPILE_S = 0.1
@@ -43,13 +45,15 @@ def enable() -> None:
 
     It changes nothing where the user configured JAX's cache: JAX_COMPILATION_CACHE_DIR is the place and
     JAX_ENABLE_COMPILATION_CACHE=false turns it off. Joined processes must find the same programs, or those that compile
-    wait for the others: they have a cache only in a shared folder, which the user must name.
+    wait for the others: if they are on several machines, they have a cache only in a shared folder, which the user must
+    name.
 
     Warns:
       RuntimeWarning: the folder cannot be written; programs are compiled, and not stored.
     """
     configured: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if configured or not _is_enabled() or jax.distributed.is_initialized():
+    is_on_hosts = jax.distributed.is_initialized() and not join.is_on_one_host()
+    if configured or not _is_enabled() or is_on_hosts:
         return
     entries = folder()
     try:

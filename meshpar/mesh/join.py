@@ -150,6 +150,12 @@ def join() -> Place | None:
     return mine
 
 
+def is_on_one_host() -> bool:
+    """Whether all processes are on this machine: the first one listens at loopback."""
+    mine = place()
+    return mine is not None and str(mine.coordinator).startswith(f"{LOOPBACK}:")
+
+
 def share(num_devices: int) -> int:
     """How many of so many simulated devices this process has: all of them, if it is not joined with others.
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.collectives.reduction import Reduce
 from meshpar.errors import Problems, ShardingError, nearest
 from meshpar.mesh.varying import Axes
+from meshpar.parallel.local_updates import LocalUpdates
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.sequence import SequenceLayout
 from meshpar.parallel.strategies import Parallel
@@ -42,6 +43,7 @@ class ParallelContext:
       num_microbatches: how many parts of a batch are computed one after the other. A pipeline cuts each part again.
       number_format: the 8-bit format in which layers multiply by their weights; None for `compute_dtype`.
       dcn_axes: axes that cross slices.
+      slice_axes: axes whose devices train alone, see `in_slice`: values differ over them, and nothing is summed.
       activation_dims: dims that only activations of a user's model have; their axes may carry the batch. None for
         meshpar's own models.
     """
@@ -55,6 +57,7 @@ class ParallelContext:
     num_microbatches: int = 1
     number_format: Format | None = None
     dcn_axes: Axes = ()
+    slice_axes: Axes = ()
     activation_dims: tuple[str, ...] | None = None
 
     @property
@@ -130,6 +133,18 @@ class ParallelContext:
         across = tuple(axis for axis in axes if not self.dcn_axes or axis in self.dcn_axes)
         return tuple(axis for axis in axes if axis not in across), across
 
+    @property
+    def in_slice(self) -> ParallelContext:
+        """The context of a slice that trains alone, see `local_updates`; the context itself without local updates.
+
+        Its batch is not sharded over the axis of the slices, so nothing in a slice is summed over that axis.
+        """
+        if self.local is None:
+            return self
+        batch = tuple(axis for axis in self.rules["batch"] if axis != self.local.axis)
+        rules = AxisRules(preset=self.rules.preset, zero=self.rules.zero, **self.rules.explicit | {"batch": batch})
+        return replace(self, rules=rules, slice_axes=(self.local.axis,))
+
     # Strategies --------------------------------------------------------------------------------------------------
 
     @property
@@ -146,6 +161,11 @@ class ParallelContext:
     def gradient_reduction(self) -> Reduce | None:
         """The declared reduction of gradients, in the manual lowering."""
         return self.parallel.gradient_reduction if self.manual else None
+
+    @property
+    def local(self) -> LocalUpdates | None:
+        """The declared local updates, in the manual lowering."""
+        return self.parallel.local if self.manual else None
 
     @property
     def layer_reduction(self) -> Reduce | None:

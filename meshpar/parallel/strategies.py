@@ -9,6 +9,7 @@ import pydantic
 from meshpar.collectives.reduction import Reduce
 from meshpar.config import Coerced, Config, Section, default
 from meshpar.errors import Problems
+from meshpar.parallel.local_updates import LocalUpdates
 from meshpar.parallel.pipeline.schedule import Pipeline as Schedule
 from meshpar.parallel.sequence import SequenceLayout
 from meshpar.sharding.rules import AxisRules
@@ -127,6 +128,8 @@ class Parallel(Config):
     """The schedule of the stages on axis pipe, such as `{kind: 1f1b, num_microbatches: 16}`. Default: no pipeline."""
     gradient_reduction: Section[Reduce | None] = default(None)
     """How gradients are summed over devices. Default: XLA's own collectives."""
+    local: Section[LocalUpdates | None] = default(None)
+    """Slices that train alone for some steps, such as `{axis: replica, every: 32, outer: nesterov}`. Default: none."""
 
     @property
     def num_microbatches(self) -> int:

@@ -77,6 +77,19 @@ def gradients(
       batch: the arrays of a batch, without `rows`.
       seed: of the run, for a reduction with stochastic rounding.
 
+    Communication: that of `local_gradients`.
+    """
+    carried = pspecs(placement.carried)
+    in_specs = (pspecs(placement.params), batch_pspecs(ctx, batch), WHOLE, carried)
+    out_specs = Gradients(WHOLE, WHOLE, WHOLE, pspecs(placement.trained), WHOLE, carried)  # pyright: ignore
+    return on_shards(local_gradients(objective, ctx, placement, seed), ctx, in_specs, out_specs)
+
+
+def local_gradients(
+    objective: Objective, ctx: ParallelContext, placement: StatePlacement, seed: int = 0
+) -> Callable[..., Gradients]:
+    """(params, batch, step, carried) -> `Gradients`, on local shards, traced with `ctx` as the current context.
+
     Communication: in the manual lowering that of `parallel.data` and `parallel.tensor`, and all-reduces of the scalars;
       under GSPMD XLA chooses it.
     """
@@ -108,10 +121,7 @@ def gradients(
             next_carried = next_carried | {REDUCE: jax.tree.map(lambda x: x[None], error_feedback)}
         return Gradients(loss, count, norm, grads, metrics, next_carried)
 
-    carried = pspecs(placement.carried)
-    in_specs = (pspecs(placement.params), batch_pspecs(ctx, batch), WHOLE, carried)
-    out_specs = Gradients(WHOLE, WHOLE, WHOLE, pspecs(trained), WHOLE, carried)  # pyright: ignore
-    return on_shards(local, ctx, in_specs, out_specs)
+    return local
 
 
 STALE = "stale"

@@ -6,7 +6,7 @@ evaluation, a teacher's forward, the first state and the programs of generation 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,12 @@ def on_host(tree: Any) -> Any:
         return jax.device_get(tree)
     out_shardings = jax.tree.map(lambda x: whole(x.sharding.mesh), tree)
     return jax.device_get(jax.jit(lambda arrays: arrays, out_shardings=out_shardings)(tree))
+
+
+def counts(arrays: Sequence[jax.Array]) -> list[int]:
+    """The values of int32[] on every process; of int32[slices], their sums. All processes call it."""
+    found = on_host(list(arrays)) if any(x.ndim for x in arrays) else jax.device_get(list(arrays))
+    return [int(x.sum()) for x in found]
 
 
 def batch_structs(ctx: ParallelContext, specs: dict[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:

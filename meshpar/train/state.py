@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import Problems, ShardingError
 from meshpar.parallel.trainable import without
@@ -40,7 +41,8 @@ class TrainState:
       step: int32[]. The number of steps taken, skipped ones included.
       params: nested dicts of arrays.
       opt_state: the Optax state.
-      skipped: int32[]. How many steps were skipped because loss or gradients were not finite.
+      skipped: int32[]. How many steps were skipped because loss or gradients were not finite. With local updates
+        int32[slices]: each slice skips a step alone.
       carried: state other than parameters that the loss passes from step to step, such as batch statistics.
       is_prepared: whether layers are stored as a step needs them, see `layer_order` and `layer_arrays`, and not in the
         model's stacks and order. A step's program accepts one of the two only.
@@ -64,6 +66,7 @@ class StatePlacement:
       opt_state: tree of `Placement`, like the Optax state.
       carried: tree of `Placement`, of the carried state.
       frozen: paths of parameters that are not trained.
+      slices: the axis of the slices that train alone, see `train.slices`; None without local updates.
     """
 
     mesh: AnyMesh
@@ -72,6 +75,7 @@ class StatePlacement:
     opt_state: Any
     carried: Any = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
+    slices: str | None = None
 
     @property
     def trained(self) -> Any:
@@ -82,7 +86,11 @@ class StatePlacement:
     def structs(self) -> TrainState:
         """The state as `ShapeDtypeStruct`s with shardings, for compile, init and restore."""
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole(self.mesh))
-        return TrainState(scalar, structs(self.params), structs(self.opt_state), scalar, structs(self.carried))
+        skipped = scalar
+        if self.slices:
+            sharding = NamedSharding(self.mesh, PartitionSpec(self.slices))  # pyright: ignore
+            skipped = jax.ShapeDtypeStruct((self.mesh.shape[self.slices],), jnp.int32, sharding=sharding)
+        return TrainState(scalar, structs(self.params), structs(self.opt_state), skipped, structs(self.carried))
 
     @property
     def dims(self) -> dict[str, tuple[str, ...]]:
@@ -115,7 +123,7 @@ def place(
     """
     carried = carried or {}
     sharded = resolve(specs, rules, mesh, carried, activation_dims)
-    opt_state = _place_opt_state(without(sharded, frozen), tx, mesh)
+    opt_state = place_opt_state(without(sharded, frozen), tx, mesh)
     if is_offloaded:
         opt_state = offloaded(opt_state)
     carried = resolve(carried, rules, mesh, specs, activation_dims)
@@ -145,7 +153,15 @@ def on_device(arrays: Any, placements: Any) -> Any:
     return jax.tree.map(move, arrays, placements)
 
 
-def _place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMesh) -> Any:
+def place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMesh) -> Any:
+    """Places an optimizer's state like its parameters.
+
+    Args:
+      sharded: tree of `Placement`, of the parameters that it updates.
+
+    Raises:
+      ShardingError: an array is not sharded like any parameter.
+    """
     problems = Problems()
     params = flatten_with_paths(sharded)
     state = jax.eval_shape(tx.init, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype), sharded))
@@ -212,8 +228,7 @@ def _subsequence(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int, ...]
 
 def compile_init(
     init_params: Callable[[jax.Array], Any],
-    init_carried: Callable[[jax.Array], Any],
-    tx: optax.GradientTransformation,
+    init_others: Callable[[Any, jax.Array], tuple[Any, Any]],
     placement: StatePlacement,
     seed: int,
     options: Any = None,
@@ -223,7 +238,7 @@ def compile_init(
 
     Args:
       init_params: key -> params.
-      init_carried: key -> carried state.
+      init_others: (params, key) -> the optimizer's state, and carried state.
       options: the compiler's; by default few optimizations on CPUs, because the program runs only once.
       given: existing arrays by path, such as `params.head.kernel`, placed as `placement.structs`. They are donated, and
         replace the initialized ones.
@@ -238,9 +253,9 @@ def compile_init(
         drawn = _cast(init_params(key), target.params)
         params = map_with_path(lambda path, x: given.get(f"params.{path}", x), drawn)
         params = jax.lax.with_sharding_constraint(params, shardings(structs(placement.sharded)))
-        carried = _cast(init_carried(key), target.carried)
-        opt_state = tx.init(without(params, placement.frozen))
-        return TrainState(jnp.int32(0), params, opt_state, jnp.int32(0), carried)
+        opt_state, carried = init_others(params, key)
+        skipped = jnp.zeros(target.skipped.shape, jnp.int32)
+        return TrainState(jnp.int32(0), params, opt_state, skipped, _cast(carried, target.carried))
 
     placed = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in given.items()}
     traced = trace(init, (placed,), shardings(target), donate=(0,))

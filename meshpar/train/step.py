@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from meshpar.errors import ConfigError
 from meshpar.inspection.program.compiling import compiling
@@ -199,12 +200,23 @@ class Step:
     layers: LayerOrder | LayerArrays | None = None
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return self._run(self.program, state, batch)
+
+    def _run(self, program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         if self.order is not None:
             batch = {name: arranged(x, self.order) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
         if self.layers is None or state.is_prepared:
-            return self.program(state, batch | self.given)
-        state, metrics = self.program(self.layers.to_step(state), batch | self.given)
+            return program(state, batch | self.given)
+        state, metrics = program(self.layers.to_step(state), batch | self.given)
         return self.layers.to_model(state), metrics
+
+    def at(self, index: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+        """The function that takes the step with this number, the first being 1. Only local updates have several."""
+        return self
+
+    def read(self, metrics: Metrics) -> dict[str, np.ndarray]:
+        """The metrics of a step as NumPy arrays, for the whole batch. It waits for the step; all processes call it."""
+        return jax.device_get(metrics)
 
     def prepare(self, state: TrainState) -> TrainState:
         """The state with its layers as the step needs them. It is donated; see `to_step` of `layers`."""
@@ -260,17 +272,19 @@ def compile_step(
     given: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     layers: LayerOrder | LayerArrays | None = None,
+    metrics: NamedSharding | None = None,
 ) -> Step:
     """Compiles a step from placements alone; no array exists yet.
 
     Args:
       layers: see `Step`.
+      metrics: how metrics are sharded. Default: every device has them whole.
       batch: structs with shardings, see `batch_structs`.
       given: further inputs of every call, trees of structs.
       options: for the compiler.
     """
     state = replace(placement.structs, is_prepared=layers is not None)
-    out = (shardings(state), whole(placement.mesh))
+    out = (shardings(state), metrics or whole(placement.mesh))
     traced = trace(step, (state, batch | (given or {})), out, donate=(0,))
     with compiling() as warnings:
         program = compile_program(traced, options)

@@ -5,30 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Self
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.cost.flops import needed_flops, traced_products
+from meshpar.errors import ConfigError
 from meshpar.optim.freeze import for_good
 from meshpar.parallel.batch import TEACHER, Batch
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.pipeline.model import PipelineModel
+from meshpar.parallel.trainable import without
 from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import arranged, check_batch, token_order
-from meshpar.train.error_feedback import place_error_feedback, zeros
+from meshpar.train.error_feedback import SLICES, place_error_feedback, zeros
 from meshpar.train.evaluate import Evaluation, trace_evaluation
 from meshpar.train.gradients import Gradients, Objective, gradients, stale
 from meshpar.train.layer_arrays import LayerArrays, cut_specs, with_stacks
 from meshpar.train.layer_order import LAYERS, LayerOrder
 from meshpar.train.loss import Loss
 from meshpar.train.program import batch_structs, compile_program
-from meshpar.train.state import StatePlacement, TrainState, compile_init, place
+from meshpar.train.slices import LocalStep, Slices, place_slices, slice_gradients
+from meshpar.train.state import StatePlacement, TrainState, compile_init, place, place_opt_state
 from meshpar.train.step import Metrics, Step, Update, compile_step, step_function
 from meshpar.train.teacher import Teacher
 
@@ -90,13 +94,26 @@ class Training:
 
     @cached_property
     def placement(self) -> StatePlacement:
+        local = self.ctx.local
+        alone = self.slice_placement
+        if local is None:
+            return alone
+        state_params = self.update.state_params
+        if self.carried or (state_params and state_params.paths):
+            what = "steps change state of the model other than parameters, which slices do not average"
+            raise ConfigError(f"parallel.local: {what}; set parallel.local=null")
+        return place_slices(alone, place_opt_state(alone.trained, local.outer.build(), self.mesh), local)
+
+    @cached_property
+    def slice_placement(self) -> StatePlacement:
+        """The placement of the state of a slice that trains alone; without local updates `placement`."""
         dims = None
         if self.ctx.activation_dims is not None:
             of_batch = {dim for spec in self.batch_specs.values() for dim in spec.dims if dim}
             dims = {*self.ctx.activation_dims, *of_batch}
         frozen = for_good(self.frozen)
         placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, frozen, dims, self.is_offloaded)
-        error_feedback = place_error_feedback(placed.trained, self.ctx)
+        error_feedback = place_error_feedback(placed.trained, self.ctx.in_slice)
         return replace(placed, carried=placed.carried | error_feedback) if error_feedback else placed
 
     @cached_property
@@ -122,7 +139,7 @@ class Training:
         Then the layers are there already, or each step moves them: an uneven cut has not as many layers on each stage
         as it stores, and of some optimizers' arrays it is not known where they have layers.
         """
-        exchange = self.pipeline.permutation(self.ctx) if self.pipeline else None
+        exchange = self.pipeline.permutation(self.ctx) if self.pipeline and not self.ctx.local else None
         found = LayerOrder(exchange, self.ctx, self.placement) if exchange else None
         return found if found and found.covers_state else None
 
@@ -134,7 +151,10 @@ class Training:
         """
         if not self.has_own_arrays(platform_of(self.mesh) or "cpu") or not self.update.is_elementwise:
             return None
-        others = (self.pipeline, self.frozen, self.carried, self.ctx.gradient_reduction, self.update.state_params)
+        strategies = (self.ctx.local, self.pipeline, self.ctx.gradient_reduction)
+        state_params = self.update.state_params
+        changed = state_params.paths if state_params else ()
+        others = (*strategies, self.frozen, self.carried, changed)
         if any(others) or self.is_offloaded or self.ctx.axes(LAYERS):
             return None
         return LayerArrays(self.placement, self._with_own_arrays.placement)
@@ -161,17 +181,33 @@ class Training:
 
     @property
     def gradients(self) -> Callable[..., Gradients]:
-        """(params, batch, step, carried) -> `Gradients`; with a teacher, the batch contains its parameters."""
+        """(params, batch, step, carried) -> `Gradients`; with a teacher, the batch contains its parameters.
+
+        With local updates those of `slice_gradients`.
+        """
+        return self._gradients(slice_gradients if self.ctx.local else gradients)
+
+    def _gradients(self, of: Callable[..., Callable[..., Gradients]]) -> Callable[..., Gradients]:
         specs = self.batch_specs | (self.teacher.arrays if self.teacher else {})
-        found = gradients(self.objective, self.ctx, self.placement, specs, self.seed)
+        found = of(self.objective, self.ctx, self.slice_placement, specs, self.seed)
         if self.pipeline and self.pipeline.schedule.is_stale:
             found = stale(found)
         return self.teacher.teaching(found) if self.teacher else found
 
     @property
     def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-        """The step, not yet compiled."""
+        """The step, not yet compiled; with local updates that of every slice alone."""
+        if self.slices:
+            return self.slices.step(self.gradients)
         return step_function(self.gradients, self.update, self.placement)
+
+    @property
+    def slices(self) -> Slices | None:
+        """The programs of slices that train alone; None without local updates."""
+        local = self.ctx.local
+        if local is None:
+            return None
+        return Slices(local, self.ctx, self.slice_placement, self.placement, self.update, self.seed)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -189,9 +225,27 @@ class Training:
 
     def compile_step(self, options: dict[str, Any] | None = None) -> Step:
         options = self.ctx.compiler_options | (options or {})
+        if self.slices:
+            return self._compile_rounds(self.slices, options)
         training = self.on_prepared_states
         step = compile_step(training.step, training.placement, self.batch, self.given, options, self.stored_layers)
         return replace(step, order=self.order)
+
+    def _compile_rounds(self, slices: Slices, options: dict[str, Any]) -> LocalStep:
+        def compiled(gradients: Callable[..., Gradients], averages: bool) -> Step:
+            metrics = NamedSharding(self.mesh, PartitionSpec(slices.local.axis))  # pyright: ignore
+            step = slices.step(gradients, averages=averages)
+            return compile_step(step, self.placement, self.batch, self.given, options, metrics=metrics)
+
+        step = compiled(self.gradients, False)
+        averaging = None
+        if slices.local.start:
+            averaging = compiled(self._gradients(partial(slice_gradients, averages=True)), True).program
+        outer = tuple(compile_program(traced, options) for traced in slices.trace_outer())
+        return LocalStep(
+            step.program, self.batch, step.given, step.warnings, self.order, None, local=slices.local, outer=outer,
+            averaging=averaging,
+        )  # fmt: skip
 
     def compile_evaluation(self) -> Evaluation:
         return compile_program(self._evaluation(self.ctx))
@@ -225,13 +279,20 @@ class Training:
         return trace_evaluation(objective, ctx, self.placement, self.batch_specs)
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:
-        error_feedback = place_error_feedback(self.placement.trained, self.ctx)
+        error_feedback = place_error_feedback(self.placement.trained, self.ctx.in_slice)
+        slices = self.slices
 
-        def init_carried(key: jax.Array) -> Any:
+        def init_others(params: Any, key: jax.Array) -> tuple[Any, Any]:
+            trained = without(params, self.placement.frozen)
+            opt_state = self.update.tx.init(trained)
             carried = self.init_carried(key)
-            return carried | zeros(error_feedback) if error_feedback else carried
+            carried = carried | zeros(error_feedback) if error_feedback else carried
+            if slices is None:
+                return opt_state, carried
+            own = slices.initial(trained, opt_state, carried)
+            return slices.local.outer.build().init(trained), {SLICES: own}
 
-        return compile_init(self.init, init_carried, self.update.tx, self.placement, self.seed, options, given)
+        return compile_init(self.init, init_others, self.placement, self.seed, options, given)
 
 
 def step_key(seed: int, step: jax.Array) -> jax.Array:

@@ -65,6 +65,9 @@ def verify(subject: Run | Training, batches: Batches | None = None) -> Verificat
         key = "parallel.gradient_reduction"
         fix = f"verify it with {key}.within=exact {key}.across=exact"
         raise VerificationError(f"{key} rounds what it sums: it is near one device's numbers, not equal to them; {fix}")
+    if parallel.local:
+        what = "parallel.local changes the numbers: slices train apart from each other on purpose"
+        raise VerificationError(f"{what}; verify the layout of a slice with parallel.local=null")
     with jax.enable_x64(True):
         if isinstance(subject, Run):
             small = shrink(subject)

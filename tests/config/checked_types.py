@@ -83,6 +83,7 @@ def accepted() -> list[object]:
         meshpar.Numpy(path=FOLDER, tokenizer={"kind": "ids", "vocab_size": 8, "bos": 0}),
         meshpar.OneFOneB(num_microbatches=4, cut=[1, 2]),
         meshpar.Parallel(pipeline={"kind": "1f1b", "num_microbatches": 4}, gradient_reduction={"across": "int8"}),
+        meshpar.LocalUpdates(every=8, outer="nesterov", compress={"kind": "int8", "error_feedback": True}),
         meshpar.Reduce(within="bf16", across={"kind": "powersgd", "rank": 2}),
         meshpar.ScheduleFile(num_microbatches=4, path="orders.txt"),
         meshpar.Text(path=FOLDER, tokenizer="tokenizer.json"),

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import typer
 
-from meshpar import cli
+from meshpar import cli, federated
 from meshpar.experiment.config import load
 from meshpar.experiment.prepare import prepare
 
@@ -127,7 +127,11 @@ def check_command(line: str) -> None:
     given = verb.make_context(name, rest).params
     if "config" in given:
         arguments = [a for value in given.values() if isinstance(value, (list, tuple)) for a in value]
-        loaded = load(ROOT / given["config"], [a for a in arguments if "=" in a])
+        changes = [a for a in arguments if "=" in a]
+        if name == "federated":
+            federated.load(ROOT / given["config"], changes)
+            return
+        loaded = load(ROOT / given["config"], changes)
         prepare(loaded, loaded.mesh.abstract(given.get("devices")))
 
 

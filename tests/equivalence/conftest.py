@@ -30,6 +30,7 @@ from tests.layouts import LAYOUTS
 ROWS = 32
 SEQ = 16
 NUM_STEPS = 3
+FLOAT64 = Precision(params="float64", compute="float64")
 SIZES = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -128,7 +129,7 @@ def prepared(model: str, layout: str | None, lowering: str, num_microbatches: in
         mesh=mesh,
         rules=rules,
         lowering=lowering,
-        precision=settings.pop("precision", Precision(params="float64", compute="float64")),
+        precision=settings.pop("precision", FLOAT64),
         num_steps=NUM_STEPS,
         num_microbatches=num_microbatches,
         lora=ADAPT.get(model),
@@ -160,9 +161,10 @@ def batches() -> list[dict[str, np.ndarray]]:
 
 
 @lru_cache
-def first_state(model: Decoder, lora: LoRA | None, freeze: tuple[Freeze, ...]) -> Any:
+def first_state(model: Decoder, lora: LoRA | None, freeze: tuple[Freeze, ...], precision: Precision = FLOAT64) -> Any:
     """One device's initial state, from which all layouts start. `test_layouts.py` compares it with theirs."""
-    run = prepared("llama", None, "auto", 1).run.model_copy(update={"model": model, "lora": lora, "freeze": freeze})
+    run = prepared("llama", None, "auto", 1, precision=precision).run
+    run = run.model_copy(update={"model": model, "lora": lora, "freeze": freeze})
     return jax.device_get(prepare(run, run.mesh.build(jax.devices()[:1])).compile_init(QUICK)())
 
 
@@ -170,7 +172,7 @@ def outcome(run: Prepared) -> Outcome:
     """Trains for three steps."""
     step = run.compile_step(QUICK)
     shardings = jax.tree.map(lambda struct: struct.sharding, run.placement.structs)
-    state = jax.device_put(first_state(run.run.model, run.run.lora, run.run.freeze), shardings)
+    state = jax.device_put(first_state(run.run.model, run.run.lora, run.run.freeze, run.run.precision), shardings)
     metrics = []
     gradients: Any = None
     for batch in batches():

@@ -12,11 +12,13 @@ import pytest
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.errors import CheckpointError
 from meshpar.experiment.prepare import prepare
+from meshpar.nn.experts import Experts
 from meshpar.optim import Adafactor, AdamW
 from meshpar.verification.trial import QUICK
 from tests.equivalence.conftest import batches, prepared
 
 LAYERS = 3
+EXPERTS = Experts(num=4, per_token=2, intermediate_size=8, balance="loss")
 
 
 def unrolled(layout="zero3", model="llama", **fields):
@@ -66,9 +68,10 @@ def test_layers_in_another_order_are_seen():
     assert not equal(before, run.stored_layers.to_model(prepared))
 
 
-def test_prepared_steps_compute_what_steps_of_stacks_do():
+@pytest.mark.parametrize("fields", [{}, {"experts": EXPERTS, "num_layers": 2}], ids=["dense", "experts"])
+def test_prepared_steps_compute_what_steps_of_stacks_do(fields):
     """Bit for bit but for rounding: XLA fuses the updates of single layers in other ways."""
-    run = unrolled()
+    run = unrolled(**fields)
     outcomes = []
     for each in (run, in_stacks(run)):
         step = each.compile_step(QUICK)
@@ -97,7 +100,8 @@ def test_layers_stay_in_stacks_where_something_else_reads_these():
     assert not has_own_arrays(unroll=1)
     assert not has_own_arrays(pad_layers_to_multiple=2)
     assert not has_own_arrays(model="llama_frozen")
-    assert not has_own_arrays(model="llama_experts")
+    assert has_own_arrays(experts=EXPERTS)
+    assert not has_own_arrays(model="llama_experts")  # each step changes the load in the balance loss
     for optim in (Adafactor(lr=1e-2), AdamW(lr=1e-2, ema=0.9)):
         run = unrolled().run.model_copy(update={"optim": optim})
         assert prepare(run).layer_arrays is None

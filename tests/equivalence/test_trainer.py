@@ -28,6 +28,7 @@ from meshpar.train.teacher import Teacher, unstaged
 from meshpar.verification.trial import QUICK
 from tests.comparison import largest_difference
 from tests.equivalence.conftest import SIZES, batches, prepared
+from tests.xla import DEFAULT_FUSIONS
 
 MODEL = "llama"
 LR = 1e-2
@@ -106,7 +107,7 @@ def with_settings(name: str, layout: str | None, chunk: Any = "auto") -> Prepare
 
 def given_its_teacher(run: Prepared) -> Step:
     # On one device two programs are compared bit for bit, which QUICK's fusions do not keep.
-    step = run.compile_step(QUICK if run.mesh.size > 1 else None)
+    step = run.compile_step(QUICK if run.mesh.size > 1 else DEFAULT_FUSIONS)
     if run.teacher is None:
         return step
 

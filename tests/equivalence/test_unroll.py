@@ -8,6 +8,7 @@ import pytest
 from meshpar.models import Llama
 from meshpar.nn.remat import Remat
 from tests.equivalence.conftest import MODELS, SIZES, on_one_device, outcome, prepared
+from tests.xla import DEFAULT_FUSIONS
 
 CASES = [
     ("llama", "zero3", "manual", "all"),
@@ -26,7 +27,7 @@ def test_unrolled_layers_are_equal_to_one_device(model, layout, lowering, unroll
 
 def compiled(unroll, num_layers, layout="zero3", **fields):
     run = prepared("llama", layout, "manual", 1, fields={"unroll": unroll, "num_layers": num_layers} | fields)
-    return run.compile_step().compiled
+    return run.compile_step(DEFAULT_FUSIONS).compiled
 
 
 def num_loops(unroll, num_layers=4):

@@ -32,6 +32,7 @@ SECTIONS: tuple[dict[str, Any], ...] = tuple(
 {lora: {kind: lora, rank: 4}}
 {parallel: {gradient_reduction: {within: bf16, across: {kind: powersgd, rank: 2}}}}
 {parallel: {gradient_reduction: {within: int8}}}
+{parallel: {local: {axis: data, every: 10, start: 20, outer: {kind: nesterov, lr: 0.7}, compress: int8}}}
 {freeze: [embedding, {paths: ["blocks.**"], until: 10}]}
 {distill: {teacher: nowhere}}
 {init: {from_checkpoint: nowhere, exclude: [params.head]}}

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -163,6 +164,41 @@ def test_the_first_failure_is_quoted_and_a_process_that_stays_is_killed(tmp_path
     assert ended.code == 3
     assert first.startswith("process 1 ended first, with exit code 3; processes 0, 2 did not end within")
     assert last == "  | no more paper"
+
+
+def test_the_first_process_prints_to_the_terminal_and_to_its_log(tmp_path):
+    """The terminal shows the progress bar as it moves; the log has what it showed last."""
+    worker = (
+        "import os, sys; print(sys.stdout.isatty(), os.get_terminal_size(1).columns);"
+        "print('10 %\\r\\x1b[2K20 %'); print('odd', file=sys.stderr)"
+    )
+    terminal, end = os.openpty()
+    termios.tcsetwinsize(end, (24, 57))
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, f"import os\nif os.environ['{join.PROCESS}'] == '0': {worker}", str(tmp_path)],
+        stdout=end,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.communicate(timeout=LIMIT_S)[1] == "odd\n"
+    os.close(end)
+    shown = os.read(terminal, 2**16).decode()
+    os.close(terminal)
+    assert shown.replace("\r", "") == "True 57\n10 %\x1b[2K20 %\n"
+    assert sorted((tmp_path / "process-0.log").read_text().splitlines()[1:]) == ["20 %", "True 57", "odd"]
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,1,2,3,4,5,6,7", 8), ("", 0), ("GPU-5ebe,GPU-6a1c", 2)])
+def test_the_gpus_of_a_host_are_divided_among_its_processes(visible, count, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv(workers.LOCAL_DEVICES, raising=False)
+    assert workers.count_gpus() == count
+    script = f"echo ${{{workers.LOCAL_DEVICES}-unset}}"
+    workers.Group(["bash", "-c", script], 2, tmp_path, is_quiet=True, num_gpus=count // 2).run()
+    half = count // 2
+    printed = [(tmp_path / f"process-{index}.log").read_text().splitlines()[-1] for index in range(2)]
+    expected = [",".join(map(str, range(half))), ",".join(map(str, range(half, 2 * half)))]
+    assert printed == (expected if count else ["unset", "unset"])
 
 
 # Steps without a model: a process notes where it is, and ends after SIGTERM. Process 1 of the first attempt is killed.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -65,6 +67,25 @@ def test_two_processes_generate_bench_and_verify_what_one_does(run_dir, capfd):
     quiet = (run_dir / "process-1.log").read_text()
     assert quiet.count("\0 0") == len(verbs)
     assert "{" not in quiet
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: apt-get install openmpi-bin")
+@pytest.mark.parametrize(
+    ("verb", "key", "value"),
+    [
+        ((*GENERATE, "mesh.fsdp=2"), "mesh", "data=2, fsdp=2"),
+        (BENCH, "num_devices", 4),
+        (VERIFY, "equal", True),
+    ],
+    ids=["generate", "bench", "verify"],
+)
+def test_mpirun_joins_the_processes_of_a_verb_by_itself(verb, key, value, run_dir):
+    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m", "meshpar", *verb]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") :])  # it is printed once, or this is no JSON
+    assert found[key] == value
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.nn.experts import Balance, Experts, exchange, mlp
-from tests.program.test_bytes import ROWS, SEQ, as_written, cost_as_traced, cost_as_written, prepared
+from tests.program.test_bytes import ROWS, SEQ, as_written, cost_as_traced, cost_as_written, prepared, sent_over
 
 LAYERS, WIDTH, HIDDEN, NUM, PER_TOKEN = 3, 16, 8, 8, 2
 FLOAT = 4
@@ -78,9 +78,11 @@ def test_tokens_cross_to_each_group_once(monkeypatch):
     tokens = ROWS // (k * g) * SEQ
     of_row = 4 * WIDTH * FLOAT + experts.per_token * (2 * FLOAT + 4)
     counts = (k - 1) * k * 4
-    found = inspect(as_written(run).compiled, run.mesh).collectives
-    assert total_sent_bytes(found) == sum(cost_as_traced(run)[0].values())
-    whole = total_sent_bytes(one for one in found if len(one.groups[0]) == k * g)  # gradients, and their norm
+    inspection = inspect(as_written(run).compiled, run.mesh)
+    found = inspection.collectives
+    assert sent_over(found) == cost_as_traced(run)[0]
+    assert "part of expert" in str(inspection)
+    whole = total_sent_bytes(one for one in found if not one.is_in_parts)  # gradients, and their norm
     crossing = total_sent_bytes(one for one in found if len(one.groups[0]) == k)
     assert crossing == LAYERS * ((k - 1) * k * tokens * of_row + counts)
     monkeypatch.setattr(exchange, "platform", lambda: "gpu")

@@ -28,6 +28,7 @@ from meshpar.train.data import Synthetic
 from meshpar.train.program import compile_program, trace
 from meshpar.train.step import compile_step
 from tests.program.test_bytes import MODEL, ROWS, SEQ, prepared
+from tests.xla import DEFAULT_FUSIONS
 
 KIB = 2**10
 
@@ -262,7 +263,7 @@ def test_arrays_that_are_sharded_small_or_planned_are_no_finding():
 
 
 def of_run(run: Prepared, threshold_bytes: int) -> tuple[Finding, ...]:
-    step = run.compile_step()
+    step = run.compile_step(DEFAULT_FUSIONS)
     meant = planned_by(run.ctx, run.placement.sharded, run.placement.opt_state)
     return inspect(
         step.compiled, run.mesh, warnings=step.warnings, planned=meant, threshold_bytes=threshold_bytes
@@ -441,7 +442,7 @@ def test_a_planned_reduction_in_a_loop_is_no_finding():
 @lru_cache
 def run_findings(layout: str, lowering: str) -> tuple[Finding, ...]:
     run = prepared(layout, lowering, 4)
-    return run.inspect(run.compile_step()).findings
+    return run.inspect(run.compile_step(DEFAULT_FUSIONS)).findings
 
 
 @pytest.mark.parametrize("layout", ["zero2", "zero3", "hsdp2x4", "data2_fsdp2_tensor2"])

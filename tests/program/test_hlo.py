@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from meshpar.errors import ProgramError
-from meshpar.inspection.program.groups import spanned_axes
+from meshpar.inspection.program.groups import are_parts, spanned_axes
 from meshpar.inspection.program.hlo import Array, collectives_of, total_sent_bytes
 
 AXES = ("replica", "data", "fsdp", "pipe", "expert", "context", "tensor")
@@ -224,8 +224,10 @@ def test_control_another_mesh_gives_other_axes():
         collectives_of(text, Mesh(np.array(jax.devices()[:4]), ("data",)))
 
 
-def test_groups_that_are_part_of_an_axis_have_no_axes():
+def test_groups_inside_an_axis_are_parts_of_it():
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    assert spanned_axes(((0, 1, 2, 3), (4, 5, 6, 7)), mesh) is None
-    assert spanned_axes((tuple(range(8)),), mesh) == ("data",)
-    assert spanned_axes(tuple((i,) for i in range(8)), mesh) == ()
+    parts = ((0, 1, 2, 3), (4, 5, 6, 7))
+    whole = (tuple(range(8)),)
+    nothing = tuple((i,) for i in range(8))
+    assert [spanned_axes(groups, mesh) for groups in (parts, whole, nothing)] == [("data",), ("data",), ()]
+    assert [are_parts(groups, mesh) for groups in (parts, whole, nothing)] == [True, False, False]

@@ -19,6 +19,7 @@ from meshpar.mesh.targets import parse
 from tests.program.chromium import chromium, require
 from tests.program.look import faults
 from tests.program.test_bytes import prepared
+from tests.xla import DEFAULT_FUSIONS
 
 SCREENS = [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")]
 EVIL = """<script>window.hit = 1</script>"'><img src="nowhere" onerror="window.hit = 1">"""
@@ -35,7 +36,7 @@ def browser(tmp_path_factory):
 def step() -> Any:
     """The inspection of a step that communicates over each of three axes, with its traced bytes."""
     run = prepared("data2_fsdp2_tensor2")
-    return run.inspect(run.compile_step())
+    return run.inspect(run.compile_step(DEFAULT_FUSIONS))
 
 
 def hostile() -> dict[str, Any]:

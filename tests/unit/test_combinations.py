@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "model.experts.first_dense": {"model": {"experts": EXPERTS | {"first_dense": 1}}},
     "model.remat.offload": {"model": {"remat": {"offload": ["attn"]}}},
     "parallel.pipeline": {"parallel": {"pipeline": {"kind": "1f1b", "num_microbatches": 2}}},
+    "parallel.local": {"parallel": {"local": {"every": 2}}},
     "parallel.gradient_reduction": {"parallel": {"gradient_reduction": {}}},
     "parallel.tensor.overlap": {"parallel": {"tensor": {"overlap": "ring"}}},
     "parallel.fsdp.overlap": {"parallel": {"fsdp": {"overlap": "ring"}}},
@@ -38,11 +39,12 @@ def run_with(*keys: str) -> Run:
         for section, value in SETTINGS[key].items():
             settings[section] = settings.get(section, {}) | value if isinstance(value, dict) else value
     is_piped = "parallel.pipeline" in keys
+    slices = {"replica": 2} if "parallel.local" in keys else {}
     return Run(
         model=MODEL | settings.pop("model", {}),
         data={"kind": "synthetic", "batch_size": 8, "seq_len": 8},
         optim={"kind": "adamw", "lr": 1e-3},
-        mesh={"fsdp": 2, "tensor": 2} | ({"pipe": 2} if is_piped else {}),
+        mesh={"fsdp": 2, "tensor": 2} | ({"pipe": 2} if is_piped else {}) | slices,
         rules=["fsdp", "megatron_sp", *(["pipeline"] if is_piped else [])],
         num_steps=2,
         run_dir="unused",

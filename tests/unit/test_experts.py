@@ -13,6 +13,7 @@ from meshpar.cost.flops import flops, needed_flops, traced_products
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
+from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.nn.describe import functional, nested
 from meshpar.nn.experts import Balance, Experts, grouped, mixture
@@ -200,6 +201,24 @@ def test_a_bias_moves_towards_an_even_load_and_stays_where_it_is_even():
     assert set(metrics) == {"other", LOAD, "experts_max_load", "experts_entropy"}
 
 
+def test_a_bias_is_stored_in_float32_because_bfloat16_would_lose_its_changes():
+    """Above 0.5 the numbers of bfloat16 have a distance of 1/256."""
+    experts = Experts(num=4, per_token=1, intermediate_size=8, balance=Balance(kind="bias", weight=0.001))
+    model = Llama(num_layers=2, hidden_size=16, num_heads=4, intermediate_size=32, experts=experts)
+    found = prepare(run_of(model=model, precision={"params": "bfloat16"}), MeshLayout().abstract()).specs
+    router = found["blocks"]["mlp"]["router"]
+    assert (router["bias"].dtype, router["weight"].dtype) == (jnp.float32, jnp.bfloat16)
+
+    def moved(dtype):
+        bias = jnp.full((1, 4), 0.6, dtype)
+        params = {"blocks": {"mlp": {"router": {"bias": bias}}}}
+        after, _ = RouterState(experts).after_step(params, {LOAD: jnp.asarray([[1.0, 0, 0, 0]])}, jnp.int32(8))
+        return (after["blocks"]["mlp"]["router"]["bias"] != bias).all()
+
+    assert moved(jnp.float32)
+    assert not moved(jnp.bfloat16)
+
+
 def test_the_summary_is_of_the_layer_with_the_most_uneven_load():
     found = summary(jnp.asarray([[0.25] * 4, [1.0, 0, 0, 0]]))
     assert (found["experts_max_load"], found["experts_entropy"]) == (4, 0)
@@ -233,6 +252,37 @@ def test_a_tile_that_writes_rows_of_another_group_is_seen(monkeypatch):
     monkeypatch.setattr(grouped, "_spans", lambda sizes: (spans(sizes)[0], sizes + 1))
     found, expected = (with_gradients(product, (5, 0, 146, 18)) for product in (in_tiles, lax.ragged_dot))
     assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(found, expected, strict=True))
+
+
+def errors_in_bfloat16():
+    """The errors of a product of bfloat16 and of both gradients, over the bounds of a sum in float32, rounded once."""
+    rng = np.random.default_rng(0)
+    sizes = np.asarray([5, 0, 400, 107], np.int32)
+    shapes = {"x": (sizes.sum(), 32), "w": (len(sizes), 32, 24), "dy": (sizes.sum(), 24)}
+    arrays = {name: jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for name, shape in shapes.items()}
+    y, pull = jax.vjp(lambda x, w: in_tiles(x, w, jnp.asarray(sizes)), arrays["x"], arrays["w"])
+    found = y, *pull(arrays["dy"])
+    x, w, dy = (np.asarray(array, np.float64) for array in arrays.values())
+    of_group = np.eye(len(sizes))[np.repeat(np.arange(len(sizes)), sizes)]
+
+    def products(x, w, dy):
+        of_row = w[np.repeat(np.arange(len(sizes)), sizes)]
+        dx = np.einsum("nm,nkm->nk", dy, of_row)
+        return np.einsum("nk,nkm->nm", x, of_row), dx, np.einsum("ng,nk,nm->gkm", of_group, x, dy)
+
+    longest = (x.shape[1], dy.shape[1], sizes.max())
+    exact = products(x, w, dy)
+    absolute = products(*map(np.abs, (x, w, dy)))
+    bounds = [2.0**-8 * np.abs(a) + n * 2.0**-24 * b for a, b, n in zip(exact, absolute, longest, strict=True)]
+    errors = [np.abs(np.asarray(a, np.float64) - b) for a, b in zip(found, exact, strict=True)]
+    return [float((error / (bound + (bound == 0))).max()) for error, bound in zip(errors, bounds, strict=True)]
+
+
+def test_products_of_bfloat16_are_rounded_once(monkeypatch):
+    """Control: with a gradient that is summed over tiles in bfloat16."""
+    assert all(0.5 < one <= 1 for one in errors_in_bfloat16())
+    monkeypatch.setattr(grouped, "wide_dtype", lambda dtype: dtype)
+    assert errors_in_bfloat16()[2] > 4
 
 
 def multiplied(rows, groups, per_tile):
@@ -289,19 +339,20 @@ def test_layers_without_experts_that_do_not_fit_the_model_are_refused(experts, f
         Llama(num_layers=3, hidden_size=16, num_heads=4, intermediate_size=32, experts=experts, **fields)
 
 
+def run_of(**changes):
+    return Run.model_validate({
+        "data": {"kind": "synthetic", "batch_size": 8, "seq_len": 16},
+        "optim": {"kind": "adamw", "lr": 1e-3},
+        "num_steps": 2,
+        "run_dir": "unused",
+    } | changes)  # fmt: skip
+
+
 def refusal(**changes):
     """The error of a run that is prepared without devices."""
     model = {"kind": "llama", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 32}
     experts = {"num": 6, "per_token": 2, "intermediate_size": 8} | changes.pop("experts", {})
-    run = Run.model_validate({
-        "model": model | {"experts": experts},
-        "data": {"kind": "synthetic", "batch_size": 8, "seq_len": 16},
-        "optim": {"kind": "adamw", "lr": 1e-3},
-        "mesh": {"expert": 2},
-        "rules": ["experts"],
-        "num_steps": 2,
-        "run_dir": "unused",
-    } | changes)  # fmt: skip
+    run = run_of(**{"model": model | {"experts": experts}, "mesh": {"expert": 2}, "rules": ["experts"]} | changes)
     with pytest.raises(MeshparError) as error:
         prepare(run, run.mesh.abstract())
     return str(error.value)

@@ -73,20 +73,19 @@ def parse_groups(text: str, num_devices: int) -> Groups:
     raise ProgramError(f"replica groups of an unknown form: {text}")
 
 
-def spanned_axes(groups: Groups, mesh: AnyMesh) -> tuple[str, ...] | None:
-    """The axes that each group spans, without those of size 1; None if a group spans only a part of its axes."""
-    axes = differing_axes(groups, mesh)
-    size = math.prod(mesh.shape[axis] for axis in axes)
-    return axes if all(len(set(group)) == size for group in groups) else None
-
-
-def differing_axes(groups: Groups, mesh: AnyMesh) -> tuple[str, ...]:
+def spanned_axes(groups: Groups, mesh: AnyMesh) -> tuple[str, ...]:
     """The axes along which any two devices of a group differ."""
     indices = np.stack(np.unravel_index(np.arange(mesh.size), tuple(mesh.shape.values())), axis=1)
     differ = np.zeros(len(mesh.axis_names), bool)
     for group in groups:
         differ |= (indices[list(group)] != indices[group[0]]).any(axis=0)
     return tuple(itertools.compress(mesh.axis_names, differ))
+
+
+def are_parts(groups: Groups, mesh: AnyMesh) -> bool:
+    """Whether a group has only some of the devices along its axes, such as the neighbours of one host."""
+    size = math.prod(mesh.shape[axis] for axis in spanned_axes(groups, mesh))
+    return any(len(set(group)) < size for group in groups)
 
 
 def iota(shape: str, order: str | None) -> np.ndarray:

@@ -18,7 +18,7 @@ from jax.stages import Compiled
 
 from meshpar.errors import Problems, ProgramError
 from meshpar.inspection.program.flow import Flow
-from meshpar.inspection.program.groups import Groups, differing_axes, find_groups, spanned_axes
+from meshpar.inspection.program.groups import Groups, are_parts, find_groups, spanned_axes
 from meshpar.inspection.program.text import LAYOUT, Array, Instruction, Program, arrays_of, unquoted
 from meshpar.inspection.program.walk import Visit, walk
 from meshpar.sharding.resolve import AnyMesh
@@ -49,8 +49,8 @@ class Collective:
       arrays: the results on a device; several if XLA combined collectives, or split the buffer.
       full_bytes: S, the whole buffer of a group: the output of an all-gather, the input of a reduce-scatter.
       groups: numbers of the devices that communicate with each other; for a permute, pairs (source, target).
-      axes: the mesh axes that the groups span, without those of size 1; None without a mesh, or if a group spans only
-        a part of an axis.
+      axes: the mesh axes along which the devices of a group differ; None without a mesh.
+      is_in_parts: whether a group has only some of the devices along these axes. False for a permute.
       num_devices: the number of devices of the program.
       times: how often it runs in one call of the program; every branch of a conditional counts as taken, unless its
         scope states how often it is taken, which may be a fraction, see `walk.Visit`.
@@ -67,6 +67,7 @@ class Collective:
     full_bytes: int
     groups: Groups
     axes: tuple[str, ...] | None
+    is_in_parts: bool
     num_devices: int
     times: Fraction
     branches: tuple[str, ...]
@@ -171,13 +172,13 @@ def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: Any
     if kind == "ragged_all_to_all":
         arrays = min(arrays, _sent_rows(program, one) or arrays, key=lambda found: found[0].num_bytes)
     share_of = max(map(len, groups), default=1) if one.opcode.startswith("reduce-scatter") else 1
-    span = differing_axes if permutes else spanned_axes
     return Collective(
         kind=kind,
         arrays=arrays,
         full_bytes=share_of * sum(array.num_bytes for array in arrays),
         groups=groups,
-        axes=None if mesh is None else span(groups, mesh),
+        axes=None if mesh is None else spanned_axes(groups, mesh),
+        is_in_parts=mesh is not None and not permutes and are_parts(groups, mesh),
         num_devices=program.num_devices,
         times=visit.times or Fraction(0),
         branches=visit.branches,

@@ -16,7 +16,7 @@ class Place:
     """All collectives of one kind, over the same axes, from one line of code.
 
     Args:
-      axes: such as `fsdp, tensor`.
+      axes: such as `fsdp, tensor`, or `part of fsdp`.
       in_branch: whether they run only if a conditional takes their branch.
       times: how often they run in sum.
       sent_bytes: bytes that a device sends in all of them.
@@ -41,7 +41,7 @@ def places(collectives: Iterable[PlainCollective]) -> list[Place]:
     """The places of collectives, most bytes first."""
     groups = defaultdict(list)
     for one in collectives:
-        groups[one.kind, axes_name(one.axes), one.source, bool(one.branches)].append(one)
+        groups[one.kind, axes_name(one.axes, one.is_in_parts), one.source, bool(one.branches)].append(one)
     found = []
     for (kind, axes, source, in_branch), group in sorted(groups.items()):
         group.sort(key=lambda one: one.total_bytes, reverse=True)
@@ -53,9 +53,14 @@ def places(collectives: Iterable[PlainCollective]) -> list[Place]:
     return sorted(found, key=lambda place: place.sent_bytes, reverse=True)
 
 
-def axes_name(axes: tuple[str, ...] | None) -> str:
-    """`fsdp, tensor`; without a mesh, axes are unknown."""
-    return "unknown axes" if axes is None else ", ".join(axes) or "none"
+def axes_name(axes: tuple[str, ...] | None, is_in_parts: bool = False) -> str:
+    """`fsdp, tensor`; without a mesh, axes are unknown.
+
+    >>> axes_name(("expert",), is_in_parts=True)
+    'part of expert'
+    """
+    name = "unknown axes" if axes is None else ", ".join(axes) or "none"
+    return f"part of {name}" if is_in_parts else name
 
 
 def times_text(times: float | Fraction) -> str:

@@ -30,6 +30,7 @@ class PlainCollective(_Plain):
 
     kind: str
     axes: tuple[str, ...] | None
+    is_in_parts: bool = False
     times: Times
     branches: tuple[str, ...]
     arrays: tuple[str, ...]

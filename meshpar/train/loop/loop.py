@@ -18,6 +18,7 @@ from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import MeshparError, RunError
 from meshpar.mesh.cursor import Cursor
 from meshpar.optim.ema import averaged
+from meshpar.train.copies.copies import Copies
 from meshpar.train.data import Dataset
 from meshpar.train.evaluate import Callback, Evaluation, called
 from meshpar.train.loop.feed import local_rows, put
@@ -27,6 +28,7 @@ from meshpar.train.loop.stall import Stall
 from meshpar.train.loop.stopping import EarlyStopping
 from meshpar.train.loop.stopwatch import Stopwatch
 from meshpar.train.loop.window import Window
+from meshpar.train.program import counts
 from meshpar.train.records.file import evaluations
 from meshpar.train.records.loggers import Record
 from meshpar.train.records.metrics import Recorder
@@ -54,6 +56,7 @@ class Loop:
       signals: signals that end the run.
       cursor: where this process writes its step and phase.
       evaluated: the records of evaluations, including those of earlier processes.
+      copies: in the memory of the hosts; None for none.
     """
 
     step: Step
@@ -76,6 +79,7 @@ class Loop:
     signals: Signals = field(default_factory=Signals)
     cursor: Cursor = field(default_factory=Cursor)
     evaluated: list[Record] = field(default_factory=list)
+    copies: Copies | None = None
 
     def fit(self, state: TrainState) -> TrainState:
         """Trains from the state's step to `num_steps`; evaluates, saves, and records a summary of the whole run.
@@ -103,7 +107,7 @@ class Loop:
 
     def _steps(self, state: TrainState, start: int, batches: Iterator[Any]) -> tuple[TrainState, int]:
         """Trains until the run ends; returns the last state and its step."""
-        window = Window(start, int(jax.device_get(state.skipped)), self.max_skipped_steps)
+        window = Window(start, counts([state.skipped])[0], self.max_skipped_steps)
         stopwatch = Stopwatch()
         stall = Stall(self.source)
         traced = (min(start + 4, self.num_steps), min(start + 6, self.num_steps))
@@ -120,7 +124,7 @@ class Loop:
                     batch = self._next_batch(batches, index, state, stopwatch, stall)
                     self.cursor.at(index, "trains")
                     placed = put(batch, self.step.batch, self._rows, self.step.order)
-                    state, metrics = self.step(self.step.prepare(state), placed)
+                    state, metrics = self.step.at(index)(self.step.prepare(state), placed)
                     stopwatch.count(metrics["tokens"])
                     window.add(metrics)
 
@@ -149,6 +153,10 @@ class Loop:
                         self._answer_request()
                     is_save_due = False
                     saved_at = time.monotonic()
+                elif self._is_due(index, self.checkpoints.retention.memory_every) and not window.drain():
+                    with stopwatch.paused():
+                        state = self.step.finish(state)
+                        self._copy(state, index)
                 if is_interrupted:
                     raise self._interrupted(index)
                 if ends:
@@ -194,6 +202,7 @@ class Loop:
     def _interrupted(self, index: int) -> Interrupted:
         """The error to raise after a signal; waits until the checkpoint of this step is on disk."""
         self._wait()
+        self._discard_copies()
         where = self.recorder.file.parent / self.checkpoints.directory.name / str(index)
         fix = "the same command resumes from it"
         return Interrupted(f"stopped by {self.signals.name} at step {index}; checkpoint in {where}; {fix}")
@@ -224,6 +233,7 @@ class Loop:
         if found := differences(state):
             self._wait()
             self.checkpoints.distrust(checked_at)
+            self._discard_copies()
             what = f"step {index}: copies of the same state differ:"
             why = f"  they were equal at step {checked_at}: a device computed wrongly, or its memory lost a bit"
             fix = "  the same command resumes from a checkpoint before that; if it happens again, replace the device"
@@ -237,7 +247,7 @@ class Loop:
         # Arrays, such as the load of experts, are rounded: a record is a line of text.
         values = {
             name: np.round(value.astype(float), 6).tolist() if value.ndim else value.item()
-            for name, value in jax.device_get(metrics).items()
+            for name, value in self.step.read(metrics).items()
         }
         speed = stopwatch.lap()
         if speed and self.mfu_of:
@@ -282,6 +292,14 @@ class Loop:
             self.checkpoints.save(index, state, means)
         self.recorder.record("checkpoint", index, blocked_s=time.monotonic() - began)
 
+    def _copy(self, state: TrainState, index: int) -> None:
+        """Starts to copy the state to the memory of the hosts."""
+        if self.copies:
+            self.cursor.at(index, "copies")
+            began = time.monotonic()
+            self.copies.save(index, state)
+            self.recorder.record("copy", index, blocked_s=time.monotonic() - began)
+
     def _answer_request(self) -> None:
         """Removes the file that requests a checkpoint, once the checkpoint is on disk."""
         if jax.process_index() == 0 and self._request.exists():
@@ -293,12 +311,17 @@ class Loop:
         with writing("a checkpoint", self.checkpoints.directory):
             self.checkpoints.wait()
 
+    def _discard_copies(self) -> None:
+        if self.copies:
+            self.copies.discard()
+
     @contextmanager
     def _all_saved(self) -> Iterator[None]:
         """On exit, waits until all checkpoints are on disk. If the body raises too, its error is the one raised."""
         try:
             yield
             self._wait()
+            self._discard_copies()
         except BaseException:
             with suppress(Exception):
                 self.checkpoints.wait()

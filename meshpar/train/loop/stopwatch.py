@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import jax
 
+from meshpar.train.program import counts
+
 
 @dataclass
 class Stopwatch:
@@ -35,14 +37,14 @@ class Stopwatch:
 
         Returns nothing for the first lap, whose start is unknown.
         """
-        tokens = jax.device_get(self.tokens)
+        tokens = counts(self.tokens)
         now = time.perf_counter()
         speed = {}
         if self.since is not None and tokens:
             elapsed_s = now - self.since
             speed = {
                 "step_s": elapsed_s / len(tokens),
-                "tokens_per_s": sum(count.item() for count in tokens) / elapsed_s,
+                "tokens_per_s": sum(tokens) / elapsed_s,
                 "data_wait": self.waited_s / elapsed_s,
             }
         self.since = now

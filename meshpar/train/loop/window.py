@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import jax
 
 from meshpar.errors import RunError
+from meshpar.train.program import counts
 from meshpar.train.step import Metrics
 
 # With more than about 32 steps in flight on simulated devices, jax 0.10 hangs.
@@ -62,12 +63,11 @@ class Window:
     def _read(self) -> None:
         if not self.finished:
             return
-        counts = self.finished
-        if int(jax.device_get(counts[-1])) == self.skipped:
-            self.step += len(counts)
+        if counts(self.finished[-1:]) == [self.skipped]:
+            self.step += len(self.finished)
             self.in_a_row = 0
         else:
-            for count in map(int, jax.device_get(counts)):
+            for count in counts(self.finished):
                 self.step += 1
                 self.in_a_row = self.in_a_row + 1 if count > self.skipped else 0
                 self.skipped = count

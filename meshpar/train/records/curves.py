@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshpar.errors import ConfigError, Problems
+from meshpar.train.records.clients_plot import by_client, draw_clients
 from meshpar.train.records.file import FILE, read, series
 from meshpar.train.records.load_plot import draw_loads, loads
 
@@ -19,12 +21,18 @@ DOTS_PER_INCH = 120
 # Okabe and Ito's colours, which can be distinguished with every colour vision; without yellow, which is pale on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 STYLES = ("-", "--", ":", "-.")
+FURTHER: dict[str, tuple[Callable[[Sequence[Record]], Any], Callable[[Sequence[Record], str, Path], None]]] = {
+    "experts": (loads, draw_loads),
+    "clients": (by_client, draw_clients),
+}
+"""Further pictures: which runs have one, and what draws it."""
 
 
 def draw(run_dirs: Sequence[Path], out: Path) -> list[Path]:
     """Plots training and held-out loss, and below them the learning rate, over the steps of one or more runs.
 
-    For each run with experts a further picture shows their load. Returns the paths of all pictures.
+    For each run with experts a further picture shows their load, for each federated run one its clients. Returns the
+    paths of all pictures.
 
     Args:
       run_dirs: directories that contain `metrics.jsonl`; the legend names the runs after them.
@@ -34,8 +42,11 @@ def draw(run_dirs: Sequence[Path], out: Path) -> list[Path]:
       ConfigError: lists every directory without records; or matplotlib is not installed; or `out` cannot be written.
     """
     runs = dict(zip(_names(run_dirs), _all_records(run_dirs), strict=True))
-    sparse = {name: records for name, records in runs.items() if loads(records)}
-    pictures = [out.with_stem(f"{out.stem}-experts{i or ''}") for i in range(len(sparse))]
+    further = {
+        out.with_stem(f"{out.stem}-{what}{i or ''}"): partial(drawn, records, name)
+        for what, (has, drawn) in FURTHER.items()
+        for i, (name, records) in enumerate((name, records) for name, records in runs.items() if has(records))
+    }
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -45,8 +56,8 @@ def draw(run_dirs: Sequence[Path], out: Path) -> list[Path]:
     for i, (name, records) in enumerate(runs.items()):
         _curves(losses, rates, name, records, COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)])
     configs = [record["config"] for record in chain(*runs.values()) if record["kind"] == "run"]
-    is_own_loss = any((config.get("loss") or {}).get("target") for config in configs)
-    losses.set_ylabel("loss" if is_own_loss else "loss (nats per token)")
+    is_other = any((config.get("loss") or {}).get("target") or "clients" in config for config in configs)
+    losses.set_ylabel("loss" if is_other else "loss (nats per token)")
     rates.set(ylabel="learning rate", xlabel="step")
     rates.set_ylim(bottom=0)
     rates.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
@@ -55,13 +66,13 @@ def draw(run_dirs: Sequence[Path], out: Path) -> list[Path]:
     figure.legend(loc="outside lower center", ncols=2, frameon=False)  # below both, where it hides no curve
     try:
         figure.savefig(out)
-        for (name, records), picture in zip(sparse.items(), pictures, strict=True):
-            draw_loads(records, name, picture)
+        for path, drawn in further.items():
+            drawn(path)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
     except ValueError as error:  # matplotlib does not know the ending
         raise ConfigError(f"--out {out}: {error}") from None
-    return [out, *pictures]
+    return [out, *further]
 
 
 def _curves(losses: Any, rates: Any, name: str, records: Sequence[Record], colour: str, style: str) -> None:

@@ -28,15 +28,15 @@ FORMATS = {
 BAR_NAMES = ("kind", "loss", "tokens_per_s", "step_s", "mfu", "skipped")  # those that fit into a line of 80 columns
 
 
-HIDDEN = "checkpoint"
-"""The kind of records that only files and services receive."""
+HIDDEN = ("checkpoint", "clients", "copy")
+"""The kinds of records that only files and services receive."""
 
 
 @contextmanager
 def shown(num_steps: int) -> Iterator[Sink]:
     """Yields a function that shows a record."""
     if not sys.stdout.isatty():
-        yield lambda record: None if record["kind"] == HIDDEN else print(_line(record), flush=True)
+        yield lambda record: None if record["kind"] in HIDDEN else print(_line(record), flush=True)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -51,7 +51,7 @@ def shown(num_steps: int) -> Iterator[Sink]:
         if record["kind"] == "train":
             short = {name: value for name, value in record.items() if name in BAR_NAMES}
             progress.update(task, description=_text(short))
-        elif record["kind"] != HIDDEN:
+        elif record["kind"] not in HIDDEN:
             progress.console.print(_line(record), highlight=False, soft_wrap=True)
 
     try:

@@ -1,0 +1,156 @@
+"""Methods of federated learning: what a client adds to its gradients, and how the server uses the mean of the updates.
+
+An update of a client is the difference of its parameters after and before its local steps.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pydantic
+
+from meshpar.config import Config
+
+Positive = Annotated[float, pydantic.Field(gt=0)]
+Beta = Annotated[float, pydantic.Field(ge=0, lt=1)]
+Tree = Any
+
+
+class LocalSteps(NamedTuple):
+    """What a client did in a round.
+
+    Args:
+      update: its parameters after its steps, minus those before.
+      num_steps: int32[].
+      lr: the learning rate of the steps.
+    """
+
+    update: Tree
+    num_steps: jax.Array
+    lr: float
+
+
+class Method(Config):
+    shorthand: ClassVar = "kind"
+    has_client_state: ClassVar[bool] = False
+    """Whether clients keep a state from one of their rounds to the next."""
+    server_lr: Positive = 1.0
+    """Learning rate of the server."""
+
+    def init_server(self, params: Tree) -> Tree:
+        """The first state of the server."""
+        return ()
+
+    def init_client(self, params: Tree) -> Tree:
+        """The first state of a client."""
+        return ()
+
+    def gradient(self, grads: Tree, params: Tree, start: Tree, server: Tree, client: Tree) -> Tree:
+        """The direction of a local step.
+
+        Args:
+          grads: of the loss of a batch.
+          params: of the client, now.
+          start: of the server, at the start of the round.
+        """
+        return grads
+
+    def next_client(self, client: Tree, server: Tree, steps: LocalSteps) -> Tree:
+        """The state of a client after its steps."""
+        return client
+
+    def update(self, params: Tree, server: Tree, mean: Tree, changes: Tree) -> tuple[Tree, Tree]:
+        """The parameters and the state of the server after a round.
+
+        Args:
+          mean: of the clients' updates.
+          changes: of the clients' states, summed and divided by the number of all clients.
+        """
+        return jax.tree.map(lambda x, step: x + self.server_lr * step, params, mean), server
+
+
+class FedAvg(Method):
+    """Local SGD, and the mean of the clients' parameters.
+
+    Source: McMahan et al. 2017, arXiv:1602.05629.
+    """
+
+    kind: Literal["fedavg"] = "fedavg"
+
+
+class FedProx(Method):
+    """FedAvg, where `mu/2 |params - start|^2` is a part of each client's loss.
+
+    Source: Li et al. 2020, arXiv:1812.06127.
+    """
+
+    kind: Literal["fedprox"] = "fedprox"
+    mu: Positive = 0.1
+    """Weight of the distance from the server's parameters."""
+
+    def gradient(self, grads, params, start, server, client):
+        return jax.tree.map(lambda g, x, x0: g + self.mu * (x - x0), grads, params, start)
+
+
+class FedAdam(Method):
+    """FedAvg, where the server's step is Adam's, with the mean update as the gradient.
+
+    Source: Reddi et al. 2021, arXiv:2003.00295, Algorithm 2: without correction of the bias, with v = tau^2 at first.
+    """
+
+    kind: Literal["fedadam"] = "fedadam"
+    server_lr: Positive = 0.01
+    b1: Beta = 0.9
+    """Decay of the mean of the updates."""
+    b2: Beta = 0.99
+    """Decay of the mean of the squared updates."""
+    tau: Positive = 1e-3
+    """Added to the root of the squares."""
+
+    def init_server(self, params):
+        mean = jax.tree.map(jnp.zeros_like, params)
+        return {"mean": mean, "square": jax.tree.map(lambda x: jnp.full_like(x, self.tau**2), params)}
+
+    def update(self, params, server, mean, changes):
+        means = jax.tree.map(lambda m, step: self.b1 * m + (1 - self.b1) * step, server["mean"], mean)
+        squares = jax.tree.map(lambda v, step: self.b2 * v + (1 - self.b2) * step**2, server["square"], mean)
+        new = jax.tree.map(lambda x, m, v: x + self.server_lr * m / (jnp.sqrt(v) + self.tau), params, means, squares)
+        return new, {"mean": means, "square": squares}
+
+
+class Scaffold(Method):
+    """Local SGD whose gradients are corrected by the difference of the server's and the client's control variates.
+
+    After K steps from x to y, a client's control variate c_i becomes `c_i - c + (x - y) / (K lr)`, option II of the
+    paper.
+
+    Source: Karimireddy et al. 2020, arXiv:1910.06378. Memory: the parameters once more for each client, on the host.
+    """
+
+    kind: Literal["scaffold"] = "scaffold"
+    has_client_state: ClassVar = True
+
+    def init_server(self, params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def init_client(self, params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def gradient(self, grads, params, start, server, client):
+        return jax.tree.map(lambda g, c, own: g + c - own, grads, server, client)
+
+    def next_client(self, client, server, steps):
+        def moved(own: jax.Array, c: jax.Array, update: jax.Array) -> jax.Array:
+            num = jnp.maximum(steps.num_steps, 1).astype(update.dtype)
+            return jnp.where(steps.num_steps > 0, own - c - update / (num * steps.lr), own)
+
+        return jax.tree.map(moved, client, server, steps.update)
+
+    def update(self, params, server, mean, changes):
+        new, _ = super().update(params, server, mean, changes)
+        return new, jax.tree.map(jnp.add, server, changes)
+
+
+AnyMethod = Annotated[FedAvg | FedProx | FedAdam | Scaffold, pydantic.Field(discriminator="kind")]

@@ -1,0 +1,141 @@
+"""Local updates: slices of the mesh train alone for some steps, then an outer optimizer moves them together.
+
+A slice is all devices with one index on the axis of local updates. Each slice has its own parameters and its own state
+of the optimizer, `optim`. After `every` steps, a round, the outer optimizer steps once, with the mean over slices of
+`shared parameters - own parameters` as its gradient. Each slice then begins the next round at the shared parameters.
+
+Communication: none across slices in a step. At the end of a round an all-reduce of the trained parameters: a device
+sends 2(n-1)/n P bytes over the axis, for n slices and P bytes of its shards in at least float32, and 2(n-1)/n P / every
+a step. `compress` sends fewer.
+
+Memory: the shared parameters and the outer optimizer's state, in addition to those of a slice.
+
+Source: Stich 2018, arXiv:1805.09767 (local SGD); Lin et al. 2018, arXiv:1808.07217 (post-local); Douillard et al. 2023,
+arXiv:2311.08105 (DiLoCo); Douillard et al. 2025, arXiv:2501.18512 (streaming DiLoCo).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import optax
+import pydantic
+
+from meshpar.collectives.powersgd import PowerSGD
+from meshpar.collectives.reduction import Across, Exact, Reduce
+from meshpar.config import Coerced, Config, Count, Positive, default
+from meshpar.errors import Problems
+from meshpar.sharding.rules import AxisRules
+
+Rate = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]
+KEY = "parallel.local"
+
+
+class OuterAverage(Config):
+    """Moves the shared parameters by the fraction `lr` of the way to the mean of the slices': local SGD for 1."""
+
+    shorthand: ClassVar = "kind"
+    kind: Literal["average"] = "average"
+    lr: Rate = 1.0
+
+    def build(self) -> optax.GradientTransformation:
+        return optax.sgd(self.lr)
+
+
+class OuterNesterov(Config):
+    """Nesterov's momentum, with DiLoCo's defaults. Memory: one moment a parameter."""
+
+    shorthand: ClassVar = "kind"
+    kind: Literal["nesterov"] = "nesterov"
+    lr: Rate = 0.7
+    momentum: Decay = 0.9
+
+    def build(self) -> optax.GradientTransformation:
+        return optax.sgd(self.lr, self.momentum, nesterov=True)
+
+
+class OuterAdam(Config):
+    """Adam without weight decay. Memory: two moments a parameter."""
+
+    shorthand: ClassVar = "kind"
+    kind: Literal["adam"] = "adam"
+    lr: Rate = 0.3
+    b1: Decay = 0.9
+    b2: Decay = 0.95
+    eps: Rate = 0.1
+    """DiLoCo's default: the mean difference of a round is larger than a gradient."""
+
+    def build(self) -> optax.GradientTransformation:
+        return optax.adam(self.lr, self.b1, self.b2, self.eps)
+
+
+Outer = Annotated[OuterAverage | OuterNesterov | OuterAdam, pydantic.Field(discriminator="kind")]
+
+
+class LocalUpdates(Config):
+    """Slices of an axis train alone, and an outer optimizer moves them together at the end of each round."""
+
+    axis: str = "replica"
+    """The axis of the slices. It carries rows of the batch, and no parameter is sharded over it."""
+    every: Positive
+    """The steps of a round."""
+    start: Count = 0
+    """Steps before the first round. In these, gradients are averaged over slices (post-local SGD)."""
+    outer: Coerced[Outer, str | dict[str, Any]] = default(OuterAverage())
+    """The optimizer of the shared parameters."""
+    fragments: Positive = 1
+    """Parts of the layers whose rounds end in turn, `every / fragments` steps apart, so that less is sent at once
+    (streaming DiLoCo). Fragment i of n has every n-th layer from i on; the last has what is in no layer too."""
+    compress: Coerced[Across, str | dict[str, Any]] = default(Exact())
+    """Format in which differences are all-reduced: exact (at least float32), bf16, int8, fp8, onebit, powersgd."""
+
+    @property
+    def reduction(self) -> Reduce | None:
+        """How differences are summed over slices; None for XLA's own all-reduce."""
+        return None if isinstance(self.compress, Exact) else Reduce(across=self.compress)
+
+    def fragment(self, step: int) -> int | None:
+        """The fragment whose round ends after this step, the first step being 1; None if none does.
+
+        >>> [LocalUpdates(every=3, start=2).fragment(step) for step in range(1, 9)]
+        [None, None, None, None, 0, None, None, 0]
+        >>> [LocalUpdates(every=4, fragments=2).fragment(step) for step in range(1, 9)]
+        [None, 0, None, 1, None, 0, None, 1]
+        """
+        apart = self.every // self.fragments
+        steps = step - self.start
+        return None if steps <= 0 or steps % apart else (steps // apart - 1) % self.fragments
+
+    def check(self, rules: AxisRules, sizes: Mapping[str, int], is_manual: bool, problems: Problems) -> None:
+        """Adds a problem if the axis cannot have slices under these rules.
+
+        Args:
+          sizes: of the mesh's axes.
+        """
+        if not is_manual:
+            what = "GSPMD compiles one step for all devices, and sums gradients over all of them"
+            problems.add(KEY, what, f"lowering=manual, or {KEY}=null")
+        key = f"{KEY}.axis"
+        if sizes.get(self.axis, 1) == 1:
+            larger = [axis for axis in rules["batch"] if sizes.get(axis, 1) > 1]
+            fix = f"{key}={larger[0]}, or mesh.{self.axis}=2" if larger else f"mesh.{self.axis}=2"
+            problems.add(key, f"the mesh has one slice along {self.axis}, which trains with nobody", fix)
+        elif self.axis not in rules["batch"]:
+            what = f"no rows of the batch are sharded over {self.axis}: its slices would all train on the same rows"
+            problems.add(key, what, f"rules.batch with {self.axis}, or another axis")
+        if self.every % self.fragments:
+            fits = max(n for n in range(1, self.fragments) if self.every % n == 0)
+            what = f"the rounds of {self.fragments} fragments cannot end {self.every} / {self.fragments} steps apart"
+            problems.add(f"{KEY}.fragments", what, f"{KEY}.fragments={fits}")
+        if self.fragments > 1 and rules["layers"]:
+            what = "a device has the layers of its stage, and would have nothing to send for most fragments"
+            problems.add(f"{KEY}.fragments", what, f"{KEY}.fragments=1, or no preset pipeline")
+        if self.fragments > 1 and isinstance(self.compress, PowerSGD):
+            what = "powersgd carries matrices of whole stacks of layers from round to round"
+            problems.add(f"{KEY}.compress", what, f"{KEY}.compress=int8, or {KEY}.fragments=1")
+        for dim, axes in rules.table.items():
+            if dim != "batch" and self.axis in axes:
+                what = f"{dim} is sharded over {self.axis}, and a slice that trains alone has all of it"
+                problems.add(key, what, f"rules.{dim} without {self.axis}, or another axis")

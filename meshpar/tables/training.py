@@ -1,0 +1,207 @@
+"""Trains a model whose embeddings are tables: dense parameters by Optax, rows by the tables' own optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.errors import DataError, Problems, ShardingError
+from meshpar.mesh.layout import MeshLayout
+from meshpar.mesh.varying import Axes
+from meshpar.parallel.context import ParallelContext
+from meshpar.sharding.resolve import AnyMesh
+from meshpar.sharding.rules import AxisRules
+from meshpar.tables.placement import init, struct
+from meshpar.tables.request import Counts
+from meshpar.tables.state import TableState
+from meshpar.tables.table import Table
+from meshpar.train.program import WHOLE, compile_program, on_shards, shardings, trace
+
+Batch = dict[str, jax.Array]
+Loss = Callable[[Any, dict[str, jax.Array], Batch], jax.Array]
+"""(dense parameters, the rows of each table, the batch of a device) -> the mean loss of the device's examples, []."""
+
+
+class State(NamedTuple):
+    params: Any
+    opt_state: Any
+    tables: dict[str, TableState]
+
+
+class Metrics(NamedTuple):
+    """What a step reports.
+
+    Args:
+      loss: [], the mean over the batch.
+      counts: of each table, what each device requested, int32[n].
+    """
+
+    loss: jax.Array
+    counts: dict[str, Counts]
+
+
+@dataclass(frozen=True)
+class TableTraining:
+    """Compiles the programs of a training with tables; `training` makes one.
+
+    Args:
+      axes: over which the batch and every table are sharded.
+    """
+
+    mesh: AnyMesh
+    tables: Mapping[str, Table]
+    axes: Axes
+    init: Callable[[jax.Array], Any]
+    loss: Loss
+    ids: Callable[[Batch], dict[str, jax.Array]]
+    optimizer: optax.GradientTransformation
+    batch: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def state(self) -> State:
+        """The state as a tree of `ShapeDtypeStruct`, with shardings."""
+
+        def dense(key: jax.Array) -> tuple[Any, Any]:
+            params = self.init(key)
+            return params, self.optimizer.init(params)
+
+        def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, WHOLE))  # pyright: ignore
+
+        params, opt_state = jax.tree.map(placed, jax.eval_shape(dense, jax.random.key(0)))
+        return State(params, opt_state, {name: struct(table, self.mesh) for name, table in self.tables.items()})
+
+    def compile_init(self, options: dict[str, Any] | None = None) -> Callable[[jax.Array], State]:
+        """Compiles a function: key -> the first state."""
+
+        def local(key: jax.Array) -> State:
+            of_dense, *of_tables = jax.random.split(key, 1 + len(self.tables))
+            params = self.init(of_dense)
+            tables = {name: init(table, key) for (name, table), key in zip(self.tables.items(), of_tables, strict=True)}
+            return State(params, self.optimizer.init(params), tables)
+
+        key = jax.eval_shape(jax.random.key, 0)
+        whole = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(self.mesh, WHOLE))  # pyright: ignore
+        function = on_shards(local, self._context, WHOLE, self._specs)
+        return compile_program(trace(function, (whole,), shardings(self.state)), options)
+
+    def compile_step(self, options: dict[str, Any] | None = None) -> Callable[[State, Batch], tuple[State, Metrics]]:
+        """Compiles `step`. The memory of the next state is that of the last one."""
+        arguments = (self.state, self.batch)
+        return compile_program(trace(self.step, arguments, self.step_shardings, donate=(0,)), options)
+
+    @property
+    def step(self) -> Callable[[State, Batch], tuple[State, Metrics]]:
+        """A function of global arrays: (state, batch) -> the next state, and metrics.
+
+        Communication: see `Table.pull` and `Table.push`; an all-reduce of the dense gradients and of the loss.
+        """
+        batch = {name: x.sharding.spec for name, x in self.batch.items()}  # pyright: ignore
+        return on_shards(self._step, self._context, (self._specs, batch), (self._specs, self._metrics))
+
+    @property
+    def step_shardings(self) -> Any:
+        """The shardings of the results of `step`."""
+        metrics = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._metrics)  # pyright: ignore
+        return shardings(self.state), metrics
+
+    def put(self, batch: Mapping[str, np.ndarray]) -> Batch:
+        """Shards a batch over the devices."""
+        return {name: jax.device_put(x, self.batch[name].sharding) for name, x in batch.items()}
+
+    def check(self, metrics: Metrics) -> None:
+        """Waits for a step, and checks that every id had a row.
+
+        Raises:
+          DataError: lists each table with ids that got no slot, with the capacity that they need; or with unknown ids.
+        """
+        problems = Problems()
+        for name, counts in jax.device_get(metrics.counts).items():
+            table = self.tables[name]
+            if overflow := counts.overflow.sum():
+                what = f"{overflow} ids of a step got no slot: their rows were zeros, and their gradients are lost"
+                problems.add(f"{name}.capacity", what, f"capacity={counts.needed.max()}; it is {table.capacity}")
+            if unknown := counts.unknown.sum():
+                what = f"{unknown} ids of a step are {table.num_rows} or more, which is the number of rows"
+                problems.add(f"{name}.num_rows", what, "more rows, or other ids; -1 stands for no row")
+        problems.raise_any(DataError, "the tables do not fit the ids of a step:")
+
+    @property
+    def _context(self) -> ParallelContext:
+        return ParallelContext(mesh=self.mesh, rules=AxisRules(preset="replicated"), manual=True)
+
+    @property
+    def _specs(self) -> Any:
+        return jax.tree.map(lambda struct: struct.sharding.spec, self.state)
+
+    @property
+    def _metrics(self) -> Metrics:
+        each: Any = PartitionSpec(self.axes)
+        loss: Any = WHOLE
+        return Metrics(loss, dict.fromkeys(self.tables, Counts(each, each, each)))
+
+    def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        ids = self.ids(batch)
+        pulled = {name: table.pull(state.tables[name], ids[name]) for name, table in self.tables.items()}
+
+        def mean_loss(params: Any, rows: dict[str, jax.Array]) -> jax.Array:
+            return lax.pmean(self.loss(params, rows, batch), self.axes)
+
+        rows = {name: found.rows for name, found in pulled.items()}
+        loss, (grads, row_grads) = jax.value_and_grad(mean_loss, argnums=(0, 1))(state.params, rows)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        tables = {
+            name: table.push(state.tables[name], pulled[name], row_grads[name]) for name, table in self.tables.items()
+        }
+        counts = {name: found.slots.counts for name, found in pulled.items()}
+        return State(optax.apply_updates(state.params, updates), opt_state, tables), Metrics(loss, counts)
+
+
+def training(
+    init: Callable[[jax.Array], Any],
+    loss: Loss,
+    ids: Callable[[Batch], dict[str, jax.Array]],
+    optimizer: optax.GradientTransformation,
+    batch: Mapping[str, Any],
+    *,
+    tables: Mapping[str, Table],
+    mesh: MeshLayout | AnyMesh,
+) -> TableTraining:
+    """Trains dense parameters, which are replicated, and the rows of tables.
+
+    Args:
+      init: key -> the dense parameters.
+      loss: see `Loss`.
+      ids: batch -> int32 ids for each table.
+      optimizer: of the dense parameters.
+      batch: an example, or `ShapeDtypeStruct`s. The first dim of each array is sharded over the tables' axes.
+      tables: all sharded over the same axes.
+
+    Raises:
+      ShardingError: lists every table and every array of the batch that does not fit the mesh.
+    """
+    mesh = mesh.build() if isinstance(mesh, MeshLayout) else mesh
+    problems = Problems()
+    for name, table in tables.items():
+        table.check(mesh, problems, name)
+    axes = next(iter(tables.values())).axes
+    for name, table in tables.items():
+        if table.axes != axes:
+            what = f"{', '.join(table.axes)}, though another table is sharded over {', '.join(axes)}"
+            problems.add(f"{name}.axes", what, "the same axes for all tables: those of the batch")
+    num = int(np.prod([mesh.shape.get(axis, 1) for axis in axes]))
+    for name, x in batch.items():
+        if not x.shape or x.shape[0] % num:
+            what = f"{x.dtype}{list(x.shape)} cannot be divided among {num} devices"
+            problems.add(f"batch.{name}", what, f"a multiple of {num} as the first dim")
+    problems.raise_any(ShardingError, "the tables do not fit the mesh:")
+    sharding = NamedSharding(mesh, PartitionSpec(axes))  # pyright: ignore
+    structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()}
+    return TableTraining(mesh, dict(tables), axes, init, loss, ids, optimizer, structs)
