@@ -234,7 +234,7 @@ def row_bytes(partition, capacity, width=WIDTH):
     return (N - 1) * capacity * (4 + 2 * share * FLOAT)
 
 
-@pytest.mark.parametrize("partition", slowly(("range", "column", "hash"), 2))
+@pytest.mark.parametrize("partition", slowly(("range", "column", "hash"), 1))
 def test_the_compiled_step_sends_the_bytes_of_the_unique_rows_and_reports_all_others(partition):
     capacity = SLOTS * N if partition == "column" else SLOTS
     run = alone(partition, capacity=capacity)
