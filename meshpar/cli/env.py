@@ -17,6 +17,7 @@ EXTRAS = {
     "data": ("tokenizers", "pyarrow"),
     "plot": ("matplotlib",),
     "metrics": ("prometheus_client",),
+    "privacy": ("dp_accounting",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
     "tpu-target": ("libtpu",),
