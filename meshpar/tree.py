@@ -85,6 +85,15 @@ def human_flops(flops: float) -> str:
     return f"{flops:.4g} EFLOPs"
 
 
+def human_time(seconds: float) -> str:
+    """A time, with its unit.
+
+    >>> human_time(0.01234), human_time(12.345)
+    ('12.3 ms', '12.35 s')
+    """
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.4g} s"
+
+
 _UNITS = {"": 1, "B": 1} | {f"{prefix}iB": 2 ** (10 * i) for i, prefix in enumerate("KMGT", 1)}
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)$")
 

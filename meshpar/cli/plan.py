@@ -14,7 +14,9 @@ from meshpar.progress import busy
 @app.command()
 def plan(
     config: ConfigFile,
-    target: Annotated[str, typer.Option(metavar="MACHINE", help="Plan for v5e:4x4, v5p:4x4x4, h100:4x8, ...")],
+    target: Annotated[
+        str, typer.Option(metavar="MACHINE", help="v5e:4x4, h100:4x8, or a file of `meshpar calibrate`.")
+    ],
     overrides: Overrides = None,
     fix: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="A part of the layout that is given: mesh.tensor=8.")
@@ -25,21 +27,41 @@ def plan(
     out: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Write the config of the fastest layout.")
     ] = None,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Only layouts that no other beats in both time and memory.")
+    ] = False,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Compile the best five for MACHINE, and drop those that do not fit.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the plan as a web page.")] = None,
     json: AsJson = False,
 ) -> None:
     """Finds the layout of CONFIG on a machine that is fastest and fits, and says why the others lose.
 
     Considered are the sizes of all axes, ZeRO's stages, schedules of pipelines, microbatches and remat. The estimates
-    are made from traced steps: nothing is compiled or run, and no devices are needed.
+    are made from traced steps: without --compile nothing is compiled, nothing is run, and no devices are needed.
     """
     from meshpar.experiment.config import load
+    from meshpar.mesh import process
+    from meshpar.planning.measured import MeasuredMachine
     from meshpar.planning.plan import plan as find
 
     if out:
         check_file("--write", out)
+    if html:
+        check_file("--html", html)
     loaded = load(config, overrides or [])
     with busy("tracing layouts", quiet=True):
-        found = find(loaded, target, fix=fix or (), at_most=at_most)
+        found = find(loaded, target, fix=fix or (), at_most=at_most, pareto=pareto)
+    if compile_:
+        if isinstance(found.machine, MeasuredMachine):
+            process.simulate(found.machine.num_devices)
+        with busy(f"compiling for {target}", quiet=True):
+            found = found.compile()
     if out:
         write("--write", out, found.yaml())
+    if html:
+        from meshpar.planning.page import page
+
+        write("--html", html, page(found))
     echo(found, json)

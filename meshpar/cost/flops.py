@@ -64,11 +64,12 @@ class Product:
         return self.times * self.num_flops * self.num_shards
 
 
-def traced_products(program: ClosedJaxpr) -> list[Product]:
+def traced_products(program: ClosedJaxpr, mean: bool = False) -> list[Product]:
     """The products of a traced program, in its order.
 
     Args:
       program: the result of `jax.make_jaxpr`.
+      mean: count the mean of all stages of a pipeline, and not those of a stage with both ends of the model.
 
     Raises:
       ProgramError: a `while` of unknown length contains a product.
@@ -80,7 +81,7 @@ def traced_products(program: ClosedJaxpr) -> list[Product]:
       {'dot_general': Fraction(3072, 1)}
     """
     found = []
-    for visit in walk(program):
+    for visit in walk(program, mean):
         num_flops = _num_flops(visit)
         if num_flops is None:
             continue
@@ -110,7 +111,7 @@ def _num_flops(visit: Visit) -> int | None:
     if visit.primitive == "pallas_call":
         stated = DECLARED.search(visit.scope)
         return int(stated[1]) if stated else None
-    return 2 * _COUNTS[visit.primitive](visit.equation) if visit.primitive in _COUNTS else None
+    return 2 * PRODUCTS[visit.primitive](visit.equation) if visit.primitive in PRODUCTS else None
 
 
 def _dot_terms(equation: Any) -> int:
@@ -156,7 +157,7 @@ def _attention_terms(equation: Any, num_products: int) -> int:
     return num_products * batch * heads * size * (seq * width - width**2 // 2)
 
 
-_COUNTS: dict[str, Callable[[Any], int]] = {
+PRODUCTS: dict[str, Callable[[Any], int]] = {
     "dot_general": _dot_terms,
     "ragged_dot_general": _dot_terms,
     "conv_general_dilated": _convolution_terms,

@@ -28,7 +28,7 @@ Axes = tuple[str, ...]
 Traffic = dict[Axes, Fraction]
 """Axes in the order of the mesh -> bytes that a device sends over them in one call of a program."""
 
-_KINDS = {
+COLLECTIVES = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
     "pmax": "all_reduce",
@@ -94,7 +94,7 @@ def traced_collectives(program: ClosedJaxpr, float_bytes: int = 1) -> list[Colle
       >>> traffic(traced_collectives(jax.make_jaxpr(summed)(jnp.ones(32, jnp.float32))))
       {('data',): Fraction(48, 1)}
     """
-    visits = (visit for visit in walk(program) if visit.primitive in _KINDS)
+    visits = (visit for visit in walk(program) if visit.primitive in COLLECTIVES)
     return [one for visit in visits for one in _collectives(visit, float_bytes)]
 
 
@@ -127,7 +127,7 @@ def _collectives(visit: Visit, float_bytes: int) -> Iterator[Collective]:
     names = (names,) if isinstance(names, str) else names
     groups = params.get("axis_index_groups")
     group_size = len(groups[0]) if groups else math.prod(sizes[axis] for axis in names)
-    kind = _KINDS[visit.primitive]
+    kind = COLLECTIVES[visit.primitive]
     spanned = names
     senders = Fraction(1)
     if kind == "collective_permute":  # it spans the axes along which any source differs from its target

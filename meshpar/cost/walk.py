@@ -22,6 +22,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 # The name that `parallel.pipeline.execute` gives to the scope of a conditional: a number for each branch, or for all.
 _TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)$")
+# The scope around it, where only one of several stages ever takes the branch.
+_ON_ONE_STAGE = re.compile(r"on_1_of_(\d+)_stages/taken_[\d_]+_of_\d+$")
 # The name of the scope of a loop over data: how often it is expected to run, see `runs`.
 _RUNS = re.compile(r"runs_(\d+)_times$")
 DECLARED = re.compile(r"declares_(\d+)_flops")
@@ -44,6 +46,7 @@ class Visit:
       axis_sizes: the sizes of the mesh's axes in a manual region (`shard_map`); empty outside.
       num_shards: the number of shards that manual regions make of its arrays: the number of devices in a region over
         the whole mesh, 1 outside, where arrays are whole.
+      mean: whether `times` is the mean of all stages of a pipeline; else of a stage with both ends of the model.
     """
 
     equation: Any
@@ -51,20 +54,22 @@ class Visit:
     scope: str = ""
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     num_shards: int = 1
+    mean: bool = False
 
     @property
     def primitive(self) -> str:
         return self.equation.primitive.name
 
 
-def walk(program: ClosedJaxpr) -> Iterator[Visit]:
+def walk(program: ClosedJaxpr, mean: bool = False) -> Iterator[Visit]:
     """The equations that one call of a program runs, in its order.
 
     Args:
       program: the result of `jax.make_jaxpr`.
+      mean: see `Visit`.
     """
     live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
-    return _walk(live, Visit(None))
+    return _walk(live, Visit(None, mean=mean))
 
 
 def _walk(jaxpr: Jaxpr, around: Visit) -> Iterator[Visit]:
@@ -73,8 +78,8 @@ def _walk(jaxpr: Jaxpr, around: Visit) -> Iterator[Visit]:
         yield visit
         inside = _inside(visit)
         inner = inner_jaxprs(equation)
-        for jaxpr_inside, repeats in zip(inner, _repeats(visit, len(inner)), strict=True):
-            times = None if visit.times is None or repeats is None else visit.times * repeats
+        for jaxpr_inside, each in zip(inner, repeats(visit, len(inner)), strict=True):
+            times = None if visit.times is None or each is None else visit.times * each
             yield from _walk(jaxpr_inside, replace(inside, times=times))
 
 
@@ -87,7 +92,7 @@ def _inside(visit: Visit) -> Visit:
     return visit
 
 
-def _repeats(visit: Visit, num_inside: int) -> Sequence[Fraction | None]:
+def repeats(visit: Visit, num_inside: int) -> Sequence[Fraction | None]:
     """How often an equation runs each of the jaxprs inside of it; None if that is unknown."""
     params = visit.equation.params
     if visit.primitive == "while":
@@ -100,7 +105,9 @@ def _repeats(visit: Visit, num_inside: int) -> Sequence[Fraction | None]:
             return [Fraction(0)] * num_inside
         return [Fraction(math.prod(params["grid_mapping"].grid))] * num_inside
     if visit.primitive == "cond" and (taken := _TAKEN.search(visit.scope)):
-        times = [Fraction(int(branch), int(taken[2])) for branch in taken[1].split("_")]
+        on = _ON_ONE_STAGE.search(visit.scope) if visit.mean else None
+        of = int(taken[2]) * (int(on[1]) if on else 1)
+        times = [Fraction(int(branch), of) for branch in taken[1].split("_")]
         return times if len(times) > 1 else times * num_inside
     return [Fraction(1)] * num_inside
 

@@ -1,14 +1,15 @@
 """What a step takes and holds on a machine, by its trace: nothing is compiled.
 
-    step = (products, or the communication beside them, whichever is longer, + exposed communication)
+    step = (computation, or the communication beside it, whichever is longer, + exposed communication)
            * the schedule's makespan over its work
 
-Products take their operations at the machine's rate. Weights are gathered and gradients reduced while others are
-computed, and permutes, of attention's rings and of a pipeline's messages, travel beside products too: they are hidden
-where devices communicate while they compute. Activations that a product waits for are exposed.
+Products take their operations at the machine's rate, other operations the bytes that they read and write. Weights are
+gathered and gradients reduced while others are computed, and permutes, of attention's rings and of a pipeline's
+messages, travel beside products too: they are hidden where devices communicate while they compute. Activations that a
+product waits for are exposed.
 
 The trace of a pipeline's step has the products of its busiest stage. The simulation of its schedule says how much
-longer the step is.
+longer the step is. Simulated devices share cores: nothing is hidden, and no core is idle.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from meshpar.cost.flops import flops, traced_products
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from meshpar.cost.flops import traced_products
 from meshpar.cost.live import peak_bytes
+from meshpar.cost.touched import touched_bytes
 from meshpar.cost.traced import Collective
 from meshpar.experiment.prepare import Prepared
 from meshpar.inspection.inspect import axes_name
 from meshpar.parallel.pipeline.schedule import Schedule
-from meshpar.parallel.pipeline.simulate import OpTimes, simulate
+from meshpar.parallel.pipeline.simulate import OpTimes, Timeline, simulate
 from meshpar.planning.machine import Machine
 from meshpar.sharding.resolve import AnyMesh
 
@@ -58,40 +64,69 @@ class Estimate:
         return self.states_bytes + self.step_bytes
 
 
+@dataclass(frozen=True, eq=False)
+class Operations:
+    """What a device computes.
+
+    Args:
+      products: operations of a product -> how often it runs.
+      touched: bytes that another operation reads and writes -> how often it runs.
+    """
+
+    products: Mapping[int, float]
+    touched: Mapping[int, float]
+
+    @property
+    def flops(self) -> float:
+        """Operations of all products."""
+        return sum(flops * times for flops, times in self.products.items())
+
+
 @dataclass(frozen=True)
 class Work:
     """What a step does, whatever the machine.
 
     Args:
-      flops: operations of the products of a device.
+      computes: operations of a device.
       beside: collectives that run beside products where a machine can do both.
       waits: collectives that products wait for.
       idle: the schedule's makespan over its work; 1 without a pipeline.
     """
 
     mesh: AnyMesh
-    flops: float
+    computes: Operations
     beside: Sequence[Collective]
     waits: Sequence[Collective]
     idle: float
     states_bytes: int
     step_bytes: int
 
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends."""
+        return float(sum(one.times * one.sent_bytes for one in [*self.beside, *self.waits]))
+
     def on(self, machine: Machine) -> Estimate:
         """The estimate on a machine."""
         terms: dict[str, float] = defaultdict(float)
-        products = terms["products"] = self.flops / machine.flops
-        beside = sum(machine.seconds(one, self.mesh) for one in self.beside)
-        terms["weights and gradients"] = max(0.0, beside - products) if machine.overlaps else beside
+        products, others = _seconds(self.computes, machine)
+        terms["products"] = products
+        terms["other operations"] = others
+        beside = sum(machine.collective_s(one, self.mesh) for one in self.beside)
+        terms["weights and gradients"] = max(0.0, beside - products - others) if machine.overlaps else beside
         for one in self.waits:
-            terms[f"waits for {axes_name(one.axes)}"] += machine.seconds(one, self.mesh)
-        terms["bubble"] = sum(terms.values()) * (self.idle - 1)
+            terms[f"waits for {axes_name(one.axes)}"] += machine.collective_s(one, self.mesh)
+        terms["bubble"] = 0.0 if machine.shares_cores else sum(terms.values()) * (self.idle - 1)
         shown = {term: seconds for term, seconds in terms.items() if seconds}
         return Estimate(shown, beside, self.states_bytes, self.step_bytes)
 
 
-def traced(prepared: Prepared) -> Work | None:
-    """The work of a run's step, by its trace; None if that does not say what is sent, see `Prepared.traced_bytes`."""
+def traced(prepared: Prepared, mean: bool = False) -> Work | None:
+    """The work of a run's step, by its trace; None if that does not say what is sent, see `Prepared.traced_bytes`.
+
+    Args:
+      mean: of all stages of a pipeline, for devices that share cores; else of its busiest stage.
+    """
     step = prepared.countable_step
     if step is None:
         return None
@@ -100,13 +135,36 @@ def traced(prepared: Prepared) -> Work | None:
     remat = getattr(prepared.run.model, "remat", None)
     return Work(
         mesh=prepared.mesh,
-        flops=float(sum(flops(traced_products(step), prepared.mesh.size).values())),
+        computes=operations(step, prepared, mean),
         beside=[one for one in collectives if one not in waits],
         waits=waits,
         idle=_idle(prepared.ctx.schedule, prepared.ctx.shards("stage"), getattr(remat, "policy", "") == "full"),
         states_bytes=prepared.states.parameters + prepared.states.optimizer,
         step_bytes=peak_bytes(step),
     )
+
+
+@lru_cache(maxsize=2**16)
+def _seconds(of: Operations, machine: Machine) -> tuple[float, float]:
+    """Seconds of products, and of other operations."""
+    products = sum(times * machine.product_s(flops) for flops, times in of.products.items())
+    return products, sum(times * machine.touch_s(size) for size, times in of.touched.items())
+
+
+def operations(step: ClosedJaxpr, prepared: Prepared, mean: bool = False) -> Operations:
+    """What a device computes in a traced step. GSPMD divides products outside of manual regions.
+
+    The optimizer's update is not in a manual region: it reads the state and the gradients, and writes the state.
+    """
+    products: dict[int, float] = defaultdict(float)
+    for one in traced_products(step, mean):
+        products[one.num_flops] += float(one.times * one.num_shards / prepared.mesh.size)
+    touched = {size: float(times) for size, times in touched_bytes(step, mean).items()}
+    states = prepared.states
+    num_arrays = len(jax.tree.leaves(prepared.placement.sharded))
+    updated = (2 * (states.parameters + states.optimizer) + states.gradients) // num_arrays
+    touched[updated] = touched.get(updated, 0.0) + num_arrays
+    return Operations(products, touched)
 
 
 def carries_activations(one: Collective, prepared: Prepared) -> bool:
@@ -120,11 +178,15 @@ def carries_activations(one: Collective, prepared: Prepared) -> bool:
 
 
 def _idle(schedule: Schedule | None, num_stages: int, recomputes: bool) -> float:
-    """The makespan of a schedule over the work of its busiest stage. A backward takes two forwards."""
+    """The makespan of a schedule over the work of its busiest stage; 1 without a pipeline."""
     if schedule is None:
         return 1.0
+    run = timeline(schedule, num_stages, recomputes)
+    return run.makespan / run.work
+
+
+def timeline(schedule: Schedule, num_stages: int, recomputes: bool) -> Timeline:
+    """A schedule whose backward takes two forwards, or three if it recomputes."""
     again = 1.0 if recomputes else 0.0
     splits = any(op.kind == "W" for op in schedule.order(0, num_stages))
-    times = OpTimes(B=1.0 + again) if splits else OpTimes(B=2.0 + again)
-    run = simulate(schedule, num_stages, times)
-    return run.makespan / run.work
+    return simulate(schedule, num_stages, OpTimes(B=1.0 + again) if splits else OpTimes(B=2.0 + again))

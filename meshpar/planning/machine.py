@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 
 from meshpar.cost.traced import Axes, Collective
 from meshpar.errors import MeshError
-from meshpar.mesh.hardware import LINKS, Links
+from meshpar.mesh.hardware import LINKS, Link, Links
 from meshpar.mesh.targets import Target
 from meshpar.sharding.resolve import AnyMesh
 
@@ -21,17 +22,69 @@ compute compares with communication, so measure it where a plan is close."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Devices of one kind, in hosts (GPU) or slices (TPU).
+class Figure:
+    """A figure of a machine that might be another one.
 
     Args:
+      name: its unit, and what it is.
+      scaled: factor -> the machine with the figure times the factor.
+    """
+
+    name: str
+    value: float
+    scaled: Callable[[float], Machine]
+
+
+class Machine(Protocol):
+    """What a plan needs to know of a machine.
+
+    Attributes:
       text: its name.
       num_devices: in all hosts.
       per_host: devices that the fast network joins.
-      flops: operations a second that a device reaches in matrix products.
       memory_bytes: of a device.
-      links: the networks inside a host and across hosts.
       overlaps: whether devices communicate while they compute.
+      shares_cores: whether devices are simulated by the same cores: while one waits, others use the cores.
+      figures: what might change, see `alternatives`.
+    """
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def num_devices(self) -> int: ...
+    @property
+    def per_host(self) -> int: ...
+    @property
+    def memory_bytes(self) -> float: ...
+    @property
+    def overlaps(self) -> bool: ...
+    @property
+    def shares_cores(self) -> bool: ...
+
+    @property
+    def figures(self) -> Sequence[Figure]: ...
+
+    def product_s(self, flops: float) -> float:
+        """Seconds of a matrix product with so many operations, on every device at once."""
+        ...
+
+    def touch_s(self, num_bytes: float) -> float:
+        """Seconds of an elementwise operation that reads and writes so many bytes, on every device at once."""
+        ...
+
+    def collective_s(self, one: Collective, mesh: AnyMesh) -> float:
+        """Seconds of all runs of a collective in a step."""
+        ...
+
+
+@dataclass(frozen=True)
+class StatedMachine:
+    """A machine by its makers' figures: devices of one kind, in hosts (GPU) or slices (TPU).
+
+    Args:
+      flops: operations a second that a device reaches in matrix products.
+      memory_bytes_per_s: bandwidth of a device's memory.
+      links: the networks inside a host and across hosts.
     """
 
     text: str
@@ -41,6 +94,7 @@ class Machine:
     memory_bytes: float
     links: Links
     overlaps: bool = True
+    memory_bytes_per_s: float = math.inf
 
     @classmethod
     def of(cls, target: Target, efficiency: float = EFFICIENCY) -> Self:
@@ -54,13 +108,54 @@ class Machine:
             raise MeshError(
                 f"--target {target.text}: the links of {target.chip.name} are not known; those are: {known}"
             )
-        per_host = target.num_chips if target.is_tpu else target.shape[-1]
         chip = target.chip
-        flops = efficiency * chip.flops
-        return cls(target.text, target.num_chips, per_host, flops, chip.memory_bytes, LINKS[chip.name])
+        return cls(
+            text=target.text,
+            num_devices=target.num_chips,
+            per_host=target.num_chips if target.is_tpu else target.shape[-1],
+            flops=efficiency * chip.flops,
+            memory_bytes=chip.memory_bytes,
+            links=LINKS[chip.name],
+            memory_bytes_per_s=chip.memory_bytes_per_s,
+        )
 
-    def seconds(self, one: Collective, mesh: AnyMesh) -> float:
-        """The time of all runs of a collective in a step.
+    @property
+    def shares_cores(self) -> bool:
+        return False
+
+    @property
+    def figures(self) -> Sequence[Figure]:
+        inside = self.links.inside
+        across = self.links.across
+        found = [
+            Figure("TFLOP/s in products", self.flops / 1e12, lambda factor: replace(self, flops=self.flops * factor)),
+            Figure(
+                f"GB/s inside a {'slice' if inside.torus else 'host'}",
+                inside.bytes_per_s / 1e9,
+                lambda factor: self._with(inside=replace(inside, bytes_per_s=inside.bytes_per_s * factor)),
+            ),
+        ]
+        if self.per_host < self.num_devices:
+            found.append(
+                Figure(
+                    "GB/s across hosts",
+                    across.bytes_per_s / 1e9,
+                    lambda factor: self._with(across=replace(across, bytes_per_s=across.bytes_per_s * factor)),
+                )
+            )
+        return found
+
+    def _with(self, **links: Link) -> StatedMachine:
+        return replace(self, links=replace(self.links, **links))
+
+    def product_s(self, flops: float) -> float:
+        return flops / self.flops
+
+    def touch_s(self, num_bytes: float) -> float:
+        return num_bytes / self.memory_bytes_per_s
+
+    def collective_s(self, one: Collective, mesh: AnyMesh) -> float:
+        """Seconds of all runs of a collective in a step.
 
         A group of n devices, m of them on each of its hosts, sends over m links across hosts at once, as NCCL's rings
         do. An algorithm needs at least ceil(log2(n)) messages one after another, twice as many for an all-reduce.

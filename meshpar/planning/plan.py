@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from meshpar.config import flatten_json, to_yaml
-from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.config import to_yaml
+from meshpar.errors import ConfigError
 from meshpar.experiment.config import Run
 from meshpar.mesh import targets
-from meshpar.mesh.layout import AXES
-from meshpar.planning.machine import Machine
-from meshpar.planning.search import Candidate, Found, search
-from meshpar.planning.space import Layout, layouts
-from meshpar.tree import human_bytes, parse_bytes
+from meshpar.planning import measured
+from meshpar.planning.alternatives import FARTHEST, Alternative, alternatives
+from meshpar.planning.compiled import Compiled, compiled, table_of
+from meshpar.planning.constraints import constrained
+from meshpar.planning.machine import Machine, StatedMachine
+from meshpar.planning.search import Candidate, Found, pareto, search
+from meshpar.tree import human_bytes, human_time, parse_bytes
 
+COMPILED = 5
+"""How many layouts `compile` compiles."""
 USABLE = Fraction(94, 100)
 """The share of a chip's memory that a step may hold; the rest is the runtime's."""
-KEYS = (*(f"mesh.{axis}" for axis in AXES), "rules", "parallel.pipeline.kind", "num_microbatches", "model.remat")
-"""What a layout decides, and `fix` may hold."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +33,41 @@ class Plan:
 
     Args:
       at_most: bytes that a device may hold.
+      compiled: the best layouts, compiled for the machine.
+      is_pareto: whether only layouts are ranked that no other beats in both time and memory.
     """
 
     run: Run
     machine: Machine
     found: Found
     at_most: int
+    compiled: Sequence[Compiled] = ()
+    is_pareto: bool = False
 
     @property
     def ranked(self) -> Sequence[Candidate]:
-        """The layouts that fit, the fastest first."""
-        return self.found.ranked
+        """The layouts that fit, the fastest first, without those that do not fit once they are compiled."""
+        dropped = [one.candidate for one in self.compiled if not one.fits]
+        kept = [one for one in self.found.ranked if one not in dropped]
+        return pareto(kept, lambda one: one.estimate) if self.is_pareto else kept
+
+    @cached_property
+    def alternatives(self) -> Sequence[Alternative]:
+        """What would change the answer, the nearest change first."""
+        return alternatives(self.machine, [*self.found.ranked, *self.found.too_big], self.ranked[0], self.at_most)
+
+    def compile(self, count: int = COMPILED) -> Self:
+        """The plan without those of the best layouts that do not fit once they are compiled for the machine.
+
+        Raises:
+          MeshError: the machine's compiler is not installed.
+          ConfigError: none of them fits.
+        """
+        checked = [compiled(self.run, one, self.machine, self.at_most) for one in self.ranked[:count]]
+        plan = replace(self, compiled=checked)
+        if not plan.ranked:
+            raise ConfigError(f"{self.machine.text}: no layout fits once it is compiled:\n{table_of(checked)}")
+        return plan
 
     @cached_property
     def best(self) -> Run:
@@ -56,53 +82,68 @@ class Plan:
             "at_most_bytes": self.at_most,
             "ranked": [_plain(one) for one in self.ranked],
             "too_big": [_plain(one) for one in self.found.too_big],
+            "alternatives": [{"with": one.figure, "layout": one.layout.changes} for one in self.alternatives],
+            "compiled": [one.as_json() for one in self.compiled],
         }
 
     def yaml(self) -> str:
         """The config of the best layout, with what the plan says of it in comments."""
         best = self.ranked[0].estimate
-        terms = ", ".join(f"{_ms(time)} {term}" for term, time in best.terms.items())
+        step = human_time(best.total_s)
+        terms = ", ".join(f"{human_time(time)} {term}" for term, time in best.terms.items())
         lines = [
-            f"Planned for {self.machine.text}. Estimated from the trace: a step takes {_ms(best.total_s)} ({terms}).",
+            f"Planned for {self.machine.text}. Estimated from the trace: a step takes {step} ({terms}).",
             f"A device holds {human_bytes(best.total_bytes)} of {human_bytes(self.at_most)}.",
         ]
         return "".join(f"# {line}\n" for line in lines) + to_yaml(self.best)
 
     def __str__(self) -> str:
-        traced = len(self.ranked) + len(self.found.too_big)
+        traced = len(self.found.ranked) + len(self.found.too_big)
         of = f"{self.machine.text}: {self.machine.num_devices} devices"
+        done = f"the best {len(self.compiled)} were compiled" if self.compiled else "nothing was compiled or run"
         lines = [
-            f"{of}; {self.found.num_layouts} layouts, {traced} of them traced; nothing was compiled or run",
+            f"{of}; {self.found.num_layouts} layouts, {traced} of them traced; {done}",
             f"{'':4}{'step':>10}  {'holds':>10}  {'loses by':32}  layout",
         ]
         best = self.ranked[0]
         for rank, one in enumerate(self.ranked, 1):
             holds = human_bytes(one.estimate.total_bytes)
-            lines.append(f"{rank:3} {_ms(one.estimate.total_s):>10}  {holds:>10}  {_loss(one, best):32}  {one.layout}")
+            lines.append(
+                f"{rank:3} {human_time(one.estimate.total_s):>10}  {holds:>10}  {_loss(one, best):32}  {one.layout}"
+            )
         lines.append("")
         lines.append("where the time of the first goes:")
         total = best.estimate.total_s
-        lines += [f"  {_ms(time):>10}  {time / total:4.0%}  {term}" for term, time in best.estimate.terms.items()]
+        lines += [
+            f"  {human_time(time):>10}  {time / total:4.0%}  {term}" for term, time in best.estimate.terms.items()
+        ]
         if self.found.too_big:
             least = self.found.too_big[0]
             count = len(self.found.too_big)
             holds = human_bytes(least.estimate.total_bytes)
             lines.append(f"{count} of the traced hold more than {human_bytes(self.at_most)}; the smallest {holds}:")
             lines.append(f"  {least.layout}")
+        lines += ["", "what would change the answer, of the traced layouts:"]
+        lines += [f"  {one}" for one in self.alternatives] or [f"  no figure of the machine, up to {FARTHEST:g} times"]
+        if self.compiled:
+            lines += ["", table_of(self.compiled)]
         return "\n".join(lines)
 
 
-def plan(run: Run, target: str, *, fix: Iterable[str] = (), at_most: str | int | None = None) -> Plan:
+def plan(
+    run: Run, target: str, *, fix: Iterable[str] = (), at_most: str | int | None = None, pareto: bool = False
+) -> Plan:
     """Finds the fastest layouts of a run on a machine, by estimates from traced steps. Nothing is compiled or run.
 
     Considered are the sizes of all axes, ZeRO's stages, pipeline schedules, microbatches and remat. A rough estimate
     ranks all layouts; the steps of the best ones are traced.
 
     Args:
-      target: the machine, such as `h100:8x8` or `v5p:4x4x4`.
+      target: the machine, such as `h100:8x8` or `v5p:4x4x4`, or a file that `meshpar calibrate` wrote.
       fix: `key=value` of a layout that is given: `mesh.tensor=8`, `rules=[fsdp,megatron_sp]`, `num_microbatches=4`,
         `parallel.pipeline.kind=1f1b`, `model.remat=full`.
       at_most: bytes that a device may hold, such as `60GiB`. Default: 94 % of its memory.
+      pareto: rank only layouts that no other beats in both time and memory.
 
     Raises:
       ConfigError: no layout fits, with the closest; or `fix` contradicts itself, the machine or the run.
@@ -118,51 +159,19 @@ def plan(run: Run, target: str, *, fix: Iterable[str] = (), at_most: str | int |
       >>> plan(run, "h100:1x4", fix=["mesh.data=4", "model.remat=none"]).best.mesh.data
       4
     """
-    machine = Machine.of(targets.parse(target))
+    machine = _machine(target)
     limit = int(USABLE * round(machine.memory_bytes)) if at_most is None else int(parse_bytes(at_most))
-    choices = _fixed(run, machine, list(fix))
-    found = search(run, machine, limit, choices)
+    choices = constrained(run, machine, list(fix))
+    found = search(run, machine, limit, choices, pareto)
     if not found.ranked:
         raise ConfigError(_nothing_fits(machine, found, limit))
-    return Plan(run, machine, found, limit)
+    return Plan(run, machine, found, limit, is_pareto=pareto)
 
 
-def _fixed(run: Run, machine: Machine, fix: list[str]) -> list[Layout]:
-    """The layouts that have every fixed value.
-
-    Raises:
-      ConfigError: lists unknown keys; or no layout is left.
-    """
-    problems = Problems()
-    wanted: dict[str, str] = {}
-    for text in fix:
-        key, _, value = text.partition("=")
-        if key not in KEYS or not value:
-            near = nearest(key, KEYS)
-            problems.add(
-                f"--fix {text}", "not a key of a layout", (near and f"did you mean {near}?") or ", ".join(KEYS)
-            )
-        elif wanted.setdefault(key, value) != value:
-            problems.add(f"--fix {text}", f"{key} is fixed to {wanted[key]}, too", "keep one of the two")
-    problems.raise_any(ConfigError, "the constraints do not fit each other:")
-    found = [layout for layout in layouts(run, machine.num_devices, machine.per_host) if _has(layout, wanted)]
-    if not found:
-        what = f"no layout of {machine.num_devices} devices has {', '.join(fix)}" if fix else "no layout fits"
-        why = f"a batch of {run.data.batch_size} rows of {run.data.seq_len} tokens, and the layers, must divide"
-        raise ConfigError(f"{machine.text}: {what}: {why}")
-    return found
-
-
-def _has(layout: Layout, wanted: dict[str, str]) -> bool:
-    own = {f"mesh.{axis}": 1 for axis in AXES} | flatten_json(layout.changes)
-    own["num_microbatches"] = layout.num_microbatches
-    return all(_text(own.get(key)) == _text(value) for key, value in wanted.items())
-
-
-def _text(value: Any) -> str:
-    """A value as a user may write it, without blanks and brackets."""
-    words = value if isinstance(value, list) else re.findall(r"[\w.]+", str(value))
-    return ",".join(map(str, words))
+def _machine(target: str) -> Machine:
+    if Path(target).suffix in (".yaml", ".yml"):
+        return measured.read(Path(target))
+    return StatedMachine.of(targets.parse(target))
 
 
 def _nothing_fits(machine: Machine, found: Found, at_most: int) -> str:
@@ -186,13 +195,9 @@ def _loss(one: Candidate, best: Candidate) -> str:
     if one is best:
         return ""
     if more[term] >= 1e-3 * best.estimate.total_s:
-        return f"{_ms(more[term])} {term}"
+        return f"{human_time(more[term])} {term}"
     hides = one.estimate.beside_s - best.estimate.beside_s
-    return f"{_ms(hides)} more to hide" if hides > 0 else "nothing: equal"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.4g} s"
+    return f"{human_time(hides)} more to hide" if hides > 0 else "nothing: equal"
 
 
 def _plain(one: Candidate) -> dict[str, Any]:

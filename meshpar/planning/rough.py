@@ -8,12 +8,14 @@ reductions of gradients are those of ZeRO's stages.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 
 from meshpar.cost.traced import Collective
-from meshpar.planning.estimate import Work
+from meshpar.planning.estimate import Operations, Work
 from meshpar.planning.space import Layout
 
 ACTIVATION_AXES = ("expert", "context", "tensor")
@@ -26,11 +28,11 @@ class Step:
     """The probe of a remat policy, on one device.
 
     Args:
-      flops: operations of the step.
+      computes: operations of the step.
       bytes_per_token: what it holds, without gradients.
     """
 
-    flops: float
+    computes: Operations
     bytes_per_token: float
 
 
@@ -60,6 +62,7 @@ class Probes:
         """The rough work of a layout."""
         size = layout.size
         step = self.steps[layout.remat]
+        shares = layout.batch_shards * size("context") * size("tensor")
         mesh = layout.abstract_mesh
         parts = size("tensor") * size("pipe")
         in_layers = layout.sharding == "fsdp" or (layout.sharding == "zero2" and layout.num_microbatches == 1)
@@ -69,7 +72,7 @@ class Probes:
         stored = size("fsdp") if layout.sharding in ("zero2", "fsdp") else 1
         return Work(
             mesh=mesh,
-            flops=step.flops / mesh.size,
+            computes=_shared(step.computes, shares, layout.num_microbatches, size("pipe")),
             beside=list(self._weights(layout)),
             waits=list(self._activations(layout)),
             idle=1 + _IDLE.get(layout.schedule, 0.0) * (size("pipe") - 1) / layout.num_microbatches,
@@ -112,3 +115,17 @@ class Probes:
                 full_bytes = round(one.full_bytes * (2 / size if is_ring else 1) / shared)
                 times = float(one.times) * (size - 1 if is_ring else 1) * passes
                 yield Collective(one.kind, one.axes, full_bytes, size, Fraction(times))
+
+
+@cache
+def _shared(alone: Operations, shares: int, passes: int, num_stages: int) -> Operations:
+    """What a device does of one device's operations: smaller ones, once for each microbatch."""
+    parts = shares * passes
+    times = passes / num_stages
+    products: dict[int, float] = defaultdict(float)
+    for flops, count in alone.products.items():
+        products[flops // parts] += count * times
+    touched: dict[int, float] = defaultdict(float)
+    for size, count in alone.touched.items():
+        touched[size // parts] += count * times
+    return Operations(products, touched)

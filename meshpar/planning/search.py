@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
-from meshpar.cost.flops import flops, traced_products
 from meshpar.cost.live import peak_bytes
 from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
-from meshpar.planning.estimate import Estimate, carries_activations, traced
+from meshpar.planning.estimate import Estimate, Work, carries_activations, operations, traced
 from meshpar.planning.machine import Machine
 from meshpar.planning.rough import ACTIVATION_AXES, Probes, Step
 from meshpar.planning.space import Layout
 
+Point = TypeVar("Point")
 PLATFORM = "gpu"
 """The platform of the traces: 16-bit floats are sent as such."""
 TRACED = 10
@@ -31,9 +32,10 @@ SLACK = 1.25
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, and the estimate of its traced step."""
+    """A layout, the work of its traced step, and the estimate of it on a machine."""
 
     layout: Layout
+    work: Work
     estimate: Estimate
 
 
@@ -44,16 +46,25 @@ class Found:
     Args:
       ranked: the traced layouts that fit, the fastest first.
       too_big: the traced layouts that do not fit, the smallest first.
-      num_layouts: how many layouts were considered.
+      rough: layout -> the rough estimate of every layout that was considered.
     """
 
     ranked: Sequence[Candidate]
     too_big: Sequence[Candidate]
-    num_layouts: int
+    rough: Mapping[Layout, Estimate]
+
+    @property
+    def num_layouts(self) -> int:
+        return len(self.rough)
 
 
-def search(run: Run, machine: Machine, at_most: float, everything: Sequence[Layout]) -> Found:
+def search(
+    run: Run, machine: Machine, at_most: float, everything: Sequence[Layout], along_memory: bool = False
+) -> Found:
     """Finds the fastest of the given layouts that hold no more than `at_most` bytes on a device.
+
+    Args:
+      along_memory: trace layouts that no other beats in both time and memory, by the rough estimates.
 
     Raises:
       ConfigError: what the run sends is not known before it is compiled.
@@ -62,6 +73,10 @@ def search(run: Run, machine: Machine, at_most: float, everything: Sequence[Layo
     rough = {layout: probes.work(layout).on(machine) for layout in everything}
     fitting = (layout for layout in everything if rough[layout].total_bytes <= SLACK * at_most)
     promising = sorted(fitting, key=lambda layout: rough[layout].order)
+    if along_memory:
+        front = pareto(promising, rough.__getitem__)
+        evenly = front[:: max(1, len(front) // TRACED)]
+        promising = [*evenly, *front]
     smallest = sorted(everything, key=lambda layout: rough[layout].total_bytes)
     ranked: list[Candidate] = []
     too_big: list[Candidate] = []
@@ -75,14 +90,26 @@ def search(run: Run, machine: Machine, at_most: float, everything: Sequence[Layo
             (ranked if candidate.estimate.total_bytes <= at_most else too_big).append(candidate)
     ranked.sort(key=lambda one: one.estimate.order)
     too_big.sort(key=lambda one: one.estimate.total_bytes)
-    return Found(ranked, too_big, len(everything))
+    return Found(ranked, too_big, rough)
+
+
+def pareto(fastest_first: Iterable[Point], estimate: Callable[[Point], Estimate]) -> list[Point]:
+    """The points that hold less than every faster one."""
+    found: list[Point] = []
+    least = math.inf
+    for one in fastest_first:
+        held = estimate(one).total_bytes
+        if held < least:
+            least = held
+            found.append(one)
+    return found
 
 
 def trace(run: Run, layout: Layout, machine: Machine) -> Candidate | None:
     """Prepares and traces a run in a layout; None if they do not fit each other, or what it sends is not known."""
     prepared = _prepared(run, layout)
-    work = traced(prepared) if prepared else None
-    return Candidate(layout, work.on(machine)) if work else None
+    work = traced(prepared, machine.shares_cores) if prepared else None
+    return Candidate(layout, work, work.on(machine)) if work else None
 
 
 def probe(run: Run, everything: Sequence[Layout]) -> Probes:
@@ -91,6 +118,9 @@ def probe(run: Run, everything: Sequence[Layout]) -> Probes:
     Raises:
       ConfigError: what its step sends is not known, as under GSPMD.
     """
+    if run.parallel.local:
+        what = "layouts are compared by the trace of one step, and local updates have a second program"
+        raise ConfigError(f"a run with parallel.local cannot be planned: {what}; plan it with parallel.local=null")
     remats = dict.fromkeys(layout.remat for layout in everything)
     axes = {axis for layout in everything for axis, _ in layout.sizes}
     alone = {remat: _prepared(run, Layout((), remat=remat)) for remat in remats}
@@ -132,8 +162,7 @@ def _merged(alike: Sequence[Collective]) -> Collective:
 def _step(prepared: Prepared, tokens: int, summed: int) -> Step:
     step = prepared.countable_step
     assert step is not None, "the probe without remat can be counted, and so can this"
-    num_flops = float(sum(flops(traced_products(step)).values()))
-    return Step(num_flops, (peak_bytes(step) - summed) / tokens)
+    return Step(operations(step, prepared), (peak_bytes(step) - summed) / tokens)
 
 
 def _prepared(run: Run, layout: Layout) -> Prepared | None:

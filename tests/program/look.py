@@ -47,12 +47,20 @@ def faults(
     browser: Browser, html: str, plain: dict[str, Any], folder: Path, width: int, scheme: str = "light"
 ) -> set[str]:
     """The faults of the page of an inspection's plain data on one screen."""
-    (folder / "page.html").write_text(html, encoding="utf-8")
-    browser.open(folder / "page.html", width, scheme)
+    found = shown_faults(browser, html, folder, width, scheme)
     wrong = {
         "is out of scale": not _in_scale(browser, plain),
         "is out of place": not _in_place(browser, plain),
         "lacks a block": len(browser.ask(BOXES.format(".block"))) != len(plain["collectives"]),
+    }
+    return found | {name for name, is_wrong in wrong.items() if is_wrong}
+
+
+def shown_faults(browser: Browser, html: str, folder: Path, width: int, scheme: str = "light") -> set[str]:
+    """Shows a page, and finds the faults that any page may have."""
+    (folder / "page.html").write_text(html, encoding="utf-8")
+    browser.open(folder / "page.html", width, scheme)
+    wrong = {
         "is wider than the screen": browser.ask(BEYOND) or browser.ask("document.documentElement.scrollWidth") > width,
         "has text that cannot be read": browser.ask(LOOK),
         "has labels that overlap": browser.ask(LABELS) or browser.ask(COVERED),

@@ -186,7 +186,7 @@ def test_planted_a_message_that_is_not_sent_is_seen(float64, monkeypatch):
 
 def test_planted_branches_that_all_count_as_taken_are_seen(monkeypatch):
     """They would without the counts in the scope of the switch."""
-    monkeypatch.setattr(execute, "_taken", lambda *times, of: jax.named_scope(f"taken_{of}_of_{of}"))
+    monkeypatch.setattr(execute, "_taken", lambda *times, of, stages=1: jax.named_scope(f"taken_{of}_of_{of}"))
     run = run_of("1f1b", "pipe4", 8)
     assert run.traced_bytes["pipe",] > 2 * closed_form(run)["pipe",]
 

@@ -180,7 +180,7 @@ def test_bytes_and_flops_come_from_one_walk(monkeypatch):
     right = run_of(MODELS["llama"])
     num_flops = right.traced_flops["dot_general"]
     num_bytes = right.traced_bytes["tensor",]
-    monkeypatch.setattr(walk, "_repeats", lambda visit, num_inside: [Fraction(1)] * num_inside)
+    monkeypatch.setattr(walk, "repeats", lambda visit, num_inside: [Fraction(1)] * num_inside)
     wrong = run_of(MODELS["llama"])
     assert wrong.traced_flops["dot_general"] < num_flops
     assert wrong.traced_bytes["tensor",] < num_bytes

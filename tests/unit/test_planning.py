@@ -22,7 +22,7 @@ from meshpar.mesh.hardware import Link, Links
 from meshpar.mesh.layout import MeshLayout
 from meshpar.planning import search as searching
 from meshpar.planning.estimate import traced
-from meshpar.planning.machine import Machine
+from meshpar.planning.machine import StatedMachine
 from meshpar.planning.space import layouts
 
 RUN = Run(
@@ -39,7 +39,7 @@ RUN = Run(
     num_steps=10,
     run_dir="unused",
 )
-MACHINE = Machine("two hosts", 8, 4, 1e9, 1e9, Links(Link(1e6, 1e-3), Link(1e5, 1e-2)))
+MACHINE = StatedMachine("two hosts", 8, 4, 1e9, 1e9, Links(Link(1e6, 1e-3), Link(1e5, 1e-2)))
 MESH = MeshLayout(fsdp=2, tensor=4).abstract()
 
 
@@ -59,7 +59,7 @@ MESH = MeshLayout(fsdp=2, tensor=4).abstract()
     ],
 )
 def test_a_collective_takes_its_messages_and_its_bytes(one, seconds):
-    assert MACHINE.seconds(one, MESH) == pytest.approx(seconds)
+    assert MACHINE.collective_s(one, MESH) == pytest.approx(seconds)
 
 
 def region(fn):
@@ -105,7 +105,7 @@ def machines():
         across = Link(inside.bytes_per_s / draw.uniform(1, 20), inside.latency_s * draw.uniform(1, 10))
         per_host = draw.choice([2, 4, 8])
         flops = 10 ** draw.uniform(9, 12)
-        yield Machine("random", 8, per_host, flops, 1e12, Links(inside, across), overlaps=draw.random() < 0.5)
+        yield StatedMachine("random", 8, per_host, flops, 1e12, Links(inside, across), overlaps=draw.random() < 0.5)
 
 
 def test_the_search_finds_the_best_of_all_layouts(monkeypatch):
@@ -113,7 +113,9 @@ def test_the_search_finds_the_best_of_all_layouts(monkeypatch):
     probes = searching.probe(RUN, list(works()))
     monkeypatch.setattr(searching, "probe", lambda run, everything: probes)
     monkeypatch.setattr(
-        searching, "trace", lambda run, layout, machine: searching.Candidate(layout, works()[layout].on(machine))
+        searching,
+        "trace",
+        lambda run, layout, machine: searching.Candidate(layout, works()[layout], works()[layout].on(machine)),
     )
     ratios = []
     for machine in machines():

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import jinja2
 
 from meshpar.inspection.program.hlo import KINDS
 from meshpar.inspection.report.places import axes_name, places, short_source, times_text
 from meshpar.inspection.report.plain import PlainCollective, PlainInspection, plain
+from meshpar.inspection.report.templates import environment
 from meshpar.mesh.layout import describe_sizes
-from meshpar.tree import human_bytes, human_flops
+from meshpar.tree import human_bytes
 
 # The least width of the bars in px on a narrow screen, and on one wider than 700 px; page.css sets both.
 _NARROW_PX = 340
@@ -35,16 +33,7 @@ def page(inspection: Mapping[str, Any]) -> str:
       A whole HTML document. All names from the user's program are escaped.
     """
     report = plain(inspection)
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    functions = (human_bytes, human_flops, short_source, times_text)
-    templates.filters |= {function.__name__: function for function in functions}
+    templates = environment()
     templates.filters |= {"room": _room, "tooltip": _tooltip}
     mesh = f"mesh: {describe_sizes(report.mesh)}" if report.mesh else "no mesh was given"
     seconds = report.products_s_estimate

@@ -144,6 +144,7 @@ class _Stage:
         rows, self.shared = split_off_shared(batch)
         self.batch = jax.tree.map(lambda a: a.reshape(-1, self.num_microbatches, *a.shape[1:]), rows)
         self.at_ends = (self.num_microbatches, self.num_microbatches * pipeline.schedule.chunks_per_stage)
+        self.num_stages = ctx.shards("stage")
         self.axes = ctx.stage_axes
         self.stage = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
         self.exchange = None if pipeline.in_schedule_order else pipeline.moves(ctx)
@@ -228,6 +229,10 @@ class _Stage:
         taken = (self.at_ends[1], self.ticks.num_ticks)
         return _if(row.kind == KINDS[kind], change, changed, *args, row, taken=taken)
 
+    def _if_end(self, is_end: jax.Array, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
+        """Runs `change` on the stage that has an end of the model."""
+        return _if(is_end == 1, change, changed, *args, taken=self.at_ends, stages=self.num_stages)
+
     # The three operations. Each returns its first argument, changed ------------------------------------------------
 
     def _forward(self, changed: Any, inbox: jax.Array, row: TableRow) -> Any:
@@ -242,14 +247,14 @@ class _Stage:
             sums = jax.tree.map(lambda total, weight, more: total + weight * more, sums, weights, auxiliary)
             return y, [a.at[row.residual, i].set(r) for a, r in zip(slots, residuals, strict=bool(slots))], sums
 
-        with _taken(self.at_ends[0], of=self.at_ends[1]):
+        with _taken(self.at_ends[0], of=self.at_ends[1], stages=self.num_stages):
             x = lax.cond(row.first == 1, embed, lambda: inbox[row.inbox])
         return self._each_layer(layer, (x, *changed[1:]), row)
 
     def _backward(self, changed: Any, slots: _Slots, row: TableRow) -> Any:
         _, stash, sums = changed
         dlosses = self._weights_of(row, self.split.auxiliary.losses)
-        dy, sums = _if(row.last == 1, self._loss_gradient, (slots.inbox[row.inbox], sums), row, taken=self.at_ends)
+        dy, sums = self._if_end(row.last, self._loss_gradient, (slots.inbox[row.inbox], sums), row)
 
         def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
             dy, stashes = carry
@@ -258,7 +263,7 @@ class _Stage:
             return dx, [a.at[row.stash, i].set(s) for a, s in zip(stashes, stash, strict=True)]
 
         dx, stash = self._each_layer(layer, (dy, stash), row, reverse=True)
-        return dx, stash, _if(row.first == 1, self._embedding_gradient, sums, dx, row, taken=self.at_ends)
+        return dx, stash, self._if_end(row.first, self._embedding_gradient, sums, dx, row)
 
     def _weights(self, sums: Any, slots: _Slots, row: TableRow) -> Any:
         def layer(sums: Any, i: jax.Array, params: Any, rest: Any) -> Any:
@@ -382,24 +387,29 @@ class _Stage:
         return varying(x, self.ctx.gradient_axes + self.ctx.slice_axes)
 
 
-def _if(condition: jax.Array, change: Callable[..., Any], changed: Any, *args: Any, taken: tuple[int, int]) -> Any:
+def _if(
+    condition: jax.Array, change: Callable[..., Any], changed: Any, *args: Any, taken: tuple[int, int], stages: int = 1
+) -> Any:
     """`change(changed, *args)` if the condition holds, else `changed`, without a copy.
 
     Args:
       taken: (how often it holds, out of how many times), on a stage on which it ever holds.
+      stages: it holds on one of so many stages.
     """
     times, of = taken
-    with _taken(times, of=of):
+    with _taken(times, of=of, stages=stages):
         return lax.cond(condition, change, lambda changed, *_: changed, changed, *args)
 
 
-def _taken(*times: int, of: int) -> Any:
+def _taken(*times: int, of: int, stages: int = 1) -> Any:
     """A named scope that records how often the branches of a conditional run. `meshpar.cost` reads it.
 
     Args:
       times: a number for each branch; or one for all of them.
+      stages: one of so many stages ever takes a branch.
     """
-    return jax.named_scope(f"taken_{'_'.join(map(str, times))}_of_{of}")
+    on = f"on_1_of_{stages}_stages/" if stages > 1 else ""
+    return jax.named_scope(f"{on}taken_{'_'.join(map(str, times))}_of_{of}")
 
 
 def _added(sums: Any, grads: Any) -> Any:

@@ -92,7 +92,8 @@ def svg(timeline: Timeline, title: str) -> str:
     boxes = [_box(one, unit) for one in timeline.ran]
     foot = _text(8, _y(timeline.num_stages) + 16, summary(timeline))
     body = "\n".join([*rows, *boxes, foot])
-    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">\n{body}\n</svg>\n'
+    box = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n{body}\n</svg>\n'
 
 
 def _y(stage: int) -> int:

@@ -1,0 +1,40 @@
+"""`meshpar calibrate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshpar.cli.app import app, check_file, write
+from meshpar.errors import ConfigError
+from meshpar.progress import busy
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write, such as here.yaml.")],
+    devices: Annotated[int, typer.Option(min=1, max=256, help="Number of CPU devices to simulate.")] = 8,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE.")] = False,
+) -> None:
+    """Measures this machine, so that `meshpar plan --target FILE` plans for it.
+
+    Products, elementwise operations and every kind of collective are timed by size, on all devices at once.
+    """
+    if out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{out}: give the file the suffix .yaml")
+    if out.exists() and not overwrite:
+        raise ConfigError(f"{out} exists: use --overwrite to replace it, or another name")
+    check_file("FILE", out)
+    from meshpar.config import to_yaml
+    from meshpar.mesh import process
+
+    process.simulate(devices)
+    from meshpar.planning.calibrate import calibrate as measure
+
+    with busy("measuring", quiet=True):
+        machine = measure()
+    cores = " Simulated devices share cores: times are CPU seconds over cores." if machine.shares_cores else ""
+    write("FILE", out, f"# {machine.text} by `meshpar calibrate`.{cores}\n{to_yaml(machine)}")
+    typer.echo(f"{machine.text}: {out}")

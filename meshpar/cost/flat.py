@@ -1,0 +1,152 @@
+"""A jaxpr as a flat list of operations, with calls inlined and elementwise operations fused as compilers fuse them.
+
+An elementwise operation whose result is read once is computed where it is read: its result is no array. `cost.live`
+counts what is held, `cost.touched` what is read and written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal
+
+from meshpar.cost.walk import inner_jaxprs
+
+VIEWS = {
+    "broadcast_in_dim", "copy", "expand_dims", "iota", "name", "pvary", "reshape", "slice", "squeeze",
+    "stop_gradient", "transpose",
+}  # fmt: skip
+ELEMENTWISE = {
+    "abs", "add", "add_any", "and", "convert_element_type", "div", "eq", "exp", "ge", "gt", "integer_pow", "le", "log",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_precision", "rsqrt", "select_n",
+    "sign", "sqrt", "square", "sub", "tanh",
+}  # fmt: skip
+_FUSING = VIEWS | ELEMENTWISE | {"reduce_max", "reduce_min", "reduce_sum"}
+"""Operations that read what they need from the operations before them, without arrays in between."""
+_EXPENSIVE = {"div", "exp", "integer_pow", "log", "logistic", "pow", "rsqrt", "sqrt", "tanh"}
+_CHEAP = ELEMENTWISE - _EXPENSIVE | {"dynamic_slice"}
+"""Operations that compilers rather compute twice than store their results."""
+_CALLS = {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
+
+
+def regions(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
+    """The bodies of the manual regions (`shard_map`) of a program."""
+    for equation in jaxpr.eqns:
+        inside = inner_jaxprs(equation)
+        if equation.primitive.name == "shard_map":
+            yield from inside
+        else:
+            for one in inside:
+                yield from regions(one)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An equation of a flat program, whose values are numbered.
+
+    Args:
+      name: of its primitive.
+      reads, writes: numbers of values.
+      inside: the bodies of a loop, or the branches of a conditional.
+    """
+
+    equation: Any
+    reads: Sequence[int]
+    writes: Sequence[int]
+    inside: Sequence[Jaxpr]
+
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
+
+
+class Flat:
+    """A jaxpr in which the bodies of calls stand in place of the calls."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.operations: list[Operation] = []
+        self.sizes: list[int] = []
+        """Bytes of each value."""
+        self.arguments = {var: self._new(size_of(var)) for var in [*jaxpr.constvars, *jaxpr.invars]}
+        self.results = self._add(jaxpr, dict(self.arguments))
+
+    def _new(self, size: int) -> int:
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def _add(self, jaxpr: Jaxpr, known: dict[Any, int]) -> list[int]:
+        """Adds a jaxpr, given the numbers of its arguments, and returns those of its results."""
+
+        def number(atom: Any) -> int:
+            if isinstance(atom, Literal):
+                return self._new(0)
+            if atom not in known:
+                known[atom] = self._new(size_of(atom))
+            return known[atom]
+
+        for equation in jaxpr.eqns:
+            reads = [number(atom) for atom in equation.invars]
+            inside = inner_jaxprs(equation)
+            if equation.primitive.name in _CALLS and len(inside) == 1 and len(inside[0].invars) == len(reads):
+                written = self._add(inside[0], dict(zip(inside[0].invars, reads, strict=True)))
+                known |= zip(equation.outvars, written, strict=True)
+                continue
+            writes = [self._new(size_of(var)) for var in equation.outvars]
+            known |= zip(equation.outvars, writes, strict=True)
+            self.operations.append(Operation(equation, reads, writes, inside))
+        return [number(atom) for atom in jaxpr.outvars]
+
+    @cached_property
+    def last_reads(self) -> dict[int, int]:
+        """Value -> position of the operation that reads it last, where fused operations read for their reader."""
+        return self._fused[0]
+
+    @cached_property
+    def fused(self) -> set[int]:
+        """Values that are computed where they are read, and are no arrays."""
+        return self._fused[1]
+
+    @cached_property
+    def recomputed(self) -> set[int]:
+        """Values that are computed wherever they are read: the fused ones, and cheap ones that only fusions read."""
+        found = set(self.fused)
+        readers: dict[int, set[str]] = defaultdict(set)
+        for operation in self.operations:
+            for value in operation.reads:
+                readers[value].add(operation.name)
+        kept = set(self.results)
+        for operation in self.operations:
+            is_cheap = operation.name in _CHEAP and operation.writes[0] not in kept
+            if is_cheap and readers[operation.writes[0]] <= _FUSING | {"dynamic_update_slice"}:
+                found.add(operation.writes[0])
+        return found
+
+    @cached_property
+    def _fused(self) -> tuple[dict[int, int], set[int]]:
+        readers = Counter(value for operation in self.operations for value in operation.reads)
+        end = len(self.operations)
+        last = dict.fromkeys(self.results, end)
+        fused: set[int] = set()
+        for position, operation in reversed([*enumerate(self.operations)]):
+            at = position
+            if len(operation.writes) == 1 and readers[operation.writes[0]] == 1:
+                reader = last[operation.writes[0]]
+                is_fused = reader < end and self.operations[reader].name in _FUSING and operation.name in ELEMENTWISE
+                if is_fused or operation.name in VIEWS:
+                    fused.add(operation.writes[0])
+                    at = reader
+            for value in operation.reads:
+                last[value] = max(last.get(value, -1), at)
+        return last, fused
+
+
+def size_of(var: Any) -> int:
+    """Bytes of a value; 0 of a random key and of what is no array."""
+    aval = var.aval
+    width = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return math.prod(aval.shape) * width if width else 0

@@ -1,0 +1,67 @@
+"""Counts the bytes that the operations of a traced program read and write, without compiling it.
+
+Matrix products, convolutions and collectives are left out: `cost.flops` and `cost.traced` count those. Of all other
+operations, those that compilers fuse count as one, which reads its arrays and writes its result, see `cost.flat`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fractions import Fraction
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from meshpar.cost.flat import VIEWS, Flat, Operation, regions
+from meshpar.cost.flops import PRODUCTS
+from meshpar.cost.traced import COLLECTIVES
+from meshpar.cost.walk import Visit, repeats
+
+_ELSEWHERE = {*PRODUCTS, *COLLECTIVES, "axis_index", "optimization_barrier", "pallas_call", "pvary", "shard_map"}
+_PARTS = {"dynamic_slice": None, "gather": None, "dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
+"""Operations that touch only a part of their first operand -> the operand of that size; None for the result."""
+_SCALARS = 128
+"""Operations that touch no more bytes than these compute indices and counters, which cost nothing beside arrays."""
+
+Counts = dict[int, Fraction]
+"""Bytes -> how often."""
+
+
+def touched_bytes(program: ClosedJaxpr, mean: bool = False) -> Counts:
+    """Bytes that an operation of the manual regions reads and writes on a device -> how often it runs.
+
+    Args:
+      program: the result of `jax.make_jaxpr`. A `while` of unknown length counts once.
+      mean: count the mean of all stages of a pipeline, and not those of a stage with both ends of the model.
+    """
+    live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    found: Counts = defaultdict(Fraction)
+    for region in regions(live):
+        _add(region, Fraction(1), found, mean)
+    return found
+
+
+def _add(jaxpr: Jaxpr, times: Fraction, found: Counts, mean: bool) -> None:
+    flat = Flat(jaxpr)
+    reads: dict[int, set[int]] = {}  # value that is computed where it is read -> the arrays that it is computed from
+    for operation in flat.operations:
+        if operation.inside and operation.name not in _ELSEWHERE:
+            visit = Visit(operation.equation, scope=str(operation.equation.source_info.name_stack), mean=mean)
+            each = repeats(visit, len(operation.inside))
+            for inside, repeat in zip(operation.inside, each, strict=True):
+                _add(inside, times * (1 if repeat is None else repeat), found, mean)
+            continue
+        arrays = set().union(*(reads.get(value, {value}) for value in operation.reads))
+        if len(operation.writes) == 1 and operation.writes[0] in flat.recomputed:
+            reads[operation.writes[0]] = {*operation.writes} if operation.name in _PARTS else arrays
+        elif operation.name not in _ELSEWHERE and operation.name not in VIEWS:
+            size = _touched(operation, arrays, flat)
+            if size > _SCALARS:
+                found[size] += times
+
+
+def _touched(operation: Operation, arrays: set[int], flat: Flat) -> int:
+    if operation.name in _PARTS:
+        part = _PARTS[operation.name]
+        return 2 * flat.sizes[operation.writes[0] if part is None else operation.reads[part]]
+    return sum(flat.sizes[value] for value in [*arrays, *operation.writes])

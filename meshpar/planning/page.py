@@ -1,0 +1,131 @@
+"""Renders a plan as a page for a browser: one file, without scripts, fonts or links to other files.
+
+`page.html` is the template; this module computes what it draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from meshpar.inspection.report.templates import environment
+from meshpar.parallel.pipeline import gantt
+from meshpar.parallel.pipeline.get_schedule import get_schedule
+from meshpar.planning.estimate import Estimate, timeline
+from meshpar.planning.plan import Plan
+from meshpar.planning.search import Candidate
+from meshpar.planning.space import Layout
+from meshpar.tree import human_bytes, human_time
+
+# The box of the points, in per cent of the width and in px of the height; axes are logarithmic.
+_LEFT = 8.0
+_WIDTH = 90.0
+_TOP = 12.0
+_HEIGHT = 320.0
+_COLOURS = ("m0", "m2", "m4", "m1", "m3", "m5", "temporaries", "outputs", "rest")
+_MOST_MICROBATCHES = 32
+"""A schedule with more microbatches is drawn with this many."""
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """A logarithmic axis."""
+
+    least: float
+    most: float
+    start: float
+    length: float
+
+    def at(self, value: float) -> float:
+        span = math.log(self.most / self.least) or 1.0
+        return round(self.start + self.length * math.log(value / self.least) / span, 1)
+
+    @property
+    def ticks(self) -> list[float]:
+        """Five values, evenly spaced."""
+        return [self.least * (self.most / self.least) ** (i / 4) for i in range(5)]
+
+
+def page(plan: Plan) -> str:
+    """The page of a plan, a whole HTML document."""
+    found = plan.found
+    traced = {one.layout: one.estimate for one in [*found.ranked, *found.too_big]}
+    every = {**found.rough, **traced}
+    times = _Scale(min(e.total_s for e in every.values()), max(e.total_s for e in every.values()), _LEFT, _WIDTH)
+    sizes = [estimate.total_bytes for estimate in every.values()]
+    memory = _Scale(min(sizes), max(sizes), _TOP + _HEIGHT, -_HEIGHT)
+    terms = dict.fromkeys(term for one in plan.ranked for term in one.estimate.terms)
+    colours = {term: _COLOURS[i % len(_COLOURS)] for i, term in enumerate(terms)}
+    best = plan.ranked[0].layout
+    return (
+        environment(Path(__file__).parent)
+        .get_template("page.html")
+        .render(
+            title=plan.machine.text,
+            num_layouts=found.num_layouts,
+            num_too_big=len(found.too_big),
+            at_most=human_bytes(plan.at_most),
+            rows=[_row(one, colours) for one in plan.ranked],
+            slowest=max(one.estimate.total_s for one in plan.ranked),
+            colours=colours,
+            points=list(_points(plan, every, traced, times, memory)),
+            time_ticks=[{"at": times.at(value), "text": human_time(value)} for value in times.ticks],
+            memory_ticks=[{"at": memory.at(value), "text": human_bytes(value)} for value in memory.ticks],
+            limit_y=memory.at(plan.at_most) if memory.least <= plan.at_most <= memory.most else None,
+            alternatives=plan.alternatives,
+            schedule=_schedule(best),
+        )
+    )
+
+
+def _points(
+    plan: Plan, every: dict[Layout, Estimate], traced: dict[Layout, Estimate], times: _Scale, memory: _Scale
+) -> Iterator[dict[str, Any]]:
+    """The layouts as points, the traced ones on top. Of rough estimates at the same place, the first is drawn."""
+    taken: set[tuple[int, int]] = set()
+    for layout, estimate in sorted(every.items(), key=lambda item: item[0] in traced):
+        x = times.at(estimate.total_s)
+        y = memory.at(estimate.total_bytes)
+        place = (round(2 * x), round(y / 5))
+        if layout not in traced and place in taken:
+            continue
+        taken.add(place)
+        kind = "traced" if layout in traced else ""
+        if estimate.total_bytes > plan.at_most:
+            kind += " big"
+        if layout == plan.ranked[0].layout:
+            kind = "best"
+        title = f"{layout}\n{human_time(estimate.total_s)}, {human_bytes(estimate.total_bytes)}"
+        yield {"x": x, "y": y, "kind": kind.strip(), "title": title}
+
+
+def _row(one: Candidate, colours: dict[str, str]) -> dict[str, Any]:
+    start = 0.0
+    parts: list[dict[str, Any]] = []
+    for term, seconds in one.estimate.terms.items():
+        title = f"{term}: {human_time(seconds)}"
+        parts.append({"start": start, "seconds": seconds, "colour": colours[term], "title": title})
+        start += seconds
+    return {
+        "layout": str(one.layout),
+        "mesh": ", ".join(f"{axis} {size}" for axis, size in one.layout.sizes) or "one device",
+        "more": f"{', '.join(one.layout.presets)}; {one.layout.num_microbatches} microbatches",
+        "step": human_time(one.estimate.total_s),
+        "holds": human_bytes(one.estimate.total_bytes),
+        "parts": parts,
+    }
+
+
+def _schedule(layout: Layout) -> Markup | None:
+    """The picture of a pipeline's schedule."""
+    if not layout.schedule:
+        return None
+    num_stages = layout.size("pipe")
+    shown = min(layout.num_microbatches, max(num_stages, _MOST_MICROBATCHES // num_stages * num_stages))
+    drawn = timeline(get_schedule(layout.schedule, num_stages, shown), num_stages, layout.remat == "full")
+    return Markup(gantt.svg(drawn, f"{layout.schedule}: {num_stages} stages, {shown} microbatches"))

@@ -1,0 +1,75 @@
+"""The page of a plan in a real browser: its points lie where times and bytes say, and each kind of fault is found."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+import meshpar
+from meshpar.planning.page import page
+from tests.program.chromium import chromium
+from tests.program.look import shown_faults
+from tests.unit.test_planning import RUN
+
+POINTS = """[...document.querySelectorAll('.point')].map(e => [
+  e.querySelector('title').textContent, e.getBoundingClientRect().left, e.getBoundingClientRect().top, e.classList.value
+])"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("chromium") / "profile") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def planned():
+    fix = ["mesh.pipe=2", "model.remat=none", "mesh.context=1", "parallel.pipeline.kind=1f1b", "mesh.fsdp=1"]
+    return meshpar.plan(RUN, "h100:1x4", fix=fix)
+
+
+def faults(browser, html, planned, folder, width=1280, scheme="light"):
+    """The faults that any page may have, points out of place, and a best layout that hovering does not name."""
+    found = shown_faults(browser, html, folder, width, scheme)
+    points = {title.splitlines()[0]: rest for title, *rest in browser.ask(POINTS)}
+    traced = [(points.get(str(one.layout)), one.estimate) for one in planned.ranked]
+    if any(point is None for point, _ in traced):
+        return found | {"lacks a point"}
+    for axis, value in ((0, lambda e: e.total_s), (1, lambda e: e.total_bytes)):
+        (first, low), (last, high) = (
+            (point[axis], math.log(value(estimate)))
+            for point, estimate in (traced[0], max(traced, key=lambda one: abs(value(one[1]) - value(traced[0][1]))))
+        )
+        for point, estimate in traced:
+            at = first + (last - first) * (math.log(value(estimate)) - low) / (high - low)
+            if abs(point[axis] - at) > 2:
+                found.add("has a point out of place")
+    is_marked = points[str(planned.ranked[0].layout)][2] == "point best"
+    is_drawn = bool(browser.ask("document.querySelectorAll('.paper svg rect').length"))
+    return (
+        found | ({"marks another layout"} if not is_marked else set()) | (set() if is_drawn else {"lacks a schedule"})
+    )
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")])
+def test_a_plan_is_drawn_to_scale_and_fits_the_screen(browser, planned, tmp_path, width, scheme):
+    assert faults(browser, page(planned), planned, tmp_path, width, scheme) == set()
+
+
+BROKEN = {
+    "a point's place": (r'(class="point best" cx=)"[^"]*"', r'\1"50%"', "has a point out of place"),
+    "the mark": ("point best", "point traced", "marks another layout"),
+    "a missing point": (r'<circle class="point best".*?</circle>', "", "lacks a point"),
+    "the schedule": (r'(<div class="paper">).*?</div>', r"\1</div>", "lacks a schedule"),
+    "a wide table": ("<header", '<header style="min-width: 1400px"', "is wider than the screen"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_control_a_broken_page_is_seen(browser, planned, tmp_path, broken):
+    old, new, fault = BROKEN[broken]
+    changed = re.sub(old, new, page(planned), flags=re.DOTALL)
+    assert changed != page(planned)
+    assert fault in faults(browser, changed, planned, tmp_path)

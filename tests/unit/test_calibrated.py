@@ -1,0 +1,173 @@
+"""Measured machines: what is counted, how a table is read, what a file must have, and what changes a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshpar.config import to_yaml
+from meshpar.cost.touched import touched_bytes
+from meshpar.cost.traced import Collective
+from meshpar.errors import ConfigError
+from meshpar.mesh.hardware import Link, Links
+from meshpar.mesh.layout import MeshLayout
+from meshpar.planning import calibrate as calibrating
+from meshpar.planning import measured as measuring
+from meshpar.planning.alternatives import MARGIN, alternatives
+from meshpar.planning.estimate import Operations, Work
+from meshpar.planning.machine import StatedMachine
+from meshpar.planning.measured import KINDS, CollectiveTimes, MeasuredMachine, Point, interpolated, read
+from meshpar.planning.search import Candidate, pareto, trace
+from meshpar.planning.space import Layout
+from tests.unit.test_planning import RUN, region
+
+MESH = MeshLayout(data=2).abstract()
+STATED = StatedMachine("one host", 2, 2, 1e9, 1e9, Links(Link(1e6, 0.0), Link(1e6, 0.0)), overlaps=False)
+
+
+def points(seconds):
+    return (Point(size=1000, seconds=seconds), Point(size=3000, seconds=2 * seconds))
+
+
+def machine(num_devices=2, sizes=(2,), **changes):
+    tables = [CollectiveTimes(kind=kind, group_size=size, times=points(1e-3)) for kind in KINDS for size in sizes]
+    known = {"device": "cpu", "num_devices": num_devices, "memory_bytes": 10**9, "shares_cores": True}
+    return MeasuredMachine(
+        **known | {"products": points(1e-4), "elementwise": points(1e-5), "collectives": tables} | changes
+    )
+
+
+# What is counted --------------------------------------------------------------------------------------------------
+
+X = jnp.ones((16, 8), jnp.float32)  # 256 bytes on each of two devices
+W = jnp.ones((8, 8), jnp.float32)  # 256 bytes
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x: jnp.exp(-x) + 1, {512: 1}),  # one fusion: reads 256, writes 256
+        (lambda x: x @ W, {}),  # a product
+        (lambda x: (x @ W) * x, {768: 1}),  # two operands and a result
+        (lambda x: jax.lax.scan(lambda y, _: (jnp.exp(y), None), x, None, length=5)[0], {512: 5}),
+        (lambda x: jax.lax.psum(x, "data") + x, {768: 1}),  # the collective is counted elsewhere
+    ],
+)
+def test_operations_touch_what_they_read_and_write(fn, expected):
+    assert touched_bytes(region(fn)(X)) == expected
+
+
+def test_ends_of_a_pipeline_count_on_one_stage_in_the_mean():
+    """All stages but one skip the head, so two stages together have the products of one device."""
+    layout = Layout((("pipe", 2),), schedule="1f1b", num_microbatches=4, remat="none")
+    traced = [trace(RUN, layout, machine()), trace(RUN, layout, STATED), trace(RUN, Layout((), remat="none"), STATED)]
+    shared, busiest, one = (found.work.computes.flops for found in traced if found)
+    assert busiest > shared
+    assert 2 * shared == pytest.approx(one, rel=1e-6)
+
+
+# Tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_collective_takes_what_its_table_says():
+    mesh = MeshLayout(data=2).abstract()
+    assert machine().collective_s(Collective("all_reduce", ("data",), 2000, 2), mesh) == pytest.approx(1.5e-3)
+    assert interpolated(points(1.0), 6000) == 4.0
+
+
+def test_no_core_of_simulated_devices_is_idle_and_nothing_is_hidden():
+    mesh = MeshLayout(data=2).abstract()
+    beside = [Collective("all_reduce", ("data",), 1000, 2)]
+    work = Work(mesh, Operations({1000: 1.0}, {1000: 1.0}), beside, [], 1.5, 0, 0)
+    shared = work.on(machine())
+    assert shared.terms == pytest.approx({"products": 1e-4, "other operations": 1e-5, "weights and gradients": 1e-3})
+    apart = work.on(machine(shares_cores=False))
+    assert apart.terms["weights and gradients"] == pytest.approx(1e-3 - 1.1e-4)
+    assert apart.terms["bubble"] == pytest.approx(0.5e-3)
+
+
+def test_a_calibration_is_written_and_read(tmp_path, monkeypatch):
+    """Greater sizes take longer, and the file gives the same machine."""
+    for module in (calibrating, measuring):
+        monkeypatch.setattr(module, "group_sizes", lambda num_devices: [2])
+    monkeypatch.setattr(calibrating, "REPEATS", 8)
+    measured = calibrating.calibrate(sides=(8, 256), sizes=(2**10, 2**20), num_rounds=3)
+    (tmp_path / "here.yaml").write_text(to_yaml(measured))
+    assert read(tmp_path / "here.yaml") == measured
+    assert measured.num_devices == jax.device_count()
+    for table in (measured.products, measured.elementwise, *(one.times for one in measured.collectives)):
+        assert table[0].seconds < table[1].seconds
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_devices": 4}, "all_gather in groups of 4\n    has no times\n    measure them: meshpar calibrate FILE"),
+        ({"products": []}, "products"),
+        ({"memory_bytes": -1}, "memory_bytes"),
+    ],
+)
+def test_a_target_without_a_table_is_an_error(tmp_path, changes, message):
+    path = tmp_path / "here.yaml"
+    path.write_text(to_yaml(machine().model_dump(mode="json") | changes))
+    with pytest.raises(ConfigError) as error:
+        read(path)
+    assert message in str(error.value)
+
+
+def test_calibrate_does_not_overwrite_a_file(command, tmp_path):
+    path = tmp_path / "here.yaml"
+    path.write_text("mine")
+    said = command("calibrate", path)
+    assert said.code == 2
+    assert "use --overwrite to replace it" in said.err
+    assert path.read_text() == "mine"
+
+
+# What changes the answer --------------------------------------------------------------------------------------------
+
+
+def candidate(flops, sent, held, machine=STATED):
+    layout = Layout((("data", 2),), num_microbatches=flops + sent + held)  # any: layouts only have to differ
+    work = Work(MESH, Operations({flops: 1.0}, {}), [Collective("all_reduce", ("data",), sent, 2)], [], 1.0, 0, held)
+    return Candidate(layout, work, work.on(machine))
+
+
+def test_the_nearest_change_that_makes_another_layout_win_is_found():
+    """The first computes more and sends less: with a link that is fast enough the second wins."""
+    first = candidate(10**9, 10**6, 100)
+    second = candidate(5 * 10**8, 2 * 10**6, 100)
+    assert first.estimate.total_s == 2.0
+    assert second.estimate.total_s == 2.5
+    found = {str(one.figure).split(" ", 1)[1]: one for one in alternatives(STATED, [first, second], first, 1000)}
+    link = found["GB/s inside a host"]
+    assert link.layout == second.layout
+    faster = float(link.figure.split()[0]) * 1e9 / 1e6
+    assert 2.0 < faster < 2.0 * 2**0.5  # equal at twice the speed, and the next step of a quarter doubling is found
+    assert "of memory on a device" not in found
+
+
+def test_a_layout_that_does_not_fit_wins_with_more_memory():
+    first = candidate(10**9, 10**6, 100)
+    faster = candidate(10**8, 10**6, 150)
+    found = alternatives(STATED, [first, faster], first, 120)
+    memory = next(one for one in found if one.figure.endswith("of memory on a device"))
+    assert memory.layout == faster.layout
+    assert 120 < 150 <= float(memory.figure.split()[0])
+
+
+def test_control_a_layout_that_wins_by_less_than_the_margin_changes_nothing():
+    first = candidate(10**9, 10**6, 100)
+    other = replace(first, layout=candidate(1, 1, 1).layout)
+    assert MARGIN > 1
+    assert alternatives(STATED, [first, other], first, 1000) == []
+
+
+def test_pareto_keeps_what_no_other_beats_in_time_and_memory():
+    fast = candidate(10**8, 1, 300)
+    worse = candidate(2 * 10**8, 1, 400)
+    small = candidate(3 * 10**8, 1, 100)
+    assert pareto([fast, worse, small], lambda one: one.estimate) == [fast, small]
