@@ -33,7 +33,13 @@ class Writer:
         for logger in ("absl", "asyncio"):
             logging.getLogger(logger).addFilter(_is_news)
         self._ocp = ocp
-        self._writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False))
+        # Orbax divides an array among its replicas by a program for each shape and device, compiled at the first save.
+        handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=CHUNK_BYTES)
+        on_host = ocp.type_handlers.NumpyHandler()
+        handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, handler), (np.ndarray, on_host))
+        self._writer = ocp.AsyncCheckpointer(
+            ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=handlers)
+        )
 
     def write(self, folder: Path, arrays: Mapping[str, jax.Array]) -> None:
         """Copies arrays to the host and starts to write them; they may be donated at once. All processes call it."""

@@ -282,15 +282,15 @@ def _beginning(
 ) -> Beginning | CopiedBeginning | PretrainedBeginning | None:
     """The run's own last intact checkpoint, or else the source that `init` names, if there is one.
 
-    A copy in the memory of the hosts is preferred if it is newer.
+    A copy in the memory of the hosts is preferred if it is newer; then no checkpoint is read.
 
     Raises:
       CheckpointError, ConfigError: the source does not fit the run.
     """
     init = prepared.run.init
-    source = saved.newest(prepared.placement.structs)
-    if copies and (copy := copies.newest(source.step if source else 0)):
+    if copies and (copy := copies.newest(saved.latest() or 0)):
         return CopiedBeginning(copies, copy)
+    source = saved.newest(prepared.placement.structs)
     include: Sequence[str] = EVERYTHING
     exclude: Sequence[str] = ()
     if source is None and init and init.from_hf:

@@ -74,9 +74,10 @@ class Prepared(Training):
             return None
         collectives = self.collectives(self._traced_step)
         if slices := self.on(manual=True).slices:
-            every = slices.local.every
-            outer = self.collectives(slices.trace_outer().jaxpr)
-            collectives += [replace(one, times=one.times / every) for one in outer]
+            outer = self._zero1_gathers()
+            for traced in slices.trace_outer():
+                outer += traced_collectives(traced.jaxpr, self._float_bytes)
+            collectives += [replace(one, times=one.times / slices.local.every) for one in outer]
         return traffic(collectives)
 
     @cached_property
@@ -105,11 +106,17 @@ class Prepared(Training):
 
     def collectives(self, step: ClosedJaxpr) -> list[Collective]:
         """The collectives of a traced manual step, with ZeRO-1's gathers of updated parameters."""
-        on_cpu = (platform_of(self.mesh) or self.abstract_platform) == "cpu"
-        float_bytes = 4 if on_cpu else 1  # XLA:CPU sends 16-bit floats as 32-bit ones
+        return traced_collectives(step, self._float_bytes) + self._zero1_gathers()
+
+    def _zero1_gathers(self) -> list[Collective]:
         updated = jax.tree.leaves(self.placement.trained)
         stored = jax.tree.leaves(without(self.placement.params, self.placement.frozen))
-        return traced_collectives(step, float_bytes) + gathers(updated, stored, float_bytes)
+        return gathers(updated, stored, self._float_bytes)
+
+    @property
+    def _float_bytes(self) -> int:
+        """The smallest size of a float that is sent: XLA:CPU sends 16-bit floats as 32-bit ones."""
+        return 4 if (platform_of(self.mesh) or self.abstract_platform) == "cpu" else 1
 
     @property
     def _is_countable(self) -> bool:
@@ -142,6 +149,7 @@ class Prepared(Training):
         if local := self.ctx.local:
             num = self.mesh.shape[local.axis]
             what = f"{num} slices along {local.axis}; {local.outer.kind} after every {local.every} steps"
+            what += f" for each of {local.fragments} fragments" if local.fragments > 1 else ""
             found = found | {KEY: what + (f", from step {local.start} on" if local.start else "")}
         return found
 
@@ -161,7 +169,7 @@ class Prepared(Training):
           ContractWarning: the compiled step sends more than the traced one.
         """
         placement = self.on_prepared_states.placement
-        planned = planned_by(self.ctx, placement.sharded, placement.opt_state)
+        planned = planned_by(self.ctx, placement.sharded, placement.opt_state, placement.carried.get(SLICES, {}))
         found = inspection.inspect(step.compiled, self.mesh, warnings=step.warnings, planned=planned)
         layers = self.run.model.layer_stack()
         passes = (layers.num_layers if layers else 1) * self.ctx.num_passes
@@ -179,15 +187,17 @@ class Prepared(Training):
         return replace(found, traced=by_axes or None, model_states=states, selected=selected)
 
     def _sent_by_outer(self, step: LocalStep) -> str:
-        """What a device sends in the compiled outer step, and in the mean of all steps, as text.
+        """What a device sends in the compiled outer steps of a round, and in the mean of all steps, as text.
 
         Warns:
           ContractWarning: it sends more than the traced outer step.
         """
-        sent = collectives_of(step.outer.compiled, self.mesh)
-        if self._is_countable:
-            _warn_beyond(sent, traffic(self.collectives(step.outer.jaxpr)))
-        across = total_sent_bytes(one for one in sent if step.local.axis in (one.axes or ()))
+        across = Fraction(0)
+        for outer in step.outer:
+            sent = collectives_of(outer.compiled, self.mesh)
+            if self._is_countable:
+                _warn_beyond(sent, traffic(self.collectives(outer.jaxpr)))
+            across += total_sent_bytes(one for one in sent if step.local.axis in (one.axes or ()))
         each = human_bytes(round(across / step.local.every))
         return f"{human_bytes(round(across))} over {step.local.axis}, {each} a step"
 

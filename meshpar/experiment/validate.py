@@ -43,7 +43,7 @@ FEATURES: Mapping[str, Callable[[Run], bool]] = {
     "parallel.local": lambda run: run.parallel.local is not None,
     "parallel.gradient_reduction": lambda run: run.parallel.gradient_reduction is not None,
     "parallel.tensor.overlap": lambda run: run.parallel.tensor.overlap != "none",
-    "parallel.fsdp.overlap": lambda run: run.parallel.fsdp.overlap != "none",
+    "parallel.fsdp.overlap": lambda run: run.parallel.fsdp.in_chunks,
     "precision.matmul": lambda run: run.precision.matmul is not None,
 }
 """Key -> whether a run uses this feature. Some of these features cannot be combined, see `REFUSED`."""
@@ -177,7 +177,7 @@ def _check_reduction(run: Run, ctx: ParallelContext, problems: Problems) -> None
             "a rounded reduce-scatter consists of permutes, and the layers of a stage cannot run any: they wait for all"
         )
         problems.add(where, what, f"{where}=exact, rules.zero=2, or parallel.pipeline=null")
-    elif run.parallel.fsdp.overlap != "none":
+    elif run.parallel.fsdp.in_chunks:
         what = "parallel.fsdp.overlap scatters gradients while it multiplies, and adds them as they are"
         problems.add(where, what, f"{where}=exact, or parallel.fsdp.overlap=none")
 

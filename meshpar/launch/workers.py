@@ -23,6 +23,8 @@ from meshpar.mesh.join import DUMP, INTERRUPTED, LIFELINE, LOOPBACK, SIGNALS, ST
 POLL_S = 0.1
 GRACE_S = 5.0
 """How long processes may take to end by themselves after a peer has failed. Without it they cannot save."""
+AFTER_KILL_S = 1.0
+"""The same after a peer was killed: whatever it did, the others wait for it in a collective."""
 DUMP_S = 1.0
 """How long processes have to print their stacks."""
 HUNG = 124
@@ -230,14 +232,15 @@ def _end_others(failed: Worker, workers: Sequence[Worker]) -> Ended:
     """Ends the peers of a process that failed: they wait for it, or end after the same signal."""
     num_lost = sum(worker.is_killed for worker in workers)
     _send(workers, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
+    grace_s = min(GRACE_S, AFTER_KILL_S) if failed.is_killed else GRACE_S
+    deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and any(worker.code is None for worker in workers):
         time.sleep(POLL_S)
     stayed = [worker for worker in workers if worker.code is None]
     _kill(stayed)
     lines = [f"process {failed.index} ended first, with exit code {failed.code}"]
     if stayed:
-        lines[0] += f"; {_named(stayed)} did not end within {GRACE_S:.0f} s and got SIGKILL"
+        lines[0] += f"; {_named(stayed)} did not end within {grace_s:.0f} s and got SIGKILL"
     if not failed.is_shown:
         of_attempt = failed.log.read_text(errors="replace").rpartition(ATTEMPT)[2]
         quoted = of_attempt.splitlines()[1:][-QUOTED_LINES:]

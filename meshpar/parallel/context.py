@@ -187,15 +187,21 @@ class ParallelContext:
         return self.manual and self.rules.zero_stage == 3
 
     @property
-    def compiler_options(self) -> dict[str, str]:
-        """Options of XLA for a step.
+    def compiler_options(self) -> dict[str, str | bool]:
+        """Options of XLA for a step. GSPMD's program is left to XLA.
 
         XLA:CPU removes every `optimization_barrier` before it merges equal operations. In layers without a loop it then
-        merges what ZeRO-3 and remat compute again in the backward with the forward, and keeps it. GSPMD's program is
-        left to XLA.
+        merges what ZeRO-3 and remat compute again in the backward with the forward, and keeps it.
+
+        XLA:GPU starts the first gathers of a layer when the layer needs them. With its option it gathers the parameters
+        of layer i + 1 while layer i computes, which sends the same bytes.
         """
-        keeps_barriers = self.manual and platform_of(self.mesh) == "cpu"
-        return {"xla_disable_hlo_passes": "cse_barrier_expander"} if keeps_barriers else {}
+        if not self.manual:
+            return {}
+        if platform_of(self.mesh) == "cpu":
+            return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+        prefetches = self.parallel.fsdp.overlap == "prefetch" and platform_of(self.mesh) == "gpu"
+        return {"xla_gpu_enable_pipelined_all_gather": True} if prefetches else {}
 
     def overlaps(self, dim: str) -> bool:
         """Whether layers whose weights are sharded in `dim` communicate activations while they multiply."""

@@ -66,7 +66,7 @@ def streamed(dims: Dims, ctx: ParallelContext | None) -> Stored:
     Args:
       dims: the kernel's dims within its layer.
     """
-    if ctx is None or not ctx.manual or ctx.parallel.fsdp.overlap == "none" or not ctx.gathers_in_layers:
+    if ctx is None or not ctx.manual or not ctx.parallel.fsdp.in_chunks or not ctx.gathers_in_layers:
         return ()
     stored = _stored(dims, ctx)
     return stored if len(stored) == 1 else ()

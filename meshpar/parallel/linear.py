@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -24,7 +25,7 @@ from meshpar.collectives.matmul import PRODUCT, all_gather_matmul, matmul_reduce
 from meshpar.collectives.ring import Ring
 from meshpar.mesh.varying import Axes, varying_alike
 from meshpar.parallel import tensor
-from meshpar.parallel.context import Format, manual, manual_axes
+from meshpar.parallel.context import Format, manual, manual_axes, platform
 from meshpar.parallel.data import Stored
 
 # Letters for the dims in einsum equations.
@@ -34,6 +35,9 @@ _OUTPUTS = "xyz"
 _RANK = "r"
 
 Products = tuple[jax.Array, ...]
+
+MANY_TOKENS = 1024
+"""The gradient of a weight is a product of matrices from so many tokens on, see `_by_token`."""
 
 
 class Adapter(NamedTuple):
@@ -150,6 +154,8 @@ def _with_adapters(x: jax.Array, maps: Sequence[Weights], *, inputs: Axes = (), 
     if number_format := maps[0].number_format:
         shards = (manual_axes("batch") + manual_axes("seq"), inputs, outputs)
         products = _quantized_products(x, maps, number_format, shards)
+    elif _are_joint(x, maps):
+        products = _matrix_products(x, maps)
     else:
         products = tuple(_product(x, one) for one in maps)
     return tuple(_plus_adapter(y, x, one) for y, one in zip(products, maps, strict=True))
@@ -182,11 +188,7 @@ def _product(x: jax.Array, weights: Weights) -> jax.Array:
     if not weights.stored and manual() is None:  # GSPMD partitions a product best as it is written
         return jnp.tensordot(x, weights.kernel, axes=weights.num_inputs)
     if not weights.stored:
-        # As one matrix: XLA:CPU would copy a kernel of several dims before a product with its transpose.
-        outputs = weights.kernel.shape[weights.num_inputs :]
-        matrix = weights.kernel.reshape(-1, math.prod(outputs))
-        product: jax.Array = matmul(*varying_alike(x.reshape(*x.shape[:2], -1), matrix))
-        return product.reshape(*x.shape[:2], *outputs)
+        return _matrix_products(x, [weights])[0]
     ctx = manual()
     assert ctx is not None, "parameters are stored in shards only in the manual lowering"
     [(position, axes)] = weights.stored
@@ -196,23 +198,70 @@ def _product(x: jax.Array, weights: Weights) -> jax.Array:
     return all_gather_matmul(equation, weights.kernel, [x], ring, dim=of_kernel[position])[0]
 
 
+def _are_joint(x: jax.Array, maps: Sequence[Weights]) -> bool:
+    """Whether one product for all maps is faster: on CPUs, if together they are narrower than x.
+
+    The backward then joins the products' gradients, where it would add one gradient of x for each map.
+    """
+    if len(maps) == 1 or manual() is None or platform() != "cpu" or any(one.stored for one in maps):
+        return False
+    inputs = math.prod(x.shape[2:])
+    return sum(one.kernel.size for one in maps) < inputs**2
+
+
+def _matrix_products(x: jax.Array, maps: Sequence[Weights]) -> Products:
+    """x @ kernel for each kernel, as one product. Communication: none.
+
+    Kernels are matrices here: XLA:CPU would copy one of several dims before a product with its transpose.
+    """
+    outputs = [one.kernel.shape[one.num_inputs :] for one in maps]
+    matrices = [one.kernel.reshape(-1, math.prod(shape)) for one, shape in zip(maps, outputs, strict=True)]
+    joint: jax.Array = matmul(*varying_alike(x.reshape(*x.shape[:2], -1), *matrices))
+    products = _cut(joint, matrices) if len(maps) > 1 else [joint]
+    return tuple(y.reshape(*x.shape[:2], *shape) for y, shape in zip(products, outputs, strict=True))
+
+
 @jax.custom_vjp
-def matmul(x_BSK: jax.Array, w_KN: jax.Array) -> jax.Array:
-    """`x[B, S, K] @ w[K, N] -> y[B, S, N]`, whose backward transposes the smaller of x and dy for the gradient of w."""
-    return lax.dot_general(x_BSK, w_KN, (((2,), (0,)), ((), ())))
+def matmul(x_BSK: jax.Array, *kernels: jax.Array) -> jax.Array:
+    """`x[B, S, K] @ w[K, N] -> y[B, S, N]`, where w is several kernels [K, N_i] beside each other.
+
+    The backward transposes the smaller of x and dy for the gradient of w. It joins the kernels again, so that remat
+    and ZeRO-3 need not keep w.
+    """
+    return lax.dot_general(x_BSK, jnp.concatenate(kernels, axis=1), (((2,), (0,)), ((), ())))
 
 
-def _matmul_backward(saved: tuple[jax.Array, jax.Array], dy_BSN: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x_BSK, w_KN = saved
+def _matmul_backward(saved: tuple[jax.Array, ...], dy_BSN: jax.Array) -> tuple[jax.Array, ...]:
+    x_BSK, *kernels = saved
+    w_KN = jnp.concatenate(kernels, axis=1)
     dx_BSK = lax.dot_general(dy_BSN, w_KN, (((2,), (1,)), ((), ())))
-    # XLA:CPU copies the transpose of the left operand.
-    over_tokens = (((0, 1), (0, 1)), ((), ()))
+    x = _by_token(x_BSK)
+    dy = _by_token(dy_BSN)
+    tokens = tuple(range(x.ndim - 1))
+    over_tokens = ((tokens, tokens), ((), ()))
     if w_KN.shape[0] <= w_KN.shape[1]:
-        return dx_BSK, lax.dot_general(x_BSK, dy_BSN, over_tokens)
-    return dx_BSK, lax.dot_general(dy_BSN, x_BSK, over_tokens).T
+        dw_KN = lax.dot_general(x, dy, over_tokens)
+    else:
+        dw_KN = lax.dot_general(dy, x, over_tokens).T
+    return dx_BSK, *_cut(dw_KN, kernels)
 
 
-matmul.defvjp(lambda x, w: (matmul(x, w), (x, w)), _matmul_backward)
+matmul.defvjp(lambda x, *kernels: (matmul(x, *kernels), (x, *kernels)), _matmul_backward)
+
+
+def _by_token(x_BSN: jax.Array) -> jax.Array:
+    """[tokens, N] where there are many tokens.
+
+    XLA:CPU copies the transpose of a left operand of three dims. That takes up to a fifth of the product's time for
+    2048 tokens, and half or more for 4096. One of two dims is not copied; its product is slower by 3 % for 512 tokens.
+    """
+    return x_BSN.reshape(-1, x_BSN.shape[-1]) if math.prod(x_BSN.shape[:-1]) >= MANY_TOKENS else x_BSN
+
+
+def _cut(joint: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
+    """Cuts the last dim into parts as wide as each kernel."""
+    ends = np.cumsum([kernel.shape[1] for kernel in kernels])
+    return jnp.split(joint, ends[:-1], axis=-1)
 
 
 def _sequence_ring(dim: str) -> Ring | None:

@@ -22,6 +22,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import optax
 import pydantic
 
+from meshpar.collectives.powersgd import PowerSGD
 from meshpar.collectives.reduction import Across, Exact, Reduce
 from meshpar.config import Coerced, Config, Count, Positive, default
 from meshpar.errors import Problems
@@ -84,6 +85,9 @@ class LocalUpdates(Config):
     """Steps before the first round. In these, gradients are averaged over slices (post-local SGD)."""
     outer: Coerced[Outer, str | dict[str, Any]] = default(OuterAverage())
     """The optimizer of the shared parameters."""
+    fragments: Positive = 1
+    """Parts of the layers whose rounds end in turn, `every / fragments` steps apart, so that less is sent at once
+    (streaming DiLoCo). Fragment i of n has every n-th layer from i on; the last has what is in no layer too."""
     compress: Coerced[Across, str | dict[str, Any]] = default(Exact())
     """Format in which differences are all-reduced: exact (at least float32), bf16, int8, fp8, onebit, powersgd."""
 
@@ -92,13 +96,17 @@ class LocalUpdates(Config):
         """How differences are summed over slices; None for XLA's own all-reduce."""
         return None if isinstance(self.compress, Exact) else Reduce(across=self.compress)
 
-    def ends_round(self, step: int) -> bool:
-        """Whether the outer optimizer steps after this step; the first step is 1.
+    def fragment(self, step: int) -> int | None:
+        """The fragment whose round ends after this step, the first step being 1; None if none does.
 
-        >>> [step for step in range(1, 10) if LocalUpdates(every=3, start=2).ends_round(step)]
-        [5, 8]
+        >>> [LocalUpdates(every=3, start=2).fragment(step) for step in range(1, 9)]
+        [None, None, None, None, 0, None, None, 0]
+        >>> [LocalUpdates(every=4, fragments=2).fragment(step) for step in range(1, 9)]
+        [None, 0, None, 1, None, 0, None, 1]
         """
-        return step > self.start and (step - self.start) % self.every == 0
+        apart = self.every // self.fragments
+        steps = step - self.start
+        return None if steps <= 0 or steps % apart else (steps // apart - 1) % self.fragments
 
     def check(self, rules: AxisRules, sizes: Mapping[str, int], is_manual: bool, problems: Problems) -> None:
         """Adds a problem if the axis cannot have slices under these rules.
@@ -117,6 +125,16 @@ class LocalUpdates(Config):
         elif self.axis not in rules["batch"]:
             what = f"no rows of the batch are sharded over {self.axis}: its slices would all train on the same rows"
             problems.add(key, what, f"rules.batch with {self.axis}, or another axis")
+        if self.every % self.fragments:
+            fits = max(n for n in range(1, self.fragments) if self.every % n == 0)
+            what = f"the rounds of {self.fragments} fragments cannot end {self.every} / {self.fragments} steps apart"
+            problems.add(f"{KEY}.fragments", what, f"{KEY}.fragments={fits}")
+        if self.fragments > 1 and rules["layers"]:
+            what = "a device has the layers of its stage, and would have nothing to send for most fragments"
+            problems.add(f"{KEY}.fragments", what, f"{KEY}.fragments=1, or no preset pipeline")
+        if self.fragments > 1 and isinstance(self.compress, PowerSGD):
+            what = "powersgd carries matrices of whole stacks of layers from round to round"
+            problems.add(f"{KEY}.compress", what, f"{KEY}.compress=int8, or {KEY}.fragments=1")
         for dim, axes in rules.table.items():
             if dim != "batch" and self.axis in axes:
                 what = f"{dim} is sharded over {self.axis}, and a slice that trains alone has all of it"

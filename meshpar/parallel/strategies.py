@@ -27,8 +27,15 @@ class TensorParallel(Config):
 class FullySharded(Config):
     """How layers communicate the weights that ZeRO-3 shards."""
 
-    overlap: Overlap = "none"
-    """`ring`, `bidirectional`: chunks travel round a ring, in one or both directions, while others are multiplied."""
+    overlap: Overlap | Literal["prefetch"] = "none"
+    """`ring`, `bidirectional`: chunks travel round a ring, in one or both directions, while others are multiplied.
+    `prefetch`: XLA:GPU gathers the weights of the next layer while a layer computes. A device then holds them too.
+    Other backends overlap gathers as they can."""
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether a product gathers its weights itself."""
+        return self.overlap in ("ring", "bidirectional")
 
 
 class ContextParallel(Config):
@@ -147,7 +154,7 @@ class Parallel(Config):
         if fsdp in self.overlaps and not gathers_weights:
             what = "nothing to overlap: the rules do not gather weights in the layers, as ZeRO-3 does"
             problems.add(fsdp, what, "rules.zero=3" if has_storage else f"{fsdp}=none, or the preset fsdp")
-        if {tensor, fsdp} <= {*self.overlaps} and has_sequence and gathers_weights:
+        if tensor in self.overlaps and self.fsdp.in_chunks and has_sequence and gathers_weights:
             what = f"{tensor} is on too, but only one operand of a product can travel in chunks"
             problems.add(fsdp, what, f"{tensor}=none, or {fsdp}=none")
         context = self.context != ContextParallel()

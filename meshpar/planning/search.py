@@ -132,6 +132,9 @@ def probe(run: Run, everything: Sequence[Layout]) -> Probes:
     Raises:
       ConfigError: the run does not fit one device.
     """
+    if run.parallel.local:
+        what = "layouts are compared by the trace of one step, and local updates have a second program"
+        raise ConfigError(f"a run with parallel.local cannot be planned: {what}; plan it with parallel.local=null")
     remats = dict.fromkeys(layout.remat for layout in everything)
     axes = {axis for layout in everything for axis, _ in layout.sizes}
     alone = {remat: _prepared(run, Layout((), remat=remat)) for remat in remats}

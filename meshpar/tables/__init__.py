@@ -8,9 +8,12 @@
 
 from meshpar.tables.consistency import Async, Stale, Sync
 from meshpar.tables.optim import LazyAdam, RowAdagrad
-from meshpar.tables.table import Pulled, Table, TableState
+from meshpar.tables.placement import init, struct
+from meshpar.tables.state import Pulled, TableState
+from meshpar.tables.table import Table
 from meshpar.tables.training import TableTraining, training
 
 __all__ = [
-    "Async", "LazyAdam", "Pulled", "RowAdagrad", "Stale", "Sync", "Table", "TableState", "TableTraining", "training",
+    "Async", "LazyAdam", "Pulled", "RowAdagrad", "Stale", "Sync", "Table", "TableState", "TableTraining", "init",
+    "struct", "training",
 ]  # fmt: skip

@@ -44,8 +44,8 @@ class Consistency(Config):
         return jnp.full(num_devices, self.bound, jnp.int32)
 
     def arrive(
-        self, pending: Pending | None, rows: jax.Array, grads: jax.Array, step: jax.Array, none: int
-    ) -> tuple[jax.Array, jax.Array, Pending | None]:
+        self, pending: Pending | tuple[()], rows: jax.Array, grads: jax.Array, step: jax.Array, none: int
+    ) -> tuple[jax.Array, jax.Array, Pending | tuple[()]]:
         """What arrives in a step: rows and gradients of all pushes that are due; and the pushes after the step.
 
         Args:
@@ -56,8 +56,8 @@ class Consistency(Config):
         Returns:
           int32 [M] and [M, D]. M is n C without pending pushes, otherwise Q n C.
         """
-        if pending is None:
-            return rows.reshape(-1), grads.reshape(-1, grads.shape[-1]), None
+        if not isinstance(pending, Pending):
+            return rows.reshape(-1), grads.reshape(-1, grads.shape[-1]), ()
         slot = step % (self.bound + 1)
         pending = Pending(
             pending.rows.at[slot].set(rows),

@@ -18,8 +18,10 @@ from meshpar.mesh.varying import Axes
 from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
+from meshpar.tables.placement import init, struct
 from meshpar.tables.request import Counts
-from meshpar.tables.table import Table, TableState
+from meshpar.tables.state import TableState
+from meshpar.tables.table import Table
 from meshpar.train.program import WHOLE, compile_program, on_shards, shardings, trace
 
 Batch = dict[str, jax.Array]
@@ -74,7 +76,7 @@ class TableTraining:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, WHOLE))  # pyright: ignore
 
         params, opt_state = jax.tree.map(placed, jax.eval_shape(dense, jax.random.key(0)))
-        return State(params, opt_state, {name: table.struct(self.mesh) for name, table in self.tables.items()})
+        return State(params, opt_state, {name: struct(table, self.mesh) for name, table in self.tables.items()})
 
     def compile_init(self, options: dict[str, Any] | None = None) -> Callable[[jax.Array], State]:
         """Compiles a function: key -> the first state."""
@@ -82,7 +84,7 @@ class TableTraining:
         def local(key: jax.Array) -> State:
             of_dense, *of_tables = jax.random.split(key, 1 + len(self.tables))
             params = self.init(of_dense)
-            tables = {name: table.init(key) for (name, table), key in zip(self.tables.items(), of_tables, strict=True)}
+            tables = {name: init(table, key) for (name, table), key in zip(self.tables.items(), of_tables, strict=True)}
             return State(params, self.optimizer.init(params), tables)
 
         key = jax.eval_shape(jax.random.key, 0)

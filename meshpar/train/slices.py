@@ -37,6 +37,7 @@ from meshpar.parallel.trainable import as_in, filled, without
 from meshpar.sharding.resolve import Placement
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.error_feedback import SLICES, place_state
+from meshpar.train.fragments import Fragment
 from meshpar.train.gradients import Gradients, Objective, local_gradients
 from meshpar.train.program import (
     WHOLE,
@@ -119,28 +120,38 @@ class Slices:
 
         return step
 
-    def trace_outer(self) -> jax.stages.Traced:
-        """Traces `outer_step`. The state is donated."""
+    def trace_outer(self) -> list[jax.stages.Traced]:
+        """Traces `outer_step` of each fragment. The state is donated."""
+        num = self.local.fragments
         state = self.shared.structs
-        return trace(self.outer_step(self.local.outer.build()), (state,), shardings(state), donate=(0,))
+        steps = [self.outer_step(self.local.outer.build(), Fragment(index, num)) for index in range(num)]
+        return [trace(step, (state,), shardings(state), donate=(0,)) for step in steps]
 
-    def outer_step(self, tx: optax.GradientTransformation) -> Callable[[TrainState], TrainState]:
-        """The end of a round: `tx` updates the shared parameters, at which all slices then begin anew."""
-        sharded = shardings(structs(self.alone.trained))
-        stored = shardings(structs(without(self.alone.params, self.alone.frozen)))
+    def outer_step(self, tx: optax.GradientTransformation, fragment: Fragment) -> Callable[[TrainState], TrainState]:
+        """The end of a round: `tx` updates shared parameters of a fragment, at which all slices then begin anew."""
+        placed = self.shared.carried[SLICES]
+        whole = without(self.alone.params, self.alone.frozen)
+        sharded = shardings(structs(fragment.placements(self.alone.trained)))
+        stored = shardings(structs(fragment.placements(whole)))
 
         def outer(state: TrainState) -> TrainState:
             own = state.carried[SLICES]
-            trained = lax.with_sharding_constraint(as_in(own["params"], state.params), sharded)
-            means, rounding = self._mean_differences(trained, own["params"], own["rounding"], state.step)
+            shared = as_in(own["params"], state.params)
+            trained = lax.with_sharding_constraint(fragment.of(shared, whole), sharded)
+            means, rounding = self._mean_differences(fragment, trained, own, state.step)
+            opt_state = fragment.of(state.opt_state, self.shared.opt_state)
             with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
-                updates, opt_state = tx.update(means, state.opt_state, trained)
+                updates, opt_state = tx.update(means, opt_state, trained)
                 trained = lax.with_sharding_constraint(optax.apply_updates(trained, updates), sharded)
             trained = lax.with_sharding_constraint(trained, stored)  # ZeRO-1 gathers once, for slices and evaluations
-            params = jax.tree.map(self._to_all, trained)
-            own = own | {"params": params, "rounding": rounding}
-            params = filled(trained, state.params)
-            return replace(state, params=params, opt_state=opt_state, carried=state.carried | {SLICES: own})
+            params = fragment.into(jax.tree.map(self._to_all, trained), own["params"], placed["params"])
+            rounding = fragment.into(rounding, own["rounding"], placed["rounding"])
+            return replace(
+                state,
+                params=filled(fragment.into(trained, shared, whole), state.params),
+                opt_state=fragment.into(opt_state, state.opt_state, self.shared.opt_state),
+                carried=state.carried | {SLICES: own | {"params": params, "rounding": rounding}},
+            )
 
         return outer
 
@@ -171,8 +182,12 @@ class Slices:
         stored = without(self.alone.params, self.alone.frozen)
         return on_shards(local, self.ctx, (pspecs(placed),), pspecs(stored))(params)
 
-    def _mean_differences(self, shared: Any, own: Any, rounding: Any, step: jax.Array) -> tuple[Any, Any]:
-        """The means over slices of `shared - own`, in at least float32, and the new rounding errors.
+    def _mean_differences(self, fragment: Fragment, shared: Any, own: Any, step: jax.Array) -> tuple[Any, Any]:
+        """The means over slices of `shared - own`, in at least float32, and the new rounding errors, of a fragment.
+
+        Args:
+          shared: the shared parameters of the fragment.
+          own: the arrays of the slices.
 
         Communication: an all-reduce over the axis, or that of `Reduce.sum` for each bucket.
         """
@@ -191,11 +206,14 @@ class Slices:
             means = tree.unflatten([total / self.num for total, _ in sums])
             return means, {name: tree.unflatten([state[name][None] for _, state in sums]) for name in rounding}
 
-        sharded = self.alone.trained
+        placed = self.shared.carried[SLICES]
+        params = fragment.of(own["params"], placed["params"])
+        rounding = fragment.of(own["rounding"], placed["rounding"])
+        sharded = fragment.placements(self.alone.trained)
         each = pspecs(in_slices(sharded, self.local.axis))
-        errors = pspecs(self.shared.carried[SLICES]["rounding"])
+        errors = pspecs(fragment.placements(placed["rounding"]))
         summed = on_shards(local, self.ctx, (pspecs(sharded), each, errors, WHOLE), (pspecs(sharded), errors))
-        return summed(shared, own, rounding, step)
+        return summed(shared, params, rounding, step)
 
 
 def slice_gradients(
@@ -239,10 +257,11 @@ def slice_gradients(
 
 def _averaged(got: Gradients, placement: StatePlacement, axis: str) -> Gradients:
     """The means over the tokens of all slices. The number of tokens stays that of the slice."""
-    weight = got.tokens / jnp.maximum(lax.psum(got.tokens, axis), 1)
+    total = jnp.maximum(lax.psum(got.tokens, axis), 1)
 
     def mean(x: jax.Array) -> jax.Array:
-        return lax.psum(varying(x * weight.astype(x.dtype), (axis,)), axis)
+        weight = got.tokens.astype(x.dtype) / total.astype(x.dtype)
+        return lax.psum(varying(x * weight, (axis,)), axis)
 
     loss, metrics, grads = jax.tree.map(mean, (got.loss, got.metrics, got.grads))
     norm = data.global_norm(grads, placement.trained)
@@ -281,12 +300,12 @@ class LocalStep(Step):
     Args:
       program: a step of every slice alone.
       local: says when a round ends.
-      outer: state -> state, at the end of a round.
+      outer: for each fragment: state -> state, at the end of its round.
       averaging: a step with gradients averaged over slices, before the first round; None if rounds begin at once.
     """
 
     local: LocalUpdates
-    outer: Program
+    outer: tuple[Program, ...]
     averaging: Program | None = None
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -295,12 +314,13 @@ class LocalStep(Step):
 
     def at(self, index: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         program = self.program if index > self.local.start or self.averaging is None else self.averaging
-        if not self.local.ends_round(index):
+        fragment = self.local.fragment(index)
+        if fragment is None:
             return partial(self._run, program)
 
         def with_outer_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             state, metrics = self._run(program, state, batch)
-            return self.outer(state), metrics
+            return self.outer[fragment](state), metrics
 
         return with_outer_step
 

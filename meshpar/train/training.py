@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.cost.flops import needed_flops, traced_products
+from meshpar.errors import ConfigError
 from meshpar.optim.freeze import for_good
 from meshpar.parallel.batch import TEACHER, Batch
 from meshpar.parallel.context import ParallelContext
@@ -97,6 +98,10 @@ class Training:
         alone = self.slice_placement
         if local is None:
             return alone
+        state_params = self.update.state_params
+        if self.carried or (state_params and state_params.paths):
+            what = "steps change state of the model other than parameters, which slices do not average"
+            raise ConfigError(f"parallel.local: {what}; set parallel.local=null")
         return place_slices(alone, place_opt_state(alone.trained, local.outer.build(), self.mesh), local)
 
     @cached_property
@@ -236,7 +241,7 @@ class Training:
         averaging = None
         if slices.local.start:
             averaging = compiled(self._gradients(partial(slice_gradients, averages=True)), True).program
-        outer = compile_program(slices.trace_outer(), options)
+        outer = tuple(compile_program(traced, options) for traced in slices.trace_outer())
         return LocalStep(
             step.program, self.batch, step.given, step.warnings, self.order, None, local=slices.local, outer=outer,
             averaging=averaging,

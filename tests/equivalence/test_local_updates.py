@@ -25,6 +25,7 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.train.begin import Beginning
 from meshpar.train.data import Synthetic
 from meshpar.train.error_feedback import SLICES
+from meshpar.train.fragments import Fragment
 from meshpar.train.program import compile_program, with_rows
 from meshpar.train.slices import LocalStep, Slices
 from meshpar.train.state import TrainState
@@ -44,6 +45,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], list[str]]] = {
     "zero1": ({"replica": 4, "fsdp": 2}, ["zero1"]),
     "zero2_data": ({"replica": 2, "data": 2, "fsdp": 2}, ["zero2"]),
     "tensor_sp": ({"replica": 2, "tensor": 4}, ["megatron_sp"]),
+    "zero1_two": ({"replica": 2, "fsdp": 4}, ["zero1"]),
     "four": ({"replica": 4, "tensor": 2}, ["megatron"]),
     "pipeline": ({"replica": 2, "pipe": 2, "tensor": 2}, ["pipeline", "megatron"]),
     "one": ({}, ["replicated"]),
@@ -172,14 +174,17 @@ def quickly(run: Prepared, counts_all: bool = False) -> Outcome:
 
 
 @cache
-def reference(num_slices: int, inner: str, outer: str, start: int = 0) -> Outcome:
-    """The loop of the papers: each slice takes its steps alone, then the outer optimizer steps."""
+def reference(num_slices: int, inner: str, outer: str, start: int = 0, fragments: int = 1) -> Outcome:
+    """The loop of the papers: each slice takes its steps alone, then the outer optimizer steps.
+
+    With fragments each has an outer optimizer of its own, and their rounds end in turn.
+    """
     compute, first = one_device(ROWS // num_slices)
     tree = jax.tree.structure(first)
     names = list(flatten_with_paths(first))
     shared = dict(flatten_with_paths(first))
     settings, make_outer = OUTER[outer]
-    outer_direction = make_outer()
+    outer_directions = [make_outer() for _ in range(fragments)]
     directions = [INNER[inner][1]() for _ in range(num_slices)]
     own = [shared] * num_slices
     found = Outcome()
@@ -200,11 +205,18 @@ def reference(num_slices: int, inner: str, outer: str, start: int = 0) -> Outcom
         own = [{n: p[n] - LR * s[n] for n in names} for p, s in zip(own, steps, strict=True)]
         if index <= start:
             shared = own[0]
-        elif (index - start) % EVERY == 0:
-            mean = {n: sum(shared[n] - p[n] for p in own) / num_slices for n in names}
-            moved = outer_direction(mean)
-            shared = {n: shared[n] - settings["lr"] * moved[n] for n in names}
-            own = [shared] * num_slices
+        elif (index - start) % (EVERY // fragments) == 0:
+            at = ((index - start) // (EVERY // fragments) - 1) % fragments
+            parts = {n: slice(at, None, fragments) if "blocks" in n else slice(None) for n in names}
+            parts = {n: part for n, part in parts.items() if "blocks" in n or at == fragments - 1}
+            mean = {n: sum(shared[n] - p[n] for p in own)[part] / num_slices for n, part in parts.items()}
+            moved = outer_directions[at](mean)
+            shared = {n: x.copy() for n, x in shared.items()}
+            own = [{n: x.copy() for n, x in p.items()} for p in own]
+            for n, part in parts.items():
+                shared[n][part] -= settings["lr"] * moved[n]
+                for p in own:
+                    p[n][part] = shared[n][part]
     return replace(found, shared=shared, own={n: np.stack([p[n] for p in own]) for n in names})
 
 
@@ -227,6 +239,13 @@ def test_three_rounds_equal_the_loop_of_the_paper(layout, inner, outer, start):
     run = prepared(layout, INNER[inner][0], local(outer, start=start))
     num_slices = LAYOUTS[layout][0]["replica"]
     assert quickly(run).difference(reference(num_slices, inner, outer, start)) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "outer"), [("zero3_tensor", "adam"), ("zero1_two", "nesterov")])
+def test_fragments_of_layers_in_turn_equal_the_loop_of_the_paper(layout, outer):
+    run = prepared(layout, INNER["adamw"][0], local(outer, fragments=2))
+    assert quickly(run).difference(reference(2, "adamw", outer, fragments=2)) < 1e-10
 
 
 @pytest.mark.slow
@@ -266,21 +285,22 @@ def test_three_rounds_of_diloco_equal_the_loop_of_the_paper(diloco):
 
 
 def test_control_an_outer_step_taken_twice_is_seen(diloco):
-    outer = diloco.step.outer
-    twice = replace(diloco.step, outer=lambda state: outer(outer(state)))
+    (outer,) = diloco.step.outer
+    twice = replace(diloco.step, outer=(lambda state: outer(outer(state)),))
     assert outcome(diloco.run, twice, diloco.start()).difference(reference(2, "adamw", "nesterov")) > 1e-4
 
 
 def test_control_unequal_weights_of_slices_are_seen(diloco, monkeypatch):
     mean = Slices._mean_differences
 
-    def unequal(self: Slices, shared: Any, own: Any, *others: Any) -> Any:
+    def unequal(self: Slices, fragment: Fragment, shared: Any, own: Any, step: jax.Array) -> Any:
         weights = jnp.linspace(0.5, 1.5, self.num)
-        own = jax.tree.map(lambda x, y: x - weights.reshape(-1, *[1] * x.ndim) * (x - y), shared, own)
-        return mean(self, shared, own, *others)
+        params = jax.tree.map(lambda x, y: x - weights.reshape(-1, *[1] * x.ndim) * (x - y), shared, own["params"])
+        return mean(self, fragment, shared, own | {"params": params}, step)
 
     monkeypatch.setattr(Slices, "_mean_differences", unequal)
-    wrong = replace(diloco.step, outer=compile_program(diloco.run.slices.trace_outer(), QUICK))
+    (traced,) = diloco.run.slices.trace_outer()
+    wrong = replace(diloco.step, outer=(compile_program(traced, QUICK),))
     assert outcome(diloco.run, wrong, diloco.start()).difference(reference(2, "adamw", "nesterov")) > 1e-4
 
 

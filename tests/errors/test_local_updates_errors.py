@@ -10,6 +10,7 @@ from meshpar import ConfigError, Run, VerificationError, prepare, verify
 
 EXPERTS = {"num": 2, "per_token": 1, "intermediate_size": 8, "balance": {"kind": "bias"}}
 PIPELINE = {"mesh": {"replica": 2, "pipe": 2}, "rules": ["pipeline"]}
+ONE_F_ONE_B = {"kind": "1f1b", "num_microbatches": 2}
 STALE = {"kind": "pipedream_2bw", "num_microbatches": 2}
 
 
@@ -49,6 +50,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {},
         ("num_steps", "7 steps after parallel.local.start = 1 are no whole rounds of 4 steps", "num_steps=5"),
     ),
+    "fragments between steps": (
+        {"fragments": 3},
+        {},
+        ("parallel.local.fragments", "cannot end 4 / 3 steps apart", "parallel.local.fragments=2"),
+    ),
+    "fragments of stages": (
+        {"fragments": 2},
+        PIPELINE | {"parallel": {"pipeline": ONE_F_ONE_B}},
+        ("fragments=1, or no",),
+    ),
+    "fragments of matrices": ({"fragments": 2, "compress": "powersgd"}, {}, ("parallel.local.compress",)),
     "an average of parameters": ({}, {"optim": {"kind": "adamw", "lr": 1e-3, "ema": 0.9}}, ("optim.ema",)),
     "a master copy": (
         {},

@@ -95,6 +95,7 @@ def test_a_method_equals_the_reference(case, float64):
     assert difference(config_of(**CASES[case])) <= 1e-10
 
 
+@pytest.mark.slow
 def test_a_secure_sum_differs_by_its_rounding(float64):
     config = config_of(secure_sum={"range": 4.0}, clients_at_once=32)
     assert difference(config) <= config.num_rounds * config.clients_per_round * 4.0 / 2**31 * 4
@@ -150,6 +151,7 @@ def test_a_client_that_drops_out_changes_the_mean_and_nothing_else(float64):
     assert np.abs(matrix(everyone.server.params) - matrix(fewer.server.params)).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_a_round_without_any_update_changes_nothing(float64):
     trained, _ = federation(config_of(num_rounds=1, dropout=1.0, method="fedadam"))
     server = trained.init()
@@ -157,9 +159,13 @@ def test_a_round_without_any_update_changes_nothing(float64):
     assert played.server is server
 
 
-@pytest.mark.parametrize(("settings", "times"), [({}, 1), ({"method": "scaffold"}, 2), ({"secure_sum": {}}, 2)])
-def test_a_round_sends_the_model_once_for_each_sum(settings, times):
+SUMS = [({"secure_sum": {}}, 2), ({}, 1), ({"method": "scaffold"}, 2)]
+
+
+@pytest.mark.parametrize("case", slowly(SUMS, 1), ids=str)
+def test_a_round_sends_the_model_once_for_each_sum(case):
     """Under a secure sum, the masks of lost clients too; with SCAFFOLD, the change of the control variates."""
+    settings, times = case
     trained, _ = federation(config_of(dtype="float32", **settings))
     found = collectives_of(trained.compile(QUICK).compiled, trained.mesh)
     model_bytes = (5 + 1) * 4 * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import subprocess
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 import meshpar
 from meshpar.inspection.program.compiling import compiling
+from meshpar.launch.workers import Group
 from meshpar.mesh import compilation_cache, process
 from tests.command import CONFIG, Said
 from tests.program.test_findings import GRID, array, crossing
@@ -268,3 +270,42 @@ def test_two_processes_fill_one_cache_at_the_same_time(entries, tmp_path):
         assert all(Path(str(entry).removesuffix("cache") + "atime").exists() for entry in entries.glob("*-cache"))
     assert losses[0] == losses[1] == losses[2]
     assert len(list(entries.glob("jit_step-*-cache"))) == 1
+
+
+JOINED = f"""
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshpar.mesh import compilation_cache, process
+from meshpar.mesh.join import join
+
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+compilation_cache._DEFAULTS["jax_persistent_cache_min_compile_time_secs"] = 0.0
+join()
+process.simulate(4)
+compilation_cache.enable()
+mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,))
+sharding = NamedSharding(mesh, P("data"))
+x = jax.make_array_from_callback((8,), sharding, lambda index: jnp.arange(8.0)[index])
+events.clear()
+total = jax.jit(lambda x: jnp.sum(jnp.cos(x) * x)).lower(x).compile()
+print(events.count("{HIT}"), float(total(x)))
+"""
+
+
+def test_joined_processes_of_one_machine_load_what_those_before_them_compiled(tmp_path, monkeypatch):
+    """On CPUs only the first one does: it writes, and JAX's key has the devices as each process sees them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("JAX_ENABLE_COMPILATION_CACHE", raising=False)
+    printed = []
+    for _ in range(2):
+        ended = Group([sys.executable, "-c", JOINED], 2, tmp_path, is_quiet=True).run()
+        logs = [(tmp_path / f"process-{index}.log").read_text() for index in range(2)]
+        assert ended.code == 0, logs
+        printed.append([log.splitlines()[-1].split() for log in logs])
+    before, after = [[hits for hits, _ in each] for each in printed]
+    assert before == ["0", "0"]
+    assert after[0] == "1"
+    results = {result for each in printed for _, result in each}
+    assert len(results) == 1
+    assert abs(float(results.pop()) - sum(i * math.cos(i) for i in range(8))) < 1e-4

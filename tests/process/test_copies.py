@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.checkpoint import memory
 from meshpar.checkpoint.memory import MEMORY, folder_of, last_step
 from meshpar.errors import CheckpointError
 from meshpar.launch.workers import Group, Worker
 from meshpar.mesh import join
+from meshpar.train.copies.copies import Copies, opened
 from meshpar.train.copies.parts import Holders
 from tests.command import exit_code
 from tests.damage import flip_one_bit
@@ -154,9 +161,9 @@ data: {kind: synthetic, batch_size: 8, seq_len: 8}
 optim: {kind: adamw, lr: 1e-4}
 mesh: {data: 1, fsdp: 4}
 rules: [fsdp]
-num_steps: 300
+num_steps: 120
 log_every: 1
-checkpoints: {every: 50, memory_every: 20}
+checkpoints: {every: 50, memory_every: 10}
 loggers: []
 """
 
@@ -182,7 +189,7 @@ def test_after_a_host_is_lost_a_run_goes_on_from_its_neighbours_copy_or_from_a_c
 
     def kill(workers: Sequence[Worker]) -> bool:
         steps = [worker.position.step if worker.position else 0 for worker in workers]
-        if min(steps) >= 190:
+        if min(steps) >= 75:
             workers[1].send(signal.SIGKILL)
         return False
 
@@ -196,11 +203,11 @@ def test_after_a_host_is_lost_a_run_goes_on_from_its_neighbours_copy_or_from_a_c
     assert ended.code == 0, ended.why
     (restored,) = records(tmp_path / "run", "restored")
     if is_damaged:
-        assert str(restored["source"]).endswith("/run/checkpoints/150")
+        assert str(restored["source"]).endswith("/run/checkpoints/50")
         assert "is not what was written" in (tmp_path / "process-0.log").read_text()
     else:
         assert restored["source"] == f"the copy of step {max(copied)} in the memory of 2 hosts"
-        assert restored["step"] == max(copied) >= 160
+        assert restored["step"] == max(copied) >= 60
     found = {record["step"]: record["loss"] for record in records(tmp_path / "run", "train")}
     expected = {record["step"]: record["loss"] for record in records(tmp_path / "one", "train")}
     assert found.keys() == expected.keys()
@@ -217,3 +224,47 @@ def test_copies_count_as_progress(tmp_path, monkeypatch):
     assert last_step(run_dir) == 40
     (run_dir / "checkpoints" / "50").mkdir(parents=True)
     assert last_step(run_dir) == 50
+
+
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
+    monkeypatch.setenv(MEMORY, str(tmp_path))
+    struct = jax.ShapeDtypeStruct(
+        (3,), np.float32, sharding=NamedSharding(jax.make_mesh((8,), "data"), PartitionSpec())
+    )
+    with opened(tmp_path / "run", tmp_path / "records", {"x": struct}, {}) as copies:
+        yield copies
+
+
+def test_a_full_memory_ends_the_run_at_the_next_copy(copies, monkeypatch):
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(memory, "write", is_full)
+    state = {"x": jax.device_put(np.ones(3, np.float32), copies.layout.structs["x"].sharding)}
+    copies.save(1, state)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*: No space left on device; free some memory"):
+        copies.save(2, state)
+
+
+def test_a_run_that_begins_anew_in_the_same_directory_finds_no_copy(copies, tmp_path):
+    state = {"x": jax.device_put(np.ones(3, np.float32), copies.layout.structs["x"].sharding)}
+    (tmp_path / "records").write_text("first\n")
+    copies.save(1, state)
+    copies.wait()
+    assert copies.newest(after=0).step == 1
+    (tmp_path / "records").write_text("second\n")
+    assert copies.newest(after=0) is None
+    assert not list(copies.folder.glob("*/*"))
+
+
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_a_folder_that_is_missing_or_belongs_to_somebody_else_is_refused(is_foreign, tmp_path, monkeypatch):
+    monkeypatch.setenv(MEMORY, str(tmp_path / "memory"))
+    if is_foreign:
+        (tmp_path / "memory").mkdir()
+        mine = os.getuid()
+        monkeypatch.setattr(os, "getuid", iter([mine, mine + 1]).__next__)
+    told = "belongs to somebody else" if is_foreign else "cannot be made: No such file or directory"
+    with pytest.raises(CheckpointError, match=told):
+        memory.make(folder_of(tmp_path / "run"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from meshpar.experiment.config import Precision, Run
@@ -23,6 +24,7 @@ from meshpar.nn.lora import LoRA
 from meshpar.nn.transformer import Decoder
 from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
+from meshpar.parallel import linear
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
 from meshpar.train.step import Step
@@ -184,14 +186,30 @@ SHARED_ROWS = {
 
 @pytest.mark.parametrize("kind", SHARED_ROWS)
 def test_bytes_and_flops_with_context_parallelism_equal_the_traced_step(kind):
+    run = with_shared_rows(kind)
+    assert cost_as_written(run) == cost_as_traced(run)
+    assert run.traced_bytes == closed_form(run)
+
+
+def with_shared_rows(kind):
     sizes, presets, rules, remat = SHARED_ROWS[kind]
     sizes_of_model = SIZES | {"num_heads": 8, "num_layers": 4}  # a fourth of each size is a whole number
     model = Llama(**sizes_of_model, num_kv_heads=8 if kind == "ulysses" else 2, remat=remat)
     # With zigzag, halves of blocks would have one token, whose products XLA turns into multiplications.
     shared = {"context": {"kind": kind, "layout": "auto" if kind == "ulysses" else "contiguous"}}
-    run = prepared((sizes, presets), num_microbatches=2, model=model, rules=rules, parallel=shared)
-    assert cost_as_written(run) == cost_as_traced(run)
-    assert run.traced_bytes == closed_form(run)
+    return prepared((sizes, presets), num_microbatches=2, model=model, rules=rules, parallel=shared)
+
+
+@pytest.mark.slow
+def test_control_a_joint_kernel_that_is_kept_for_the_backward_is_not_gathered_again(monkeypatch):
+    """Planted: q, k and v are joined outside of the product, so that remat keeps the joint kernel of ZeRO-3."""
+    of_one = linear.matmul
+    monkeypatch.setattr(linear, "matmul", lambda x, *kernels: of_one(x, jnp.concatenate(kernels, axis=1)))
+    run = with_shared_rows("all_gather")
+    qkv = 16 * 12 * 2 * 4  # gathered over four devices, of which each pair shares the heads
+    kept = 2 * 4 * share(4, qkv // 2)
+    sent = sent_as_written(run)
+    assert closed_form(run)["fsdp", "context"] - sent["fsdp", "context"] == kept
 
 
 SEVERAL = {"num_microbatches": 2}

@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import pytest
 
-from meshpar.cost.traced import traffic
+from meshpar.cost.traced import traced_collectives, traffic
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.program.hlo import collectives_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.strategies import Parallel
 from meshpar.train.slices import LocalStep
+from meshpar.tree import flatten_with_paths
 from tests.program.oracle import share
 from tests.program.test_bytes import ROWS, as_written, prepared, sent_over
 
@@ -29,9 +30,9 @@ INSIDE = {
 }
 
 
-def sliced(layout: str, compress: Any = "exact") -> Prepared:
+def sliced(layout: str, **settings: Any) -> Prepared:
     sizes, presets = INSIDE[layout]
-    local = {"every": EVERY, "outer": "nesterov", "compress": compress}
+    local = {"every": EVERY, "outer": "nesterov"} | settings
     return prepared(({"replica": 2} | sizes, presets), parallel={"local": local})
 
 
@@ -48,11 +49,12 @@ def test_bytes_across_slices_are_those_of_the_parameters_once_a_round(layout):
     step = as_written(run)
     assert isinstance(step, LocalStep)
     inner = sent_over(collectives_of(step.compiled, run.mesh))
-    outer = sent_over(collectives_of(step.outer.compiled, run.mesh))
+    (end,) = step.outer
+    outer = sent_over(collectives_of(end.compiled, run.mesh))
     assert not any("replica" in axes for axes in inner)
     assert inner == traffic(run.collectives(step.program.jaxpr))
     assert outer["replica",] == 2 * share(2, parameter_bytes(run))
-    assert outer == traffic(run.collectives(step.outer.jaxpr))
+    assert outer == traffic(run.collectives(end.jaxpr))
     assert {axes: num_bytes for axes, num_bytes in outer.items() if axes != ("replica",)} == inside_outer(run, layout)
     a_step = {axes: inner.get(axes, 0) + outer.get(axes, 0) / Fraction(EVERY) for axes in {*inner, *outer}}
     assert run.traced_bytes == a_step
@@ -66,9 +68,8 @@ def inside_outer(run: Prepared, layout: str) -> dict[Any, Fraction]:
     return {("fsdp",): share(4, stored)} if layout == "zero1" else {}
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow if i else []) for i, name in enumerate(INSIDE)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", INSIDE)
 def test_inside_a_slice_a_step_sends_what_it_sends_without_the_other_slices(layout):
     """Half of the batch on half of the mesh."""
     run = sliced(layout)
@@ -85,11 +86,24 @@ def test_control_a_sum_over_slices_in_a_step_is_counted(monkeypatch):
     assert any("replica" in axes for axes in traffic(run.collectives(run._traced_step)))
 
 
+@pytest.mark.slow
 def test_int8_sends_a_byte_an_element_and_a_scale_a_block():
     """Each of two slices sends one half of the differences, and its half of the sum."""
-    run = sliced("zero3_tensor", {"kind": "int8", "block": 64})
+    run = sliced("zero3_tensor", compress={"kind": "int8", "block": 64})
     sizes: dict[Any, int] = defaultdict(int)
     for one in jax.tree.leaves(run.placement.sharded):
         sizes[frozenset(sum(one.axes, ()))] += math.prod(one.local_shape)
     blocks = sum(math.ceil(size / 2 / 64) for size in sizes.values())
     assert (run.traced_bytes or {})["replica",] == Fraction(2 * blocks * (64 + 4), EVERY)
+
+
+@pytest.mark.slow
+def test_fragments_send_the_same_bytes_in_turn():
+    """Of three layers the first fragment has two; the second has one, and the parameters outside of the layers."""
+    run = sliced("zero3_tensor", every=10, fragments=2)
+    sent = [traffic(traced_collectives(traced.jaxpr)) for traced in run.slices.trace_outer()]
+    blocks = {path: one for path, one in flatten_with_paths(run.placement.sharded).items() if "layers" in one.spec.dims}
+    of_layers = 2 * share(2, sum(one.local_bytes for one in blocks.values()))
+    assert sent[0] == {("replica",): of_layers * 2 / 3}
+    assert sent[1] == {("replica",): 2 * share(2, parameter_bytes(run)) - of_layers * 2 / 3}
+    assert run.traced_bytes == sliced("zero3_tensor", every=10).traced_bytes

@@ -20,7 +20,8 @@ from meshpar.nn.describe import describe, functional
 from meshpar.nn.layers import dropout, silu_product
 from meshpar.nn.rotary import Interpolated, Llama3, _rotate, apply_rope, rope_angles
 from meshpar.nn.supported import Supported
-from meshpar.parallel.linear import matmul
+from meshpar.parallel import linear
+from meshpar.parallel.linear import MANY_TOKENS, matmul
 from meshpar.parallel.tensor import cross_entropy
 from meshpar.tree import flatten_with_paths
 from tests.comparison import largest_difference
@@ -222,6 +223,7 @@ OWN_GRADIENTS = [
     (silu_product, [(2, 3, 8), (2, 3, 8)]),
     (matmul, [(2, 3, 4), (4, 8)]),
     (matmul, [(2, 3, 8), (8, 4)]),
+    (matmul, [(2, 3, 8), (8, 2), (8, 4)]),
     (_rotate, [(2, 3, 4, 8), (2, 3, 1, 3), (2, 3, 1, 3)]),
 ]
 
@@ -245,12 +247,30 @@ def test_custom_gradients_equal_autodiff(fn, shapes):
         assert gradient_error(fn, shapes) < 1e-13
 
 
+@pytest.mark.parametrize("shapes", [shapes for fn, shapes in OWN_GRADIENTS if fn is matmul])
+def test_the_custom_gradients_of_a_product_of_many_tokens_equal_autodiff(shapes, monkeypatch):
+    monkeypatch.setattr(linear, "MANY_TOKENS", 1)
+    with jax.enable_x64(True):
+        assert gradient_error(matmul, shapes) < 1e-13
+
+
 def test_control_a_wrong_custom_gradient_is_seen():
     with jax.enable_x64(True):
         assert gradient_error(doubled_gradient, [(4,)]) > 0.1
 
 
-@pytest.mark.parametrize(("shapes", "transposed"), [([(2, 3, 4), (4, 8)], (2, 3, 4)), ([(2, 3, 8), (8, 4)], (2, 3, 4))])
+MANY = MANY_TOKENS // 2
+
+
+@pytest.mark.parametrize(
+    ("shapes", "transposed"),
+    [
+        ([(2, 3, 4), (4, 8)], (2, 3, 4)),
+        ([(2, 3, 8), (8, 4)], (2, 3, 4)),
+        ([(2, MANY, 4), (4, 8)], (MANY_TOKENS, 4)),
+        ([(2, MANY, 8), (8, 4)], (MANY_TOKENS, 4)),
+    ],
+)
 def test_the_gradient_of_a_weight_transposes_the_smaller_side(shapes, transposed):
     args = [jnp.ones(shape) for shape in shapes]
     program = jax.make_jaxpr(jax.grad(lambda x, w: matmul(x, w).sum(), 1))(*args)

@@ -35,17 +35,21 @@ class Planned:
         return any(matching([path], glob) for glob in self.whole)
 
 
-def planned_by(ctx: ParallelContext, params: Any, opt_state: Any) -> Planned:
+def planned_by(ctx: ParallelContext, params: Any, opt_state: Any, slices: Mapping[str, Any] | None = None) -> Planned:
     """The plan that the rules of a run make for its step `step(state, batch)`.
 
     Args:
       params: tree of `Placement`, as sharded as the rules can make them.
       opt_state: tree of `Placement`.
+      slices: of the arrays of slices that train alone, by their names in `state.carried.slices`.
     """
+    own = {name: flatten_with_paths(tree) for name, tree in (slices or {}).items()}
     rules = ctx.rules
     state = {f"state.params.{path}": one for path, one in flatten_with_paths(params).items()}
+    state |= {f"state.carried.slices.params.{path}": one for path, one in own.get("params", {}).items()}
     stored = {path: tuple(axis for dim in one.spec.dims for axis in ctx.storage(dim)) for path, one in state.items()}
     state |= {f"state.opt_state.{path}": one for path, one in flatten_with_paths(opt_state).items()}
+    state |= {f"state.carried.slices.opt_state.{path}": one for path, one in own.get("opt_state", {}).items()}
     whole = ["batch.**"]
     for path, one in state.items():
         has_rule = not rules.explicit.keys().isdisjoint(one.spec.dims)

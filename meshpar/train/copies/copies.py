@@ -23,7 +23,7 @@ import jax
 
 from meshpar.checkpoint import memory
 from meshpar.checkpoint.agree import everyones, of_first, on_all
-from meshpar.errors import DamagedError, DamagedWarning
+from meshpar.errors import CheckpointError, DamagedError, DamagedWarning
 from meshpar.train.copies.parts import Holders, Layout, Part
 from meshpar.tree import flatten_with_paths, map_with_path
 
@@ -81,7 +81,7 @@ class Copies:
         It waits until the copy before is written on every host.
 
         Raises:
-          OSError: the memory is full.
+          CheckpointError: the copy before could not be written on some host.
 
         Communication: each process's part once, if no other host has it.
         """
@@ -96,11 +96,20 @@ class Copies:
         self._before = step
 
     def wait(self) -> None:
-        """Returns when the last copy is written on this host; raises its error if it failed."""
+        """Returns when the last copy is written on this host.
+
+        Raises:
+          CheckpointError: it could not be written, such as when the memory is full.
+        """
         pending = self._pending
         self._pending = None
-        if pending:
-            pending.result()
+        try:
+            if pending:
+                pending.result()
+        except OSError as error:
+            what = f"a copy of the state cannot be written to {self.folder}: {error.strerror}"
+            fix = f"free some memory, set {memory.MEMORY} to another folder, or leave checkpoints.memory_every out"
+            raise CheckpointError(f"{what}; {fix}") from None
 
     def newest(self, after: int) -> Copy | None:
         """The newest whole copy after a step; None if there is none. All others are removed.
@@ -135,7 +144,7 @@ class Copies:
 
     def discard(self) -> None:
         """Removes the copies on this host: a checkpoint is newer, or they may be wrong."""
-        with suppress(OSError):
+        with suppress(CheckpointError):
             self.wait()
         self._before = None
         shutil.rmtree(self.folder, ignore_errors=True)

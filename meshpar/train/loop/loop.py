@@ -297,8 +297,7 @@ class Loop:
         if self.copies:
             self.cursor.at(index, "copies")
             began = time.monotonic()
-            with writing("a copy of the state", self.copies.folder):
-                self.copies.save(index, state)
+            self.copies.save(index, state)
             self.recorder.record("copy", index, blocked_s=time.monotonic() - began)
 
     def _answer_request(self) -> None:

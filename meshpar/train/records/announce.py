@@ -26,6 +26,9 @@ def start(training: Training) -> str:
         _count(sum(spec.size for spec in jax.tree.leaves(training.specs)), "parameter"),
         f"{_count(tokens, 'token')} a step",
     ]
+    if local := training.ctx.local:
+        num_slices = training.mesh.shape[local.axis]
+        parts.append(f"{num_slices} slices along {local.axis}, {_count(local.every, 'step')} a round")
     return "; ".join(parts)
 
 

@@ -1,0 +1,67 @@
+"""Fragments of a state: the layers that slices average together, where not all are averaged at once.
+
+Source: Douillard et al. 2025, arXiv:2501.18512 (streaming DiLoCo, whose strided pattern this is).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from meshpar.sharding.resolve import Placement
+
+LAYERS = "layers"
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Every `num`-th layer, from `index` on. The last fragment also has all arrays without layers.
+
+    Args:
+      index: from 0.
+    """
+
+    index: int
+    num: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num - 1
+
+    def placements(self, tree: Any) -> Any:
+        """The placements of the arrays that it has a part of; `optax.MaskedNode` for the others."""
+        return jax.tree.map(lambda p: p if self._has(p) else optax.MaskedNode(), tree)
+
+    def of(self, arrays: Any, placements: Any) -> Any:
+        """Its parts of the arrays; `optax.MaskedNode` for arrays of which it has none. Each has all scalars."""
+
+        def part(p: Placement, x: jax.Array) -> Any:
+            if not self._has(p):
+                return optax.MaskedNode()
+            return x[self._index(p)]
+
+        return jax.tree.map(part, placements, arrays)
+
+    def into(self, parts: Any, arrays: Any, placements: Any) -> Any:
+        """The arrays with these parts in their places. Scalars count rounds: they change with the last fragment."""
+
+        def whole(p: Placement, x: jax.Array, part: Any) -> jax.Array:
+            if not self._has(p) or (not p.spec.dims and not self.is_last):
+                return x
+            return x.at[self._index(p)].set(part) if self.num > 1 else part
+
+        return jax.tree.map(whole, placements, arrays, parts)
+
+    def _has(self, placement: Placement) -> bool:
+        dims = placement.spec.dims
+        return self.is_last or LAYERS in dims or not dims
+
+    def _index(self, placement: Placement) -> tuple[slice, ...]:
+        dims = placement.spec.dims
+        if self.num == 1 or LAYERS not in dims:
+            return (slice(None),) * len(dims)
+        at = dims.index(LAYERS)
+        return (slice(None),) * at + (slice(self.index, None, self.num),)

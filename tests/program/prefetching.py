@@ -1,0 +1,37 @@
+"""Counts the gathers of a step for eight H100s, and those that are early, with and without the option for them.
+
+python -m tests.program.prefetching
+"""
+
+from __future__ import annotations
+
+from meshpar import AdamW, AxisRules, Llama, MeshLayout, Run, Synthetic
+from meshpar.experiment.prepare import prepare
+from meshpar.mesh import process, targets
+from meshpar.parallel.strategies import FullySharded, Parallel
+from tests.program.test_prefetch import gathers_in_loops
+
+
+def main() -> None:
+    run = Run(
+        model=Llama(num_layers=4, hidden_size=256, num_heads=4, intermediate_size=512, vocab_size=256),
+        data=Synthetic(batch_size=8, seq_len=256, vocab_size=256),
+        optim=AdamW(lr=1e-3),
+        mesh=MeshLayout(fsdp=8),
+        rules=AxisRules(preset="fsdp"),
+        parallel=Parallel(fsdp=FullySharded(overlap="prefetch")),
+        num_steps=1,
+        run_dir="unused",
+    )
+    process.compile_only()
+    prepared = prepare(run, run.mesh.build(targets.parse("h100:1x8").devices()))
+    for options in ({}, {"xla_gpu_enable_pipelined_all_gather": False}):
+        step = prepared.compile_step(options)
+        found = prepared.inspect(step)
+        num, num_early = gathers_in_loops(step.text)
+        equal = "equal" if found.bytes_per_axis == found.traced else "other"
+        print(f"{equal} bytes, {num} gathers, {num_early} early")
+
+
+if __name__ == "__main__":
+    main()
