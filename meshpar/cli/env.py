@@ -19,7 +19,6 @@ EXTRAS = {
     "quantized": ("qwix",),
     "privacy": ("dp_accounting",),
     "metrics": ("prometheus_client",),
-    "privacy": ("dp_accounting",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
     "tpu-target": ("libtpu",),
