@@ -94,6 +94,12 @@ class Prepared(Training):
         return self._traced_step if self._is_countable else None
 
     @cached_property
+    def gspmd_step(self) -> ClosedJaxpr:
+        """The traced step of the `auto` lowering, which has whole arrays and no collectives."""
+        training = self.on(manual=False)
+        return jax.make_jaxpr(training.step)(training.placement.structs, self.batch | self.given)
+
+    @cached_property
     def _traced_step(self) -> ClosedJaxpr:
         training = self.on(manual=True).on_prepared_states
         return jax.make_jaxpr(training.step)(training.placement.structs, self.batch | self.given)
