@@ -62,11 +62,11 @@ def search(
 ) -> Found:
     """Finds the fastest of the given layouts that hold no more than `at_most` bytes on a device.
 
-    Args:
-      along_memory: trace layouts that no other beats in both time and memory, by the rough estimates.
-
     Where GSPMD decides what is sent, only weights and gradients are known: layouts over `data` and `fsdp` are ranked by
     the rough estimates.
+
+    Args:
+      along_memory: trace layouts that no other beats in both time and memory, by the rough estimates.
 
     Raises:
       ConfigError: none of the layouts is one that can be estimated.

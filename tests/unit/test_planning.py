@@ -167,7 +167,9 @@ def test_the_config_of_a_plan_is_the_run_in_the_best_layout(planned, tmp_path):
     path = tmp_path / "planned.yaml"
     path.write_text(planned.yaml())
     assert meshpar.load(path) == planned.best
-    assert path.read_text().startswith("# Planned for h100:1x4. Estimated from the trace")
+    text = path.read_text()
+    assert text.startswith("# Planned for h100:1x4. Estimated from the trace")
+    assert f"# The next layout, {planned.ranked[1].layout}, loses by: " in text
     assert planned.best.model_copy(update={"mesh": RUN.mesh, "rules": RUN.rules, "model": RUN.model}) == RUN
 
 
