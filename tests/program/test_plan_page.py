@@ -26,7 +26,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def planned():
-    fix = ["mesh.pipe=2", "mesh.data=2", "model.remat=none", "parallel.pipeline.kind=1f1b"]
+    fix = ["mesh.pipe=2", "model.remat=none", "mesh.context=1", "parallel.pipeline.kind=1f1b", "mesh.fsdp=1"]
     return meshpar.plan(RUN, "h100:1x4", fix=fix)
 
 
