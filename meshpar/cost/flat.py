@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from meshpar.cost.walk import inner_jaxprs
 
@@ -34,15 +35,20 @@ _CHEAP = ELEMENTWISE - _EXPENSIVE | {"dynamic_slice"}
 _CALLS = {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
 
 
-def regions(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
-    """The bodies of the manual regions (`shard_map`) of a program."""
+def bodies(program: ClosedJaxpr) -> list[Jaxpr]:
+    """What a device runs: the manual regions (`shard_map`) of a program, or all of it if it has none."""
+    live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    return list(_regions(live)) or [live]
+
+
+def _regions(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
     for equation in jaxpr.eqns:
         inside = inner_jaxprs(equation)
         if equation.primitive.name == "shard_map":
             yield from inside
         else:
             for one in inside:
-                yield from regions(one)
+                yield from _regions(one)
 
 
 @dataclass(frozen=True)

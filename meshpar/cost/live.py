@@ -11,16 +11,15 @@ from __future__ import annotations
 from collections import defaultdict
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from meshpar.cost.flat import Flat, Operation, regions, size_of
+from meshpar.cost.flat import Flat, Operation, bodies, size_of
 
 
 def peak_bytes(program: ClosedJaxpr) -> int:
-    """Bytes that the manual regions of a program hold at most on a device, beside their arguments.
+    """Bytes that a program holds at most on a device, beside its arguments.
 
     Args:
-      program: the result of `jax.make_jaxpr`. Outside of manual regions arrays are whole, and not counted.
+      program: the result of `jax.make_jaxpr`. Only manual regions count; without any, the program of one device.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -31,8 +30,7 @@ def peak_bytes(program: ClosedJaxpr) -> int:
       >>> peak_bytes(jax.make_jaxpr(twice)(jnp.ones((8, 8), jnp.float32)))
       512
     """
-    live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
-    return max((_peak(region) for region in regions(live)), default=0)
+    return max(map(_peak, bodies(program)))
 
 
 def _peak(jaxpr: Jaxpr) -> int:

@@ -10,9 +10,8 @@ from collections import defaultdict
 from fractions import Fraction
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from meshpar.cost.flat import VIEWS, Flat, Operation, regions
+from meshpar.cost.flat import VIEWS, Flat, Operation, bodies
 from meshpar.cost.flops import PRODUCTS
 from meshpar.cost.traced import COLLECTIVES
 from meshpar.cost.walk import Visit, repeats
@@ -28,16 +27,16 @@ Counts = dict[int, Fraction]
 
 
 def touched_bytes(program: ClosedJaxpr, mean: bool = False) -> Counts:
-    """Bytes that an operation of the manual regions reads and writes on a device -> how often it runs.
+    """Bytes that an operation reads and writes on a device -> how often it runs.
 
     Args:
-      program: the result of `jax.make_jaxpr`. A `while` of unknown length counts once.
+      program: the result of `jax.make_jaxpr`. Only manual regions count; without any, the program of one device.
+        A `while` of unknown length counts once.
       mean: count the mean of all stages of a pipeline, and not those of a stage with both ends of the model.
     """
-    live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
     found: Counts = defaultdict(Fraction)
-    for region in regions(live):
-        _add(region, Fraction(1), found, mean)
+    for body in bodies(program):
+        _add(body, Fraction(1), found, mean)
     return found
 
 

@@ -42,8 +42,8 @@ from meshpar.parallel.trainable import without
 from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.train.error_feedback import SLICES
 from meshpar.train.gradients import STALE
+from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Distill
-from meshpar.train.slices import LocalStep
 from meshpar.train.step import Step, Update
 from meshpar.train.teacher import Teacher, unstaged
 from meshpar.train.training import Training, step_key
@@ -92,6 +92,12 @@ class Prepared(Training):
     def countable_step(self) -> ClosedJaxpr | None:
         """The traced step of the manual lowering; None where `traced_bytes` is None."""
         return self._traced_step if self._is_countable else None
+
+    @cached_property
+    def gspmd_step(self) -> ClosedJaxpr:
+        """The traced step of the `auto` lowering, which has whole arrays and no collectives."""
+        training = self.on(manual=False)
+        return jax.make_jaxpr(training.step)(training.placement.structs, self.batch | self.given)
 
     @cached_property
     def _traced_step(self) -> ClosedJaxpr:

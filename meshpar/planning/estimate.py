@@ -154,16 +154,17 @@ def _seconds(of: Operations, machine: Machine) -> tuple[float, float]:
 def operations(step: ClosedJaxpr, prepared: Prepared, mean: bool = False) -> Operations:
     """What a device computes in a traced step. GSPMD divides products outside of manual regions.
 
-    The optimizer's update is not in a manual region: it reads the state and the gradients, and writes the state.
+    The optimizer's update is in no manual region: it reads the state and the gradients, and writes the state.
     """
     products: dict[int, float] = defaultdict(float)
     for one in traced_products(step, mean):
         products[one.num_flops] += float(one.times * one.num_shards / prepared.mesh.size)
     touched = {size: float(times) for size, times in touched_bytes(step, mean).items()}
-    states = prepared.states
-    num_arrays = len(jax.tree.leaves(prepared.placement.sharded))
-    updated = (2 * (states.parameters + states.optimizer) + states.gradients) // num_arrays
-    touched[updated] = touched.get(updated, 0.0) + num_arrays
+    if step is prepared.countable_step:
+        states = prepared.states
+        num_arrays = len(jax.tree.leaves(prepared.placement.sharded))
+        updated = (2 * (states.parameters + states.optimizer) + states.gradients) // num_arrays
+        touched[updated] = touched.get(updated, 0.0) + num_arrays
     return Operations(products, touched)
 
 

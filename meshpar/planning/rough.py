@@ -43,7 +43,7 @@ class Probes:
     Args:
       tokens: of a batch.
       steps: remat -> the step on one device.
-      sent: axis -> the collectives over it, on two devices.
+      sent: axis -> the collectives over it, on two devices; None where GSPMD decides what is sent.
       stored: bytes of the parameters.
       gathered: bytes of the parameters in the dtype that the step computes with.
       summed: bytes of the gradients.
@@ -52,32 +52,40 @@ class Probes:
 
     tokens: int
     steps: Mapping[str | None, Step]
-    sent: Mapping[str, list[Collective]]
+    sent: Mapping[str, list[Collective]] | None
     stored: int
     gathered: int
     summed: int
     optimizer: int
 
+    def states_bytes(self, layout: Layout) -> int:
+        """Bytes of parameters and optimizer state on a device."""
+        fsdp = layout.size("fsdp")
+        stored = self.stored // (fsdp if layout.sharding in ("zero2", "fsdp") else 1)
+        return (stored + self.optimizer // fsdp) // (layout.size("tensor") * layout.size("pipe"))
+
+    def step_bytes(self, layout: Layout) -> int:
+        """Bytes that a step holds beside them: activations, gradients, gathered parameters."""
+        parts = layout.size("tensor") * layout.size("pipe")
+        in_layers = layout.sharding == "fsdp" or (layout.sharding == "zero2" and layout.num_microbatches == 1)
+        held = self._tokens_at_once(layout) * self.steps[layout.remat].bytes_per_token / layout.size("tensor")
+        held += self.summed / parts / (layout.size("fsdp") if in_layers else 1)
+        held += 0 if layout.sharding == "fsdp" else self.gathered / parts
+        return round(held)
+
     def work(self, layout: Layout) -> Work:
         """The rough work of a layout."""
-        size = layout.size
-        step = self.steps[layout.remat]
-        shares = layout.batch_shards * size("context") * size("tensor")
-        mesh = layout.abstract_mesh
-        parts = size("tensor") * size("pipe")
-        in_layers = layout.sharding == "fsdp" or (layout.sharding == "zero2" and layout.num_microbatches == 1)
-        held = self._tokens_at_once(layout) * step.bytes_per_token / size("tensor")
-        held += self.summed / parts / (size("fsdp") if in_layers else 1)
-        held += 0 if layout.sharding == "fsdp" else self.gathered / parts
-        stored = size("fsdp") if layout.sharding in ("zero2", "fsdp") else 1
+        shares = layout.batch_shards * layout.size("context") * layout.size("tensor")
+        stages = layout.size("pipe")
+        alone = self.steps[layout.remat].computes
         return Work(
-            mesh=mesh,
-            computes=_shared(step.computes, shares, layout.num_microbatches, size("pipe")),
+            mesh=layout.abstract_mesh,
+            computes=_shared(alone, shares, layout.num_microbatches, stages),
             beside=list(self._weights(layout)),
             waits=list(self._activations(layout)),
-            idle=1 + _IDLE.get(layout.schedule, 0.0) * (size("pipe") - 1) / layout.num_microbatches,
-            states_bytes=(self.stored // stored + self.optimizer // size("fsdp")) // parts,
-            step_bytes=round(held),
+            idle=1 + _IDLE.get(layout.schedule, 0.0) * (stages - 1) / layout.num_microbatches,
+            states_bytes=self.states_bytes(layout),
+            step_bytes=self.step_bytes(layout),
         )
 
     def _tokens_at_once(self, layout: Layout) -> float:
@@ -110,6 +118,7 @@ class Probes:
             if axis != "tensor":  # in the probe, a group already shares its tokens
                 shared //= size
             passes = layout.num_microbatches / layout.size("pipe")
+            assert self.sent is not None, "without them only data and fsdp are planned"
             for one in self.sent[axis]:
                 is_ring = one.kind == "collective_permute"
                 full_bytes = round(one.full_bytes * (2 / size if is_ring else 1) / shared)

@@ -22,7 +22,8 @@ from meshpar.planning.space import Layout
 Point = TypeVar("Point")
 PLATFORM = "gpu"
 """The platform of the traces: 16-bit floats are sent as such."""
-TRACED = 10
+KNOWN_UNDER_GSPMD = {"data", "fsdp"}
+TRACED = 8
 """How many layouts are traced."""
 PER_MESH = 2
 """How many layouts of the same mesh are traced."""
@@ -46,16 +47,14 @@ class Found:
     Args:
       ranked: the traced layouts that fit, the fastest first.
       too_big: the traced layouts that do not fit, the smallest first.
-      rough: layout -> the rough estimate of every layout that was considered.
+      rough: layout -> the rough estimate, of every layout that may fit.
+      num_layouts: how many layouts were considered.
     """
 
     ranked: Sequence[Candidate]
     too_big: Sequence[Candidate]
     rough: Mapping[Layout, Estimate]
-
-    @property
-    def num_layouts(self) -> int:
-        return len(self.rough)
+    num_layouts: int
 
 
 def search(
@@ -66,31 +65,40 @@ def search(
     Args:
       along_memory: trace layouts that no other beats in both time and memory, by the rough estimates.
 
+    Where GSPMD decides what is sent, only weights and gradients are known: layouts over `data` and `fsdp` are ranked by
+    the rough estimates.
+
     Raises:
-      ConfigError: what the run sends is not known before it is compiled.
+      ConfigError: none of the layouts is one that can be estimated.
     """
     probes = probe(run, everything)
-    rough = {layout: probes.work(layout).on(machine) for layout in everything}
-    fitting = (layout for layout in everything if rough[layout].total_bytes <= SLACK * at_most)
+    if probes.sent is None:
+        everything = [layout for layout in everything if KNOWN_UNDER_GSPMD.issuperset(layout.mesh)]
+        if not everything:
+            known = " and ".join(sorted(KNOWN_UNDER_GSPMD))
+            raise ConfigError(f"GSPMD decides what this run sends: only layouts over {known} can be planned")
+    held = {layout: probes.states_bytes(layout) + probes.step_bytes(layout) for layout in everything}
+    fitting = [layout for layout in everything if held[layout] <= SLACK * at_most]
+    rough = {layout: probes.work(layout).on(machine) for layout in fitting}
     promising = sorted(fitting, key=lambda layout: rough[layout].order)
     if along_memory:
         front = pareto(promising, rough.__getitem__)
         evenly = front[:: max(1, len(front) // TRACED)]
         promising = [*evenly, *front]
-    smallest = sorted(everything, key=lambda layout: rough[layout].total_bytes)
+    smallest = sorted(everything, key=held.__getitem__)
     ranked: list[Candidate] = []
     too_big: list[Candidate] = []
     of_mesh: Counter[Any] = Counter()
     for layout in dict.fromkeys([*promising, *smallest]):
         if sum(of_mesh.values()) == TRACED:
             break
-        candidate = trace(run, layout, machine) if of_mesh[layout.sizes] < PER_MESH else None
+        candidate = trace(run, layout, machine, probes) if of_mesh[layout.sizes] < PER_MESH else None
         if candidate:
             of_mesh[layout.sizes] += 1
             (ranked if candidate.estimate.total_bytes <= at_most else too_big).append(candidate)
     ranked.sort(key=lambda one: one.estimate.order)
     too_big.sort(key=lambda one: one.estimate.total_bytes)
-    return Found(ranked, too_big, rough)
+    return Found(ranked, too_big, rough, len(everything))
 
 
 def pareto(fastest_first: Iterable[Point], estimate: Callable[[Point], Estimate]) -> list[Point]:
@@ -105,10 +113,16 @@ def pareto(fastest_first: Iterable[Point], estimate: Callable[[Point], Estimate]
     return found
 
 
-def trace(run: Run, layout: Layout, machine: Machine) -> Candidate | None:
-    """Prepares and traces a run in a layout; None if they do not fit each other, or what it sends is not known."""
+def trace(run: Run, layout: Layout, machine: Machine, probes: Probes | None = None) -> Candidate | None:
+    """Prepares and traces a run in a layout; None if they do not fit each other, or what it sends is not known.
+
+    Args:
+      probes: give the work where GSPMD decides what is sent.
+    """
     prepared = _prepared(run, layout)
-    work = traced(prepared, machine.shares_cores) if prepared else None
+    if prepared is None:
+        return None
+    work = probes.work(layout) if probes and probes.sent is None else traced(prepared, machine.shares_cores)
     return Candidate(layout, work, work.on(machine)) if work else None
 
 
@@ -116,7 +130,7 @@ def probe(run: Run, everything: Sequence[Layout]) -> Probes:
     """Traces the probes that these layouts need.
 
     Raises:
-      ConfigError: what its step sends is not known, as under GSPMD.
+      ConfigError: the run does not fit one device.
     """
     if run.parallel.local:
         what = "layouts are compared by the trace of one step, and local updates have a second program"
@@ -125,14 +139,16 @@ def probe(run: Run, everything: Sequence[Layout]) -> Probes:
     axes = {axis for layout in everything for axis, _ in layout.sizes}
     alone = {remat: _prepared(run, Layout((), remat=remat)) for remat in remats}
     first = next(iter(alone.values()))
-    if first is None or first.countable_step is None:
-        raise ConfigError("this run cannot be planned: what its step sends is not known before it is compiled")
+    if first is None:
+        raise ConfigError("this run cannot be planned: `meshpar explain` says why it does not fit one device")
     tokens = run.data.batch_size * run.data.seq_len
     widths = run.precision.widths
     states = first.states
     elements = states.parameters // widths.params
     summed = elements * widths.sums
-    sent = {axis: _sent(run, axis) for axis in ACTIVATION_AXES if axis in axes}
+    sent = None
+    if first.countable_step is not None:
+        sent = {axis: _sent(run, axis) for axis in ACTIVATION_AXES if axis in axes}
     return Probes(
         tokens, {remat: _step(one, tokens, summed) for remat, one in alone.items() if one}, sent,
         states.parameters, elements * widths.compute, summed, states.optimizer,
@@ -160,8 +176,7 @@ def _merged(alike: Sequence[Collective]) -> Collective:
 
 
 def _step(prepared: Prepared, tokens: int, summed: int) -> Step:
-    step = prepared.countable_step
-    assert step is not None, "the probe without remat can be counted, and so can this"
+    step = prepared.countable_step or prepared.gspmd_step
     return Step(operations(step, prepared), (peak_bytes(step) - summed) / tokens)
 
 

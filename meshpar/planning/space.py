@@ -18,6 +18,8 @@ SHARDING = ("zero1", "zero2", "fsdp")
 SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv")
 PER_STAGE = (1, 2, 4, 8)
 """Microbatches of a pipeline over its stages."""
+ROWS = (1, 2, 4)
+"""Rows of a microbatch of a pipeline, beside those that PER_STAGE gives."""
 PASSES = (1, 2, 4, 8, 16)
 """Microbatches without a pipeline, whose gradients are summed."""
 REMAT = ("none", "full")
@@ -156,5 +158,7 @@ def _passes(num_stages: int, rows: int) -> list[tuple[str, int]]:
     """(schedule, number of microbatches) for a device with so many rows."""
     if num_stages == 1:
         return [("", count) for count in PASSES if rows % count == 0]
-    counts = [count * num_stages for count in PER_STAGE if rows % (count * num_stages) == 0]
-    return [(schedule, count) for schedule in SCHEDULES for count in counts]
+    counts = {count * num_stages for count in PER_STAGE} | {rows // size for size in ROWS}
+    fitting = sorted(count for count in counts if count >= num_stages and rows % count == 0)
+    both = product(SCHEDULES, fitting)
+    return [(schedule, count) for schedule, count in both if schedule != "interleaved" or count % num_stages == 0]

@@ -12,6 +12,7 @@ import pytest
 from meshpar.experiment import actions
 from meshpar.interop import user_code
 from meshpar.mesh.hardware import Chip
+from meshpar.planning.machine import EFFICIENCY
 
 MODULE = """
 import flax.linen as nn
@@ -218,6 +219,27 @@ def test_the_mfu_of_an_imported_model_is_recorded(meshpar, chip, model, weights)
     assert timed
     for record in timed:
         assert record["mfu"] == pytest.approx(record["tokens_per_s"] * 6 * weights / (8 * chip.flops))
+
+
+def test_an_imported_model_is_planned_by_the_operations_of_its_own_step(meshpar):
+    """Each of four devices multiplies its tokens with the weights of the dense layers, once forward and twice backward.
+
+    Over data and fsdp only weights and gradients are sent. What GSPMD sends over other axes is not known.
+    """
+    code, output = meshpar("plan", "config.yaml", "--target", "h100:1x4", "--fix", "num_microbatches=1", "--json")
+    assert code == 0
+    planned = json.loads(output)["ranked"]
+    assert {axis for one in planned for axis in one["layout"]["mesh"]} == {"data", "fsdp"}
+    flops = 6 * (16 * 32 + 32 * 64) * 8 * 8 / 4
+    first_layer = 2 * 16 * 32 * 8 * 8 / 4  # its input, a lookup of tokens, has a gradient too
+    for one in planned:
+        products = one["terms_s"]["products"] * EFFICIENCY * 1979e12 / 2
+        assert flops - first_layer <= products <= flops + first_layer
+    code, output = meshpar("plan", "config.yaml", "--target", "h100:1x4", "--fix", "mesh.tensor=4")
+    assert (code, output) == (
+        2,
+        "meshpar: GSPMD decides what this run sends: only layouts over data and fsdp can be planned\n",
+    )
 
 
 def test_an_imported_model_whose_flops_cannot_be_counted_trains_without_mfu(meshpar, chip):

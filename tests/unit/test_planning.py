@@ -115,7 +115,7 @@ def test_the_search_finds_the_best_of_all_layouts(monkeypatch):
     monkeypatch.setattr(
         searching,
         "trace",
-        lambda run, layout, machine: searching.Candidate(layout, works()[layout], works()[layout].on(machine)),
+        lambda run, layout, machine, probes: searching.Candidate(layout, works()[layout], works()[layout].on(machine)),
     )
     ratios = []
     for machine in machines():
