@@ -6,6 +6,7 @@ A verb imports what it needs when it runs, so a misspelt verb or option is repor
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import pkgutil
@@ -49,6 +50,8 @@ def _meshpar(
 
 def main() -> None:
     """The entry point. Exit codes: 0, 1 for a failed run, 2 for bad input."""
+    # Importing and tracing create millions of objects that stay. Python would look for garbage among them every 700.
+    gc.set_threshold(100_000)
     try:
         app()
     except MeshparError as error:

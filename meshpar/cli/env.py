@@ -16,6 +16,8 @@ PACKAGES = ("meshpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nu
 EXTRAS = {
     "data": ("tokenizers", "pyarrow"),
     "plot": ("matplotlib",),
+    "quantized": ("qwix",),
+    "privacy": ("dp_accounting",),
     "metrics": ("prometheus_client",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),

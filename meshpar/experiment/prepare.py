@@ -42,8 +42,8 @@ from meshpar.parallel.trainable import without
 from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.train.error_feedback import SLICES
 from meshpar.train.gradients import STALE
+from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Distill
-from meshpar.train.slices import LocalStep
 from meshpar.train.step import Step, Update
 from meshpar.train.teacher import Teacher, unstaged
 from meshpar.train.training import Training, step_key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import jax
@@ -51,6 +52,8 @@ class Privacy(Config):
         Raises:
           ConfigError: dp-accounting is not installed.
         """
+        if self.noise_multiplier == 0:
+            return math.inf
         try:
             import dp_accounting  # pyright: ignore[reportMissingImports]
             from dp_accounting.rdp import RdpAccountant  # pyright: ignore[reportMissingImports]

@@ -80,7 +80,11 @@ def fit(config: Federated, *, json: bool = False) -> Any:
 
     Args:
       json: print records as lines of JSON.
+
+    Raises:
+      ConfigError: the data cannot be read or divided; or a package that the config needs is not installed.
     """
+    _spent(config, config.num_rounds)  # whether it can be computed shows before the first round
     trained, held_out = federation(config)
     server = trained.init()
     by_client = ByClient(len(trained.owned))

@@ -27,7 +27,7 @@ class TensorParallel(Config):
 class FullySharded(Config):
     """How layers communicate the weights that ZeRO-3 shards."""
 
-    overlap: Overlap | Literal["prefetch"] = "none"
+    overlap: Literal[Overlap, "prefetch"] = "none"
     """`ring`, `bidirectional`: chunks travel round a ring, in one or both directions, while others are multiplied.
     `prefetch`: XLA:GPU gathers the weights of the next layer while a layer computes. A device then holds them too.
     Other backends overlap gathers as they can."""

@@ -94,7 +94,7 @@ class Table(Config):
         """The rows of ids.
 
         Args:
-          ids: int32, those of this device; below 0 for no row.
+          ids: integers, those of this device; below 0 for no row.
 
         Communication: `(n-1) C (4 + D b)` bytes for rows of D elements of b bytes.
         Raises:
@@ -103,7 +103,7 @@ class Table(Config):
         if others := sorted(varies_over(ids) - set(self.axes)):
             what = f"ids differ along {', '.join(others)}, over which the table is not sharded"
             raise ShardingError(f"{what}: its copies would get different gradients; add the axis to table.axes")
-        ids = varying(ids, self.axes)
+        ids = varying(ids.astype(jnp.int32), self.axes)
         is_hot = (ids >= 0) & (ids < self.hot)
         slots = assign(jnp.where(is_hot, -1, ids), self.shards(lax.axis_size(self.axes)), self.capacity)
         if self.partition == "column":

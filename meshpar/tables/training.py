@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
@@ -39,7 +41,7 @@ class Metrics(NamedTuple):
     """What a step reports.
 
     Args:
-      loss: [], the mean over the batch.
+      loss: [], the mean over the batch; NaN if an id had no row, see `TableTraining.check`.
       counts: of each table, what each device requested, int32[n].
     """
 
@@ -117,7 +119,7 @@ class TableTraining:
         return {name: jax.device_put(x, self.batch[name].sharding) for name, x in batch.items()}
 
     def check(self, metrics: Metrics) -> None:
-        """Waits for a step, and checks that every id had a row.
+        """Waits for a step, and checks that every id had a row. If not, its loss is NaN, and this says why.
 
         Raises:
           DataError: lists each table with ids that got no slot, with the capacity that they need; or with unknown ids.
@@ -139,7 +141,7 @@ class TableTraining:
 
     @property
     def _specs(self) -> Any:
-        return jax.tree.map(lambda struct: struct.sharding.spec, self.state)
+        return jax.tree.map(lambda x: x.sharding.spec, self.state)
 
     @property
     def _metrics(self) -> Metrics:
@@ -150,9 +152,12 @@ class TableTraining:
     def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         ids = self.ids(batch)
         pulled = {name: table.pull(state.tables[name], ids[name]) for name, table in self.tables.items()}
+        counts = {name: found.slots.counts for name, found in pulled.items()}
+        num_lost = sum(one.overflow[0] + one.unknown[0] for one in counts.values())
+        loud = jnp.where(num_lost > 0, jnp.nan, 0.0)
 
         def mean_loss(params: Any, rows: dict[str, jax.Array]) -> jax.Array:
-            return lax.pmean(self.loss(params, rows, batch), self.axes)
+            return lax.pmean(self.loss(params, rows, batch) + loud, self.axes)
 
         rows = {name: found.rows for name, found in pulled.items()}
         loss, (grads, row_grads) = jax.value_and_grad(mean_loss, argnums=(0, 1))(state.params, rows)
@@ -160,7 +165,6 @@ class TableTraining:
         tables = {
             name: table.push(state.tables[name], pulled[name], row_grads[name]) for name, table in self.tables.items()
         }
-        counts = {name: found.slots.counts for name, found in pulled.items()}
         return State(optax.apply_updates(state.params, updates), opt_state, tables), Metrics(loss, counts)
 
 
@@ -191,17 +195,20 @@ def training(
     problems = Problems()
     for name, table in tables.items():
         table.check(mesh, problems, name)
-    axes = next(iter(tables.values())).axes
+    axes = next((table.axes for table in tables.values()), ())
+    if not tables:
+        problems.add("tables", "there is none", "a table at least; `meshpar.training` trains dense parameters alone")
     for name, table in tables.items():
         if table.axes != axes:
             what = f"{', '.join(table.axes)}, though another table is sharded over {', '.join(axes)}"
             problems.add(f"{name}.axes", what, "the same axes for all tables: those of the batch")
-    num = int(np.prod([mesh.shape.get(axis, 1) for axis in axes]))
+    num = math.prod(mesh.shape.get(axis, 1) for axis in axes)
     for name, x in batch.items():
         if not x.shape or x.shape[0] % num:
             what = f"{x.dtype}{list(x.shape)} cannot be divided among {num} devices"
             problems.add(f"batch.{name}", what, f"a multiple of {num} as the first dim")
     problems.raise_any(ShardingError, "the tables do not fit the mesh:")
     sharding = NamedSharding(mesh, PartitionSpec(axes))  # pyright: ignore
-    structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()}
+    dtypes = {name: jax.dtypes.canonicalize_dtype(x.dtype) for name, x in batch.items()}
+    structs = {name: jax.ShapeDtypeStruct(x.shape, dtypes[name], sharding=sharding) for name, x in batch.items()}
     return TableTraining(mesh, dict(tables), axes, init, loss, ids, optimizer, structs)

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -41,9 +39,7 @@ from meshpar.train.fragments import Fragment
 from meshpar.train.gradients import Gradients, Objective, local_gradients
 from meshpar.train.program import (
     WHOLE,
-    Program,
     batch_pspecs,
-    on_host,
     on_shards,
     pspecs,
     shardings,
@@ -52,10 +48,7 @@ from meshpar.train.program import (
     with_rows,
 )
 from meshpar.train.state import StatePlacement, TrainState, on_device
-from meshpar.train.step import Metrics, Step, Update
-
-SUMS = ("tokens", "skipped")
-"""Metrics that are counts: those of a batch are the sums of the slices'. The others are means over tokens."""
+from meshpar.train.step import Metrics, Update
 
 
 @dataclass(frozen=True)
@@ -291,43 +284,3 @@ def in_slices(placements: Any, axis: str) -> Any:
         return replace(p, spec=spec, axes=((axis,), *p.axes), reason=("slices", *p.reason) if p.reason else ())
 
     return jax.tree.map(stack, placements)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalStep(Step):
-    """The compiled steps of a training with local updates. The host selects one by the number of the step.
-
-    Args:
-      program: a step of every slice alone.
-      local: says when a round ends.
-      outer: for each fragment: state -> state, at the end of its round.
-      averaging: a step with gradients averaged over slices, before the first round; None if rounds begin at once.
-    """
-
-    local: LocalUpdates
-    outer: tuple[Program, ...]
-    averaging: Program | None = None
-
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes the next step. It waits for the number of the state's step; `at` does not."""
-        return self.at(int(jax.device_get(state.step)) + 1)(state, batch)
-
-    def at(self, index: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-        program = self.program if index > self.local.start or self.averaging is None else self.averaging
-        fragment = self.local.fragment(index)
-        if fragment is None:
-            return partial(self._run, program)
-
-        def with_outer_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            state, metrics = self._run(program, state, batch)
-            return self.outer[fragment](state), metrics
-
-        return with_outer_step
-
-    def read(self, metrics: Metrics) -> dict[str, np.ndarray]:
-        found = on_host(metrics)
-        weights = found["tokens"] / max(found["tokens"].sum(), 1)
-        return {
-            name: x.sum(axis=0) if name in SUMS else np.tensordot(weights, x, 1).astype(x.dtype)
-            for name, x in found.items()
-        }

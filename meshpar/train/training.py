@@ -29,9 +29,10 @@ from meshpar.train.evaluate import Evaluation, trace_evaluation
 from meshpar.train.gradients import Gradients, Objective, gradients, stale
 from meshpar.train.layer_arrays import LayerArrays, cut_specs, with_stacks
 from meshpar.train.layer_order import LAYERS, LayerOrder
+from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Loss
 from meshpar.train.program import batch_structs, compile_program
-from meshpar.train.slices import LocalStep, Slices, place_slices, slice_gradients
+from meshpar.train.slices import Slices, place_slices, slice_gradients
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place, place_opt_state
 from meshpar.train.step import Metrics, Step, Update, compile_step, step_function
 from meshpar.train.teacher import Teacher

@@ -26,8 +26,9 @@ from meshpar.train.begin import Beginning
 from meshpar.train.data import Synthetic
 from meshpar.train.error_feedback import SLICES
 from meshpar.train.fragments import Fragment
+from meshpar.train.local_step import LocalStep
 from meshpar.train.program import compile_program, with_rows
-from meshpar.train.slices import LocalStep, Slices
+from meshpar.train.slices import Slices
 from meshpar.train.state import TrainState
 from meshpar.tree import flatten_with_paths
 from meshpar.verification.trial import QUICK
@@ -246,6 +247,31 @@ def test_three_rounds_equal_the_loop_of_the_paper(layout, inner, outer, start):
 def test_fragments_of_layers_in_turn_equal_the_loop_of_the_paper(layout, outer):
     run = prepared(layout, INNER["adamw"][0], local(outer, fragments=2))
     assert quickly(run).difference(reference(2, "adamw", outer, fragments=2)) < 1e-10
+
+
+@pytest.mark.slow
+def test_error_feedback_delays_differences_and_loses_none():
+    """Two rounds of random differences: what is not applied is in the rounding errors of the slices, in float32."""
+    run = prepared("zero3_tensor", INNER["sgd"][0], local("average", compress={"kind": "int8", "error_feedback": True}))
+    (traced,) = run.slices.trace_outer()
+    outer = compile_program(traced, QUICK)
+    state = run.compile_init(QUICK)()
+    placed = run.placement.structs.carried[SLICES]["params"]
+    rng = np.random.default_rng(0)
+    for _ in range(2):
+        before = jax.device_get(state)
+        own = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=(2, *x.shape)), before.params)
+        carried = state.carried[SLICES] | {
+            "params": jax.tree.map(lambda x, p: jax.device_put(x, p.sharding), own, placed)
+        }
+        state = outer(replace(state, carried={SLICES: carried}))
+        after = jax.device_get(state)
+        errors = [one.carried[SLICES]["rounding"]["lost"] for one in (before, after)]
+        arrays = map(jax.tree.leaves, (before.params, after.params, own, *errors))
+        for old, new, slices, lost_before, lost in zip(*arrays, strict=True):
+            differences = (old - slices + lost_before).sum(0)
+            assert np.abs(differences - 2 * (old - new) - lost.sum(0)).max() < 1e-6
+            assert np.abs(lost.sum(0)).max() > 1e-5
 
 
 @pytest.mark.slow

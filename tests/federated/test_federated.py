@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 from meshpar.config import to_yaml
 from meshpar.errors import ConfigError
-from meshpar.federated import Clients, Federated, Privacy, federation, load
+from meshpar.federated import Clients, Federated, Privacy, federation, fit, load
 from meshpar.federated import cohort as cohort_file
 from meshpar.federated import round as round_file
 from meshpar.federated.methods import Scaffold
@@ -90,7 +91,7 @@ def slowly(cases, num_quick):
     return [case if i < num_quick else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("case", slowly(CASES, 2))
+@pytest.mark.parametrize("case", slowly(CASES, 1))
 def test_a_method_equals_the_reference(case, float64):
     assert difference(config_of(**CASES[case])) <= 1e-10
 
@@ -231,6 +232,14 @@ def test_a_config_that_contradicts_itself_is_refused(case):
         config_of(**settings)
 
 
+def test_privacy_without_its_accountant_is_refused_before_the_first_round(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    config = config_of(privacy={"clip_norm": 1.0, "noise_multiplier": 1.0}, run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"pip install 'meshpar\[privacy\]'"):
+        fit(config)
+    assert not (tmp_path / "run").exists()
+
+
 def test_more_clients_than_examples_are_refused():
     with pytest.raises(ConfigError, match="40 clients cannot share 30 examples"):
         Clients(num=40).divide(np.zeros(30, int))
@@ -248,7 +257,7 @@ def test_the_shipped_config_comes_back_from_its_own_yaml(tmp_path):
 
 def test_the_command_records_rounds_and_clients_and_stores_the_parameters(command, tmp_path):
     run_dir = tmp_path / "run"
-    small = ["num_rounds=4", "eval_every=2", "mesh.data=8", "clients={num: 100}", "model=[]", f"run_dir={run_dir}"]
+    small = ["num_rounds=4", "eval_every=2", "mesh.data=8", "clients={num: 40}", "model=[]", f"run_dir={run_dir}"]
     done = command("federated", CONFIG, *small, "--no-cache")
     assert done.code == 0, done.err
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

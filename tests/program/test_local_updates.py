@@ -16,7 +16,7 @@ from meshpar.inspection.program.hlo import collectives_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.strategies import Parallel
-from meshpar.train.slices import LocalStep
+from meshpar.train.local_step import LocalStep
 from meshpar.tree import flatten_with_paths
 from tests.program.oracle import share
 from tests.program.test_bytes import ROWS, as_written, prepared, sent_over

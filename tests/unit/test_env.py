@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
+from meshpar.cli.env import EXTRAS
 from meshpar.errors import printable
 
 MAIN = [sys.executable, "-c", "from meshpar.cli import main; main()"]
@@ -48,6 +51,11 @@ def test_env_says_versions_devices_and_variables_and_hides_secrets(command, monk
     assert "hunter2" not in out
     assert "\\x1b[31m1" in out
     assert "\x1b" not in out
+
+
+def test_env_knows_every_extra_for_users():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert {*EXTRAS, "dev", "docs"} == {*project["optional-dependencies"]}
 
 
 def test_env_works_where_jax_cannot_start():

@@ -54,15 +54,12 @@ def _walk(program: Program, name: str, times: Fraction | None, branches: tuple[s
         elif not one.opcode.endswith(("-done", "-update")):
             for called in one.names(*_CALLS):
                 yield from _walk(program, called, times, branches)
-            for branch, taken in _taken(one, times):
+            for branch, taken in _taken(one, times) if one.opcode == "conditional" else ():
                 yield from _walk(program, branch, taken, (*branches, branch))
 
 
 def _taken(one: Instruction, times: Fraction | None) -> Iterable[tuple[str, Fraction | None]]:
-    """The branches of a conditional in the order of its index, and how often each runs if the conditional runs `times`.
-
-    Any other instruction has no branches.
-    """
+    """The branches of a conditional in the order of its index, and how often each runs if it runs `times`."""
     false, true = (one.names(f"{name}_computation") for name in ("false", "true"))
     branches = one.names("branch_computations") or false + true
     stated = _TAKEN.search(one.op_name)

@@ -1,0 +1,59 @@
+"""The compiled programs of a training with local updates, and which of them runs in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+
+from meshpar.parallel.batch import Batch
+from meshpar.parallel.local_updates import LocalUpdates
+from meshpar.train.program import Program, on_host
+from meshpar.train.state import TrainState
+from meshpar.train.step import Metrics, Step
+
+SUMS = ("tokens", "skipped")
+"""Metrics that are counts: those of a batch are the sums of the slices'. The others are means over tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalStep(Step):
+    """The compiled steps of a training with local updates. The host selects one by the number of the step.
+
+    Args:
+      program: a step of every slice alone.
+      local: says when a round ends.
+      outer: for each fragment: state -> state, at the end of its round.
+      averaging: a step with gradients averaged over slices, before the first round; None if rounds begin at once.
+    """
+
+    local: LocalUpdates
+    outer: tuple[Program, ...]
+    averaging: Program | None = None
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Takes the next step. It waits for the number of the state's step; `at` does not."""
+        return self.at(int(jax.device_get(state.step)) + 1)(state, batch)
+
+    def at(self, index: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+        program = self.program if index > self.local.start or self.averaging is None else self.averaging
+        fragment = self.local.fragment(index)
+        if fragment is None:
+            return partial(self._run, program)
+
+        def with_outer_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            state, metrics = self._run(program, state, batch)
+            return self.outer[fragment](state), metrics
+
+        return with_outer_step
+
+    def read(self, metrics: Metrics) -> dict[str, np.ndarray]:
+        found = on_host(metrics)
+        weights = found["tokens"] / max(found["tokens"].sum(), 1)
+        return {
+            name: x.sum(axis=0) if name in SUMS else np.tensordot(weights, x, 1).astype(x.dtype)
+            for name, x in found.items()
+        }
