@@ -19,21 +19,22 @@ _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 @contextmanager
 def relayed(log: Path) -> Iterator[tuple[int, int]]:
-    """Yields the standard output and the standard error for a process; they are closed here once it has started.
+    """Yields the standard output and the standard error for a process, to be closed here once it has started.
 
-    They are terminals where those of this process are, so that it shows its progress bar.
+    They are terminals where those of this process are, so that it shows its progress bar. They are one where those of
+    this process go to one place, so that lines keep their order.
     """
     with log.open("ab", buffering=0) as lines:
         threads: list[threading.Thread] = []
         ends: list[int] = []
-        for target in (1, 2):
+        for target in (1,) if os.path.sameopenfile(1, 2) else (1, 2):
             source, end = _connection(target)
             threads.append(threading.Thread(target=_pass_on, args=(source, target, lines), daemon=True))
             ends.append(end)
         for thread in threads:
             thread.start()
         try:
-            yield ends[0], ends[1]
+            yield ends[0], ends[-1]
         finally:
             for thread in threads:
                 thread.join(END_S)

@@ -164,8 +164,8 @@ class Group:
             is_shown = place.index == 0 and not self.is_quiet
             if is_shown:
                 output, errors = of_group.enter_context(relayed(log))
-                stack.callback(os.close, output)
-                stack.callback(os.close, errors)
+                for end in {output, errors}:
+                    stack.callback(os.close, end)
             process = subprocess.Popen(
                 self.command,
                 env=os.environ | place.variables() | variables,

@@ -121,7 +121,7 @@ class Work:
         return Estimate(shown, beside, self.states_bytes, self.step_bytes)
 
 
-def traced(prepared: Prepared, mean: bool = False) -> Work | None:
+def work_of(prepared: Prepared, mean: bool = False) -> Work | None:
     """The work of a run's step, by its trace; None if that does not say what is sent, see `Prepared.traced_bytes`.
 
     Args:

@@ -88,12 +88,15 @@ class Plan:
 
     def yaml(self) -> str:
         """The config of the best layout, with what the plan says of it in comments."""
-        best = self.ranked[0].estimate
+        first, *others = self.ranked
+        best = first.estimate
         step = human_time(best.total_s)
         terms = ", ".join(f"{human_time(time)} {term}" for term, time in best.terms.items())
         lines = [
             f"Planned for {self.machine.text}. Estimated from the trace: a step takes {step} ({terms}).",
             f"A device holds {human_bytes(best.total_bytes)} of {human_bytes(self.at_most)}.",
+            *(f"The next layout, {other.layout}, loses by: {_loss(other, first)}." for other in others[:1]),
+            *(f"Another layout would win {alternative}." for alternative in self.alternatives[:1]),
         ]
         return "".join(f"# {line}\n" for line in lines) + to_yaml(self.best)
 

@@ -14,7 +14,7 @@ from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
-from meshpar.planning.estimate import Estimate, Work, carries_activations, operations, traced
+from meshpar.planning.estimate import Estimate, Work, carries_activations, operations, work_of
 from meshpar.planning.machine import Machine
 from meshpar.planning.rough import ACTIVATION_AXES, Probes, Step
 from meshpar.planning.space import Layout
@@ -28,7 +28,10 @@ TRACED = 8
 PER_MESH = 2
 """How many layouts of the same mesh are traced."""
 SLACK = 1.25
-"""Layouts that hold this much more than the machine has, by the rough estimate, may fit all the same."""
+"""Layouts that hold this much more than the machine has, by the rough estimate, may fit all the same. The first trace
+with a policy of remat and a schedule corrects the rough estimates of all others with them."""
+SMALLEST = 3
+"""How many of the smallest layouts are traced if no other fits."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,11 @@ def search(
 ) -> Found:
     """Finds the fastest of the given layouts that hold no more than `at_most` bytes on a device.
 
-    Args:
-      along_memory: trace layouts that no other beats in both time and memory, by the rough estimates.
-
     Where GSPMD decides what is sent, only weights and gradients are known: layouts over `data` and `fsdp` are ranked by
     the rough estimates.
+
+    Args:
+      along_memory: trace layouts that no other beats in both time and memory, by the rough estimates.
 
     Raises:
       ConfigError: none of the layouts is one that can be estimated.
@@ -85,17 +88,28 @@ def search(
         front = pareto(promising, rough.__getitem__)
         evenly = front[:: max(1, len(front) // TRACED)]
         promising = [*evenly, *front]
-    smallest = sorted(everything, key=held.__getitem__)
-    ranked: list[Candidate] = []
-    too_big: list[Candidate] = []
+    traced: dict[Layout, Candidate] = {}
     of_mesh: Counter[Any] = Counter()
-    for layout in dict.fromkeys([*promising, *smallest]):
-        if sum(of_mesh.values()) == TRACED:
-            break
-        candidate = trace(run, layout, machine, probes) if of_mesh[layout.sizes] < PER_MESH else None
-        if candidate:
+    refused: set[tuple[Any, str]] = set()
+    corrections: dict[tuple[str | None, str], float] = {}
+    for layout in dict.fromkeys(promising):
+        alike = (layout.remat, layout.schedule)
+        kind = (layout.sizes, layout.schedule)
+        may_fit = held[layout] * corrections.get(alike, 1 / SLACK) <= at_most
+        if len(traced) == TRACED or of_mesh[layout.sizes] == PER_MESH or kind in refused or not may_fit:
+            continue
+        if candidate := trace(run, layout, machine, probes):
+            traced[layout] = candidate
             of_mesh[layout.sizes] += 1
-            (ranked if candidate.estimate.total_bytes <= at_most else too_big).append(candidate)
+            corrections[alike] = candidate.estimate.total_bytes / held[layout]
+        else:
+            refused.add(kind)
+    if all(one.estimate.total_bytes > at_most for one in traced.values()):
+        for layout in sorted(everything, key=held.__getitem__)[:SMALLEST]:
+            if candidate := trace(run, layout, machine, probes):
+                traced[layout] = candidate
+    ranked = [one for one in traced.values() if one.estimate.total_bytes <= at_most]
+    too_big = [one for one in traced.values() if one.estimate.total_bytes > at_most]
     ranked.sort(key=lambda one: one.estimate.order)
     too_big.sort(key=lambda one: one.estimate.total_bytes)
     return Found(ranked, too_big, rough, len(everything))
@@ -122,7 +136,7 @@ def trace(run: Run, layout: Layout, machine: Machine, probes: Probes | None = No
     prepared = _prepared(run, layout)
     if prepared is None:
         return None
-    work = probes.work(layout) if probes and probes.sent is None else traced(prepared, machine.shares_cores)
+    work = probes.work(layout) if probes and probes.sent is None else work_of(prepared, machine.shares_cores)
     return Candidate(layout, work, work.on(machine)) if work else None
 
 

@@ -188,6 +188,14 @@ def test_the_first_process_prints_to_the_terminal_and_to_its_log(tmp_path):
     assert sorted((tmp_path / "process-0.log").read_text().splitlines()[1:]) == ["20 %", "True 57", "odd"]
 
 
+def test_lines_of_the_first_process_keep_their_order(tmp_path):
+    worker = "import sys\nfor i in range(200): print(i, file=(sys.stdout, sys.stderr)[i % 2], flush=True)"
+    words = [sys.executable, "-c", LAUNCHER, worker, str(tmp_path)]
+    printed = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
+    assert printed.split() == [str(i) for i in range(200)]
+    assert (tmp_path / "process-0.log").read_text().splitlines()[1:] == printed.split()
+
+
 @pytest.mark.parametrize(("visible", "count"), [("0,1,2,3,4,5,6,7", 8), ("", 0), ("GPU-5ebe,GPU-6a1c", 2)])
 def test_the_gpus_of_a_host_are_divided_among_its_processes(visible, count, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

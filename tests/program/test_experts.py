@@ -114,7 +114,11 @@ def test_without_drops_the_products_are_those_of_the_dense_model_though_there_is
 
 def test_ragged_products_of_a_cpu_are_those_of_all_experts_with_all_rows(monkeypatch):
     """Control."""
-    monkeypatch.setattr(mlp, "grouped_dot", lambda x, w, sizes, _: lax.ragged_dot(x, w, sizes))
+
+    def ragged(rows, ws, sizes, _, of_rows):
+        return tuple(lax.ragged_dot(of_rows(*rows), w, sizes) for w in ws)
+
+    monkeypatch.setattr(mlp, "grouped_dots", ragged)
     assert over_dense(cost_as_written(run_of("dropless", {"expert": 4, "data": 2}, ["experts"]))[1]) > 2
 
 

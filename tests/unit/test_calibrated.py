@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import meshpar
 from meshpar.config import to_yaml
 from meshpar.cost.touched import touched_bytes
 from meshpar.cost.traced import Collective
@@ -17,6 +18,7 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.planning import calibrate as calibrating
 from meshpar.planning import measured as measuring
 from meshpar.planning.alternatives import MARGIN, alternatives
+from meshpar.planning.compiled import table_of
 from meshpar.planning.estimate import Operations, Work
 from meshpar.planning.machine import StatedMachine
 from meshpar.planning.measured import KINDS, CollectiveTimes, MeasuredMachine, Point, interpolated, read
@@ -171,3 +173,21 @@ def test_pareto_keeps_what_no_other_beats_in_time_and_memory():
     worse = candidate(2 * 10**8, 1, 400)
     small = candidate(3 * 10**8, 1, 100)
     assert pareto([fast, worse, small], lambda one: one.estimate) == [fast, small]
+
+
+# Compiled -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_best_layouts_are_compiled_and_dropped_if_they_do_not_fit(tmp_path):
+    """The compiled step computes and sends what the traced one says; its memory decides."""
+    path = tmp_path / "here.yaml"
+    path.write_text(to_yaml(machine(num_devices=8, sizes=(2, 4, 8))))
+    fix = ["mesh.data=4", "mesh.tensor=2", "num_microbatches=1", "model.remat=none"]
+    planned = meshpar.plan(RUN, str(path), fix=fix).compile()
+    (one,) = planned.compiled
+    assert one.flops == one.candidate.work.computes.flops
+    assert one.sent_bytes == pytest.approx(one.candidate.work.sent_bytes, rel=1e-3)
+    assert planned.ranked == [one.candidate]
+    assert replace(planned, compiled=[replace(one, at_most=one.held_bytes - 1)]).ranked == []
+    assert "does not fit: dropped" in table_of([replace(one, at_most=one.held_bytes - 1)])

@@ -19,7 +19,7 @@ from meshpar.nn.describe import functional, nested
 from meshpar.nn.experts import Balance, Experts, grouped, mixture
 from meshpar.nn.experts.balance import RouterState, summary
 from meshpar.nn.experts.capacity import by_capacity
-from meshpar.nn.experts.grouped import SMALLEST, Tiles, grouped_dot
+from meshpar.nn.experts.grouped import SMALLEST, Tiles, grouped_dots
 from meshpar.nn.experts.layer import DROPPED, MixtureOfExperts
 from meshpar.nn.experts.routing import LOAD
 from meshpar.nn.lora import LoRA
@@ -237,7 +237,8 @@ def with_gradients(product, sizes):
 
 
 def in_tiles(x, w, sizes):
-    return grouped_dot(x, w, sizes, expected=len(x))
+    (y,) = grouped_dots((x,), (w,), sizes, expected=len(x), of_rows=lambda x: x)
+    return y
 
 
 # The last tile of a group begins before its rows, groups are empty, rows belong to no group.

@@ -21,7 +21,7 @@ from meshpar.experiment.config import Run
 from meshpar.mesh.hardware import Link, Links
 from meshpar.mesh.layout import MeshLayout
 from meshpar.planning import search as searching
-from meshpar.planning.estimate import traced
+from meshpar.planning.estimate import work_of
 from meshpar.planning.machine import StatedMachine
 from meshpar.planning.space import layouts
 
@@ -94,7 +94,7 @@ def works():
     every = [layout for layout in layouts(RUN, 8, 8) if layout.num_microbatches in (1, 4) and layout.remat == "none"]
     sample = random.Random(0).sample(every, 16)
     prepared = {layout: searching._prepared(RUN, layout) for layout in sample}
-    return {layout: work for layout, one in prepared.items() if one and (work := traced(one))}
+    return {layout: work for layout, one in prepared.items() if one and (work := work_of(one))}
 
 
 def machines():
@@ -167,7 +167,9 @@ def test_the_config_of_a_plan_is_the_run_in_the_best_layout(planned, tmp_path):
     path = tmp_path / "planned.yaml"
     path.write_text(planned.yaml())
     assert meshpar.load(path) == planned.best
-    assert path.read_text().startswith("# Planned for h100:1x4. Estimated from the trace")
+    text = path.read_text()
+    assert text.startswith("# Planned for h100:1x4. Estimated from the trace")
+    assert f"# The next layout, {planned.ranked[1].layout}, loses by: " in text
     assert planned.best.model_copy(update={"mesh": RUN.mesh, "rules": RUN.rules, "model": RUN.model}) == RUN
 
 

@@ -6,7 +6,6 @@ Shapes: N rows, E experts on this device, P places of an expert, D embed, M mlp.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -14,13 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from meshpar.nn.experts.grouped import grouped_dot
+from meshpar.nn.experts.grouped import OfRows, grouped_dots
 from meshpar.nn.layers import LowRank, normal, silu_product
 from meshpar.nn.remat import named
 from meshpar.parallel.linear import Adapter
 
-Dot = Callable[[jax.Array, jax.Array], jax.Array]
-"""(rows, matrices [experts, in, out]) -> the product of each row with the matrix of its expert."""
+Rows = tuple[jax.Array, ...]
+Dots = Callable[[Rows, tuple[jax.Array, ...], OfRows], Rows]
+"""(rows, matrices [experts, in, out], of_rows) -> the products of `of_rows(*rows)` with the matrices of each expert."""
 
 
 class Matrices(NamedTuple):
@@ -34,10 +34,13 @@ class Matrices(NamedTuple):
     kernel: jax.Array
     adapter: Adapter | None = None
 
-    def product(self, x: jax.Array, dot: Dot) -> jax.Array:
-        """The products of rows, with LoRA's term."""
-        y = dot(x, self.kernel)
-        return y if self.adapter is None else y + self.adapter.scaled(dot(dot(x, self.adapter.a), self.adapter.b))
+    def adapted(self, y: jax.Array, rows: Rows, dots: Dots, of_rows: OfRows) -> jax.Array:
+        """The product `y` of rows with the kernel, and LoRA's term."""
+        if self.adapter is None:
+            return y
+        narrow = dots(rows, (self.adapter.a,), of_rows)
+        (change,) = dots(narrow, (self.adapter.b,), _itself)
+        return y + self.adapter.scaled(change)
 
 
 class ExpertWeights(NamedTuple):
@@ -59,16 +62,31 @@ class ExpertWeights(NamedTuple):
           sizes_E: int32, the number of rows of each expert.
           expected: their sum, if the router is balanced.
         """
-        return self._swiglu(x_ND, lambda x, matrices: grouped_dot(x, matrices, sizes_E, expected))
+
+        def dots(rows: Rows, kernels: tuple[jax.Array, ...], of_rows: OfRows) -> Rows:
+            return grouped_dots(rows, kernels, sizes_E, expected, of_rows)
+
+        return self._swiglu(x_ND, dots)
 
     def of_places(self, x_BEPD: Float[Array, "B E P D"]) -> Float[Array, "B E P D"]:
         """The results of rows in places of experts."""
-        return self._swiglu(x_BEPD, partial(jnp.einsum, "bepi,eio->bepo"))
 
-    def _swiglu(self, x: jax.Array, dot: Dot) -> jax.Array:
-        gate = named(self.gate.product(x, dot), "gate")
-        up = named(self.up.product(x, dot), "up")
-        return self.down.product(silu_product(gate, up), dot)
+        def dots(rows: Rows, kernels: tuple[jax.Array, ...], of_rows: OfRows) -> Rows:
+            x = of_rows(*rows)
+            return tuple(jnp.einsum("bepi,eio->bepo", x, kernel) for kernel in kernels)
+
+        return self._swiglu(x_BEPD, dots)
+
+    def _swiglu(self, x: jax.Array, dots: Dots) -> jax.Array:
+        gate, up = dots((x,), (self.gate.kernel, self.up.kernel), _itself)
+        gate = named(self.gate.adapted(gate, (x,), dots, _itself), "gate")
+        up = named(self.up.adapted(up, (x,), dots, _itself), "up")
+        (y,) = dots((gate, up), (self.down.kernel,), silu_product)
+        return self.down.adapted(y, (gate, up), dots, silu_product)
+
+
+def _itself(x: jax.Array) -> jax.Array:
+    return x
 
 
 class ExpertProjection(nnx.Module):
