@@ -33,6 +33,9 @@ from meshpar.parallel.pipeline.simulate import OpTimes, Timeline, simulate
 from meshpar.planning.machine import Machine
 from meshpar.sharding.resolve import AnyMesh
 
+FILLED = 4
+"""Microbatches of a schedule over its stages from which more of them add no idle time."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -179,11 +182,15 @@ def carries_activations(one: Collective, prepared: Prepared) -> bool:
 
 
 def _idle(schedule: Schedule | None, num_stages: int, recomputes: bool) -> float:
-    """The makespan of a schedule over the work of its busiest stage; 1 without a pipeline."""
+    """The makespan of a schedule over the work of its busiest stage; 1 without a pipeline.
+
+    The idle time is that of filling and emptying the pipeline, so a shorter schedule has as much of it.
+    """
     if schedule is None:
         return 1.0
-    run = timeline(schedule, num_stages, recomputes)
-    return run.makespan / run.work
+    count = min(schedule.num_microbatches, FILLED * num_stages)
+    run = timeline(schedule.model_copy(update={"num_microbatches": count}), num_stages, recomputes)
+    return 1 + (run.makespan / run.work - 1) * count / schedule.num_microbatches
 
 
 def timeline(schedule: Schedule, num_stages: int, recomputes: bool) -> Timeline:

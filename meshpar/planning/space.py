@@ -16,6 +16,8 @@ from meshpar.mesh.layout import MeshLayout
 
 SHARDING = ("zero1", "zero2", "fsdp")
 SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv")
+TWO_CHUNKS = ("interleaved", "zbv")
+"""Schedules with two chunks of layers on each stage."""
 PER_STAGE = (1, 2, 4, 8)
 """Microbatches of a pipeline over its stages."""
 ROWS = (1, 2, 4)
@@ -59,6 +61,11 @@ class Layout:
         return _abstract(self.sizes)
 
     @property
+    def gathers_rows(self) -> bool:
+        """Whether devices that share rows gather them: beside a pipeline a ring is refused."""
+        return self.size("pipe") > 1 and self.size("context") > 1
+
+    @property
     def presets(self) -> list[str]:
         """The rules' presets, one for each axis that needs one."""
         of_axis = {"tensor": "megatron_sp", "context": "context", "expert": "experts", "pipe": "pipeline"}
@@ -75,6 +82,8 @@ class Layout:
             "parallel.pipeline": pipeline,
             "num_microbatches": 1 if self.schedule else self.num_microbatches,
         }
+        if self.gathers_rows:
+            changes["parallel.context"] = {"kind": "all_gather"}
         return changes | ({} if self.remat is None else {"model.remat": self.remat})
 
     def applied(self, run: Run) -> Run:
@@ -101,6 +110,8 @@ class Layout:
             words.append(f"'parallel.pipeline={{kind: {self.schedule}, num_microbatches: {self.num_microbatches}}}'")
         elif self.num_microbatches > 1:
             words.append(f"num_microbatches={self.num_microbatches}")
+        if self.gathers_rows:
+            words.append("parallel.context=all_gather")
         return " ".join(words if self.remat is None else [*words, f"model.remat={self.remat}"])
 
 
@@ -140,6 +151,8 @@ def layouts(run: Run, num_devices: int, per_host: int) -> Iterator[Layout]:
             continue
         shardings = SHARDING if sizes["fsdp"] > 1 else ("",)
         for sharding, remat, (schedule, count) in product(shardings, remats(run), _passes(sizes["pipe"], rows)):
+            if schedule in TWO_CHUNKS and stack and 2 * sizes["pipe"] > stack.num_layers:
+                continue
             yield Layout(large, sharding, schedule, count, remat)
 
 

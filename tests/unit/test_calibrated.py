@@ -15,15 +15,16 @@ from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError
 from meshpar.mesh.hardware import Link, Links
 from meshpar.mesh.layout import MeshLayout
+from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.planning import calibrate as calibrating
 from meshpar.planning import measured as measuring
 from meshpar.planning.alternatives import MARGIN, alternatives
 from meshpar.planning.compiled import table_of
-from meshpar.planning.estimate import Operations, Work
+from meshpar.planning.estimate import Operations, Work, _idle, timeline
 from meshpar.planning.machine import StatedMachine
 from meshpar.planning.measured import KINDS, CollectiveTimes, MeasuredMachine, Point, interpolated, read
 from meshpar.planning.search import Candidate, pareto, trace
-from meshpar.planning.space import Layout
+from meshpar.planning.space import SCHEDULES, Layout
 from tests.unit.test_planning import RUN, region
 
 MESH = MeshLayout(data=2).abstract()
@@ -173,6 +174,15 @@ def test_pareto_keeps_what_no_other_beats_in_time_and_memory():
     worse = candidate(2 * 10**8, 1, 400)
     small = candidate(3 * 10**8, 1, 100)
     assert pareto([fast, worse, small], lambda one: one.estimate) == [fast, small]
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_idle_time_of_a_long_schedule_is_that_of_a_shorter_one(kind):
+    """`_idle` simulates four microbatches a stage; the whole schedule has the same bubble."""
+    schedule = get_schedule(kind, 4, 64)
+    whole = timeline(schedule, 4, recomputes=True)
+    assert _idle(schedule, 4, True) == pytest.approx(whole.makespan / whole.work, rel=1e-12)
+    assert _idle(schedule, 4, True) > 1.001
 
 
 # Compiled -----------------------------------------------------------------------------------------------------------
