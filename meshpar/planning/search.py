@@ -29,7 +29,7 @@ PER_MESH = 2
 """How many layouts of the same mesh are traced."""
 SLACK = 1.25
 """Layouts that hold this much more than the machine has, by the rough estimate, may fit all the same. The first trace
-with a policy of remat and a schedule corrects the rough estimates of all others with them."""
+with a policy of remat, with or without a pipeline, corrects the rough estimates of all others alike."""
 SMALLEST = 3
 """How many of the smallest layouts are traced if no other fits."""
 
@@ -91,9 +91,9 @@ def search(
     traced: dict[Layout, Candidate] = {}
     of_mesh: Counter[Any] = Counter()
     refused: set[tuple[Any, str]] = set()
-    corrections: dict[tuple[str | None, str], float] = {}
+    corrections: dict[tuple[str | None, bool], float] = {}
     for layout in dict.fromkeys(promising):
-        alike = (layout.remat, layout.schedule)
+        alike = (layout.remat, bool(layout.schedule))
         kind = (layout.sizes, layout.schedule)
         may_fit = held[layout] * corrections.get(alike, 1 / SLACK) <= at_most
         if len(traced) == TRACED or of_mesh[layout.sizes] == PER_MESH or kind in refused or not may_fit:
