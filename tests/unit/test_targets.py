@@ -97,7 +97,7 @@ def test_a_machine_unknown_to_the_compiler_is_an_error_in_its_words(monkeypatch)
 def program(groups=((0, 1),)):
     """A program of 8192 FLOPs that sends 40 bytes in these groups, three times."""
     compiled = jax.jit(lambda x: x @ x).lower(jax.numpy.ones((16, 16))).compile()
-    collective = Collective("all_gather", (Array("f32", (20,)),), 80, groups, ("data",), 4, 3, (), "", "", ())
+    collective = Collective("all_gather", (Array("f32", (20,)),), 80, groups, ("data",), False, 4, 3, (), "", "", ())
     return replace(inspect(compiled), collectives=(collective,))
 
 
