@@ -45,16 +45,16 @@ class Signalled(Numbers):
 
 @dataclass(frozen=True)
 class Signalling(InPlace):
-    """A step that sends this process a signal while it runs."""
+    """A step that sends this process a signal while it runs, in step `last`."""
 
-    at: int
+    last: int
     number: signal.Signals
     batch: Any
     order: None = None
 
     def __call__(self, state: Any, batch: Any) -> Any:
         state, metrics = toy().step(state, batch)
-        if int(jax.device_get(state.step)) == self.at:
+        if int(jax.device_get(state.step)) == self.last:
             os.kill(os.getpid(), self.number)
         return state, metrics
 
