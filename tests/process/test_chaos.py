@@ -171,11 +171,13 @@ run_dir: run
 
 
 def train(folder: Path, num_processes: int, num_devices: int, *words: str) -> Path:
-    """Trains in `folder/run` with so many devices in all."""
+    """Trains in `folder/run` with so many devices in all, compiled as users compile."""
     config = folder / "config.yaml"
     settings = ["checkpoints={every: 4}", "log_every=1", "loggers=[]", f"--devices={num_devices}"]
     command = ["chaos-worker", str(config), *words, *settings]
-    ended = Setup(load(config), command, num_processes, num_devices, folder).group(folder / "run").run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("XLA_FLAGS")
+        ended = Setup(load(config), command, num_processes, num_devices, folder).group(folder / "run").run()
     assert ended.code == 0, ended.why
     return folder / "run"
 
