@@ -59,7 +59,7 @@ def bare() -> None:
 
     model = SimpleNamespace(
         num_layers=4, hidden_size=64, num_heads=8, kv_heads=8, head_size=8, intermediate_size=160, vocab_size=257,
-        padded_vocab=288, remat="none",
+        padded_vocab=288, remat=SimpleNamespace(policy="none"),
     )  # fmt: skip
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     tokens = np.random.default_rng(0).integers(0, 256, (32, 129), dtype=np.int32)
