@@ -15,7 +15,7 @@ from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find
 from meshpar.checkpoint.selection import PARAMS
 from meshpar.errors import CheckpointError
-from meshpar.experiment.config import Precision, Run, load, simulate
+from meshpar.experiment.config import Precision, Run, load
 from meshpar.experiment.prepare import prepare
 from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
@@ -72,7 +72,7 @@ def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
         copy_companions(folder, made / COMPANIONS)
         (made / RUN_CONFIG).write_text(config.to_yaml(run_of(pretrained, run_dir)))
         run = load(made / RUN_CONFIG, overrides)
-        simulate(run, None)
+        run.mesh.simulate(None)
         prepared = prepare(run)
         state = PretrainedBeginning(prepared, pretrained).state()
         (made / RUN_CONFIG).write_text(config.to_yaml(run))

@@ -67,13 +67,13 @@ def chaos_worker(config: ConfigFile, overrides: Overrides = None, devices: Devic
     """A process of `meshpar chaos`."""
     from meshpar.cli.app import leave
     from meshpar.errors import RunError
-    from meshpar.experiment.config import load, simulate
+    from meshpar.experiment.config import load
     from meshpar.mesh.join import join
     from meshpar.train.loop.signals import Interrupted
 
     run = load(config, overrides or [])
     join()
-    simulate(run, devices)
+    run.mesh.simulate(devices)
     use_cache(False)
     from meshpar.chaos.worker import train
 

@@ -20,6 +20,6 @@ def federated(
     from meshpar.federated import run
 
     loaded = run.load(config, overrides or [])
-    run.simulate(loaded, devices)
+    loaded.mesh.simulate(devices)
     use_cache(no_cache)
     run.fit(loaded, json=json)

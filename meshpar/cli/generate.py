@@ -38,14 +38,13 @@ def generate(
     texts = [*(prompt or []), *_lines(prompts)]
     if not texts:
         raise ConfigError("there is no prompt: use --prompt TEXT or --prompts FILE")
-    from meshpar.experiment.config import simulate
     from meshpar.mesh.join import join
     from meshpar.serve.generate import generate as generated
     from meshpar.serve.source import open_source
 
     opened = open_source(source, overrides or [])
     join()
-    simulate(opened.run, devices)
+    opened.run.mesh.simulate(devices)
     use_cache(no_cache)
     result = generated(
         opened, texts, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,

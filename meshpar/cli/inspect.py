@@ -57,24 +57,24 @@ def inspect(
 
 def _inspection(config: Path, overrides: list[str], devices: int | None, target: str | None) -> Inspection | FitReport:
     from meshpar.experiment import actions
-    from meshpar.experiment.config import load, simulate
+    from meshpar.experiment.config import load
 
     loaded = load(config, overrides)
     if target is None:
-        simulate(loaded, devices)
+        loaded.mesh.simulate(devices)
     return actions.inspect(loaded, target)
 
 
 def _difference(words: list[str], devices: int | None, target: str | None) -> Difference:
     from meshpar.experiment import actions
-    from meshpar.experiment.config import Run, load, simulate
+    from meshpar.experiment.config import Run, load
     from meshpar.inspection.difference import difference
     from meshpar.inspection.report.plain import read
 
     sides = [read(path) if path.suffix == ".json" else load(path, changes) for path, changes in _two(words)]
     configs = [side for side in sides if isinstance(side, Run)]
     if configs and target is None:  # the number of simulated devices can be set only once
-        simulate(configs[0], devices or max(config.mesh.requested() or 1 for config in configs))
+        configs[0].mesh.simulate(devices or max(config.mesh.requested() or 1 for config in configs))
     before, after = (
         actions.inspect(side, target, devices or side.mesh.requested()).as_json() if isinstance(side, Run) else side
         for side in sides

@@ -42,7 +42,7 @@ def train(
     SIGINT or SIGTERM ends it after the current step, with a checkpoint and exit code 75; a second signal, at once.
     """
     from meshpar.experiment import actions
-    from meshpar.experiment.config import load, simulate
+    from meshpar.experiment.config import load
     from meshpar.mesh.join import join
     from meshpar.train.loop.signals import Interrupted
     from meshpar.train.records.loggers import Prometheus
@@ -58,7 +58,7 @@ def train(
             profile.mkdir(parents=True, exist_ok=True)
         check_folder("--profile", profile, profile)
     join()
-    simulate(loaded, devices)
+    loaded.mesh.simulate(devices)
     use_cache(no_cache)
     try:
         actions.fit(loaded, json=json, profile=profile, dump_hlo=dump_hlo, signals=True)

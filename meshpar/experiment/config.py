@@ -17,7 +17,6 @@ from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
 from meshpar.interop.flax_model import Import
 from meshpar.launch.elastic import Elastic
-from meshpar.mesh import process
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Family
 from meshpar.nn.lora import LoRA
@@ -192,9 +191,3 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
             is_on_command_line = any(f"{key}={target}" in overrides for key in keys)
             user_code.permit(target, None if is_on_command_line else path)
     return loaded
-
-
-def simulate(run: Run, num_devices: int | None) -> None:
-    """Simulates `num_devices` CPU devices, or as many as the mesh of the run has."""
-    if count := num_devices or run.mesh.requested():
-        process.simulate(count)

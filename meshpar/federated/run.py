@@ -12,7 +12,6 @@ import numpy as np
 from meshpar.config import load as load_config
 from meshpar.federated.config import Federated
 from meshpar.federated.federation import Federation, Played, federation
-from meshpar.mesh import process
 from meshpar.train.records.metrics import Recorder, recorder
 from meshpar.tree import flatten_with_paths
 
@@ -27,12 +26,6 @@ def load(path: Path, overrides: Any = ()) -> Federated:
       ConfigError: with all problems of the config.
     """
     return load_config(Federated, path, overrides)
-
-
-def simulate(config: Federated, num_devices: int | None) -> None:
-    """Simulates `num_devices` CPU devices, or as many as the mesh has."""
-    if count := num_devices or config.mesh.requested():
-        process.simulate(count)
 
 
 @dataclass

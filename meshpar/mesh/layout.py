@@ -82,6 +82,11 @@ class MeshLayout(AxisSizes):
         """The least number of devices that the sizes need; a size of -1 counts as one."""
         return math.prod(size for size in self._every_size.values() if size > 0)
 
+    def simulate(self, num_devices: int | None) -> None:
+        """Simulates `num_devices` CPU devices, or as many as all sizes need."""
+        if count := num_devices or self.requested():
+            process.simulate(count)
+
     def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
         """The mesh over `devices`, with neighbours on fast axes close to each other in hardware.
 

@@ -12,8 +12,7 @@ import jax
 import optax
 
 from meshpar.sharding.resolve import Placement
-
-LAYERS = "layers"
+from meshpar.train.layer_order import LAYERS
 
 
 @dataclass(frozen=True)
