@@ -18,7 +18,7 @@ from meshpar.interop.folder import check_inside, read_json
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.models.decoder import DecoderModel
 from meshpar.parallel.context import ParallelContext
-from meshpar.serve.decoding import for_tokens
+from meshpar.serve.on_mesh import for_tokens
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.data import Synthetic
 from meshpar.train.data.tokenizer import Ids, Tokenizer, TokenizerFile
