@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar.mesh.layout import describe_sizes
 from meshpar.serve.decoding import Turn
 from meshpar.serve.paged_decoding import Chunks, PagedDecoding, Rows
 from meshpar.serve.sampling import RowSampling, Sampling
 from meshpar.serve.scheduler import Chunk, Plan, Row
 from meshpar.train.program import on_host, shardings, structs
+from meshpar.tree import human_bytes
 
 GREEDY = Sampling()
 
@@ -35,6 +37,15 @@ class Engine:
         self._decoded: tuple[Row | None, ...] = ()
         self._turn: Turn | None = None
         self._rows: Rows | None = None
+
+    def __str__(self) -> str:
+        """What is served, in one line."""
+        decoding = self.decoding
+        capacity = decoding.capacity
+        mesh = describe_sizes(dict(decoding.ctx.mesh.shape))
+        num_pages = capacity.num_shards * capacity.pages
+        pages = f"{num_pages} pages of {capacity.page_size} tokens"
+        return f"{mesh}: {capacity.num_rows} slots, {pages}, cache {human_bytes(decoding.cache_bytes)} a device"
 
     def run(self, plan: Plan) -> tuple[list[int], list[int]]:
         """Computes a turn. Returns the token after each chunk, and the next token of each row; see `Scheduler.advance`.

@@ -91,6 +91,11 @@ class PagedDecoding(ModelOnMesh):
         return sum(placement.local_bytes for placement in self.pages)
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, its keys and its values, on one device."""
+        return self.cache_bytes // (1 + self.capacity.pages)
+
+    @property
     def turn(self) -> Turn:
         """Structs of a turn."""
         return Turn(self.per_row(self.capacity.num_rows), self.per_row(self.capacity.num_rows))
