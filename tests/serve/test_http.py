@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import random
-from functools import lru_cache
+from collections import Counter
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +22,9 @@ from meshpar.serve.engine import GREEDY, Engine
 from meshpar.serve.generator import Generator
 from meshpar.serve.http.replies import Stream
 from meshpar.serve.sampling import Sampling
+from meshpar.serve.scheduler import Request, Row
+from meshpar.serve.service import Answers
+from tests.serve import malformed
 from tests.serve.client import IDS, JSON, Client, serving
 from tests.serving import engine, generator
 
@@ -388,3 +395,77 @@ def test_models_health_and_metrics_say_what_there_is(one):
         assert finished(await client.get("/metrics")) == {"length": 1}
 
     run(one, scene)
+
+
+# Random and malformed requests ----------------------------------------------------------------------------------------
+
+REFUSALS = {400, 404, 405, 413, 429}
+LEFT = {0, 499}
+"""The client left before a response; or before a complete one."""
+IN_USE = (Request, Row, Answer, Answers)
+
+
+def num_alive() -> int:
+    """The objects of requests in memory. The engine keeps the rows of its last turn."""
+    gc.collect()
+    return sum(isinstance(thing, IN_USE) for thing in gc.get_objects())
+
+
+async def send_many(client: Client, num: int, seed: int) -> Counter[int]:
+    """Sends random requests, 16 at a time. Returns how many had each status."""
+    statuses = Counter[int]()
+    drawn = random.Random(seed)
+    requests = [malformed.request(drawn) for _ in range(num)]
+
+    async def some() -> None:
+        while requests:
+            path, body, method, headers, leave_after = requests.pop()
+            reply = await client.send(path, body, method, headers, leave_after)
+            statuses[reply.status] += 1
+            assert leave_after is not None or reply.status not in LEFT
+            assert reply.status in {200, 307} | REFUSALS | LEFT, (path, body, reply)
+            if reply.status in REFUSALS:
+                assert reply.json["error"]["message"] or method == "HEAD"
+
+    await asyncio.gather(*(some() for _ in range(16)))
+    return statuses
+
+
+def test_random_and_malformed_requests_are_answered_or_refused(one):
+    run(one, partial(send_many, num=20, seed=1))
+    before = num_alive()
+    statuses = run(one, partial(send_many, num=400, seed=0))
+    assert statuses[200] > 100
+    assert statuses[400] > 50
+    assert statuses[499] > 5
+    assert num_alive() <= before + 4 * 8  # rows in 8 slots, their requests and answers
+
+
+@pytest.mark.slow
+def test_10_000_random_and_malformed_requests_leak_nothing(one):
+    async def scene(client: Client) -> None:
+        await send_many(client, 2000, seed=2)
+        before = rss()
+        for seed in range(3, 7):
+            await send_many(client, 2000, seed)
+        assert client.num_held == 0
+        assert rss() - before < 8 * 2**20
+
+    before = num_alive()
+    run(one, scene)
+    assert num_alive() <= before + 4 * 8
+
+
+def rss() -> int:
+    """Bytes of memory of this process."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_control_an_error_that_nobody_handles_is_500(one, monkeypatch):
+    def broken(*args: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("meshpar.serve.http.app.parse", broken)
+    with pytest.raises(KeyError):  # the application sends 500, and raises it again for the log
+        run(one, partial(send_many, num=20, seed=0))
