@@ -49,46 +49,47 @@ def serve(
 
     It listens when its programs are compiled. At SIGTERM it refuses new requests, answers the others and ends.
     """
-    check_extra()
-    from meshpar.mesh.join import join, place
-    from meshpar.serve.http.server import bind, run
-    from meshpar.serve.source import open_source
+    _check_extra()
+    from meshpar.mesh.join import place
+    from meshpar.serve.http.server import bind
 
     if (mine := place()) is not None and mine.num_processes > 1:
         raise ConfigError(f"meshpar serve runs in one process, and {mine.launcher} started {mine.num_processes}")
-    bound = bind(host, port)
-    opened = open_source(source, overrides or [])
-    join()
-    opened.run.mesh.simulate(devices)
-    use_cache(no_cache)
-    from meshpar.serve.http.app import endpoints_of
-    from meshpar.serve.open_engine import open_engine
+    cache_bytes = _size("--cache", cache)
+    with bind(host, port) as bound:
+        from meshpar.serve.http.app import endpoints_of
+        from meshpar.serve.http.server import run
+        from meshpar.serve.open_engine import open_engine
+        from meshpar.serve.source import open_source
 
-    engine = open_engine(
-        opened, slots=slots, max_len=max_len, page_size=page_size, cache_bytes=size_of(cache), chunk=chunk,
-        max_queue=queue,
-    )  # fmt: skip
-    endpoints = endpoints_of(engine, opened, name or source.resolve().name, token)
+        opened = open_source(source, overrides or [])
+        opened.run.mesh.simulate(devices)
+        use_cache(no_cache)
+        engine = open_engine(
+            opened, slots=slots, max_len=max_len, page_size=page_size, cache_bytes=cache_bytes, chunk=chunk,
+            max_queue=queue,
+        )  # fmt: skip
+        endpoints = endpoints_of(engine, opened, name or source.resolve().name, token)
 
-    def ready() -> None:
-        address, at, *_ = bound.getsockname()
-        typer.echo(f"{engine}\nlistening at http://{address}:{at}", err=True)
+        def ready() -> None:
+            address, at, *_ = bound.getsockname()
+            typer.echo(f"{engine}\nlistening at http://{address}:{at}", err=True)
 
-    run(endpoints.app(), endpoints.service, bound, ready)
+        run(endpoints.app(), endpoints.service, bound, ready)
 
 
-def check_extra() -> None:
+def _check_extra() -> None:
     """Raises ConfigError if a library that serving needs is not installed."""
     missing = [name for name in ("starlette", "uvicorn", "prometheus_client") if not find_spec(name)]
     if missing:
         raise ConfigError(f"{', '.join(missing)}: not installed; pip install 'meshpar[serve]'")
 
 
-def size_of(text: str | None) -> int | None:
-    """The bytes of the option --cache."""
+def _size(option: str, text: str | None) -> int | None:
+    """The bytes of an option."""
     from meshpar.tree import parse_bytes
 
     try:
         return None if text is None else int(parse_bytes(text))
     except ValueError as error:
-        raise ConfigError(f"--cache {error}") from None
+        raise ConfigError(f"{option} {error}") from None

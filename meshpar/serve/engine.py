@@ -63,7 +63,7 @@ class Engine:
         lengths = np.ones(len(chunks), np.int32)
         for i, chunk in enumerate(chunks):
             if chunk:
-                tokens[i, : len(chunk.tokens)] = chunk.tokens
+                tokens[i] = np.pad(chunk.tokens, (0, capacity.chunk - len(chunk.tokens)), mode="edge")
                 begins[i] = chunk.row.num_cached
                 lengths[i] = len(chunk.tokens)
         placed = jax.device_put(Chunks(tokens, begins, lengths), shardings(self.decoding.chunks))

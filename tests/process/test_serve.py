@@ -11,6 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,10 +134,8 @@ def wait_until(browser: Any, expression: str) -> None:
     WebDriverWait(browser.driver, LIMIT_S, poll_frequency=0.05).until(lambda _: browser.ask(expression))
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-def test_the_page_shows_tokens_as_they_arrive_and_the_cache_as_it_fills(server, expected, tmp_path, width):
+def test_the_page_shows_tokens_as_they_arrive_and_the_cache_as_it_fills(server, expected, tmp_path):
     with chromium(tmp_path / "profile") as browser:
-        browser.driver.set_window_size(width, 900)
         browser.driver.get(f"{server.url}/")
         wait_until(browser, "document.getElementById('status').textContent.startsWith('ok')")
         browser.driver.execute_script(WATCH, 300)
@@ -145,12 +144,14 @@ def test_the_page_shows_tokens_as_they_arrive_and_the_cache_as_it_fills(server, 
         shown = browser.ask("window.shown")
         texts = list(dict.fromkeys(text for text, *_ in shown))
         assert len(texts) > 20
-        assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+        assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
         assert texts[-1].startswith(expected[0])
         assert max(held for _, held, _ in shown) == 19  # 303 tokens, in pages of 16
         assert browser.ask("document.getElementById('speed').textContent").startswith("300 tokens, the first after")
         assert browser.ask("document.getElementById('model').textContent") == "tiny-llama"
-        assert browser.ask("document.documentElement.scrollWidth <= innerWidth")
+        for width in (1280, 400):
+            browser.screen(width)
+            assert browser.ask("document.documentElement.scrollWidth <= innerWidth")
         assert browser.console() == []
         assert all(url.startswith(server.url) for url in browser.requests())
 

@@ -41,7 +41,7 @@ class Reply(NamedTuple):
 def source_of(tokenizer: Tokenizer = IDS, opening: tuple[int, ...] = (), **sizes: Any) -> Source:
     """A model whose parameters nobody restores: tests build their engine themselves."""
     model = Llama(**SIZES | sizes)
-    run = Run(model=model, data=Synthetic(vocab_size=29), optim=AdamW(lr=1e-3), num_steps=1)
+    run = Run(model=model, data=Synthetic(vocab_size=29), optim=AdamW(lr=1e-3), num_steps=1, run_dir="none")
     return Source(run, lambda structs: structs, Language(tokenizer, opening))
 
 

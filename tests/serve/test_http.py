@@ -212,14 +212,14 @@ def test_a_prefix_is_reused_and_gives_the_same_tokens(float64_module):
 
 def test_nan_of_an_earlier_request_reaches_no_other(one):
     """Pages are not cleared. Weights of 0 times NaN would be NaN."""
-    pages = one._pages
-    want = generated(8).text
-    one._pages = jax.tree.map(lambda x: jax.device_put(jnp.full_like(x, jnp.nan), x.sharding), pages)
+    one._pages = jax.tree.map(lambda x: jax.device_put(jnp.full_like(x, jnp.nan), x.sharding), one._pages)
 
-    async def scene(client: Client) -> str:
-        return (await client.complete(PROMPT, max_tokens=8, temperature=0)).json["choices"][0]["text"]
+    async def scene(client: Client) -> list[str]:
+        # The chunk of 8 is longer than the page of 4 that the first request reserves.
+        replies = [await client.complete(PROMPT, max_tokens=num, temperature=0) for num in (1, 8)]
+        return [reply.json["choices"][0]["text"] for reply in replies]
 
-    assert run(one, scene) == want
+    assert run(one, scene) == [generated(1).text, generated(8).text]
 
 
 # Ends -----------------------------------------------------------------------------------------------------------------
@@ -251,7 +251,6 @@ def test_control_a_stream_that_forgets_to_cancel_holds_pages(one, monkeypatch):
 
     async def scene(client: Client) -> int:
         await client.complete(PROMPT, max_tokens=29, stream=True)
-        await asyncio.sleep(0.1)
         return client.num_held
 
     with pytest.raises(AssertionError):
@@ -266,9 +265,9 @@ def finished(reply: Any) -> dict[str, float]:
 
 def test_a_full_queue_is_429_and_nothing_of_the_request_is_computed(float64_module):
     async def scene(client: Client) -> None:
-        replies = await asyncio.gather(*(client.complete([1, 2], max_tokens=9, temperature=0) for _ in range(9)))
-        statuses = sorted(reply.status for reply in replies)
-        assert statuses == [200] * 4 + [429] * 5
+        replies = await asyncio.gather(*(client.complete([1, 2], max_tokens=29, temperature=0) for _ in range(9)))
+        statuses = Counter(reply.status for reply in replies)
+        assert statuses in ({200: 5, 429: 4}, {200: 4, 429: 5})  # the first may have left the queue
         refused = next(reply for reply in replies if reply.status == 429)
         assert refused.json["error"]["type"] == "rate_limit_error"
         assert (await client.complete([[1]] * 5, max_tokens=1)).status == 429
@@ -315,7 +314,7 @@ BAD = {
     "no prompts": ({"prompt": []}, "0 prompts"),
     "ids outside of the vocabulary": ({"prompt": [29]}, "outside of the model's vocabulary of 29"),
     "text that is no id": ({"prompt": "a"}, "is not a line of token ids"),
-    "a number": ({"prompt": 3}, "prompt: Input should be a valid list"),
+    "a number": ({"prompt": 3}, "prompt: Input should be a valid array"),
     "too many tokens": ({"prompt": [1], "max_tokens": 32}, "1 tokens and 32 more do not fit 32"),
     "no tokens": ({"prompt": [1], "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
     "a temperature below 0": ({"prompt": [1], "temperature": -1}, "temperature: Input should be greater"),
@@ -361,7 +360,6 @@ def test_keys_that_ask_for_nothing_are_accepted(one):
             "presence_penalty": 0.0,
             "logit_bias": {},
             "user": "me",
-            "stop": None,
         }
         reply = await client.complete([1], max_tokens=2, temperature=0, top_p=0.5, stop=None, **neutral)
         assert reply.status == 200
