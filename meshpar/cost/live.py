@@ -21,7 +21,7 @@ def peak_bytes(program: ClosedJaxpr) -> int:
     Args:
       program: the result of `jax.make_jaxpr`. Only manual regions count; without any, the program of one device.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from meshpar.mesh.layout import MeshLayout

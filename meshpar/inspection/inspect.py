@@ -105,7 +105,7 @@ def inspect(
     Raises:
       ProgramError: lists every collective that could not be counted.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((16, 16))).compile()
       >>> inspect(compiled).flops
