@@ -75,7 +75,7 @@ class Precision(Config):
 
 
 class Offload(Config):
-    """What is stored in the host's memory. `model.remat.offload` selects the activations that are."""
+    """Selects the state that is stored in the host's memory. Activations are selected by `model.remat.offload`."""
 
     optimizer: Literal["device", "host"] = "device"
     """Memory of the optimizer's state between steps. A step moves it to the device for the update, and back."""
@@ -134,7 +134,7 @@ class Run(Config):
     precision: Section[Precision] = default(Precision())
     """The dtypes of parameters, products, gradients and the optimizer."""
     offload: Section[Offload] = default(Offload())
-    """What is stored in the host's memory."""
+    """The state that is stored in the host's memory."""
     num_steps: Positive
     """The number of steps of the whole run, also after a resume."""
     num_microbatches: Positive = 1
@@ -152,7 +152,7 @@ class Run(Config):
     init: Section[Init | None] = default(None)
     """Source of the first parameters; default: they are initialized at random."""
     elastic: Section[Elastic | None] = default(None)
-    """How the run goes on with fewer processes; default: only with all of them."""
+    """How the run continues with fewer processes; default: it needs all of them."""
     checkpoints: Coerced[Retention, int | dict[str, Any]] = default(Retention())
     """How often checkpoints are saved, and which are retained."""
     early_stopping: Section[EarlyStopping | None] = default(None)

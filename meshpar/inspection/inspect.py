@@ -40,7 +40,7 @@ class Inspection:
       opaque: targets of custom calls, whose operations and communication are not counted.
       traced: bytes over each combination of axes that the traced step of a run names; None if there is none.
       model_states: bytes of parameters, gradients and optimizer state, from the placements of a run.
-      selected: key of a run's config -> what it comes to in this program.
+      selected: key of a run's config -> what it selects in this program.
       findings: what its author probably did not intend, the most expensive first.
     """
 

@@ -27,7 +27,7 @@ class Interpolated(Config):
 
     kind: Literal["linear"] = "linear"
     factor: Factor
-    """What frequencies are divided by."""
+    """The divisor of all frequencies."""
 
     def __call__(self, frequencies_p: Float[Array, "p"]) -> Float[Array, "p"]:
         return frequencies_p / self.factor
@@ -41,7 +41,7 @@ class Llama3(Config):
 
     kind: Literal["llama3"] = "llama3"
     factor: Factor
-    """What low frequencies are divided by."""
+    """The divisor of low frequencies."""
     low_freq_factor: Factor
     """A frequency is low if it has fewer turns than this in `original_seq_len` tokens."""
     high_freq_factor: Factor

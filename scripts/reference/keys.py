@@ -112,7 +112,7 @@ def keys_page(root: type[Config], about: str) -> str:
         for section in inside:
             lines += [f"{'###' if group else '##'} {section.title}\n", _about(section), ""]
             if section.keys:
-                lines += ["| key | type | default | what it sets | example |", "|---|---|---|---|---|"]
+                lines += ["| key | what it sets | type | default | example |", "|---|---|---|---|---|"]
                 lines += [_row(section, key, about, anchors) for key, about in section.keys.items()]
                 lines.append("")
     return "\n".join(lines)
@@ -122,7 +122,7 @@ def _row(section: Section, key: str, about: dict[str, Any], anchors: dict[str, s
     field = section.model.model_fields[key]
     default = "*required*" if field.is_required() else _default(about, field)
     meaning = _line(about.get("description", ""))
-    cells = [f"`{key}`", _type(about, anchors), default, meaning, f"`{section.example(key)}`"]
+    cells = [f"`{key}`", meaning, _type(about, anchors), default, f"`{section.example(key)}`"]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
