@@ -8,7 +8,8 @@ from html import escape
 from meshpar.parallel.pipeline.simulate import TimedOp, Timeline
 
 COLOURS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
-MEANING = {"F": "forward", "B": "backward, input", "W": "backward, weights"}
+WHOLE = {"F": "forward", "B": "backward"}
+SPLIT = {"F": "forward", "B": "backward, input", "W": "backward, weights"}
 # Pixels: the shortest operation, a row, the left margin, and the least width, which the last line needs.
 _UNIT = 22
 _ROW = 26
@@ -93,17 +94,18 @@ def svg(timeline: Timeline, title: str) -> str:
     stages = [_text(8, _y(i) + 16, f"stage {i}") for i in range(timeline.num_stages)]
     boxes = [_box(one, unit) for one in timeline.ran]
     foot = _text(8, height - 10, summary(timeline))
-    body = "\n".join([_text(8, 18, title), *_legend(width), *stages, *boxes, *_axis(timeline, unit), foot])
+    body = "\n".join([_text(8, 18, title), *_legend(timeline, width), *stages, *boxes, *_axis(timeline, unit), foot])
     box = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     paper = f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>'  # in dark mode too
     return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n{paper}\n{body}\n</svg>\n'
 
 
-def _legend(width: int) -> list[str]:
-    """A square and a word for each kind of operation, at the right."""
+def _legend(timeline: Timeline, width: int) -> list[str]:
+    """A square and words for each kind of operation, at the right."""
     drawn = []
     x = width - 8
-    for kind, meaning in reversed(MEANING.items()):
+    meanings = SPLIT if any(one.op.kind == "W" for one in timeline.ran) else WHOLE
+    for kind, meaning in reversed(meanings.items()):
         words = f"{kind}: {meaning}"
         x -= 7 * len(words) + 30
         drawn += [f'<rect x="{x}" y="8" width="12" height="12" fill="{COLOURS[kind]}"/>', _text(x + 17, 18, words, 11)]
