@@ -29,7 +29,9 @@ def test_the_table_has_the_bytes_of_a_layout(name):
     assert sent != cell("ZeRO-3")
 
 
+@pytest.mark.slow
 def test_layouts_have_the_same_loss():
+    """A sample; `tests/equivalence` proves it in float64."""
     one, other = (compare_layouts.measured(name, SMALL) for name in ("one device", "ZeRO-3 and tensor"))
     wrong = compare_layouts.measured("one device", [*SMALL, "optim.lr=2e-2"])
     assert abs(one.loss - other.loss) < 1e-5 < abs(one.loss - wrong.loss)
