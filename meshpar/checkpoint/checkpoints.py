@@ -93,7 +93,7 @@ class Checkpoints:
     Raises:
       CheckpointError: the directory cannot be written.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> state = {"step": jnp.int32(3), "w": jnp.arange(4.0)}
       >>> with tempfile.TemporaryDirectory() as run_dir, checkpoints(Path(run_dir)) as saved:

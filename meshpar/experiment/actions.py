@@ -68,7 +68,7 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
       MeshError: the sizes of the mesh do not multiply to the number of devices.
       ShardingError: lists every array that does not fit the rules and the mesh.
 
-    Example:
+    Examples:
       >>> from meshpar import Run, explain
       >>> run = Run(
       ...     model={"kind": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64},
@@ -125,7 +125,7 @@ def inspect(*program: Any, **options: Any) -> Inspection | FitReport:
       ConfigError, ShardingError: the run does not fit itself or its mesh.
       ProgramError: lists every collective that could not be counted.
 
-    Example:
+    Examples:
       >>> import meshpar
       >>> meshpar.simulate(8)
       >>> run = meshpar.Run(
@@ -185,7 +185,7 @@ def fit(
       Interrupted: a signal arrived.
       MeshparError: the config has a fault, or does not fit the devices or the run directory; nothing was trained.
 
-    Example:
+    Examples:
       >>> import tempfile
       >>> from meshpar import Run, fit
       >>> with tempfile.TemporaryDirectory() as folder:

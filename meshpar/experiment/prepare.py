@@ -144,7 +144,7 @@ class Prepared(Training):
 
     @property
     def selected(self) -> dict[str, str]:
-        """Key -> what this setting comes to with the run's sizes on its mesh."""
+        """Key -> what this setting selects for the run's sizes on its mesh."""
         found = self.run.model.selected(task_of(self.run), self.ctx, self.run.data.batch_size)
         if local := self.ctx.local:
             num = self.mesh.shape[local.axis]

@@ -39,6 +39,7 @@ class OuterAverage(Config):
     shorthand: ClassVar = "kind"
     kind: Literal["average"] = "average"
     lr: Rate = 1.0
+    """The fraction of the way to the mean."""
 
     def build(self) -> optax.GradientTransformation:
         return optax.sgd(self.lr)
@@ -50,7 +51,9 @@ class OuterNesterov(Config):
     shorthand: ClassVar = "kind"
     kind: Literal["nesterov"] = "nesterov"
     lr: Rate = 0.7
+    """The learning rate of a round."""
     momentum: Decay = 0.9
+    """Decay of the sum of the differences."""
 
     def build(self) -> optax.GradientTransformation:
         return optax.sgd(self.lr, self.momentum, nesterov=True)
@@ -62,8 +65,11 @@ class OuterAdam(Config):
     shorthand: ClassVar = "kind"
     kind: Literal["adam"] = "adam"
     lr: Rate = 0.3
+    """The learning rate of a round."""
     b1: Decay = 0.9
+    """Decay of the mean of the differences."""
     b2: Decay = 0.95
+    """Decay of the mean of the squared differences."""
     eps: Rate = 0.1
     """DiLoCo's default: the mean difference of a round is larger than a gradient."""
 
