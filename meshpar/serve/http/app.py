@@ -11,9 +11,8 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
 
 from meshpar.serve.engine import Engine
 from meshpar.serve.http.bodies import MOST_ANSWERS, Body, ChatBody, CompletionBody, parse
@@ -27,7 +26,8 @@ from meshpar.serve.service import Service
 from meshpar.serve.source import Source
 from meshpar.train.data.tokenizer import TokenizerFile
 
-PAGE = Path(__file__).parent / "page"
+PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+"""Path -> the file of the page in the folder `page`."""
 LARGEST_BODY = 2**22
 """The largest body of a request, in bytes."""
 
@@ -58,7 +58,7 @@ class Endpoints:
             Route("/v1/models", self.models),
             Route("/health", self.health),
             Route("/metrics", self.prometheus),
-            Mount("/", StaticFiles(directory=PAGE, html=True)),
+            *(Route(path, self.page) for path in PAGE),
         ]
         return Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=self._lifespan)
 
@@ -104,6 +104,10 @@ class Endpoints:
         """`/metrics`."""
         self._authorize(http)
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(self, http: HttpRequest) -> Response:
+        """`/`, a page to try the server."""
+        return FileResponse(Path(__file__).parent / "page" / PAGE[http.url.path])
 
     # How a request is answered --------------------------------------------------------------------------------------
 
