@@ -136,6 +136,7 @@ def wait_until(browser: Any, expression: str) -> None:
 
 def test_the_page_shows_tokens_as_they_arrive_and_the_cache_as_it_fills(server, expected, tmp_path):
     with chromium(tmp_path / "profile") as browser:
+        browser.requests()  # those of the page that the browser begins with
         browser.driver.get(f"{server.url}/")
         wait_until(browser, "document.getElementById('status').textContent.startsWith('ok')")
         browser.driver.execute_script(WATCH, 300)
