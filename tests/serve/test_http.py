@@ -264,12 +264,11 @@ def finished(reply: Any) -> dict[str, float]:
     return {sample.labels["finish"]: sample.value for sample in samples if sample.name == "meshpar_serve_answers_total"}
 
 
-def test_a_full_queue_is_429_and_nothing_of_the_request_is_computed(one):
+def test_a_full_queue_is_429(one):
     async def scene(client: Client) -> None:
         scheduler = client.endpoints.service.scheduler
         scheduler.capacity = replace(scheduler.capacity, max_queue=4)
-        assert (await client.complete([[1]] * 5, max_tokens=1)).status == 429
-        assert "tokens_total 0.0" in (await client.get("/metrics")).body.decode()
+        assert (await client.complete([[1]] * 5, max_tokens=1)).status == 400
         replies = await asyncio.gather(*(client.complete([1, 2], max_tokens=29, temperature=0) for _ in range(30)))
         statuses = Counter(reply.status for reply in replies)
         assert statuses.keys() == {200, 429}
@@ -383,6 +382,14 @@ def test_a_bearer_token_is_required_if_there_is_one(one):
         assert (await client.get("/")).body.startswith(b"<!doctype html>")
 
     run(one, scene, token="s\xe9cret")
+
+
+def test_a_page_whose_name_leads_here_is_refused(one):
+    async def scene(client: Client) -> None:
+        assert (await client.send("/v1/completions", b"{}", headers=JSON | {"host": "evil.example"})).status == 400
+        assert (await client.get("/health", {"host": "localhost:8000"})).status == 200
+
+    run(one, scene, hosts=("localhost",))
 
 
 def test_models_health_and_metrics_say_what_there_is(one):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -42,6 +44,7 @@ class Endpoints:
       name: the name of the model.
       template: the chat template; None if the model has none.
       token: what clients must send as bearer token; None if anyone may ask.
+      hosts: the names under which clients may ask. A page of another site whose name leads here has another one.
     """
 
     service: Service
@@ -50,6 +53,7 @@ class Endpoints:
     name: str
     template: ChatTemplate | None = None
     token: str | None = None
+    hosts: Sequence[str] = ("*",)
 
     def app(self) -> Starlette:
         routes = [
@@ -60,7 +64,8 @@ class Endpoints:
             Route("/metrics", self.prometheus),
             *(Route(path, self.page) for path in PAGE),
         ]
-        return Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=self._lifespan)
+        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=self.hosts)
+        return Starlette(routes=routes, middleware=[hosts], exception_handlers=HANDLERS, lifespan=self._lifespan)
 
     async def completions(self, http: HttpRequest) -> Response:
         """`/v1/completions`."""
@@ -125,8 +130,9 @@ class Endpoints:
 
     def _requests(self, body: Body, prompts: Sequence[Sequence[int]], max_tokens: int | None) -> list[Request]:
         num_answers = body.n or 1
-        if not 0 < len(prompts) * num_answers <= MOST_ANSWERS:
-            what = f"{len(prompts)} prompts with n = {num_answers}: a request has 1 to {MOST_ANSWERS} answers"
+        most = min(MOST_ANSWERS, self.service.scheduler.capacity.max_queue)
+        if not 0 < len(prompts) * num_answers <= most:
+            what = f"{len(prompts)} prompts with n = {num_answers}: a request has 1 to {most} answers"
             raise ApiError(400, what, "n")
         sampling = body.sampling()
         repeated = [prompt for prompt in prompts for _ in range(num_answers)]
@@ -166,7 +172,9 @@ class Endpoints:
             await running
 
 
-def endpoints_of(engine: Engine, source: Source, name: str, token: str | None = None) -> Endpoints:
+def endpoints_of(
+    engine: Engine, source: Source, name: str, token: str | None = None, hosts: Sequence[str] = ("*",)
+) -> Endpoints:
     """The endpoints of a model whose programs are compiled.
 
     Raises:
@@ -176,7 +184,7 @@ def endpoints_of(engine: Engine, source: Source, name: str, token: str | None = 
     service = Service(engine, engine.decoding.capacity, source.tokenizer, metrics)
     metrics.watch(service.scheduler)
     template = read_template(source.folder) if source.folder else None
-    return Endpoints(service, metrics, source, name, template, token)
+    return Endpoints(service, metrics, source, name, template, token, hosts)
 
 
 async def _body(http: HttpRequest) -> bytes:
