@@ -30,6 +30,7 @@ from meshpar.inspection.program.hlo import Collective as Sent
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.models.contract import Vocabulary
 from meshpar.nn.lora import is_lora
+from meshpar.nn.quantized_kernel import is_quantized
 from meshpar.nn.supported import check_supported
 from meshpar.optim.ema import with_ema
 from meshpar.optim.freeze import Freeze, for_good, frozen_until
@@ -249,12 +250,14 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     state_paths = model.state.paths if model.state else ()
     # bfloat16 would lose the small changes of a router's bias.
     specs = map_with_path(
-        lambda path, spec: replace(spec, dtype=wide_dtype(dtype) if path in state_paths else dtype), model.specs
+        lambda path, spec: spec.stored_in(wide_dtype(dtype) if path in state_paths else dtype), model.specs
     )
     freeze = run.freeze
     if run.lora:
         freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
     if state_paths:
+    if quantized := tuple(path for path in flatten_with_paths(specs) if is_quantized(path)):
+        freeze += (Freeze(paths=quantized),)
         freeze += (Freeze(paths=state_paths),)
     frozen = frozen_until(freeze, specs, run.num_steps) if freeze else None
     if run.parallel.pipeline and run.parallel.pipeline.is_stale:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -68,6 +67,8 @@ _OFF = dict.fromkeys(_OVERLAPS, "none") | {
     "model.remat.offload": "[]",
 }
 
+    "lora": "null",
+    "parallel.local": "null",
 
 def check(run: Run, mesh: AnyMesh) -> None:
     """Checks the parts of a config against each other and against the mesh.
@@ -110,7 +111,7 @@ def _check_arrays(run: Run, specs: Any, mesh: AnyMesh, problems: Problems) -> No
     whole: dict[str, Any] = dict.fromkeys([*refused, "layers"], ())  # `_check_layers` reports layers
     rules = AxisRules(preset=run.rules.preset, zero=run.rules.zero, **run.rules.explicit | whole)
     for path, spec in flatten_with_paths(specs).items():
-        check_array(path, replace(spec, dtype=np.dtype(run.precision.params)), rules, mesh, problems)
+        check_array(path, spec.stored_in(np.dtype(run.precision.params)), rules, mesh, problems)
 
 
 def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:

@@ -18,6 +18,7 @@ from meshpar.errors import Problems, ShardingError
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.transformer import Batch, Decoder
 from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.precision import computed_in
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import Placement, resolve
 from meshpar.sharding.rules import AxisRules
@@ -55,7 +56,7 @@ class ModelOnMesh(ABC):
     def params(self) -> Any:
         """Tree of `Placement` of the parameters."""
         abstract = nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0)))
-        specs = jax.tree.map(lambda s: ArraySpec(s.shape, self.dtype, s.dims), describe(abstract))
+        specs = jax.tree.map(lambda spec: spec.stored_in(self.dtype), describe(abstract))
         return stored(resolve(specs, self.ctx.rules, self.ctx.mesh), self.ctx.rules)
 
     @property
