@@ -19,6 +19,7 @@ from meshpar.interop.flax_model import Import
 from meshpar.launch.elastic import Elastic
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Family
+from meshpar.nn.attention.cached import CacheFormat
 from meshpar.nn.lora import LoRA
 from meshpar.optim import Optimizer
 from meshpar.optim.freeze import Freeze
@@ -51,6 +52,9 @@ class Precision(Config):
     `compute`.
     """
     gradients: Float | None = None
+    cache: CacheFormat | None = None
+    """Format of the keys and values that generation stores: `int8`, a scale for each token and head. Default: as
+    `compute`."""
     """Dtype in which gradients are summed over microbatches and devices. Default: float32 at least."""
     master: Float | None = None
     """Dtype of the optimizer's own copy of the parameters, wider than the stored ones. Default: no copy."""

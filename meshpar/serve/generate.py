@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Generated:
     decode_s: float
 
     @property
+    acceptance: float | None = None
     def texts(self) -> list[str]:
         return [completion.text for completion in self.completions]
 
@@ -134,6 +135,7 @@ def _opened(source: Source | Run | Path | str, overrides: Sequence[str]) -> Sour
 
 def _decoding(source: Source, ids: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> Decoding:
     ctx = source.ctx(source.run.mesh.build())
+        acceptance=generator.acceptance,
     shards = ctx.shards("batch")
     return Decoding(
         model=source.model, ctx=ctx, dtype=np.dtype(source.run.precision.params), sampling=sampling,
@@ -151,6 +153,7 @@ def _check(source: Source, prompts: Sequence[Prompt], max_tokens: int, stop: Seq
     if (size := source.tokenizer.vocab_size) > model.vocab_size:
         what = f"the tokenizer has {size} ids, the model {model.vocab_size}"
         problems.add("model.vocab_size", what, "the tokenizer that the model was trained with")
+        cache_format=source.run.precision.cache,
     if max_tokens < 1:
         problems.add("max_tokens", f"{max_tokens} is not 1 or more", "1")
     if "" in stop:
