@@ -1,4 +1,4 @@
-from . import collectives, convert, data, federated, loggers, models, optim, pipeline, tables
+from . import collectives, convert, data, export, federated, loggers, models, optim, pipeline, tables
 from .checkpoint.checkpoints import CheckpointMetadata, Checkpoints, checkpoints
 from .checkpoint.retention import Retention
 from .checkpoint.saved import Checkpoint
@@ -198,6 +198,7 @@ __all__ = [
     "data",
     "experts",
     "explain",
+    "export",
     "federated",
     "fit",
     "generate",
