@@ -353,22 +353,24 @@ class Transformer(nnx.Module):
         x_BRD, auxiliary, _ = self._scan(self._embed(embedding_VD, batch, key), batch, key)
         return Outputs(self._project(x_BRD, embedding_VD if self.model.tie_embeddings else None), *auxiliary)
 
-    def decode(self, batch: Batch, cache: Cache) -> tuple[Float[Array, "B V"], Cache]:
+    def decode(self, batch: Batch, cache: Cache) -> tuple[Float[Array, "B *seq V"], Cache]:
         """Computes tokens that follow those in the cache: a prompt, a part of one, or one token per row.
 
         Args:
-          batch: int32 [batch, seq] `tokens` and their consecutive `positions`; int32 [batch] `rows`, and `last`, the
-            index of the last token in each row, before its padding.
+          batch: int32 [batch, seq] `tokens` and their consecutive `positions`; int32 [batch] `rows`; and `last`, int32
+            [batch], the index of the last token in each row, before its padding, or int32 [batch, n], several indices.
 
         Returns:
-          Logits [batch, vocab] of the token after the last one, local shards of the vocabulary; and the cache with
-          these tokens.
+          Logits [batch, vocab] of the token after the last one, or [batch, n, vocab] of those after several, local
+          shards of the vocabulary; and the cache with these tokens.
         """
         embedding_VD = _gathered(self.embedding)
         x_BRD, _, cache = self._scan(self._embed(embedding_VD, batch, None), batch, None, cache)
-        x_B1D = jnp.take_along_axis(x_BRD, batch["last"][:, None, None], axis=1)
-        projection = self._project(x_B1D, embedding_VD if self.model.tie_embeddings else None)
-        return projection.logits()[:, 0], cache
+        last = batch["last"]
+        at_BN = last[:, None] if last.ndim == 1 else last
+        x_BND = jnp.take_along_axis(x_BRD, at_BN[..., None], axis=1)
+        logits = self._project(x_BND, embedding_VD if self.model.tie_embeddings else None).logits()
+        return logits.reshape(*last.shape, -1), cache
 
     def _embed(
         self, embedding_VD: Float[Array, "V D"], batch: Batch, key: PRNGKeyArray | None

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshpar.nn.attention.cached import CACHE_DIMS, KVCache
+from meshpar.nn.attention.cached import CACHE_DIMS, CacheFormat, Codes, ContinuedCache, KVCache
+from meshpar.nn.transformer import Batch
 from meshpar.serve.on_mesh import ModelOnMesh
 from meshpar.serve.sampling import Sampling, sample
 from meshpar.train.program import compile_program, on_shards, pspecs, shardings, structs, trace
@@ -37,12 +38,21 @@ class Decoding(ModelOnMesh):
       num_rows: rows of the batch, a multiple of its shards.
       prompt_len: tokens of the longest prompt.
       max_tokens: tokens of the longest answer.
+      cache_format: the format of cached keys and values; None for the dtype of the computation.
+      num_drafts: tokens after the longest answer that may be stored too, see `speculative`.
     """
 
     sampling: Sampling
     num_rows: int
     prompt_len: int
     max_tokens: int
+    cache_format: CacheFormat | None = None
+    num_drafts: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens of a row that the cache has slots for."""
+        return self.prompt_len + self.max_tokens + self.num_drafts
 
     @cached_property
     def cache(self) -> KVCache:
@@ -82,7 +92,31 @@ class Decoding(ModelOnMesh):
     def compile_decode(self) -> Callable[..., Any]:
         """(params, turn, cache) -> (the next turn, the cache). The cache is donated, and written in place."""
         arguments = (structs(self.params), self.turn, structs(self.cache))
-        return compile_program(trace(decode, arguments, self._out, donate=(2,)))
+        return compile_program(trace(self.decode, arguments, self._out, donate=(2,)))
+
+    def prefill(self, params: Any, prompts: Turn) -> tuple[Turn, KVCache]:
+        """The first turn, and a new cache with the prompts."""
+        tokens, lengths = prompts
+        empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(self.cache))
+        positions = jnp.broadcast_to(jnp.arange(self.prompt_len, dtype=jnp.int32), tokens.shape)
+        return self._step(params, tokens, positions, lengths - 1, empty)
+
+    def decode(self, params: Any, turn: Turn, cache: KVCache) -> tuple[Turn, KVCache]:
+        """The next turn, and the cache with this one."""
+        last = jnp.zeros_like(turn.positions)
+        return self._step(params, turn.tokens[:, None], turn.positions[:, None], last, cache)
+
+    def continued_logits(self, params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """The logits [batch, seq, vocab] after each of several tokens that follow those in the cache."""
+        cache_pspecs = pspecs(self.cache)
+        in_specs = (pspecs(self.params), self.ctx.pspec("batch"), cache_pspecs)
+        out_specs = (self.ctx.pspec("batch", "seq", "vocab"), cache_pspecs)
+
+        def decode(params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
+            logits, cache = self.local_logits(params, batch, ContinuedCache(*cache))
+            return logits, KVCache(*cache)
+
+        return on_shards(decode, self.ctx, in_specs, out_specs)(params, batch, cache)
 
     def _step(
         self, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array, cache: KVCache

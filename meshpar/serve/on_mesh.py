@@ -69,11 +69,11 @@ class ModelOnMesh(ABC):
         cache_pspecs = pspecs(self.cache)
         in_specs = (pspecs(self.params), self.ctx.pspec("batch"), cache_pspecs)
         out_specs = (self.ctx.pspec("batch", "vocab"), cache_pspecs)
+        return on_shards(self.local_logits, self.ctx, in_specs, out_specs)(params, batch, cache)
 
-        def decode(params: Any, batch: Batch, cache: Any) -> tuple[jax.Array, Any]:
-            return self._apply(jax.tree.map(lambda x: x.astype(self.ctx.compute_dtype), params), batch, cache)
-
-        return on_shards(decode, self.ctx, in_specs, out_specs)(params, batch, cache)
+    def local_logits(self, params: Any, batch: Batch, cache: Any) -> tuple[jax.Array, Any]:
+        """`Transformer.decode` on local shards, or on global arrays under GSPMD."""
+        return self._apply(jax.tree.map(lambda x: computed_in(x, self.ctx.compute_dtype), params), batch, cache)
 
     def placed(self, shape: tuple[int, ...], dtype: Any, dims: tuple[str, ...]) -> Placement:
         """The placement of an activation, by the rules of its dims."""

@@ -65,6 +65,14 @@ class KVCache(NamedTuple):
         return CachedLayer(self, index, prompts)
 
 
+class ContinuedCache(KVCache):
+    """The same cache, for several tokens per row that follow those in it."""
+
+    def layer(self, index: Int[Array, ""], prompts: Core) -> CachedLayer:
+        """The core of one layer, which computes no prompts."""
+        return CachedLayer(self, index, None)
+
+
 @dataclass(frozen=True)
 class CachedLayer:
     """Writes the new tokens to the cache of one layer, and attends to all tokens in it.
@@ -79,7 +87,7 @@ class CachedLayer:
 
     cache: KVCache
     index: Int[Array, ""]
-    prompts: Core
+    prompts: Core | None
     has_cache: ClassVar[bool] = True
     sharding: ClassVar[Sharding] = {
         "seq": Supported(partition=False, why="one token cannot be divided over devices"),
@@ -89,8 +97,9 @@ class CachedLayer:
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
         positions: Int[Array, "B S"], segments: None, window: Window,
     ) -> tuple[Float[Array, "B S H h"], KVCache]:  # fmt: skip
-        cache = KVCache(self._put(self.cache.keys, k, positions), self._put(self.cache.values, v, positions))
-        if q.shape[1] > 1:
+        keys = self._put(self.cache.keys, k, positions)
+        cache = self.cache._replace(keys=keys, values=self._put(self.cache.values, v, positions))
+        if q.shape[1] > 1 and self.prompts is not None:
             prompts = for_prompts(self.prompts, q, window)
             out, _ = prompts(q, local_key_heads(k, q), local_key_heads(v, q), positions, None, window)
             return out, cache
