@@ -20,6 +20,7 @@ EXTRAS = {
     "onnx": ("torch", "transformers", "onnx", "onnxscript"),
     "privacy": ("dp_accounting",),
     "metrics": ("prometheus_client",),
+    "serve": ("starlette", "uvicorn", "prometheus_client"),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
     "tpu-target": ("libtpu",),

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar.mesh.layout import describe_sizes
 from meshpar.serve.decoding import Turn
 from meshpar.serve.paged_decoding import Chunks, PagedDecoding, Rows
 from meshpar.serve.sampling import RowSampling, Sampling
 from meshpar.serve.scheduler import Chunk, Plan, Row
 from meshpar.train.program import on_host, shardings, structs
+from meshpar.tree import human_bytes
 
 GREEDY = Sampling()
 
@@ -36,6 +38,15 @@ class Engine:
         self._turn: Turn | None = None
         self._rows: Rows | None = None
 
+    def __str__(self) -> str:
+        """What is served, in one line."""
+        decoding = self.decoding
+        capacity = decoding.capacity
+        mesh = describe_sizes(dict(decoding.ctx.mesh.shape))
+        num_pages = capacity.num_shards * capacity.pages
+        pages = f"{num_pages} pages of {capacity.page_size} tokens"
+        return f"{mesh}: {capacity.num_rows} slots, {pages}, cache {human_bytes(decoding.cache_bytes)} a device"
+
     def run(self, plan: Plan) -> tuple[list[int], list[int]]:
         """Computes a turn. Returns the token after each chunk, and the next token of each row; see `Scheduler.advance`.
 
@@ -52,7 +63,7 @@ class Engine:
         lengths = np.ones(len(chunks), np.int32)
         for i, chunk in enumerate(chunks):
             if chunk:
-                tokens[i, : len(chunk.tokens)] = chunk.tokens
+                tokens[i] = np.pad(chunk.tokens, (0, capacity.chunk - len(chunk.tokens)), mode="edge")
                 begins[i] = chunk.row.num_cached
                 lengths[i] = len(chunk.tokens)
         placed = jax.device_put(Chunks(tokens, begins, lengths), shardings(self.decoding.chunks))

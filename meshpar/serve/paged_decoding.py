@@ -46,6 +46,8 @@ class Rows(NamedTuple):
 class Chunks(NamedTuple):
     """The part of a prompt that is computed in each shard.
 
+    Padding repeats the last token at its position. So it stores what is stored there already, and reads nothing else.
+
     Args:
       tokens: int32 [shards, chunk], padded on the right.
       begins: int32 [shards]. The position of each first token.
@@ -91,6 +93,11 @@ class PagedDecoding(ModelOnMesh):
         return sum(placement.local_bytes for placement in self.pages)
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, its keys and its values, on one device."""
+        return self.cache_bytes // (1 + self.capacity.pages)
+
+    @property
     def turn(self) -> Turn:
         """Structs of a turn."""
         return Turn(self.per_row(self.capacity.num_rows), self.per_row(self.capacity.num_rows))
@@ -116,8 +123,9 @@ class PagedDecoding(ModelOnMesh):
         """(params, chunks, rows, pages) -> (int32[shards] the token after each chunk, the pages)."""
 
         def prefill(params: Any, chunks: Chunks, rows: Rows, pages: Pages) -> tuple[jax.Array, Pages]:
-            positions = chunks.begins[:, None] + jnp.arange(self.capacity.chunk, dtype=jnp.int32)
-            return self._step(params, chunks.tokens, positions, chunks.lengths - 1, rows, pages)
+            last = chunks.lengths - 1
+            places = jnp.minimum(jnp.arange(self.capacity.chunk, dtype=jnp.int32), last[:, None])
+            return self._step(params, chunks.tokens, chunks.begins[:, None] + places, last, rows, pages)
 
         shards = self.capacity.num_shards
         arguments = (structs(self.params), self.chunks, self.rows(shards), structs(self.pages))

@@ -5,8 +5,7 @@ the pages of that beginning. As in `cached`, a token is stored in the slot of it
 slots up to its own position.
 
 Devices that hold different rows have pages of their own: a dim of the arrays counts these shards, and the numbers in a
-table are pages of the row's shard. Page 0 of a shard belongs to no row. Rows without a request, and padding beyond the
-pages of a row, are stored there.
+table are pages of the row's shard. Page 0 of a shard belongs to no row: rows without a request are stored there.
 
 Shapes: D shards of the batch, N layers, P pages, s slots of a page, B batch, b = B / D, M pages of a row, T = M s slots
 of a row, S new tokens, K kv_heads, H heads, h head_dim (local shards in the manual lowering).
