@@ -45,6 +45,9 @@ MODELS: dict[str, Decoder] = {
     "llama": Llama(**SIZES),
     "llama_gqa_options": Llama(**SIZES, **OPTIONS),
     "llama_experts": Llama(**SIZES, experts=Experts(num=6, per_token=2, intermediate_size=12, balance="bias")),
+    "llama_compressed": Llama(
+        **SIZES, weights={"kind": "int4", "group": 4}, low_rank=[{"path": "blocks.mlp.up", "rank": 8}]
+    ),
     "gpt_tied": GPT(**SIZES, max_seq_len=32, tie_embeddings=True, dropout=0.1, remat="full"),
 }
 # Two key heads cannot be sharded over four devices, so each device has both.
@@ -68,7 +71,7 @@ FLOAT64 = np.dtype("float64")
 def params(model: str) -> Any:
     """Larger than initial parameters, so that greedy decoding does not repeat one token."""
     drawn = nnx.to_pure_dict(nnx.state(MODELS[model].build(nnx.Rngs(0)), nnx.Param))
-    return jax.tree.map(lambda x: 3 * np.asarray(x, np.float64), drawn)
+    return jax.tree.map(lambda x: np.asarray(x) if x.dtype.kind in "iu" else 3 * np.asarray(x, np.float64), drawn)
 
 
 def decoding(model: str, layout: str, lowering: str, sampling: Sampling = Sampling(), **sizes: Any) -> Decoding:  # noqa: B008

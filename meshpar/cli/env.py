@@ -17,6 +17,7 @@ EXTRAS = {
     "data": ("tokenizers", "pyarrow"),
     "plot": ("matplotlib",),
     "quantized": ("qwix",),
+    "onnx": ("torch", "transformers", "onnx", "onnxscript"),
     "privacy": ("dp_accounting",),
     "metrics": ("prometheus_client",),
     "serve": ("starlette", "uvicorn", "prometheus_client"),

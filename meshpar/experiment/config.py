@@ -19,9 +19,11 @@ from meshpar.interop.flax_model import Import
 from meshpar.launch.elastic import Elastic
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Family
+from meshpar.nn.attention.cached import CacheFormat
 from meshpar.nn.lora import LoRA
 from meshpar.optim import Optimizer
 from meshpar.optim.freeze import Freeze
+from meshpar.optim.pruning import Pruning
 from meshpar.parallel.context import Format, ParallelContext
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh
@@ -50,6 +52,9 @@ class Precision(Config):
     and routed experts stay in `compute`. Needs the package Qwix: `pip install 'meshpar[quantized]'`. Default: as
     `compute`.
     """
+    cache: CacheFormat | None = None
+    """Format of the keys and values that generation stores: `int8`, a scale for each token and head. Default: as
+    `compute`."""
     gradients: Float | None = None
     """Dtype in which gradients are summed over microbatches and devices. Default: float32 at least."""
     master: Float | None = None
@@ -123,6 +128,8 @@ class Run(Config):
     """A teacher model whose predictions are learned."""
     freeze: Coerced[tuple[Freeze, ...], Sequence[Freeze | str | list[str] | dict[str, Any]]] = default(())
     """Parameters that are not updated: globs, or `{paths: [...], until: 100}` to train them from step 100 on."""
+    prune: Section[Pruning | None] = default(None)
+    """Weights that become zero during the run, by a schedule. Default: none."""
     mesh: Section[MeshLayout] = default(MeshLayout())
     """The size of each axis of the device mesh; one axis may be -1."""
     rules: Rules = default(AxisRules(preset="replicated"))

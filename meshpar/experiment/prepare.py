@@ -30,10 +30,12 @@ from meshpar.inspection.program.hlo import Collective as Sent
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.models.contract import Vocabulary
 from meshpar.nn.lora import is_lora
+from meshpar.nn.quantized_kernel import is_quantized
 from meshpar.nn.supported import check_supported
 from meshpar.optim.ema import with_ema
 from meshpar.optim.freeze import Freeze, for_good, frozen_until
 from meshpar.optim.master import with_master
+from meshpar.optim.pruning import with_pruning
 from meshpar.optim.rounding import with_stochastic_rounding
 from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.precision import wide_dtype
@@ -66,8 +68,8 @@ class Prepared(Training):
 
         With local updates they include the bytes of the outer step, divided by the mean number of steps of a round.
 
-        None where GSPMD decides what is sent: for an imported model, an optimizer that mixes elements, a teacher
-        whose logits are sharded differently, and 2BW with ZeRO-1, which gathers stale weights whole. With
+        None where GSPMD decides what is sent: for an imported model, an optimizer that mixes elements, pruning, a
+        teacher whose logits are sharded differently, and 2BW with ZeRO-1, which gathers stale weights whole. With
         `lowering=auto` also None if the manual layers do not support the rules.
         """
         if not self._is_countable:
@@ -126,7 +128,7 @@ class Prepared(Training):
     @property
     def _is_countable(self) -> bool:
         """Whether a traced step of the manual lowering contains everything that a device sends."""
-        if not self.run.optim.elementwise or not self.run.model.manual_lowering():
+        if not self.run.optim.elementwise or self.run.prune or not self.run.model.manual_lowering():
             return False
         if self.pipeline and self.pipeline.schedule.is_stale and self.rules.zero_stage == 1:
             return False
@@ -258,11 +260,13 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     state_paths = model.state.paths if model.state else ()
     # bfloat16 would lose the small changes of a router's bias.
     specs = map_with_path(
-        lambda path, spec: replace(spec, dtype=wide_dtype(dtype) if path in state_paths else dtype), model.specs
+        lambda path, spec: spec.stored_in(wide_dtype(dtype) if path in state_paths else dtype), model.specs
     )
     freeze = run.freeze
     if run.lora:
         freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
+    if quantized := tuple(path for path in flatten_with_paths(specs) if is_quantized(path)):
+        freeze += (Freeze(paths=quantized),)
     if state_paths:
         freeze += (Freeze(paths=state_paths),)
     frozen = frozen_until(freeze, specs, run.num_steps) if freeze else None
@@ -295,7 +299,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
             run.optim.learning_rate(run.num_steps),
             computed,
             model.state,
-            is_elementwise=run.optim.elementwise and not is_stochastic and not run.optim.ema,
+            is_elementwise=run.optim.elementwise and not is_stochastic and not run.optim.ema and not run.prune,
         ),
         batch_specs={name: spec for name, spec in batch_specs.items() if name not in run.data.omitted},
         ctx=ctx,
@@ -317,6 +321,8 @@ def _optimizer(run: Run, specs: Any, frozen: Any, computed: Any) -> optax.Gradie
     dims = jax.tree.map(lambda spec: spec.dims, without(specs, never))
     until = without(frozen, never) if frozen else None
     tx = run.optim.build(run.num_steps, dims, until if any(jax.tree.leaves(until)) else None)
+    if run.prune:
+        tx = with_pruning(tx, run.prune, without(specs, never))
     if run.precision.master:
         tx = with_master(tx, computed)
     if run.precision.rounding == "stochastic":

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshpar.nn.attention.cached import CACHE_DIMS, KVCache
+from meshpar.nn.attention.cached import CACHE_DIMS, CacheFormat, Codes, ContinuedCache, KVCache
+from meshpar.nn.transformer import Batch
 from meshpar.serve.on_mesh import ModelOnMesh
 from meshpar.serve.sampling import Sampling, sample
-from meshpar.train.program import compile_program, on_shards, shardings, structs, trace
+from meshpar.train.program import compile_program, on_shards, pspecs, shardings, structs, trace
 
 
 class Turn(NamedTuple):
@@ -37,25 +38,37 @@ class Decoding(ModelOnMesh):
       num_rows: rows of the batch, a multiple of its shards.
       prompt_len: tokens of the longest prompt.
       max_tokens: tokens of the longest answer.
+      cache_format: the format of cached keys and values; None for the dtype of the computation.
+      num_drafts: tokens after the longest answer that may be stored too, see `speculative`.
     """
 
     sampling: Sampling
     num_rows: int
     prompt_len: int
     max_tokens: int
+    cache_format: CacheFormat | None = None
+    num_drafts: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens of a row that the cache has slots for."""
+        return self.prompt_len + self.max_tokens + self.num_drafts
 
     @cached_property
     def cache(self) -> KVCache:
-        """Placements of the cache, in the dtype of the computation, by the same rules as the heads that fill it.
+        """Placements of the cache, by the same rules as the heads that fill it.
 
         Memory: 2 layers rows slots kv_heads head_dim elements on all devices together, with a slot for each token of
-          prompt and answer; each device holds its rows and heads.
+          prompt and answer; each device holds its rows and heads. In int8 an element has one byte, and each token of a
+          head a scale in the dtype of the computation.
         """
         model = self.model
-        num_slots = self.prompt_len + self.max_tokens
-        shape = (model.num_layers, self.num_rows, num_slots, model.kv_heads, model.head_size)
-        placed = self.placed(shape, self.ctx.compute_dtype, CACHE_DIMS)
-        return KVCache(placed, placed)  # pyright: ignore[reportArgumentType]
+        shape = (model.num_layers, self.num_rows, self.num_slots, model.kv_heads, model.head_size)
+        placed: Any = self.placed(shape, self.ctx.compute_dtype, CACHE_DIMS)
+        if self.cache_format == "int8":
+            scales: Any = self.placed(shape[:-1], self.ctx.compute_dtype, CACHE_DIMS[:-1])
+            placed = Codes(self.placed(shape, "int8", CACHE_DIMS), scales)  # pyright: ignore[reportArgumentType]
+        return KVCache(placed, placed)
 
     @property
     def cache_bytes(self) -> int:
@@ -74,24 +87,36 @@ class Decoding(ModelOnMesh):
 
     def compile_prefill(self) -> Callable[..., Any]:
         """(params, prompts) -> (the first turn, the cache). The cache is allocated in shards."""
-
-        def prefill(params: Any, prompts: Turn) -> tuple[Turn, KVCache]:
-            tokens, lengths = prompts
-            empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(self.cache))
-            positions = jnp.broadcast_to(jnp.arange(self.prompt_len, dtype=jnp.int32), tokens.shape)
-            return self._step(params, tokens, positions, lengths - 1, empty)
-
-        return compile_program(trace(prefill, (structs(self.params), self.prompts), self._out))
+        return compile_program(trace(self.prefill, (structs(self.params), self.prompts), self._out))
 
     def compile_decode(self) -> Callable[..., Any]:
         """(params, turn, cache) -> (the next turn, the cache). The cache is donated, and written in place."""
-
-        def decode(params: Any, turn: Turn, cache: KVCache) -> tuple[Turn, KVCache]:
-            last = jnp.zeros_like(turn.positions)
-            return self._step(params, turn.tokens[:, None], turn.positions[:, None], last, cache)
-
         arguments = (structs(self.params), self.turn, structs(self.cache))
-        return compile_program(trace(decode, arguments, self._out, donate=(2,)))
+        return compile_program(trace(self.decode, arguments, self._out, donate=(2,)))
+
+    def prefill(self, params: Any, prompts: Turn) -> tuple[Turn, KVCache]:
+        """The first turn, and a new cache with the prompts."""
+        tokens, lengths = prompts
+        empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(self.cache))
+        positions = jnp.broadcast_to(jnp.arange(self.prompt_len, dtype=jnp.int32), tokens.shape)
+        return self._step(params, tokens, positions, lengths - 1, empty)
+
+    def decode(self, params: Any, turn: Turn, cache: KVCache) -> tuple[Turn, KVCache]:
+        """The next turn, and the cache with this one."""
+        last = jnp.zeros_like(turn.positions)
+        return self._step(params, turn.tokens[:, None], turn.positions[:, None], last, cache)
+
+    def continued_logits(self, params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """The logits [batch, seq, vocab] after each of several tokens that follow those in the cache."""
+        cache_pspecs = pspecs(self.cache)
+        in_specs = (pspecs(self.params), self.ctx.pspec("batch"), cache_pspecs)
+        out_specs = (self.ctx.pspec("batch", "seq", "vocab"), cache_pspecs)
+
+        def decode(params: Any, batch: Batch, cache: KVCache) -> tuple[jax.Array, KVCache]:
+            logits, cache = self.local_logits(params, batch, ContinuedCache(*cache))
+            return logits, KVCache(*cache)
+
+        return on_shards(decode, self.ctx, in_specs, out_specs)(params, batch, cache)
 
     def _step(
         self, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array, cache: KVCache

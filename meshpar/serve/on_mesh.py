@@ -18,6 +18,7 @@ from meshpar.errors import Problems, ShardingError
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.transformer import Batch, Decoder
 from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.precision import computed_in
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import Placement, resolve
 from meshpar.sharding.rules import AxisRules
@@ -55,7 +56,7 @@ class ModelOnMesh(ABC):
     def params(self) -> Any:
         """Tree of `Placement` of the parameters."""
         abstract = nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0)))
-        specs = jax.tree.map(lambda s: ArraySpec(s.shape, self.dtype, s.dims), describe(abstract))
+        specs = jax.tree.map(lambda spec: spec.stored_in(self.dtype), describe(abstract))
         return stored(resolve(specs, self.ctx.rules, self.ctx.mesh), self.ctx.rules)
 
     @property
@@ -68,11 +69,11 @@ class ModelOnMesh(ABC):
         cache_pspecs = pspecs(self.cache)
         in_specs = (pspecs(self.params), self.ctx.pspec("batch"), cache_pspecs)
         out_specs = (self.ctx.pspec("batch", "vocab"), cache_pspecs)
+        return on_shards(self.local_logits, self.ctx, in_specs, out_specs)(params, batch, cache)
 
-        def decode(params: Any, batch: Batch, cache: Any) -> tuple[jax.Array, Any]:
-            return self._apply(jax.tree.map(lambda x: x.astype(self.ctx.compute_dtype), params), batch, cache)
-
-        return on_shards(decode, self.ctx, in_specs, out_specs)(params, batch, cache)
+    def local_logits(self, params: Any, batch: Batch, cache: Any) -> tuple[jax.Array, Any]:
+        """`Transformer.decode` on local shards, or on global arrays under GSPMD."""
+        return self._apply(jax.tree.map(lambda x: computed_in(x, self.ctx.compute_dtype), params), batch, cache)
 
     def placed(self, shape: tuple[int, ...], dtype: Any, dims: tuple[str, ...]) -> Placement:
         """The placement of an activation, by the rules of its dims."""
