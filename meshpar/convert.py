@@ -47,7 +47,9 @@ def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
       CheckpointError: the run directory exists; or lists what is wrong with the folder, see `open_pretrained`.
       ConfigError: lists what is wrong with the overrides.
 
-    Example: a run is written as a Hugging Face folder, and the folder becomes a run again.
+    Examples:
+      A run is written as a Hugging Face folder, and the folder becomes a run again:
+
       >>> import tempfile
       >>> from meshpar import Run, convert, fit
       >>> with tempfile.TemporaryDirectory() as name:

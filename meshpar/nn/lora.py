@@ -37,6 +37,7 @@ class LoRA(Config):
 
     kind: Literal["lora"] = "lora"
     rank: Positive = 8
+    """The inner size of the two matrices whose product is the update."""
     alpha: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 16.0
     """The update is scaled by alpha / rank."""
     paths: Strings = default(("blocks.attn.*",))

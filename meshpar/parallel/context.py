@@ -263,8 +263,9 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
     Raises:
       ShardingError: a dim has no name or no rule, or is not divisible (JAX would silently replicate it).
 
-    >>> constrain(jax.numpy.ones((4, 8)), "batch", "embed").shape
-    (4, 8)
+    Examples:
+      >>> constrain(jax.numpy.ones((4, 8)), "batch", "embed").shape
+      (4, 8)
     """
     ctx = _current.get()
     if ctx is None or ctx.manual:

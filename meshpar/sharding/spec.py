@@ -22,8 +22,9 @@ class ArraySpec:
     Raises:
       ShardingError: the numbers of dims and names differ.
 
-    >>> print(ArraySpec((512, 8, 64), np.dtype("float32"), ("embed", "heads", "head_dim")))
-    float32[512, 8, 64]  (embed, heads, head_dim)
+    Examples:
+      >>> print(ArraySpec((512, 8, 64), np.dtype("float32"), ("embed", "heads", "head_dim")))
+      float32[512, 8, 64]  (embed, heads, head_dim)
     """
 
     shape: tuple[int, ...]
