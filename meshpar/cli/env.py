@@ -19,6 +19,7 @@ EXTRAS = {
     "quantized": ("qwix",),
     "privacy": ("dp_accounting",),
     "metrics": ("prometheus_client",),
+    "serve": ("starlette", "uvicorn", "prometheus_client"),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
     "tpu-target": ("libtpu",),

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, overload
@@ -38,7 +39,7 @@ from meshpar.optim.ema import averaged
 from meshpar.parallel.batch import TEACHER
 from meshpar.progress import busy, say
 from meshpar.sharding.resolve import AnyMesh
-from meshpar.train.begin import Beginning
+from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.copies.copies import CopiedBeginning, Copies, opened
 from meshpar.train.data import Ids
 from meshpar.train.data.fingerprint import changed_files
@@ -290,7 +291,7 @@ def _beginning(
     init = prepared.run.init
     if copies and (copy := copies.newest(saved.latest() or 0)):
         return CopiedBeginning(copies, copy)
-    source = saved.newest(prepared.placement.structs)
+    source = saved.newest(partial(saved_structs, prepared))
     include: Sequence[str] = EVERYTHING
     exclude: Sequence[str] = ()
     if source is None and init and init.from_hf:

@@ -64,7 +64,7 @@ class Prepared(Training):
     def traced_bytes(self) -> Traffic | None:
         """Bytes that a device sends in a step of the manual lowering, by axes, counted in the traced step.
 
-        With local updates they include the bytes of the outer step, divided by the steps of a round.
+        With local updates they include the bytes of the outer step, divided by the mean number of steps of a round.
 
         None where GSPMD decides what is sent: for an imported model, an optimizer that mixes elements, a teacher
         whose logits are sharded differently, and 2BW with ZeRO-1, which gathers stale weights whole. With
@@ -72,13 +72,18 @@ class Prepared(Training):
         """
         if not self._is_countable:
             return None
-        collectives = self.collectives(self._traced_step)
-        if slices := self.on(manual=True).slices:
-            outer = self._zero1_gathers()
-            for traced in slices.trace_outer():
-                outer += traced_collectives(traced.jaxpr, self._float_bytes)
-            collectives += [replace(one, times=one.times / slices.local.every) for one in outer]
-        return traffic(collectives)
+        return traffic(self.collectives(self._traced_step) + self.outer_collectives)
+
+    @cached_property
+    def outer_collectives(self) -> list[Collective]:
+        """The collectives of the outer steps of a round, as often as a step has them; none without local updates."""
+        slices = self.on(manual=True).slices
+        if slices is None or self.rounds is None:
+            return []
+        found = self._zero1_gathers()
+        for traced in slices.trace_outer() + slices.trace_reductions():
+            found += traced_collectives(traced.jaxpr, self._float_bytes)
+        return [replace(one, times=one.times / self.rounds.mean_steps) for one in found]
 
     @cached_property
     def traced_flops(self) -> dict[str, Fraction] | None:
@@ -138,7 +143,8 @@ class Prepared(Training):
         own = placed.carried.get(SLICES, {})
         sharded = jax.tree.leaves(placed.sharded)
         stored = jax.tree.leaves((placed.params, own.get("params")))
-        optimizer = jax.tree.leaves((placed.opt_state, own.get("opt_state"), own.get("rounding")))
+        others = (own.get("opt_state"), own.get("rounding"), own.get("means"))
+        optimizer = jax.tree.leaves((placed.opt_state, *others))
         frozen = [path in placed.frozen for path in flatten_with_paths(placed.sharded)]
         return model_states(sharded, stored, optimizer, self.ctx, self.run.precision.widths, frozen)
 
@@ -148,8 +154,10 @@ class Prepared(Training):
         found = self.run.model.selected(task_of(self.run), self.ctx, self.run.data.batch_size)
         if local := self.ctx.local:
             num = self.mesh.shape[local.axis]
-            what = f"{num} slices along {local.axis}; {local.outer.kind} after every {local.every} steps"
+            steps = f"{local.every} steps or more" if local.growth else f"{local.every} steps"
+            what = f"{num} slices along {local.axis}; {local.outer.kind} after every {steps}"
             what += f" for each of {local.fragments} fragments" if local.fragments > 1 else ""
+            what += f", {local.overlap_steps} steps late" if local.overlap_steps else ""
             found = found | {KEY: what + (f", from step {local.start} on" if local.start else "")}
         return found
 
@@ -192,14 +200,15 @@ class Prepared(Training):
         Warns:
           ContractWarning: it sends more than the traced outer step.
         """
+        axis = self.placement.slices
         across = Fraction(0)
-        for outer in step.outer:
-            sent = collectives_of(outer.compiled, self.mesh)
+        for program in (*step.outer, *step.reducing):
+            sent = collectives_of(program.compiled, self.mesh)
             if self._is_countable:
-                _warn_beyond(sent, traffic(self.collectives(outer.jaxpr)))
-            across += total_sent_bytes(one for one in sent if step.local.axis in (one.axes or ()))
-        each = human_bytes(round(across / step.local.every))
-        return f"{human_bytes(round(across))} over {step.local.axis}, {each} a step"
+                _warn_beyond(sent, traffic(self.collectives(program.jaxpr)))
+            across += total_sent_bytes(one for one in sent if axis in (one.axes or ()))
+        each = human_bytes(round(across / step.rounds.mean_steps))
+        return f"{human_bytes(round(across))} over {axis}, {each} a step"
 
     def compare(self, step: Step) -> None:
         """Compares what a compiled step sends with its traced step, as `inspect` does, and reads nothing else.
@@ -267,6 +276,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     tx = _optimizer(run, specs, frozen, computed)
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
     batch_specs = run.model.batch_specs(run.data.batch_size, run.data.seq_len)
+    local = run.parallel.local
     prepared = Prepared(
         run=run,
         specs=specs,
@@ -292,6 +302,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         seed=run.seed,
         is_offloaded=run.offload.optimizer == "host",
         taught_by=taught_by,
+        rounds=local.rounds(run.num_steps, run.optim.learning_rate(run.num_steps)) if local else None,
     )
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 

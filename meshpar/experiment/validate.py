@@ -209,15 +209,11 @@ def _check_local(run: Run, ctx: ParallelContext, problems: Problems) -> None:
     if local is None:
         return
     local.check(run.rules, ctx.mesh.shape, ctx.manual, problems)
-    steps = run.num_steps - local.start
-    if steps < local.every or steps % local.every:
-        what = f"{steps} steps after {KEY}.start = {local.start} are no whole rounds of {local.every} steps"
-        rounds = max(1, steps // local.every)
-        fix = f"num_steps={local.start + rounds * local.every}: the shared parameters change only when a round ends"
-        problems.add("num_steps", what, fix)
-    if run.elastic and run.elastic.resized(run.mesh).sizes[local.axis] != run.mesh.sizes[local.axis]:
+    local.check_steps(run.num_steps, problems)
+    is_resized = run.elastic and run.elastic.resized(run.mesh).sizes[local.axis] != run.mesh.sizes[local.axis]
+    if is_resized and local.resize == "refuse":
         what = "it changes the number of slices, each of which has its own parameters in a checkpoint"
-        problems.add(f"elastic.mesh.{local.axis}", what, "elastic.mesh with another axis")
+        problems.add(f"elastic.mesh.{local.axis}", what, f"{KEY}.resize=average, or elastic.mesh with another axis")
     if run.optim.ema:
         what = "a slice would average its own parameters, and the next round begins at others"
         problems.add("optim.ema", what, "optim.ema=null")

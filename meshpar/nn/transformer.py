@@ -18,8 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from meshpar.config import Coerced, Config, Positive, default
 from meshpar.nn import layer_loops
 from meshpar.nn.attention import AnyCore, Auto
-from meshpar.nn.attention.cached import KVCache
-from meshpar.nn.attention.core import Core, Window
+from meshpar.nn.attention.core import Cache, Core, Window
 from meshpar.nn.attention.head_norm import QKNorm
 from meshpar.nn.attention.layer import Attention, Bias
 from meshpar.nn.experts import Experts
@@ -344,8 +343,8 @@ class Transformer(nnx.Module):
         x_BRD, auxiliary, _ = self._scan(self._embed(embedding_VD, batch, key), batch, key)
         return Outputs(self._project(x_BRD, embedding_VD if self.model.tie_embeddings else None), *auxiliary)
 
-    def decode(self, batch: Batch, cache: KVCache) -> tuple[Float[Array, "B V"], KVCache]:
-        """Computes tokens that follow those in the cache: a whole prompt, or one token per row.
+    def decode(self, batch: Batch, cache: Cache) -> tuple[Float[Array, "B V"], Cache]:
+        """Computes tokens that follow those in the cache: a prompt, a part of one, or one token per row.
 
         Args:
           batch: int32 [batch, seq] `tokens` and their consecutive `positions`; int32 [batch] `rows`, and `last`, the
@@ -371,7 +370,7 @@ class Transformer(nnx.Module):
         return constrain(x_BRD, "batch", "residual_seq", "embed")
 
     def _scan(
-        self, x_BRD: Float[Array, "B R D"], batch: Batch, key: PRNGKeyArray | None, cache: KVCache | None = None
+        self, x_BRD: Float[Array, "B R D"], batch: Batch, key: PRNGKeyArray | None, cache: Cache | None = None
     ) -> tuple[Float[Array, "B R D"], Auxiliary, Any]:
         rope = self.shared(batch, x_BRD)
         loops = loops_over(self.model.num_layers, self.model.experts)
@@ -381,7 +380,7 @@ class Transformer(nnx.Module):
             num_rows = len(self.model.layers_in(stack))
 
             def layer(
-                carry: tuple[jax.Array, KVCache | None], row: tuple[Any, jax.Array, jax.Array]
+                carry: tuple[jax.Array, Cache | None], row: tuple[Any, jax.Array, jax.Array]
             ) -> tuple[Any, Auxiliary]:
                 x, cache = carry
                 params, index, place = row
