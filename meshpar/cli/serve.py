@@ -11,6 +11,8 @@ import typer
 from meshpar.cli.app import Devices, NoCache, Overrides, app, use_cache
 from meshpar.errors import ConfigError
 
+LOCAL = ("127.0.0.1", "localhost")
+
 Slots = Annotated[int, typer.Option(min=1, help="Requests that are decoded together.")]
 MaxLen = Annotated[
     int | None,
@@ -69,7 +71,8 @@ def serve(
             opened, slots=slots, max_len=max_len, page_size=page_size, cache_bytes=cache_bytes, chunk=chunk,
             max_queue=queue,
         )  # fmt: skip
-        endpoints = endpoints_of(engine, opened, name or source.resolve().name, token)
+        hosts = LOCAL if host in LOCAL else ("*",)
+        endpoints = endpoints_of(engine, opened, name or source.resolve().name, token, hosts)
 
         def ready() -> None:
             address, at, *_ = bound.getsockname()

@@ -138,7 +138,8 @@ class PagedDecoding(ModelOnMesh):
         def decode(params: Any, turn: Turn, rows: Rows, pages: Pages) -> tuple[Turn, Pages]:
             last = jnp.zeros_like(turn.positions)
             tokens, pages = self._step(params, turn.tokens[:, None], turn.positions[:, None], last, rows, pages)
-            return Turn(tokens, turn.positions + 1), pages
+            is_decoding = rows.table[:, 0] > 0  # the others stay where they are, and need no further blocks
+            return Turn(tokens, turn.positions + is_decoding.astype(jnp.int32)), pages
 
         arguments = (structs(self.params), self.turn, self.rows(self.capacity.num_rows), structs(self.pages))
         return compile_program(trace(decode, arguments, shardings((self.turn, structs(self.pages))), donate=(3,)))

@@ -135,8 +135,8 @@ def _least_kept(best: Float[Array, "B K"], top_p: float | Float[Array, "B 1"]) -
     """The smallest logit of the smallest set of most probable tokens with probability `top_p`; `best` descends."""
     probabilities = jax.nn.softmax(best, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # In float32 the sum may reach 1 before the last token.
-    is_kept = ((before < top_p) | (top_p == 1)) & (best > -jnp.inf)
+    # In float32 the sum may reach 1 before the last token, and a small top_p may be 0.
+    is_kept = ((before < top_p) | (top_p == 1) | (before <= 0)) & (best > -jnp.inf)
     return jnp.where(is_kept, best, jnp.inf).min(-1, keepdims=True)
 
 

@@ -137,7 +137,7 @@ class Service:
         """Computes turns until it is cancelled.
 
         Raises:
-          Exception: the engine failed. All requests have been told.
+          Exception: a turn failed. All requests have been told.
         """
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, "engine") as thread:
@@ -149,11 +149,11 @@ class Service:
                     continue
                 try:
                     computed = await loop.run_in_executor(thread, self._engine.run, plan)
+                    for request, token in self.scheduler.advance(plan, *computed):
+                        self._deliver(request, token)
                 except Exception as error:
                     self._fail(error)
                     raise
-                for request, token in self.scheduler.advance(plan, *computed):
-                    self._deliver(request, token)
 
     async def drain(self) -> None:
         """Refuses new requests, and waits for the end of the others."""

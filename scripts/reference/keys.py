@@ -81,7 +81,10 @@ class Section:
         default = about.get("default")
         if about.get("type") == "boolean":
             return not default
-        return next(value for value in _alternatives(about) if value != default)
+        other = [value for value in _alternatives(about) if value != default]
+        if not other:
+            raise KeyError(f"scripts/reference/examples.yaml has no value for {' or '.join(written)}")
+        return other[0]
 
 
 def sections(root: type[Config]) -> list[Section]:

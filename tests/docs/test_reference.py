@@ -20,7 +20,7 @@ FILES = {Run: ROOT / "configs" / "quickstart.yaml", Federated: ROOT / "configs" 
 
 
 def test_the_pages_are_up_to_date():
-    assert pages.outdated() == [], "write them: PYTHONPATH=scripts python -m reference"
+    assert pages.outdated() == [], "write them: make reference"
 
 
 def test_control_a_page_that_is_not_up_to_date_is_seen(tmp_path):

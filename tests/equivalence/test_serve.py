@@ -27,8 +27,9 @@ each_case = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def _float64(float64):
-    """Every test of this module computes in float64."""
+def _float64(float64, monkeypatch):
+    """Every test of this module computes in float64, and attends to several blocks of pages."""
+    monkeypatch.setattr("meshpar.nn.attention.paged.BLOCK_SIZE", 8)
 
 
 @lru_cache

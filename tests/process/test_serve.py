@@ -95,6 +95,8 @@ def test_openais_client_gets_the_answers_of_generate(server, expected):
     messages: Any = [{"role": "user", "content": [{"type": "text", "text": "w3 w1 w4"}]}]
     chat = client.chat.completions.create(messages=messages, max_completion_tokens=12, **settings)
     assert (chat.choices[0].message.role, chat.choices[0].message.content) == ("assistant", expected[1])
+    again = [*messages, chat.choices[0].message.model_dump(), *messages]
+    client.chat.completions.create(messages=again, max_tokens=1, **settings)
     chunks = client.chat.completions.create(messages=messages, max_tokens=12, stream=True, **settings)
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == expected[1]
 
@@ -136,6 +138,7 @@ def wait_until(browser: Any, expression: str) -> None:
 
 def test_the_page_shows_tokens_as_they_arrive_and_the_cache_as_it_fills(server, expected, tmp_path):
     with chromium(tmp_path / "profile") as browser:
+        browser.requests()  # those of the page that the browser begins with
         browser.driver.get(f"{server.url}/")
         wait_until(browser, "document.getElementById('status').textContent.startsWith('ok')")
         browser.driver.execute_script(WATCH, 300)

@@ -18,7 +18,8 @@ from meshpar.train.data import Synthetic
 from meshpar.train.data.tokenizer import Ids, Tokenizer
 from tests.serving import SIZES
 
-IDS = Ids(vocab_size=29, bos=28)
+IDS = Ids(vocab_size=30, bos=29)
+"""The model samples no id of 29, so its answers end by their length or at a stop string."""
 JSON = {"content-type": "application/json"}
 
 

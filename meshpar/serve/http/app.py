@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
 
 from meshpar.serve.engine import Engine
 from meshpar.serve.http.bodies import MOST_ANSWERS, Body, ChatBody, CompletionBody, parse
@@ -27,7 +28,8 @@ from meshpar.serve.service import Service
 from meshpar.serve.source import Source
 from meshpar.train.data.tokenizer import TokenizerFile
 
-PAGE = Path(__file__).parent / "page"
+PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+"""Path -> the file of the page in the folder `page`."""
 LARGEST_BODY = 2**22
 """The largest body of a request, in bytes."""
 
@@ -42,6 +44,7 @@ class Endpoints:
       name: the name of the model.
       template: the chat template; None if the model has none.
       token: what clients must send as bearer token; None if anyone may ask.
+      hosts: the names under which clients may ask. A page of another site whose name leads here has another one.
     """
 
     service: Service
@@ -50,6 +53,7 @@ class Endpoints:
     name: str
     template: ChatTemplate | None = None
     token: str | None = None
+    hosts: Sequence[str] = ("*",)
 
     def app(self) -> Starlette:
         routes = [
@@ -58,9 +62,10 @@ class Endpoints:
             Route("/v1/models", self.models),
             Route("/health", self.health),
             Route("/metrics", self.prometheus),
-            Mount("/", StaticFiles(directory=PAGE, html=True)),
+            *(Route(path, self.page) for path in PAGE),
         ]
-        return Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=self._lifespan)
+        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=self.hosts)
+        return Starlette(routes=routes, middleware=[hosts], exception_handlers=HANDLERS, lifespan=self._lifespan)
 
     async def completions(self, http: HttpRequest) -> Response:
         """`/v1/completions`."""
@@ -105,6 +110,10 @@ class Endpoints:
         self._authorize(http)
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def page(self, http: HttpRequest) -> Response:
+        """`/`, a page to try the server."""
+        return FileResponse(Path(__file__).parent / "page" / PAGE[http.url.path])
+
     # How a request is answered --------------------------------------------------------------------------------------
 
     async def _answer(
@@ -121,8 +130,9 @@ class Endpoints:
 
     def _requests(self, body: Body, prompts: Sequence[Sequence[int]], max_tokens: int | None) -> list[Request]:
         num_answers = body.n or 1
-        if not 0 < len(prompts) * num_answers <= MOST_ANSWERS:
-            what = f"{len(prompts)} prompts with n = {num_answers}: a request has 1 to {MOST_ANSWERS} answers"
+        most = min(MOST_ANSWERS, self.service.scheduler.capacity.max_queue)
+        if not 0 < len(prompts) * num_answers <= most:
+            what = f"{len(prompts)} prompts with n = {num_answers}: a request has 1 to {most} answers"
             raise ApiError(400, what, "n")
         sampling = body.sampling()
         repeated = [prompt for prompt in prompts for _ in range(num_answers)]
@@ -162,7 +172,9 @@ class Endpoints:
             await running
 
 
-def endpoints_of(engine: Engine, source: Source, name: str, token: str | None = None) -> Endpoints:
+def endpoints_of(
+    engine: Engine, source: Source, name: str, token: str | None = None, hosts: Sequence[str] = ("*",)
+) -> Endpoints:
     """The endpoints of a model whose programs are compiled.
 
     Raises:
@@ -172,7 +184,7 @@ def endpoints_of(engine: Engine, source: Source, name: str, token: str | None = 
     service = Service(engine, engine.decoding.capacity, source.tokenizer, metrics)
     metrics.watch(service.scheduler)
     template = read_template(source.folder) if source.folder else None
-    return Endpoints(service, metrics, source, name, template, token)
+    return Endpoints(service, metrics, source, name, template, token, hosts)
 
 
 async def _body(http: HttpRequest) -> bytes:

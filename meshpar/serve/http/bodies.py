@@ -65,10 +65,13 @@ class Body(BaseModel):
     def _without_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for key in data.keys() - cls.model_fields.keys():
-            if key in NEUTRAL and not any(_same(data[key], value) for value in NEUTRAL[key]):
+        kept = {}
+        for key, value in data.items():
+            if key in cls.model_fields or key not in {*NEUTRAL, *IGNORED}:
+                kept[key] = value
+            elif key in NEUTRAL and not any(_same(value, neutral) for neutral in NEUTRAL[key]):
                 raise ValueError(f"{key} is not supported: leave it out")
-        return {key: value for key, value in data.items() if key in cls.model_fields or key not in {*NEUTRAL, *IGNORED}}
+        return kept
 
     def sampling(self) -> Sampling:
         """A seed that is not given is random. With temperature 0 nothing is drawn, whatever top_p and top_k are."""
@@ -107,6 +110,12 @@ class Message(BaseModel):
     role: str
     content: str
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, data: Any) -> Any:
+        """An answer that a client sends back has keys such as `refusal`, whose values are null."""
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @field_validator("content", mode="before")
     @classmethod
