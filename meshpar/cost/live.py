@@ -16,12 +16,12 @@ from meshpar.cost.flat import Flat, Operation, bodies, size_of
 
 
 def peak_bytes(program: ClosedJaxpr) -> int:
-    """Bytes that a program holds at most on a device, beside its arguments.
+    """Bytes that a program holds at most on a device, in addition to its arguments.
 
     Args:
       program: the result of `jax.make_jaxpr`. Only manual regions count; without any, the program of one device.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from meshpar.mesh.layout import MeshLayout
@@ -48,7 +48,7 @@ def _peak(jaxpr: Jaxpr) -> int:
 
 
 def _needs(operation: Operation) -> int:
-    """Bytes that an operation holds only while it runs, beside its results."""
+    """Bytes that an operation holds only while it runs, in addition to its results."""
     needs = max(map(_peak, operation.inside), default=0)
     if operation.name == "cond":  # its results are those of the branch
         return max(0, needs - sum(map(size_of, operation.equation.outvars)))

@@ -44,16 +44,15 @@ def prepared(
 ) -> Prepared:
     sizes, presets = LAYOUTS[layout] if isinstance(layout, str) else layout
     rules = AxisRules(preset=tuple(presets), **settings.pop("rules", {}))
+    settings = {"optim": AdamW(lr=1e-3), "num_steps": 10} | settings
     return prepare(
         Run(
             model=model,
             data=Synthetic(batch_size=ROWS, seq_len=SEQ, vocab_size=32),
-            optim=AdamW(lr=1e-3),
             mesh=MeshLayout(**sizes),
             rules=rules,
             lowering=lowering,
             num_microbatches=num_microbatches,
-            num_steps=10,
             run_dir="unused",
             **settings,
         )
