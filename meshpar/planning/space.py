@@ -147,7 +147,9 @@ def layouts(run: Run, num_devices: int, per_host: int) -> Iterator[Layout]:
             continue
         if run.data.seq_len % (sizes["context"] * sizes["tensor"]):
             continue
-        if sizes["pipe"] > 1 and not (stack and sizes["pipe"] <= stack.num_layers):
+        if sizes["pipe"] > 1 and (
+            not stack or sizes["pipe"] > stack.num_layers or stack.stacked_layers % sizes["pipe"]
+        ):
             continue
         shardings = SHARDING if sizes["fsdp"] > 1 else ("",)
         for sharding, remat, (schedule, count) in product(shardings, remats(run), _passes(sizes["pipe"], rows)):
