@@ -52,6 +52,7 @@ class Probes:
       summed: bytes of the gradients.
       optimizer: bytes of the optimizer's state.
       in_layers: the share of the parameters that a pipeline divides.
+      num_layers: of the model; 0 if a pipeline cannot divide it.
     """
 
     tokens: int
@@ -62,6 +63,7 @@ class Probes:
     summed: int
     optimizer: int
     in_layers: float
+    num_layers: int
 
     def states_bytes(self, layout: Layout) -> int:
         """Bytes of parameters and optimizer state on a device."""
@@ -86,7 +88,7 @@ class Probes:
         alone = self.steps[layout.remat].computes
         return Work(
             mesh=layout.abstract_mesh,
-            computes=_shared(alone, shares, layout.num_microbatches, stages),
+            computes=_shared(alone, shares, layout.num_microbatches, self._equal_stages(stages)),
             beside=list(self._weights(layout)),
             waits=list(self._activations(layout)),
             idle=1 + _IDLE.get(layout.schedule, 0.0) * (stages - 1) / layout.num_microbatches,
@@ -97,6 +99,10 @@ class Probes:
     def _tokens_at_once(self, layout: Layout) -> float:
         """Tokens of a device in a microbatch."""
         return self.tokens / layout.batch_shards / layout.size("context") / layout.num_microbatches
+
+    def _equal_stages(self, num_stages: int) -> float:
+        """How many stages with as many layers as the longest one the model has."""
+        return self.num_layers / math.ceil(self.num_layers / num_stages) if num_stages > 1 else 1.0
 
     def _share(self, layout: Layout) -> float:
         """The share of the parameters that a device has, if `fsdp` does not divide them."""
@@ -136,7 +142,7 @@ class Probes:
 
 
 @cache
-def _shared(alone: Operations, shares: int, passes: int, num_stages: int) -> Operations:
+def _shared(alone: Operations, shares: int, passes: int, num_stages: float) -> Operations:
     """What a device does of one device's operations: smaller ones, once for each microbatch."""
     parts = shares * passes
     times = passes / num_stages

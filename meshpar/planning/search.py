@@ -165,6 +165,7 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
     elements = states.parameters // widths.params
     params = jax.tree.leaves(first.placement.params)
     in_layers = sum(one.local_bytes for one in params if "layers" in one.spec.dims)
+    stack = run.model.layer_stack()
     summed = elements * widths.sums
     sent = None
     if first.countable_step is not None:
@@ -172,6 +173,7 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
     return Probes(
         tokens, {remat: _step(one, tokens, summed) for remat, one in alone.items() if one}, sent,
         states.parameters, elements * widths.compute, summed, states.optimizer, in_layers / states.parameters,
+        stack.num_layers if stack else 0,
     )  # fmt: skip
 
 

@@ -120,6 +120,18 @@ def test_a_step_is_traced_for_the_platform_of_its_machine(platform, has_kernel):
     assert ("dot_product_attention_fwd_wrapper" in primitives) == has_kernel
 
 
+def test_stages_that_do_not_divide_the_layers_are_planned():
+    """Seven layers on four stages: the longest stage has as much to compute as with eight layers."""
+    flops = {}
+    for num_layers in (4, 7, 8):
+        run = RUN.model_copy(update={"model": RUN.model.model_copy(update={"num_layers": num_layers})})
+        wanted = {"sizes": (("pipe", 4),), "schedule": "1f1b", "num_microbatches": 4, "remat": "none"}
+        (layout,) = (one for one in layouts(run, 4, 4) if wanted.items() <= vars(one).items())
+        assert layout.applied(run).model.pad_layers_to_multiple == (4 if num_layers == 7 else 1)
+        flops[num_layers] = searching.trace(run, layout, MACHINE).work.computes.flops
+    assert flops[4] < flops[7] == flops[8]
+
+
 @cache
 def works():
     """Layout -> the work of its traced step, for a sample of all layouts of eight devices."""
