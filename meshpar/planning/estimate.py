@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr
 
 from meshpar.cost.flops import traced_products
 from meshpar.cost.live import peak_bytes
-from meshpar.cost.touched import touched_bytes
+from meshpar.cost.touched import Touch, touched_bytes
 from meshpar.cost.traced import Collective
 from meshpar.experiment.prepare import Prepared
 from meshpar.inspection.inspect import axes_name
@@ -73,11 +73,11 @@ class Operations:
 
     Args:
       products: operations of a product -> how often it runs.
-      touched: bytes that another operation reads and writes -> how often it runs.
+      touched: another operation -> how often it runs.
     """
 
     products: Mapping[int, float]
-    touched: Mapping[int, float]
+    touched: Mapping[Touch, float]
 
     @property
     def flops(self) -> float:
@@ -93,6 +93,8 @@ class Work:
       computes: operations of a device.
       beside: collectives that run beside products where a machine can do both.
       waits: collectives that products wait for.
+      outer: those of the outer steps of local updates.
+      outer_beside: the part of the steps beside which these run; 0 if the next step waits for them.
       idle: the schedule's makespan over its work; 1 without a pipeline.
     """
 
@@ -103,11 +105,13 @@ class Work:
     idle: float
     states_bytes: int
     step_bytes: int
+    outer: Sequence[Collective] = ()
+    outer_beside: float = 0.0
 
     @property
     def sent_bytes(self) -> float:
         """Bytes that a device sends."""
-        return float(sum(one.times * one.sent_bytes for one in [*self.beside, *self.waits]))
+        return float(sum(one.times * one.sent_bytes for one in [*self.beside, *self.waits, *self.outer]))
 
     def on(self, machine: Machine) -> Estimate:
         """The estimate on a machine."""
@@ -120,6 +124,9 @@ class Work:
         for one in self.waits:
             terms[f"waits for {axes_name(one.axes)}"] += machine.collective_s(one, self.mesh)
         terms["bubble"] = 0.0 if machine.shares_cores else sum(terms.values()) * (self.idle - 1)
+        outer = sum(machine.collective_s(one, self.mesh) for one in self.outer)
+        hidden = self.outer_beside * (products + others) if machine.overlaps else 0.0
+        terms["outer steps"] = max(0.0, outer - hidden)
         shown = {term: seconds for term, seconds in terms.items() if seconds}
         return Estimate(shown, beside, self.states_bytes, self.step_bytes)
 
@@ -136,6 +143,7 @@ def work_of(prepared: Prepared, mean: bool = False) -> Work | None:
     collectives = prepared.collectives(step)
     waits = [one for one in collectives if one.kind != "collective_permute" and carries_activations(one, prepared)]
     remat = getattr(prepared.run.model, "remat", None)
+    rounds = prepared.rounds
     return Work(
         mesh=prepared.mesh,
         computes=operations(step, prepared, mean),
@@ -144,6 +152,8 @@ def work_of(prepared: Prepared, mean: bool = False) -> Work | None:
         idle=_idle(prepared.ctx.schedule, prepared.ctx.shards("stage"), getattr(remat, "policy", "") == "full"),
         states_bytes=prepared.states.parameters + prepared.states.optimizer,
         step_bytes=peak_bytes(step),
+        outer=prepared.outer_collectives,
+        outer_beside=float(1 / rounds.mean_steps_between) if rounds and rounds.overlap_steps else 0.0,
     )
 
 
@@ -151,7 +161,7 @@ def work_of(prepared: Prepared, mean: bool = False) -> Work | None:
 def _seconds(of: Operations, machine: Machine) -> tuple[float, float]:
     """Seconds of products, and of other operations."""
     products = sum(times * machine.product_s(flops) for flops, times in of.products.items())
-    return products, sum(times * machine.touch_s(size) for size, times in of.touched.items())
+    return products, sum(times * machine.touch_s(one) for one, times in of.touched.items())
 
 
 def operations(step: ClosedJaxpr, prepared: Prepared, mean: bool = False) -> Operations:
@@ -162,11 +172,12 @@ def operations(step: ClosedJaxpr, prepared: Prepared, mean: bool = False) -> Ope
     products: dict[int, float] = defaultdict(float)
     for one in traced_products(step, mean):
         products[one.num_flops] += float(one.times * one.num_shards / prepared.mesh.size)
-    touched = {size: float(times) for size, times in touched_bytes(step, mean).items()}
+    touched = {one: float(times) for one, times in touched_bytes(step, mean).items()}
     if step is prepared.countable_step:
         states = prepared.states
         num_arrays = len(jax.tree.leaves(prepared.placement.sharded))
-        updated = (2 * (states.parameters + states.optimizer) + states.gradients) // num_arrays
+        num_bytes = (2 * (states.parameters + states.optimizer) + states.gradients) // num_arrays
+        updated = Touch(num_bytes, is_expensive=True)
         touched[updated] = touched.get(updated, 0.0) + num_arrays
     return Operations(products, touched)
 

@@ -330,7 +330,8 @@ class _Stage:
 
     def _empty(self, dtype: Any) -> _Slots:
         def room(avals: Avals, num_slots: int) -> list[jax.Array]:
-            return [zeros_of(aval, num_slots, self.cut.longest) for aval in avals]
+            # A stage writes to slots of its own, even a value that is equal on all stages.
+            return [varying(zeros_of(aval, num_slots, self.cut.longest), self.axes) for aval in avals]
 
         def zeros(tree: Any) -> Any:
             return jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, dtype)), p), tree)
