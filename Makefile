@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: train test check docs clean
+.PHONY: train test check reference docs clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/meshpar train configs/quickstart.yaml $(ARGS)
@@ -12,6 +12,9 @@ test: check
 
 check: $(VENV)/installed-dev
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash scripts/check.sh
+
+reference: $(VENV)/installed
+	PYTHONPATH=scripts $(VENV)/bin/python -m reference
 
 docs: $(VENV)/installed-docs
 	$(VENV)/bin/mkdocs build --strict

@@ -1,8 +1,9 @@
-from . import collectives, convert, data, federated, loggers, models, optim, pipeline, tables
+from . import collectives, convert, data, export, federated, loggers, models, optim, pipeline, tables
 from .checkpoint.checkpoints import CheckpointMetadata, Checkpoints, checkpoints
 from .checkpoint.retention import Retention
 from .checkpoint.saved import Checkpoint
 from .collectives.reduction import Reduce
+from .compression import Compressed, compress
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -38,8 +39,10 @@ from .mesh.layout import AxisSizes, MeshLayout
 from .mesh.process import simulate
 from .models import GPT, Llama
 from .nn import attention, experts
+from .nn.compressed import LowRankKernel
 from .nn.experts import Balance, Experts
 from .nn.lora import LoRA
+from .nn.quantized_kernel import Quantized
 from .nn.remat import Remat
 from .optim import SGD, Adafactor, AdamW, Lion, Muon
 from .optim.ema import averaged
@@ -103,6 +106,7 @@ __all__ = [
     "Checkpoints",
     "Collective",
     "Completion",
+    "Compressed",
     "ConfigError",
     "ContextParallel",
     "Contract",
@@ -134,6 +138,7 @@ __all__ = [
     "LocalUpdates",
     "LossConfig",
     "LossSums",
+    "LowRankKernel",
     "MLflow",
     "MeshError",
     "MeshLayout",
@@ -159,6 +164,7 @@ __all__ = [
     "Prepared",
     "ProgramError",
     "Prometheus",
+    "Quantized",
     "Reduce",
     "Remat",
     "Report",
@@ -186,11 +192,13 @@ __all__ = [
     "collectives",
     "collectives_of",
     "compiling",
+    "compress",
     "constrain",
     "convert",
     "data",
     "experts",
     "explain",
+    "export",
     "federated",
     "fit",
     "generate",

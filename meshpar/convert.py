@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 
 from meshpar import config
 from meshpar.checkpoint.checkpoints import checkpoints
@@ -16,11 +17,12 @@ from meshpar.checkpoint.saved import FOLDER, Checkpoint, find
 from meshpar.checkpoint.selection import PARAMS
 from meshpar.errors import CheckpointError
 from meshpar.experiment.config import Precision, Run, load
-from meshpar.experiment.prepare import prepare
+from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh.layout import MeshLayout
+from meshpar.nn.compressed import dense
 from meshpar.optim import AdamW
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
@@ -47,7 +49,9 @@ def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
       CheckpointError: the run directory exists; or lists what is wrong with the folder, see `open_pretrained`.
       ConfigError: lists what is wrong with the overrides.
 
-    Example: a run is written as a Hugging Face folder, and the folder becomes a run again.
+    Examples:
+      A run is written as a Hugging Face folder, and the folder becomes a run again:
+
       >>> import tempfile
       >>> from meshpar import Run, convert, fit
       >>> with tempfile.TemporaryDirectory() as name:
@@ -100,6 +104,8 @@ def run_of(pretrained: Pretrained, run_dir: Path) -> Run:
 def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
     """Writes the last checkpoint of a run as a Hugging Face folder, with LoRA merged into the kernels.
 
+    A compressed model is written with the kernels that its codes and factors stand for.
+
     Args:
       source: a run directory, or the config of a run.
       largest_file: bytes of tensors per file.
@@ -110,20 +116,44 @@ def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
     Example: see `from_hf`.
     """
     check_free(folder)
+    run, params, saved = trained(source)
+    if not (model := run.model.hugging_face()):
+        raise CheckpointError(f"{saved.folder} holds {model.because}")
+    companions = run.init.from_hf if run.init else None
+    if (saved.run_dir / COMPANIONS).is_dir():
+        companions = saved.run_dir / COMPANIONS
+    abstract = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
+    plain = model.model_copy(update={"weights": None, "low_rank": ()})
+    export(folder, plain, dense(abstract, params), companions, largest_file)
+
+
+class Saved(NamedTuple):
+    """Where a run's parameters came from: its directory, and the folder of the checkpoint in it."""
+
+    run_dir: Path
+    folder: Path
+
+
+def trained(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
+    """A run, and the parameters of its last checkpoint by path, on one device, with LoRA merged into the kernels.
+
+    Args:
+      source: a run directory, or the config of a run.
+
+    Raises:
+      CheckpointError: there is no checkpoint, or it holds no config of a run.
+    """
     run_dir = load(source).run_dir if source.is_file() else source
     saved = find(run_dir, PARAMS)
     run = _saved_run(saved)
-    if not (model := run.model.hugging_face()):
-        raise CheckpointError(f"{saved.folder} holds {model.because}")
-    one_device: dict[str, Any] = {"mesh": MeshLayout(), "rules": AxisRules(preset=("replicated",)), "contract": None}
-    prepared = prepare(run.model_copy(update=one_device), MeshLayout().build(jax.devices()[:1]))
-    params = flatten_with_paths(saved.restore(prepared.placement.structs, PARAMS).params)
-    if run.lora:
-        params = run.lora.merged(params)
-    companions = run.init.from_hf if run.init else None
-    if (run_dir / COMPANIONS).is_dir():
-        companions = run_dir / COMPANIONS
-    export(folder, model, params, companions, largest_file)
+    params = flatten_with_paths(saved.restore(on_one_device(run).placement.structs, PARAMS).params)
+    return run, run.lora.merged(params) if run.lora else params, Saved(run_dir, saved.folder)
+
+
+def on_one_device(run: Run) -> Prepared:
+    """The run prepared on one device."""
+    one: dict[str, Any] = {"mesh": MeshLayout(), "rules": AxisRules(preset=("replicated",)), "contract": None}
+    return prepare(run.model_copy(update=one), MeshLayout().build(jax.devices()[:1]))
 
 
 def _saved_run(saved: Checkpoint) -> Run:

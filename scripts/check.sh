@@ -6,3 +6,4 @@ ruff check .
 ruff format --check .
 basedpyright --pythonpath "$(command -v python)"
 lint-imports --no-cache --no-logo
+codespell

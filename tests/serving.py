@@ -18,9 +18,13 @@ from meshpar.nn.experts import Experts
 from meshpar.nn.rotary import Llama3
 from meshpar.nn.transformer import Decoder
 from meshpar.parallel.context import ParallelContext
-from meshpar.serve.decoding import Decoding, for_tokens
+from meshpar.serve.decoding import Decoding
+from meshpar.serve.engine import Engine
 from meshpar.serve.generator import Generator
+from meshpar.serve.on_mesh import for_tokens
+from meshpar.serve.paged_decoding import PagedDecoding
 from meshpar.serve.sampling import Sampling
+from meshpar.serve.scheduler import Capacity, Request, Scheduler
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.state import structs
 
@@ -41,6 +45,9 @@ MODELS: dict[str, Decoder] = {
     "llama": Llama(**SIZES),
     "llama_gqa_options": Llama(**SIZES, **OPTIONS),
     "llama_experts": Llama(**SIZES, experts=Experts(num=6, per_token=2, intermediate_size=12, balance="bias")),
+    "llama_compressed": Llama(
+        **SIZES, weights={"kind": "int4", "group": 4}, low_rank=[{"path": "blocks.mlp.up", "rank": 8}]
+    ),
     "gpt_tied": GPT(**SIZES, max_seq_len=32, tie_embeddings=True, dropout=0.1, remat="full"),
 }
 # Two key heads cannot be sharded over four devices, so each device has both.
@@ -51,31 +58,60 @@ LAYOUTS = {
     "zero1": ({"fsdp": 2}, ["zero1"]),
     "tensor4": ({"tensor": 4}, ["megatron"]),
     "tensor4_sp": ({"tensor": 4}, ["megatron_sp"]),
+    "data2_tensor4": ({"data": 2, "tensor": 4}, ["megatron"]),
     "data2_fsdp2_tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron"]),
     "expert2_fsdp2_tensor2": ({"expert": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron", "experts"]),
 }
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2], [6, 5, 3], [5, 8, 9, 7, 9]]
 MAX_TOKENS = 8
+FLOAT64 = np.dtype("float64")
 
 
 @lru_cache
 def params(model: str) -> Any:
     """Larger than initial parameters, so that greedy decoding does not repeat one token."""
     drawn = nnx.to_pure_dict(nnx.state(MODELS[model].build(nnx.Rngs(0)), nnx.Param))
-    return jax.tree.map(lambda x: 3 * np.asarray(x, np.float64), drawn)
+    return jax.tree.map(lambda x: np.asarray(x) if x.dtype.kind in "iu" else 3 * np.asarray(x, np.float64), drawn)
 
 
 def decoding(model: str, layout: str, lowering: str, sampling: Sampling = Sampling(), **sizes: Any) -> Decoding:  # noqa: B008
     """In float64, on as many devices as the layout needs."""
+    sizes = {"num_rows": len(PROMPTS), "prompt_len": 6, "max_tokens": MAX_TOKENS} | sizes
+    ctx = context(model, layout, lowering)
+    return Decoding(model=MODELS[model], ctx=ctx, dtype=FLOAT64, sampling=sampling, **sizes)
+
+
+def context(model: str, layout: str, lowering: str) -> ParallelContext:
     axes, presets = LAYOUTS[layout]
     more = {"kv_heads": ()} if "gqa" in model and axes.get("tensor") == 4 else {}
     rules = AxisRules(preset=tuple(presets), **more)
     sizes_of_axes = MeshLayout(**axes)
     mesh = sizes_of_axes.build(jax.devices()[: sizes_of_axes.requested()])
-    float64 = np.dtype("float64")
-    sizes = {"num_rows": len(PROMPTS), "prompt_len": 6, "max_tokens": MAX_TOKENS} | sizes
-    ctx = for_tokens(ParallelContext(mesh=mesh, rules=rules, manual=lowering == "manual", compute_dtype=float64))
-    return Decoding(model=MODELS[model], ctx=ctx, dtype=float64, sampling=sampling, **sizes)
+    return for_tokens(ParallelContext(mesh=mesh, rules=rules, manual=lowering == "manual", compute_dtype=FLOAT64))
+
+
+def engine(model: str, layout: str, lowering: str, **sizes: Any) -> Engine:
+    """With few and small pages."""
+    ctx = context(model, layout, lowering)
+    sizes = {"slots": 2, "pages": 10, "page_size": 4, "max_len": 16, "chunk": 4} | sizes
+    capacity = Capacity(num_shards=ctx.shards("batch"), **sizes)
+    decoding = PagedDecoding(model=MODELS[model], ctx=ctx, dtype=FLOAT64, capacity=capacity)
+    return Engine(decoding, lambda structs: placed(params(model), structs))
+
+
+def served(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    """The tokens of each answer, of requests that are submitted together."""
+    scheduler = Scheduler(engine.decoding.capacity)
+    scheduler.submit(requests)
+    answers: dict[Request, list[int]] = {request: [] for request in requests}
+    while not scheduler.is_idle:
+        plan = scheduler.plan()
+        for request, token in scheduler.advance(plan, *engine.run(plan)):
+            answers[request].append(token)
+            if len(answers[request]) == request.max_tokens:
+                scheduler.end(request)
+    assert not any(pool.num_held for pool in scheduler.pools)
+    return list(answers.values())
 
 
 def generator(model: str, layout: str, lowering: str, sampling: Sampling = Sampling(), **sizes: Any) -> Generator:  # noqa: B008

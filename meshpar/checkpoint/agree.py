@@ -31,7 +31,7 @@ def on_all(check: Callable[[], None]) -> None:
             kinds = multihost_utils.process_allgather(np.int32(kind))
         for process in np.flatnonzero(kinds)[:1]:
             error = DamagedError if kinds[process] == 2 else CheckpointError
-            found = found or error(f"process {process} cannot go on; its own message says why")
+            found = found or error(f"process {process} cannot continue; its own message says why")
     if found:
         raise found
 

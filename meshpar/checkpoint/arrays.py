@@ -1,6 +1,6 @@
 """Arrays in a folder, stored by Orbax: a Zarr folder an array, a file a chunk. No other module imports Orbax.
 
-A chunk is at most one device's shard, and at most `CHUNK_BYTES`, so a device reads little beside its own shard.
+A chunk is at most one device's shard, and at most `CHUNK_BYTES`, so a device reads little more than its own shard.
 Orbax's default, one OCDBT database for all arrays, is off: each file belongs to one region of one array, so a process
 verifies only the files that it reads.
 """

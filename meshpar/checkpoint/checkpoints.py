@@ -93,7 +93,7 @@ class Checkpoints:
     Raises:
       CheckpointError: the directory cannot be written.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> state = {"step": jnp.int32(3), "w": jnp.arange(4.0)}
       >>> with tempfile.TemporaryDirectory() as run_dir, checkpoints(Path(run_dir)) as saved:
@@ -132,15 +132,20 @@ class Checkpoints:
         It warns about each later, damaged one, adds it to `damaged`, and renames it at the next save.
 
         Args:
-          abstract: tree of `ShapeDtypeStruct`s that will be restored; only their files are verified.
+          abstract: tree of `ShapeDtypeStruct`s that will be restored, or a function: checkpoint -> such a tree. Only
+            their files are verified.
 
         Raises:
           CheckpointError: all are damaged; or it lists each array that differs from `abstract`.
         """
+
+        def check(saved: Checkpoint) -> None:
+            saved.check(abstract(saved) if callable(abstract) else abstract, config=self.about.config)
+
         found = [Checkpoint(self.directory / str(step)) for step in steps(self.directory)]
         if not found:
             return None
-        newest, self.damaged = newest_whole(found, lambda saved: saved.check(abstract, config=self.about.config))
+        newest, self.damaged = newest_whole(found, check)
         return newest
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> None:

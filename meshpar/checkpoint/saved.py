@@ -32,7 +32,7 @@ class Checkpoint:
     Args:
       folder: of one step; `find` finds it in a run's folder.
 
-    Example:
+    Examples:
       >>> import tempfile
       >>> import jax.numpy as jnp
       >>> from meshpar.checkpoint.checkpoints import checkpoints

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from meshpar.cli.app import AsJson, app, check_file, echo, is_first, writing
+from meshpar.cli.app import AsJson, Devices, NoCache, Overrides, app, check_file, echo, is_first, use_cache, writing
+from meshpar.cli.serve import Chunk, PageSize, Slots
 from meshpar.errors import ConfigError
 
 bench = typer.Typer(no_args_is_help=True, help="Measures this machine.")
@@ -15,6 +16,7 @@ app.add_typer(bench, name="bench")
 
 
 SIZES = ("4KiB", "64KiB", "1MiB")
+RATES = (2.0, 4.0, 8.0, 16.0, 32.0)
 
 
 @bench.command()
@@ -43,6 +45,48 @@ def collectives(
 
         with writing("--plot", plot):
             plot_bench(measured, plot)
+    echo(measured, json)
+
+
+@bench.command()
+def serve(
+    source: Annotated[Path, typer.Argument(metavar="CONFIG|DIR", help="A config, a run directory or a model folder.")],
+    overrides: Overrides = None,
+    rate: Annotated[list[float] | None, typer.Option(help="Requests a second; can be repeated.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests at each rate.")] = 64,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 64,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 128,
+    slots: Slots = 16,
+    page_size: PageSize = 16,
+    chunk: Chunk = 64,
+    devices: Devices = None,
+    no_cache: NoCache = False,
+    json: AsJson = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot times against rates: .png, .svg.")] = None,
+) -> None:
+    """Times a server at growing rates of requests, beside batches and one prompt at a time, without HTTP."""
+    if rate and min(rate) <= 0:
+        raise ConfigError(f"--rate {min(rate):g}: is not above 0")
+    if plot:
+        _check_plot(plot)
+    from meshpar.serve.source import open_source
+
+    opened = open_source(source, overrides or [])
+    opened.run.mesh.simulate(devices)
+    use_cache(no_cache)
+    from meshpar.serve import bench as benches
+    from meshpar.serve.open_engine import open_engine
+
+    engine = open_engine(
+        opened, slots=slots, max_len=prompt + answer, page_size=page_size, chunk=chunk, max_queue=requests
+    )
+    workload = benches.draw(requests, opened.model.vocab_size, prompt, answer)
+    measured = benches.bench(engine, opened, workload, sorted(rate or RATES))
+    if plot:
+        from meshpar.serve.plot import plot_serve
+
+        with writing("--plot", plot):
+            plot_serve(measured, plot)
     echo(measured, json)
 
 

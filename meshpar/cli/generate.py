@@ -27,6 +27,11 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens of this total.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End an answer before it.")] = None,
+    draft: Annotated[Path | None, typer.Option(metavar="RUN", help="A smaller model that drafts tokens.")] = None,
+    ngrams: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Draft what followed the newest N tokens before.")
+    ] = None,
+    num_drafts: Annotated[int, typer.Option(min=1, help="Tokens drafted at a time.")] = 4,
     devices: Devices = None,
     json: AsJson = False,
     no_cache: NoCache = False,
@@ -48,7 +53,8 @@ def generate(
     use_cache(no_cache)
     result = generated(
         opened, texts, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-        stop=stop or [], show=Terminal(texts).show if is_first() and not json else (lambda piece: None),
+        stop=stop or [], draft=draft, ngrams=ngrams, num_drafts=num_drafts,
+        show=Terminal(texts).show if is_first() and not json else (lambda piece: None),
     )  # fmt: skip
     echo(result, json, err=not json)
 

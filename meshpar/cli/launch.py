@@ -65,8 +65,8 @@ def launch(
 ) -> None:
     """Runs train, generate, verify, inspect or bench in several processes, on this machine or in a scheduler's job.
 
-    The first process prints to the terminal. When one dies or hangs, all end, and it is said which and why. A signal
-    ends all after the same step, with a checkpoint and exit code 75.
+    The first process prints to the terminal. When one dies or hangs, all end, and a message names it.
+    A signal ends all after the same step, with a checkpoint and exit code 75.
     """
     from meshpar.checkpoint.lock import check_unheld
     from meshpar.checkpoint.memory import last_step

@@ -29,8 +29,8 @@ def schedule(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="gpipe, 1f1b, interleaved, zb_h1, ... or a schedule file.")
     ],
-    stages: Annotated[int, typer.Option(min=1, max=1024)] = 4,
-    microbatches: Annotated[int, typer.Option(min=1, max=2**15)] = 8,
+    stages: Annotated[int, typer.Option(min=1, max=1024, help="Number of stages.")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, max=2**15, help="Number of microbatches.")] = 8,
     chunks: Annotated[int | None, typer.Option(min=1, max=1024, help="Chunks per stage, if variable.")] = None,
     f: Annotated[float, _time("Time of a stage's forward.")] = 1.0,
     b: Annotated[float, _time("Time of a stage's backward with respect to its input.")] = 1.0,

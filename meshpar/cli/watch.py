@@ -21,7 +21,7 @@ def watch(
 ) -> None:
     """Shows a run while it trains: loss, speed, processes, last checkpoint, and the process that is behind.
 
-    It only reads files of the run. Ctrl-C ends it, and the run goes on.
+    It only reads files of the run. Ctrl-C ends it, and not the run.
     """
     from rich.console import Console
     from rich.live import Live

@@ -39,8 +39,9 @@ def plan(operation: Operation, algorithm: Algorithm, num_ranks: int, root: int =
     Raises:
       ConfigError: the algorithm has no plan for that operation.
 
-    >>> plan("all_reduce", "ring", 8).num_rounds, plan("all_reduce", "ring", 8).sent_bytes(800)
-    (14, Fraction(1400, 1))
+    Examples:
+      >>> plan("all_reduce", "ring", 8).num_rounds, plan("all_reduce", "ring", 8).sent_bytes(800)
+      (14, Fraction(1400, 1))
     """
     if operation not in operations(algorithm):
         others = algorithms(operation) or OPERATIONS

@@ -68,11 +68,16 @@ class Bench:
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __str__(self) -> str:
+    @property
+    def about(self) -> str:
+        """The devices, and the link with which times are predicted."""
         source = "fitted to these times" if self.fitted else "as their makers state it"
         link = f"{self.link.latency_s * 1e6:.3g} us, {self.link.bytes_per_s / 1e9:.3g} GB/s"
+        return f"{self.num_devices} x {self.device}; a link: {link}, {source}"
+
+    def __str__(self) -> str:
         lines = [
-            f"{self.num_devices} x {self.device}; a link: {link}, {source}",
+            self.about,
             "",
             f"{'operation':<16}{'algorithm':<20}{'bytes':>12}{'measured':>14}{'modelled':>14}",
         ]

@@ -22,4 +22,5 @@ def plot_bench(bench: Bench, path: Path) -> None:
                 panel.loglog(sizes, [t.modelled_s for t in timings], "--", color=line.get_color(), alpha=0.6)
         panel.set(title=f"{operation}, {bench.num_devices} x {bench.device}", xlabel="bytes", ylabel="seconds")
         panel.legend()
+    figure.supxlabel(f"points: measured; dashed: predicted from the table of the algorithm\n{bench.about}", size=9)
     figure.savefig(path)

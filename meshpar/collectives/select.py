@@ -26,10 +26,11 @@ def select(operation: Operation, num_ranks: int, num_bytes: int, link: Link | No
       link: default: the link inside a slice of this machine's chips. If its figures are unknown, as for a CPU, the
         algorithm with the fewest bytes is chosen, and among those the one with the fewest rounds.
 
-    >>> from meshpar.mesh.hardware import LINKS
-    >>> link = LINKS["TPU v5e"].inside
-    >>> select("all_reduce", 16, 1 << 10, link), select("all_reduce", 16, 1 << 30, link)
-    ('recursive_doubling', 'bidirectional_ring')
+    Examples:
+      >>> from meshpar.mesh.hardware import LINKS
+      >>> link = LINKS["TPU v5e"].inside
+      >>> select("all_reduce", 16, 1 << 10, link), select("all_reduce", 16, 1 << 30, link)
+      ('recursive_doubling', 'bidirectional_ring')
     """
     link = link or here()
     plans: dict[Algorithm, Plan] = {name: plan(operation, name, num_ranks) for name in algorithms(operation)}

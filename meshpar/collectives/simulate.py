@@ -23,11 +23,12 @@ def simulate(plan: Plan, inputs: np.ndarray) -> np.ndarray:
     Raises:
       PlanError: lists the rounds and ranks at fault, in the first round that cannot run or in the final state.
 
-    >>> from meshpar.collectives.algorithms import plan
-    >>> simulate(plan("all_reduce", "ring", 3), np.arange(9).reshape(3, 3))
-    array([[ 9, 12, 15],
-           [ 9, 12, 15],
-           [ 9, 12, 15]])
+    Examples:
+      >>> from meshpar.collectives.algorithms import plan
+      >>> simulate(plan("all_reduce", "ring", 3), np.arange(9).reshape(3, 3))
+      array([[ 9, 12, 15],
+             [ 9, 12, 15],
+             [ 9, 12, 15]])
     """
     slots, held = _begin(plan, inputs)
     for _ in _run(plan, slots, held):

@@ -74,7 +74,7 @@ def traced_products(program: ClosedJaxpr, mean: bool = False) -> list[Product]:
     Raises:
       ProgramError: a `while` of unknown length contains a product.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> power = lambda x: jax.lax.scan(lambda y, _: (y @ x, None), x, None, length=3)[0]
       >>> flops(traced_products(jax.make_jaxpr(power)(jnp.ones((8, 8)))))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
@@ -22,12 +23,12 @@ _IN_PLACE = ELEMENTWISE | VIEWS | {"dynamic_update_slice", "optimization_barrier
 
 
 def peak_bytes(program: ClosedJaxpr) -> int:
-    """Bytes that a program holds at most on a device, beside its arguments.
+    """Bytes that a program holds at most on a device, in addition to its arguments.
 
     Args:
       program: the result of `jax.make_jaxpr`. Only manual regions count; without any, the program of one device.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from meshpar.mesh.layout import MeshLayout
@@ -72,8 +73,16 @@ def _shared(written: Iterable[int], overwritten: Iterable[int]) -> int:
 
 def _owned(operation: Operation, inside: Jaxpr) -> range:
     """The arguments that the body of a loop may overwrite: what it carries."""
+    end = len(inside.invars)
     if operation.name == "scan":
-        first = operation.equation.params["num_consts"]
-        return range(first, first + operation.equation.params["num_carry"])
-    num_carried = len(operation.writes) if operation.name == "while" else 0
-    return range(len(inside.invars) - num_carried, len(inside.invars))
+        outer = operation.equation
+        num_carried = sum(map(_same_ndim, outer.outvars, inside.outvars))
+        end -= sum(not _same_ndim(*pair) for pair in zip(outer.invars, inside.invars, strict=True))
+    else:
+        num_carried = len(operation.writes) if operation.name == "while" else 0
+    return range(end - num_carried, end)
+
+
+def _same_ndim(outside: Any, inside: Any) -> bool:
+    """Whether a loop passes an array to its body as it is; else each turn has a slice of it."""
+    return outside.aval.ndim == inside.aval.ndim

@@ -84,7 +84,7 @@ def traced_collectives(program: ClosedJaxpr, float_bytes: int = 1) -> list[Colle
     Raises:
       ProgramError: a `while` of unknown length contains a collective.
 
-    Example:
+    Examples:
       >>> import jax
       >>> from jax.sharding import PartitionSpec as P
       >>> from meshpar.mesh.layout import MeshLayout

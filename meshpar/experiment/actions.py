@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, overload
@@ -38,7 +39,7 @@ from meshpar.optim.ema import averaged
 from meshpar.parallel.batch import TEACHER
 from meshpar.progress import busy, say
 from meshpar.sharding.resolve import AnyMesh
-from meshpar.train.begin import Beginning
+from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.copies.copies import CopiedBeginning, Copies, opened
 from meshpar.train.data import Ids
 from meshpar.train.data.fingerprint import changed_files
@@ -68,7 +69,7 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
       MeshError: the sizes of the mesh do not multiply to the number of devices.
       ShardingError: lists every array that does not fit the rules and the mesh.
 
-    Example:
+    Examples:
       >>> from meshpar import Run, explain
       >>> run = Run(
       ...     model={"kind": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64},
@@ -125,7 +126,7 @@ def inspect(*program: Any, **options: Any) -> Inspection | FitReport:
       ConfigError, ShardingError: the run does not fit itself or its mesh.
       ProgramError: lists every collective that could not be counted.
 
-    Example:
+    Examples:
       >>> import meshpar
       >>> meshpar.simulate(8)
       >>> run = meshpar.Run(
@@ -185,7 +186,7 @@ def fit(
       Interrupted: a signal arrived.
       MeshparError: the config has a fault, or does not fit the devices or the run directory; nothing was trained.
 
-    Example:
+    Examples:
       >>> import tempfile
       >>> from meshpar import Run, fit
       >>> with tempfile.TemporaryDirectory() as folder:
@@ -290,7 +291,7 @@ def _beginning(
     init = prepared.run.init
     if copies and (copy := copies.newest(saved.latest() or 0)):
         return CopiedBeginning(copies, copy)
-    source = saved.newest(prepared.placement.structs)
+    source = saved.newest(partial(saved_structs, prepared))
     include: Sequence[str] = EVERYTHING
     exclude: Sequence[str] = ()
     if source is None and init and init.from_hf:

@@ -19,9 +19,11 @@ from meshpar.interop.flax_model import Import
 from meshpar.launch.elastic import Elastic
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Family
+from meshpar.nn.attention.cached import CacheFormat
 from meshpar.nn.lora import LoRA
 from meshpar.optim import Optimizer
 from meshpar.optim.freeze import Freeze
+from meshpar.optim.pruning import Pruning
 from meshpar.parallel.context import Format, ParallelContext
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh
@@ -50,6 +52,9 @@ class Precision(Config):
     and routed experts stay in `compute`. Needs the package Qwix: `pip install 'meshpar[quantized]'`. Default: as
     `compute`.
     """
+    cache: CacheFormat | None = None
+    """Format of the keys and values that generation stores: `int8`, a scale for each token and head. Default: as
+    `compute`."""
     gradients: Float | None = None
     """Dtype in which gradients are summed over microbatches and devices. Default: float32 at least."""
     master: Float | None = None
@@ -75,7 +80,7 @@ class Precision(Config):
 
 
 class Offload(Config):
-    """What is stored in the host's memory. `model.remat.offload` selects the activations that are."""
+    """Selects the state that is stored in the host's memory. Activations are selected by `model.remat.offload`."""
 
     optimizer: Literal["device", "host"] = "device"
     """Memory of the optimizer's state between steps. A step moves it to the device for the update, and back."""
@@ -110,30 +115,41 @@ class Run(Config):
     """A training run: everything that a config file specifies."""
 
     model: Section[Model]
+    """The model: one of meshpar's, or a Flax model of your own."""
     loss: Coerced[LossConfig, str | dict[str, Any]] = default(LossConfig())
     """The loss to minimize."""
     data: Section[Data]
+    """The documents, and how they become batches."""
     optim: Section[Optimizer]
+    """The optimizer and its learning rate."""
     lora: Section[LoRA | None] = default(None)
     """Trains low-rank matrices alongside the model's kernels, and freezes the model."""
     distill: Section[Distill | None] = default(None)
     """A teacher model whose predictions are learned."""
     freeze: Coerced[tuple[Freeze, ...], Sequence[Freeze | str | list[str] | dict[str, Any]]] = default(())
     """Parameters that are not updated: globs, or `{paths: [...], until: 100}` to train them from step 100 on."""
+    prune: Section[Pruning | None] = default(None)
+    """Weights that become zero during the run, by a schedule. Default: none."""
     mesh: Section[MeshLayout] = default(MeshLayout())
+    """The size of each axis of the device mesh; one axis may be -1."""
     rules: Rules = default(AxisRules(preset="replicated"))
+    """The axes that shard each dim: presets, and rules of your own."""
     lowering: Literal["manual", "auto"] = "manual"
     """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses the communication."""
     parallel: Section[Parallel] = default(Parallel())
     """Strategies of the manual lowering: overlaps, a pipeline, the reduction of gradients."""
     precision: Section[Precision] = default(Precision())
+    """The dtypes of parameters, products, gradients and the optimizer."""
     offload: Section[Offload] = default(Offload())
+    """The state that is stored in the host's memory."""
     num_steps: Positive
+    """The number of steps of the whole run, also after a resume."""
     num_microbatches: Positive = 1
     """Equal parts of a batch that are computed one after another; gradients are reduced once."""
     contract: Section[Contract | None] = default(None)
     """Limits on what the compiled step sends and holds; a step that exceeds them is refused."""
     seed: Seed = 0
+    """Determines first parameters, dropout and the order of the data."""
     run_dir: FilePath
     """Directory for metrics and checkpoints. A run resumes from the last checkpoint in it."""
     log_every: Positive = 10
@@ -143,7 +159,7 @@ class Run(Config):
     init: Section[Init | None] = default(None)
     """Source of the first parameters; default: they are initialized at random."""
     elastic: Section[Elastic | None] = default(None)
-    """How the run goes on with fewer processes; default: only with all of them."""
+    """How the run continues with fewer processes; default: it needs all of them."""
     checkpoints: Coerced[Retention, int | dict[str, Any]] = default(Retention())
     """How often checkpoints are saved, and which are retained."""
     early_stopping: Section[EarlyStopping | None] = default(None)

@@ -30,10 +30,12 @@ from meshpar.inspection.program.hlo import Collective as Sent
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.models.contract import Vocabulary
 from meshpar.nn.lora import is_lora
+from meshpar.nn.quantized_kernel import is_quantized
 from meshpar.nn.supported import check_supported
 from meshpar.optim.ema import with_ema
 from meshpar.optim.freeze import Freeze, for_good, frozen_until
 from meshpar.optim.master import with_master
+from meshpar.optim.pruning import with_pruning
 from meshpar.optim.rounding import with_stochastic_rounding
 from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.precision import wide_dtype
@@ -62,21 +64,26 @@ class Prepared(Training):
     def traced_bytes(self) -> Traffic | None:
         """Bytes that a device sends in a step of the manual lowering, by axes, counted in the traced step.
 
-        With local updates they include the bytes of the outer step, divided by the steps of a round.
+        With local updates they include the bytes of the outer step, divided by the mean number of steps of a round.
 
-        None where GSPMD decides what is sent: for an imported model, an optimizer that mixes elements, a teacher
-        whose logits are sharded differently, and 2BW with ZeRO-1, which gathers stale weights whole. With
+        None where GSPMD decides what is sent: for an imported model, an optimizer that mixes elements, pruning, a
+        teacher whose logits are sharded differently, and 2BW with ZeRO-1, which gathers stale weights whole. With
         `lowering=auto` also None if the manual layers do not support the rules.
         """
         if not self._is_countable:
             return None
-        collectives = self.collectives(self._traced_step)
-        if slices := self.on(manual=True).slices:
-            outer = self._zero1_gathers()
-            for traced in slices.trace_outer():
-                outer += traced_collectives(traced.jaxpr, self._float_bytes)
-            collectives += [replace(one, times=one.times / slices.local.every) for one in outer]
-        return traffic(collectives)
+        return traffic(self.collectives(self._traced_step) + self.outer_collectives)
+
+    @cached_property
+    def outer_collectives(self) -> list[Collective]:
+        """The collectives of the outer steps of a round, as often as a step has them; none without local updates."""
+        slices = self.on(manual=True).slices
+        if slices is None or self.rounds is None:
+            return []
+        found = self._zero1_gathers()
+        for traced in slices.trace_outer() + slices.trace_reductions():
+            found += traced_collectives(traced.jaxpr, self._float_bytes)
+        return [replace(one, times=one.times / self.rounds.mean_steps) for one in found]
 
     @cached_property
     def traced_flops(self) -> dict[str, Fraction] | None:
@@ -119,7 +126,7 @@ class Prepared(Training):
     @property
     def _is_countable(self) -> bool:
         """Whether a traced step of the manual lowering contains everything that a device sends."""
-        if not self.run.optim.elementwise or not self.run.model.manual_lowering():
+        if not self.run.optim.elementwise or self.run.prune or not self.run.model.manual_lowering():
             return False
         if self.pipeline and self.pipeline.schedule.is_stale and self.rules.zero_stage == 1:
             return False
@@ -136,18 +143,21 @@ class Prepared(Training):
         own = placed.carried.get(SLICES, {})
         sharded = jax.tree.leaves(placed.sharded)
         stored = jax.tree.leaves((placed.params, own.get("params")))
-        optimizer = jax.tree.leaves((placed.opt_state, own.get("opt_state"), own.get("rounding")))
+        others = (own.get("opt_state"), own.get("rounding"), own.get("means"))
+        optimizer = jax.tree.leaves((placed.opt_state, *others))
         frozen = [path in placed.frozen for path in flatten_with_paths(placed.sharded)]
         return model_states(sharded, stored, optimizer, self.ctx, self.run.precision.widths, frozen)
 
     @property
     def selected(self) -> dict[str, str]:
-        """Key -> what this setting comes to with the run's sizes on its mesh."""
+        """Key -> what this setting selects for the run's sizes on its mesh."""
         found = self.run.model.selected(task_of(self.run), self.ctx, self.run.data.batch_size)
         if local := self.ctx.local:
             num = self.mesh.shape[local.axis]
-            what = f"{num} slices along {local.axis}; {local.outer.kind} after every {local.every} steps"
+            steps = f"{local.every} steps or more" if local.growth else f"{local.every} steps"
+            what = f"{num} slices along {local.axis}; {local.outer.kind} after every {steps}"
             what += f" for each of {local.fragments} fragments" if local.fragments > 1 else ""
+            what += f", {local.overlap_steps} steps late" if local.overlap_steps else ""
             found = found | {KEY: what + (f", from step {local.start} on" if local.start else "")}
         return found
 
@@ -190,14 +200,15 @@ class Prepared(Training):
         Warns:
           ContractWarning: it sends more than the traced outer step.
         """
+        axis = self.placement.slices
         across = Fraction(0)
-        for outer in step.outer:
-            sent = collectives_of(outer.compiled, self.mesh)
+        for program in (*step.outer, *step.reducing):
+            sent = collectives_of(program.compiled, self.mesh)
             if self._is_countable:
-                _warn_beyond(sent, traffic(self.collectives(outer.jaxpr)))
-            across += total_sent_bytes(one for one in sent if step.local.axis in (one.axes or ()))
-        each = human_bytes(round(across / step.local.every))
-        return f"{human_bytes(round(across))} over {step.local.axis}, {each} a step"
+                _warn_beyond(sent, traffic(self.collectives(program.jaxpr)))
+            across += total_sent_bytes(one for one in sent if axis in (one.axes or ()))
+        each = human_bytes(round(across / step.rounds.mean_steps))
+        return f"{human_bytes(round(across))} over {axis}, {each} a step"
 
     def compare(self, step: Step) -> None:
         """Compares what a compiled step sends with its traced step, as `inspect` does, and reads nothing else.
@@ -245,11 +256,13 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     state_paths = model.state.paths if model.state else ()
     # bfloat16 would lose the small changes of a router's bias.
     specs = map_with_path(
-        lambda path, spec: replace(spec, dtype=wide_dtype(dtype) if path in state_paths else dtype), model.specs
+        lambda path, spec: spec.stored_in(wide_dtype(dtype) if path in state_paths else dtype), model.specs
     )
     freeze = run.freeze
     if run.lora:
         freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
+    if quantized := tuple(path for path in flatten_with_paths(specs) if is_quantized(path)):
+        freeze += (Freeze(paths=quantized),)
     if state_paths:
         freeze += (Freeze(paths=state_paths),)
     frozen = frozen_until(freeze, specs, run.num_steps) if freeze else None
@@ -263,6 +276,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     tx = _optimizer(run, specs, frozen, computed)
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
     batch_specs = run.model.batch_specs(run.data.batch_size, run.data.seq_len)
+    local = run.parallel.local
     prepared = Prepared(
         run=run,
         specs=specs,
@@ -281,13 +295,14 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
             run.optim.learning_rate(run.num_steps),
             computed,
             model.state,
-            is_elementwise=run.optim.elementwise and not is_stochastic and not run.optim.ema,
+            is_elementwise=run.optim.elementwise and not is_stochastic and not run.optim.ema and not run.prune,
         ),
         batch_specs={name: spec for name, spec in batch_specs.items() if name not in run.data.omitted},
         ctx=ctx,
         seed=run.seed,
         is_offloaded=run.offload.optimizer == "host",
         taught_by=taught_by,
+        rounds=local.rounds(run.num_steps, run.optim.learning_rate(run.num_steps)) if local else None,
     )
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 
@@ -302,6 +317,8 @@ def _optimizer(run: Run, specs: Any, frozen: Any, computed: Any) -> optax.Gradie
     dims = jax.tree.map(lambda spec: spec.dims, without(specs, never))
     until = without(frozen, never) if frozen else None
     tx = run.optim.build(run.num_steps, dims, until if any(jax.tree.leaves(until)) else None)
+    if run.prune:
+        tx = with_pruning(tx, run.prune, without(specs, never))
     if run.precision.master:
         tx = with_master(tx, computed)
     if run.precision.rounding == "stochastic":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,6 +35,7 @@ FEATURES: Mapping[str, Callable[[Run], bool]] = {
     "distill": lambda run: run.distill is not None,
     "freeze": lambda run: bool(run.freeze),
     "lora": lambda run: run.lora is not None,
+    "prune": lambda run: run.prune is not None,
     "model.experts.every": lambda run: getattr(_experts(run), "every", 1) > 1,
     "model.experts.first_dense": lambda run: getattr(_experts(run), "first_dense", 0) > 0,
     "model.remat.offload": lambda run: bool(getattr(getattr(run.model, "remat", None), "offload", ())),
@@ -59,12 +59,16 @@ REFUSED: Mapping[tuple[str, str], str] = {
     ("model.remat.offload", "parallel.pipeline"): _SLOTS,
     ("model.experts.every", "parallel.pipeline"): _STACKS,
     ("model.experts.first_dense", "parallel.pipeline"): _STACKS,
+    ("prune", "lora"): "LoRA freezes the kernels, and pruning changes trained weights",
+    ("prune", "parallel.local"): "slices would prune different weights, and the mean of slices would have fewer zeros",
 }
 """(feature, other feature) -> why a run may not use both. The docs' table of combinations and the tests read it."""
 
 _OFF = dict.fromkeys(_OVERLAPS, "none") | {
     "parallel.pipeline": "null",
     "precision.matmul": "null",
+    "lora": "null",
+    "parallel.local": "null",
     "model.remat.offload": "[]",
 }
 
@@ -89,6 +93,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
     _check_pipeline(run, ctx, problems)
     _check_local(run, ctx, problems)
     _check_keep_best(run, problems)
+    _check_prune(run, problems)
     _check_combinations(run, problems)
     run.optim.schedule.check(run.num_steps, problems)
     if problems.found and run.rules.table and (specs := run.model.array_specs()):
@@ -110,7 +115,7 @@ def _check_arrays(run: Run, specs: Any, mesh: AnyMesh, problems: Problems) -> No
     whole: dict[str, Any] = dict.fromkeys([*refused, "layers"], ())  # `_check_layers` reports layers
     rules = AxisRules(preset=run.rules.preset, zero=run.rules.zero, **run.rules.explicit | whole)
     for path, spec in flatten_with_paths(specs).items():
-        check_array(path, replace(spec, dtype=np.dtype(run.precision.params)), rules, mesh, problems)
+        check_array(path, spec.stored_in(np.dtype(run.precision.params)), rules, mesh, problems)
 
 
 def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:
@@ -209,15 +214,11 @@ def _check_local(run: Run, ctx: ParallelContext, problems: Problems) -> None:
     if local is None:
         return
     local.check(run.rules, ctx.mesh.shape, ctx.manual, problems)
-    steps = run.num_steps - local.start
-    if steps < local.every or steps % local.every:
-        what = f"{steps} steps after {KEY}.start = {local.start} are no whole rounds of {local.every} steps"
-        rounds = max(1, steps // local.every)
-        fix = f"num_steps={local.start + rounds * local.every}: the shared parameters change only when a round ends"
-        problems.add("num_steps", what, fix)
-    if run.elastic and run.elastic.resized(run.mesh).sizes[local.axis] != run.mesh.sizes[local.axis]:
+    local.check_steps(run.num_steps, problems)
+    is_resized = run.elastic and run.elastic.resized(run.mesh).sizes[local.axis] != run.mesh.sizes[local.axis]
+    if is_resized and local.resize == "refuse":
         what = "it changes the number of slices, each of which has its own parameters in a checkpoint"
-        problems.add(f"elastic.mesh.{local.axis}", what, "elastic.mesh with another axis")
+        problems.add(f"elastic.mesh.{local.axis}", what, f"{KEY}.resize=average, or elastic.mesh with another axis")
     if run.optim.ema:
         what = "a slice would average its own parameters, and the next round begins at others"
         problems.add("optim.ema", what, "optim.ema=null")
@@ -270,6 +271,19 @@ def _why_not_cut(layers: LayerStack, schedule: Schedule, num_stages: int) -> str
     except ScheduleError as error:
         return str(error)
     return ""
+
+
+def _check_prune(run: Run, problems: Problems) -> None:
+    if run.prune is None:
+        return
+    if run.prune.end > run.num_steps:
+        what = f"the last pruning is after step {run.prune.end}, and num_steps = {run.num_steps}"
+        every = max(1, (run.num_steps - run.prune.begin) // run.prune.times)
+        fits = run.prune.begin + every * run.prune.times <= run.num_steps
+        problems.add("prune", what, f"prune.every={every}" if fits else f"num_steps={run.prune.end}")
+    if run.optim.ema:
+        what = "the average of a pruned weight contains its values before, and is not zero"
+        problems.add("optim.ema", what, "optim.ema=null, or prune=null")
 
 
 def _check_keep_best(run: Run, problems: Problems) -> None:

@@ -31,7 +31,9 @@ class Federated(Config):
     local: Section[Local]
     """What a client does in a round."""
     clients_per_round: Positive = 10
+    """The number of clients that take part in a round."""
     num_rounds: Positive
+    """The number of rounds of the whole run."""
     weights: Literal["examples", "uniform"] | None = None
     """Whether an update counts by the number of its client's examples. Default: `examples`; `uniform` for SCAFFOLD and
     with privacy."""
@@ -48,6 +50,7 @@ class Federated(Config):
     clients_at_once: Positive = 32
     """Clients that a device computes at the same time, at most."""
     dtype: Literal["float32", "float64"] = "float32"
+    """Dtype of parameters, updates and products."""
     seed: Seed = 0
     """Determines the first parameters, cohorts, orders of examples and noise."""
     run_dir: FilePath

@@ -76,8 +76,11 @@ class Clusters(Source):
 
     kind: Literal["clusters"] = "clusters"
     num_examples: Positive = 4000
+    """The number of examples, held-out ones included."""
     num_features: Positive = 16
+    """The length of an example's vector."""
     num_classes: Positive = 10
+    """The number of classes, each with a centre of its own."""
     spread: NonNegative = 1.0
     """Standard deviation around a centre. The centres' own is 1."""
 
@@ -122,11 +125,13 @@ class Clients(Config):
 
     shorthand: ClassVar = "num"
     num: Positive = 100
+    """The number of clients."""
     split: Section[Annotated[Same | Dirichlet, pydantic.Field(discriminator="kind")]] = default(Same())
     """`iid`, or `{kind: dirichlet, alpha: 0.3}`."""
     size_spread: NonNegative = 0.0
     """Standard deviation of the log of the clients' sizes; 0 for equal sizes."""
     seed: Seed = 0
+    """Determines which examples a client has."""
 
     def divide(self, labels: np.ndarray) -> list[np.ndarray]:
         """The examples of each client, int[...], sorted.

@@ -54,10 +54,15 @@ class Contract(Config):
     """Limits on the compiled step. What has no limit here is not limited."""
 
     all_gather: Limit = default(None)
+    """Limits on all-gathers."""
     reduce_scatter: Limit = default(None)
+    """Limits on reduce-scatters."""
     all_reduce: Limit = default(None)
+    """Limits on all-reduces."""
     all_to_all: Limit = default(None)
+    """Limits on all-to-alls."""
     collective_permute: Limit = default(None)
+    """Limits on permutes."""
     bytes_per_axis: dict[str, str | int] = pydantic.Field(default_factory=dict)
     """`tensor` or `fsdp, tensor` -> bytes a device may send over these axes: 1000, 40MiB, traced, traced * 1.01."""
     peak_bytes: str | int | None = None

@@ -40,7 +40,7 @@ class Inspection:
       opaque: targets of custom calls, whose operations and communication are not counted.
       traced: bytes over each combination of axes that the traced step of a run names; None if there is none.
       model_states: bytes of parameters, gradients and optimizer state, from the placements of a run.
-      selected: key of a run's config -> what it comes to in this program.
+      selected: key of a run's config -> what it selects in this program.
       findings: what its author probably did not intend, the most expensive first.
     """
 
@@ -105,7 +105,7 @@ def inspect(
     Raises:
       ProgramError: lists every collective that could not be counted.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((16, 16))).compile()
       >>> inspect(compiled).flops

@@ -91,7 +91,7 @@ def training(
       ConfigError: an argument is unknown, a glob matches nothing, or a loss has the wrong parameters.
       DataError: the arrays of the batch differ in their number of rows, or the rows cannot be split equally.
 
-    Example:
+    Examples:
       >>> rows = {"x": jnp.ones((8, 4)), "y": jnp.ones(8)}
       >>> linear = training(
       ...     lambda key: {"w": jax.random.normal(key, (4,))},

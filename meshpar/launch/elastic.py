@@ -1,4 +1,4 @@
-"""A run goes on with fewer processes after it lost some, and with all of them when they return."""
+"""Lets a run continue with fewer processes after it lost some, and with all of them when they return."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from meshpar.mesh.layout import AxisSizes, MeshLayout
 
 
 class Elastic(Config):
-    """How a run under `meshpar launch` goes on with fewer processes than it was started with.
+    """How a run under `meshpar launch` continues with fewer processes than it was started with.
 
     The global batch, the order of the data and the learning rate do not depend on the number of processes.
     """
 
     min_processes: Positive = 1
-    """The fewest processes with which the run goes on; with fewer it waits until one returns."""
+    """The fewest processes with which the run continues; with fewer it waits until one returns."""
     mesh: Section[AxisSizes] = default(AxisSizes())
     """Sizes of axes with fewer processes, such as `{fsdp: -1}`. The other axes keep their sizes."""
     return_s: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 300.0

@@ -41,7 +41,7 @@ def supervise(
         ended = attempt(size)
         if ended.code == INTERRUPTED and ended.is_asked:
             size = members.size()
-            say(f"meshpar: processes returned; the run goes on from checkpoint {newest()} with {size} of them")
+            say(f"meshpar: processes returned; the run continues from checkpoint {newest()} with {size} of them")
             continue
         if ended.code in FINAL or not restarts:
             return ended
@@ -59,7 +59,7 @@ def supervise(
 
 
 def _what_follows(members: Membership) -> str:
-    """With how many processes the run goes on, if not with all."""
+    """The number of processes with which the run continues, if not with all."""
     size = members.size()
     if size == members.num_processes:
         return ""

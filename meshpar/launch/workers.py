@@ -260,7 +260,7 @@ def _end_hung(workers: Sequence[Worker], positions: Sequence[Position | None]) -
         found.append(
             (answers, step, f"  process {worker.index}: {position}{'' if answers else '; it does not answer'}")
         )
-    lines = ["no process goes on:", *(line for *_, line in sorted(found))]
+    lines = ["no process makes progress:", *(line for *_, line in sorted(found))]
     num_lost = sum(not answers for answers, *_ in found)
     return Ended(HUNG, "\n".join([*lines, f"their Python stacks are in {workers[0].stacks.parent}"]), num_lost)
 

@@ -31,12 +31,19 @@ class AxisSizes(Config):
     """The size of each axis; 1 by default."""
 
     replica: _Size = 1
+    """Data parallelism between groups of `fsdp`, outermost: carries the batch."""
     data: _Size = 1
+    """Data parallelism: carries the batch; parameters are replicated over it."""
     fsdp: _Size = 1
+    """Carries the batch, and shards parameters or optimizer state (ZeRO)."""
     pipe: _Size = 1
+    """Stages of a pipeline."""
     expert: _Size = 1
+    """Carries the batch, and shards the experts of a layer."""
     context: _Size = 1
+    """Shards the tokens of each row."""
     tensor: _Size = 1
+    """Tensor parallelism: shards heads, MLP and vocabulary."""
 
     @property
     def sizes(self) -> dict[str, int]:

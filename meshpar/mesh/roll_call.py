@@ -39,7 +39,7 @@ def listen(address: str, num_processes: int, timeout_s: float) -> None:
                 connection.settimeout(ANSWER_S)
                 came[int(_line(connection).removeprefix(GREETING))] = connection
         missing = [str(index) for index in range(1, num_processes) if index not in came]
-        what = f"process {', '.join(missing)} of {num_processes} did not come to {address} within {timeout_s:.0f} s"
+        what = f"process {', '.join(missing)} of {num_processes} did not reach {address} within {timeout_s:.0f} s"
         for connection in came.values():
             with suppress(OSError):
                 connection.sendall(what.encode() if missing else COMPLETE)
@@ -71,7 +71,7 @@ def answer(address: str, index: int, timeout_s: float) -> None:
         if heard == COMPLETE:
             return
         raise MeshError(heard.decode(errors="replace") or f"process 0 at {address} ended before all processes came")
-    raise MeshError(f"process 0 did not come to {address} within {timeout_s:.0f} s{why}")
+    raise MeshError(f"process 0 did not reach {address} within {timeout_s:.0f} s{why}")
 
 
 def check_free(address: str) -> None:

@@ -133,7 +133,7 @@ class ModelContract(Config):
         """Reports conflicts of the model's config with the task, the rules or the mesh, without building the model."""
 
     def selected(self, task: Task, ctx: ParallelContext, batch_size: int) -> dict[str, str]:
-        """Key -> what this setting comes to with the run's sizes on its mesh. `explain` and `inspect` report it."""
+        """Key -> what this setting selects for the run's sizes on its mesh. `explain` and `inspect` report it."""
         return {}
 
     def batch_specs(self, batch_size: int, seq_len: int) -> dict[str, ArraySpec]:

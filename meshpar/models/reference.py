@@ -77,6 +77,7 @@ def decoder_sizes(model: Decoder, scale: Scale) -> dict[str, Any]:
         | {
             "num_layers": _num_layers(model, scale),
             "attention": model.attention.reference(scale.seq_len, scale.small_seq_len).model_dump(),
+            "weights": None,
             "pad_layers_to_multiple": scale.now("layers") if model.stacked_layers > model.num_layers else 1,
             "num_heads": heads,
             "num_kv_heads": model.num_kv_heads and kv_heads,

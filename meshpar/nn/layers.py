@@ -16,6 +16,7 @@ from flax import nnx
 from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from meshpar.nn.quantized_kernel import Quantized, QuantizedKernel
 from meshpar.nn.remat import Activation, named
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import linear
@@ -23,6 +24,9 @@ from meshpar.parallel.context import constrain, current, manual
 from meshpar.parallel.data import streamed
 from meshpar.parallel.linear import Adapter, Weights
 from meshpar.parallel.precision import wide
+
+STACKED = ("layers", "experts")
+"""Leading dims of kernels that consist of many matrices, each of which is a linear map of its own."""
 
 
 def normal(rngs: nnx.Rngs, shape: Sequence[int], std: float, dims: Sequence[str]) -> nnx.Param:
@@ -108,10 +112,45 @@ class LowRank(nnx.Module):
         return Adapter(self.a[...], self.b[...], self.scale)
 
 
-class Projection(nnx.Module):
+class LinearMap(nnx.Module):
+    """The kernel of a linear map between groups of dims, stored as floats or as codes.
+
+    Args:
+      num_inputs: how many of the kernel's dims are contracted.
+    """
+
+    def __init__(self, kernel: nnx.Param, num_inputs: int):
+        self.kernel: nnx.Param | QuantizedKernel = kernel
+        self.num_inputs = num_inputs
+
+    @property
+    def weights(self) -> Weights:
+        if isinstance(self.kernel, QuantizedKernel):
+            return Weights(self.kernel.dequantized(), self.num_inputs)
+        return Weights(self.kernel[...], self.num_inputs, streamed(within_layer(self.kernel), current()))
+
+    @property
+    def floats(self) -> nnx.Param:
+        """The kernel, which is not stored as codes."""
+        assert isinstance(self.kernel, nnx.Param), "it is stored as codes"
+        return self.kernel
+
+    @property
+    def grouped_dim(self) -> int:
+        """The index of the kernel's last input dim, which `Quantized` divides into groups."""
+        dims = self.floats.get_metadata()["dims"]
+        return sum(dim in STACKED for dim in dims) + self.num_inputs - 1
+
+    def quantize(self, how: Quantized) -> None:
+        """Stores the kernel as codes."""
+        self.kernel = QuantizedKernel(self.floats, how, self.grouped_dim)
+
+
+class Projection(LinearMap):
     """A linear map between groups of dims: `x[.., in..] @ kernel[in.., out..] (+ bias[out..])`.
 
-    `column_parallel` and `row_parallel` apply it.
+    `column_parallel` and `row_parallel` apply it. After `factorize` the kernel is two thin factors, of which the second
+    is `expand`: `x[.., in..] @ kernel[in.., rank] @ expand.kernel[rank, out..]`.
 
     Args:
       inputs: (name, size) of each dim that is contracted.
@@ -127,21 +166,35 @@ class Projection(nnx.Module):
     ):  # fmt: skip
         dims, shape = zip(*inputs, *outputs, strict=True)
         fan_in = math.prod(size for _, size in inputs)
-        self.kernel = normal(rngs, shape, std or fan_in**-0.5, dims)
+        super().__init__(normal(rngs, shape, std or fan_in**-0.5, dims), len(inputs))
         out_dims, out_shape = zip(*outputs, strict=True)
         self.bias = filled(0.0, out_shape, out_dims) if bias else None
         self.lora: LowRank | None = nnx.data(None)
-        self.num_inputs = len(inputs)
+        self.expand: LinearMap | None = nnx.data(None)
 
     @property
     def weights(self) -> Weights:
         ctx = current()
-        stored = streamed(within_layer(self.kernel), ctx)
         adapter = self.lora and self.lora.adapter
-        return Weights(self.kernel[...], self.num_inputs, stored, adapter, ctx and ctx.number_format)
+        return super().weights._replace(adapter=adapter, number_format=ctx and ctx.number_format)
 
-    def add_bias(self, y: Float[Array, "B S *outputs"]) -> Float[Array, "B S *outputs"]:
-        """Adds the bias. `row_parallel` adds it after the sum over shards, so that it counts once."""
+    def factorize(self, rank: int, rngs: nnx.Rngs) -> None:
+        """Replaces the kernel by two factors of this rank, initialized at random."""
+        shape = self.floats.shape
+        dims = self.floats.get_metadata()["dims"]
+        end = self.grouped_dim + 1
+        start = end - self.num_inputs
+        self.kernel = normal(rngs, (*shape[:end], rank), math.prod(shape[start:end]) ** -0.5, (*dims[:end], "rank"))
+        expand = normal(rngs, (*shape[:start], rank, *shape[end:]), rank**-0.5, (*dims[:start], "rank", *dims[end:]))
+        self.expand = LinearMap(expand, 1)
+
+    def finish(self, y: Float[Array, "B S ..."]) -> Float[Array, "B S ..."]:
+        """Multiplies by the second factor, if there is one, and adds the bias.
+
+        `row_parallel` does so after the sum over shards, so that the bias counts once, and fewer bytes are summed.
+        """
+        if self.expand is not None:
+            y = linear.product(y, self.expand.weights)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -150,12 +203,12 @@ def column_parallel(
 ) -> Iterator[Float[Array, "B S ..."]]:
     """Projects x by each map, where `dim` of the outputs is sharded. See `parallel.linear`."""
     products = linear.column_parallel(x, [projection.weights for projection in maps], dim)
-    return (projection.add_bias(y) for projection, y in zip(maps, products, strict=True))
+    return (projection.finish(y) for projection, y in zip(maps, products, strict=True))
 
 
 def row_parallel(x: Float[Array, "B S ..."], down: Projection, dim: str) -> Float[Array, "B R D"]:
     """Projects x by `down`, where `dim` of the inputs is sharded. See `parallel.linear`."""
-    return down.add_bias(linear.row_parallel(x, down.weights, dim))
+    return down.finish(linear.row_parallel(x, down.weights, dim))
 
 
 class SwiGLU(nnx.Module):

@@ -17,13 +17,12 @@ from flax import nnx
 from meshpar.config import Config, Positive, Strings, default
 from meshpar.errors import ConfigError, Problems, nearest
 from meshpar.nn.experts.mlp import ExpertProjection
-from meshpar.nn.layers import LowRank, Projection, filled, normal
+from meshpar.nn.layers import STACKED, LowRank, Projection, filled, normal
+from meshpar.nn.quantized_kernel import QuantizedKernel
 from meshpar.parallel.precision import wide
 from meshpar.tree import matching
 
 NAME = "lora"
-STACKED = ("layers", "experts")
-"""Leading dims of kernels that consist of many matrices, each with its own update."""
 Adapted = Projection | ExpertProjection
 
 
@@ -37,6 +36,7 @@ class LoRA(Config):
 
     kind: Literal["lora"] = "lora"
     rank: Positive = 8
+    """The inner size of the two matrices whose product is the update."""
     alpha: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 16.0
     """The update is scaled by alpha / rank."""
     paths: Strings = default(("blocks.attn.*",))
@@ -60,14 +60,19 @@ class LoRA(Config):
                 parents = sorted({path.rpartition(".")[0] for path in found})
                 fix = f"did you mean {near}?" if near else f"there are {', '.join(f'{parent}.*' for parent in parents)}"
                 problems.add("lora.paths", f"{glob!r} matches no projection", fix)
+        adapted = {path: one for path, one in found.items() if any(matching([path], glob) for glob in self.paths)}
+        for path, projection in adapted.items():
+            if isinstance(projection.kernel, QuantizedKernel):
+                fix = "the run before `meshpar compress`"
+                problems.add(f"lora.paths: {path}", "its kernel is stored as codes", fix)
         problems.raise_any(ConfigError, "LoRA adapts the projections of a model:")
-        for path, projection in found.items():
-            if any(matching([path], glob) for glob in self.paths):
-                projection.lora = self._adapter(projection, rngs)
+        for projection in adapted.values():
+            projection.lora = self._adapter(projection, rngs)
 
     def _adapter(self, projection: Adapted, rngs: nnx.Rngs) -> LowRank:
-        shape = projection.kernel.shape
-        dims = projection.kernel.get_metadata()["dims"]
+        kernel = projection.floats if isinstance(projection, Projection) else projection.kernel
+        shape = kernel.shape
+        dims = kernel.get_metadata()["dims"]
         start = sum(dim in STACKED for dim in dims)
         end = start + projection.num_inputs
         std = math.prod(shape[start:end]) ** -0.5

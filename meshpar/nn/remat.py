@@ -51,7 +51,7 @@ class Remat(Config):
     shorthand: ClassVar = "policy"
     shorthand_is_whole: ClassVar = True
     policy: Literal["none", "dots", "dots_no_batch", "full"] = "full"
-    """What is recomputed of all that is not named: nothing, all but matmuls, all but weight matmuls, or all."""
+    """Recomputes, of activations without a name: nothing, all but matmuls, all but weight matmuls, or all."""
     save: tuple[Activation, ...] = ()
     """Activations that are saved, on the device."""
     offload: tuple[Activation, ...] = ()

@@ -27,6 +27,7 @@ class Interpolated(Config):
 
     kind: Literal["linear"] = "linear"
     factor: Factor
+    """The divisor of all frequencies."""
 
     def __call__(self, frequencies_p: Float[Array, "p"]) -> Float[Array, "p"]:
         return frequencies_p / self.factor
@@ -40,6 +41,7 @@ class Llama3(Config):
 
     kind: Literal["llama3"] = "llama3"
     factor: Factor
+    """The divisor of low frequencies."""
     low_freq_factor: Factor
     """A frequency is low if it has fewer turns than this in `original_seq_len` tokens."""
     high_freq_factor: Factor

@@ -5,7 +5,7 @@ Shapes: B batch, S seq, R residual_seq, D embed, V vocab (local shards in the ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import jax
@@ -18,14 +18,15 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from meshpar.config import Coerced, Config, Positive, default
 from meshpar.nn import layer_loops
 from meshpar.nn.attention import AnyCore, Auto
-from meshpar.nn.attention.cached import KVCache
-from meshpar.nn.attention.core import Core, Window
+from meshpar.nn.attention.core import Cache, Core, Window
 from meshpar.nn.attention.head_norm import QKNorm
 from meshpar.nn.attention.layer import Attention, Bias
+from meshpar.nn.compressed import LowRankKernel, store_compressed
 from meshpar.nn.experts import Experts
 from meshpar.nn.experts.layer import MixtureOfExperts
 from meshpar.nn.layer_loops import BLOCKS, DENSE_BLOCKS, Layer, Loop, loops_over, stack_of
 from meshpar.nn.layers import dropout, normal, within_layer
+from meshpar.nn.quantized_kernel import Quantized
 from meshpar.nn.remat import Activation, Remat, named
 from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
 from meshpar.nn.supported import Sharding, Supported
@@ -116,6 +117,12 @@ class Decoder(Config):
     weight matmuls), `full` (all), or all but some by name: `{save: [...], offload: [...]}`."""
     unroll: Literal["auto", "all"] | Positive = "auto"
     """How many layers an iteration of the loop over layers computes: `auto`, `all` for no loop, or a number."""
+
+    low_rank: Coerced[tuple[LowRankKernel, ...], Sequence[dict[str, Any]]] = default(())
+    """Projections whose kernels are products of two thin matrices, as `meshpar compress` finds them."""
+    weights: Coerced[Quantized | None, str | dict[str, Any]] = default(None)
+    """How the kernels of projections are stored: `int8` or `int4`, by groups. They are not trained. Default: as floats
+    of `precision.params`. `meshpar compress` writes a trained model like this."""
 
     @pydantic.model_validator(mode="after")
     def _heads_divide(self) -> Decoder:
@@ -229,7 +236,9 @@ class Decoder(Config):
         return self.mlp(self.hidden_size, self.intermediate_size, bias=self.mlp_bias, out_std=out_std, rngs=rngs)
 
     def build(self, rngs: nnx.Rngs) -> Transformer:
-        return Transformer(self, rngs)
+        built = Transformer(self, rngs)
+        store_compressed(built, self.low_rank, self.weights, rngs)
+        return built
 
 
 TRAINING_FIELDS = ("pad_vocab_to_multiple", "pad_layers_to_multiple", "dropout", "attention", "remat", "unroll")
@@ -344,22 +353,24 @@ class Transformer(nnx.Module):
         x_BRD, auxiliary, _ = self._scan(self._embed(embedding_VD, batch, key), batch, key)
         return Outputs(self._project(x_BRD, embedding_VD if self.model.tie_embeddings else None), *auxiliary)
 
-    def decode(self, batch: Batch, cache: KVCache) -> tuple[Float[Array, "B V"], KVCache]:
-        """Computes tokens that follow those in the cache: a whole prompt, or one token per row.
+    def decode(self, batch: Batch, cache: Cache) -> tuple[Float[Array, "B *seq V"], Cache]:
+        """Computes tokens that follow those in the cache: a prompt, a part of one, or one token per row.
 
         Args:
-          batch: int32 [batch, seq] `tokens` and their consecutive `positions`; int32 [batch] `rows`, and `last`, the
-            index of the last token in each row, before its padding.
+          batch: int32 [batch, seq] `tokens` and their consecutive `positions`; int32 [batch] `rows`; and `last`, int32
+            [batch], the index of the last token in each row, before its padding, or int32 [batch, n], several indices.
 
         Returns:
-          Logits [batch, vocab] of the token after the last one, local shards of the vocabulary; and the cache with
-          these tokens.
+          Logits [batch, vocab] of the token after the last one, or [batch, n, vocab] of those after several, local
+          shards of the vocabulary; and the cache with these tokens.
         """
         embedding_VD = _gathered(self.embedding)
         x_BRD, _, cache = self._scan(self._embed(embedding_VD, batch, None), batch, None, cache)
-        x_B1D = jnp.take_along_axis(x_BRD, batch["last"][:, None, None], axis=1)
-        projection = self._project(x_B1D, embedding_VD if self.model.tie_embeddings else None)
-        return projection.logits()[:, 0], cache
+        last = batch["last"]
+        at_BN = last[:, None] if last.ndim == 1 else last
+        x_BND = jnp.take_along_axis(x_BRD, at_BN[..., None], axis=1)
+        logits = self._project(x_BND, embedding_VD if self.model.tie_embeddings else None).logits()
+        return logits.reshape(*last.shape, -1), cache
 
     def _embed(
         self, embedding_VD: Float[Array, "V D"], batch: Batch, key: PRNGKeyArray | None
@@ -371,7 +382,7 @@ class Transformer(nnx.Module):
         return constrain(x_BRD, "batch", "residual_seq", "embed")
 
     def _scan(
-        self, x_BRD: Float[Array, "B R D"], batch: Batch, key: PRNGKeyArray | None, cache: KVCache | None = None
+        self, x_BRD: Float[Array, "B R D"], batch: Batch, key: PRNGKeyArray | None, cache: Cache | None = None
     ) -> tuple[Float[Array, "B R D"], Auxiliary, Any]:
         rope = self.shared(batch, x_BRD)
         loops = loops_over(self.model.num_layers, self.model.experts)
@@ -381,7 +392,7 @@ class Transformer(nnx.Module):
             num_rows = len(self.model.layers_in(stack))
 
             def layer(
-                carry: tuple[jax.Array, KVCache | None], row: tuple[Any, jax.Array, jax.Array]
+                carry: tuple[jax.Array, Cache | None], row: tuple[Any, jax.Array, jax.Array]
             ) -> tuple[Any, Auxiliary]:
                 x, cache = carry
                 params, index, place = row

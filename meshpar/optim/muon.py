@@ -33,7 +33,9 @@ class Muon(Descent):
     elementwise: ClassVar = False
     kind: Literal["muon"] = "muon"
     momentum: Beta = 0.95
+    """Decay of the sum of the gradients."""
     nesterov: bool = True
+    """Whether the update looks one step ahead (Nesterov)."""
     num_iterations: config.Positive = 5
     """Number of Newton-Schulz iterations, which orthogonalize a matrix by matrix products."""
     rms: Positive = 0.2

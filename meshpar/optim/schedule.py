@@ -139,6 +139,7 @@ class WSD(_Decay):
     decay_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
     """Length of the decay, as a fraction of the run. Default: 0.2, if `decay_steps` is not set."""
     shape: Literal["linear", "1-sqrt"] = "1-sqrt"
+    """The form of the decay: a straight line, or 1 - sqrt(progress), which falls faster at first."""
 
     @pydantic.model_validator(mode="after")
     def _one_length(self) -> Self:

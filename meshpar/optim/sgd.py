@@ -15,7 +15,9 @@ class SGD(Descent):
     kind: Literal["sgd"] = "sgd"
     weight_decay: NonNegative = 0.0
     momentum: Beta = 0.9
+    """Decay of the sum of the gradients; 0 for none."""
     nesterov: bool = False
+    """Whether the update looks one step ahead (Nesterov)."""
 
     def direction(self, dims: Any) -> optax.GradientTransformation:
         return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()

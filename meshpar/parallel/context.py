@@ -201,12 +201,19 @@ class ParallelContext:
         if platform_of(self.mesh) == "cpu":
             return {"xla_disable_hlo_passes": "cse_barrier_expander"}
         prefetches = self.parallel.fsdp.overlap == "prefetch" and platform_of(self.mesh) == "gpu"
-        return {"xla_gpu_enable_pipelined_all_gather": True} if prefetches else {}
+        return prefetch_option() if prefetches else {}
 
     def overlaps(self, dim: str) -> bool:
         """Whether layers whose weights are sharded in `dim` communicate activations while they multiply."""
         sequence = self.axes("residual_seq")
         return self.parallel.tensor.overlap != "none" and bool(sequence) and sequence == self.axes(dim)
+
+
+def prefetch_option() -> dict[str, str | bool]:
+    """The option with which XLA:GPU moves gathers of parameters to the iteration before; jax 0.12 has another."""
+    if jax.__version_info__ < (0, 12):
+        return {"xla_gpu_enable_pipelined_all_gather": True}
+    return {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
 
 
 _current: ContextVar[ParallelContext | None] = ContextVar("meshpar_context", default=None)
@@ -263,8 +270,9 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
     Raises:
       ShardingError: a dim has no name or no rule, or is not divisible (JAX would silently replicate it).
 
-    >>> constrain(jax.numpy.ones((4, 8)), "batch", "embed").shape
-    (4, 8)
+    Examples:
+      >>> constrain(jax.numpy.ones((4, 8)), "batch", "embed").shape
+      (4, 8)
     """
     ctx = _current.get()
     if ctx is None or ctx.manual:

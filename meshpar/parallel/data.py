@@ -32,7 +32,7 @@ from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.buckets import Copied, sum_copies
 from meshpar.parallel.context import ParallelContext, current, manual
 from meshpar.parallel.local import Axes, varying
-from meshpar.parallel.precision import summed_in, wide
+from meshpar.parallel.precision import computed_in, summed_in, wide
 from meshpar.sharding.resolve import sharding_axes
 
 Dims = tuple[str, ...]
@@ -116,13 +116,13 @@ def gather_params(params: Any, dims: Any, trainable: Any = None) -> Any:
     """
     ctx = _context()
     if not ctx.manual:
-        return jax.tree.map(lambda x: x.astype(ctx.compute_dtype or x.dtype), params)
+        return jax.tree.map(lambda x: computed_in(x, ctx.compute_dtype or x.dtype), params)
 
     def prepare(x: jax.Array, names: Dims, is_trainable: bool) -> jax.Array:
         if ctx.gathers_in_layers and _stored(names, ctx):
             # Its cast to the compute dtype follows at the gather, so its gradient has the dtype of the sums.
             return summed_in(x, ctx.accum_dtype) if is_trainable else x
-        return _whole(x, names, ctx) if ctx.rules.zero_stage == 2 else x.astype(ctx.compute_dtype or x.dtype)
+        return _whole(x, names, ctx) if ctx.rules.zero_stage == 2 else computed_in(x, ctx.compute_dtype or x.dtype)
 
     trainable = jax.tree.map(lambda _: True, params) if trainable is None else trainable
     return jax.tree.map(lambda x, *of: varying(prepare(x, *of), ctx.gradient_axes), params, dims, trainable)
@@ -221,7 +221,8 @@ def _stored(names: Dims, ctx: ParallelContext) -> Stored:
 
 
 def _whole(x: jax.Array, names: Dims, ctx: ParallelContext) -> jax.Array:
-    to = np.dtype(ctx.compute_dtype or x.dtype)
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    to = np.dtype(ctx.compute_dtype or x.dtype) if is_float else np.dtype(x.dtype)
     stored = _stored(names, ctx)
     if not stored:
         return x.astype(to)

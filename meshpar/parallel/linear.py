@@ -157,7 +157,7 @@ def _with_adapters(x: jax.Array, maps: Sequence[Weights], *, inputs: Axes = (), 
     elif _are_joint(x, maps):
         products = _matrix_products(x, maps)
     else:
-        products = tuple(_product(x, one) for one in maps)
+        products = tuple(product(x, one) for one in maps)
     return tuple(_plus_adapter(y, x, one) for y, one in zip(products, maps, strict=True))
 
 
@@ -179,8 +179,8 @@ def _quantized_products(
     return tuple(y.reshape(*x.shape[:2], *shape) for y, shape in zip(products, outputs, strict=True))
 
 
-def _product(x: jax.Array, weights: Weights) -> jax.Array:
-    """x @ kernel. A kernel that is stored in shards is gathered during the product.
+def product(x: jax.Array, weights: Weights) -> jax.Array:
+    """x @ kernel, of local shards. A kernel that is stored in shards is gathered during the product.
 
     Communication: none, or that of `all_gather_matmul`: an all-gather forward, and backward another and a
       reduce-scatter of the gradient.

@@ -6,17 +6,19 @@ of the optimizer, `optim`. After `every` steps, a round, the outer optimizer ste
 
 Communication: none across slices in a step. At the end of a round an all-reduce of the trained parameters: a device
 sends 2(n-1)/n P bytes over the axis, for n slices and P bytes of its shards in at least float32, and 2(n-1)/n P / every
-a step. `compress` sends fewer.
+a step; with rounds that grow, 2(n-1)/n P R / T for R rounds in T steps. `compress` sends fewer.
 
-Memory: the shared parameters and the outer optimizer's state, in addition to those of a slice.
+Memory: the shared parameters and the outer optimizer's state, in addition to those of a slice; with `overlap_steps` the
+mean differences too.
 
 Source: Stich 2018, arXiv:1805.09767 (local SGD); Lin et al. 2018, arXiv:1808.07217 (post-local); Douillard et al. 2023,
-arXiv:2311.08105 (DiLoCo); Douillard et al. 2025, arXiv:2501.18512 (streaming DiLoCo).
+arXiv:2311.08105 (DiLoCo); Douillard et al. 2025, arXiv:2501.18512 (streaming DiLoCo); Gu et al. 2023,
+arXiv:2310.14423 (the quadratic synchronization rule).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import optax
@@ -26,6 +28,7 @@ from meshpar.collectives.powersgd import PowerSGD
 from meshpar.collectives.reduction import Across, Exact, Reduce
 from meshpar.config import Coerced, Config, Count, Positive, default
 from meshpar.errors import Problems
+from meshpar.parallel.rounds import Rounds, quadratic
 from meshpar.sharding.rules import AxisRules
 
 Rate = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
@@ -39,6 +42,7 @@ class OuterAverage(Config):
     shorthand: ClassVar = "kind"
     kind: Literal["average"] = "average"
     lr: Rate = 1.0
+    """The fraction of the way to the mean."""
 
     def build(self) -> optax.GradientTransformation:
         return optax.sgd(self.lr)
@@ -50,7 +54,9 @@ class OuterNesterov(Config):
     shorthand: ClassVar = "kind"
     kind: Literal["nesterov"] = "nesterov"
     lr: Rate = 0.7
+    """The learning rate of a round."""
     momentum: Decay = 0.9
+    """Decay of the sum of the differences."""
 
     def build(self) -> optax.GradientTransformation:
         return optax.sgd(self.lr, self.momentum, nesterov=True)
@@ -62,8 +68,11 @@ class OuterAdam(Config):
     shorthand: ClassVar = "kind"
     kind: Literal["adam"] = "adam"
     lr: Rate = 0.3
+    """The learning rate of a round."""
     b1: Decay = 0.9
+    """Decay of the mean of the differences."""
     b2: Decay = 0.95
+    """Decay of the mean of the squared differences."""
     eps: Rate = 0.1
     """DiLoCo's default: the mean difference of a round is larger than a gradient."""
 
@@ -81,6 +90,9 @@ class LocalUpdates(Config):
     """The axis of the slices. It carries rows of the batch, and no parameter is sharded over it."""
     every: Positive
     """The steps of a round."""
+    growth: Rate | None = None
+    """The growth coefficient of the quadratic synchronization rule: a round that begins at learning rate lr has
+    floor((growth / lr)^2) steps where these are more than `every`. Default: all rounds have `every` steps."""
     start: Count = 0
     """Steps before the first round. In these, gradients are averaged over slices (post-local SGD)."""
     outer: Coerced[Outer, str | dict[str, Any]] = default(OuterAverage())
@@ -88,25 +100,50 @@ class LocalUpdates(Config):
     fragments: Positive = 1
     """Parts of the layers whose rounds end in turn, `every / fragments` steps apart, so that less is sent at once
     (streaming DiLoCo). Fragment i of n has every n-th layer from i on; the last has what is in no layer too."""
+    overlap_steps: Count = 0
+    """Steps from the end of a round to its outer step. Differences are all-reduced beside the first of these steps, and
+    slices train on meanwhile (streaming DiLoCo)."""
+    mixing: Decay = 0.5
+    """With `overlap_steps`: the weight of a slice's own parameters, with which it mixes the new shared ones."""
     compress: Coerced[Across, str | dict[str, Any]] = default(Exact())
     """Format in which differences are all-reduced: exact (at least float32), bf16, int8, fp8, onebit, powersgd."""
+    resize: Literal["refuse", "average"] = "refuse"
+    """What to do with a checkpoint of another number of slices: refuse it, or begin each slice at the mean of them."""
 
     @property
     def reduction(self) -> Reduce | None:
         """How differences are summed over slices; None for XLA's own all-reduce."""
         return None if isinstance(self.compress, Exact) else Reduce(across=self.compress)
 
-    def fragment(self, step: int) -> int | None:
-        """The fragment whose round ends after this step, the first step being 1; None if none does.
+    def rounds(self, num_steps: int, learning_rate: Callable[[Any], Any]) -> Rounds:
+        """The rounds of a run.
 
-        >>> [LocalUpdates(every=3, start=2).fragment(step) for step in range(1, 9)]
-        [None, None, None, None, 0, None, None, 0]
-        >>> [LocalUpdates(every=4, fragments=2).fragment(step) for step in range(1, 9)]
-        [None, 0, None, 1, None, 0, None, 1]
+        Args:
+          learning_rate: numbers of updates made -> learning rates.
+
+        >>> list(LocalUpdates(every=3, start=2).rounds(8, lambda updates: updates).ends)
+        [5, 8]
         """
-        apart = self.every // self.fragments
-        steps = step - self.start
-        return None if steps <= 0 or steps % apart else (steps // apart - 1) % self.fragments
+        last = num_steps - self.overlap_steps
+        if self.growth is None:
+            apart = self.every // self.fragments
+            ends = range(self.start + apart, last + 1, apart)
+        else:
+            ends = quadratic(self.every, self.growth, learning_rate, self.start, last)
+        return Rounds(ends, self.start, self.fragments, self.overlap_steps)
+
+    def check_steps(self, num_steps: int, problems: Problems) -> None:
+        """Adds a problem if a run has steps that no outer step reads, or is shorter than a round."""
+        steps = num_steps - self.start - self.overlap_steps
+        if steps >= self.every and (self.growth is not None or steps % self.every == 0):
+            return
+        fixed = num_steps - steps
+        before = f"{KEY}.start = {self.start}"
+        if self.overlap_steps:
+            before += f" and before the last {self.overlap_steps}"
+        what = f"{steps} steps after {before} are no whole rounds of {self.every} steps"
+        fits = fixed + max(1, steps // self.every) * self.every
+        problems.add("num_steps", what, f"num_steps={fits}: the shared parameters change only when a round ends")
 
     def check(self, rules: AxisRules, sizes: Mapping[str, int], is_manual: bool, problems: Problems) -> None:
         """Adds a problem if the axis cannot have slices under these rules.
@@ -135,6 +172,17 @@ class LocalUpdates(Config):
         if self.fragments > 1 and isinstance(self.compress, PowerSGD):
             what = "powersgd carries matrices of whole stacks of layers from round to round"
             problems.add(f"{KEY}.compress", what, f"{KEY}.compress=int8, or {KEY}.fragments=1")
+        longest = min(self.every // self.fragments, self.every - 1)
+        if self.overlap_steps > longest:
+            what = "the next round would end before the outer step of this one"
+            problems.add(f"{KEY}.overlap_steps", what, f"{KEY}.overlap_steps={longest} or less")
+        if self.overlap_steps and rules["layers"]:
+            what = "stages of a pipeline run different operations at a time, and an all-reduce waits for all devices"
+            problems.add(f"{KEY}.overlap_steps", what, f"{KEY}.overlap_steps=0, or no preset pipeline")
+        for name, others in {"fragments": self.fragments > 1, "overlap_steps": self.overlap_steps > 0}.items():
+            if others and self.growth is not None:
+                what = f"the last round of a run may be too short for {KEY}.{name}"
+                problems.add(f"{KEY}.growth", what, f"{KEY}.growth=null, or no {KEY}.{name}")
         for dim, axes in rules.table.items():
             if dim != "batch" and self.axis in axes:
                 what = f"{dim} is sharded over {self.axis}, and a slice that trains alone has all of it"

@@ -25,3 +25,8 @@ def wide(x: jax.Array) -> jax.Array:
 def summed_in(x: jax.Array, dtype: Any) -> jax.Array:
     """A gradient in the dtype in which it is summed over microbatches and devices; `wide` if that is None."""
     return wide(x) if dtype is None else x.astype(dtype)
+
+
+def computed_in(x: jax.Array, dtype: Any) -> jax.Array:
+    """A parameter in the dtype of the computation. Integers stay as they are: they are codes, see `nn.weights`."""
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -120,8 +120,11 @@ class Parallel(Config):
     """The strategies of the manual lowering. Each reads its own field; all receive the whole object."""
 
     tensor: Section[TensorParallel] = default(TensorParallel())
+    """How tensor parallelism communicates."""
     fsdp: Section[FullySharded] = default(FullySharded())
+    """How ZeRO-3 communicates."""
     context: Coerced[ContextParallel, str | dict[str, Any]] = default(ContextParallel())
+    """How devices that share a row attend to each other's tokens."""
     expert: Coerced[ExpertParallel | None, str | dict[str, Any]] = default(None)
     """How tokens reach the devices of their experts. Default: `auto`."""
     pipeline: Section[Schedule | None] = default(None)

@@ -93,6 +93,8 @@ class Work:
       computes: operations of a device.
       beside: collectives that run beside products where a machine can do both.
       waits: collectives that products wait for.
+      outer: those of the outer steps of local updates.
+      outer_beside: the part of the steps beside which these run; 0 if the next step waits for them.
       idle: the schedule's makespan over its work; 1 without a pipeline.
     """
 
@@ -103,11 +105,13 @@ class Work:
     idle: float
     states_bytes: int
     step_bytes: int
+    outer: Sequence[Collective] = ()
+    outer_beside: float = 0.0
 
     @property
     def sent_bytes(self) -> float:
         """Bytes that a device sends."""
-        return float(sum(one.times * one.sent_bytes for one in [*self.beside, *self.waits]))
+        return float(sum(one.times * one.sent_bytes for one in [*self.beside, *self.waits, *self.outer]))
 
     def on(self, machine: Machine) -> Estimate:
         """The estimate on a machine."""
@@ -120,6 +124,9 @@ class Work:
         for one in self.waits:
             terms[f"waits for {axes_name(one.axes)}"] += machine.collective_s(one, self.mesh)
         terms["bubble"] = 0.0 if machine.shares_cores else sum(terms.values()) * (self.idle - 1)
+        outer = sum(machine.collective_s(one, self.mesh) for one in self.outer)
+        hidden = self.outer_beside * (products + others) if machine.overlaps else 0.0
+        terms["outer steps"] = max(0.0, outer - hidden)
         shown = {term: seconds for term, seconds in terms.items() if seconds}
         return Estimate(shown, beside, self.states_bytes, self.step_bytes)
 
@@ -136,6 +143,7 @@ def work_of(prepared: Prepared, mean: bool = False) -> Work | None:
     collectives = prepared.collectives(step)
     waits = [one for one in collectives if one.kind != "collective_permute" and carries_activations(one, prepared)]
     remat = getattr(prepared.run.model, "remat", None)
+    rounds = prepared.rounds
     return Work(
         mesh=prepared.mesh,
         computes=operations(step, prepared, mean),
@@ -144,6 +152,8 @@ def work_of(prepared: Prepared, mean: bool = False) -> Work | None:
         idle=_idle(prepared.ctx.schedule, prepared.ctx.shards("stage"), getattr(remat, "policy", "") == "full"),
         states_bytes=prepared.states.parameters + prepared.states.optimizer,
         step_bytes=peak_bytes(step),
+        outer=prepared.outer_collectives,
+        outer_beside=float(1 / rounds.mean_steps_between) if rounds and rounds.overlap_steps else 0.0,
     )
 
 

@@ -152,7 +152,7 @@ def plan(
       ConfigError: no layout fits, with the closest; or `fix` contradicts itself, the machine or the run.
       MeshError: there is no such machine.
 
-    Example:
+    Examples:
       >>> from meshpar import Run, plan
       >>> run = Run(
       ...     model={"kind": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64},

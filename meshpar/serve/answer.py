@@ -21,7 +21,7 @@ class Answer:
       stop: texts before which the answer ends.
       max_tokens: largest number of tokens.
 
-    Example:
+    Examples:
       >>> from meshpar.train.data.tokenizer import Bytes
       >>> answer = Answer(Bytes(), stop=["END"], max_tokens=99)
       >>> [answer.add(token) for token in "né. EN END".encode()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from meshpar.serve.decoding import Decoding
 from meshpar.serve.generator import Generator, Piece
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.source import Source, of_run, open_source
+from meshpar.serve.speculative import DraftModel, PromptLookup, SpeculativeGenerator
 from meshpar.tree import human_bytes
 
 Prompt = str | Sequence[int]
@@ -49,6 +50,7 @@ class Generated:
       cache_bytes: bytes of the cache of keys and values on one device.
       prefill_s: seconds until each row had its first token, without compilation.
       decode_s: seconds for all other tokens.
+      acceptance: the fraction of drafts that the model accepted; None without drafts.
     """
 
     completions: list[Completion]
@@ -56,6 +58,7 @@ class Generated:
     cache_bytes: int
     prefill_s: float
     decode_s: float
+    acceptance: float | None = None
 
     @property
     def texts(self) -> list[str]:
@@ -70,7 +73,8 @@ class Generated:
         later = num - len(self.completions)
         rate = f", then {later / self.decode_s:.0f} tokens/s" if later and self.decode_s else ""
         cache = f"cache {human_bytes(self.cache_bytes)} a device"
-        return f"{num} tokens on {self.mesh}: the first after {self.prefill_s:.2f} s{rate}; {cache}"
+        drafts = "" if self.acceptance is None else f"; {self.acceptance:.0%} of drafts accepted"
+        return f"{num} tokens on {self.mesh}: the first after {self.prefill_s:.2f} s{rate}; {cache}{drafts}"
 
 
 def generate(
@@ -84,6 +88,9 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop: Sequence[str] | str = (),
+    draft: Source | Path | str | None = None,
+    ngrams: int | None = None,
+    num_drafts: int = 4,
     show: Callable[[Piece], None] = lambda piece: None,
 ) -> Generated:
     """Answers all prompts in one batch. The tokens are the same on any mesh.
@@ -95,6 +102,10 @@ def generate(
       max_tokens: largest number of tokens of an answer.
       temperature, top_k, top_p, seed: see `Sampling`.
       stop: texts before which an answer ends.
+      draft: a smaller model with the same vocabulary, which drafts tokens; see `speculative`. Answers do not change, up
+        to the rounding of floats.
+      ngrams: drafts the tokens that followed the last occurrence of as many of the newest tokens.
+      num_drafts: tokens that are drafted at a time.
       show: called with each `Piece` of an answer as soon as it is known.
 
     Raises:
@@ -109,9 +120,12 @@ def generate(
     opened = _opened(source, overrides)
     prompts = [prompts] if isinstance(prompts, str) else prompts
     stop = [stop] if isinstance(stop, str) else stop
+    drafting = None if draft is None else _opened(draft, ())
     _check(opened, prompts, max_tokens, stop)
+    _check_drafts(opened, drafting, ngrams, num_drafts)
     ids = [_encoded(opened, prompt) for prompt in prompts]
-    generator = Generator(_decoding(opened, ids, max_tokens, sampling), opened.restore)
+    decoding = _decoding(opened, ids, max_tokens, sampling)
+    generator = _generator(opened, decoding, drafting, ngrams, num_drafts)
     answers = [Answer(opened.tokenizer, stop, max_tokens) for _ in prompts]
     for piece in generator.stream(ids, answers):
         show(piece)
@@ -121,6 +135,7 @@ def generate(
         generator.decoding.cache_bytes,
         prefill_s=generator.turn_s[0],
         decode_s=sum(generator.turn_s[1:]),
+        acceptance=generator.acceptance,
     )
 
 
@@ -138,7 +153,37 @@ def _decoding(source: Source, ids: Sequence[Sequence[int]], max_tokens: int, sam
     return Decoding(
         model=source.model, ctx=ctx, dtype=np.dtype(source.run.precision.params), sampling=sampling,
         num_rows=-(-len(ids) // shards) * shards, prompt_len=max(map(len, ids)), max_tokens=max_tokens,
+        cache_format=source.run.precision.cache,
     )  # fmt: skip
+
+
+def _generator(
+    source: Source, decoding: Decoding, draft: Source | None, ngrams: int | None, num_drafts: int
+) -> Generator:
+    if draft is None and ngrams is None:
+        return Generator(decoding, source.restore)
+    decoding = replace(decoding, num_drafts=num_drafts)
+    if draft is None:
+        assert ngrams is not None
+        return SpeculativeGenerator(decoding, source.restore, drafter=PromptLookup(decoding, ngrams))
+    dtype = np.dtype(draft.run.precision.params)
+    smaller = replace(decoding, model=draft.model, dtype=dtype, cache_format=draft.run.precision.cache)
+    drafter = DraftModel(smaller)
+    return SpeculativeGenerator(decoding, source.restore, drafter=drafter, restore_draft=draft.restore)
+
+
+def _check_drafts(source: Source, draft: Source | None, ngrams: int | None, num_drafts: int) -> None:
+    problems = Problems()
+    if draft is not None and ngrams is not None:
+        problems.add("ngrams", "a draft model proposes the tokens already", "leave out one of draft and ngrams")
+    if ngrams is not None and ngrams < 1:
+        problems.add("ngrams", f"{ngrams} is not 1 or more", "2")
+    if num_drafts < 1:
+        problems.add("num_drafts", f"{num_drafts} is not 1 or more", "4")
+    if draft is not None and draft.model.vocab_size != source.model.vocab_size:
+        what = f"its vocabulary has {draft.model.vocab_size} ids, and that of the model {source.model.vocab_size}"
+        problems.add("draft", what, "a smaller model with the same tokenizer")
+    problems.raise_any(ConfigError, "these drafts cannot be used:")
 
 
 def _encoded(source: Source, prompt: Prompt) -> list[int]:

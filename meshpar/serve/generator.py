@@ -53,6 +53,11 @@ class Generator:
         self.decode = self.decoding.compile_decode()
         self.params = self.restore(structs(self.decoding.params))
 
+    @property
+    def acceptance(self) -> float | None:
+        """The fraction of drafts that were accepted in the last batch; None without drafts."""
+        return None
+
     def turns(self, prompts: Sequence[Ids]) -> Iterator[np.ndarray]:
         """The tokens of each of `max_tokens` turns, int32[prompts]. A turn is read while the next is computed."""
         turn, cache = self.prefill(self.params, self._placed(prompts))
@@ -62,16 +67,22 @@ class Generator:
             turn = following
         yield on_host(turn.tokens)[: len(prompts)]
 
+    def lists(self, prompts: Sequence[Ids]) -> Iterator[list[list[int]]]:
+        """The new tokens of each prompt, for each turn."""
+        for tokens in self.turns(prompts):
+            yield [[token] for token in tokens.tolist()]
+
     def stream(self, prompts: Sequence[Ids], answers: Sequence[Answer]) -> Iterator[Piece]:
         """Fills the answers; yields a piece for each token."""
         self.turn_s = []
         start = time.perf_counter()
-        with closing(self.turns(prompts)) as turns:  # pyright: ignore
-            for tokens in turns:
+        with closing(self.lists(prompts)) as turns:  # pyright: ignore
+            for of_rows in turns:
                 self.turn_s.append(time.perf_counter() - start)
-                for row, (answer, token) in enumerate(zip(answers, tokens.tolist(), strict=True)):
-                    if answer.finish is None:
-                        yield Piece(row, answer.add(token), answer.finish)
+                for row, (answer, tokens) in enumerate(zip(answers, of_rows, strict=True)):
+                    for token in tokens:
+                        if answer.finish is None:
+                            yield Piece(row, answer.add(token), answer.finish)
                 if all(answer.finish for answer in answers):
                     return
                 start = time.perf_counter()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel import tensor
@@ -69,10 +70,7 @@ def sample(
 
     Communication: that of `tensor.argmax`, and with top_k or top_p that of `tensor.top`.
     """
-    axes = manual_axes("vocab")
-    first = jax.lax.axis_index(axes) * logits.shape[-1] if axes else 0
-    is_token = first + jnp.arange(logits.shape[-1], dtype=jnp.int32) < vocab_size
-    logits = jnp.where(is_token, wide(logits), -jnp.inf)
+    logits = _of_tokens(logits, vocab_size)
     if how.temperature == 0:
         return tensor.argmax(logits)
     logits /= how.temperature
@@ -82,22 +80,76 @@ def sample(
     return tensor.argmax(logits + _noise(logits, rows, positions, how.seed))
 
 
-def _least_kept(best: Float[Array, "B K"], top_p: float) -> Float[Array, "B 1"]:
+class RowSampling(NamedTuple):
+    """A `Sampling` for each row.
+
+    Args:
+      temperature, top_p: float32[batch].
+      top_k: int32[batch]; 0 for all.
+      seed: uint32[batch].
+      rows: int32[batch]. The index of each row among those with its seed.
+    """
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    seed: Any
+    rows: Any
+
+
+def sample_each(
+    logits: Float[Array, "B V"], positions: Int[Array, "B"], how: RowSampling, draws: Bool[Array, ""], vocab_size: int
+) -> Int[Array, "B"]:
+    """`sample` with settings for each row, which are arrays of a compiled program.
+
+    Args:
+      draws: whether any row has a temperature above 0, the same on all devices; else nothing is drawn.
+
+    Communication: that of `tensor.argmax`, and if `draws` an all-gather of the logits.
+    """
+
+    def drawn(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        temperature = how.temperature[:, None].astype(logits.dtype)
+        is_drawn = temperature > 0
+        scaled = logits / jnp.where(is_drawn, temperature, jnp.ones_like(temperature))
+        best = tensor.top(scaled, vocab_size)
+        top_k = jnp.where(how.top_k > 0, how.top_k, vocab_size)[:, None]
+        best = jnp.where(jnp.arange(best.shape[-1], dtype=jnp.int32) < top_k, best, -jnp.inf)
+        least = _least_kept(best, how.top_p[:, None].astype(best.dtype))
+        kept = jnp.where(scaled >= least, scaled, -jnp.inf)
+        return jnp.where(is_drawn, kept + _noise(kept, how.rows, positions, how.seed), logits)
+
+    logits = _of_tokens(logits, vocab_size)
+    return tensor.argmax(jax.lax.cond(draws, drawn, lambda logits: logits, logits))
+
+
+def _of_tokens(logits: Float[Array, "B V"], vocab_size: int) -> Float[Array, "B V"]:
+    """The logits in float32 at least, -inf for padding of the vocabulary."""
+    axes = manual_axes("vocab")
+    first = jax.lax.axis_index(axes) * logits.shape[-1] if axes else 0
+    is_token = first + jnp.arange(logits.shape[-1], dtype=jnp.int32) < vocab_size
+    return jnp.where(is_token, wide(logits), -jnp.inf)
+
+
+def _least_kept(best: Float[Array, "B K"], top_p: float | Float[Array, "B 1"]) -> Float[Array, "B 1"]:
     """The smallest logit of the smallest set of most probable tokens with probability `top_p`; `best` descends."""
-    if top_p == 1:  # in float32 the sum may reach 1 before the last token
-        return best[:, -1:]
     probabilities = jax.nn.softmax(best, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    return jnp.where(before < top_p, best, jnp.inf).min(-1, keepdims=True)
+    # In float32 the sum may reach 1 before the last token, and a small top_p may be 0.
+    is_kept = ((before < top_p) | (top_p == 1) | (before <= 0)) & (best > -jnp.inf)
+    return jnp.where(is_kept, best, jnp.inf).min(-1, keepdims=True)
 
 
-def _noise(like: Float[Array, "B V"], rows: Int[Array, "B"], positions: Int[Array, "B"], seed: int) -> jax.Array:
+def _noise(
+    like: Float[Array, "B V"], rows: Int[Array, "B"], positions: Int[Array, "B"], seed: int | Int[Array, "B"]
+) -> jax.Array:
     """Gumbel noise for each row and position. A device draws that of the whole vocabulary and selects its shard."""
     axes = manual_axes("vocab")
     size = like.shape[-1] * (jax.lax.axis_size(axes) if axes else 1)
 
-    def draw(row: Int[Array, ""], position: Int[Array, ""]) -> Float[Array, "V"]:
+    def draw(row: Int[Array, ""], position: Int[Array, ""], seed: Any) -> Float[Array, "V"]:
         key: PRNGKeyArray = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), position)
         return jax.random.gumbel(key, (size,), like.dtype)
 
-    return constrain(shard(jax.vmap(draw)(rows, positions), axes, 1), "batch", "vocab")
+    of_rows = jax.vmap(draw, (0, 0, None if isinstance(seed, int) else 0))(rows, positions, seed)
+    return constrain(shard(of_rows, axes, 1), "batch", "vocab")

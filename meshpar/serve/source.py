@@ -18,7 +18,7 @@ from meshpar.interop.folder import check_inside, read_json
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.models.decoder import DecoderModel
 from meshpar.parallel.context import ParallelContext
-from meshpar.serve.decoding import for_tokens
+from meshpar.serve.on_mesh import for_tokens
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.data import Synthetic
 from meshpar.train.data.tokenizer import Ids, Tokenizer, TokenizerFile
@@ -43,6 +43,7 @@ class Source:
       run: its model, mesh, rules, lowering and precision are used.
       restore: structs with shardings -> the parameters.
       language: the tokenizer; default: that of the run's data, with the token that opens a document.
+      folder: the Hugging Face folder that the tokenizer is in; None if the tokenizer is that of the run's data.
 
     Raises:
       ConfigError: the model is the user's own.
@@ -51,6 +52,7 @@ class Source:
     run: Run
     restore: Callable[[Any], Any]
     language: Language | None = None
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         if not (decoder := self.run.model.generation()):
@@ -107,7 +109,7 @@ def _of_checkpoint(path: Path, run: Run) -> Source:
     def restore(structs: Any) -> Any:
         return find(path, PARAMS).restore({"params": structs}, PARAMS)["params"]
 
-    return Source(run, restore, language)
+    return Source(run, restore, language, converted if language else None)
 
 
 def _of_pretrained(pretrained: Pretrained, overrides: Sequence[str]) -> Source:
@@ -118,7 +120,7 @@ def _of_pretrained(pretrained: Pretrained, overrides: Sequence[str]) -> Source:
         read = pretrained.params(flatten_with_paths(structs))
         return map_with_path(lambda path, _: read[path], structs)
 
-    return Source(run, restore, _language(pretrained.folder, pretrained.model.vocab_size))
+    return Source(run, restore, _language(pretrained.folder, pretrained.model.vocab_size), pretrained.folder)
 
 
 def _language(folder: Path, vocab_size: int) -> Language:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
+import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import ShardingError
@@ -22,8 +24,9 @@ class ArraySpec:
     Raises:
       ShardingError: the numbers of dims and names differ.
 
-    >>> print(ArraySpec((512, 8, 64), np.dtype("float32"), ("embed", "heads", "head_dim")))
-    float32[512, 8, 64]  (embed, heads, head_dim)
+    Examples:
+      >>> print(ArraySpec((512, 8, 64), np.dtype("float32"), ("embed", "heads", "head_dim")))
+      float32[512, 8, 64]  (embed, heads, head_dim)
     """
 
     shape: tuple[int, ...]
@@ -43,6 +46,10 @@ class ArraySpec:
     def num_bytes(self) -> int:
         """Bytes of the whole array."""
         return self.size * self.dtype.itemsize
+
+    def stored_in(self, dtype: np.dtype) -> Self:
+        """The same array in the dtype in which a run stores floats. Integers are codes, and stay as they are."""
+        return replace(self, dtype=dtype) if jnp.issubdtype(self.dtype, jnp.floating) else self
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]  ({', '.join(self.dims)})"

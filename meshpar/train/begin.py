@@ -10,6 +10,7 @@ from typing import Any
 from meshpar.checkpoint.saved import Checkpoint
 from meshpar.checkpoint.selection import EVERYTHING, Selection
 from meshpar.config import changed
+from meshpar.train.resize import averaged, num_slices, with_slices
 from meshpar.train.state import TrainState
 from meshpar.train.training import Training
 from meshpar.tree import flatten_with_paths, map_with_path
@@ -33,9 +34,15 @@ class Beginning:
     data_changed: Sequence[str] = ()
 
     @cached_property
+    def structs(self) -> TrainState:
+        """The state to restore, which may have another number of slices than the training."""
+        is_whole = tuple(self.include) == EVERYTHING and not self.exclude
+        return saved_structs(self.training, self.source) if is_whole else self.training.placement.structs
+
+    @cached_property
     def selection(self) -> Selection:
         """The arrays to restore. None is read yet: problems are reported before anything is compiled."""
-        return self.source.select(self.training.placement.structs, self.include, self.exclude, self.config)
+        return self.source.select(self.structs, self.include, self.exclude, self.config)
 
     def state(self) -> TrainState:
         """Restores the selected arrays, and initializes the rest.
@@ -43,7 +50,9 @@ class Beginning:
         The optimizer's state is initialized from the restored parameters, so that its copies of them are equal.
         """
         selection = self.selection
-        restored = self.source.restore(self.training.placement.structs, self.include, self.exclude)
+        restored = self.source.restore(self.structs, self.include, self.exclude)
+        if self.structs != self.training.placement.structs:
+            return averaged(restored, self.training.placement.structs)
         if not selection.initialized:
             return restored
         arrays = {path: x for path, x in flatten_with_paths(restored).items() if path in set(selection.restored)}
@@ -62,3 +71,14 @@ class Beginning:
             "ignored": selection.ignored,
             "changed": changed(self.source.meta["config"], self.config),
         }
+
+
+def saved_structs(training: Training, source: Checkpoint) -> TrainState:
+    """The state that a training expects in a checkpoint.
+
+    It has the training's number of slices, or that of the checkpoint if `parallel.local.resize` averages them.
+    """
+    structs = training.placement.structs
+    local = training.ctx.local
+    num = num_slices(source) if local and local.resize == "average" else None
+    return with_slices(structs, num) if num and num != structs.skipped.shape[0] else structs

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from meshpar.parallel.batch import Batch
-from meshpar.parallel.local_updates import LocalUpdates
+from meshpar.parallel.rounds import Rounds
 from meshpar.train.program import Program, on_host
 from meshpar.train.state import TrainState
 from meshpar.train.step import Metrics, Step
@@ -25,13 +25,16 @@ class LocalStep(Step):
 
     Args:
       program: a step of every slice alone.
-      local: says when a round ends.
-      outer: for each fragment: state -> state, at the end of its round.
+      rounds: when they end.
+      outer: for each fragment: state -> state, at the end of its round, or `overlap_steps` later.
+      reducing: for each fragment: the step after the end of its round, which also all-reduces the differences; none if
+        `outer` all-reduces them.
       averaging: a step with gradients averaged over slices, before the first round; None if rounds begin at once.
     """
 
-    local: LocalUpdates
+    rounds: Rounds
     outer: tuple[Program, ...]
+    reducing: tuple[Program, ...] = ()
     averaging: Program | None = None
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -39,14 +42,17 @@ class LocalStep(Step):
         return self.at(int(jax.device_get(state.step)) + 1)(state, batch)
 
     def at(self, index: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-        program = self.program if index > self.local.start or self.averaging is None else self.averaging
-        fragment = self.local.fragment(index)
-        if fragment is None:
+        program = self.program if index > self.rounds.start or self.averaging is None else self.averaging
+        before = self.rounds.fragment(index - 1)
+        if self.reducing and before is not None:
+            program = self.reducing[before]
+        ended = self.rounds.fragment(index - self.rounds.overlap_steps)
+        if ended is None:
             return partial(self._run, program)
 
         def with_outer_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             state, metrics = self._run(program, state, batch)
-            return self.outer[fragment](state), metrics
+            return self.outer[ended](state), metrics
 
         return with_outer_step
 

@@ -10,12 +10,15 @@ exports and other runs read it as any other. The slices' own arrays are carried 
 
 All of these have a first dim `slices`, sharded over the axis of local updates. `skipped` has it too: a slice skips a
 step alone. Arrays that differ are thus different parts of one array, and nothing that counts as replicated differs.
+
+With `overlap_steps` there are also `means`, the mean differences that wait for their outer step, without that dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,11 +33,11 @@ from meshpar.parallel.batch import Batch
 from meshpar.parallel.buckets import Copied, sum_copies
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.local_updates import LocalUpdates
-from meshpar.parallel.precision import wide
+from meshpar.parallel.precision import wide, wide_dtype
 from meshpar.parallel.trainable import as_in, filled, without
 from meshpar.sharding.resolve import Placement
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.error_feedback import SLICES, place_state
+from meshpar.train.error_feedback import SLICES, place_state, zeros
 from meshpar.train.fragments import Fragment
 from meshpar.train.gradients import Gradients, Objective, local_gradients
 from meshpar.train.program import (
@@ -113,15 +116,60 @@ class Slices:
 
         return step
 
+    @property
+    def fragments(self) -> list[Fragment]:
+        """The fragments, whose rounds end in turn."""
+        return [Fragment(index, self.local.fragments) for index in range(self.local.fragments)]
+
     def trace_outer(self) -> list[jax.stages.Traced]:
         """Traces `outer_step` of each fragment. The state is donated."""
-        num = self.local.fragments
         state = self.shared.structs
-        steps = [self.outer_step(self.local.outer.build(), Fragment(index, num)) for index in range(num)]
+        steps = [self.outer_step(self.local.outer.build(), fragment) for fragment in self.fragments]
         return [trace(step, (state,), shardings(state), donate=(0,)) for step in steps]
 
+    def trace_reductions(self) -> list[jax.stages.Traced]:
+        """Traces what `reducing_step` of each fragment adds to a step; none without `overlap_steps`."""
+        fragments = self.fragments if self.local.overlap_steps else []
+        return [jax.jit(partial(self._reduced, fragment)).trace(self.shared.structs) for fragment in fragments]
+
+    def reducing_step(
+        self, step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]], fragment: Fragment
+    ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+        """A step of every slice, and beside it the all-reduce of the round that ended before it.
+
+        Neither of the two reads what the other computes, so a compiler may run both at once.
+        """
+
+        def reducing(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            reduced = self._reduced(fragment, state)
+            new, metrics = step(state, batch)
+            return replace(new, carried=new.carried | {SLICES: new.carried[SLICES] | reduced}), metrics
+
+        return reducing
+
+    def _reduced(self, fragment: Fragment, state: TrainState) -> dict[str, Any]:
+        """The arrays of slices that the reduction of a fragment changes: `means` and `rounding`."""
+        own = state.carried[SLICES]
+        placed = self.shared.carried[SLICES]
+        means, rounding = self._mean_differences(fragment, self._shared(fragment, state), own, state.step)
+        return {
+            "means": fragment.into(means, own["means"], placed["means"]),
+            "rounding": fragment.into(rounding, own["rounding"], placed["rounding"]),
+        }
+
+    def _shared(self, fragment: Fragment, state: TrainState) -> Any:
+        """The shared parameters of a fragment that are trained, sharded as far as the rules allow."""
+        whole = without(self.alone.params, self.alone.frozen)
+        shared = as_in(state.carried[SLICES]["params"], state.params)
+        sharded = shardings(structs(fragment.placements(self.alone.trained)))
+        return lax.with_sharding_constraint(fragment.of(shared, whole), sharded)
+
     def outer_step(self, tx: optax.GradientTransformation, fragment: Fragment) -> Callable[[TrainState], TrainState]:
-        """The end of a round: `tx` updates shared parameters of a fragment, at which all slices then begin anew."""
+        """The end of a round: `tx` updates shared parameters of a fragment, at which all slices then begin anew.
+
+        With `overlap_steps` it reads the means that `reducing_step` left, and slices mix the new parameters with their
+        own.
+        """
         placed = self.shared.carried[SLICES]
         whole = without(self.alone.params, self.alone.frozen)
         sharded = shardings(structs(fragment.placements(self.alone.trained)))
@@ -129,16 +177,23 @@ class Slices:
 
         def outer(state: TrainState) -> TrainState:
             own = state.carried[SLICES]
-            shared = as_in(own["params"], state.params)
-            trained = lax.with_sharding_constraint(fragment.of(shared, whole), sharded)
-            means, rounding = self._mean_differences(fragment, trained, own, state.step)
+            trained = self._shared(fragment, state)
+            if self.local.overlap_steps:
+                means = fragment.of(own["means"], placed["means"])
+                rounding = own["rounding"]
+            else:
+                means, rounding = self._mean_differences(fragment, trained, own, state.step)
+                rounding = fragment.into(rounding, own["rounding"], placed["rounding"])
             opt_state = fragment.of(state.opt_state, self.shared.opt_state)
             with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
                 updates, opt_state = tx.update(means, opt_state, trained)
                 trained = lax.with_sharding_constraint(optax.apply_updates(trained, updates), sharded)
             trained = lax.with_sharding_constraint(trained, stored)  # ZeRO-1 gathers once, for slices and evaluations
-            params = fragment.into(jax.tree.map(self._to_all, trained), own["params"], placed["params"])
-            rounding = fragment.into(rounding, own["rounding"], placed["rounding"])
+            begun = jax.tree.map(self._to_all, trained)
+            if self.local.overlap_steps:
+                begun = jax.tree.map(self._mixed, fragment.of(own["params"], placed["params"]), begun)
+            params = fragment.into(begun, own["params"], placed["params"])
+            shared = as_in(own["params"], state.params)
             return replace(
                 state,
                 params=filled(fragment.into(trained, shared, whole), state.params),
@@ -155,14 +210,16 @@ class Slices:
           trained: the shared parameters, without frozen ones.
           opt_state, carried: of one slice.
         """
-        placed = self.shared.carried[SLICES]["rounding"]
-        return jax.tree.map(self._to_all, {"params": trained, "opt_state": opt_state, "carried": carried}) | {
-            "rounding": jax.tree.map(lambda p: jnp.zeros(p.spec.shape, p.spec.dtype), placed)
-        }
+        placed = self.shared.carried[SLICES]
+        own = jax.tree.map(self._to_all, {"params": trained, "opt_state": opt_state, "carried": carried})
+        return own | {name: zeros(placed[name]) for name in ("rounding", "means") if name in placed}
 
     def _to_all(self, x: jax.Array) -> jax.Array:
         """x[...] -> [slices, ...]. Communication: none; each slice has x."""
         return jnp.broadcast_to(x, (self.num, *x.shape))
+
+    def _mixed(self, own: jax.Array, shared: jax.Array) -> jax.Array:
+        return self.local.mixing * own + (1 - self.local.mixing) * shared
 
     def _first(self, params: Any) -> Any:
         """The parameters of a slice, where those of all are equal. Communication: none."""
@@ -272,8 +329,14 @@ def place_slices(alone: StatePlacement, outer_state: Any, local: LocalUpdates) -
     own = in_slices({"params": stored, "opt_state": alone.opt_state, "carried": alone.carried}, local.axis)
     axes = (local.axis,)
     rounding = place_state(alone.trained, local.reduction, lambda p: axes) if local.reduction else {}
-    carried = {SLICES: own | {"rounding": rounding}}
+    means = {"means": jax.tree.map(_widened, alone.trained)} if local.overlap_steps else {}
+    carried = {SLICES: own | {"rounding": rounding} | means}
     return replace(alone, opt_state=outer_state, carried=carried, slices=local.axis)
+
+
+def _widened(placement: Placement) -> Placement:
+    """In the dtype of a mean difference."""
+    return replace(placement, spec=replace(placement.spec, dtype=wide_dtype(placement.spec.dtype)))
 
 
 def in_slices(placements: Any, axis: str) -> Any:

@@ -19,6 +19,7 @@ from meshpar.parallel.batch import TEACHER, Batch
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.pipeline.model import PipelineModel
+from meshpar.parallel.rounds import Rounds
 from meshpar.parallel.trainable import without
 from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.sharding.rules import AxisRules
@@ -60,6 +61,7 @@ class Training:
       evaluation: the loss for evaluations; default: `loss` without a key.
       in_schedule_order: whether parameters and gradients have their layers in the order of the pipeline's schedule,
         see `on_prepared_states`.
+      rounds: when the rounds of local updates end; None without them.
       has_own_arrays: platform -> whether a step there is faster with arrays for each layer, see `layer_arrays`.
     """
 
@@ -79,6 +81,7 @@ class Training:
     teacher: Teacher | None = None
     evaluation: Loss | None = None
     in_schedule_order: bool = False
+    rounds: Rounds | None = None
     has_own_arrays: Callable[[str], bool] = lambda platform: False
 
     def on(self, **changes: Any) -> Self:
@@ -233,19 +236,25 @@ class Training:
         return replace(step, order=self.order)
 
     def _compile_rounds(self, slices: Slices, options: dict[str, Any]) -> LocalStep:
-        def compiled(gradients: Callable[..., Gradients], averages: bool) -> Step:
+        assert self.rounds, "a training with local updates has rounds"
+
+        def compiled(step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]) -> Step:
             metrics = NamedSharding(self.mesh, PartitionSpec(slices.local.axis))  # pyright: ignore
-            step = slices.step(gradients, averages=averages)
             return compile_step(step, self.placement, self.batch, self.given, options, metrics=metrics)
 
-        step = compiled(self.gradients, False)
+        alone = slices.step(self.gradients)
+        step = compiled(alone)
+        reducing = []
+        if slices.local.overlap_steps:
+            reducing = [compiled(slices.reducing_step(alone, fragment)).program for fragment in slices.fragments]
         averaging = None
         if slices.local.start:
-            averaging = compiled(self._gradients(partial(slice_gradients, averages=True)), True).program
+            together = self._gradients(partial(slice_gradients, averages=True))
+            averaging = compiled(slices.step(together, averages=True)).program
         outer = tuple(compile_program(traced, options) for traced in slices.trace_outer())
         return LocalStep(
-            step.program, self.batch, step.given, step.warnings, self.order, None, local=slices.local, outer=outer,
-            averaging=averaging,
+            step.program, self.batch, step.given, step.warnings, self.order, None, rounds=self.rounds, outer=outer,
+            reducing=tuple(reducing), averaging=averaging,
         )  # fmt: skip
 
     def compile_evaluation(self) -> Evaluation:

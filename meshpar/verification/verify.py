@@ -48,7 +48,7 @@ def verify(subject: Run | Training, batches: Batches | None = None) -> Verificat
         than two batches.
       ConfigError, ShardingError: see `prepare`.
 
-    Example:
+    Examples:
       >>> from meshpar import AdamW, AxisRules, Llama, MeshLayout, Run, Synthetic, simulate
       >>> simulate(8)
       >>> run = Run(

@@ -21,6 +21,7 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.optim import SGD, AdamW
 from meshpar.optim.base import Descent
+from meshpar.parallel.rounds import Rounds
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.begin import Beginning
 from meshpar.train.data import Synthetic
@@ -38,6 +39,7 @@ ROWS = 16
 SEQ = 8
 EVERY = 2
 NUM_STEPS = 3 * EVERY
+ENDS = (2, 4, 6)
 LR = 2**-6  # exact in float32, the dtype of learning rates
 CLIP = 0.5
 Arrays = dict[str, np.ndarray]
@@ -99,7 +101,9 @@ OUTER: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
 }
 
 
-def prepared(layout: str, optim: Descent, local: dict[str, Any] | None = None, rows: int = ROWS) -> Prepared:
+def prepared(
+    layout: str, optim: Descent, local: dict[str, Any] | None = None, rows: int = ROWS, num_steps: int = NUM_STEPS
+) -> Prepared:
     sizes, presets = LAYOUTS[layout]
     pipeline = {"kind": "1f1b", "num_microbatches": 2} if "pipe" in sizes else None
     run = Run(
@@ -110,19 +114,19 @@ def prepared(layout: str, optim: Descent, local: dict[str, Any] | None = None, r
         rules=AxisRules(preset=tuple(presets)),
         precision=Precision(params="float64", compute="float64"),
         parallel={"local": local, "pipeline": pipeline},
-        num_steps=NUM_STEPS,
+        num_steps=num_steps,
         run_dir="unused",
     )
     return prepare(run, run.mesh.build(jax.devices()[: run.mesh.requested()]))
 
 
-def batches(counts_all: bool = False) -> list[dict[str, np.ndarray]]:
+def batches(counts_all: bool = False, num_steps: int = NUM_STEPS) -> list[dict[str, np.ndarray]]:
     """Random tokens. Unless `counts_all`, more targets of later rows do not count: slices have different numbers."""
     rng = np.random.default_rng(0)
     segments = np.ones((ROWS, SEQ), np.int32)
     same = {"segments": segments, "positions": segments * np.arange(SEQ, dtype=np.int32)}
     drawn = []
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         targets = rng.integers(0, 32, (ROWS, SEQ))
         if not counts_all:
             targets[rng.random((ROWS, SEQ)) < np.linspace(0, 0.8, ROWS)[:, None]] = -1
@@ -149,7 +153,7 @@ class Outcome:
 def outcome(run: Prepared, step: Any, state: TrainState, counts_all: bool = False) -> Outcome:
     """Trains; without local updates every loss and parameter is that of all slices."""
     found = Outcome()
-    for index, batch in enumerate(batches(counts_all), 1):
+    for index, batch in enumerate(batches(counts_all, run.run.num_steps), 1):
         state, metrics = step.at(index)(state, run.put(batch))
         found.losses.append(jax.device_get(metrics["loss"]))
     params = jax.device_get(state.params)
@@ -175,10 +179,19 @@ def quickly(run: Prepared, counts_all: bool = False) -> Outcome:
 
 
 @cache
-def reference(num_slices: int, inner: str, outer: str, start: int = 0, fragments: int = 1) -> Outcome:
+def reference(
+    num_slices: int, inner: str, outer: str, start: int = 0, ends: tuple[int, ...] = ENDS, fragments: int = 1,
+    overlap: int = 0, rates: tuple[float, ...] = (),
+) -> Outcome:  # fmt: skip
     """The loop of the papers: each slice takes its steps alone, then the outer optimizer steps.
 
     With fragments each has an outer optimizer of its own, and their rounds end in turn.
+
+    Args:
+      start: the steps before the first round.
+      ends: the last steps of the rounds.
+      overlap: steps from the end of a round to its outer step. Slices then mix the new parameters with their own.
+      rates: the learning rate of each step. Default: `LR`.
     """
     compute, first = one_device(ROWS // num_slices)
     tree = jax.tree.structure(first)
@@ -188,8 +201,10 @@ def reference(num_slices: int, inner: str, outer: str, start: int = 0, fragments
     outer_directions = [make_outer() for _ in range(fragments)]
     directions = [INNER[inner][1]() for _ in range(num_slices)]
     own = [shared] * num_slices
+    own_weight = 0.5 if overlap else 0.0
+    sent: dict[int, tuple[int, Arrays]] = {}
     found = Outcome()
-    for index, batch in enumerate(batches(), 1):
+    for index, batch in enumerate(batches(num_steps=ends[-1] + overlap), 1):
         rows = [{k: np.split(x, num_slices)[s] for k, x in batch.items()} for s in range(num_slices)]
         got = [
             jax.device_get(compute(tree.unflatten([p[n] for n in names]), b)) for p, b in zip(own, rows, strict=True)
@@ -203,21 +218,25 @@ def reference(num_slices: int, inner: str, outer: str, start: int = 0, fragments
             losses = [np.dot(weights, losses)] * num_slices
         found.losses.append(losses)
         steps = [d(clipped(g)) for d, g in zip(directions, grads, strict=True)]
-        own = [{n: p[n] - LR * s[n] for n in names} for p, s in zip(own, steps, strict=True)]
+        rate = rates[index - 1] if rates else LR
+        own = [{n: p[n] - rate * s[n] for n in names} for p, s in zip(own, steps, strict=True)]
         if index <= start:
             shared = own[0]
-        elif (index - start) % (EVERY // fragments) == 0:
-            at = ((index - start) // (EVERY // fragments) - 1) % fragments
+        if index in ends:
+            at = ends.index(index) % fragments
+            mean = {n: sum(shared[n] - p[n] for p in own) / num_slices for n in names}
+            sent[index + overlap] = at, mean
+        if index in sent:
+            at, mean = sent[index]
             parts = {n: slice(at, None, fragments) if "blocks" in n else slice(None) for n in names}
             parts = {n: part for n, part in parts.items() if "blocks" in n or at == fragments - 1}
-            mean = {n: sum(shared[n] - p[n] for p in own)[part] / num_slices for n, part in parts.items()}
-            moved = outer_directions[at](mean)
+            moved = outer_directions[at]({n: mean[n][part] for n, part in parts.items()})
             shared = {n: x.copy() for n, x in shared.items()}
             own = [{n: x.copy() for n, x in p.items()} for p in own]
             for n, part in parts.items():
                 shared[n][part] -= settings["lr"] * moved[n]
                 for p in own:
-                    p[n][part] = shared[n][part]
+                    p[n][part] = own_weight * p[n][part] + (1 - own_weight) * shared[n][part]
     return replace(found, shared=shared, own={n: np.stack([p[n] for p in own]) for n in names})
 
 
@@ -239,14 +258,34 @@ CASES = [
 def test_three_rounds_equal_the_loop_of_the_paper(layout, inner, outer, start):
     run = prepared(layout, INNER[inner][0], local(outer, start=start))
     num_slices = LAYOUTS[layout][0]["replica"]
-    assert quickly(run).difference(reference(num_slices, inner, outer, start)) < 1e-10
+    assert quickly(run).difference(reference(num_slices, inner, outer, start, ENDS[start // EVERY :])) < 1e-10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "outer"), [("zero3_tensor", "adam"), ("zero1_two", "nesterov")])
 def test_fragments_of_layers_in_turn_equal_the_loop_of_the_paper(layout, outer):
     run = prepared(layout, INNER["adamw"][0], local(outer, fragments=2))
-    assert quickly(run).difference(reference(2, "adamw", outer, fragments=2)) < 1e-10
+    want = reference(2, "adamw", outer, ends=(1, 2, 3, 4, 5, 6), fragments=2)
+    assert quickly(run).difference(want) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "outer"), [("zero3_tensor", "nesterov"), ("zero1_two", "adam")])
+def test_overlapped_fragments_equal_the_loop_of_the_paper(layout, outer):
+    """Three rounds of each of two fragments."""
+    settings = local(outer, fragments=2, overlap_steps=2) | {"every": 4}
+    run = prepared(layout, INNER["adamw"][0], settings, num_steps=14)
+    want = reference(2, "adamw", outer, ends=(2, 4, 6, 8, 10, 12), fragments=2, overlap=2)
+    assert quickly(run).difference(want) < 1e-10
+
+
+@pytest.mark.slow
+def test_rounds_that_grow_as_the_learning_rate_falls_equal_the_loop_of_the_paper():
+    """Rounds that begin at 1, 5/6, 4/6 and 2/6 of the learning rate: max(1, floor of its inverse square) steps."""
+    optim = SGD(lr=LR, clip_norm=CLIP, schedule={"kind": "linear"})
+    run = prepared("zero3_tensor", optim, local("nesterov") | {"every": 1, "growth": LR})
+    rates = tuple(float(optim.learning_rate(NUM_STEPS)(step)) for step in range(NUM_STEPS))
+    assert quickly(run).difference(reference(2, "sgd", "nesterov", ends=(1, 2, 4, 6), rates=rates)) < 1e-10
 
 
 @pytest.mark.slow
@@ -330,6 +369,26 @@ def test_control_unequal_weights_of_slices_are_seen(diloco, monkeypatch):
     assert outcome(diloco.run, wrong, diloco.start()).difference(reference(2, "adamw", "nesterov")) > 1e-4
 
 
+def test_rounds_of_unequal_lengths_equal_the_loop_of_the_paper(diloco):
+    uneven = replace(diloco.step, rounds=Rounds((1, 2, 4, 6)))
+    found = outcome(diloco.run, uneven, diloco.start())
+    assert found.difference(reference(2, "adamw", "nesterov", ends=(1, 2, 4, 6))) < 1e-10
+    assert found.difference(reference(2, "adamw", "nesterov")) > 1e-4
+
+
+def test_an_outer_step_after_overlapped_steps_equals_the_loop_of_the_paper():
+    """Three rounds. The control applies the differences one step too early."""
+    settings = local("nesterov", overlap_steps=2) | {"every": 3}
+    run = prepared("zero3_tensor", INNER["adamw"][0], settings, num_steps=11)
+    step = run.compile_step(QUICK)
+    start = run.compile_init(QUICK)
+    want = reference(2, "adamw", "nesterov", ends=(3, 6, 9), overlap=2)
+    assert isinstance(step, LocalStep)
+    assert outcome(run, step, start()).difference(want) < 1e-10
+    early = replace(step, rounds=replace(step.rounds, overlap_steps=1))
+    assert outcome(run, early, start()).difference(want) > 1e-4
+
+
 def test_a_run_resumes_within_a_round_and_refuses_another_number_of_slices(diloco, tmp_path):
     uninterrupted = jax.device_get(diloco.trained(diloco.start(), 1, NUM_STEPS))
     with checkpoints(tmp_path) as saved:
@@ -341,6 +400,23 @@ def test_a_run_resumes_within_a_round_and_refuses_another_number_of_slices(diloc
             saved.newest(four.placement.structs)
     resumed = jax.device_get(diloco.trained(restored, 4, NUM_STEPS))
     assert jax.tree.all(jax.tree.map(np.array_equal, resumed, uninterrupted))
+
+
+def test_resizing_begins_each_slice_at_the_mean_of_the_saved_ones(diloco, tmp_path):
+    """Within a round, so that slices differ."""
+    state = diloco.trained(diloco.start(), 1, 3)
+    with checkpoints(tmp_path) as saved:
+        saved.save(3, state)
+        saved.wait()
+    before = jax.device_get(state)
+    four = prepared("four", INNER["adamw"][0], local("nesterov", resize="average"))
+    after = jax.device_get(Beginning(four, find(tmp_path)).state())
+    of_four = replace(after, skipped=before.skipped, carried=before.carried)
+    assert jax.tree.all(jax.tree.map(np.array_equal, of_four, before))
+    pairs = zip(jax.tree.leaves(after.carried), jax.tree.leaves(before.carried), strict=True)
+    assert all(new.shape[0] == 4 and np.abs(new - old.mean(0)).max() < 1e-15 for new, old in pairs)
+    moved = flatten_with_paths(before.carried[SLICES]["params"])
+    assert all(np.abs(x[0] - x[1]).max() > 1e-4 for x in moved.values())
 
 
 @pytest.mark.slow

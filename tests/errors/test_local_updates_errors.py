@@ -61,6 +61,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         ("fragments=1, or no",),
     ),
     "fragments of matrices": ({"fragments": 2, "compress": "powersgd"}, {}, ("parallel.local.compress",)),
+    "an overlap of rounds": ({"overlap_steps": 4}, {"num_steps": 8}, ("parallel.local.overlap_steps=3 or less",)),
+    "an overlap that never ends": (
+        {"overlap_steps": 3},
+        {},
+        ("5 steps after parallel.local.start = 0 and before the last 3 are no whole rounds of 4 steps", "num_steps=7"),
+    ),
+    "an overlap of stages": (
+        {"overlap_steps": 2},
+        PIPELINE | {"parallel": {"pipeline": ONE_F_ONE_B}, "num_steps": 10},
+        ("parallel.local.overlap_steps=0, or no preset pipeline",),
+    ),
+    "growing rounds of fragments": ({"growth": 1e-3, "fragments": 2}, {}, ("no parallel.local.fragments",)),
+    "growing rounds that overlap": ({"growth": 1e-3, "overlap_steps": 2}, {}, ("no parallel.local.overlap_steps",)),
     "an average of parameters": ({}, {"optim": {"kind": "adamw", "lr": 1e-3, "ema": 0.9}}, ("optim.ema",)),
     "a master copy": (
         {},
@@ -69,7 +82,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     ),
     "stale weights": ({}, PIPELINE | {"parallel": {"pipeline": STALE}}, ("parallel.pipeline", "another kind")),
     "a bias of experts": ({}, {"model": {"experts": EXPERTS}}, ("model.experts.balance", "a step changes the bias")),
-    "elastic slices": ({}, {"elastic": {"mesh": {"replica": 1}}}, ("elastic.mesh.replica",)),
+    "elastic slices": (
+        {},
+        {"elastic": {"mesh": {"replica": 1}}},
+        ("elastic.mesh.replica", "parallel.local.resize=average"),
+    ),
 }
 
 

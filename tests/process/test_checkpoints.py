@@ -160,7 +160,7 @@ def test_each_process_verifies_only_the_chunks_that_it_reads(reports: Any):
 
 
 def test_damage_that_one_process_finds_stops_both(reports: Any, folder: Path):
-    assert reports[0]["error"] == "process 1 cannot go on; its own message says why"
+    assert reports[0]["error"] == "process 1 cannot continue; its own message says why"
     assert reports[1]["error"].endswith("state/w/6.0\n    is not what was written")
 
 
@@ -172,4 +172,4 @@ def test_both_resume_from_the_same_checkpoint_if_one_finds_the_latest_damaged(re
 
 def test_both_are_refused_where_another_run_holds_the_folder(reports: Any):
     assert "is in use by process" in reports[0]["held"]
-    assert reports[1]["held"] == "process 0 cannot go on; its own message says why"
+    assert reports[1]["held"] == "process 0 cannot continue; its own message says why"

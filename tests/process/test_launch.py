@@ -251,7 +251,7 @@ def test_a_run_goes_on_with_the_processes_that_are_left_until_others_return(conf
     assert Path("cursors/1").exists() == (attempts[-1] == "2")
     printed = capfd.readouterr().err
     assert "starts again from checkpoint 7 with 1 of 2 processes; 0 more restarts are left" in printed
-    assert ("processes returned; the run goes on from checkpoint 7 with 2 of them" in printed) == (len(attempts) == 3)
+    assert ("processes returned; the run continues from checkpoint 7 with 2 of them" in printed) == (len(attempts) == 3)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_a_process_that_is_stopped_is_named(config):
     os.kill(worker_of(running.pid, 1), signal.SIGSTOP)
     printed = ends(running, code=workers.HUNG)
     assert re.search(
-        r"no process goes on:\n  process 1: step .*; it does not answer\n  process 0: step .* s\n", printed
+        r"no process makes progress:\n  process 1: step .*; it does not answer\n  process 0: step .* s\n", printed
     )
     assert "in device_get" in Path("run/logs/cursors/0.stacks").read_text()
 

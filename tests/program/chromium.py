@@ -40,12 +40,16 @@ class Browser:
 
     def open(self, page: Path, width: int, scheme: str = "light") -> None:
         """Shows a file on a screen `width` CSS pixels wide, and clears the logs."""
-        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         scheme_ = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        self.screen(width)
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme_)
         _ = self.driver.get_log("browser"), self.driver.get_log("performance")
         self.driver.get(page.as_uri())
+
+    def screen(self, width: int) -> None:
+        """Makes the screen `width` CSS pixels wide."""
+        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
 
     def ask(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page."""

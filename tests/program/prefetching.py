@@ -1,4 +1,4 @@
-"""Counts the gathers of a step for eight H100s, and those that are early, with and without the option for them.
+"""Counts the gathers of a step for eight H100s, and those that are early, with and without prefetch.
 
 python -m tests.program.prefetching
 """
@@ -19,14 +19,14 @@ def main() -> None:
         optim=AdamW(lr=1e-3),
         mesh=MeshLayout(fsdp=8),
         rules=AxisRules(preset="fsdp"),
-        parallel=Parallel(fsdp=FullySharded(overlap="prefetch")),
         num_steps=1,
         run_dir="unused",
     )
     process.compile_only()
-    prepared = prepare(run, run.mesh.build(targets.parse("h100:1x8").devices()))
-    for options in ({}, {"xla_gpu_enable_pipelined_all_gather": False}):
-        step = prepared.compile_step(options)
+    mesh = run.mesh.build(targets.parse("h100:1x8").devices())
+    for overlap in ("prefetch", "none"):
+        prepared = prepare(run.model_copy(update={"parallel": Parallel(fsdp=FullySharded(overlap=overlap))}), mesh)
+        step = prepared.compile_step()
         found = prepared.inspect(step)
         num, num_early = gathers_in_loops(step.text)
         equal = "equal" if found.bytes_per_axis == found.traced else "other"

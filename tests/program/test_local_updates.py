@@ -13,9 +13,13 @@ import pytest
 from meshpar.cost.traced import traced_collectives, traffic
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.program.hlo import collectives_of
+from meshpar.mesh.hardware import Link, Links
 from meshpar.mesh.layout import MeshLayout
 from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.rounds import Rounds
 from meshpar.parallel.strategies import Parallel
+from meshpar.planning.estimate import work_of
+from meshpar.planning.machine import StatedMachine
 from meshpar.train.local_step import LocalStep
 from meshpar.tree import flatten_with_paths
 from tests.program.oracle import share
@@ -30,10 +34,10 @@ INSIDE = {
 }
 
 
-def sliced(layout: str, **settings: Any) -> Prepared:
+def sliced(layout: str, run: dict[str, Any] | None = None, **settings: Any) -> Prepared:
     sizes, presets = INSIDE[layout]
     local = {"every": EVERY, "outer": "nesterov"} | settings
-    return prepared(({"replica": 2} | sizes, presets), parallel={"local": local})
+    return prepared(({"replica": 2} | sizes, presets), parallel={"local": local}, **run or {})
 
 
 def parameter_bytes(run: Prepared) -> int:
@@ -95,6 +99,43 @@ def test_int8_sends_a_byte_an_element_and_a_scale_a_block():
         sizes[frozenset(sum(one.axes, ()))] += math.prod(one.local_shape)
     blocks = sum(math.ceil(size / 2 / 64) for size in sizes.values())
     assert (run.traced_bytes or {})["replica",] == Fraction(2 * blocks * (64 + 4), EVERY)
+
+
+@pytest.mark.parametrize("layout", ["zero3_tensor", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_an_overlapped_round_sends_the_same_bytes_in_the_step_after_it(layout):
+    run = sliced(layout, {"num_steps": EVERY + 2}, overlap_steps=2)
+    step = as_written(run)
+    assert isinstance(step, LocalStep)
+    (reducing,) = step.reducing
+    (end,) = step.outer
+    beside = sent_over(collectives_of(reducing.compiled, run.mesh))
+    inner = sent_over(collectives_of(step.compiled, run.mesh))
+    assert beside == inner | {("replica",): 2 * share(2, parameter_bytes(run))}
+    assert sent_over(collectives_of(end.compiled, run.mesh)) == inside_outer(run, layout)
+    assert run.traced_bytes == sliced(layout).traced_bytes
+
+
+def test_rounds_that_grow_send_the_parameters_once_in_each_of_them():
+    """Rounds that begin at 1, 5/6, 4/6 and 2/6 of the learning rate; the last one is cut short."""
+    optim = {"kind": "sgd", "lr": 0.5, "schedule": {"kind": "linear"}}
+    run = sliced("zero3_tensor", {"optim": optim, "num_steps": 6}, every=1, growth=0.5)
+    assert run.rounds == Rounds((1, 2, 4, 6))
+    assert (run.traced_bytes or {})["replica",] == 2 * share(2, parameter_bytes(run)) * Fraction(4, 6)
+
+
+def test_the_planner_counts_the_seconds_of_outer_steps():
+    """On links without latency: the bytes over the bandwidth. One step in a round hides them if they overlap."""
+    link = Link(bytes_per_s=1e6, latency_s=0.0)
+    machine = StatedMachine("slow", 8, 8, 1e9, 1e9, Links(inside=link, across=link))
+    run = sliced("zero3_tensor")
+    seconds = 2 * share(2, parameter_bytes(run)) / EVERY / 1e6
+    work = work_of(run)
+    overlapped = work_of(sliced("zero3_tensor", {"num_steps": EVERY + 2}, overlap_steps=2))
+    assert work is not None and overlapped is not None
+    found = work.on(machine).terms
+    assert found["outer steps"] == pytest.approx(float(seconds), rel=1e-9)
+    hidden = overlapped.on(machine).terms["products"] / EVERY
+    assert overlapped.on(machine).terms["outer steps"] == pytest.approx(float(seconds) - hidden, rel=1e-9)
 
 
 @pytest.mark.slow

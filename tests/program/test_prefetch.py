@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from meshpar.inspection.program.text import Program
+from meshpar.parallel.context import prefetch_option
 from tests.program.test_bytes import prepared
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +66,7 @@ def test_a_gather_is_early_if_its_own_iteration_does_not_read_it(used, returned,
 @pytest.mark.parametrize(
     ("overlap", "platform", "options"),
     [
-        ("prefetch", "gpu", {"xla_gpu_enable_pipelined_all_gather": True}),
+        ("prefetch", "gpu", prefetch_option()),
         ("prefetch", "tpu", {}),
         ("none", "gpu", {}),
     ],
@@ -77,8 +78,7 @@ def test_prefetch_is_an_option_of_xla_on_gpus(overlap, platform, options, monkey
 
 
 def test_the_installed_xla_knows_the_option():
-    options = {"xla_gpu_enable_pipelined_all_gather": True}
-    jax.jit(lambda x: x).lower(1.0).compile(compiler_options=options)
+    jax.jit(lambda x: x).lower(1.0).compile(compiler_options=prefetch_option())
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(lambda x: x).lower(1.0).compile(compiler_options={"xla_gpu_enable_no_such_thing": True})
 

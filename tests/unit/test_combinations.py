@@ -19,6 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "loss": {"loss": {"z_loss": 1e-4}},
     "freeze": {"freeze": ["embedding"]},
     "lora": {"lora": {"rank": 2}},
+    "prune": {"prune": {"kind": "n_of_m", "every": 1, "times": 2}},
     "model.experts.every": {"model": {"experts": EXPERTS | {"every": 2}}},
     "model.experts.first_dense": {"model": {"experts": EXPERTS | {"first_dense": 1}}},
     "model.remat.offload": {"model": {"remat": {"offload": ["attn"]}}},
@@ -74,7 +75,8 @@ def test_only_pairs_that_cannot_work_are_refused():
     overlaps = ("parallel.tensor.overlap", "parallel.fsdp.overlap")
     excluded = {(overlap, other) for overlap in overlaps for other in ("parallel.pipeline", "precision.matmul")}
     piped = ("model.remat.offload", "model.experts.every", "model.experts.first_dense")
-    assert {*REFUSED} == excluded | {(key, "parallel.pipeline") for key in piped}
+    alone = {("prune", "lora"), ("prune", "parallel.local")}
+    assert {*REFUSED} == excluded | {(key, "parallel.pipeline") for key in piped} | alone
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)

@@ -12,7 +12,7 @@ from meshpar.experiment.prepare import prepare
 from meshpar.mesh.layout import MeshLayout
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.sequence import SequenceLayout
-from meshpar.serve.decoding import for_tokens
+from meshpar.serve.on_mesh import for_tokens
 from meshpar.sharding.rules import AxisRules
 
 MODEL = {"kind": "llama", "num_layers": 2, "hidden_size": 48, "num_heads": 6, "num_kv_heads": 3, "intermediate_size": 8}

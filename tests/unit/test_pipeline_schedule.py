@@ -152,6 +152,8 @@ def test_pictures_show_every_operation(name):
     simulated = simulate(get_schedule(name, 4, 8), 4)
     drawn = gantt.svg(simulated, name)
     assert drawn.count("<title>") == len(simulated.ran)
+    assert ("backward, weights" in drawn) == any(one.op.kind == "W" for one in simulated.ran)
+    assert ">time<" in drawn
     wide = gantt.text(simulated, 500).splitlines()
     assert [line.count("F") for line in wide] == [8 * simulated.chunks] * 4
     assert max(map(len, gantt.text(simulated, 60).splitlines())) <= 70

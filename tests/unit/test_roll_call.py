@@ -41,12 +41,12 @@ def test_all_go_on_once_all_are_there_and_the_port_is_free_again(address):
 def test_those_that_do_not_come_are_named_to_all_others(address):
     first = partial(roll_call.listen, address, 4, 1)
     told = outcomes(first, partial(roll_call.answer, address, 2, 20))
-    assert told == [f"process 1, 3 of 4 did not come to {address} within 1 s"] * 2
+    assert told == [f"process 1, 3 of 4 did not reach {address} within 1 s"] * 2
 
 
 def test_a_first_process_that_does_not_come_is_named(address):
     told = outcomes(partial(roll_call.answer, address, 1, 0.5))
-    assert told == [f"process 0 did not come to {address} within 0 s: Connection refused"]
+    assert told == [f"process 0 did not reach {address} within 0 s: Connection refused"]
 
 
 def test_somebody_else_who_connects_does_not_count(address):

@@ -96,6 +96,10 @@ def test_a_top_p_of_1_keeps_the_least_probable():
     assert float(_least_kept(best, 0.99999)[0, 0]) == 7.0
 
 
+def test_a_top_p_that_is_0_in_float32_keeps_the_most_probable():
+    assert float(_least_kept(jnp.asarray([[8.0, 7.0, -8.0]]), 1e-60)[0, 0]) == 8.0
+
+
 def test_greedy_sampling_takes_the_first_of_equal_logits():
     logits = np.zeros(PADDED, np.float32)
     logits[[4, 9]] = 2.0

@@ -22,8 +22,9 @@ class Planned:
       whole: globs of the arguments that every device holds whole.
       dims: path -> names of the dims, for arrays that are placed by rules.
 
-    >>> Planned(gathered={"params.w": ("fsdp",)}, whole=("batch.**",)).is_whole("batch.tokens")
-    True
+    Examples:
+      >>> Planned(gathered={"params.w": ("fsdp",)}, whole=("batch.**",)).is_whole("batch.tokens")
+      True
     """
 
     gathered: Mapping[str, Axes] = field(default_factory=dict)

@@ -23,11 +23,12 @@ def compiling() -> Iterator[list[str]]:
     Returns:
       A list for `inspect(compiled, mesh, warnings=...)`, complete at the end of the `with`.
 
-    >>> import jax
-    >>> with compiling() as warnings:
-    ...     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
-    >>> warnings
-    []
+    Examples:
+      >>> import jax
+      >>> with compiling() as warnings:
+      ...     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+      >>> warnings
+      []
     """
     warnings: list[str] = []
     with _turn:

@@ -21,7 +21,7 @@ class Report:
     Args:
       arrays: path -> placement, of the parameters as they are stored.
       held: name (parameters, gathered, gradients, optimizer) -> the largest number of bytes on a device.
-      selected: key of the config -> what it comes to on this mesh.
+      selected: key of the config -> what it selects on this mesh.
       host: the bytes that a device stores in its host's memory.
       drawn: whether the text draws the arrays.
     """

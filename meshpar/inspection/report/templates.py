@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 def environment(folder: Path = HERE) -> jinja2.Environment:
-    """The templates of a folder, beside the macros and the style that all pages share. All values are escaped."""
+    """The templates of a folder, and the macros and the style that all pages share. All values are escaped."""
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, HERE]),
         autoescape=True,

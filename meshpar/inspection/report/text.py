@@ -37,7 +37,7 @@ def text(report: PlainInspection) -> str:
 
 
 def selected_lines(selected: Mapping[str, str]) -> list[str]:
-    """What keys of a config come to, under a heading."""
+    """What keys of a config select, under a heading."""
     return ["selected", *(f"  {key}  {what}" for key, what in selected.items())]
 
 

@@ -10,11 +10,11 @@ Shapes: N layers, B batch, T slots, S new tokens, K kv_heads, H heads, h head_di
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from meshpar.nn.attention.core import Core, Window, causal_window, local_key_heads
 from meshpar.nn.attention.kernel import for_prompts
@@ -22,24 +22,55 @@ from meshpar.nn.attention.reference import dot_product_attention
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel.context import constrain
 
+CacheFormat = Literal["int8"]
 CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
-_ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
-    # An index is (layer, position). Rows are declared as batch dims, so that GSPMD can shard them.
-    operand_batching_dims=(1,), scatter_indices_batching_dims=(0,), scatter_dims_to_operand_dims=(0, 2),
-    inserted_window_dims=(0, 2), update_window_dims=(2, 3),
-)  # fmt: skip
+
+def _row_by_row(num_dims: int) -> jax.lax.ScatterDimensionNumbers:
+    """Writes [batch, seq, ...] of so many dims to slots. An index is (layer, position).
+
+    Rows are declared as batch dims, so that GSPMD can shard them.
+    """
+    return jax.lax.ScatterDimensionNumbers(
+        operand_batching_dims=(1,), scatter_indices_batching_dims=(0,), scatter_dims_to_operand_dims=(0, 2),
+        inserted_window_dims=(0, 2), update_window_dims=tuple(range(2, num_dims)),
+    )  # fmt: skip
+
+
+class Codes(NamedTuple):
+    """Keys or values in 8 bits: `codes * scales[..., None]`.
+
+    A scale is the largest magnitude of a token in a head over 127; each element has the nearest code.
+
+    Args:
+      codes: int8[layers, batch, seq, kv_heads, head_dim].
+      scales: float[layers, batch, seq, kv_heads], in the dtype of the computation.
+    """
+
+    codes: Int[Array, "N B T K h"]
+    scales: Float[Array, "N B T K"]
+
+
+Stored = Float[Array, "N B T K h"] | Codes
 
 
 class KVCache(NamedTuple):
-    """Keys (after rotary positions) and values: float[layers, batch, seq, kv_heads, head_dim]."""
+    """Keys (after rotary positions) and values: [layers, batch, seq, kv_heads, head_dim], as floats or as codes."""
 
-    keys: Float[Array, "N B T K h"]
-    values: Float[Array, "N B T K h"]
+    keys: Stored
+    values: Stored
 
     def layer(self, index: Int[Array, ""], prompts: Core) -> CachedLayer:
         """The core of one layer, which computes prompts with another core."""
         return CachedLayer(self, index, prompts)
+
+
+class ContinuedCache(KVCache):
+    """The same cache, for several tokens per row that follow those in it."""
+
+    def layer(self, index: Int[Array, ""], prompts: Core) -> CachedLayer:
+        """The core of one layer, which computes no prompts."""
+        return CachedLayer(self, index, None)
 
 
 @dataclass(frozen=True)
@@ -51,12 +82,12 @@ class CachedLayer:
     Args:
       cache: the cache of all layers. The scan over layers carries it as one buffer, and writes in place.
       index: int32[]. The index of the layer.
-      prompts: the core that computes prompts.
+      prompts: the core that computes prompts; None if several tokens follow those in the cache.
     """
 
     cache: KVCache
     index: Int[Array, ""]
-    prompts: Core
+    prompts: Core | None
     has_cache: ClassVar[bool] = True
     sharding: ClassVar[Sharding] = {
         "seq": Supported(partition=False, why="one token cannot be divided over devices"),
@@ -66,20 +97,40 @@ class CachedLayer:
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
         positions: Int[Array, "B S"], segments: None, window: Window,
     ) -> tuple[Float[Array, "B S H h"], KVCache]:  # fmt: skip
-        cache = KVCache(self._put(self.cache.keys, k, positions), self._put(self.cache.values, v, positions))
-        if q.shape[1] > 1:
+        keys = self._put(self.cache.keys, k, positions)
+        cache = self.cache._replace(keys=keys, values=self._put(self.cache.values, v, positions))
+        if q.shape[1] > 1 and self.prompts is not None:
             prompts = for_prompts(self.prompts, q, window)
             out, _ = prompts(q, local_key_heads(k, q), local_key_heads(v, q), positions, None, window)
             return out, cache
-        keys = jax.lax.dynamic_index_in_dim(cache.keys, self.index, keepdims=False)
-        values = jax.lax.dynamic_index_in_dim(cache.values, self.index, keepdims=False)
+        keys = self._read(cache.keys)
+        values = self._read(cache.values)
         slots = jnp.arange(keys.shape[1], dtype=jnp.int32)
         visible = causal_window(positions, slots, window)
         return dot_product_attention(q, local_key_heads(keys, q), local_key_heads(values, q), visible), cache
 
-    def _put(
-        self, all_NBTKh: Float[Array, "N B T K h"], new_BSKh: Float[Array, "B S K h"], positions: Int[Array, "B S"]
-    ) -> Float[Array, "N B T K h"]:
+    def _put(self, stored: Stored, new_BSKh: Float[Array, "B S K h"], positions: Int[Array, "B S"]) -> Stored:
+        if isinstance(stored, Codes):
+            codes, scales = encode(new_BSKh)
+            return Codes(self._write(stored.codes, codes, positions), self._write(stored.scales, scales, positions))
+        return self._write(stored, new_BSKh, positions)
+
+    def _write(
+        self, all_NBT: Shaped[Array, "N B T *rest"], new_BS: Shaped[Array, "B S *rest"], positions: Int[Array, "B S"]
+    ) -> Shaped[Array, "N B T *rest"]:
         where_BS2 = jnp.stack([jnp.full_like(positions, self.index), positions], axis=-1)
-        written = jax.lax.scatter(all_NBTKh, where_BS2, new_BSKh.astype(all_NBTKh.dtype), _ROW_BY_ROW, mode="clip")
-        return constrain(written, *CACHE_DIMS)
+        how = _row_by_row(new_BS.ndim)
+        written = jax.lax.scatter(all_NBT, where_BS2, new_BS.astype(all_NBT.dtype), how, mode="clip")
+        return constrain(written, *CACHE_DIMS[: written.ndim])
+
+    def _read(self, stored: Stored) -> Float[Array, "B T K h"]:
+        """The keys or values of this layer."""
+        layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, self.index, keepdims=False), stored)
+        return layer.codes.astype(layer.scales.dtype) * layer.scales[..., None] if isinstance(layer, Codes) else layer
+
+
+def encode(x_BSKh: Float[Array, "B S K h"]) -> tuple[Int[Array, "B S K h"], Float[Array, "B S K"]]:
+    """The codes and scales of keys or values, see `Codes`."""
+    scales = jnp.abs(x_BSKh).max(-1) / jnp.asarray(127, x_BSKh.dtype)
+    steps = x_BSKh / jnp.where(scales == 0, jnp.ones_like(scales), scales)[..., None]
+    return jnp.clip(jnp.round(steps), -127, 127).astype(jnp.int8), scales

@@ -48,6 +48,19 @@ class Core(Protocol):
     ) -> tuple[jax.Array, Any]: ...  # fmt: skip
 
 
+@runtime_checkable
+class Cache(Protocol):
+    """The keys and values of earlier tokens in all layers: a tree of arrays, which the scan over layers carries."""
+
+    def layer(self, index: Int[Array, ""], prompts: Core) -> Core:
+        """The core of one layer.
+
+        Args:
+          prompts: the core that computes a prompt which begins at position 0.
+        """
+        ...
+
+
 def causal_window(queries: Int[Array, "*B S"], keys_T: Int[Array, "T"], window: Window) -> Bool[Array, "*B S T"]:
     """Which keys a query attends to: its own position, and the `window - 1` positions before it."""
     distance = queries[..., None] - keys_T

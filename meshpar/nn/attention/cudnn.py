@@ -1,8 +1,9 @@
 """The attention core of NVIDIA's cuDNN, as `jax.nn.dot_product_attention` calls it.
 
-This file depends on JAX's internals where a program is compiled for a GPU that is not here: when it traces cuDNN's
-attention, JAX asks the process for its cuDNN library and its GPU, in `jax._src.cudnn.fused_attention_stablehlo`. The
-program does not depend on the answers. Run tests/unit/test_attention_kernels.py on each supported version of JAX.
+This file depends on JAX's internals where a program is compiled for a GPU that this machine does not have: when it
+traces cuDNN's attention, JAX asks the process for its cuDNN library and its GPU, in
+`jax._src.cudnn.fused_attention_stablehlo`. The program does not depend on the answers. Run
+tests/unit/test_attention_kernels.py on each supported version of JAX.
 
 Shapes: B batch, S seq, H heads, K kv_heads, h head_dim.
 """
@@ -35,7 +36,7 @@ class Cudnn(Kernel):
     Limits: bfloat16 or float16; heads of a multiple of 8 elements, at most 256 (128 before Hopper); one document per
     row; one window in all layers.
 
-    Memory: beside the result, the log of the softmax's sum, B H S in float32.
+    Memory: in addition to the result, the log of the softmax's sum, B H S in float32.
     Source: docs.nvidia.com/deeplearning/cudnn (attention); Dao 2023 (FlashAttention-2), arXiv:2307.08691.
     """
 
@@ -89,7 +90,7 @@ def _attend(
 
 @cache
 def _ask_target() -> None:
-    """Lets the GPUs that a program is compiled for answer JAX's questions, if they are not here.
+    """Lets the GPUs that a program is compiled for answer JAX's questions, if this machine has none.
 
     JAX asks again when it differentiates, so the answers depend on the context at that time.
     """

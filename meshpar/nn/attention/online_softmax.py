@@ -71,6 +71,14 @@ class Softmax(NamedTuple):
     highest: Float[Array, "B K G S"]
     mass: Float[Array, "B K G S"]
 
+    def with_keys(self, scores: Float[Array, "B K G S t"], v: Float[Array, "B K t h"]) -> Softmax:
+        """The state after further keys, see `masked_scores`."""
+        highest = jnp.maximum(self.highest, scores.max(-1))
+        shrunk = jnp.exp(self.highest - highest)
+        weights = jnp.exp(scores - highest[..., None])
+        values = _product("bkgst,bkth->bkgsh", weights.astype(v.dtype), v)
+        return Softmax(self.total * shrunk[..., None] + values, highest, self.mass * shrunk + weights.sum(-1))
+
     def result(self) -> Float[Array, "B K G S h"]:
         return self.total / self.mass[..., None]
 
@@ -97,13 +105,9 @@ def extend(grid: BlockGrid, state: Softmax, met: Meeting, pairs: Int[Array, "P 4
 
     def step(state: Softmax, pair: jax.Array) -> tuple[Softmax, None]:
         visible = _visible(grid, pair, met)
-        scores = _scores(_block(q, pair[0], grid), _block(k, pair[1], grid), visible)
+        scores = masked_scores(_block(q, pair[0], grid), _block(k, pair[1], grid), visible)
         old = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, pair[0], grid.size, 3), state)
-        highest = jnp.maximum(old.highest, scores.max(-1))
-        shrunk = jnp.exp(old.highest - highest)
-        weights = jnp.exp(scores - highest[..., None])
-        values = _product("bkgst,bkth->bkgsh", weights.astype(v.dtype), _block(v, pair[1], grid))
-        new = Softmax(old.total * shrunk[..., None] + values, highest, old.mass * shrunk + weights.sum(-1))
+        new = old.with_keys(scores, _block(v, pair[1], grid))
         return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, pair[0], 3), state, new), None
 
     return lax.scan(step, state, _after(q, pairs))[0]
@@ -185,7 +189,10 @@ def _visible(grid: BlockGrid, pair, met: Meeting) -> Bool[Array, "B s t"]:
     return visible & (of_queries.segments[:, :, None] == of_keys.segments[:, None, :])
 
 
-def _scores(q, k, visible) -> Float[Array, "B K G s t"]:
+def masked_scores(
+    q: Float[Array, "B K G S h"], k: Float[Array, "B K t h"], visible: Bool[Array, "B S t"]
+) -> Float[Array, "B K G S t"]:
+    """The scores of queries and keys; the lowest number where a query does not see a key."""
     scores = _product("bkgsh,bkth->bkgst", q, k)
     return jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
 

@@ -192,8 +192,8 @@ def attend(
       segments: the document of each token.
       window: how many tokens a query attends to, including its own; None for all up to its own.
 
-    Memory: beside the result, its gradient and the arguments, the scores of one pair of blocks; the keys and values of
-      a shard twice, or of all shards if they are gathered.
+    Memory: in addition to the result, its gradient and the arguments, the scores of one pair of blocks; the keys and
+      values of a shard twice, or of all shards if they are gathered.
     Numerics: the softmax and all sums over blocks in float32 at least.
     Communication: see `Shards.meet`, of k, v and segments forward and backward; backward of the gradients of k and v,
       in float32 at least.

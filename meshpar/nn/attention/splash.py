@@ -38,7 +38,7 @@ class Splash(Kernel):
     Limits: rows of a multiple of 128 tokens; bfloat16 or float32; one window in all layers; `lowering: manual`, because
     XLA does not partition Pallas kernels.
 
-    Memory: beside the result, the log of the softmax's sum, B H S 128 in float32 forward and B H S saved.
+    Memory: in addition to the result, the log of the softmax's sum, B H S 128 in float32 forward and B H S saved.
     Source: jax.experimental.pallas.ops.tpu.splash_attention; Dao 2023 (FlashAttention-2), arXiv:2307.08691.
     """
 

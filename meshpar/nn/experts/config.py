@@ -61,7 +61,7 @@ class Experts(Config):
     first_dense: Count = 0
     """How many of the first layers have an MLP of the model's `intermediate_size` instead of experts (DeepSeek-V3)."""
     every: Positive = 1
-    """Of the other layers, which have experts: those whose number, from 1, is a multiple of `every`. The rest have an
+    """Which of the other layers have experts: those whose number, from 1, is a multiple of `every`. The rest have an
     MLP, as under `decoder_sparse_step` of Hugging Face."""
     shared: Count = 0
     """Number of further experts that all tokens use. They are computed as one MLP of their joint width."""
@@ -79,7 +79,7 @@ class Experts(Config):
     """`dropless` computes every choice. `capacity` gives each expert a fixed number of places for the tokens of a row;
     tokens beyond it skip this expert, and the metric `experts_dropped` counts them."""
     capacity_factor: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 1.25
-    """Places of an expert for a row, as a multiple of those that a balanced router needs."""
+    """Places of an expert for a row, as a multiple of the places that a balanced router needs."""
     balance: Section[Balance | None] = default(None)
     """How experts are kept equally loaded. Default: they are not."""
     z_loss: Weight = 0.0

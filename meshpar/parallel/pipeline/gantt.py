@@ -8,10 +8,13 @@ from html import escape
 from meshpar.parallel.pipeline.simulate import TimedOp, Timeline
 
 COLOURS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
-# Pixels: the shortest operation, a row, the left margin.
+WHOLE = {"F": "forward", "B": "backward"}
+SPLIT = {"F": "forward", "B": "backward, input", "W": "backward, weights"}
+# Pixels: the shortest operation, a row, the left margin, and the least width, which the last line needs.
 _UNIT = 22
 _ROW = 26
-_LEFT = 64
+_LEFT = 72
+_LEAST = 720
 
 
 def text(timeline: Timeline, width: int = 120) -> str:
@@ -83,21 +86,52 @@ def summary(timeline: Timeline) -> str:
 
 
 def svg(timeline: Timeline, title: str) -> str:
-    """Draws a self-contained SVG document; second chunks are lighter."""
+    """Draws a self-contained SVG document, with a legend and an axis of time; second chunks are lighter."""
     shortest = min((one.end - one.start for one in timeline.ran if one.end > one.start), default=1.0)
     unit = _UNIT / shortest
-    width = round(_LEFT + unit * timeline.makespan + 8)
-    height = _ROW * (timeline.num_stages + 2)
-    rows = [_text(8, 18, title), *(_text(8, _y(i) + 16, f"stage {i}") for i in range(timeline.num_stages))]
+    width = max(round(_LEFT + unit * timeline.makespan + 16), _LEAST)
+    height = _ROW * (timeline.num_stages + 4)
+    stages = [_text(8, _y(i) + 16, f"stage {i}") for i in range(timeline.num_stages)]
     boxes = [_box(one, unit) for one in timeline.ran]
-    foot = _text(8, _y(timeline.num_stages) + 16, summary(timeline))
-    body = "\n".join([*rows, *boxes, foot])
+    foot = _text(8, height - 10, summary(timeline))
+    body = "\n".join([_text(8, 18, title), *_legend(timeline, width), *stages, *boxes, *_axis(timeline, unit), foot])
     box = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n{body}\n</svg>\n'
+    paper = f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>'  # in dark mode too
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n{paper}\n{body}\n</svg>\n'
+
+
+def _legend(timeline: Timeline, width: int) -> list[str]:
+    """A square and words for each kind of operation, at the right."""
+    drawn = []
+    x = width - 8
+    meanings = SPLIT if any(one.op.kind == "W" for one in timeline.ran) else WHOLE
+    for kind, meaning in reversed(meanings.items()):
+        words = f"{kind}: {meaning}"
+        x -= 7 * len(words) + 30
+        drawn += [f'<rect x="{x}" y="8" width="12" height="12" fill="{COLOURS[kind]}"/>', _text(x + 17, 18, words, 11)]
+    return drawn
+
+
+def _axis(timeline: Timeline, unit: float) -> list[str]:
+    """A line below the stages with times, in units of the simulation."""
+    y = _y(timeline.num_stages) + 4
+    end = _LEFT + unit * timeline.makespan
+    drawn = [f'<path d="M{_LEFT} {y}H{end:.1f}" stroke="#888888"/>', _text(8, y + 14, "time", 11)]
+    apart = _tick(60 / unit)
+    for i in range(math.floor(timeline.makespan / apart + 1e-9) + 1):
+        x = _LEFT + unit * i * apart
+        drawn += [f'<path d="M{x:.1f} {y}v4" stroke="#888888"/>', _text(round(x) - 3, y + 16, f"{i * apart:g}", 11)]
+    return drawn
+
+
+def _tick(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, ... and their tenths, hundredths, ... that is no less."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
 
 
 def _y(stage: int) -> int:
-    return _ROW * (stage + 1)
+    return _ROW * (stage + 1) + 4
 
 
 def _box(one: TimedOp, unit: float) -> str:
@@ -112,4 +146,5 @@ def _box(one: TimedOp, unit: float) -> str:
 
 
 def _text(x: int, y: int, words: str, size: int = 13) -> str:
-    return f'<text x="{x}" y="{y}" font-family="monospace" font-size="{size}">{escape(words)}</text>'
+    font = f'font-family="monospace" font-size="{size}" fill="#111111"'
+    return f'<text x="{x}" y="{y}" {font}>{escape(words)}</text>'

@@ -129,6 +129,7 @@ class Interleaved(Schedule):
 
     kind: Literal["interleaved"] = "interleaved"
     num_chunks: Annotated[Positive, pydantic.Field(ge=2, le=1024)] = 2
+    """Parts of the model on each stage."""
 
     @property
     def chunks_per_stage(self) -> int:
@@ -229,7 +230,9 @@ class ScheduleFile(Schedule):
 
     kind: Literal["written"] = "written"
     path: FilePath
+    """The text file."""
     num_chunks: Positive = 1
+    """Parts of the model on each stage."""
     fold: bool = False
     """Whether every second chunk is placed in reverse, like a V; else chunks are assigned round robin."""
 

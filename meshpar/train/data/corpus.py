@@ -261,6 +261,7 @@ class Synthetic(Corpus):
     vocab_size: Positive = Field(default=64, ge=3)
     """The number of symbols, plus one for the token that opens a document."""
     num_documents: Positive = 512
+    """The number of documents, held-out ones included."""
     document_len: Positive = 500
     """Symbols a document."""
     noise: float = Field(default=0.1, ge=0, le=1)

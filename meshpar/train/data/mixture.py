@@ -24,6 +24,7 @@ class MixtureComponent(Config):
     weight: float = Field(gt=0, allow_inf_nan=False)
     """The number of rows of this part, relative to the weights of the other parts."""
     data: Section[Annotated[AnyCorpus, Field(discriminator="kind")]]
+    """The corpus; `batch_size` and `seq_len` are those of the mixture."""
 
 
 class Mixture(Batching):
@@ -39,6 +40,7 @@ class Mixture(Batching):
 
     kind: Literal["mixture"] = "mixture"
     parts: Coerced[tuple[MixtureComponent, ...], Sequence[MixtureComponent | dict[str, Any]]]
+    """The corpora and their weights."""
 
     @property
     def sources(self) -> list[tuple[int, Corpus]]:

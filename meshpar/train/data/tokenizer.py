@@ -135,10 +135,17 @@ class TokenizerFile(Config):
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text; the library encodes the texts in parallel."""
+        return self._encode_all(self._library, texts)
+
+    def encode_special(self, text: str) -> np.ndarray:
+        """The ids of a text whose special tokens are special, such as one that a chat template rendered."""
+        return self._encode_all(_with_special(self._library), [text])[0]
+
+    def _encode_all(self, library: Any, texts: Sequence[str]) -> list[np.ndarray]:
         for text in texts:
             _utf8(text, "strict")  # the library would raise a TypeError
         try:
-            encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
+            encoded = library.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises no narrower type
             raise DataError(f"cannot be encoded by {self.path}: {error}") from None
         return [np.array(one.ids, np.uint32) for one in encoded]
@@ -152,6 +159,11 @@ class TokenizerFile(Config):
         encoded = self._library.encode("a")
         special = takewhile(lambda one: one[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
         return tuple(i for i, _ in special)
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The texts of the special tokens."""
+        return tuple(t.content for t in self._library.get_added_tokens_decoder().values() if t.special)
 
     def token(self, index: int) -> str | None:
         """The token of an id; None if the id is unused."""
@@ -182,9 +194,9 @@ class TokenizerFile(Config):
         if token is None:
             return next((i for i in map(find, customary) if i is not None), None)
         if (found := find(token)) is None:
-            special = [t.content for t in self._library.get_added_tokens_decoder().values() if t.special]
+            special = self.special_tokens
             near = nearest(token, special)
-            fix = f"did you mean {near!r}?" if near else f"its special tokens are {special}"
+            fix = f"did you mean {near!r}?" if near else f"its special tokens are {list(special)}"
             raise _unusable(f"tokenizer.{key} = {token!r}", f"{self.path} has no such token", fix)
         return found
 
@@ -213,6 +225,14 @@ def _open(path: str, modified_ns: int, size: int) -> tuple[Any, int]:
         what = f"has the id {last}, and ids must be below {LARGEST_ID}"
         raise _unusable(f"tokenizer = {path!r}", what, "download it again")
     return library, last
+
+
+@lru_cache(maxsize=1)
+def _with_special(library: Any) -> Any:
+    """A copy of the library's tokenizer for which special tokens in a text are special."""
+    copy = type(library).from_str(library.to_str())
+    copy.encode_special_tokens = False
+    return copy
 
 
 def missing_extra(what: str, library: str) -> DataError:

@@ -28,7 +28,8 @@ def start(training: Training) -> str:
     ]
     if local := training.ctx.local:
         num_slices = training.mesh.shape[local.axis]
-        parts.append(f"{num_slices} slices along {local.axis}, {_count(local.every, 'step')} a round")
+        more = " or more" if local.growth else ""
+        parts.append(f"{num_slices} slices along {local.axis}, {_count(local.every, 'step')}{more} a round")
     return "; ".join(parts)
 
 

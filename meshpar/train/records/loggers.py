@@ -116,6 +116,7 @@ class WandB(_Logger):
 
     kind: Literal["wandb"] = "wandb"
     project: str = "meshpar"
+    """Name of the project."""
     name: str | None = None
     """Name of the run; default: that of the run directory."""
     mode: Literal["online", "offline"] = "online"
@@ -144,6 +145,7 @@ class MLflow(_Logger):
 
     kind: Literal["mlflow"] = "mlflow"
     experiment: str = "meshpar"
+    """Name of the experiment."""
     name: str | None = None
     """Name of the run; default: that of the run directory."""
     tracking_uri: str | None = None

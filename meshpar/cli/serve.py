@@ -1,0 +1,98 @@
+"""`meshpar serve`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshpar.cli.app import Devices, NoCache, Overrides, app, use_cache
+from meshpar.errors import ConfigError
+
+LOCAL = ("127.0.0.1", "localhost")
+
+Slots = Annotated[int, typer.Option(min=1, help="Requests that are decoded together.")]
+MaxLen = Annotated[
+    int | None,
+    typer.Option(min=2, help="Most tokens of a prompt and its answer.", show_default="2048, or the model's positions"),
+]
+PageSize = Annotated[int, typer.Option(min=1, help="Tokens of a page of the cache.")]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Memory of a device for keys and values.", show_default="longest rows in all slots"
+    ),
+]
+Chunk = Annotated[int, typer.Option(min=1, help="Tokens of a prompt that are computed between two decode steps.")]
+
+
+@app.command()
+def serve(
+    source: Annotated[Path, typer.Argument(metavar="CONFIG|DIR", help="A config, a run directory or a model folder.")],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 selects a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="Name of the model.", show_default="that of the folder")] = None,
+    token: Annotated[
+        str | None, typer.Option(envvar="MESHPAR_SERVE_TOKEN", help="Bearer token that clients must send.")
+    ] = None,
+    slots: Slots = 16,
+    max_len: MaxLen = None,
+    page_size: PageSize = 16,
+    cache: Cache = None,
+    chunk: Chunk = 128,
+    queue: Annotated[int, typer.Option(min=1, help="Most requests that wait; more are refused.")] = 256,
+    devices: Devices = None,
+    no_cache: NoCache = False,
+) -> None:
+    """Serves a trained model over HTTP, with OpenAI's API and a page to try it.
+
+    It listens when its programs are compiled. At SIGTERM it refuses new requests, answers the others and ends.
+    """
+    _check_extra()
+    from meshpar.mesh.join import place
+    from meshpar.serve.http.server import bind
+
+    if (mine := place()) is not None and mine.num_processes > 1:
+        raise ConfigError(f"meshpar serve runs in one process, and {mine.launcher} started {mine.num_processes}")
+    cache_bytes = _size("--cache", cache)
+    with bind(host, port) as bound:
+        from meshpar.serve.http.app import endpoints_of
+        from meshpar.serve.http.server import run
+        from meshpar.serve.open_engine import open_engine
+        from meshpar.serve.source import open_source
+
+        opened = open_source(source, overrides or [])
+        opened.run.mesh.simulate(devices)
+        use_cache(no_cache)
+        engine = open_engine(
+            opened, slots=slots, max_len=max_len, page_size=page_size, cache_bytes=cache_bytes, chunk=chunk,
+            max_queue=queue,
+        )  # fmt: skip
+        hosts = LOCAL if host in LOCAL else ("*",)
+        endpoints = endpoints_of(engine, opened, name or source.resolve().name, token, hosts)
+
+        def ready() -> None:
+            address, at, *_ = bound.getsockname()
+            typer.echo(f"{engine}\nlistening at http://{address}:{at}", err=True)
+
+        run(endpoints.app(), endpoints.service, bound, ready)
+
+
+def _check_extra() -> None:
+    """Raises ConfigError if a library that serving needs is not installed."""
+    missing = [name for name in ("starlette", "uvicorn", "prometheus_client") if not find_spec(name)]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)}: not installed; pip install 'meshpar[serve]'")
+
+
+def _size(option: str, text: str | None) -> int | None:
+    """The bytes of an option."""
+    from meshpar.tree import parse_bytes
+
+    try:
+        return None if text is None else int(parse_bytes(text))
+    except ValueError as error:
+        raise ConfigError(f"{option} {error}") from None

@@ -1,0 +1,13 @@
+"""Exports of trained models, which other programs run without meshpar.
+
+>>> from pathlib import Path
+>>> from meshpar import export
+>>> export.stablehlo(Path("runs/none"), Path("out"))
+Traceback (most recent call last):
+meshpar.errors.CheckpointError: there is no checkpoint in runs/none
+"""
+
+from meshpar.export.onnx_graph import onnx
+from meshpar.export.stablehlo_program import stablehlo
+
+__all__ = ["onnx", "stablehlo"]

@@ -1,0 +1,67 @@
+"""The function that is exported: the forward of a decoder, from the parameters by name and tokens to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshpar.convert import trained
+from meshpar.errors import CheckpointError
+from meshpar.experiment.config import Run
+from meshpar.models.decoder import DecoderModel
+from meshpar.nn.attention.core import Window, documents
+from meshpar.nn.attention.reference import Reference, causal, dot_product_attention
+from meshpar.nn.describe import describe, functional
+from meshpar.nn.remat import Remat
+from meshpar.parallel.precision import computed_in, wide
+from meshpar.tree import map_with_path
+
+Forward = Callable[[Mapping[str, Any], jax.Array], jax.Array]
+"""(parameters by path, int32[batch, seq] tokens) -> float32[batch, seq, vocab_size] logits. A row is one document."""
+
+
+class Portable(Reference):
+    """The reference core for rows of any length; it does not count operations, of which the number is not known."""
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: Window
+    ) -> tuple[jax.Array, None]:
+        return dot_product_attention(q, k, v, causal(documents(segments, q), window)), None
+
+
+def open_model(source: Path) -> tuple[Run, DecoderModel, dict[str, jax.Array]]:
+    """A run, its decoder, and the parameters of its last checkpoint by path.
+
+    Raises:
+      CheckpointError: there is no checkpoint, or its model is not one of meshpar's decoders.
+    """
+    run, params, saved = trained(source)
+    if not (model := run.model.generation()):
+        raise CheckpointError(f"{saved.folder}: model.kind = {run.model.kind}: {model.because}")
+    return run, model, params
+
+
+def forward_of(model: DecoderModel, compute: str) -> Forward:
+    """The forward in the dtype `compute`, with attention that every platform computes.
+
+    Kernels for one platform are replaced by the reference core, which computes the same and holds all scores.
+    """
+    portable = {"attention": Portable(), "remat": Remat(policy="none"), "unroll": 1, "dropout": 0.0}
+    portable_model = model.model_copy(update=portable)
+    abstract = nnx.eval_shape(lambda: portable_model.build(nnx.Rngs(0)))
+    specs = describe(abstract)
+    apply = functional(abstract)
+
+    def forward(params: Mapping[str, Any], tokens: jax.Array) -> jax.Array:
+        nested = map_with_path(lambda path, _: computed_in(jnp.asarray(params[path]), compute), specs)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        batch = {"tokens": tokens, "positions": positions, "segments": jnp.zeros_like(tokens), "rows": rows}
+        return wide(apply(nested, batch)[..., : model.vocab_size])
+
+    return forward

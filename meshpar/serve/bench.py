@@ -1,0 +1,195 @@
+"""Measures a server on this machine under growing load, beside generation in batches and of one prompt at a time.
+
+All three answer the same prompts, of mixed lengths, with the same numbers of tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from meshpar.serve.answer import Answer
+from meshpar.serve.decoding import Decoding
+from meshpar.serve.engine import GREEDY, Engine
+from meshpar.serve.generator import Generator
+from meshpar.serve.scheduler import Request
+from meshpar.serve.service import Service
+from meshpar.serve.source import Source
+from meshpar.train.data.tokenizer import Ids
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts of random tokens.
+
+    Args:
+      prompts: their lengths are even between 1 and the longest.
+      lengths: tokens of the answers: most are short, few are long, as an exponential distribution cut at the longest.
+    """
+
+    prompts: list[list[int]]
+    lengths: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all answers."""
+        return sum(self.lengths)
+
+    def cut(self, num: int) -> Workload:
+        """The first prompts."""
+        return Workload(self.prompts[:num], self.lengths[:num])
+
+
+def draw(num: int, vocab_size: int, longest_prompt: int, longest_answer: int, seed: int = 0) -> Workload:
+    """Draws a workload."""
+    drawn = np.random.default_rng(seed)
+    sizes = drawn.integers(1, longest_prompt + 1, num)
+    lengths = np.ceil(drawn.exponential(longest_answer / 5, num)).clip(1, longest_answer)
+    return Workload([drawn.integers(0, vocab_size, n).tolist() for n in sizes], lengths.astype(int).tolist())
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a workload was answered.
+
+    Args:
+      name: how.
+      rate: requests that arrive in a second; infinite if all wait at the beginning.
+      tokens_per_s: tokens of answers in a second.
+      first_s: from a request to its first token: median and 90th percentile; None if they are not measured.
+      between_s: from a token to the next of the same answer, alike.
+    """
+
+    name: str
+    rate: float
+    tokens_per_s: float
+    first_s: tuple[float, float] | None = None
+    between_s: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class ServeBench:
+    """The measurements, and what was measured.
+
+    Args:
+      what: model, mesh and sizes.
+    """
+
+    what: str
+    loads: tuple[Load, ...]
+
+    def load(self, name: str) -> Load:
+        """The last one with this name."""
+        return next(load for load in reversed(self.loads) if load.name == name)
+
+    @property
+    def continuous_over_static(self) -> float:
+        """How many times as many tokens a second a server computes as generation in batches, if all requests wait."""
+        return self.load("server").tokens_per_s / self.load("batches").tokens_per_s
+
+    def as_json(self) -> dict[str, Any]:
+        loads = [asdict(load) | {"rate": load.rate if math.isfinite(load.rate) else None} for load in self.loads]
+        return {"what": self.what, "loads": loads, "continuous_over_static": self.continuous_over_static}
+
+    def __str__(self) -> str:
+        head = f"{'':<16}{'requests/s':>11}{'tokens/s':>10}{'first token, ms':>24}{'between tokens, ms':>24}"
+        lines = [self.what, "", head, f"{'':<37}{'median':>12}{'90 %':>12}{'median':>12}{'90 %':>12}"]
+        for load in self.loads:
+            rate = f"{load.rate:g}" if math.isfinite(load.rate) else "all"
+            times = [f"{1000 * x:.1f}" for pair in (load.first_s, load.between_s) if pair for x in pair]
+            row = f"{load.name:<16}{rate:>11}{load.tokens_per_s:>10.0f}" + "".join(f"{text:>12}" for text in times)
+            lines.append(row)
+        return "\n".join([*lines, "", f"server over batches: {self.continuous_over_static:.2f} times the tokens/s"])
+
+
+def bench(engine: Engine, source: Source, workload: Workload, rates: Sequence[float]) -> ServeBench:
+    """Measures the rates in their order, then all requests at once, batches, and one prompt at a time.
+
+    Args:
+      rates: mean requests in a second. They arrive as a Poisson process.
+    """
+    loads = [asyncio.run(_served(engine, workload, rate)) for rate in (*rates, math.inf)]
+    num_rows = engine.decoding.capacity.num_rows
+    loads.append(_generated("batches", source, workload, num_rows))
+    few = workload.cut(max(1, len(workload.prompts) // 4))
+    loads.append(_generated("one by one", source, few, 1))
+    return ServeBench(f"{len(workload.prompts)} requests, {workload.num_tokens} tokens; {engine}", tuple(loads))
+
+
+async def _served(engine: Engine, workload: Workload, rate: float) -> Load:
+    async with _running(engine) as service:
+        gaps = np.random.default_rng(1).exponential(1, len(workload.prompts)) / rate
+        first: list[float] = []
+        between: list[float] = []
+
+        async def ask(prompt: list[int], num_tokens: int, at: float) -> None:
+            await asyncio.sleep(at - time.perf_counter())
+            last = time.perf_counter()
+            times: list[float] = []
+            request = Request(prompt=prompt, max_tokens=num_tokens, sampling=GREEDY)
+            async for _ in service.submit([request]).stream():
+                now = time.perf_counter()
+                times.append(now - last)
+                last = now
+            first.append(times[0])
+            between.extend(times[1:])
+
+        begin = time.perf_counter()
+        arrivals = begin + np.cumsum(gaps)
+        await asyncio.gather(*map(ask, workload.prompts, workload.lengths, arrivals))
+        tokens_per_s = workload.num_tokens / (time.perf_counter() - begin)
+        return Load("server", rate, tokens_per_s, _percentiles(first), _percentiles(between))
+
+
+@asynccontextmanager
+async def _running(engine: Engine) -> AsyncIterator[Service]:
+    """A service whose answers end by their length alone."""
+    capacity = engine.decoding.capacity
+    service = Service(engine, capacity, _no_end(engine.decoding.model.vocab_size))
+    task = asyncio.create_task(service.run())
+    yield service
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def _generated(name: str, source: Source, workload: Workload, num_rows: int) -> Load:
+    """Answers one batch of rows after the other; each goes on until its longest answer ends."""
+    ctx = source.ctx(source.run.mesh.build())
+    shards = ctx.shards("batch")
+    decoding = Decoding(
+        model=source.model, ctx=ctx, dtype=np.dtype(source.run.precision.params), sampling=GREEDY,
+        num_rows=-(-num_rows // shards) * shards, prompt_len=max(map(len, workload.prompts)),
+        max_tokens=max(workload.lengths),
+    )  # fmt: skip
+    generator = Generator(decoding, source.restore)
+    tokenizer = _no_end(source.model.vocab_size)
+    first: list[float] = []
+    between: list[float] = []
+    seconds = 0.0
+    for begin in range(0, len(workload.prompts), num_rows):
+        batch = workload.cut(begin + num_rows)
+        answers = [Answer(tokenizer, [], length) for length in batch.lengths[begin:]]
+        for _ in generator.stream(batch.prompts[begin:], answers):
+            pass
+        first.append(generator.turn_s[0])
+        between.extend(generator.turn_s[1:])
+        seconds += sum(generator.turn_s)
+    return Load(name, math.inf, workload.num_tokens / seconds, _percentiles(first), _percentiles(between))
+
+
+def _no_end(vocab_size: int) -> Ids:
+    """A tokenizer whose end of a document no model can sample."""
+    return Ids(vocab_size=vocab_size + 1, bos=vocab_size)
+
+
+def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
+    median, high = np.percentile(seconds or [0.0], [50, 90])
+    return float(median), float(high)

@@ -1,0 +1,202 @@
+"""The endpoints of a server, as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from meshpar.serve.engine import Engine
+from meshpar.serve.http.bodies import MOST_ANSWERS, Body, ChatBody, CompletionBody, parse
+from meshpar.serve.http.chat import ChatTemplate, encode_chat, read_template
+from meshpar.serve.http.errors import HANDLERS, ApiError
+from meshpar.serve.http.metrics import Metrics
+from meshpar.serve.http.replies import Stream, complete, usage
+from meshpar.serve.http.shapes import ChatShape, CompletionShape, Shape
+from meshpar.serve.scheduler import Request
+from meshpar.serve.service import Service
+from meshpar.serve.source import Source
+from meshpar.train.data.tokenizer import TokenizerFile
+
+PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+"""Path -> the file of the page in the folder `page`."""
+LARGEST_BODY = 2**22
+"""The largest body of a request, in bytes."""
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Answers HTTP requests.
+
+    Args:
+      service: computes the answers.
+      source: the model and its tokenizer.
+      name: the name of the model.
+      template: the chat template; None if the model has none.
+      token: what clients must send as bearer token; None if anyone may ask.
+      hosts: the names under which clients may ask. A page of another site whose name leads here has another one.
+    """
+
+    service: Service
+    metrics: Metrics
+    source: Source
+    name: str
+    template: ChatTemplate | None = None
+    token: str | None = None
+    hosts: Sequence[str] = ("*",)
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/health", self.health),
+            Route("/metrics", self.prometheus),
+            *(Route(path, self.page) for path in PAGE),
+        ]
+        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=self.hosts)
+        return Starlette(routes=routes, middleware=[hosts], exception_handlers=HANDLERS, lifespan=self._lifespan)
+
+    async def completions(self, http: HttpRequest) -> Response:
+        """`/v1/completions`."""
+        self._authorize(http)
+        body = parse(CompletionBody, await _body(http))
+        encode = self.source.encode
+        prompts = await asyncio.to_thread(lambda: [encode(x) if isinstance(x, str) else x for x in body.prompt])
+        return await self._answer(http, body, prompts, CompletionShape(self.name), body.max_tokens)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        """`/v1/chat/completions`."""
+        self._authorize(http)
+        body = parse(ChatBody, await _body(http))
+        tokenizer = self.source.tokenizer
+        if self.template is None or not isinstance(tokenizer, TokenizerFile):
+            raise ApiError(400, f"{self.name} has no chat template; use /v1/completions", code="no_chat_template")
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        prompt = await asyncio.to_thread(encode_chat, tokenizer, self.template, messages)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        return await self._answer(http, body, [prompt], ChatShape(self.name), max_tokens)
+
+    async def models(self, http: HttpRequest) -> Response:
+        """`/v1/models`."""
+        self._authorize(http)
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "meshpar"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def health(self, http: HttpRequest) -> Response:
+        """`/health`: whether requests are accepted, and what the server holds."""
+        service = self.service
+        scheduler = service.scheduler
+        pages = [
+            {"held": pool.num_held, "reusable": pool.num_reusable, "all": pool.num_pages} for pool in scheduler.pools
+        ]
+        running = sum(row is not None for row in scheduler.rows)
+        slots = {"running": running, "all": len(scheduler.rows), "queued": len(scheduler.queue)}
+        state = {"status": service.status, "model": self.name, "slots": slots, "pages": pages}
+        return JSONResponse(state, 200 if service.status == "ok" else 503)
+
+    async def prometheus(self, http: HttpRequest) -> Response:
+        """`/metrics`."""
+        self._authorize(http)
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(self, http: HttpRequest) -> Response:
+        """`/`, a page to try the server."""
+        return FileResponse(Path(__file__).parent / "page" / PAGE[http.url.path])
+
+    # How a request is answered --------------------------------------------------------------------------------------
+
+    async def _answer(
+        self, http: HttpRequest, body: Body, prompts: Sequence[Sequence[int]], shape: Shape, max_tokens: int | None
+    ) -> Response:
+        if body.model not in (None, self.name):
+            raise ApiError(404, f"there is no model {body.model!r}, only {self.name!r}", "model", "model_not_found")
+        requests = self._requests(body, prompts, max_tokens)
+        answers = self.service.submit(requests, body.stop)
+        if body.stream:
+            return Stream(answers, shape, with_usage=bool(body.stream_options and body.stream_options.include_usage))
+        await complete(http, answers)
+        return JSONResponse(shape.response(answers.answers) | {"usage": usage(answers)})
+
+    def _requests(self, body: Body, prompts: Sequence[Sequence[int]], max_tokens: int | None) -> list[Request]:
+        num_answers = body.n or 1
+        most = min(MOST_ANSWERS, self.service.scheduler.capacity.max_queue)
+        if not 0 < len(prompts) * num_answers <= most:
+            what = f"{len(prompts)} prompts with n = {num_answers}: a request has 1 to {most} answers"
+            raise ApiError(400, what, "n")
+        sampling = body.sampling()
+        repeated = [prompt for prompt in prompts for _ in range(num_answers)]
+        longest = [self._max_tokens(prompt, max_tokens) for prompt in repeated]
+        return [
+            Request(prompt=prompt, max_tokens=most, sampling=sampling, index=i)
+            for i, (prompt, most) in enumerate(zip(repeated, longest, strict=True))
+        ]
+
+    def _max_tokens(self, prompt: Sequence[int], max_tokens: int | None) -> int:
+        """Checks a prompt; by default an answer may fill the row."""
+        vocab_size = self.source.model.vocab_size
+        longest = self.service.scheduler.capacity.max_len
+        if not prompt:
+            raise ApiError(400, "prompt: is empty; write at least one character", "prompt")
+        if not all(0 <= token < vocab_size for token in prompt):
+            raise ApiError(400, f"prompt: has ids outside of the model's vocabulary of {vocab_size}", "prompt")
+        max_tokens = max(1, longest - len(prompt)) if max_tokens is None else max_tokens
+        if len(prompt) + max_tokens > longest:
+            what = f"{len(prompt)} tokens and {max_tokens} more do not fit {longest}, the longest row of this server"
+            raise ApiError(400, what, "prompt", "context_length_exceeded")
+        return max_tokens
+
+    def _authorize(self, http: HttpRequest) -> None:
+        if self.token is None:
+            return
+        sent = http.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(sent, f"Bearer {self.token}".encode()):
+            raise ApiError(401, "the header Authorization: Bearer TOKEN is missing or wrong", code="invalid_api_key")
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        running = asyncio.create_task(self.service.run())
+        yield
+        running.cancel()
+        with suppress(asyncio.CancelledError, Exception):  # the service has told everybody of its failure
+            await running
+
+
+def endpoints_of(
+    engine: Engine, source: Source, name: str, token: str | None = None, hosts: Sequence[str] = ("*",)
+) -> Endpoints:
+    """The endpoints of a model whose programs are compiled.
+
+    Raises:
+      CheckpointError: the chat template cannot be read.
+    """
+    metrics = Metrics()
+    service = Service(engine, engine.decoding.capacity, source.tokenizer, metrics)
+    metrics.watch(service.scheduler)
+    template = read_template(source.folder) if source.folder else None
+    return Endpoints(service, metrics, source, name, template, token, hosts)
+
+
+async def _body(http: HttpRequest) -> bytes:
+    """The body of a request.
+
+    A page of another site cannot send JSON without the browser asking this server first, which does not agree.
+    """
+    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(400, "the header Content-Type must be application/json")
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > LARGEST_BODY:
+            raise ApiError(413, f"the body is larger than {LARGEST_BODY} bytes")
+    return bytes(body)

@@ -1,0 +1,161 @@
+"""The bodies of requests of OpenAI's API.
+
+A key that this server cannot honour is refused, unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from meshpar.errors import nearest
+from meshpar.serve.http.errors import ApiError
+from meshpar.serve.sampling import Sampling
+
+MOST_ANSWERS = 128
+"""The most answers of a request: prompts times `n`."""
+
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+"""Keys that change no answer."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (None,), "best_of": (None, 1), "echo": (None, False), "frequency_penalty": (None, 0),
+    "function_call": (None, "none"), "functions": (None, []), "logit_bias": (None, {}), "logprobs": (None, False),
+    "modalities": (None, ["text"]), "parallel_tool_calls": (None, True, False), "prediction": (None,),
+    "presence_penalty": (None, 0), "reasoning_effort": (None, "none"), "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""), "tool_choice": (None, "none"), "tools": (None, []), "top_logprobs": (None, 0),
+    "verbosity": (None,), "web_search_options": (None,),
+}  # fmt: skip
+"""Keys of OpenAI's API that are not supported -> the values that ask for nothing."""
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Body(BaseModel):
+    """The keys that completions and chats share. `top_k` is not OpenAI's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    temperature: Annotated[float | None, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    seed: Annotated[int | None, Field(ge=0, lt=2**32)] = None
+    n: Annotated[int | None, Field(ge=1, le=MOST_ANSWERS)] = 1
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] = Field(default_factory=list)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        if value is None:
+            return []
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for key, value in data.items():
+            if key in cls.model_fields or key not in {*NEUTRAL, *IGNORED}:
+                kept[key] = value
+            elif key in NEUTRAL and not any(_same(value, neutral) for neutral in NEUTRAL[key]):
+                raise ValueError(f"{key} is not supported: leave it out")
+        return kept
+
+    def sampling(self) -> Sampling:
+        """A seed that is not given is random. With temperature 0 nothing is drawn, whatever top_p and top_k are."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        if temperature == 0:
+            return Sampling()
+        seed = secrets.randbelow(2**32) if self.seed is None else self.seed
+        return Sampling(temperature=temperature, top_k=self.top_k, top_p=self.top_p or 1.0, seed=seed)
+
+
+class CompletionBody(Body):
+    """The body of `/v1/completions`."""
+
+    prompt: list[str | list[int]]
+    max_tokens: Annotated[int | None, Field(ge=1)] = 16
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _prompts(cls, value: Any) -> Any:
+        is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
+        return [value] if is_one else value
+
+
+class TextPart(BaseModel):
+    """A part of a message. Other kinds, such as images, are not supported."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Annotated[str, Field(pattern="^text$")]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a chat. The template decides which roles there are."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    role: str
+    content: str
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, data: Any) -> Any:
+        """An answer that a client sends back has keys such as `refusal`, whose values are null."""
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, value: Any) -> Any:
+        return "".join(TextPart.model_validate(part).text for part in value) if isinstance(value, list) else value
+
+
+class ChatBody(Body):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
+    """Reads a body.
+
+    Raises:
+      ApiError: lists all that is wrong with it.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        problems = [_problem(kind, one) for one in error.errors(include_url=False, include_context=False)[:20]]
+        params = [param for param, _ in problems]
+        raise ApiError(400, "; ".join(text for _, text in problems), params[0]) from None
+
+
+def _problem(kind: type[Body], error: Any) -> tuple[str | None, str]:
+    """The key of a problem, and what is wrong with it."""
+    where = ".".join(str(part)[:100] for part in error["loc"])
+    what = str(error["msg"]).removeprefix("Value error, ")[:500]
+    if error["type"] == "extra_forbidden":
+        near = nearest(where, kind.model_fields)
+        what = "unknown key" + (f"; did you mean {near}?" if near else "")
+    return (where, f"{where}: {what}") if where else (None, what)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

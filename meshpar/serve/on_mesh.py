@@ -1,0 +1,100 @@
+"""A trained decoder on a mesh: the placements of its parameters, and its logits as a function of global arrays."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from meshpar.errors import Problems, ShardingError
+from meshpar.nn.describe import describe, functional
+from meshpar.nn.transformer import Batch, Decoder
+from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.precision import computed_in
+from meshpar.parallel.strategies import Parallel
+from meshpar.sharding.resolve import Placement, resolve
+from meshpar.sharding.rules import AxisRules
+from meshpar.sharding.spec import ArraySpec
+from meshpar.train.program import on_shards, pspecs
+from meshpar.train.state import stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOnMesh(ABC):
+    """What programs that generate tokens share.
+
+    Args:
+      model: the decoder's config.
+      ctx: mesh, rules, lowering and compute dtype; see `for_tokens`.
+      dtype: the dtype in which parameters are stored.
+
+    Raises:
+      ShardingError: the rules shard the sequence or the layers, which generation does not support.
+    """
+
+    model: Decoder
+    ctx: ParallelContext
+    dtype: np.dtype
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        for dim in ("seq", "residual_seq", "layers"):
+            if axes := dim in self.ctx.rules.table and self.ctx.axes(dim):
+                fix = f"mesh.{axes[0]}=1, or rules.{dim}=[]: a checkpoint is restored to any mesh"
+                problems.add(f"rules.{dim}", f"one token cannot be divided over {', '.join(axes)}", fix)
+        problems.raise_any(ShardingError, "the rules do not fit generation:")
+
+    @cached_property
+    def params(self) -> Any:
+        """Tree of `Placement` of the parameters."""
+        abstract = nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0)))
+        specs = jax.tree.map(lambda spec: spec.stored_in(self.dtype), describe(abstract))
+        return stored(resolve(specs, self.ctx.rules, self.ctx.mesh), self.ctx.rules)
+
+    @property
+    @abstractmethod
+    def cache(self) -> Any:
+        """Placements of a `Cache`."""
+
+    def logits(self, params: Any, batch: Batch, cache: Any) -> tuple[jax.Array, Any]:
+        """`Transformer.decode` on global arrays, in either lowering."""
+        cache_pspecs = pspecs(self.cache)
+        in_specs = (pspecs(self.params), self.ctx.pspec("batch"), cache_pspecs)
+        out_specs = (self.ctx.pspec("batch", "vocab"), cache_pspecs)
+        return on_shards(self.local_logits, self.ctx, in_specs, out_specs)(params, batch, cache)
+
+    def local_logits(self, params: Any, batch: Batch, cache: Any) -> tuple[jax.Array, Any]:
+        """`Transformer.decode` on local shards, or on global arrays under GSPMD."""
+        return self._apply(jax.tree.map(lambda x: computed_in(x, self.ctx.compute_dtype), params), batch, cache)
+
+    def placed(self, shape: tuple[int, ...], dtype: Any, dims: tuple[str, ...]) -> Placement:
+        """The placement of an activation, by the rules of its dims."""
+        return Placement(ArraySpec(shape, np.dtype(dtype), dims), self.ctx.mesh, tuple(map(self.ctx.axes, dims)))
+
+    def per_row(self, num_rows: int, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """The struct of an array [rows, *shape]."""
+        sharding = NamedSharding(self.ctx.mesh, self.ctx.pspec("batch"))  # pyright: ignore
+        return jax.ShapeDtypeStruct((num_rows, *shape), dtype, sharding=sharding)
+
+    @cached_property
+    def _apply(self) -> Callable[..., Any]:
+        return functional(nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0))), "decode")
+
+
+def for_tokens(ctx: ParallelContext) -> ParallelContext:
+    """Removes sequence parallelism, microbatches and strategies: a step of decoding has one token per row.
+
+    Devices that shared rows in training get rows of their own.
+    """
+    rules = ctx.rules
+    tokens = {"batch": rules["batch"] + rules["seq"], "seq": (), "residual_seq": ()}
+    whole = AxisRules(preset=rules.preset, zero=rules.zero, **rules.explicit | tokens)  # pyright: ignore
+    return replace(ctx, rules=whole, parallel=Parallel(), num_microbatches=1)

@@ -1,0 +1,161 @@
+"""Compiles the two programs of serving: `prefill` computes a chunk of a prompt in each shard, `decode` a token per row.
+
+Their sizes are fixed, so that no request compiles anything: which request a row belongs to, how many of its tokens are
+padding, its pages and how its tokens are sampled are arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.nn.attention.paged import PAGES_DIMS, PagedCache
+from meshpar.serve.decoding import Turn
+from meshpar.serve.on_mesh import ModelOnMesh
+from meshpar.serve.sampling import RowSampling, sample_each
+from meshpar.serve.scheduler import Capacity
+from meshpar.train.program import compile_program, on_shards, shardings, structs, trace, whole
+
+
+class Pages(NamedTuple):
+    """The arrays of a `PagedCache` that a turn writes. Each is donated, and written in place."""
+
+    keys: Any
+    values: Any
+
+
+class Rows(NamedTuple):
+    """What stays the same for a row as long as it is decoded.
+
+    Args:
+      table: int32 [batch, pages of a row].
+      sampling: how the tokens of each row are sampled.
+      draws: bool[]. Whether any row has a temperature above 0.
+    """
+
+    table: Any
+    sampling: RowSampling
+    draws: Any
+
+
+class Chunks(NamedTuple):
+    """The part of a prompt that is computed in each shard.
+
+    Padding repeats the last token at its position. So it stores what is stored there already, and reads nothing else.
+
+    Args:
+      tokens: int32 [shards, chunk], padded on the right.
+      begins: int32 [shards]. The position of each first token.
+      lengths: int32 [shards]. How many are no padding, at least 1.
+    """
+
+    tokens: Any
+    begins: Any
+    lengths: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedDecoding(ModelOnMesh):
+    """The settings of a server, from which both programs are compiled before any array exists.
+
+    Args:
+      capacity: sizes of the batch and of the cache; its shards are those of the batch on the mesh.
+    """
+
+    capacity: Capacity
+
+    @cached_property
+    def pages(self) -> Pages:
+        """Placements of keys and values, in the dtype of the computation, by the same rules as the heads that fill it.
+
+        Memory: 2 layers (pages + 1) page_size kv_heads head_dim elements in each shard of the batch.
+        """
+        model = self.model
+        capacity = self.capacity
+        a_page = (capacity.page_size, model.kv_heads, model.head_size)
+        shape = (capacity.num_shards, model.num_layers, 1 + capacity.pages, *a_page)
+        placed = self.placed(shape, self.ctx.compute_dtype, PAGES_DIMS)
+        return Pages(placed, placed)
+
+    @property
+    def cache(self) -> PagedCache:
+        table = self.placed((self.capacity.num_rows, self.capacity.pages_of_row), jnp.int32, ("batch", "seq"))
+        return PagedCache(*self.pages, table)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the pages on one device."""
+        return sum(placement.local_bytes for placement in self.pages)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, its keys and its values, on one device."""
+        return self.cache_bytes // (1 + self.capacity.pages)
+
+    @property
+    def turn(self) -> Turn:
+        """Structs of a turn."""
+        return Turn(self.per_row(self.capacity.num_rows), self.per_row(self.capacity.num_rows))
+
+    @property
+    def chunks(self) -> Chunks:
+        """Structs of the chunks."""
+        shards = self.capacity.num_shards
+        return Chunks(self.per_row(shards, self.capacity.chunk), self.per_row(shards), self.per_row(shards))
+
+    def rows(self, num_rows: int) -> Rows:
+        """Structs of `Rows`."""
+        fractions = self.per_row(num_rows, dtype=jnp.float32)
+        whole_numbers = self.per_row(num_rows)
+        seeds = self.per_row(num_rows, dtype=jnp.uint32)
+        return Rows(
+            self.per_row(num_rows, self.capacity.pages_of_row),
+            RowSampling(fractions, whole_numbers, fractions, seeds, whole_numbers),
+            jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole(self.ctx.mesh)),
+        )
+
+    def compile_prefill(self) -> Callable[..., Any]:
+        """(params, chunks, rows, pages) -> (int32[shards] the token after each chunk, the pages)."""
+
+        def prefill(params: Any, chunks: Chunks, rows: Rows, pages: Pages) -> tuple[jax.Array, Pages]:
+            last = chunks.lengths - 1
+            places = jnp.minimum(jnp.arange(self.capacity.chunk, dtype=jnp.int32), last[:, None])
+            return self._step(params, chunks.tokens, chunks.begins[:, None] + places, last, rows, pages)
+
+        shards = self.capacity.num_shards
+        arguments = (structs(self.params), self.chunks, self.rows(shards), structs(self.pages))
+        out = shardings((self.per_row(shards), structs(self.pages)))
+        return compile_program(trace(prefill, arguments, out, donate=(3,)))
+
+    def compile_decode(self) -> Callable[..., Any]:
+        """(params, turn, rows, pages) -> (the next turn, the pages)."""
+
+        def decode(params: Any, turn: Turn, rows: Rows, pages: Pages) -> tuple[Turn, Pages]:
+            last = jnp.zeros_like(turn.positions)
+            tokens, pages = self._step(params, turn.tokens[:, None], turn.positions[:, None], last, rows, pages)
+            is_decoding = rows.table[:, 0] > 0  # the others stay where they are, and need no further blocks
+            return Turn(tokens, turn.positions + is_decoding.astype(jnp.int32)), pages
+
+        arguments = (structs(self.params), self.turn, self.rows(self.capacity.num_rows), structs(self.pages))
+        return compile_program(trace(decode, arguments, shardings((self.turn, structs(self.pages))), donate=(3,)))
+
+    def _step(
+        self, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array, rows: Rows, pages: Pages
+    ) -> tuple[jax.Array, Pages]:
+        """Computes tokens of each row, and samples the one after `last`."""
+        batch = {"tokens": tokens, "positions": positions, "last": last, "rows": rows.sampling.rows}
+        logits, cache = self.logits(params, batch, PagedCache(*pages, rows.table))
+        next_positions = jnp.take_along_axis(positions, last[:, None], axis=1)[:, 0] + 1
+        per_row = self.ctx.pspec("batch")
+        in_specs = (self.ctx.pspec("batch", "vocab"), per_row, per_row, whole(self.ctx.mesh).spec)
+
+        def select(logits: jax.Array, positions: jax.Array, sampling: RowSampling, draws: jax.Array) -> jax.Array:
+            return sample_each(logits, positions, sampling, draws, self.model.vocab_size)
+
+        chosen = on_shards(select, self.ctx, in_specs, per_row)(logits, next_positions, rows.sampling, rows.draws)
+        return chosen, Pages(cache.keys, cache.values)

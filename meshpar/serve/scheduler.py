@@ -1,0 +1,286 @@
+"""Decides which requests the programs compute: a queue, the slots of the batch, and the pages of the cache.
+
+It is plain Python, without arrays. A slot is a row of the compiled decode step. A request waits in the queue, in order,
+until a slot is free and pages for its prompt and its longest answer; so a request that has begun always ends. Its
+prompt is computed in chunks, one in each turn, between the decode steps of the other rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+from meshpar.serve.pages import PagePool, digests_of
+
+
+class QueueFullError(Exception):
+    """As many requests wait as may wait."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """The sizes of the batch and of the cache. Each shard of the batch has rows and pages of its own.
+
+    Args:
+      num_shards: shards of the batch.
+      slots: rows of a shard that are decoded together.
+      pages: pages of a shard.
+      page_size: tokens of a page.
+      max_len: most tokens of a prompt and its answer together.
+      chunk: tokens of a prompt that a turn computes.
+      max_queue: most requests that wait.
+    """
+
+    num_shards: int = 1
+    slots: int = 16
+    pages: int = 1024
+    page_size: int = 16
+    max_len: int = 1024
+    chunk: int = 128
+    max_queue: int = 256
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the decode step."""
+        return self.num_shards * self.slots
+
+    @property
+    def pages_of_row(self) -> int:
+        """Pages of the longest row."""
+        return self.num_pages(self.max_len)
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages in which tokens fit."""
+        return -(-num_tokens // self.page_size)
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """A prompt to answer.
+
+    Args:
+      prompt: token ids, at least one.
+      max_tokens: most tokens of the answer.
+      sampling: how tokens are selected. The scheduler does not read it.
+      index: the index among the prompts with the same seed.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: Any = None
+    index: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the longest answer."""
+        return len(self.prompt) + self.max_tokens
+
+
+@dataclass(eq=False)
+class Row:
+    """A request in a slot.
+
+    Args:
+      number: counts the rows, in the order in which they began.
+      pages: the pages of its tokens, in order.
+      tokens: the prompt, and the answer so far.
+      num_cached: how many of the tokens have keys and values in the cache.
+      num_reused: how many of those were in the cache before the row began.
+      digests: of the pages that are not full yet.
+    """
+
+    number: int
+    request: Request
+    slot: int
+    pages: list[int]
+    tokens: list[int]
+    num_cached: int
+    num_reused: int
+    digests: Iterator[bytes]
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the prompt is computed."""
+        return self.num_cached >= len(self.request.prompt)
+
+
+class Chunk(NamedTuple):
+    """The next tokens of a prompt that are computed."""
+
+    row: Row
+    tokens: Sequence[int]
+
+
+class Plan(NamedTuple):
+    """What the programs compute in one turn.
+
+    Args:
+      chunks: the chunk of each shard, if it has one.
+      rows: the row in each slot, if it is decoded.
+    """
+
+    chunks: tuple[Chunk | None, ...]
+    rows: tuple[Row | None, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.chunks) and not any(self.rows)
+
+
+class Sampled(NamedTuple):
+    """The next token of a request."""
+
+    request: Request
+    token: int
+
+
+@dataclass
+class Scheduler:
+    """The requests of a server.
+
+    Args:
+      capacity: the sizes of the programs.
+
+    >>> scheduler = Scheduler(Capacity(slots=1, pages=4, page_size=2, max_len=8, chunk=2))
+    >>> request = Request(prompt=[5, 6, 7], max_tokens=2)
+    >>> scheduler.submit([request])
+    >>> for _ in range(3):
+    ...     plan = scheduler.plan()
+    ...     print([list(chunk.tokens) for chunk in plan.chunks if chunk], [row.tokens for row in plan.rows if row])
+    ...     sampled = scheduler.advance(plan, first=[8], following=[9])
+    [[5, 6]] []
+    [[7]] []
+    [] [[5, 6, 7, 8]]
+    >>> scheduler.end(request)
+    >>> scheduler.pools[0].num_held
+    0
+    """
+
+    capacity: Capacity
+    queue: deque[Request] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        capacity = self.capacity
+        assert capacity.pages >= capacity.pages_of_row, "the longest row would never begin"
+        self.pools = [PagePool(capacity.pages) for _ in range(capacity.num_shards)]
+        self.rows: list[Row | None] = [None] * capacity.num_rows
+        self._numbers = count()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.queue and not any(self.rows)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Adds requests to the queue, all or none.
+
+        Raises:
+          QueueFullError: they do not fit into the queue.
+        """
+        assert all(request.num_tokens <= self.capacity.max_len for request in requests), "a row is too short"
+        if len(self.queue) + len(requests) > self.capacity.max_queue:
+            raise QueueFullError
+        self.queue.extend(requests)
+
+    def end(self, request: Request) -> None:
+        """Releases the slot and the pages of a request, which is complete or cancelled; or removes it from the queue.
+
+        It may be called while a turn is computed. The turn then writes to pages that nobody holds.
+        """
+        row = self.row_of(request)
+        if row is not None:
+            self.rows[row.slot] = None
+            self._pool(row.slot).release(row.pages)
+        elif request in self.queue:
+            self.queue.remove(request)
+
+    def row_of(self, request: Request) -> Row | None:
+        """The row of a request that has begun and not ended."""
+        return next((row for row in self.rows if row is not None and row.request is request), None)
+
+    def plan(self) -> Plan:
+        """Begins the requests for which there is room, and selects what is computed next."""
+        while self.queue and self._begin(self.queue[0]):
+            self.queue.popleft()
+        decoded = tuple(row if row is not None and row.is_decoding else None for row in self.rows)
+        return Plan(tuple(map(self._chunk, range(self.capacity.num_shards))), decoded)
+
+    def advance(self, plan: Plan, first: Sequence[int], following: Sequence[int]) -> list[Sampled]:
+        """Stores what a turn computed. Requests that ended meanwhile are left out.
+
+        Args:
+          first: for each shard the token after its chunk, which is the first of an answer if the prompt ends there.
+          following: for each slot the next token.
+        """
+        sampled: list[Sampled] = []
+        for chunk, token in zip(plan.chunks, first, strict=True):
+            if chunk and self._is_current(chunk.row):
+                self._cached(chunk.row, len(chunk.tokens))
+                if chunk.row.is_decoding:
+                    sampled.append(self._add(chunk.row, token))
+        for row, token in zip(plan.rows, following, strict=True):
+            if row and self._is_current(row):
+                self._cached(row, 1)
+                sampled.append(self._add(row, token))
+        return sampled
+
+    def _begin(self, request: Request) -> bool:
+        """Reserves a slot and pages, in the shard that has the most of the prompt; then in the one with most pages."""
+        slots = self._free_slots()
+        if not slots:
+            return False
+        size = self.capacity.page_size
+        # The last token of a prompt is computed in any case: the first token of the answer is sampled from its logits.
+        digests = list(islice(digests_of(request.prompt, size), (len(request.prompt) - 1) // size))
+
+        def preference(slot: int) -> tuple[int, int]:
+            pool = self._pool(slot)
+            return len(pool.match(digests)), pool.num_available
+
+        for slot in sorted(slots, key=preference, reverse=True):
+            num_reused, _ = preference(slot)
+            pages = self._pool(slot).reserve(digests, self.capacity.num_pages(request.num_tokens))
+            if pages is not None:
+                tokens = list(request.prompt)
+                following = islice(digests_of(tokens, size), num_reused, None)
+                reused = num_reused * size
+                self.rows[slot] = Row(next(self._numbers), request, slot, pages, tokens, reused, reused, following)
+                return True
+        return False
+
+    def _free_slots(self) -> list[int]:
+        """The first free slot of each shard."""
+        slots = self.capacity.slots
+        shards = (range(begin, begin + slots) for begin in range(0, len(self.rows), slots))
+        found = (next((slot for slot in shard if self.rows[slot] is None), None) for shard in shards)
+        return [slot for slot in found if slot is not None]
+
+    def _chunk(self, shard: int) -> Chunk | None:
+        """The next chunk of the row of a shard that began first among those whose prompt is not complete."""
+        slots = self.capacity.slots
+        rows = [row for row in self.rows[shard * slots : (shard + 1) * slots] if row and not row.is_decoding]
+        if not rows:
+            return None
+        row = min(rows, key=lambda row: row.number)
+        return Chunk(row, row.request.prompt[row.num_cached : row.num_cached + self.capacity.chunk])
+
+    def _cached(self, row: Row, num_tokens: int) -> None:
+        """Registers the pages that became full."""
+        size = self.capacity.page_size
+        before = row.num_cached // size
+        row.num_cached += num_tokens
+        for page in row.pages[before : row.num_cached // size]:
+            self._pool(row.slot).register(page, next(row.digests))
+
+    def _add(self, row: Row, token: int) -> Sampled:
+        row.tokens.append(token)
+        return Sampled(row.request, token)
+
+    def _is_current(self, row: Row) -> bool:
+        return self.rows[row.slot] is row
+
+    def _pool(self, slot: int) -> PagePool:
+        return self.pools[slot // self.capacity.slots]

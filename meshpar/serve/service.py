@@ -1,0 +1,192 @@
+"""Answers requests while they arrive: the loop between the scheduler, the engine and the tasks that wait for answers.
+
+The scheduler runs in the event loop, so nothing is locked. The engine computes a turn in a thread, and meanwhile the
+loop accepts and cancels requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from meshpar.serve.answer import Answer, Finish
+from meshpar.serve.generator import Piece
+from meshpar.serve.scheduler import Capacity, Plan, Request, Scheduler
+from meshpar.train.data.tokenizer import Tokenizer
+
+
+class Computes(Protocol):
+    """What a service needs of an engine."""
+
+    def run(self, plan: Plan) -> tuple[list[int], list[int]]:
+        """See `Engine.run`."""
+        ...
+
+
+class Observer:
+    """Is told what a service does. This one does nothing with it."""
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of an answer, this long after the request."""
+
+    def next_token(self, seconds: float) -> None:
+        """A further token, this long after the one before."""
+
+    def ended(self, finish: Finish | Literal["cancelled"]) -> None:
+        """The end of an answer."""
+
+
+class UnavailableError(Exception):
+    """The service accepts no requests: it ends, or it has failed."""
+
+
+@dataclass(eq=False)
+class Answers:
+    """The answers to requests that were submitted together, in their order.
+
+    Args:
+      last_s: when each got its last token, at first when they were submitted.
+      num_reused: how many tokens of the prompts were in the cache already.
+    """
+
+    service: Service
+    requests: list[Request]
+    answers: list[Answer]
+    last_s: list[float]
+    num_reused: int = 0
+    pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
+
+    async def stream(self) -> AsyncIterator[Piece]:
+        """Yields each piece as soon as it is known; `row` is the index of its request. Cancels what is left at its end.
+
+        Raises:
+          UnavailableError: the service failed.
+        """
+        try:
+            missing = len(self.requests)
+            while missing:
+                piece = await self.pieces.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                missing -= piece.finish is not None
+                yield piece
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the answers that are not complete, and releases their pages."""
+        for request in self.requests:
+            self.service.cancel(request)
+
+
+class Service:
+    """Answers requests, in the order in which they arrive.
+
+    Args:
+      engine: computes turns.
+      capacity: the sizes of its programs.
+    """
+
+    def __init__(self, engine: Computes, capacity: Capacity, tokenizer: Tokenizer, observer: Observer | None = None):
+        self.scheduler = Scheduler(capacity)
+        self.is_draining = False
+        self.failure: Exception | None = None
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._observer = observer or Observer()
+        self._running: dict[Request, tuple[Answers, int]] = {}
+        self._submitted = asyncio.Event()
+        self._ended = asyncio.Event()
+        self.failed = asyncio.Event()
+
+    @property
+    def status(self) -> Literal["ok", "draining", "failed"]:
+        if self.failure:
+            return "failed"
+        return "draining" if self.is_draining else "ok"
+
+    def submit(self, requests: Sequence[Request], stop: Sequence[str] = ()) -> Answers:
+        """Adds requests to the queue, all or none.
+
+        Args:
+          stop: texts before which each answer ends.
+
+        Raises:
+          QueueFullError: they do not fit into the queue.
+          UnavailableError: the service ends, or has failed.
+        """
+        if self.status != "ok":
+            raise UnavailableError(f"the server is {self.status}")
+        self.scheduler.submit(requests)
+        answers = [Answer(self._tokenizer, stop, request.max_tokens) for request in requests]
+        group = Answers(self, list(requests), answers, [time.perf_counter()] * len(requests))
+        self._running.update({request: (group, i) for i, request in enumerate(requests)})
+        self._submitted.set()
+        return group
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request; nothing happens if it has ended."""
+        if request in self._running:
+            self._end(request, "cancelled")
+
+    async def run(self) -> None:
+        """Computes turns until it is cancelled.
+
+        Raises:
+          Exception: a turn failed. All requests have been told.
+        """
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, "engine") as thread:
+            while True:
+                plan = self.scheduler.plan()
+                if plan.is_empty:
+                    self._submitted.clear()
+                    await self._submitted.wait()
+                    continue
+                try:
+                    computed = await loop.run_in_executor(thread, self._engine.run, plan)
+                    for request, token in self.scheduler.advance(plan, *computed):
+                        self._deliver(request, token)
+                except Exception as error:
+                    self._fail(error)
+                    raise
+
+    async def drain(self) -> None:
+        """Refuses new requests, and waits for the end of the others."""
+        self.is_draining = True
+        while self._running:
+            self._ended.clear()
+            await self._ended.wait()
+
+    def _deliver(self, request: Request, token: int) -> None:
+        group, i = self._running[request]
+        answer = group.answers[i]
+        now = time.perf_counter()
+        if not answer.tokens:
+            row = self.scheduler.row_of(request)
+            group.num_reused += row.num_reused if row else 0
+            self._observer.first_token(now - group.last_s[i])
+        else:
+            self._observer.next_token(now - group.last_s[i])
+        group.last_s[i] = now
+        text = answer.add(token)
+        if answer.finish:
+            self._end(request, answer.finish)
+        group.pieces.put_nowait(Piece(i, text, answer.finish))
+
+    def _end(self, request: Request, finish: Finish | Literal["cancelled"]) -> None:
+        self.scheduler.end(request)
+        del self._running[request]
+        self._ended.set()
+        self._observer.ended(finish)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self.failed.set()
+        for request, (group, _) in list(self._running.items()):
+            self._end(request, "cancelled")
+            group.pieces.put_nowait(UnavailableError("the server has failed"))

@@ -1,0 +1,72 @@
+"""The chapters of `docs/learn`: each has all its parts, and each is a notebook too.
+
+`test_code_blocks.py` runs them and compares what they print, as it does for every page.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from scripts.notebooks import CHAPTERS, notebook, write
+from tests.docs.page import ROOT, blocks
+
+INDEX = ROOT / "docs" / "learn" / "index.md"
+IMAGE = re.compile(r"!\[[^\]]+\]\(([\w.-]+)\)")
+
+
+def missing(text: str) -> list[str]:
+    """The parts that a chapter lacks."""
+    written = re.findall(r'(?:savefig|open)\("([\w.-]+)"', text)
+    found = {
+        "a number to change": "**Change a number.**" in text and re.search("(# |; )try ", text),
+        "what large systems do": "\n## What large systems do\n" in text,
+        "a paper": re.search(r"^\*\*Read:\*\* [^#]*\(https://", text, re.MULTILINE),
+        "the next page": re.search(r"^(Next: |Back to )\[", text, re.MULTILINE),
+        "a picture": IMAGE.search(text),
+        "a picture that it makes": set(IMAGE.findall(text)) == set(written),
+    }
+    return [part for part, is_there in found.items() if not is_there]
+
+
+@pytest.mark.parametrize("page", CHAPTERS, ids=lambda page: page.stem)
+def test_a_chapter_has_all_its_parts(page):
+    text = page.read_text()
+    assert not missing(text)
+    assert all((page.parent / name).is_file() for name in IMAGE.findall(text))
+    assert text.startswith(f"# {int(page.stem[:2])}. ")
+
+
+def test_control_a_missing_part_is_seen():
+    text = CHAPTERS[0].read_text()
+    assert missing(text.replace("**Read:**", "Read")) == ["a paper"]
+    assert missing(text.replace('savefig("', 'savefig("other-')) == ["a picture that it makes"]
+
+
+def test_the_index_lists_each_chapter_with_its_time():
+    rows = re.findall(r"^\| \[\d+\]\(([\w.-]+)\) \|.*\| (\d+\.\d) s \|$", INDEX.read_text(), re.MULTILINE)
+    assert [name for name, _ in rows] == [page.name for page in CHAPTERS]
+
+
+@pytest.mark.parametrize("page", CHAPTERS, ids=lambda page: page.stem)
+def test_a_notebook_has_the_code_of_its_page_and_no_outputs(page):
+    cells = notebook(page.read_text()).cells
+    code = [cell.source for cell in cells if cell.cell_type == "code"]
+    assert code == [block.code.strip("\n") for block in blocks(page) if block.language == "python"]
+    assert not any("```" in cell.source for cell in cells)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["02-gradient-descent", "13-three-dimensions"])
+def test_a_notebook_runs(name, tmp_path):
+    nbclient = pytest.importorskip("nbclient")
+    import nbformat
+
+    path = next(path for path in write(tmp_path) if path.stem == name)
+    executed = nbclient.NotebookClient(
+        nbformat.read(path, as_version=4), timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    printed = [output.get("text", "") for cell in executed.cells for output in cell.get("outputs", [])]
+    assert any("equal to one device: True" in text or "384 devices" in text for text in printed)
+    assert (tmp_path / f"{name}.png").is_file()

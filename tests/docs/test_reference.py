@@ -1,0 +1,68 @@
+"""The generated pages of the reference agree with the models and commands, and their examples are accepted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from meshpar import ConfigError, Run, cli
+from meshpar.config import load
+from meshpar.federated import Federated
+from reference import keys, pages
+from tests.docs.page import ROOT
+
+SECTIONS = {root: keys.sections(root) for root in (Run, Federated)}
+ALL = [(section, key) for found in SECTIONS.values() for section in found for key in section.keys]
+FILES = {Run: ROOT / "configs" / "quickstart.yaml", Federated: ROOT / "configs" / "federated" / "digits.yaml"}
+
+
+def test_the_pages_are_up_to_date():
+    assert pages.outdated() == [], "write them: make reference"
+
+
+def test_control_a_page_that_is_not_up_to_date_is_seen(tmp_path):
+    for name, text in pages.PAGES.items():
+        (tmp_path / name).write_text(text())
+    page = tmp_path / "config.md"
+    page.write_text(page.read_text().replace("The peak learning rate.", "The learning rate."))
+    assert pages.outdated(tmp_path) == ["config.md"]
+
+
+def test_each_key_has_a_description():
+    assert not [f"{s.model.__name__}.{key}" for s, key in ALL if not s.about["properties"][key].get("description")]
+
+
+def test_the_model_accepts_each_example():
+    for section, key in ALL:
+        section.model(**section.data(key))
+
+
+def test_control_an_example_that_the_model_refuses_is_seen(monkeypatch):
+    monkeypatch.setitem(keys.EXAMPLES, "b1", 1.5)
+    adamw = next(section for section in SECTIONS[Run] if section.model.__name__ == "AdamW")
+    with pytest.raises(ConfigError, match="must be less than 1"):
+        adamw.model(**adamw.data("b1"))
+
+
+def test_each_example_of_a_root_can_be_typed():
+    """With the shell's quotes, as overrides of a config that ships."""
+    for root, (section, *_) in SECTIONS.items():
+        for key in section.keys:
+            load(root, FILES[root], shlex.split(section.example(key)))
+
+
+def test_each_written_example_belongs_to_a_key():
+    names = {name for section, key in ALL for name in (key, f"{section.model.__name__}.{key}")}
+    assert not [name for name in keys.EXAMPLES if name.removesuffix(" needs") not in names]
+
+
+@pytest.mark.parametrize("line", re.findall(r"^## meshpar (.+)$", (pages.FOLDER / "commands.md").read_text(), re.M))
+def test_the_help_of_a_command_has_the_options_of_its_page(line):
+    page = (pages.FOLDER / "commands.md").read_text()
+    section = page.partition(f"\n## meshpar {line}\n")[2].partition("\n## ")[0]
+    shown = CliRunner().invoke(cli.app, [*line.split(), "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
+    options = set(re.findall(r"^\| `(--[\w-]+)`", section, re.M))
+    assert options | {"--help"} == set(re.findall(r"^\W*(--[a-z0-9-]+)", shown, re.M))
