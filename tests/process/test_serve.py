@@ -55,7 +55,9 @@ def folder(tmp_path_factory) -> Path:
     model = Llama(**sizes, vocab_size=VOCAB)
     drawn = nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(0)), nnx.Param))
     made = tmp_path_factory.mktemp("models") / "tiny-llama"
-    export(made, model, flatten_with_paths(jax.tree.map(lambda x: 3 * x, drawn)), words)
+    params = flatten_with_paths(jax.tree.map(lambda x: 3 * x, drawn))
+    params["head"] = params["head"].at[:, VOCAB - 1].set(0.0)  # the end of a document is never the most probable
+    export(made, model, params, words)
     return made
 
 
