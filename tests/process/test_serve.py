@@ -170,7 +170,8 @@ def test_the_page_shows_tokens_as_they_arrive_and_the_cache_as_it_fills(server, 
 def test_at_sigterm_it_answers_what_runs_refuses_the_rest_and_ends_with_0(server, client):
     """The last test of this module, since it ends the server."""
     settings: Any = {"model": "tiny-llama", "prompt": "w3 w1 w4", "temperature": 0}
-    stream = iter(client.completions.create(max_tokens=600, stream=True, **settings))
+    counted: Any = {"include_usage": True}
+    stream = iter(client.completions.create(max_tokens=600, stream=True, stream_options=counted, **settings))
     pieces = [next(stream)]
     server.process.send_signal(signal.SIGTERM)
     while health(server) == 200:
@@ -179,8 +180,8 @@ def test_at_sigterm_it_answers_what_runs_refuses_the_rest_and_ends_with_0(server
         client.completions.create(max_tokens=1, **settings)
     assert refused.value.status_code == 503
     pieces.extend(stream)
-    assert pieces[-1].choices[0].finish_reason == "length"
-    assert len(pieces) == 600
+    assert pieces[-2].choices[0].finish_reason == "length"
+    assert pieces[-1].usage.completion_tokens == 600
     assert server.process.wait(LIMIT_S) == 0
 
 
