@@ -16,7 +16,8 @@ def compress(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the config of a run.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The run directory to write.")],
     weights: Annotated[
-        Literal["int8", "int4"] | None, typer.Option(help="Store kernels as integers.", show_default="floats")
+        Literal["int8", "int4"] | None,
+        typer.Option(metavar="KIND", help="Store kernels as integers: int8 or int4.", show_default="floats"),
     ] = None,
     group: Annotated[int, typer.Option(min=1, help="Inputs that share a scale.")] = 64,
     low_rank_error: Annotated[

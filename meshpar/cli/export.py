@@ -15,7 +15,9 @@ from meshpar.errors import ConfigError
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the config of a run.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    format: Annotated[Literal["stablehlo", "onnx", "hf"], typer.Option(help="What to write.")] = "stablehlo",
+    format: Annotated[
+        Literal["stablehlo", "onnx", "hf"], typer.Option(metavar="FORMAT", help="What to write: stablehlo, onnx or hf.")
+    ] = "stablehlo",
     platforms: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="StableHLO only: cpu, cuda, rocm, tpu.", show_default="cpu")
     ] = None,

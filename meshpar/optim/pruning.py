@@ -40,7 +40,7 @@ class Prune(Config):
     """Steps before the schedule."""
     every: Positive = 100
     """Steps between two prunings."""
-    times: Positive = 10
+    times: Annotated[Positive, pydantic.Field(le=1000)] = 10
     """How often weights are pruned."""
 
     @property
@@ -95,7 +95,7 @@ class NOfM(Prune):
     kind: Literal["n_of_m"] = "n_of_m"
     n: Positive = 2
     """Weights of a group that are kept in the end."""
-    m: Positive = 4
+    m: Annotated[Positive, pydantic.Field(le=64)] = 4
     """Consecutive inputs of a group."""
 
     @pydantic.model_validator(mode="after")

@@ -12,15 +12,11 @@ from meshpar.serve.scheduler import Request
 from tests.serving import LAYOUTS, MAX_TOKENS, MODELS, PROMPTS, engine, generator, served, tokens
 
 DRAWN = Sampling(temperature=1.0, top_k=12, top_p=0.9, seed=7)
-SAMPLE = [
-    ("llama", "data2_tensor4", "manual"),
-    ("llama_gqa_options", "tensor4", "manual"),
-    ("gpt_tied", "data2_fsdp2_tensor2", "auto"),
-]
+SAMPLE = ("llama_gqa_options", "tensor4", "manual")  # tests/serve/test_http.py computes others
 each_case = pytest.mark.parametrize(
     ("model", "layout", "lowering"),
     [
-        pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow)
+        pytest.param(*case, marks=[] if case == SAMPLE else pytest.mark.slow)
         for case in product(MODELS, LAYOUTS, ("manual", "auto"))
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+import transformers
 from jax import export as jax_export
 from safetensors.numpy import load_file
 
@@ -95,6 +96,26 @@ def test_hf_writes_what_convert_writes(folder, command, tmp_path):
     assert (tmp_path / "hf/model.safetensors").read_bytes() == (folder / "hf/model.safetensors").read_bytes()
 
 
+def test_a_compressed_run_is_exported_as_codes_and_as_the_kernels_that_they_stand_for(folder, command, tmp_path):
+    small = tmp_path / "small"
+    how = ["--weights", "int4", "--group", "8", "--low-rank-error", "0.6"]
+    assert command("compress", folder / "run", small, *how).code == 0
+    assert command("export", small, tmp_path / "stablehlo").code == 0
+    assert command("export", small, tmp_path / "hf", "--format", "hf").code == 0
+    codes = load_file(tmp_path / "stablehlo/model.safetensors")
+    dense = load_file(folder / "stablehlo/model.safetensors")
+    assert {codes[path].dtype.name for path in codes if path.endswith(".codes")} == {"uint8"}
+    assert any(".expand." in path for path in codes)
+    assert sum(x.nbytes for x in codes.values()) < 0.6 * sum(x.nbytes for x in dense.values())
+    program = jax_export.deserialize(bytearray((tmp_path / "stablehlo/model.jax").read_bytes()))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    got = program.call(codes, TOKENS.astype(np.int32))
+    assert abs(got - logits(model, TOKENS)).max() < 1e-4
+    assert abs(got - logits(made("llama"), TOKENS)).max() > 1e-2
+    again = command("compress", small, tmp_path / "smaller", "--weights", "int8")
+    assert again.code == 2 and "is compressed already" in again.err
+
+
 REFUSED = {
     "an existing folder": (["run", "stablehlo"], "exists, and nothing is overwritten"),
     "an existing folder for onnx": (["run", "stablehlo", "--format", "onnx"], "exists, and nothing is overwritten"),
@@ -103,6 +124,26 @@ REFUSED = {
     "platforms of onnx": (["run", "new", "--format", "onnx", "--platforms", "cpu"], "is for --format stablehlo"),
     "no run": (["nowhere", "new"], "nowhere"),
 }
+
+
+REFUSED_COMPRESSION = {
+    "nothing to do": (["compress", "run", "new"], "needs --weights"),
+    "an existing folder": (["compress", "run", "hf", "--weights", "int8"], "exists, and nothing is overwritten"),
+    "an error of a norm": (["compress", "run", "new", "--low-rank-error", "2"], "is not between 0 and 1"),
+    "groups": (["compress", "run", "new", "--weights", "int4", "--group", "24"], "cannot be divided into groups of 24"),
+    "two drafters": (["generate", "run", "--prompt", "3", "--draft", "run", "--ngrams", "2"], "leave out one of"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_COMPRESSION)
+def test_a_bad_compression_is_refused_and_nothing_is_written(case, folder, command, monkeypatch):
+    monkeypatch.chdir(folder)
+    before = sorted(folder.iterdir())
+    words, message = REFUSED_COMPRESSION[case]
+    result = command(*words)
+    assert result.code == 2
+    assert message in result.err
+    assert sorted(folder.iterdir()) == before
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -80,7 +80,7 @@ def server(folder) -> Iterator[Server]:
 def expected(folder) -> list[str]:
     """The answers of `generate` to two prompts: a text, and a chat with one message."""
     prompts = ["w3 w1 w4", [VOCAB - 4, 3, 1, 4, VOCAB - 2, VOCAB - 3]]
-    return meshpar.generate(folder, prompts, max_tokens=12).texts
+    return meshpar.generate(folder, prompts, max_tokens=12, overrides=["mesh.data=8"]).texts
 
 
 def test_openais_client_gets_the_answers_of_generate(server, expected):

@@ -145,19 +145,21 @@ def _shared_rows(run: Prepared, tokens: int, widths: Widths) -> Fraction:
     """
     model = run.run.model
     ctx = run.ctx
+    context = ctx.parallel.context
     n = ctx.shards("seq")
+    g = n if context.kind == "ulysses" else context.group or 1  # devices that exchange tokens for heads
+    k = n // g  # shards whose keys meet
     of_head = tokens * model.head_size
     keys = 2 * model.kv_heads // ctx.shards("kv_heads") * of_head
     again = model.num_layers * (
         1 + (model.remat.policy == "full" and not model.remat.save)
     )  # passes of layers that send as the forward does
-    segments = (n - 1) * 4 * tokens
-    if ctx.parallel.context.kind == "ulysses":
-        exchanged = (2 * model.num_heads // ctx.shards("heads") * of_head + keys) * widths.compute
-        return (model.num_layers + again) * share(n, exchanged) + segments
-    sent = (model.num_layers + again) * (n - 1) * keys * widths.compute + (again + 1) * segments
+    passes = model.num_layers + again
+    exchanged = (2 * model.num_heads // ctx.shards("heads") * of_head + keys) * widths.compute
+    sent = passes * share(g, exchanged) + (g - 1) * 4 * tokens
+    sent += passes * (k - 1) * keys * widths.compute + (again + 1) * (k - 1) * 4 * g * tokens
     # The gradients of the keys are scattered, or travel once round the ring.
-    hops = n if ctx.parallel.context.kind == "ring" else n - 1
+    hops = k if context.kind in ("ring", "hybrid") else k - 1
     return sent + model.num_layers * hops * keys * widths.sums
 
 

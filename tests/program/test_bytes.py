@@ -180,6 +180,7 @@ SHARED_ROWS = {
     "ring": ({"data": 2, "context": 4}, ["context"], {}, "full"),
     "all_gather": ({"fsdp": 2, "context": 2, "tensor": 2}, ["fsdp", "megatron_sp"], OVER_CONTEXT, "none"),
     "ulysses": ({"context": 4, "tensor": 2}, ["megatron", "context"], {"kv_heads": ("tensor",)}, "none"),
+    "hybrid": ({"data": 2, "context": 4}, ["context"], {}, "none"),
 }
 
 
@@ -195,8 +196,10 @@ def with_shared_rows(kind):
     sizes_of_model = SIZES | {"num_heads": 8, "num_layers": 4}  # a fourth of each size is a whole number
     model = Llama(**sizes_of_model, num_kv_heads=8 if kind == "ulysses" else 2, remat=remat)
     # With zigzag, halves of blocks would have one token, whose products XLA turns into multiplications.
-    shared = {"context": {"kind": kind, "layout": "auto" if kind == "ulysses" else "contiguous"}}
-    return prepared((sizes, presets), num_microbatches=2, model=model, rules=rules, parallel=shared)
+    context = {"kind": kind, "layout": "auto" if kind == "ulysses" else "contiguous"}
+    if kind == "hybrid":
+        context["group"] = 2
+    return prepared((sizes, presets), num_microbatches=2, model=model, rules=rules, parallel={"context": context})
 
 
 @pytest.mark.slow

@@ -444,9 +444,9 @@ async def send_many(client: Client, num: int, seed: int) -> Counter[int]:
 def test_random_and_malformed_requests_are_answered_or_refused(one):
     run(one, partial(send_many, num=20, seed=1))
     before = num_alive()
-    statuses = run(one, partial(send_many, num=400, seed=0))
-    assert statuses[200] > 100
-    assert statuses[400] > 50
+    statuses = run(one, partial(send_many, num=300, seed=0))
+    assert statuses[200] > 80
+    assert statuses[400] > 40
     assert statuses[499] > 5
     assert num_alive() <= before + 4 * 8  # rows in 8 slots, their requests and answers
 

@@ -1,0 +1,130 @@
+"""Compares size, speed and held-out loss of the quickstart's model under each compression, and under combinations.
+
+    python scripts/compare_compression.py runs/compression train base longer half two_of_four
+    python scripts/compare_compression.py runs/compression measure
+
+`train` trains what is named: the quickstart; a smaller model; and from the quickstart's end 60 more steps, dense or
+with pruning. `measure` compresses what is named, and compares it. Time is process CPU seconds of decoding on one
+device, the median of interleaved batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from itertools import islice
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from meshpar import Quantized, compress, fit, load, prepare
+from meshpar.serve.decoding import Decoding
+from meshpar.serve.generator import Generator
+from meshpar.serve.sampling import Sampling
+from meshpar.serve.source import open_source
+
+CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+ONE_DEVICE = ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "rules=replicated", "loggers=[]"]
+PRUNE = "every: 6, times: 6"
+LONGER = ["num_steps=60", "optim.lr=2e-3", "optim.schedule.warmup_steps=5"]
+RUNS = {
+    "base": [],
+    "draft": ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=4", "model.num_kv_heads=4"],
+    "longer": LONGER,
+    "half": [*LONGER, f"prune={{kind: magnitude, sparsity: 0.5, {PRUNE}}}"],
+    "two_of_four": [*LONGER, f"prune={{kind: n_of_m, n: 2, m: 4, {PRUNE}}}"],
+}
+INT8 = {"weights": Quantized(kind="int8", group=32)}
+INT4 = {"weights": Quantized(kind="int4", group=32)}
+LOW_RANK = {"low_rank_error": 0.3}
+VARIANTS = {
+    "float32": ("base", {}, None),
+    "int8 weights": ("base", INT8, None),
+    "int4 weights": ("base", INT4, None),
+    "int8 cache": ("base", {}, "int8"),
+    "low rank, error 0.3": ("base", LOW_RANK, None),
+    "low rank, error 0.3, int8 weights": ("base", LOW_RANK | INT8, None),
+    "int4 weights, int8 cache": ("base", INT4, "int8"),
+    "60 more steps": ("longer", {}, None),
+    "half of the weights pruned": ("half", {}, None),
+    "2 of 4 pruned": ("two_of_four", {}, None),
+    "2 of 4 pruned, int8 weights": ("two_of_four", INT8, None),
+}
+ROWS, PROMPT, TOKENS = 8, 32, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("verb", choices=["train", "measure"])
+    parser.add_argument("names", nargs="*")
+    arguments = parser.parse_args()
+    if arguments.verb == "train":
+        for name in arguments.names or RUNS:
+            begin = [] if name in ("base", "draft") else [f"init.from_checkpoint={arguments.folder / 'base'}"]
+            keys = [*ONE_DEVICE, *RUNS[name], *begin, "checkpoints=20", f"run_dir={arguments.folder / name}"]
+            fit(load(CONFIG, keys), json=True)
+        return
+    names = dict.fromkeys(["float32", *(arguments.names or VARIANTS)])
+    measured = {name: Measured(arguments.folder, *VARIANTS[name]) for name in names}
+    for _ in range(5):
+        for one in measured.values():
+            one.decode()
+    plain = measured["float32"]
+    print("| | parameters | of float32 | cache | held-out loss | CPU time of a token |\n|---|---|---|---|---|---|")
+    for name, one in measured.items():
+        size = f"{one.num_bytes:,} B | {one.num_bytes / plain.num_bytes:.3f} | {one.cache_bytes:,} B"
+        print(f"| {name} | {size} | {one.loss:.4f} | {one.seconds / plain.seconds:.2f} |", flush=True)
+
+
+class Measured:
+    """One variant: the bytes that it holds, its held-out loss, and its programs for decoding."""
+
+    def __init__(self, folder: Path, run: str, how: dict, cache: str | None):
+        there = folder / run
+        if how:
+            there = folder / "-".join([run, *(str(value).replace(" ", "_") for value in how.values())])
+            if not there.exists():
+                with redirect_stdout(io.StringIO()):
+                    compress(folder / run, there, **how)
+        source = open_source(there, ONE_DEVICE)
+        prepared = prepare(source.run)
+        structs = prepared.placement.structs
+        params = source.restore(structs.params)
+        self.num_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
+        evaluate = prepared.compile_evaluation()
+        totals = np.zeros(2)
+        for batch in islice(source.run.data.datasets(source.run.seed)[1].batches(), 8):
+            found = evaluate(params, prepared.put(batch), {})
+            totals += [float(found["loss"]), float(found["tokens"])]
+        self.loss = totals[0] / totals[1]
+        decoding = Decoding(
+            model=source.model, ctx=source.ctx(prepared.mesh), dtype=np.dtype("float32"), sampling=Sampling(),
+            num_rows=ROWS, prompt_len=PROMPT, max_tokens=TOKENS, cache_format=cache,
+        )  # fmt: skip
+        self.cache_bytes = decoding.cache_bytes
+        self.generator = Generator(decoding, source.restore)
+        self.times: list[float] = []
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.times)
+
+    def decode(self) -> None:
+        start = time.process_time()
+        for _ in self._turns():
+            pass
+        self.times.append(time.process_time() - start)
+
+    def _turns(self) -> Iterator[np.ndarray]:
+        prompt = np.frombuffer(b"def __init__(self, name, value):\n"[:PROMPT], np.uint8).tolist()
+        return self.generator.turns([prompt] * ROWS)
+
+
+if __name__ == "__main__":
+    main()
