@@ -24,7 +24,7 @@ MEASURES = {
     # name: (description, limit, function that measures it)
     "python": (
         "microseconds of Python per step in addition to the executable, 400 leaves",
-        50.0,
+        20.0,
         measure.python_microseconds,
     ),
     "import": ("import meshpar over import jax, flax, optax", 1.1, measure.import_ratio),

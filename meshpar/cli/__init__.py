@@ -51,7 +51,7 @@ def _meshpar(
 def main() -> None:
     """The entry point. Exit codes: 0, 1 for a failed run, 2 for bad input."""
     # Importing and tracing create millions of objects that stay. Python would look for garbage among them every 700.
-    gc.set_threshold(100_000)
+    gc.set_threshold(400_000)
     try:
         app()
     except MeshparError as error:

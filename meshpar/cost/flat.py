@@ -29,8 +29,9 @@ ELEMENTWISE = {
 }  # fmt: skip
 _FUSING = VIEWS | ELEMENTWISE | {"reduce_max", "reduce_min", "reduce_sum"}
 """Operations that read what they need from the operations before them, without arrays in between."""
-_EXPENSIVE = {"div", "exp", "integer_pow", "log", "logistic", "pow", "rsqrt", "sqrt", "tanh"}
-_CHEAP = ELEMENTWISE - _EXPENSIVE | {"dynamic_slice"}
+EXPENSIVE = {"div", "exp", "integer_pow", "log", "logistic", "pow", "rsqrt", "sqrt", "tanh"}
+"""Elementwise operations that take longer to compute than to read their operands."""
+_CHEAP = ELEMENTWISE - EXPENSIVE | {"dynamic_slice"}
 """Operations that compilers rather compute twice than store their results."""
 _CALLS = {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
 

@@ -2,17 +2,24 @@
 
 A value is held from the equation that computes it to the last that reads it. Elementwise operations whose result is
 read once are computed where it is read, as compilers fuse them: they hold nothing, and what they read is held until
-then. A loop holds its results and what one turn of its body needs. Compilers order operations as they like, so this is
-an estimate; `inspection.program.memory` reads what a compiled program needs.
+then. An operation that can write in place, such as an update of a slice, overwrites an array of the same size that it
+reads last. A loop holds its results and what one turn of its body needs; a turn overwrites what the turn before it
+left. XLA copies what a loop starts from, and what a branch of a conditional changes. Compilers order operations as they
+like, so this is an estimate; `inspection.program.memory` reads what a compiled program needs.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from meshpar.cost.flat import Flat, Operation, bodies, size_of
+from meshpar.cost.flat import ELEMENTWISE, VIEWS, Flat, Operation, bodies
+
+_IN_PLACE = ELEMENTWISE | VIEWS | {"dynamic_update_slice", "optimization_barrier", "scatter", "scatter-add"}
+"""Operations whose results may overwrite what they read last."""
 
 
 def peak_bytes(program: ClosedJaxpr) -> int:
@@ -33,23 +40,49 @@ def peak_bytes(program: ClosedJaxpr) -> int:
     return max(map(_peak, bodies(program)))
 
 
-def _peak(jaxpr: Jaxpr) -> int:
+def _peak(jaxpr: Jaxpr, owned: Collection[int] = ()) -> int:
+    """Bytes that a program holds at most beside its arguments.
+
+    Args:
+      owned: which of its arguments it may overwrite.
+    """
     flat = Flat(jaxpr)
     now = most = 0
-    freed: dict[int, int] = defaultdict(int)
+    freed: dict[int, set[int]] = defaultdict(set)
+    for index in owned:
+        value = flat.arguments[jaxpr.invars[index]]
+        freed[flat.last_reads.get(value, len(flat.operations))].add(value)
     for position, operation in enumerate(flat.operations):
-        for value in operation.writes:
-            size = 0 if value in flat.fused else flat.sizes[value]
-            now += size
-            freed[flat.last_reads.get(value, position)] += size
-        most = max(most, now + _needs(operation))
-        now -= freed[position]
+        written = [value for value in operation.writes if value not in flat.fused]
+        new = sum(flat.sizes[value] for value in written)
+        if operation.name in _IN_PLACE:
+            new -= _shared(map(flat.sizes.__getitem__, written), map(flat.sizes.__getitem__, freed[position]))
+        inside = max((_peak(one, _owned(operation, one)) for one in operation.inside), default=0)
+        # The results of a conditional are those of its branch.
+        most = max(most, now + (max(new, inside) if operation.name == "cond" else new + inside))
+        for value in written:
+            freed[flat.last_reads.get(value, position)].add(value)
+        now += sum(flat.sizes[value] for value in written) - sum(flat.sizes[value] for value in freed[position])
     return most
 
 
-def _needs(operation: Operation) -> int:
-    """Bytes that an operation holds only while it runs, in addition to its results."""
-    needs = max(map(_peak, operation.inside), default=0)
-    if operation.name == "cond":  # its results are those of the branch
-        return max(0, needs - sum(map(size_of, operation.equation.outvars)))
-    return needs
+def _shared(written: Iterable[int], overwritten: Iterable[int]) -> int:
+    """Bytes of the results that have the size of an array that may be overwritten."""
+    return sum(size * count for size, count in (Counter(written) & Counter(overwritten)).items())
+
+
+def _owned(operation: Operation, inside: Jaxpr) -> range:
+    """The arguments that the body of a loop may overwrite: what it carries."""
+    end = len(inside.invars)
+    if operation.name == "scan":
+        outer = operation.equation
+        num_carried = sum(map(_same_ndim, outer.outvars, inside.outvars))
+        end -= sum(not _same_ndim(*pair) for pair in zip(outer.invars, inside.invars, strict=True))
+    else:
+        num_carried = len(operation.writes) if operation.name == "while" else 0
+    return range(end - num_carried, end)
+
+
+def _same_ndim(outside: Any, inside: Any) -> bool:
+    """Whether a loop passes an array to its body as it is; else each turn has a slice of it."""
+    return outside.aval.ndim == inside.aval.ndim

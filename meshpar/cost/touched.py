@@ -1,17 +1,18 @@
 """Counts the bytes that the operations of a traced program read and write, without compiling it.
 
-Matrix products, convolutions and collectives are left out: `cost.flops` and `cost.traced` count those. Of all other
-operations, those that compilers fuse count as one, which reads its arrays and writes its result, see `cost.flat`.
+Matrix products, convolutions and collectives are left out: `cost.flops` and `cost.traced` count those. Operations
+that compilers fuse count as one operation, which reads its arrays and writes its result, see `cost.flat`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from fractions import Fraction
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from meshpar.cost.flat import VIEWS, Flat, Operation, bodies
+from meshpar.cost.flat import EXPENSIVE, VIEWS, Flat, Operation, bodies
 from meshpar.cost.flops import PRODUCTS
 from meshpar.cost.traced import COLLECTIVES
 from meshpar.cost.walk import Visit, repeats
@@ -22,12 +23,25 @@ _PARTS = {"dynamic_slice": None, "gather": None, "dynamic_update_slice": 1, "sca
 _SCALARS = 128
 """Operations that touch no more bytes than these compute indices and counters, which cost nothing beside arrays."""
 
-Counts = dict[int, Fraction]
-"""Bytes -> how often."""
+
+@dataclass(frozen=True, order=True)
+class Touch:
+    """What an operation beside products and collectives does.
+
+    Args:
+      num_bytes: that it reads and writes.
+      is_expensive: whether it computes functions such as exp, which take longer than to read and write.
+    """
+
+    num_bytes: int
+    is_expensive: bool = False
+
+
+Counts = dict[Touch, Fraction]
 
 
 def touched_bytes(program: ClosedJaxpr, mean: bool = False) -> Counts:
-    """Bytes that an operation reads and writes on a device -> how often it runs.
+    """The operations of a device beside products and collectives -> how often they run.
 
     Args:
       program: the result of `jax.make_jaxpr`. Only manual regions count; without any, the program of one device.
@@ -43,20 +57,24 @@ def touched_bytes(program: ClosedJaxpr, mean: bool = False) -> Counts:
 def _add(jaxpr: Jaxpr, times: Fraction, found: Counts, mean: bool) -> None:
     flat = Flat(jaxpr)
     reads: dict[int, set[int]] = {}  # value that is computed where it is read -> the arrays that it is computed from
+    expensive: set[int] = set()  # such values that are expensive
     for operation in flat.operations:
-        if operation.inside and operation.name not in _ELSEWHERE:
+        if operation.inside and operation.name not in _ELSEWHERE | _PARTS.keys():
             visit = Visit(operation.equation, scope=str(operation.equation.source_info.name_stack), mean=mean)
             each = repeats(visit, len(operation.inside))
             for inside, repeat in zip(operation.inside, each, strict=True):
                 _add(inside, times * (1 if repeat is None else repeat), found, mean)
             continue
         arrays = set().union(*(reads.get(value, {value}) for value in operation.reads))
+        is_expensive = operation.name in EXPENSIVE or not expensive.isdisjoint(operation.reads)
         if len(operation.writes) == 1 and operation.writes[0] in flat.recomputed:
             reads[operation.writes[0]] = {*operation.writes} if operation.name in _PARTS else arrays
+            if is_expensive:
+                expensive.add(operation.writes[0])
         elif operation.name not in _ELSEWHERE and operation.name not in VIEWS:
             size = _touched(operation, arrays, flat)
             if size > _SCALARS:
-                found[size] += times
+                found[Touch(size, is_expensive)] += times
 
 
 def _touched(operation: Operation, arrays: set[int], flat: Flat) -> int:

@@ -59,8 +59,6 @@ class Prepared(Training):
     run: Run
     taught_by: Prepared | None = None
     """The training of the teacher, on the same mesh."""
-    abstract_platform: str = "cpu"
-    """The platform that the step is compiled for, if the mesh is abstract."""
 
     @cached_property
     def traced_bytes(self) -> Traffic | None:
@@ -123,7 +121,7 @@ class Prepared(Training):
     @property
     def _float_bytes(self) -> int:
         """The smallest size of a float that is sent: XLA:CPU sends 16-bit floats as 32-bit ones."""
-        return 4 if (platform_of(self.mesh) or self.abstract_platform) == "cpu" else 1
+        return 4 if (platform_of(self.mesh) or "cpu") == "cpu" else 1
 
     @property
     def _is_countable(self) -> bool:
@@ -236,20 +234,18 @@ def _warn_beyond(collectives: Sequence[Sent], traced: Traffic) -> None:
         warnings.warn(text, ContractWarning, stacklevel=3)
 
 
-def prepare(run: Run, mesh: AnyMesh | None = None, abstract_platform: str = "cpu") -> Prepared:
+def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
     """Checks a run and prepares it, before anything is compiled.
 
     Args:
-      mesh: default: the run's own, on the local devices.
-      abstract_platform: the platform that the step is compiled for, if the mesh is abstract: `traced_bytes` depends on
-        it. No devices are needed then.
+      mesh: default: the run's own, on the local devices. An abstract mesh needs no devices.
 
     Raises:
       ConfigError, MeshError, ShardingError: with all problems of their kind.
     """
     mesh = run.mesh.build() if mesh is None else mesh
     check(run, mesh)
-    prepared = replace(_prepared(run, mesh), abstract_platform=abstract_platform)
+    prepared = _prepared(run, mesh)
     _ = prepared.placement
     return prepared
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pydantic
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from meshpar.config import Config, Section, default
 from meshpar.errors import MeshError, Problem, Problems
@@ -107,11 +107,16 @@ class MeshLayout(AxisSizes):
         inside = tuple(self.resolved(len(devices)).values())
         return Mesh(_arrange(devices, inside, tuple(self._across.values())), AXES, _AXIS_TYPES)
 
-    def abstract(self, num_devices: int | None = None) -> AbstractMesh:
-        """The mesh without devices, which is enough to resolve, explain and trace."""
+    def abstract(self, num_devices: int | None = None, platform: str | None = None) -> AbstractMesh:
+        """The mesh without devices, which is enough to resolve, explain and trace.
+
+        Args:
+          platform: the one that programs are traced for, such as `gpu`; None if it is not known, and as on CPUs then.
+        """
         inside = self.resolved(num_devices or self.requested() or 1)
         sizes = tuple(inside[axis] * self._across[axis] for axis in AXES)
-        return AbstractMesh(sizes, AXES, axis_types=_AXIS_TYPES)
+        device = AbstractDevice(device_kind=platform, num_cores=None, platform=platform) if platform else None
+        return AbstractMesh(sizes, AXES, axis_types=_AXIS_TYPES, abstract_device=device)
 
     def _refuse(self, devices: Sequence[jax.Device]) -> None:  # pyright: ignore[reportInvalidTypeForm]
         """Raises the error of too few devices, with how to get more."""

@@ -431,16 +431,19 @@ def _stacked_blocks(model: Decoder, stack: str, rngs: nnx.Rngs) -> Any:
     Memory: layers are initialized one after the other, so temporary arrays have the size of one layer.
     """
     padding = model.stacked_layers - model.num_layers
+    graphs: list[Any] = []
 
     def init(key: jax.Array) -> Any:
-        return nnx.state(Block(model, stack, nnx.Rngs(params=key)))
+        graph, params = nnx.split(Block(model, stack, nnx.Rngs(params=key)))
+        graphs.append(graph)  # it has no arrays, and is the same for all layers
+        return params
 
     def pad(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x, jnp.zeros((padding, *x.shape[1:]), x.dtype)]) if padding else x
 
     keys = jax.random.split(rngs.params(), len(model.layers_in(stack)))
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Block(model, stack, nnx.Rngs(0))))
-    stacked = nnx.merge(graph, jax.tree.map(pad, jax.lax.map(init, keys)))
+    params = jax.tree.map(pad, jax.lax.map(init, keys))
+    stacked = nnx.merge(graphs[0], params)
     for _, param in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
         param.set_metadata(dims=("layers", *param.get_metadata()["dims"]))
     return stacked

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,9 @@ MANY_TOKENS = 1024
 """The gradient of a weight is a product of matrices from so many tokens on, see `_by_token`."""
 
 
-class Adapter(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapter:
     """A low-rank term of a linear map, as LoRA's: `scale * x @ a @ b`.
 
     Args:
@@ -48,9 +51,9 @@ class Adapter(NamedTuple):
       b: [rank, outputs...].
     """
 
-    a: jax.Array
-    b: jax.Array
-    scale: float
+    a: Any  # arrays; JAX also builds it with placeholders
+    b: Any
+    scale: float = field(metadata={"static": True})
 
     def of(self, thin: jax.Array) -> jax.Array:
         """The term, where `thin` is x @ a."""

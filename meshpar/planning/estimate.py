@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr
 
 from meshpar.cost.flops import traced_products
 from meshpar.cost.live import peak_bytes
-from meshpar.cost.touched import touched_bytes
+from meshpar.cost.touched import Touch, touched_bytes
 from meshpar.cost.traced import Collective
 from meshpar.experiment.prepare import Prepared
 from meshpar.inspection.inspect import axes_name
@@ -73,11 +73,11 @@ class Operations:
 
     Args:
       products: operations of a product -> how often it runs.
-      touched: bytes that another operation reads and writes -> how often it runs.
+      touched: another operation -> how often it runs.
     """
 
     products: Mapping[int, float]
-    touched: Mapping[int, float]
+    touched: Mapping[Touch, float]
 
     @property
     def flops(self) -> float:
@@ -161,7 +161,7 @@ def work_of(prepared: Prepared, mean: bool = False) -> Work | None:
 def _seconds(of: Operations, machine: Machine) -> tuple[float, float]:
     """Seconds of products, and of other operations."""
     products = sum(times * machine.product_s(flops) for flops, times in of.products.items())
-    return products, sum(times * machine.touch_s(size) for size, times in of.touched.items())
+    return products, sum(times * machine.touch_s(one) for one, times in of.touched.items())
 
 
 def operations(step: ClosedJaxpr, prepared: Prepared, mean: bool = False) -> Operations:
@@ -172,11 +172,12 @@ def operations(step: ClosedJaxpr, prepared: Prepared, mean: bool = False) -> Ope
     products: dict[int, float] = defaultdict(float)
     for one in traced_products(step, mean):
         products[one.num_flops] += float(one.times * one.num_shards / prepared.mesh.size)
-    touched = {size: float(times) for size, times in touched_bytes(step, mean).items()}
+    touched = {one: float(times) for one, times in touched_bytes(step, mean).items()}
     if step is prepared.countable_step:
         states = prepared.states
         num_arrays = len(jax.tree.leaves(prepared.placement.sharded))
-        updated = (2 * (states.parameters + states.optimizer) + states.gradients) // num_arrays
+        num_bytes = (2 * (states.parameters + states.optimizer) + states.gradients) // num_arrays
+        updated = Touch(num_bytes, is_expensive=True)
         touched[updated] = touched.get(updated, 0.0) + num_arrays
     return Operations(products, touched)
 

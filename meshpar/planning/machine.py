@@ -10,6 +10,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from meshpar.cost.touched import Touch
 from meshpar.cost.traced import Axes, Collective
 from meshpar.errors import MeshError
 from meshpar.mesh.hardware import LINKS, Link, Links
@@ -40,6 +41,7 @@ class Machine(Protocol):
 
     Attributes:
       text: its name.
+      platform: the one that steps are traced for: `cpu`, `gpu` or `tpu`.
       num_devices: in all hosts.
       per_host: devices that the fast network joins.
       memory_bytes: of a device.
@@ -50,6 +52,8 @@ class Machine(Protocol):
 
     @property
     def text(self) -> str: ...
+    @property
+    def platform(self) -> str: ...
     @property
     def num_devices(self) -> int: ...
     @property
@@ -68,8 +72,8 @@ class Machine(Protocol):
         """Seconds of a matrix product with so many operations, on every device at once."""
         ...
 
-    def touch_s(self, num_bytes: float) -> float:
-        """Seconds of an elementwise operation that reads and writes so many bytes, on every device at once."""
+    def touch_s(self, one: Touch) -> float:
+        """Seconds of an operation beside products and collectives, on every device at once."""
         ...
 
     def collective_s(self, one: Collective, mesh: AnyMesh) -> float:
@@ -92,6 +96,7 @@ class StatedMachine:
     flops: float
     memory_bytes: float
     links: Links
+    platform: str = "gpu"
     overlaps: bool = True
 
     @classmethod
@@ -114,6 +119,7 @@ class StatedMachine:
             flops=efficiency * chip.flops,
             memory_bytes=chip.memory_bytes,
             links=LINKS[chip.name],
+            platform="tpu" if target.is_tpu else "gpu",
         )
 
     @property
@@ -148,7 +154,7 @@ class StatedMachine:
     def product_s(self, flops: float) -> float:
         return flops / self.flops
 
-    def touch_s(self, num_bytes: float) -> float:
+    def touch_s(self, one: Touch) -> float:
         """Nothing: a chip's kernels fuse operations, such as attention's, whose arrays the trace has in memory."""
         return 0.0
 

@@ -11,6 +11,7 @@ import numpy as np
 import pydantic
 
 from meshpar.config import Config, Positive, load
+from meshpar.cost.touched import Touch
 from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError, Problems
 from meshpar.planning.machine import Figure
@@ -50,12 +51,14 @@ class MeasuredMachine(Config):
     """Number of devices."""
     memory_bytes: Annotated[int, pydantic.Field(gt=0)]
     """Memory of a device, in bytes."""
-    shares_cores: bool
-    """Whether devices are simulated by the same cores. Then times are CPU seconds over the number of cores."""
+    platform: Literal["cpu", "gpu", "tpu"]
+    """Their platform. CPU devices are simulated by the same cores: their times are CPU seconds over the cores."""
     products: Annotated[tuple[Point, ...], pydantic.Field(min_length=1)]
     """Operations of a matrix product of float32 -> seconds."""
     elementwise: Annotated[tuple[Point, ...], pydantic.Field(min_length=1)]
-    """Bytes that an elementwise operation reads and writes -> seconds."""
+    """Bytes that a sum or a product of elements reads and writes -> seconds."""
+    expensive: Annotated[tuple[Point, ...], pydantic.Field(min_length=1)]
+    """The same of an operation that computes functions of elements, such as a sigmoid."""
     collectives: tuple[CollectiveTimes, ...]
     """Times of every kind of collective, in groups of every size that divides the number of devices."""
 
@@ -66,6 +69,10 @@ class MeasuredMachine(Config):
     @property
     def per_host(self) -> int:
         return self.num_devices
+
+    @property
+    def shares_cores(self) -> bool:
+        return self.platform == "cpu"
 
     @property
     def overlaps(self) -> bool:
@@ -92,9 +99,9 @@ class MeasuredMachine(Config):
         """Seconds of a matrix product with so many operations, on every device at once."""
         return interpolated(self.products, flops)
 
-    def touch_s(self, num_bytes: float) -> float:
-        """Seconds of an elementwise operation that reads and writes so many bytes, on every device at once."""
-        return interpolated(self.elementwise, num_bytes)
+    def touch_s(self, one: Touch) -> float:
+        """Seconds of an operation beside products and collectives, on every device at once."""
+        return interpolated(self.expensive if one.is_expensive else self.elementwise, one.num_bytes)
 
     def collective_s(self, one: Collective, mesh: AnyMesh) -> float:
         """Seconds of all runs of a collective in a step. A permute in which some devices send nothing sends less."""

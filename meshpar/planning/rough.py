@@ -10,15 +10,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 
+from meshpar.cost.touched import Touch
 from meshpar.cost.traced import Collective
 from meshpar.planning.estimate import Operations, Work
 from meshpar.planning.space import Layout
 
 ACTIVATION_AXES = ("expert", "context", "tensor")
+COPIES = 2
+"""How often a pipeline holds its sums and activations: branches of its conditionals copy them, see `cost.live`."""
 _IDLE: Mapping[str, float] = {"1f1b": 1.0, "interleaved": 1 / 2, "zb_h1": 1 / 3, "zbv": 1 / 12}
 """Schedule -> its idle time as a share of that of 1F1B, which is (stages - 1) / microbatches of its work."""
 
@@ -48,6 +51,8 @@ class Probes:
       gathered: bytes of the parameters in the dtype that the step computes with.
       summed: bytes of the gradients.
       optimizer: bytes of the optimizer's state.
+      in_layers: the share of the parameters that a pipeline divides.
+      num_layers: of the model; 0 if a pipeline cannot divide it.
     """
 
     tokens: int
@@ -57,20 +62,23 @@ class Probes:
     gathered: int
     summed: int
     optimizer: int
+    in_layers: float
+    num_layers: int
 
     def states_bytes(self, layout: Layout) -> int:
         """Bytes of parameters and optimizer state on a device."""
         fsdp = layout.size("fsdp")
         stored = self.stored // (fsdp if layout.sharding in ("zero2", "fsdp") else 1)
-        return (stored + self.optimizer // fsdp) // (layout.size("tensor") * layout.size("pipe"))
+        return round((stored + self.optimizer // fsdp) * self._share(layout))
 
     def step_bytes(self, layout: Layout) -> int:
         """Bytes that a step holds beside them: activations, gradients, gathered parameters."""
-        parts = layout.size("tensor") * layout.size("pipe")
+        share = self._share(layout)
         in_layers = layout.sharding == "fsdp" or (layout.sharding == "zero2" and layout.num_microbatches == 1)
         held = self._tokens_at_once(layout) * self.steps[layout.remat].bytes_per_token / layout.size("tensor")
-        held += self.summed / parts / (layout.size("fsdp") if in_layers else 1)
-        held += 0 if layout.sharding == "fsdp" else self.gathered / parts
+        held += self.summed * share / (layout.size("fsdp") if in_layers else 1)
+        held *= COPIES if layout.schedule else 1
+        held += 0 if layout.sharding == "fsdp" else self.gathered * share
         return round(held)
 
     def work(self, layout: Layout) -> Work:
@@ -80,7 +88,7 @@ class Probes:
         alone = self.steps[layout.remat].computes
         return Work(
             mesh=layout.abstract_mesh,
-            computes=_shared(alone, shares, layout.num_microbatches, stages),
+            computes=_shared(alone, shares, layout.num_microbatches, self._equal_stages(stages)),
             beside=list(self._weights(layout)),
             waits=list(self._activations(layout)),
             idle=1 + _IDLE.get(layout.schedule, 0.0) * (stages - 1) / layout.num_microbatches,
@@ -92,11 +100,18 @@ class Probes:
         """Tokens of a device in a microbatch."""
         return self.tokens / layout.batch_shards / layout.size("context") / layout.num_microbatches
 
+    def _equal_stages(self, num_stages: int) -> float:
+        """How many stages with as many layers as the longest one the model has."""
+        return self.num_layers / math.ceil(self.num_layers / num_stages) if num_stages > 1 else 1.0
+
+    def _share(self, layout: Layout) -> float:
+        """The share of the parameters that a device has, if `fsdp` does not divide them."""
+        return (self.in_layers / layout.size("pipe") + 1 - self.in_layers) / layout.size("tensor")
+
     def _weights(self, layout: Layout) -> Iterator[Collective]:
         """The gathers of parameters and the reductions of gradients."""
-        parts = layout.size("tensor") * layout.size("pipe")
-        gathered = self.gathered // parts
-        summed = self.summed // parts
+        gathered = round(self.gathered * self._share(layout))
+        summed = round(self.summed * self._share(layout))
         fsdp = layout.size("fsdp")
         if fsdp > 1:
             in_layers = layout.sharding == "fsdp"
@@ -127,14 +142,14 @@ class Probes:
 
 
 @cache
-def _shared(alone: Operations, shares: int, passes: int, num_stages: int) -> Operations:
+def _shared(alone: Operations, shares: int, passes: int, num_stages: float) -> Operations:
     """What a device does of one device's operations: smaller ones, once for each microbatch."""
     parts = shares * passes
     times = passes / num_stages
     products: dict[int, float] = defaultdict(float)
     for flops, count in alone.products.items():
         products[flops // parts] += count * times
-    touched: dict[int, float] = defaultdict(float)
-    for size, count in alone.touched.items():
-        touched[size // parts] += count * times
+    touched: dict[Touch, float] = defaultdict(float)
+    for one, count in alone.touched.items():
+        touched[replace(one, num_bytes=one.num_bytes // parts)] += count * times
     return Operations(products, touched)

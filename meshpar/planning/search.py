@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
+import jax
+
 from meshpar.cost.live import peak_bytes
 from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError, MeshparError
@@ -20,16 +22,14 @@ from meshpar.planning.rough import ACTIVATION_AXES, Probes, Step
 from meshpar.planning.space import Layout
 
 Point = TypeVar("Point")
-PLATFORM = "gpu"
-"""The platform of the traces: 16-bit floats are sent as such."""
 KNOWN_UNDER_GSPMD = {"data", "fsdp"}
 TRACED = 8
-"""How many layouts are traced."""
+"""How many layouts that fit are traced; twice as many if some do not fit."""
 PER_MESH = 2
 """How many layouts of the same mesh are traced."""
 SLACK = 1.25
 """Layouts that hold this much more than the machine has, by the rough estimate, may fit all the same. The first trace
-with a policy of remat, with or without a pipeline, corrects the rough estimates of all others alike."""
+with a policy of remat and a kind of pipeline corrects the rough estimates of all others alike."""
 SMALLEST = 3
 """How many of the smallest layouts are traced if no other fits."""
 
@@ -74,7 +74,7 @@ def search(
     Raises:
       ConfigError: none of the layouts is one that can be estimated.
     """
-    probes = probe(run, everything)
+    probes = probe(run, everything, machine.platform)
     if probes.sent is None:
         everything = [layout for layout in everything if KNOWN_UNDER_GSPMD.issuperset(layout.mesh)]
         if not everything:
@@ -91,15 +91,19 @@ def search(
     traced: dict[Layout, Candidate] = {}
     of_mesh: Counter[Any] = Counter()
     refused: set[tuple[Any, str]] = set()
-    corrections: dict[tuple[str | None, bool], float] = {}
+    corrections: dict[tuple[str | None, str], float] = {}
+    num_fitting = 0
     for layout in dict.fromkeys(promising):
-        alike = (layout.remat, bool(layout.schedule))
+        alike = (layout.remat, layout.schedule)
         kind = (layout.sizes, layout.schedule)
         may_fit = held[layout] * corrections.get(alike, 1 / SLACK) <= at_most
-        if len(traced) == TRACED or of_mesh[layout.sizes] == PER_MESH or kind in refused or not may_fit:
+        if num_fitting == TRACED or len(traced) == 2 * TRACED:
+            break
+        if of_mesh[layout.sizes] == PER_MESH or kind in refused or not may_fit:
             continue
         if candidate := trace(run, layout, machine, probes):
             traced[layout] = candidate
+            num_fitting += candidate.estimate.total_bytes <= at_most
             of_mesh[layout.sizes] += 1
             corrections[alike] = candidate.estimate.total_bytes / held[layout]
         else:
@@ -133,14 +137,14 @@ def trace(run: Run, layout: Layout, machine: Machine, probes: Probes | None = No
     Args:
       probes: give the work where GSPMD decides what is sent.
     """
-    prepared = _prepared(run, layout)
+    prepared = _prepared(run, layout, machine.platform)
     if prepared is None:
         return None
     work = probes.work(layout) if probes and probes.sent is None else work_of(prepared, machine.shares_cores)
     return Candidate(layout, work, work.on(machine)) if work else None
 
 
-def probe(run: Run, everything: Sequence[Layout]) -> Probes:
+def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
     """Traces the probes that these layouts need.
 
     Raises:
@@ -151,7 +155,7 @@ def probe(run: Run, everything: Sequence[Layout]) -> Probes:
         raise ConfigError(f"a run with parallel.local cannot be planned: {what}; plan it with parallel.local=null")
     remats = dict.fromkeys(layout.remat for layout in everything)
     axes = {axis for layout in everything for axis, _ in layout.sizes}
-    alone = {remat: _prepared(run, Layout((), remat=remat)) for remat in remats}
+    alone = {remat: _prepared(run, Layout((), remat=remat), platform) for remat in remats}
     first = next(iter(alone.values()))
     if first is None:
         raise ConfigError("this run cannot be planned: `meshpar explain` says why it does not fit one device")
@@ -159,19 +163,23 @@ def probe(run: Run, everything: Sequence[Layout]) -> Probes:
     widths = run.precision.widths
     states = first.states
     elements = states.parameters // widths.params
+    params = jax.tree.leaves(first.placement.params)
+    in_layers = sum(one.local_bytes for one in params if "layers" in one.spec.dims)
+    stack = run.model.layer_stack()
     summed = elements * widths.sums
     sent = None
     if first.countable_step is not None:
-        sent = {axis: _sent(run, axis) for axis in ACTIVATION_AXES if axis in axes}
+        sent = {axis: _sent(run, axis, platform) for axis in ACTIVATION_AXES if axis in axes}
     return Probes(
         tokens, {remat: _step(one, tokens, summed) for remat, one in alone.items() if one}, sent,
-        states.parameters, elements * widths.compute, summed, states.optimizer,
+        states.parameters, elements * widths.compute, summed, states.optimizer, in_layers / states.parameters,
+        stack.num_layers if stack else 0,
     )  # fmt: skip
 
 
-def _sent(run: Run, axis: str) -> list[Collective]:
+def _sent(run: Run, axis: str, platform: str) -> list[Collective]:
     """The collectives of activations over an axis of two devices; none if the run does not fit them."""
-    pair = _prepared(run, Layout(((axis, 2),)))
+    pair = _prepared(run, Layout(((axis, 2),)), platform)
     step = pair.countable_step if pair else None
     if pair is None or step is None:
         return []
@@ -194,9 +202,9 @@ def _step(prepared: Prepared, tokens: int, summed: int) -> Step:
     return Step(operations(step, prepared), (peak_bytes(step) - summed) / tokens)
 
 
-def _prepared(run: Run, layout: Layout) -> Prepared | None:
+def _prepared(run: Run, layout: Layout, platform: str) -> Prepared | None:
     try:
         changed = layout.applied(run)
-        return prepare(changed, changed.mesh.abstract(), PLATFORM)
+        return prepare(changed, changed.mesh.abstract(platform=platform))
     except MeshparError:
         return None

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import MeshLayout
+from meshpar.models.contract import LayerStack
 
 SHARDING = ("zero1", "zero2", "fsdp")
 SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv")
@@ -37,6 +38,7 @@ class Layout:
       schedule: kind of the pipeline; empty without one.
       num_microbatches: of the pipeline, or of the sum of gradients.
       remat: what blocks recompute; None for the run's own setting.
+      padded_to: the number of stages that do not divide the layers: the last stage has fewer. 0 if they divide them.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -44,6 +46,7 @@ class Layout:
     schedule: str = ""
     num_microbatches: int = 1
     remat: str | None = None
+    padded_to: int = 0
 
     @cached_property
     def mesh(self) -> dict[str, int]:
@@ -84,6 +87,8 @@ class Layout:
         }
         if self.gathers_rows:
             changes["parallel.context"] = {"kind": "all_gather"}
+        if self.padded_to:
+            changes["model.pad_layers_to_multiple"] = self.padded_to
         return changes | ({} if self.remat is None else {"model.remat": self.remat})
 
     def applied(self, run: Run) -> Run:
@@ -112,6 +117,8 @@ class Layout:
             words.append(f"num_microbatches={self.num_microbatches}")
         if self.gathers_rows:
             words.append("parallel.context=all_gather")
+        if self.padded_to:
+            words.append(f"model.pad_layers_to_multiple={self.padded_to}")
         return " ".join(words if self.remat is None else [*words, f"model.remat={self.remat}"])
 
 
@@ -147,13 +154,21 @@ def layouts(run: Run, num_devices: int, per_host: int) -> Iterator[Layout]:
             continue
         if run.data.seq_len % (sizes["context"] * sizes["tensor"]):
             continue
-        if sizes["pipe"] > 1 and not (stack and sizes["pipe"] <= stack.num_layers):
-            continue
+        padded_to = 0
+        if sizes["pipe"] > 1:
+            if not stack or not _has_layers(stack, sizes["pipe"]):
+                continue
+            padded_to = sizes["pipe"] if stack.stacked_layers % sizes["pipe"] else 0
         shardings = SHARDING if sizes["fsdp"] > 1 else ("",)
         for sharding, remat, (schedule, count) in product(shardings, remats(run), _passes(sizes["pipe"], rows)):
-            if schedule in TWO_CHUNKS and stack and 2 * sizes["pipe"] > stack.num_layers:
+            if schedule in TWO_CHUNKS and (padded_to or (stack and 2 * sizes["pipe"] > stack.num_layers)):
                 continue
-            yield Layout(large, sharding, schedule, count, remat)
+            yield Layout(large, sharding, schedule, count, remat, padded_to)
+
+
+def _has_layers(stack: LayerStack, num_stages: int) -> bool:
+    """Whether each stage has a layer, if all but the last have equally many."""
+    return stack.num_layers > (num_stages - 1) * -(-stack.num_layers // num_stages)
 
 
 def _divided(count: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:

@@ -72,14 +72,16 @@ class Placement:
 
 
 def platform_of(mesh: AnyMesh) -> str | None:
-    """The platform of the mesh's devices, such as `cpu`; None for a mesh without devices."""
-    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+    """The platform of the mesh's devices, such as `cpu`; None if an abstract mesh does not say one."""
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
+    return device.platform if device else None
 
 
 def is_compile_only(mesh: AnyMesh) -> bool:
-    """Whether the mesh's devices are descriptions for a compiler, see `plan.targets`."""
-    runtime = getattr(mesh.devices.flat[0].client, "runtime_type", "") if isinstance(mesh, Mesh) else ""
-    return runtime == "compile_only_runtime"
+    """Whether the mesh's devices are not in this process: descriptions for a compiler, see `mesh.targets`, or none."""
+    if not isinstance(mesh, Mesh):
+        return mesh.abstract_device is not None
+    return getattr(mesh.devices.flat[0].client, "runtime_type", "") == "compile_only_runtime"
 
 
 def live(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -113,9 +113,10 @@ def local_gradients(
         check_names(sums.metrics)
         loss, count, metrics = data.summed(sums.sums)
         divisor = jnp.where(count > 0, count, jnp.ones_like(count))  # weights may sum to less than 1
-        # The norm of the sums: the compiler then fuses the division with the optimizer's first operation.
+        # The norm of the sums, and products with the reciprocal: the compiler fuses these with the optimizer.
         norm = data.global_norm(grads, trained)
-        loss, metrics, grads, norm = jax.tree.map(lambda x: x / divisor.astype(x.dtype), (loss, metrics, grads, norm))
+        loss, metrics, norm = jax.tree.map(lambda x: x / divisor.astype(x.dtype), (loss, metrics, norm))
+        grads = jax.tree.map(lambda g: (wide(g) * (1 / divisor.astype(wide(g).dtype))).astype(g.dtype), grads)
         next_carried = sums.carried
         if error_feedback:
             next_carried = next_carried | {REDUCE: jax.tree.map(lambda x: x[None], error_feedback)}

@@ -96,10 +96,10 @@ class Update:
         moments = state.opt_state
         if platform_of(jax.tree.leaves(sharded)[0].mesh) == "cpu":
             # XLA:CPU computes the new parameters from the old moments, and would copy these to overwrite them first.
-            params, is_finite, grads, moments = jax.lax.optimization_barrier((params, is_finite, got.grads, moments))
+            params, is_finite, moments = jax.lax.optimization_barrier((params, is_finite, moments))
             if self.is_elementwise:
                 # Else it would store the new moments with which it computes parameters, and read them to select.
-                _, opt_state = updated(grads, moments)
+                _, opt_state = updated(got.grads, moments)
         keep = partial(jnp.where, is_finite)
 
         whole = filled(params, state.params)

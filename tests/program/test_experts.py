@@ -14,7 +14,7 @@ from meshpar.inspection.inspect import inspect
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
-from meshpar.nn.experts import Balance, Experts, exchange, mlp
+from meshpar.nn.experts import Balance, Experts, exchange, tiles
 from tests.program.test_bytes import ROWS, SEQ, as_written, cost_as_traced, cost_as_written, prepared, sent_over
 
 LAYERS, WIDTH, HIDDEN, NUM, PER_TOKEN = 3, 16, 8, 8, 2
@@ -100,8 +100,7 @@ DENSE = Llama(num_layers=LAYERS, hidden_size=WIDTH, num_heads=4, intermediate_si
 
 def over_dense(num_flops):
     """Operations of a device over those of the dense model, without the products of routing."""
-    # A device sums, forward and for the weights, over the tokens of four devices, of which it computes a fourth.
-    of_token = {"logits": 6 * WIDTH * NUM, "weighted sum": 4 * 4 * PER_TOKEN * WIDTH, "load": 2 * NUM}
+    of_token = {"logits": 6 * WIDTH * NUM, "load": 2 * NUM}
     tokens = ROWS // 8 * SEQ
     return (num_flops - LAYERS * tokens * sum(of_token.values())) / cost_as_traced(prepared("data8", model=DENSE))[1]
 
@@ -114,11 +113,7 @@ def test_without_drops_the_products_are_those_of_the_dense_model_though_there_is
 
 def test_ragged_products_of_a_cpu_are_those_of_all_experts_with_all_rows(monkeypatch):
     """Control."""
-
-    def ragged(rows, ws, sizes, _, of_rows):
-        return tuple(lax.ragged_dot(of_rows(*rows), w, sizes) for w in ws)
-
-    monkeypatch.setattr(mlp, "grouped_dots", ragged)
+    monkeypatch.setattr(tiles, "_in_tiles", lambda _, *operands: tiles._by_xla(*operands))
     assert over_dense(cost_as_written(run_of("dropless", {"expert": 4, "data": 2}, ["experts"]))[1]) > 2
 
 

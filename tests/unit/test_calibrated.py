@@ -10,7 +10,7 @@ import pytest
 
 import meshpar
 from meshpar.config import to_yaml
-from meshpar.cost.touched import touched_bytes
+from meshpar.cost.touched import Touch, touched_bytes
 from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError
 from meshpar.mesh.hardware import Link, Links
@@ -37,10 +37,9 @@ def points(seconds):
 
 def machine(num_devices=2, sizes=(2,), **changes):
     tables = [CollectiveTimes(kind=kind, group_size=size, times=points(1e-3)) for kind in KINDS for size in sizes]
-    known = {"device": "cpu", "num_devices": num_devices, "memory_bytes": 10**9, "shares_cores": True}
-    return MeasuredMachine(
-        **known | {"products": points(1e-4), "elementwise": points(1e-5), "collectives": tables} | changes
-    )
+    known = {"device": "cpu", "num_devices": num_devices, "memory_bytes": 10**9, "platform": "cpu"}
+    operations = {"products": points(1e-4), "elementwise": points(1e-5), "expensive": points(1e-4)}
+    return MeasuredMachine(**known | operations | {"collectives": tables} | changes)
 
 
 # What is counted --------------------------------------------------------------------------------------------------
@@ -52,11 +51,13 @@ W = jnp.ones((8, 8), jnp.float32)  # 256 bytes
 @pytest.mark.parametrize(
     ("fn", "expected"),
     [
-        (lambda x: jnp.exp(-x) + 1, {512: 1}),  # one fusion: reads 256, writes 256
+        (lambda x: jnp.exp(-x) + 1, {Touch(512, True): 1}),  # one fusion: reads 256, writes 256
+        (lambda x: -x + 1, {Touch(512): 1}),
         (lambda x: x @ W, {}),  # a product
-        (lambda x: (x @ W) * x, {768: 1}),  # two operands and a result
-        (lambda x: jax.lax.scan(lambda y, _: (jnp.exp(y), None), x, None, length=5)[0], {512: 5}),
-        (lambda x: jax.lax.psum(x, "data") + x, {768: 1}),  # the collective is counted elsewhere
+        (lambda x: (x @ W) * x, {Touch(768): 1}),  # two operands and a result
+        (lambda x: jax.lax.scan(lambda y, _: (jnp.exp(y), None), x, None, length=5)[0], {Touch(512, True): 5}),
+        (lambda x: x.at[jnp.arange(4)].add(x[:4]), {Touch(256): 1}),  # adds 128 bytes
+        (lambda x: jax.lax.psum(x, "data") + x, {Touch(768): 1}),  # the collective is counted elsewhere
     ],
 )
 def test_operations_touch_what_they_read_and_write(fn, expected):
@@ -84,10 +85,10 @@ def test_a_collective_takes_what_its_table_says():
 def test_no_core_of_simulated_devices_is_idle_and_nothing_is_hidden():
     mesh = MeshLayout(data=2).abstract()
     beside = [Collective("all_reduce", ("data",), 1000, 2)]
-    work = Work(mesh, Operations({1000: 1.0}, {1000: 1.0}), beside, [], 1.5, 0, 0)
+    work = Work(mesh, Operations({1000: 1.0}, {Touch(1000): 1.0}), beside, [], 1.5, 0, 0)
     shared = work.on(machine())
     assert shared.terms == pytest.approx({"products": 1e-4, "other operations": 1e-5, "weights and gradients": 1e-3})
-    apart = work.on(machine(shares_cores=False))
+    apart = work.on(machine(platform="gpu"))
     assert apart.terms["weights and gradients"] == pytest.approx(1e-3 - 1.1e-4)
     assert apart.terms["bubble"] == pytest.approx(0.5e-3)
 
@@ -101,7 +102,8 @@ def test_a_calibration_is_written_and_read(tmp_path, monkeypatch):
     (tmp_path / "here.yaml").write_text(to_yaml(measured))
     assert read(tmp_path / "here.yaml") == measured
     assert measured.num_devices == jax.device_count()
-    for table in (measured.products, measured.elementwise, *(one.times for one in measured.collectives)):
+    tables = [measured.products, measured.elementwise, measured.expensive]
+    for table in [*tables, *(one.times for one in measured.collectives)]:
         assert table[0].seconds < table[1].seconds
 
 

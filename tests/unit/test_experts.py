@@ -16,12 +16,14 @@ from meshpar.experiment.prepare import prepare
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.nn.describe import functional, nested
-from meshpar.nn.experts import Balance, Experts, grouped, mixture
+from meshpar.nn.experts import Balance, Experts, mixture, mlp, tiles
 from meshpar.nn.experts.balance import RouterState, summary
 from meshpar.nn.experts.capacity import by_capacity
-from meshpar.nn.experts.grouped import SMALLEST, Tiles, grouped_dots
 from meshpar.nn.experts.layer import DROPPED, MixtureOfExperts
+from meshpar.nn.experts.mlp import ExpertWeights, Matrices
 from meshpar.nn.experts.routing import LOAD
+from meshpar.nn.experts.sorting import Order
+from meshpar.nn.experts.tiles import SMALLEST, Tile, Tiles, of_choices
 from meshpar.nn.lora import LoRA
 from meshpar.tree import flatten_with_paths
 
@@ -228,30 +230,40 @@ def test_the_summary_is_of_the_layer_with_the_most_uneven_load():
 
 
 def with_gradients(product, sizes):
-    """The result of a product of 170 rows, and the gradients of both operands."""
+    """The result of a product of 170 weighted rows, and the gradients of all operands."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(170, 5)))
-    w = jnp.asarray(rng.normal(size=(len(sizes), 5, 3)))
-    y, pull = jax.vjp(lambda x, w: product(x, w, jnp.asarray(sizes, jnp.int32)), x, w)
+    w = jnp.asarray(rng.normal(size=(len(sizes), 5, 6)))
+    weights = jnp.asarray(rng.normal(size=170))
+    y, pull = jax.vjp(lambda *operands: product(*operands, jnp.asarray(sizes, jnp.int32)), x, w, weights)
     return y, *pull(jnp.cos(y))
 
 
-def in_tiles(x, w, sizes):
-    (y,) = grouped_dots((x,), (w,), sizes, expected=len(x), of_rows=lambda x: x)
-    return y
+def in_tiles(x, w, weights, sizes):
+    """The product as the last one of experts whose hidden layer is x: silu of 64 is 64, and up is x / 64."""
+    num_groups, width, outputs = w.shape
+    gate = jnp.zeros((num_groups, outputs, width), x.dtype).at[:, -1].set(64)
+    up = jnp.broadcast_to(jnp.eye(outputs, width, dtype=x.dtype) / 64, gate.shape)
+    x = jnp.concatenate([x, jnp.ones((len(x), 1), x.dtype)], 1)
+    rows = jnp.arange(len(x), dtype=jnp.int32)
+    experts = ExpertWeights(Matrices(gate), Matrices(up), Matrices(w))
+    return of_choices(x, weights[:, None], Order(rows, rows[:, None]), sizes, experts, expected=len(x))
 
 
-# The last tile of a group begins before its rows, groups are empty, rows belong to no group.
+def by_xla(x, w, weights, sizes):
+    return lax.ragged_dot(x, w, sizes) * weights[:, None]
+
+
+# The last tile of an expert ends beyond the rows, experts have none, rows belong to no expert.
 @pytest.mark.parametrize("sizes", [(5, 0, 146, 19), (170, 0, 0, 0), (3, 65, 64, 1), (0, 0, 0, 0)])
 def test_products_in_tiles_are_the_ragged_ones(sizes):
-    for one, other in zip(with_gradients(in_tiles, sizes), with_gradients(lax.ragged_dot, sizes), strict=True):
+    for one, other in zip(with_gradients(in_tiles, sizes), with_gradients(by_xla, sizes), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
-def test_a_tile_that_writes_rows_of_another_group_is_seen(monkeypatch):
-    spans = grouped._spans
-    monkeypatch.setattr(grouped, "_spans", lambda sizes: (spans(sizes)[0], sizes + 1))
-    found, expected = (with_gradients(product, (5, 0, 146, 18)) for product in (in_tiles, lax.ragged_dot))
+def test_a_tile_that_counts_rows_of_another_expert_is_seen(monkeypatch):
+    monkeypatch.setattr(Tile, "weights", lambda tile, rows: tile.cut(rows.weights)[:, None])
+    found, expected = (with_gradients(product, (5, 0, 146, 18))[:3] for product in (in_tiles, by_xla))
     assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(found, expected, strict=True))
 
 
@@ -259,9 +271,10 @@ def errors_in_bfloat16():
     """The errors of a product of bfloat16 and of both gradients, over the bounds of a sum in float32, rounded once."""
     rng = np.random.default_rng(0)
     sizes = np.asarray([5, 0, 400, 107], np.int32)
-    shapes = {"x": (sizes.sum(), 32), "w": (len(sizes), 32, 24), "dy": (sizes.sum(), 24)}
+    shapes = {"x": (sizes.sum(), 32), "w": (len(sizes), 32, 33), "dy": (sizes.sum(), 33)}
     arrays = {name: jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for name, shape in shapes.items()}
-    y, pull = jax.vjp(lambda x, w: in_tiles(x, w, jnp.asarray(sizes)), arrays["x"], arrays["w"])
+    ones = jnp.ones(sizes.sum(), jnp.bfloat16)
+    y, pull = jax.vjp(lambda x, w: in_tiles(x, w, ones, jnp.asarray(sizes)), arrays["x"], arrays["w"])
     found = y, *pull(arrays["dy"])
     x, w, dy = (np.asarray(array, np.float64) for array in arrays.values())
     of_group = np.eye(len(sizes))[np.repeat(np.arange(len(sizes)), sizes)]
@@ -282,7 +295,8 @@ def errors_in_bfloat16():
 def test_products_of_bfloat16_are_rounded_once(monkeypatch):
     """Control: with a gradient that is summed over tiles in bfloat16."""
     assert all(0.5 < one <= 1 for one in errors_in_bfloat16())
-    monkeypatch.setattr(grouped, "wide_dtype", lambda dtype: dtype)
+    for module in (mlp, tiles):
+        monkeypatch.setattr(module, "wide_dtype", lambda dtype: dtype)
     assert errors_in_bfloat16()[2] > 4
 
 

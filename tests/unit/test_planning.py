@@ -16,14 +16,15 @@ import meshpar
 from meshpar.config import to_yaml
 from meshpar.cost.live import peak_bytes
 from meshpar.cost.traced import Collective
+from meshpar.cost.walk import walk
 from meshpar.errors import ConfigError, MeshError
-from meshpar.experiment.config import Run
+from meshpar.experiment.config import Precision, Run
 from meshpar.mesh.hardware import Link, Links
 from meshpar.mesh.layout import MeshLayout
 from meshpar.planning import search as searching
 from meshpar.planning.estimate import work_of
 from meshpar.planning.machine import StatedMachine
-from meshpar.planning.space import layouts
+from meshpar.planning.space import Layout, layouts
 
 RUN = Run(
     model={
@@ -88,12 +89,55 @@ def test_a_loop_holds_its_results_and_one_turn():
     assert 11 * 256 <= peak_bytes(region(saved)(x)) <= 14 * 256
 
 
+@pytest.mark.parametrize(
+    ("fn", "arrays"),
+    [
+        (lambda y: y.at[0].set(0.0), 1),
+        (lambda y: jax.lax.scan(lambda y, _: (y + 1, None), y, None, length=10)[0], 2),  # its start and its result
+        (lambda y: jax.lax.while_loop(lambda y: y[0, 0] < 9, lambda y: y + 1, y), 2),
+        # Controls: nothing overwrites what is read later, and neither products nor branches overwrite what they read.
+        (lambda y: y.at[0].set(0.0) + y, 2),
+        (lambda y: jax.lax.scan(lambda y, _: (y @ y[:8], None), y, None, length=10)[0], 3),
+        (lambda y: jax.lax.cond(y[0, 0] < 9, lambda y: y + 1, lambda y: -y, y), 2),
+    ],
+)
+def test_what_is_read_last_is_overwritten(fn, arrays):
+    w = jnp.ones((8, 8), jnp.float32)
+    peak = peak_bytes(region(lambda x: fn(x @ w))(jnp.ones((16, 8), jnp.float32)))
+    assert arrays * 256 <= peak <= arrays * 256 + 40  # beside scalars
+
+
+@pytest.mark.parametrize(("platform", "has_kernel"), [("gpu", True), ("cpu", False)])
+def test_a_step_is_traced_for_the_platform_of_its_machine(platform, has_kernel):
+    """Attention is a kernel of cuDNN on GPUs only."""
+    changes = {"seq_len": 256, "documents_in_row": "joined"}
+    run = RUN.model_copy(
+        update={"data": RUN.data.model_copy(update=changes), "precision": Precision(compute="bfloat16")}
+    )
+    layout = Layout((("data", 8),), remat="none")
+    prepared = searching._prepared(run, layout, platform)
+    primitives = {visit.primitive for visit in walk(prepared.countable_step)}
+    assert ("dot_product_attention_fwd_wrapper" in primitives) == has_kernel
+
+
+def test_stages_that_do_not_divide_the_layers_are_planned():
+    """Seven layers on four stages: the longest stage has as much to compute as with eight layers."""
+    flops = {}
+    for num_layers in (4, 7, 8):
+        run = RUN.model_copy(update={"model": RUN.model.model_copy(update={"num_layers": num_layers})})
+        wanted = {"sizes": (("pipe", 4),), "schedule": "1f1b", "num_microbatches": 4, "remat": "none"}
+        (layout,) = (one for one in layouts(run, 4, 4) if wanted.items() <= vars(one).items())
+        assert layout.applied(run).model.pad_layers_to_multiple == (4 if num_layers == 7 else 1)
+        flops[num_layers] = searching.trace(run, layout, MACHINE).work.computes.flops
+    assert flops[4] < flops[7] == flops[8]
+
+
 @cache
 def works():
     """Layout -> the work of its traced step, for a sample of all layouts of eight devices."""
     every = [layout for layout in layouts(RUN, 8, 8) if layout.num_microbatches in (1, 4) and layout.remat == "none"]
     sample = random.Random(0).sample(every, 16)
-    prepared = {layout: searching._prepared(RUN, layout) for layout in sample}
+    prepared = {layout: searching._prepared(RUN, layout, "gpu") for layout in sample}
     return {layout: work for layout, one in prepared.items() if one and (work := work_of(one))}
 
 
@@ -110,8 +154,8 @@ def machines():
 
 def test_the_search_finds_the_best_of_all_layouts(monkeypatch):
     """The optimum of its own estimate on 90 of 100 machines, and never worse than 1.05."""
-    probes = searching.probe(RUN, list(works()))
-    monkeypatch.setattr(searching, "probe", lambda run, everything: probes)
+    probes = searching.probe(RUN, list(works()), "gpu")
+    monkeypatch.setattr(searching, "probe", lambda run, everything, platform: probes)
     monkeypatch.setattr(
         searching,
         "trace",

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 
 from jax.stages import Compiled
 
@@ -56,10 +57,8 @@ class Collective:
         scope states how often it is taken, which may be a fraction, see `walk.Visit`.
       branches: the branches of conditionals that contain it, outermost first.
       op_name: JAX's name for the operation of the user's program; empty if the compiler added the collective.
-      source: `file:line` of the layer or model that communicates; empty if unknown.
-      tensors: dotted paths of the parameters that it gathers, or whose gradients it reduces; empty for activations,
-        and for data that arithmetic mixed on the way.
-      line: the number of its line in the program's text.
+      instruction: its line in the program.
+      flow: the data flow of the program.
     """
 
     kind: str
@@ -72,9 +71,28 @@ class Collective:
     times: Fraction
     branches: tuple[str, ...]
     op_name: str
-    source: str
-    tensors: tuple[str, ...]
-    line: int = 0
+    instruction: Instruction = field(repr=False)
+    flow: Flow = field(repr=False, compare=False)
+
+    @property
+    def line(self) -> int:
+        """The number of its line in the program's text."""
+        return self.instruction.line
+
+    # Only reports need these two, and following the data takes longer than counting the bytes.
+
+    @cached_property
+    def source(self) -> str:
+        """`file:line` of the layer or model that communicates; empty if unknown."""
+        return self.flow.program.source(self.instruction)
+
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """Dotted paths of the parameters that it gathers, or whose gradients it reduces.
+
+        Empty for activations, and for data that arithmetic mixed on the way.
+        """
+        return self.flow.gathers(self.instruction) or self.flow.updates(self.instruction)
 
     @property
     def group_size(self) -> int:
@@ -183,9 +201,8 @@ def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: Any
         times=visit.times or Fraction(0),
         branches=visit.branches,
         op_name=one.op_name,
-        source=program.source(one),
-        tensors=flow.gathers(one) or flow.updates(one),
-        line=one.line,
+        instruction=one,
+        flow=flow,
     )
 
 

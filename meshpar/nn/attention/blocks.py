@@ -18,6 +18,7 @@ from meshpar.nn.attention.core import Window, documents, known_window
 from meshpar.nn.attention.setting import Setting
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards, attend
+from meshpar.nn.remat import named
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import constrain
 from meshpar.parallel.sequence import SequenceLayout
@@ -57,7 +58,7 @@ class Blocks(Config):
 
     def reference(self, seq_len: int, small_seq_len: int) -> Blocks:
         """The core of a small run with rows of `small_seq_len` tokens: with several blocks if the run's rows have."""
-        return Blocks(block_size=small_seq_len if seq_len <= self.block_size else max(1, small_seq_len // 4))
+        return Blocks(block_size=small_seq_len if seq_len <= self.block_size else max(1, small_seq_len // 8))
 
 
 def in_blocks(
@@ -70,7 +71,10 @@ def in_blocks(
     k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
     v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
     q, k, v = varying_alike(q * jnp.asarray(size**-0.5, q.dtype), k, v)
-    q_BKGSh = q.reshape(batch, seq, k.shape[2], -1, size).transpose(0, 2, 3, 1, 4)
+    # Named by heads too: a backward that reads these need not transpose the queries, keys and values again.
+    q_BKGSh = named(q.reshape(batch, seq, k.shape[2], -1, size).transpose(0, 2, 3, 1, 4), "q")
+    k_BKSh = named(k.swapaxes(1, 2), "k")
+    v_BKSh = named(v.swapaxes(1, 2), "v")
     width = None if window is None else jnp.asarray(window, jnp.int32)
-    out_BKGSh: jax.Array = attend(shards, q_BKGSh, k.swapaxes(1, 2), v.swapaxes(1, 2), segments, width)
+    out_BKGSh: jax.Array = attend(shards, q_BKGSh, k_BKSh, v_BKSh, segments, width)
     return out_BKGSh.transpose(0, 3, 1, 2, 4).reshape(q.shape)

@@ -107,4 +107,4 @@ def _answer(of_process: Callable[..., Any], of_target: Callable[..., Any], *args
     ctx = current()
     if ctx is None or not is_compile_only(ctx.mesh):
         return of_process(*args)
-    return of_target(of_mesh(ctx)["capability"], *args)
+    return of_target(of_mesh(ctx)["capability"] or HOPPER, *args)

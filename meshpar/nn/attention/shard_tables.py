@@ -18,6 +18,9 @@ from meshpar.nn.attention.block_pairs import BlockGrid, visible_pairs
 from meshpar.nn.attention.core import needed_scores
 from meshpar.parallel.sequence import SequenceLayout
 
+MANY_BLOCKS = 8
+"""From so many blocks on, those on the diagonal of a row on one device are computed in halves."""
+
 
 @dataclass(frozen=True)
 class ShardTables:
@@ -76,8 +79,14 @@ class ShardTables:
 
     @cached_property
     def halves(self) -> BlockGrid | None:
-        """Cuts the blocks on the diagonal in halves, of which only three of four pairs have a visible token."""
-        return None if self.grid.is_ragged else BlockGrid(self.grid.size, -(-self.grid.size // 2))
+        """Cuts the blocks on the diagonal in halves, of which only three of four pairs have a visible token.
+
+        None for short rows on one device: with a second loop over small blocks they take more time on CPUs.
+        """
+        is_short = self.layout.num_shards == 1 and self.grid.num_blocks < MANY_BLOCKS
+        if self.grid.is_ragged or is_short:
+            return None
+        return BlockGrid(self.grid.size, -(-self.grid.size // 2))
 
     @cached_property
     def diagonal(self) -> np.ndarray:

@@ -13,6 +13,7 @@ from meshpar.mesh.varying import Axes
 from meshpar.nn.experts.exchange import Devices, Exchange, Plan, selected, send
 from meshpar.nn.experts.mlp import ExpertWeights
 from meshpar.nn.experts.sorting import counts, rows_of, sort, summed
+from meshpar.nn.experts.tiles import of_choices
 
 
 def dropless(
@@ -26,8 +27,8 @@ def dropless(
       axes: over which experts are sharded; empty if this device has all of them.
 
     Communication: none on one device; see `_sent`, `_gathered` and `_by_groups` for several.
-    Memory: N rows of the width of the residual stream, and of the experts' hidden layer. N = T K on one device; on n
-      devices n T min(K, E/n), because a router may send the tokens of all to one.
+    Memory: N rows of the width of the residual stream, and twice of the experts' hidden layer. N = T K on one device;
+      on n devices n T min(K, E/n), because a router may send the tokens of all to one.
     """
     weights_TK = weights_TK.astype(x_TD.dtype)
     if not axes:
@@ -52,8 +53,7 @@ def _of_own(
     num = experts.num
     is_own = (ids_TK >= 0) & (ids_TK < num)
     order = sort(jnp.where(is_own, ids_TK, num), len(x_TD) * min(ids_TK.shape[1], num))
-    results_ND = experts.of_sorted(rows_of(x_TD, order), counts(ids_TK, num), expected)
-    return summed(results_ND, weights_TK, order)
+    return of_choices(x_TD, weights_TK, order, counts(ids_TK, num), experts, expected)
 
 
 def _gathered(
@@ -86,8 +86,9 @@ def _sent(
     is_own = (ids_TK >= 0) & (ids_TK < exchange.num_experts)
     order = sort(jnp.where(is_own, ids_TK, exchange.num_experts), num * min(per_token, exchange.num_experts))
 
-    def compute(rows: Array, sizes: Array) -> Array:
-        return experts.of_sorted(rows, sizes, ids_TK.size if expected is None else expected)
+    def compute(rows: Array, ids: Array) -> Array:
+        weights = jnp.ones((len(rows), 1), rows.dtype)
+        return _of_own(rows, ids[:, None], weights, experts, ids_TK.size if expected is None else expected)
 
     sizes_E = counts(ids_TK, exchange.num_experts)
     longest = num * min(per_token, exchange.per_device)

@@ -13,12 +13,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from meshpar.mesh.varying import Axes, varying_alike, varying_like
-from meshpar.nn.experts.sorting import rows_of, sort
 from meshpar.parallel.context import manual, platform
 from meshpar.parallel.strategies import ExpertParallel
 
 Apply = Callable[[jax.Array, jax.Array], jax.Array]
-"""(rows sorted by expert, the number of rows of each expert) -> their results."""
+"""(rows, the expert of each, counted from this device's first) -> their results."""
 
 
 NATIVE = ("gpu", "tpu")
@@ -100,9 +99,8 @@ class Exchange(NamedTuple):
         there = Plan(sizes_FTE.sum(-1, dtype=jnp.int32), self.devices)
         sizes_FE = jnp.take(sizes_FTE, self.devices.index, axis=1)
         received = send(rows_ND, there, num * longest)
-        order = sort(_experts_of(sizes_FE, len(received))[:, None], len(received))
-        results = compute(rows_of(received, order), sizes_FE.sum(0, dtype=jnp.int32))
-        return send(rows_of(results, order.reversed), there.back, len(rows_ND))
+        results = compute(received, _experts_of(sizes_FE, len(received)))
+        return send(results, there.back, len(rows_ND))
 
 
 def _experts_of(sizes_FE: Int[Array, "F E"], num_rows: int) -> Int[Array, "N"]:

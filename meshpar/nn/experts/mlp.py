@@ -6,25 +6,25 @@ Shapes: N rows, E experts on this device, P places of an expert, D embed, M mlp.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from meshpar.nn.experts.grouped import OfRows, grouped_dots
 from meshpar.nn.layers import LowRank, normal, silu_product
 from meshpar.nn.remat import named
 from meshpar.parallel.linear import Adapter
+from meshpar.parallel.precision import wide_dtype
 
-Rows = tuple[jax.Array, ...]
-Dots = Callable[[Rows, tuple[jax.Array, ...], OfRows], Rows]
-"""(rows, matrices [experts, in, out], of_rows) -> the products of `of_rows(*rows)` with the matrices of each expert."""
+Dot = Callable[[jax.Array, jax.Array], jax.Array]
+"""(rows, matrices [experts, in, out]) -> the product of each row with the matrix of its expert."""
 
 
 class Matrices(NamedTuple):
-    """A matrix of each expert on this device, and LoRA's update of it.
+    """A matrix of each expert on this device, and LoRA's update of it. In a loop over experts, those of one expert.
 
     Args:
       kernel: [experts, in, out].
@@ -34,13 +34,29 @@ class Matrices(NamedTuple):
     kernel: jax.Array
     adapter: Adapter | None = None
 
-    def adapted(self, y: jax.Array, rows: Rows, dots: Dots, of_rows: OfRows) -> jax.Array:
-        """The product `y` of rows with the kernel, and LoRA's term."""
+    def product(self, x: jax.Array, dot: Dot) -> jax.Array:
+        y = dot(x, self.kernel)
         if self.adapter is None:
             return y
-        narrow = dots(rows, (self.adapter.a,), of_rows)
-        (change,) = dots(narrow, (self.adapter.b,), _itself)
-        return y + self.adapter.scaled(change)
+        return y + self.adapter.scaled(dot(dot(x, self.adapter.a), self.adapter.b))
+
+    def gradients(self, x: Float[Array, "R I"], dy: Float[Array, "R O"]) -> tuple[Float[Array, "R I"], Matrices]:
+        """Those of the rows of one expert and of its matrices, without the product itself.
+
+        Numerics: those of matrices are in float32 at least.
+        """
+        dx, dkernel = _gradients(x, self.kernel, dy)
+        if self.adapter is None:
+            return dx, Matrices(dkernel)
+        dy = self.adapter.scaled(dy)
+        dthin, db = _gradients(x @ self.adapter.a, self.adapter.b, dy)
+        dx_of_thin, da = _gradients(x, self.adapter.a, dthin)
+        return dx + dx_of_thin, Matrices(dkernel, replace(self.adapter, a=da, b=db))
+
+
+def _gradients(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    dw = jnp.einsum("ri,ro->io", x, dy, preferred_element_type=wide_dtype(w.dtype))
+    return jnp.einsum("ro,io->ri", dy, w), dw
 
 
 class ExpertWeights(NamedTuple):
@@ -55,38 +71,11 @@ class ExpertWeights(NamedTuple):
         """The number of experts on this device."""
         return len(self.gate.kernel)
 
-    def of_sorted(self, x_ND: Float[Array, "N D"], sizes_E: Int[Array, "E"], expected: int) -> Float[Array, "N D"]:
-        """The results of rows that are sorted by expert; 0 for rows beyond the last expert's.
-
-        Args:
-          sizes_E: int32, the number of rows of each expert.
-          expected: their sum, if the router is balanced.
-        """
-
-        def dots(rows: Rows, kernels: tuple[jax.Array, ...], of_rows: OfRows) -> Rows:
-            return grouped_dots(rows, kernels, sizes_E, expected, of_rows)
-
-        return self._swiglu(x_ND, dots)
-
-    def of_places(self, x_BEPD: Float[Array, "B E P D"]) -> Float[Array, "B E P D"]:
-        """The results of rows in places of experts."""
-
-        def dots(rows: Rows, kernels: tuple[jax.Array, ...], of_rows: OfRows) -> Rows:
-            x = of_rows(*rows)
-            return tuple(jnp.einsum("bepi,eio->bepo", x, kernel) for kernel in kernels)
-
-        return self._swiglu(x_BEPD, dots)
-
-    def _swiglu(self, x: jax.Array, dots: Dots) -> jax.Array:
-        gate, up = dots((x,), (self.gate.kernel, self.up.kernel), _itself)
-        gate = named(self.gate.adapted(gate, (x,), dots, _itself), "gate")
-        up = named(self.up.adapted(up, (x,), dots, _itself), "up")
-        (y,) = dots((gate, up), (self.down.kernel,), silu_product)
-        return self.down.adapted(y, (gate, up), dots, silu_product)
-
-
-def _itself(x: jax.Array) -> jax.Array:
-    return x
+    def swiglu(self, x: Float[Array, "*rows D"], dot: Dot) -> Float[Array, "*rows D"]:
+        """The results of rows."""
+        gate = named(self.gate.product(x, dot), "gate")
+        up = named(self.up.product(x, dot), "up")
+        return self.down.product(silu_product(gate, up), dot)
 
 
 class ExpertProjection(nnx.Module):

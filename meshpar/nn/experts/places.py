@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -19,7 +21,11 @@ def of_places(weights: ExpertWeights, x_BEPD: Float[Array, "B E P D"], axes: Axe
     Communication: two all-to-alls of x, each (n-1)/n of its bytes; backward two more.
     """
     if not axes:
-        return weights.of_places(x_BEPD)
+        return weights.swiglu(x_BEPD, _dot)
     x_BEPD = lax.all_to_all(x_BEPD, axes, split_axis=1, concat_axis=0, tiled=True)
-    y_BEPD = weights.of_places(x_BEPD)
+    y_BEPD = weights.swiglu(x_BEPD, _dot)
     return lax.all_to_all(y_BEPD, axes, split_axis=0, concat_axis=1, tiled=True)
+
+
+def _dot(x_BEPI: jax.Array, w_EIO: jax.Array) -> jax.Array:
+    return jnp.einsum("bepi,eio->bepo", x_BEPI, w_EIO)

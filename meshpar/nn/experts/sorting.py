@@ -9,12 +9,12 @@ Shapes: T tokens, K experts of a token, N rows, D embed, E experts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from meshpar.mesh.varying import varying_alike
 
@@ -34,11 +34,6 @@ class Order(NamedTuple):
     def tokens(self) -> Int[Array, "N"]:
         """The token of each row."""
         return self.choices // self.places.shape[1]
-
-    @property
-    def reversed(self) -> Order:
-        """The order that undoes this one. Each token must have one choice."""
-        return Order(self.places[:, 0], self.choices[:, None])
 
 
 def sort(ids_TK: Int[Array, "T K"], num_rows: int) -> Order:
@@ -70,7 +65,7 @@ def _rows_of(x_TD: jax.Array, choices: jax.Array, places: jax.Array) -> jax.Arra
 
 
 def _rows_backward(order: Order, drows_ND: jax.Array) -> tuple[jax.Array | np.ndarray, ...]:
-    return _read(drows_ND, order.places).sum(1), *_no_gradient(order)
+    return read(drows_ND, order.places).sum(1), *no_gradient(order)
 
 
 _rows_of.defvjp(lambda x, *order: (_rows_of(x, *order), Order(*order)), _rows_backward)
@@ -78,14 +73,14 @@ _rows_of.defvjp(lambda x, *order: (_rows_of(x, *order), Order(*order)), _rows_ba
 
 @jax.custom_vjp
 def _summed(rows_ND: jax.Array, weights_TK: jax.Array, choices: jax.Array, places: jax.Array) -> jax.Array:
-    return jnp.einsum("tkd,tk->td", _read(rows_ND, places), weights_TK)
+    return jnp.einsum("tkd,tk->td", read(rows_ND, places), weights_TK)
 
 
 def _sum_backward(saved: tuple[jax.Array, jax.Array, Order], dy_TD: jax.Array) -> tuple[jax.Array | np.ndarray, ...]:
     rows_ND, weights_TK, order = saved
     drows_ND = dy_TD[order.tokens] * weights_TK.reshape(-1)[order.choices][:, None]
-    dweights_TK = jnp.einsum("tkd,td->tk", _read(rows_ND, order.places), dy_TD)
-    return drows_ND, dweights_TK, *_no_gradient(order)
+    dweights_TK = jnp.einsum("tkd,td->tk", read(rows_ND, order.places), dy_TD)
+    return drows_ND, dweights_TK, *no_gradient(order)
 
 
 _summed.defvjp(
@@ -93,10 +88,11 @@ _summed.defvjp(
 )
 
 
-def _read(rows_ND: jax.Array, places_TK: jax.Array) -> jax.Array:
-    """[T, K, D]; 0 for choices without a row."""
+def read(rows_ND: Shaped[Array, "N *rest"], places_TK: Int[Array, "T K"]) -> Shaped[Array, "T K *rest"]:
+    """The row of each choice; 0 for choices without a row."""
     return rows_ND.at[places_TK].get(mode="fill", fill_value=0)
 
 
-def _no_gradient(order: Order) -> list[np.ndarray]:
-    return [np.zeros(x.shape, jax.dtypes.float0) for x in order]
+def no_gradient(integers: Any) -> Any:
+    """The gradients of a tree of integers."""
+    return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), integers)
