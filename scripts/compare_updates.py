@@ -145,7 +145,8 @@ class Server:
         state = self.training.compile_init()(jax.random.key(0))
         rows = np.concatenate([x.reshape(-1) for x in jax.tree.leaves(self.first)]).reshape(self.num_rows, -1)
         own = state.tables["all"]
-        padded = np.pad(rows, ((0, own.rows.shape[0] - self.num_rows), (0, 0)))
+        padded = np.zeros(own.rows.shape, rows.dtype)
+        padded.reshape(-1)[: rows.size] = rows.reshape(-1)
         own = own._replace(rows=jax.device_put(padded, own.rows.sharding))
         state = state._replace(tables={"all": own})
         step = self.training.compile_step()

@@ -18,7 +18,7 @@ from meshpar.mesh.varying import varying
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.tables.consistency import Pending
 from meshpar.tables.hot import HotRows
-from meshpar.tables.state import TableState
+from meshpar.tables.state import TableState, as_part
 from meshpar.tables.table import Table
 
 INIT_ROWS = 1 << 12
@@ -36,32 +36,35 @@ def struct(table: Table, mesh: AnyMesh) -> TableState:
     problems.raise_any(ShardingError, "the table does not fit the mesh:")
     num = math.prod(mesh.shape[axis] for axis in table.axes)
     shards = table.shards(num)
-    length = shards.num_parts * shards.rows_each
     whole = PartitionSpec()
-    by_row = PartitionSpec(table.axes)
-    by_column = PartitionSpec(None, table.axes)
-    matrix, vector = (by_column, whole) if table.column_axes else (by_row, by_row)
+    by_part = PartitionSpec(table.axes)
+    by_device = PartitionSpec(None, table.axes)
+    matrix, vector = (PartitionSpec(None, None, table.axes), whole) if table.column_axes else (by_part, by_part)
 
     def place(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, spec: PartitionSpec) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))  # pyright: ignore
 
-    def optim(num_rows: int, matrix: PartitionSpec, vector: PartitionSpec) -> dict[str, Any]:
+    def optim(num_rows: int, parts: tuple[int, ...], matrix: PartitionSpec, vector: PartitionSpec) -> dict[str, Any]:
         arrays = table.optim.init(num_rows, table.width, table.dtype)
-        return {name: place(x.shape, x.dtype, matrix if len(x.shape) == 2 else vector) for name, x in arrays.items()}
+        return {
+            name: place((*parts, *x.shape), x.dtype, matrix if len(x.shape) == 2 else vector)
+            for name, x in arrays.items()
+        }
 
     pending = ()
     if bound := table.consistency.bound:
         grads = bound + 1, num * num, table.capacity, _local_width(table, num)
         pending = Pending(
-            place(grads[:-1], jnp.int32, by_column),
-            place(grads, table.dtype, by_column),
-            place(grads[:2], jnp.int32, by_column),
+            place(grads[:-1], jnp.int32, by_device),
+            place(grads, table.dtype, by_device),
+            place(grads[:2], jnp.int32, by_device),
         )
     hot = ()
     if table.hot:
-        hot = HotRows(place((table.hot, table.width), table.dtype, whole), optim(table.hot, whole, whole))
-    rows = place((length, table.width), table.dtype, matrix)
-    return TableState(rows, optim(length, matrix, vector), pending, hot, place((), jnp.int32, whole))
+        hot = HotRows(place((table.hot, table.width), table.dtype, whole), optim(table.hot, (), whole, whole))
+    parts = (shards.num_parts,)
+    rows = place((*parts, shards.rows_each, table.width), table.dtype, matrix)
+    return TableState(rows, optim(shards.rows_each, parts, matrix, vector), pending, hot, place((), jnp.int32, whole))
 
 
 def init(table: Table, key: jax.Array) -> TableState:
@@ -77,7 +80,11 @@ def init(table: Table, key: jax.Array) -> TableState:
         for name, x in _zeros(table.optim.init(length, width, table.dtype)).items()
     }
     return TableState(
-        _first_rows(table, key), optim, _nothing_pending(table, num), _first_hot_rows(table, key), jnp.int32(0)
+        _first_rows(table, key)[None],
+        as_part(optim),
+        _nothing_pending(table, num),
+        _first_hot_rows(table, key),
+        jnp.int32(0),
     )
 
 

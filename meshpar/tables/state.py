@@ -19,8 +19,9 @@ class TableState(NamedTuple):
     """The arrays of a table; within a `shard_map`, the shards of this device.
 
     Args:
-      rows: [P L, W].
-      optim: the state of the optimizer.
+      rows: [P, L, W]. The dim of parts lets no checkpoint be restored on another number of devices, where rows are in
+        other places.
+      optim: the state of the optimizer, [P, L, W] or [P, L].
       pending: pushes on their way; empty under `sync`.
       hot: copies of the first rows, which replace those in `rows`; empty without hot rows.
       step: int32[], the number of pushes.
@@ -47,3 +48,8 @@ class Pulled(NamedTuple):
     slots: Slots
     requests: jax.Array
     hot: jax.Array
+
+
+def as_part(arrays: State) -> State:
+    """[1, ...] of [...]: the arrays of one part."""
+    return {name: x[None] for name, x in arrays.items()}

@@ -25,7 +25,7 @@ from meshpar.tables.hot import HotRows
 from meshpar.tables.optim import Optimizer, read
 from meshpar.tables.request import assign, sum_by_row
 from meshpar.tables.shards import Partition, Shards
-from meshpar.tables.state import Pulled, TableState
+from meshpar.tables.state import Pulled, TableState, as_part
 
 
 class Table(Config):
@@ -110,7 +110,7 @@ class Table(Config):
             requests = lax.all_gather(slots.rows[0], self.axes)
         else:
             requests = self._exchange(slots.rows)
-        found = self._exchange(read(state.rows, requests))
+        found = self._exchange(read(state.rows[0], requests))
         rows = slots.read(self._joined(found))
         if isinstance(state.hot, HotRows):
             rows = jnp.where(is_hot[..., None], read(state.hot.rows, ids), rows)
@@ -130,11 +130,12 @@ class Table(Config):
         if isinstance(hot, HotRows):
             hot = hot.push(pulled.hot, grads, self.optim, self.axes)
         received = self._exchange(self._divided(pulled.slots.summed(grads)))
-        none = len(state.rows)
+        none = state.rows.shape[1]
         rows, grads, pending = self.consistency.arrive(state.pending, pulled.requests, received, state.step, none)
         rows, grads = sum_by_row(rows, grads, none)
-        table, optim = self.optim.update(state.rows, state.optim, rows, grads, self.column_axes)
-        return TableState(table, optim, pending, hot, state.step + 1)
+        own = {name: x[0] for name, x in state.optim.items()}
+        table, optim = self.optim.update(state.rows[0], own, rows, grads, self.column_axes)
+        return TableState(table[None], as_part(optim), pending, hot, state.step + 1)
 
     @property
     def column_axes(self) -> Axes:

@@ -15,7 +15,8 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar.errors import ConfigError, DataError, ShardingError
+from meshpar import checkpoints
+from meshpar.errors import CheckpointError, ConfigError, DataError, ShardingError
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.tables import Async, LazyAdam, Stale, Table, training
@@ -88,7 +89,7 @@ def in_order(table, state):
     """The rows by id, and the arrays of the optimizer's state."""
     shards = table.shards(N)
     part, row = shards.locate(jnp.arange(table.num_rows, dtype=jnp.int32))
-    found = [np.asarray(x)[part * shards.rows_each + row] for x in (state.rows, *state.optim.values())]
+    found = [np.asarray(x)[part, row] for x in (state.rows, *state.optim.values())]
     if table.hot:
         hot = state.hot.rows, *state.hot.optim.values()
         found = [np.concatenate([first, x[table.hot :]]) for first, x in zip(hot, found, strict=True)]
@@ -343,6 +344,17 @@ def test_ids_that_differ_along_another_axis_are_refused(float64):
     local = jax.shard_map(pull, mesh=run.mesh, in_specs=(specs, both), out_specs=both)
     with pytest.raises(ShardingError, match="ids differ along fsdp"):
         jax.eval_shape(local, users, jax.ShapeDtypeStruct((N * B,), jnp.int32))
+
+
+@pytest.mark.parametrize("partition", ["range", "hash"])
+def test_a_checkpoint_is_not_restored_on_another_number_of_devices(partition, float64, tmp_path):
+    tables = {name: table(name, partition=partition) for name in ROWS}
+    with checkpoints(tmp_path) as saved:
+        saved.save(0, trained(tables).compile_init()(jax.random.key(0)))
+        saved.wait()
+        assert saved.restore(trained(tables).state)
+        with pytest.raises(CheckpointError, match="rows"):
+            saved.restore(trained(tables, MeshLayout(data=N // 2, fsdp=2)).state)
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
