@@ -28,6 +28,7 @@ TEXTS = [
     "import os\nimport sys\nimport re\n",
 ]
 ROWS, PROMPT, TOKENS = 3, 32, 192
+ONE_DEVICE = ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "rules=replicated"]
 SAMPLINGS = {"greedy": Sampling(), "temperature 0.8": Sampling(temperature=0.8, seed=1)}
 
 
@@ -36,8 +37,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--num-drafts", type=int, default=4)
     arguments = parser.parse_args()
-    large = open_source(arguments.folder / "base")
-    small = open_source(arguments.folder / "draft")
+    large = open_source(arguments.folder / "base", ONE_DEVICE)
+    small = open_source(arguments.folder / "draft", ONE_DEVICE)
     ctx = large.ctx(large.run.mesh.build())
     prompts = [list(text.encode()[:PROMPT]) for text in TEXTS]
     print("| | drafts | accepted | tokens of a step | CPU time of a token | same answers |\n|---|---|---|---|---|---|")
@@ -55,7 +56,7 @@ def main() -> None:
         times: dict[str, list[float]] = {kind: [] for kind in generators}
         steps: dict[str, int] = {}
         answers: dict[str, list[list[int]]] = {}
-        for _ in range(5):
+        for _ in range(3):
             for kind, generator in generators.items():
                 start = time.process_time()
                 turns = list(generator.lists(prompts))
