@@ -35,7 +35,7 @@ def needed(part: Fraction) -> AbstractContextManager[Any]:
 
 
 def declared(num_flops: int) -> AbstractContextManager[Any]:
-    """A scope for a kernel that skips cells of its grid: its operations on one device, instead of those of its grid."""
+    """A scope that declares the operations of a kernel on one device, for a kernel that skips cells of its grid."""
     return jax.named_scope(f"declares_{num_flops}_flops")
 
 

@@ -1,7 +1,7 @@
 """Counts the bytes that the operations of a traced program read and write, without compiling it.
 
-Matrix products, convolutions and collectives are left out: `cost.flops` and `cost.traced` count those. Of all other
-operations, those that compilers fuse count as one, which reads its arrays and writes its result, see `cost.flat`.
+Matrix products, convolutions and collectives are left out: `cost.flops` and `cost.traced` count those. Operations
+that compilers fuse count as one operation, which reads its arrays and writes its result, see `cost.flat`.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def _flat(index: list[slice], sizes: Shape) -> tuple[slice, Shape]:
 
 
 def names_of(model: DecoderModel, kind: str) -> list[tuple[str, Foreign]]:
-    """The names of a model's tensors: those of its architecture whose parameters it has.
+    """The names of a model's tensors: the names of its architecture, for the parameters that the model has.
 
     A name of `Names` occurs once for each stack of layers that has its parameters.
     """

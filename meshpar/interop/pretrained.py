@@ -13,7 +13,7 @@ from meshpar.tree import flatten_with_paths
 
 @dataclass(frozen=True)
 class PretrainedBeginning:
-    """The first state of a training: parameters from the folder; what it lacks, such as LoRA's, is initialized."""
+    """The first state of a training: parameters of the folder; those that it lacks, as LoRA's, are initialized."""
 
     training: Training
     source: Pretrained

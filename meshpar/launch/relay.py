@@ -21,8 +21,8 @@ _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 def relayed(log: Path) -> Iterator[tuple[int, int]]:
     """Yields the standard output and the standard error for a process, to be closed here once it has started.
 
-    They are terminals where those of this process are, so that it shows its progress bar. They are one where those of
-    this process go to one place, so that lines keep their order.
+    They are terminals if this process writes to a terminal, so that the other one shows its progress bar. If both
+    streams of this process go to one place, both results are the same file, so that lines keep their order.
     """
     with log.open("ab", buffering=0) as lines:
         threads: list[threading.Thread] = []

@@ -99,7 +99,7 @@ def never(workers: Sequence[Worker]) -> bool:
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that run one command, to its end.
+    """Several processes that run the same command.
 
     Each process appends to `logs/process-N.log`; the first prints to the terminal too. Signals go to all processes.
     When one fails, the others have `GRACE_S` to end. If this process ends, however it does, all of them end at once.

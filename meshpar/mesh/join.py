@@ -212,7 +212,7 @@ def _slurm_coordinator() -> str | None:
 
 
 def _listens_at(mine: Place) -> str:
-    """The address at which the coordinator listens: that of its host, or all of them where it is not known."""
+    """The address at which the coordinator listens: that of its host, or all addresses if it is not known."""
     host, _, port = str(mine.coordinator).rpartition(":")
     if mine.launcher != SLURM or host == LOOPBACK:
         return f"{os.environ.get(BIND, host)}:{port}"

@@ -115,15 +115,16 @@ def bench(engine: Engine, source: Source, workload: Workload, rates: Sequence[fl
     Args:
       rates: mean requests in a second. They arrive as a Poisson process.
     """
-    loads = [asyncio.run(_served(engine, workload, rate)) for rate in (*rates, math.inf)]
+    loads = [asyncio.run(serve(engine, workload, rate)) for rate in (*rates, math.inf)]
     num_rows = engine.decoding.capacity.num_rows
-    loads.append(_generated("batches", source, workload, num_rows))
+    loads.append(generate("batches", generator_of(source, workload, num_rows), workload, num_rows))
     few = workload.cut(max(1, len(workload.prompts) // 4))
-    loads.append(_generated("one by one", source, few, 1))
+    loads.append(generate("one by one", generator_of(source, few, 1), few, 1))
     return ServeBench(f"{len(workload.prompts)} requests, {workload.num_tokens} tokens; {engine}", tuple(loads))
 
 
-async def _served(engine: Engine, workload: Workload, rate: float) -> Load:
+async def serve(engine: Engine, workload: Workload, rate: float) -> Load:
+    """Answers requests that arrive at a rate."""
     async with _running(engine) as service:
         gaps = np.random.default_rng(1).exponential(1, len(workload.prompts)) / rate
         first: list[float] = []
@@ -160,8 +161,8 @@ async def _running(engine: Engine) -> AsyncIterator[Service]:
         await task
 
 
-def _generated(name: str, source: Source, workload: Workload, num_rows: int) -> Load:
-    """Answers one batch of rows after the other; each goes on until its longest answer ends."""
+def generator_of(source: Source, workload: Workload, num_rows: int) -> Generator:
+    """Generation in batches of so many rows, of the workload's longest prompt and answer."""
     ctx = source.ctx(source.run.mesh.build())
     shards = ctx.shards("batch")
     decoding = Decoding(
@@ -169,15 +170,19 @@ def _generated(name: str, source: Source, workload: Workload, num_rows: int) -> 
         num_rows=-(-num_rows // shards) * shards, prompt_len=max(map(len, workload.prompts)),
         max_tokens=max(workload.lengths),
     )  # fmt: skip
-    generator = Generator(decoding, source.restore)
-    tokenizer = _no_end(source.model.vocab_size)
+    return Generator(decoding, source.restore)
+
+
+def generate(name: str, generator: Generator, workload: Workload, num_rows: int) -> Load:
+    """Answers one batch after the other; each goes on until its longest answer ends."""
+    tokenizer = _no_end(generator.decoding.model.vocab_size)
     first: list[float] = []
     between: list[float] = []
     seconds = 0.0
     for begin in range(0, len(workload.prompts), num_rows):
-        batch = workload.cut(begin + num_rows)
-        answers = [Answer(tokenizer, [], length) for length in batch.lengths[begin:]]
-        for _ in generator.stream(batch.prompts[begin:], answers):
+        batch = slice(begin, begin + num_rows)
+        answers = [Answer(tokenizer, [], length) for length in workload.lengths[batch]]
+        for _ in generator.stream(workload.prompts[batch], answers):
             pass
         first.append(generator.turn_s[0])
         between.extend(generator.turn_s[1:])

@@ -73,9 +73,9 @@ def processes(run_dir: Path) -> dict[int, Position]:
 def straggler(looks: Sequence[Mapping[int, Position]]) -> int | None:
     """The process that all others wait for; None if there is none.
 
-    Processes run a few steps ahead of their devices, and wait for one whose host is slow, by its data for example: that
-    one has begun fewer steps than the others, look after look. In a single look anybody may be behind. A slow device
-    is not seen: all hosts wait for it alike.
+    Processes run a few steps ahead of their devices, and wait for a process whose host is slow, for example by its
+    data. This process has begun fewer steps than the others in several looks; in a single look any process may be
+    behind. A slow device is not found, because all hosts wait for it alike.
 
     >>> looks = [{0: Position(7, "trains", 0.1), 1: Position(5, "reads data", 0.1)}] * 3
     >>> straggler(looks)

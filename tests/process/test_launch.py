@@ -10,7 +10,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from meshpar.launch.elastic import Elastic, Membership
 from meshpar.launch.supervise import supervise
 from meshpar.launch.workers import Ended
 from meshpar.mesh import join
+from tests.waiting import LIMIT_S, wait_for
 
 CONFIG = """
 model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32}
@@ -33,7 +34,6 @@ num_steps: 12
 log_every: 1
 loggers: []
 """
-LIMIT_S = 240
 
 
 def losses(run_dir: Path) -> dict[int, float]:
@@ -88,14 +88,6 @@ def worker_of(launcher: int, index: int) -> int:
                 continue
         time.sleep(0.1)
     raise AssertionError(f"no process {index}")
-
-
-def wait_for(is_so: Callable[[], bool], running: subprocess.Popen[str] | None = None) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert running is None or running.poll() is None, running.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def wait_for_step(step: int, run_dir: str, running: subprocess.Popen[str]) -> None:

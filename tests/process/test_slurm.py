@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import pytest
 
 from meshpar.launch.workers import free_port
 from tests.command import Said, exit_code
+from tests.waiting import wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel")
 missing = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
@@ -62,14 +63,6 @@ log_every: 1
 run_dir: run
 loggers: []
 """
-LIMIT_S = 240
-
-
-def wait_for(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def asked(*words: str) -> str:

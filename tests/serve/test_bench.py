@@ -46,9 +46,9 @@ def test_requests_arrive_at_the_rate_and_every_token_is_timed(monkeypatch):
     timed = []
     monkeypatch.setattr(bench, "_percentiles", lambda seconds: timed.append(len(seconds)) or (0.0, 0.0))
     workload = bench.draw(30, 5, 16, 40)
-    at_once = asyncio.run(bench._served(engine(), workload, math.inf))
+    at_once = asyncio.run(bench.serve(engine(), workload, math.inf))
     assert timed == [30, workload.num_tokens - 30]
-    slowly = asyncio.run(bench._served(engine(), workload, 60.0))
+    slowly = asyncio.run(bench.serve(engine(), workload, 60.0))
     mean_s = workload.num_tokens / slowly.tokens_per_s / 30
     assert 0.5 / 60 < mean_s < 2.5 / 60
     assert at_once.tokens_per_s > slowly.tokens_per_s

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import time
 import urllib.request
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -19,8 +17,7 @@ from meshpar.launch.workers import free_port
 from meshpar.loggers import Prometheus
 from meshpar.train.records.loggers import Record
 from meshpar.train.records.metrics import recorder
-
-LIMIT_S = 60
+from tests.waiting import wait_for
 
 
 def scrape(port: int) -> dict[str, float]:
@@ -111,10 +108,3 @@ def asked(port: int, query: str) -> list[str]:
             return [result["value"][1] for result in json.load(page)["data"]["result"]]
     except OSError:
         return []
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

@@ -211,7 +211,7 @@ def argument_path(one: Instruction) -> str:
 
 
 def _owners(paths: list[str]) -> list[str]:
-    """Removes the paths of optimizer state: longer paths that end like that of their parameter.
+    """Removes the paths of optimizer state, which are longer and end like the path of their parameter.
 
     The path of a parameter is compared without its first one or two names: `.w` of `params.w` and `state.params.w`.
     """

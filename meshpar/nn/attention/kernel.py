@@ -26,7 +26,7 @@ class Kernel(Config):
 
     @abstractmethod
     def limits(self, setting: Setting) -> list[str]:
-        """The reasons for which it cannot compute this; empty if it can. Each continues its name in a sentence."""
+        """The reasons why the kernel cannot compute this; empty if it can. Each continues a sentence after its name."""
 
     @abstractmethod
     def describe(self, setting: Setting) -> str:

@@ -180,7 +180,7 @@ class Copies:
                 return copy
 
     def _reads(self, copy: Copy) -> set[int]:
-        """The parts that this process reads: its own, if its host has it, and the one that it sends."""
+        """The parts that this process reads: its own part, if its host has a copy, and the part that it sends."""
         process = jax.process_index()
         wanted = [receiver for receiver, sender in copy.senders.items() if sender == process]
         if process not in copy.senders:
@@ -199,7 +199,7 @@ class Copies:
         return self.layout.parsed(memory.read(copy.folder / f"{copy.step}.{part}"), part)
 
     def _write(self, folder: Path, step: int, before: int | None, written: Mapping[int, Part]) -> None:
-        """Writes the parts of a step. The step before stays: every host has it whole, and perhaps not yet this one."""
+        """Writes the parts of a step. The step before is kept, because other hosts may not have this one yet."""
         memory.keep(folder, {before, step})
         for part, arrays in written.items():
             memory.write(folder / f"{step}.{part}", (shard for shards in arrays.values() for shard in shards))

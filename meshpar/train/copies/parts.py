@@ -22,13 +22,13 @@ Part = dict[str, list[np.ndarray]]
 
 @dataclass(frozen=True)
 class Holders:
-    """Which process has which part, and on which host.
+    """Records which process has which part, and on which host.
 
     Args:
       parts: the part of each process, named by the first process that has the same one.
       hosts: the host of each process.
 
-    Four processes on two hosts: each has a neighbour two places further. When the second host is lost, its parts are on
+    Four processes on two hosts: each has a neighbour two processes on. When the second host is lost, its parts are on
     the first:
 
     >>> holders = Holders([0, 1, 2, 3], ["a", "a", "b", "b"])
@@ -43,7 +43,7 @@ class Holders:
 
     @cached_property
     def distance(self) -> int:
-        """Each process sends its part to the one that is so many places further, which is on another host.
+        """The distance from each process to the one that receives its part, which is on another host.
 
         It is 0 if nothing has to be sent: there is one host, or every part is on several.
 
@@ -61,7 +61,7 @@ class Holders:
         raise CheckpointError("checkpoints.memory_every: needs the same number of processes on every host")
 
     def writes(self, process: int) -> set[int]:
-        """The parts that a process writes: its own and the one that it gets, unless one before it on its host does."""
+        """The parts that a process writes: its own and the received one, but none of earlier processes of its host."""
         before = (other for other in range(process) if self.hosts[other] == self.hosts[process])
         return self._has(process).difference(*map(self._has, before))
 
@@ -98,7 +98,7 @@ class Layout:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """All devices, those of each process one after the other."""
+        """All devices, sorted by process."""
         devices = next(iter(self.structs.values())).sharding.device_set  # pyright: ignore
         return Mesh(sorted(devices, key=lambda device: (device.process_index, device.id)), AXIS)
 
@@ -124,7 +124,7 @@ class Layout:
         }
 
     def sent(self, arrays: Mapping[str, jax.Array], distance: int) -> Part:
-        """The part of the process that is so many places before this one. All processes call it.
+        """Returns the part of the process that is `distance` before this one. All processes call it.
 
         Communication: a collective permute for each array of which processes hold different shards.
         """
@@ -145,7 +145,7 @@ class Layout:
         Args:
           outgoing: the part that this process sends; None if it sends none.
           part: the part that it gets.
-          to: process -> the one to which it sends.
+          to: process -> the process to which it sends.
 
         Communication: a collective permute an array; processes that send none send zeros.
         """
@@ -170,7 +170,7 @@ class Layout:
         return found
 
     def parsed(self, content: memoryview, part: int) -> Part:
-        """The part whose shards have these bytes, one after the other."""
+        """Parses the bytes of a part, which are those of its shards one after the other."""
         found: Part = {}
         at = 0
         for path, struct in self.structs.items():

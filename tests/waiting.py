@@ -1,0 +1,18 @@
+"""Waits until something is so."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+
+LIMIT_S = 240
+
+
+def wait_for(is_so: Callable[[], object], running: subprocess.Popen[str] | None = None) -> None:
+    """Raises AssertionError if it takes too long, or if `running`, which should do it, ends before."""
+    deadline = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert running is None or running.poll() is None, running.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
