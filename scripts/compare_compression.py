@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import io
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -71,7 +72,10 @@ def main() -> None:
             fit(load(CONFIG, keys), json=True)
         return
     names = dict.fromkeys(["float32", *(arguments.names or VARIANTS)])
-    measured = {name: Measured(arguments.folder, *VARIANTS[name]) for name in names}
+    measured: dict[str, Measured] = {}
+    for name in names:
+        measured[name] = Measured(arguments.folder, *VARIANTS[name])
+        print(f"{name}: {measured[name].num_bytes} B, loss {measured[name].loss:.4f}", file=sys.stderr, flush=True)
     for _ in range(5):
         for one in measured.values():
             one.decode()
