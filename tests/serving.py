@@ -13,6 +13,7 @@ from flax import nnx
 
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
+from meshpar.nn.attention.codes import CacheFormat
 from meshpar.nn.describe import functional
 from meshpar.nn.experts import Experts
 from meshpar.nn.rotary import Llama3
@@ -90,13 +91,18 @@ def context(model: str, layout: str, lowering: str) -> ParallelContext:
     return for_tokens(ParallelContext(mesh=mesh, rules=rules, manual=lowering == "manual", compute_dtype=FLOAT64))
 
 
-def engine(model: str, layout: str, lowering: str, **sizes: Any) -> Engine:
+def paged(
+    model: str, layout: str, lowering: str, cache_format: CacheFormat | None = None, **sizes: Any
+) -> PagedDecoding:
     """With few and small pages."""
     ctx = context(model, layout, lowering)
     sizes = {"slots": 2, "pages": 10, "page_size": 4, "max_len": 16, "chunk": 4} | sizes
     capacity = Capacity(num_shards=ctx.shards("batch"), **sizes)
-    decoding = PagedDecoding(model=MODELS[model], ctx=ctx, dtype=FLOAT64, capacity=capacity)
-    return Engine(decoding, lambda structs: placed(params(model), structs))
+    return PagedDecoding(model=MODELS[model], ctx=ctx, dtype=FLOAT64, cache_format=cache_format, capacity=capacity)
+
+
+def engine(model: str, layout: str, lowering: str, **settings: Any) -> Engine:
+    return Engine(paged(model, layout, lowering, **settings), lambda structs: placed(params(model), structs))
 
 
 def served(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:

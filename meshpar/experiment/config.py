@@ -19,7 +19,7 @@ from meshpar.interop.flax_model import Import
 from meshpar.launch.elastic import Elastic
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Family
-from meshpar.nn.attention.cached import CacheFormat
+from meshpar.nn.attention.codes import CacheFormat
 from meshpar.nn.lora import LoRA
 from meshpar.optim import Optimizer
 from meshpar.optim.freeze import Freeze
@@ -53,8 +53,8 @@ class Precision(Config):
     `compute`.
     """
     cache: CacheFormat | None = None
-    """Format of the keys and values that generation stores: `int8`, a scale for each token and head. Default: as
-    `compute`."""
+    """Format of the keys and values that `generate` and `serve` store: `int8`, a scale for each token and head.
+    Default: as `compute`."""
     gradients: Float | None = None
     """Dtype in which gradients are summed over microbatches and devices. Default: float32 at least."""
     master: Float | None = None

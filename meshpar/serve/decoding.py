@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshpar.nn.attention.cached import CACHE_DIMS, CacheFormat, Codes, ContinuedCache, KVCache
+from meshpar.nn.attention.cached import CACHE_DIMS, ContinuedCache, KVCache
 from meshpar.nn.transformer import Batch
 from meshpar.serve.on_mesh import ModelOnMesh
 from meshpar.serve.sampling import Sampling, sample
@@ -38,7 +38,6 @@ class Decoding(ModelOnMesh):
       num_rows: rows of the batch, a multiple of its shards.
       prompt_len: tokens of the longest prompt.
       max_tokens: tokens of the longest answer.
-      cache_format: the format of cached keys and values; None for the dtype of the computation.
       num_drafts: tokens after the longest answer that may be stored too, see `speculative`.
     """
 
@@ -46,7 +45,6 @@ class Decoding(ModelOnMesh):
     num_rows: int
     prompt_len: int
     max_tokens: int
-    cache_format: CacheFormat | None = None
     num_drafts: int = 0
 
     @property
@@ -64,10 +62,7 @@ class Decoding(ModelOnMesh):
         """
         model = self.model
         shape = (model.num_layers, self.num_rows, self.num_slots, model.kv_heads, model.head_size)
-        placed: Any = self.placed(shape, self.ctx.compute_dtype, CACHE_DIMS)
-        if self.cache_format == "int8":
-            scales: Any = self.placed(shape[:-1], self.ctx.compute_dtype, CACHE_DIMS[:-1])
-            placed = Codes(self.placed(shape, "int8", CACHE_DIMS), scales)  # pyright: ignore[reportArgumentType]
+        placed = self.placed_cache(shape, CACHE_DIMS)
         return KVCache(placed, placed)
 
     @property

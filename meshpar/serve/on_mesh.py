@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from meshpar.errors import Problems, ShardingError
+from meshpar.nn.attention.codes import CacheFormat, Codes
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.transformer import Batch, Decoder
 from meshpar.parallel.context import ParallelContext
@@ -35,6 +36,7 @@ class ModelOnMesh(ABC):
       model: the decoder's config.
       ctx: mesh, rules, lowering and compute dtype; see `for_tokens`.
       dtype: the dtype in which parameters are stored.
+      cache_format: the format of cached keys and values; None for the dtype of the computation.
 
     Raises:
       ShardingError: the rules shard the sequence or the layers, which generation does not support.
@@ -43,6 +45,7 @@ class ModelOnMesh(ABC):
     model: Decoder
     ctx: ParallelContext
     dtype: np.dtype
+    cache_format: CacheFormat | None = None
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -78,6 +81,15 @@ class ModelOnMesh(ABC):
     def placed(self, shape: tuple[int, ...], dtype: Any, dims: tuple[str, ...]) -> Placement:
         """The placement of an activation, by the rules of its dims."""
         return Placement(ArraySpec(shape, np.dtype(dtype), dims), self.ctx.mesh, tuple(map(self.ctx.axes, dims)))
+
+    def placed_cache(self, shape: tuple[int, ...], dims: tuple[str, ...]) -> Any:
+        """The placements of cached keys or values [..., kv_heads, head_dim], in the format of the cache."""
+        dtype = self.ctx.compute_dtype
+        if self.cache_format is None:
+            return self.placed(shape, dtype, dims)
+        codes: Any = self.placed(shape, self.cache_format, dims)
+        scales: Any = self.placed(shape[:-1], dtype, dims[:-1])
+        return Codes(codes, scales)
 
     def per_row(self, num_rows: int, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         """The struct of an array [rows, *shape]."""

@@ -52,8 +52,10 @@ def open_engine(
         num_shards=shards, slots=per_shard, pages=per_shard * -(-max_len // page_size), page_size=page_size,
         max_len=max_len, chunk=chunk, max_queue=max_queue,
     )  # fmt: skip
-    dtype = np.dtype(source.run.precision.params)
-    decoding = PagedDecoding(model=source.model, ctx=ctx, dtype=dtype, capacity=capacity)
+    precision = source.run.precision
+    decoding = PagedDecoding(
+        model=source.model, ctx=ctx, dtype=np.dtype(precision.params), cache_format=precision.cache, capacity=capacity
+    )
     if cache_bytes is not None:
         decoding = _within(decoding, cache_bytes, problems)
     problems.raise_any(ConfigError, "the model cannot be served with these sizes:")

@@ -71,15 +71,16 @@ class PagedDecoding(ModelOnMesh):
 
     @cached_property
     def pages(self) -> Pages:
-        """Placements of keys and values, in the dtype of the computation, by the same rules as the heads that fill it.
+        """Placements of keys and values, by the same rules as the heads that fill them.
 
-        Memory: 2 layers (pages + 1) page_size kv_heads head_dim elements in each shard of the batch.
+        Memory: 2 layers (pages + 1) page_size kv_heads head_dim elements in each shard of the batch; in int8 of a byte,
+          with a scale for each token of a head in the dtype of the computation.
         """
         model = self.model
         capacity = self.capacity
         a_page = (capacity.page_size, model.kv_heads, model.head_size)
         shape = (capacity.num_shards, model.num_layers, 1 + capacity.pages, *a_page)
-        placed = self.placed(shape, self.ctx.compute_dtype, PAGES_DIMS)
+        placed = self.placed_cache(shape, PAGES_DIMS)
         return Pages(placed, placed)
 
     @property
@@ -90,7 +91,7 @@ class PagedDecoding(ModelOnMesh):
     @property
     def cache_bytes(self) -> int:
         """Bytes of the pages on one device."""
-        return sum(placement.local_bytes for placement in self.pages)
+        return sum(placement.local_bytes for placement in jax.tree.leaves(self.pages))
 
     @property
     def page_bytes(self) -> int:

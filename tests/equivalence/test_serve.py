@@ -46,3 +46,9 @@ def test_greedy_and_drawn_tokens_in_one_batch_equal_those_of_generate(model, lay
     got = served(engine(model, layout, lowering), [*requests(), *requests(DRAWN)])
     assert got[:4] == generated(model)
     assert got[4:] == generated(model, DRAWN)
+
+
+@pytest.mark.slow
+def test_tokens_with_pages_in_int8_are_those_of_one_device():
+    one, mesh = (engine("llama", layout, "manual", cache_format="int8") for layout in ("one", "data2_tensor4"))
+    assert served(one, requests()) == served(mesh, requests())

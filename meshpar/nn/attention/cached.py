@@ -10,19 +10,19 @@ Shapes: N layers, B batch, T slots, S new tokens, K kv_heads, H heads, h head_di
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from meshpar.nn.attention.codes import Stored, decoded, encoded
 from meshpar.nn.attention.core import Core, Window, causal_window, local_key_heads
 from meshpar.nn.attention.kernel import for_prompts
 from meshpar.nn.attention.reference import dot_product_attention
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel.context import constrain
 
-CacheFormat = Literal["int8"]
 CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 
@@ -35,23 +35,6 @@ def _row_by_row(num_dims: int) -> jax.lax.ScatterDimensionNumbers:
         operand_batching_dims=(1,), scatter_indices_batching_dims=(0,), scatter_dims_to_operand_dims=(0, 2),
         inserted_window_dims=(0, 2), update_window_dims=tuple(range(2, num_dims)),
     )  # fmt: skip
-
-
-class Codes(NamedTuple):
-    """Keys or values in 8 bits: `codes * scales[..., None]`.
-
-    A scale is the largest magnitude of a token in a head over 127; each element has the nearest code.
-
-    Args:
-      codes: int8[layers, batch, seq, kv_heads, head_dim].
-      scales: float[layers, batch, seq, kv_heads], in the dtype of the computation.
-    """
-
-    codes: Int[Array, "N B T K h"]
-    scales: Float[Array, "N B T K"]
-
-
-Stored = Float[Array, "N B T K h"] | Codes
 
 
 class KVCache(NamedTuple):
@@ -110,27 +93,16 @@ class CachedLayer:
         return dot_product_attention(q, local_key_heads(keys, q), local_key_heads(values, q), visible), cache
 
     def _put(self, stored: Stored, new_BSKh: Float[Array, "B S K h"], positions: Int[Array, "B S"]) -> Stored:
-        if isinstance(stored, Codes):
-            codes, scales = encode(new_BSKh)
-            return Codes(self._write(stored.codes, codes, positions), self._write(stored.scales, scales, positions))
-        return self._write(stored, new_BSKh, positions)
+        return jax.tree.map(lambda old, new: self._write(old, new, positions), stored, encoded(new_BSKh, stored))
 
     def _write(
         self, all_NBT: Shaped[Array, "N B T *rest"], new_BS: Shaped[Array, "B S *rest"], positions: Int[Array, "B S"]
     ) -> Shaped[Array, "N B T *rest"]:
         where_BS2 = jnp.stack([jnp.full_like(positions, self.index), positions], axis=-1)
         how = _row_by_row(new_BS.ndim)
-        written = jax.lax.scatter(all_NBT, where_BS2, new_BS.astype(all_NBT.dtype), how, mode="clip")
+        written = jax.lax.scatter(all_NBT, where_BS2, new_BS, how, mode="clip")
         return constrain(written, *CACHE_DIMS[: written.ndim])
 
     def _read(self, stored: Stored) -> Float[Array, "B T K h"]:
         """The keys or values of this layer."""
-        layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, self.index, keepdims=False), stored)
-        return layer.codes.astype(layer.scales.dtype) * layer.scales[..., None] if isinstance(layer, Codes) else layer
-
-
-def encode(x_BSKh: Float[Array, "B S K h"]) -> tuple[Int[Array, "B S K h"], Float[Array, "B S K"]]:
-    """The codes and scales of keys or values, see `Codes`."""
-    scales = jnp.abs(x_BSKh).max(-1) / jnp.asarray(127, x_BSKh.dtype)
-    steps = x_BSKh / jnp.where(scales == 0, jnp.ones_like(scales), scales)[..., None]
-    return jnp.clip(jnp.round(steps), -127, 127).astype(jnp.int8), scales
+        return decoded(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, self.index, keepdims=False), stored))

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from meshpar.nn.attention.blocks import BLOCK_SIZE
+from meshpar.nn.attention.codes import Stored, decoded, encoded
 from meshpar.nn.attention.core import Core, Window, causal_window, local_key_heads
 from meshpar.nn.attention.online_softmax import Softmax, empty, masked_scores
 from meshpar.nn.supported import Sharding, Supported
@@ -30,14 +31,14 @@ PAGES_DIMS = ("batch", "layers", "seq", "seq", "kv_heads", "head_dim")
 
 
 class PagedCache(NamedTuple):
-    """Keys (after rotary positions) and values: float[shards, layers, pages, slots of a page, kv_heads, head_dim].
+    """Keys (after rotary positions) and values: [shards, layers, pages, slots of a page, kv_heads, head_dim].
 
     Args:
       table: int32 [batch, pages of a row]. The pages of each row, in the order of its tokens.
     """
 
-    keys: Float[Array, "D N P s K h"]
-    values: Float[Array, "D N P s K h"]
+    keys: Stored
+    values: Stored
     table: Int[Array, "B M"]
 
     def layer(self, index: Int[Array, ""], prompts: Core) -> PagedLayer:
@@ -73,7 +74,7 @@ class PagedLayer:
     ) -> tuple[Float[Array, "B S H h"], PagedCache]:  # fmt: skip
         table = self.cache.table
         cache = PagedCache(self._put(self.cache.keys, k, positions), self._put(self.cache.values, v, positions), table)
-        page_size = cache.keys.shape[3]
+        page_size = _page_size(cache.keys)
         pages = max(1, BLOCK_SIZE // page_size)  # of a block
         num_slots = pages * page_size
         tables_Bnm = _blocks(table, pages)
@@ -95,30 +96,37 @@ class PagedLayer:
         out_BKGSh = jax.lax.fori_loop(0, num_blocks, meet, empty(q_BKGSh)).result().astype(q.dtype)
         return out_BKGSh.transpose(0, 3, 1, 2, 4).reshape(q.shape), cache
 
-    def _put(
-        self, pages: Float[Array, "D N P s K h"], new_BSKh: Float[Array, "B S K h"], positions_BS: Int[Array, "B S"]
-    ) -> Float[Array, "D N P s K h"]:
-        num_shards, _, _, page_size, *_ = pages.shape
+    def _put(self, stored: Stored, new_BSKh: Float[Array, "B S K h"], positions_BS: Int[Array, "B S"]) -> Stored:
+        page_size = _page_size(stored)
         page_BS = jnp.take_along_axis(
             self.cache.table, positions_BS // page_size, axis=1, mode="fill", fill_value=0
         )  # fmt: skip
 
-        def put(pages: Float[Array, "N P s K h"], page_bS: jax.Array, slot_bS: jax.Array, new_bSKh: jax.Array):
-            return pages.at[self.index, page_bS, slot_bS].set(new_bSKh, mode="promise_in_bounds")
+        def put(pages: Shaped[Array, "N P s *rest"], page_bS: jax.Array, slot_bS: jax.Array, new_bS: jax.Array):
+            return pages.at[self.index, page_bS, slot_bS].set(new_bS, mode="promise_in_bounds")
 
-        new = (page_BS, positions_BS % page_size, new_BSKh.astype(pages.dtype))
-        written = jax.vmap(put)(pages, *(_by_shard(x, num_shards) for x in new))
-        return constrain(written, *PAGES_DIMS)
+        def write(pages: Shaped[Array, "D N P s *rest"], new_BS: Shaped[Array, "B S *rest"]) -> jax.Array:
+            new = (page_BS, positions_BS % page_size, new_BS)
+            written = jax.vmap(put)(pages, *(_by_shard(x, len(pages)) for x in new))
+            return constrain(written, *PAGES_DIMS[: written.ndim])
 
-    def _rows(self, pages: Float[Array, "D N P s K h"], table: Int[Array, "B m"]) -> Float[Array, "B t K h"]:
+        return jax.tree.map(write, stored, encoded(new_BSKh, stored))
+
+    def _rows(self, stored: Stored, table: Int[Array, "B m"]) -> Float[Array, "B t K h"]:
         """The keys or values in the pages of a table, in the order of their tokens."""
 
-        def rows(pages: Float[Array, "N P s K h"], table_bm: jax.Array) -> Float[Array, "b m s K h"]:
+        def rows(pages: Shaped[Array, "N P s *rest"], table_bm: jax.Array) -> Shaped[Array, "b m s *rest"]:
             return pages.at[self.index, table_bm].get(mode="promise_in_bounds")
 
-        found = jax.vmap(rows)(pages, _by_shard(table, pages.shape[0]))
-        found = found.reshape(len(table), -1, *found.shape[-2:])
-        return constrain(found, "batch", "seq", "kv_heads", "head_dim")
+        def read(pages: Shaped[Array, "D N P s *rest"]) -> Shaped[Array, "B t *rest"]:
+            found = jax.vmap(rows)(pages, _by_shard(table, len(pages)))
+            return found.reshape(len(table), -1, *pages.shape[4:])
+
+        return constrain(decoded(jax.tree.map(read, stored)), "batch", "seq", "kv_heads", "head_dim")
+
+
+def _page_size(stored: Stored) -> int:
+    return jax.tree.leaves(stored)[0].shape[3]
 
 
 def _by_shard(x: Shaped[Array, "B *rest"], num_shards: int) -> Shaped[Array, "D b *rest"]:
