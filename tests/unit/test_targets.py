@@ -14,8 +14,9 @@ from meshpar.errors import MeshError
 from meshpar.inspection import fit
 from meshpar.inspection.fit import compile_for, judge
 from meshpar.inspection.inspect import inspect
+from meshpar.inspection.program.flow import Flow
 from meshpar.inspection.program.hlo import Collective
-from meshpar.inspection.program.text import Array
+from meshpar.inspection.program.text import Array, Program
 from meshpar.mesh import process, targets
 from meshpar.mesh.hardware import CHIPS, FOR_XLA
 from meshpar.mesh.targets import parse
@@ -97,7 +98,11 @@ def test_a_machine_unknown_to_the_compiler_is_an_error_in_its_words(monkeypatch)
 def program(groups=((0, 1),)):
     """A program of 8192 FLOPs that sends 40 bytes in these groups, three times."""
     compiled = jax.jit(lambda x: x @ x).lower(jax.numpy.ones((16, 16))).compile()
-    collective = Collective("all_gather", (Array("f32", (20,)),), 80, groups, ("data",), False, 4, 3, (), "", "", ())
+    flow = Flow(Program(compiled.as_text()))
+    collective = Collective(
+        "all_gather", (Array("f32", (20,)),), 80, groups, ("data",), False, 4, 3, (), "",
+        next(flow.program.instructions()), flow,
+    )  # fmt: skip
     return replace(inspect(compiled), collectives=(collective,))
 
 
