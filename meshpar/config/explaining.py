@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Any
 
 import pydantic
@@ -79,8 +80,11 @@ def _known_key(root: type[pydantic.BaseModel], data: Any, keys: list[str], model
     if new := new_name(".".join(keys), everywhere):
         return f"{'.'.join(keys)} is now {new}"
     for word in words(name):
-        siblings = [".".join([*section, key]) for key in fields(model) if key == word]
-        found = siblings or [path for path in everywhere if path == word or path.endswith(f".{word}")]
+        # A misspelled key of this section is likelier than a key of another one.
+        near = get_close_matches(word, fields(model), n=1, cutoff=0.85)
+        found = [".".join([*section, key]) for key in near] or [
+            path for path in everywhere if path == word or path.endswith(f".{word}")
+        ]
         if found:
             return f"did you mean {found[0]}?"
     if near := nearest(name, fields(model)):

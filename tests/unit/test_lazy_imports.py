@@ -26,10 +26,10 @@ finally:
     print(json.dumps(sorted(name.partition(".")[0] for name in sys.modules)))
 """
 FOREIGN = {
-    "IPython", "matplotlib", "mlflow", "pandas", "pyarrow", "qwix", "safetensors", "scipy", "sklearn", "tensorflow",
+    "matplotlib", "mlflow", "pandas", "pyarrow", "qwix", "safetensors", "scipy", "sklearn", "tensorflow",
     "tokenizers", "torch", "transformers", "wandb",
 }  # fmt: skip
-"""Packages for models, data and services that the config of this test does not name."""
+"""Packages for models, data and services that the config of this test does not name. Flax imports IPython if it can."""
 TRAINING = {"grain", "orbax", "tensorboardX"}
 PAGES = {"jinja2"}
 JAX = {"flax", "jax", "numpy", "optax"}
