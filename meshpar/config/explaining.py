@@ -81,10 +81,8 @@ def _known_key(root: type[pydantic.BaseModel], data: Any, keys: list[str], model
         return f"{'.'.join(keys)} is now {new}"
     for word in words(name):
         # A misspelled key of this section is likelier than a key of another one.
-        near = get_close_matches(word, fields(model), n=1, cutoff=0.85)
-        found = [".".join([*section, key]) for key in near] or [
-            path for path in everywhere if path == word or path.endswith(f".{word}")
-        ]
+        siblings = [".".join([*section, key]) for key in get_close_matches(word, fields(model), n=1, cutoff=0.85)]
+        found = siblings or [path for path in everywhere if path == word or path.endswith(f".{word}")]
         if found:
             return f"did you mean {found[0]}?"
     if near := nearest(name, fields(model)):
