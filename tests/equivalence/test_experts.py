@@ -15,7 +15,7 @@ from jax import lax
 from meshpar.experiment.config import Precision
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.describe import describe
-from meshpar.nn.experts import Experts, exchange, mixture, mlp
+from meshpar.nn.experts import Experts, exchange, mixture, tiles
 from meshpar.nn.experts.layer import MixtureOfExperts
 from meshpar.nn.experts.routing import Router
 from meshpar.parallel.context import ParallelContext, tracing
@@ -219,8 +219,8 @@ def test_a_layer_in_bfloat16_is_within_the_bound_of_rounding_and_near_it(exchang
 @pytest.mark.slow
 def test_a_hidden_layer_in_8_bits_is_beyond_the_bound_of_rounding(monkeypatch):
     """Control."""
-    product = mlp.silu_product
-    monkeypatch.setattr(mlp, "silu_product", lambda *of: product(*of).astype(jnp.float8_e4m3fn).astype(of[0].dtype))
+    product = tiles.silu_product
+    monkeypatch.setattr(tiles, "silu_product", lambda *of: product(*of).astype(jnp.float8_e4m3fn).astype(of[0].dtype))
     assert over_the_bound() > 1
 
 

@@ -15,7 +15,7 @@ from meshpar.experiment.config import load
 
 run = load(Path("configs/tensor.yaml"))
 assert str(explain(run))
-forms = {platform: prepare(run, run.mesh.abstract(), platform).traced_bytes for platform in ("cpu", "cuda")}
+forms = {platform: prepare(run, run.mesh.abstract(platform=platform)).traced_bytes for platform in ("cpu", "gpu")}
 print(all(forms.values()), xla_bridge._backends)
 """
 
