@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from meshpar import config
 from meshpar.checkpoint.checkpoints import checkpoints
@@ -80,14 +79,14 @@ def compress(
     factors: dict[str, Factors] = {}
     before = _num_bytes(params)
     if low_rank_error is not None:
-        factors = factorize(_abstract(model), params, low_rank_error, weights)
+        factors = factorize(model.abstract(), params, low_rank_error, weights)
         params = _in_factors(params, factors)
         ranks = [LowRankKernel(path=path, rank=one.rank) for path, one in factors.items()]
         model = model.model_copy(update={"low_rank": tuple(ranks)})
     if weights:
         quantized = model.model_copy(update={"weights": weights})
-        _abstract(quantized)  # lists the kernels that cannot be divided into groups
-        params = quantize(_abstract(model), params, weights)
+        quantized.abstract()  # lists the kernels that cannot be divided into groups
+        params = quantize(model.abstract(), params, weights)
         model = quantized
     with whole_or_not(folder) as made:
         if (saved.run_dir / COMPANIONS).is_dir():
@@ -116,10 +115,6 @@ def _plain_decoder(run: Run) -> DecoderModel:
         key = "weights" if model.weights else "low_rank"
         raise ConfigError(f"model.{key}: the run is compressed already; compress the one that it was made from")
     return model
-
-
-def _abstract(model: DecoderModel) -> nnx.Module:
-    return nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
 
 
 def _in_factors(params: Mapping[str, jax.Array], factors: Mapping[str, Factors]) -> dict[str, jax.Array]:

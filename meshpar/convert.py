@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
 from meshpar import config
 from meshpar.checkpoint.checkpoints import checkpoints
@@ -122,9 +121,8 @@ def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
     companions = run.init.from_hf if run.init else None
     if (saved.run_dir / COMPANIONS).is_dir():
         companions = saved.run_dir / COMPANIONS
-    abstract = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
     plain = model.model_copy(update={"weights": None, "low_rank": ()})
-    export(folder, plain, dense(abstract, params), companions, largest_file)
+    export(folder, plain, dense(model.abstract(), params), companions, largest_file)
 
 
 class Saved(NamedTuple):

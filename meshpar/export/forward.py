@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from meshpar.convert import trained
 from meshpar.errors import CheckpointError
@@ -53,7 +52,7 @@ def forward_of(model: DecoderModel, compute: str) -> Forward:
     """
     portable = {"attention": Portable(), "remat": Remat(policy="none"), "unroll": 1, "dropout": 0.0}
     portable_model = model.model_copy(update=portable)
-    abstract = nnx.eval_shape(lambda: portable_model.build(nnx.Rngs(0)))
+    abstract = portable_model.abstract()
     specs = describe(abstract)
     apply = functional(abstract)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from meshpar.config import flatten
 from meshpar.errors import CheckpointError, ConfigError, Problems
@@ -221,7 +220,7 @@ def _in_stack(path: str, stack: str) -> str:
 def layer_shapes(model: DecoderModel) -> dict[str, Shape]:
     """Path -> shape of a parameter, of one layer and one expert, without padding of the vocabulary."""
     plain = model.model_copy(update={"pad_vocab_to_multiple": 1})
-    specs = flatten_with_paths(describe(nnx.eval_shape(lambda: plain.build(nnx.Rngs(0)))))
+    specs = flatten_with_paths(describe(plain.abstract()))
     return {path: spec.shape[sum(dim in _NUMBERED for dim in spec.dims[:2]) :] for path, spec in specs.items()}
 
 

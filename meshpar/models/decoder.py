@@ -128,7 +128,7 @@ class DecoderModel(Decoder, ModelContract):
         return {"model.experts": f"{self.experts.describe(ctx, task.seq_len)}{some}; {parameters}"}
 
     def array_specs(self) -> Any:
-        return describe(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))))
+        return describe(self.abstract())
 
     def reference(self, scale: Scale) -> Self:
         return type(self).model_validate(self.model_dump() | decoder_sizes(self, scale))

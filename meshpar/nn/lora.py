@@ -15,7 +15,7 @@ import pydantic
 from flax import nnx
 
 from meshpar.config import Config, Positive, Strings, default
-from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.nn.experts.mlp import ExpertProjection
 from meshpar.nn.layers import STACKED, LowRank, Projection, filled, normal
 from meshpar.nn.quantized_kernel import QuantizedKernel
@@ -56,9 +56,8 @@ class LoRA(Config):
         problems = Problems()
         for glob in self.paths:
             if not matching(found, glob):
-                near = nearest(glob, found)
                 parents = sorted({path.rpartition(".")[0] for path in found})
-                fix = f"did you mean {near}?" if near else f"there are {', '.join(f'{parent}.*' for parent in parents)}"
+                fix = suggestion(glob, found, f"there are {', '.join(f'{parent}.*' for parent in parents)}")
                 problems.add("lora.paths", f"{glob!r} matches no projection", fix)
         adapted = {path: one for path, one in found.items() if any(matching([path], glob) for glob in self.paths)}
         for path, projection in adapted.items():

@@ -240,6 +240,10 @@ class Decoder(Config):
         store_compressed(built, self.low_rank, self.weights, rngs)
         return built
 
+    def abstract(self) -> Transformer:
+        """The decoder with shapes and dtypes in place of arrays."""
+        return nnx.eval_shape(lambda: self.build(nnx.Rngs(0)))
+
 
 TRAINING_FIELDS = ("pad_vocab_to_multiple", "pad_layers_to_multiple", "dropout", "attention", "remat", "unroll")
 """The fields that do not change what a trained model computes."""

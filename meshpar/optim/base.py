@@ -50,11 +50,16 @@ class Matrix:
 
     @classmethod
     def of(cls, dims: Sequence[str]) -> Self:
-        start = next((i for i, dim in enumerate(dims) if dim not in STACKING), len(dims))
+        start = num_stacked(dims)
         split = len(dims) - (2 if tuple(dims[-2:]) in HEADS else 1)
         if split <= start:
             return cls(tuple(range(start, len(dims))), ())
         return cls(tuple(range(start, split)), tuple(range(split, len(dims))))
+
+
+def num_stacked(dims: Sequence[str]) -> int:
+    """The number of leading dims that stack matrices."""
+    return next((i for i, dim in enumerate(dims) if dim not in STACKING), len(dims))
 
 
 class Descent(Config):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from meshpar.config import Coerced, Config, Positive
-from meshpar.errors import ConfigError, Problems, nearest
+from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.parallel.trainable import as_in
 from meshpar.tree import flatten_with_paths, map_with_path, matching
 
@@ -55,8 +55,7 @@ def frozen_until(freeze: Sequence[Freeze], params: Any, num_steps: int) -> Any:
         for glob in entry.paths:
             found = matching(steps, glob)
             if not found:
-                near = nearest(glob, steps)
-                fix = f"did you mean {near}?" if near else "`meshpar explain` lists them"
+                fix = suggestion(glob, steps, "`meshpar explain` lists them")
                 problems.add(f"freeze.{i}.paths", f"no parameter matches {glob!r}", fix)
             steps |= {path: max(steps[path], length) for path in found}
     if steps and all(length == math.inf for length in steps.values()):

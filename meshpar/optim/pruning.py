@@ -24,8 +24,8 @@ import pydantic
 from jax import lax
 
 from meshpar.config import Config, Count, Positive, Strings, default
-from meshpar.errors import ConfigError, Problems, nearest
-from meshpar.optim.base import STACKING, Matrix
+from meshpar.errors import ConfigError, Problems, suggestion
+from meshpar.optim.base import Matrix, num_stacked
 from meshpar.parallel.precision import wide
 from meshpar.sharding.spec import ArraySpec
 from meshpar.tree import flatten_with_paths, map_with_path, matching
@@ -78,7 +78,7 @@ class Magnitude(Prune):
         return ""
 
     def mask(self, weights: jax.Array, dims: Sequence[str], i: jax.Array) -> jax.Array:
-        start = _stacked(dims)
+        start = num_stacked(dims)
         size = math.prod(weights.shape[start:])
         num_pruned = [round(self.sparsity * self.fraction(time) * size) for time in range(self.times + 1)]
         return ~smallest(jnp.abs(wide(weights)), start, jnp.asarray(num_pruned, jnp.int32)[i])
@@ -186,18 +186,12 @@ def _check(prune: Prune, specs: Any) -> None:
     for glob in prune.paths:
         found = matching(trained, glob)
         if not found:
-            near = nearest(glob, trained)
-            fix = f"did you mean {near}?" if near else "`meshpar explain` lists the parameters"
+            fix = suggestion(glob, trained, "`meshpar explain` lists the parameters")
             problems.add("prune.paths", f"no trained parameter matches {glob!r}", fix)
         for path in found:
             if why := prune.fits(trained[path]):
                 problems.add(f"prune.paths: {path}", why, "leave it out of prune.paths")
     problems.raise_any(ConfigError, "prune does not fit the model:")
-
-
-def _stacked(dims: Sequence[str]) -> int:
-    """The number of leading dims that stack matrices."""
-    return next((i for i, dim in enumerate(dims) if dim not in STACKING), len(dims))
 
 
 def smallest(magnitudes: jax.Array, start: int, num: jax.Array) -> jax.Array:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import NamedSharding
 
 from meshpar.errors import Problems, ShardingError
@@ -58,8 +57,7 @@ class ModelOnMesh(ABC):
     @cached_property
     def params(self) -> Any:
         """Tree of `Placement` of the parameters."""
-        abstract = nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0)))
-        specs = jax.tree.map(lambda spec: spec.stored_in(self.dtype), describe(abstract))
+        specs = jax.tree.map(lambda spec: spec.stored_in(self.dtype), describe(self.model.abstract()))
         return stored(resolve(specs, self.ctx.rules, self.ctx.mesh), self.ctx.rules)
 
     @property
@@ -98,7 +96,7 @@ class ModelOnMesh(ABC):
 
     @cached_property
     def _apply(self) -> Callable[..., Any]:
-        return functional(nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0))), "decode")
+        return functional(self.model.abstract(), "decode")
 
 
 def for_tokens(ctx: ParallelContext) -> ParallelContext:

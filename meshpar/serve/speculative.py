@@ -230,7 +230,7 @@ def num_accepted(drafts_BN: jax.Array, tokens_BM: jax.Array) -> jax.Array:
     return jnp.cumprod(is_own.astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SpeculativeGenerator(Generator):
     """Answers batches of prompts by speculative decoding.
 
@@ -240,13 +240,12 @@ class SpeculativeGenerator(Generator):
       proposed, accepted: drafts of the last batch, in rows that were not finished.
     """
 
-    drafter: Drafter | None = None
+    drafter: Drafter
     restore_draft: Callable[[Any], Any] = lambda structs: structs
     proposed: int = 0
     accepted: int = 0
 
     def __post_init__(self) -> None:
-        assert self.drafter is not None
         speculation = Speculation(self.decoding, self.drafter)
         self.prefill = speculation.compile_prefill()
         self.round = speculation.compile_round()

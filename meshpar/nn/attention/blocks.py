@@ -15,6 +15,7 @@ from meshpar.config import Config, Positive
 from meshpar.mesh.varying import varying_alike
 from meshpar.nn.attention.block_pairs import BlockGrid, visible_pairs
 from meshpar.nn.attention.core import Window, documents, known_window
+from meshpar.nn.attention.online_softmax import by_head, by_key_head
 from meshpar.nn.attention.setting import Setting
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards, attend
@@ -66,15 +67,14 @@ def in_blocks(
     segments: Int[Array, "B S"], window: Window,
 ) -> Float[Array, "B S H h"]:  # fmt: skip
     """Attention of a device's queries to the keys of all shards, in the layout of a `Core`."""
-    batch, seq, _, size = q.shape
     # Under GSPMD a loop gets its shardings from its operands.
     k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
     v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
-    q, k, v = varying_alike(q * jnp.asarray(size**-0.5, q.dtype), k, v)
+    q, k, v = varying_alike(q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype), k, v)
     # Named by heads too: a backward that reads these need not transpose the queries, keys and values again.
-    q_BKGSh = named(q.reshape(batch, seq, k.shape[2], -1, size).transpose(0, 2, 3, 1, 4), "q")
+    q_BKGSh = named(by_key_head(q, k.shape[2]), "q")
     k_BKSh = named(k.swapaxes(1, 2), "k")
     v_BKSh = named(v.swapaxes(1, 2), "v")
     width = None if window is None else jnp.asarray(window, jnp.int32)
     out_BKGSh: jax.Array = attend(shards, q_BKGSh, k_BKSh, v_BKSh, segments, width)
-    return out_BKGSh.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    return by_head(out_BKGSh)

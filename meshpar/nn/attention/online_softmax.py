@@ -26,6 +26,18 @@ from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide_dtype
 
 
+def by_key_head(q_BSHh: Float[Array, "B S H h"], num_key_heads: int) -> Float[Array, "B K G S h"]:
+    """The queries of each key head."""
+    batch, seq, _, size = q_BSHh.shape
+    return q_BSHh.reshape(batch, seq, num_key_heads, -1, size).transpose(0, 2, 3, 1, 4)
+
+
+def by_head(out_BKGSh: Float[Array, "B K G S h"]) -> Float[Array, "B S H h"]:
+    """Undoes `by_key_head`."""
+    batch, _, _, seq, size = out_BKGSh.shape
+    return out_BKGSh.transpose(0, 3, 1, 2, 4).reshape(batch, seq, -1, size)
+
+
 class Tokens(NamedTuple):
     """What decides whether a query attends to a key.
 

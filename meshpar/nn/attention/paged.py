@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from meshpar.nn.attention.blocks import BLOCK_SIZE
 from meshpar.nn.attention.codes import Stored, decoded, encoded
 from meshpar.nn.attention.core import Core, Window, causal_window, local_key_heads
-from meshpar.nn.attention.online_softmax import Softmax, empty, masked_scores
+from meshpar.nn.attention.online_softmax import Softmax, by_head, by_key_head, empty, masked_scores
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel.context import constrain
 
@@ -79,7 +79,7 @@ class PagedLayer:
         num_slots = pages * page_size
         tables_Bnm = _blocks(table, pages)
         heads = local_key_heads(k, q).shape[2]
-        q_BKGSh = _by_key_head(q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype), heads)
+        q_BKGSh = by_key_head(q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype), heads)
 
         def meet(block: Int[Array, ""], state: Softmax) -> Softmax:
             slots = block * num_slots + jnp.arange(num_slots, dtype=jnp.int32)
@@ -94,7 +94,7 @@ class PagedLayer:
 
         num_blocks = jnp.minimum(positions.max() // num_slots + 1, tables_Bnm.shape[1])
         out_BKGSh = jax.lax.fori_loop(0, num_blocks, meet, empty(q_BKGSh)).result().astype(q.dtype)
-        return out_BKGSh.transpose(0, 3, 1, 2, 4).reshape(q.shape), cache
+        return by_head(out_BKGSh), cache
 
     def _put(self, stored: Stored, new_BSKh: Float[Array, "B S K h"], positions_BS: Int[Array, "B S"]) -> Stored:
         page_size = _page_size(stored)
@@ -137,8 +137,3 @@ def _blocks(table_BM: Int[Array, "B M"], num_pages: int) -> Int[Array, "B n m"]:
     """Tables of `num_pages` each. The last one is filled with page 0."""
     missing = -table_BM.shape[1] % num_pages
     return jnp.pad(table_BM, ((0, 0), (0, missing))).reshape(len(table_BM), -1, num_pages)
-
-
-def _by_key_head(q_BSHh: Float[Array, "B S H h"], num_key_heads: int) -> Float[Array, "B K G S h"]:
-    batch, seq, _, size = q_BSHh.shape
-    return q_BSHh.reshape(batch, seq, num_key_heads, -1, size).transpose(0, 2, 3, 1, 4)
