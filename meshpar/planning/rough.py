@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
@@ -151,5 +151,5 @@ def _shared(alone: Operations, shares: int, passes: int, num_stages: float) -> O
         products[flops // parts] += count * times
     touched: dict[Touch, float] = defaultdict(float)
     for one, count in alone.touched.items():
-        touched[replace(one, num_bytes=one.num_bytes // parts)] += count * times
+        touched[one.divided(parts)] += count * times
     return Operations(products, touched)
