@@ -23,15 +23,15 @@ from meshpar.planning.measured import KINDS, CollectiveTimes, FunctionTime, Kind
 
 GROUPS = "groups"
 AXIS = "x"
-MOST_SUMS = 10
+MOST_IN_TURN = 5
 MOST_BYTES = 2**21
-"""The most sums of elements that a program has, and of bytes that their arrays have."""
+"""The most operations in a turn of a loop, and the most bytes of their operands, but for two operations."""
 FLOATS_MORE = 16
 REPEATS = 32
 """How often a program repeats its operation, so that starting the program costs little."""
-SIDES = (16, 64, 128, 256, 512)
+SIDES = (16, 32, 64, 128, 256, 512)
 """Rows and columns of the matrices of a product."""
-BYTES = (2**10, 2**14, 2**17, 2**20, 2**22)
+BYTES = (2**10, 2**12, 2**14, 2**17, 2**20, 2**22)
 """Bytes of a buffer."""
 MEMORY = (2**17, 2**20, 2**21, 2**22, 2**23, 2**24)
 """Bytes of memory that a program takes."""
@@ -71,9 +71,17 @@ def calibrate(
     platform: Any = devices[0].platform
     clock = _cpu_s if platform == "cpu" else time.perf_counter
     alone = _mesh(1)
-    elementwise, loop_s = _elementwise(sizes, num_rounds, clock)
+    sums = {
+        (2.0 * size, n): _program(_scaled, alone, size // 4, count=n) for size in sizes for n in (1, _several(size))
+    }
+    elementwise, loop_s = _differences(sums, num_rounds, clock)
+    chains = {
+        (2.0 * side**3, n): _program(partial(_products, count=n), alone, side * side)
+        for side in sides
+        for n in (1, _several(8 * side * side))
+    }
+    products, _ = _differences(chains, num_rounds, clock)
     times = partial(_times, num_rounds=num_rounds, clock=clock, loop_s=loop_s)
-    products = {2.0 * side**3: _program(_product, alone, side * side) for side in sides}
     functions = {name: _program(function, alone, FUNCTION_FLOATS) for name, function in FUNCTIONS.items()}
     collectives: list[CollectiveTimes] = []
     for group_size in group_sizes(len(devices)):
@@ -90,7 +98,7 @@ def calibrate(
         memory_bytes=_memory_bytes(),
         platform=platform,
         shares_cores=platform == "cpu" and len(devices) > _num_cores(),
-        products=times(products),
+        products=products,
         elementwise=elementwise,
         functions=_function_times(functions, num_rounds, clock),
         new_memory=_new_memory(memory_sizes, num_rounds, clock),
@@ -117,21 +125,28 @@ def _medians(programs: Mapping[Key, Program], num_rounds: int, clock: Callable[[
     return {key: statistics.median(times) for key, times in found.items()}
 
 
-def _elementwise(sizes: Iterable[int], num_rounds: int, clock: Callable[[], float]) -> tuple[tuple[Point, ...], float]:
-    """Seconds of a sum of elements, by bytes that it reads and writes, and of a turn of the loop that repeats it.
+def _several(num_bytes: int) -> int:
+    """The number of operations in a turn of a loop, by the bytes of an operand."""
+    return min(MOST_IN_TURN, max(2, MOST_BYTES // num_bytes))
 
-    A turn with several sums takes longer by the time of sums alone. XLA:CPU starts the operations of a long program by
-    a queue, as in a step, and those of a short one at once.
+
+def _differences(
+    programs: Mapping[tuple[float, int], Program], num_rounds: int, clock: Callable[[], float]
+) -> tuple[tuple[Point, ...], float]:
+    """Seconds of an operation by size, and of a turn of the loop that repeats the smallest one, without it.
+
+    A turn with several operations takes longer than a turn with one by the time of operations alone.
+
+    Args:
+      programs: (size, number of operations in a turn) -> program; one and another number for each size.
     """
-    several = {size: min(MOST_SUMS, max(2, MOST_BYTES // size)) for size in sorted(sizes)}
-    programs = {
-        (size, sums): _program(_scaled, _mesh(1), size // 4, sums) for size in several for sums in (1, several[size])
-    }
     turn_s = {key: total / REPEATS for key, total in _medians(programs, num_rounds, clock).items()}
-    each = {size: (turn_s[size, sums] - turn_s[size, 1]) / (sums - 1) for size, sums in several.items()}
-    points = tuple(Point(size=2.0 * size, seconds=max(seconds, LEAST_S)) for size, seconds in each.items())
-    smallest = min(sizes)
-    return points, max(0.0, turn_s[smallest, 1] - each[smallest])
+    points = []
+    for size, count in sorted(programs):
+        if count > 1:
+            seconds = (turn_s[size, count] - turn_s[size, 1]) / (count - 1)
+            points.append(Point(size=size, seconds=max(seconds, LEAST_S)))
+    return tuple(points), max(0.0, turn_s[points[0].size, 1] - points[0].seconds)
 
 
 def _times(
@@ -217,10 +232,12 @@ def _program(body: Callable[[jax.Array], jax.Array], mesh: Mesh, num_floats: int
     return lambda: compiled(x)
 
 
-def _product(x: jax.Array) -> jax.Array:
+def _products(x: jax.Array, count: int) -> jax.Array:
     side = round(x.size**0.5)
     square = x.reshape(side, side)
-    return (square @ square * (1 / side)).reshape(-1)
+    for _ in range(count):
+        square = square @ square * (1 / side)
+    return square.reshape(-1)
 
 
 def _scaled(x: jax.Array) -> jax.Array:
