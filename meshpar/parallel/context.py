@@ -193,15 +193,15 @@ class ParallelContext:
         XLA:CPU removes every `optimization_barrier` before it merges equal operations. In layers without a loop it then
         merges what ZeRO-3 and remat compute again in the backward with the forward, and keeps it.
 
-        XLA:GPU starts the first gathers of a layer when the layer needs them. With its option it gathers the parameters
-        of layer i + 1 while layer i computes, which sends the same bytes.
+        XLA:GPU and XLA:TPU start the first gathers of a layer when the layer needs them. With an option they gather the
+        parameters of layer i + 1 while layer i computes, which sends the same bytes.
         """
         if not self.manual:
             return {}
-        if platform_of(self.mesh) == "cpu":
+        platform = platform_of(self.mesh)
+        if platform == "cpu":
             return {"xla_disable_hlo_passes": "cse_barrier_expander"}
-        prefetches = self.parallel.fsdp.overlap == "prefetch" and platform_of(self.mesh) == "gpu"
-        return prefetch_option() if prefetches else {}
+        return prefetch_option(platform) if self.parallel.fsdp.overlap == "prefetch" else {}
 
     def overlaps(self, dim: str) -> bool:
         """Whether layers whose weights are sharded in `dim` communicate activations while they multiply."""
@@ -209,8 +209,12 @@ class ParallelContext:
         return self.parallel.tensor.overlap != "none" and bool(sequence) and sequence == self.axes(dim)
 
 
-def prefetch_option() -> dict[str, str | bool]:
-    """The option with which XLA:GPU moves gathers of parameters to the iteration before; jax 0.12 has another."""
+def prefetch_option(platform: str | None) -> dict[str, str | bool]:
+    """The option with which XLA moves gathers of parameters to the iteration before; XLA:CPU has none."""
+    if platform == "tpu":
+        return {"xla_tpu_enable_ici_ag_pipelining": True}
+    if platform != "gpu":
+        return {}
     if jax.__version_info__ < (0, 12):
         return {"xla_gpu_enable_pipelined_all_gather": True}
     return {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}

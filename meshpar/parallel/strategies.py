@@ -29,8 +29,8 @@ class FullySharded(Config):
 
     overlap: Literal[Overlap, "prefetch"] = "none"
     """`ring`, `bidirectional`: chunks travel round a ring, in one or both directions, while others are multiplied.
-    `prefetch`: XLA:GPU gathers the weights of the next layer while a layer computes. A device then holds them too.
-    Other backends overlap gathers as they can."""
+    `prefetch`: the compiler gathers the weights of the next layer while a layer computes, on GPUs and TPUs. A device
+    then holds them too. On CPUs it changes nothing."""
 
     @property
     def in_chunks(self) -> bool:
