@@ -1,4 +1,4 @@
-"""Evaluates the loss of a batch without gradients, with the forward of the step compiled separately."""
+"""Evaluates the loss of a batch without gradients, in a program of its own with the forward of the step."""
 
 from __future__ import annotations
 

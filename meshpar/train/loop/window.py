@@ -17,14 +17,14 @@ IN_FLIGHT = 8
 
 @dataclass
 class Window:
-    """The steps that have begun, and whose metrics were not waited for yet.
+    """The steps that the host has started, but not yet waited for.
 
-    The metrics of a step hold the number of steps skipped so far. Reading a number from a device takes as long as the
+    The metrics of a step have the number of steps skipped so far. Reading a number from a device takes as long as the
     Python of a whole step. So only the last of `limit` steps is read, and the others only if the number has changed.
 
     Args:
       step: the last step that was read.
-      skipped: number of steps skipped up to it.
+      skipped: number of steps skipped up to that step.
       limit: the run fails after this many skipped steps in a row; None for no limit.
       in_a_row: number of skipped steps in a row up to `step`.
     """
@@ -37,7 +37,7 @@ class Window:
     finished: list[jax.Array] = field(default_factory=list)
 
     def add(self, metrics: Metrics) -> None:
-        """Adds the metrics of a step that has begun, and waits for the step `IN_FLIGHT` before it.
+        """Adds the metrics of a step that was started, and waits for the step that is `IN_FLIGHT` before it.
 
         Raises:
           RunError: `limit` steps in a row were skipped.
