@@ -1,4 +1,4 @@
-"""The root of a config of federated learning."""
+"""The config of a run of federated learning."""
 
 from __future__ import annotations
 

@@ -63,6 +63,7 @@ class Federation:
 
     @cached_property
     def round(self) -> Round:
+        """The program of a round."""
         config = self.config
         return Round(
             mesh=self.mesh,
@@ -78,6 +79,7 @@ class Federation:
 
     @cached_property
     def draw(self) -> Draw:
+        """Draws the clients of each round."""
         config = self.config
         return Draw(
             examples=self.examples,

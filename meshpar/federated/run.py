@@ -1,4 +1,4 @@
-"""Runs the config of a federated training, and records the run."""
+"""Runs federated learning from its config, and records the run."""
 
 from __future__ import annotations
 

@@ -155,6 +155,7 @@ class ModelContract(Config):
         return None
 
     def vocabulary(self) -> Vocabulary | Unsupported:
+        """The number of token ids, and the rows of the embedding."""
         return Unsupported(f"the vocabulary of a model of kind {self._name} is not known from its config")
 
     def manual_lowering(self) -> Literal[True] | Unsupported:

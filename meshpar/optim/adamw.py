@@ -1,4 +1,4 @@
-"""AdamW."""
+"""AdamW: Adam with decoupled weight decay."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ class Descent(Config):
     schedule: Section[Schedule] = default(Constant())
     """The learning rate over the steps of the run, as a fraction of `lr`."""
     weight_decay: NonNegative = 0.1
-    """Decoupled, scaled by the learning rate; applies to matrices and embeddings, not to norms and biases."""
+    """Decoupled weight decay, scaled by the learning rate. It applies to matrices and embeddings, not to norms and
+    biases."""
     clip_norm: Positive | None = 1.0
     """Largest global norm of the gradients; null for no limit."""
     ema: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None

@@ -1,4 +1,4 @@
-"""Lion."""
+"""Lion: updates by the sign of averaged gradients."""
 
 from __future__ import annotations
 

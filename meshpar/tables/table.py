@@ -67,6 +67,7 @@ class Table(Config):
     # The layout ---------------------------------------------------------------------------------------------------
 
     def shards(self, num_devices: int) -> Shards:
+        """How the rows are divided among `num_devices` devices."""
         return Shards(self.partition, self.num_rows, num_devices)
 
     def check(self, mesh: AnyMesh, problems: Problems, name: str = "table") -> None:

@@ -1,4 +1,4 @@
-"""Evaluates the loss of a batch without gradients, in a program of its own with the forward of the step."""
+"""Evaluates the loss of a batch without gradients, with a separate program of the step's forward."""
 
 from __future__ import annotations
 

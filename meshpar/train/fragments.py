@@ -1,4 +1,4 @@
-"""Fragments of a state: the layers that slices average together, where not all are averaged at once.
+"""Fragments of a state: groups of layers that slices average at different times.
 
 Source: Douillard et al. 2025, arXiv:2501.18512 (the strided pattern of streaming DiLoCo).
 """

@@ -1,4 +1,4 @@
-"""The compiled programs of a training with local updates, and which of them runs in a step."""
+"""Runs the steps of a training with local updates: selects one of its compiled programs for each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains slices of the mesh alone, and moves them together at the end of each round; see `parallel.local_updates`.
+"""Trains slices of the mesh alone, and synchronizes them at the end of each round; see `parallel.local_updates`.
 
 A `TrainState` then holds the shared parameters, and the outer optimizer's state as its `opt_state`, so evaluations,
 exports and other runs read it like any other state. The slices' own arrays are carried state, `carried[SLICES]`:

@@ -98,6 +98,12 @@ class Training:
 
     @cached_property
     def placement(self) -> StatePlacement:
+        """How the state of the training is sharded.
+
+        Raises:
+          ShardingError: parameters, carried state or optimizer state cannot be sharded by the rules.
+          ConfigError: local updates cannot average the state that steps change.
+        """
         local = self.ctx.local
         alone = self.slice_placement
         if local is None:
@@ -182,6 +188,7 @@ class Training:
 
     @property
     def objective(self) -> Objective:
+        """The loss that a step minimizes, with its key, frozen parameters and pipeline."""
         return Objective(self.loss, self.key or (lambda step: None), self.frozen, self.pipeline)
 
     @property

@@ -140,6 +140,8 @@ class Backward(NamedTuple):
 
 
 def backward_of(out: jax.Array, log_mass: jax.Array, grad: jax.Array) -> Backward:
+    """Computes the values of each query that the backward needs, from the result and its gradient."""
+
     def by_head(x: jax.Array) -> jax.Array:
         # XLA:CPU takes eight times as long for a sum of products with a dim of size 1 in front.
         batch, kv_heads, groups, *rest = x.shape

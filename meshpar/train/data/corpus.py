@@ -1,4 +1,4 @@
-"""Corpora: where documents come from, and how they become batches."""
+"""Corpora: the sources of documents, and the settings by which they become batches."""
 
 from __future__ import annotations
 

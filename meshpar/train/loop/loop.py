@@ -1,4 +1,4 @@
-"""The training loop, from top to bottom."""
+"""The training loop: trains, evaluates, records and saves until the run ends."""
 
 from __future__ import annotations
 

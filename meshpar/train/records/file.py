@@ -1,4 +1,4 @@
-"""The file of a run's records: a line of JSON each."""
+"""Reads and writes the file of a run's records, which has a JSON object per line."""
 
 from __future__ import annotations
 

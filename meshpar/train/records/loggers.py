@@ -1,4 +1,4 @@
-"""Services that receive a run's records, from the first process: TensorBoard, Weights & Biases, MLflow, Prometheus."""
+"""Sends a run's records from the first process to services: TensorBoard, Weights & Biases, MLflow, Prometheus."""
 
 from __future__ import annotations
 
