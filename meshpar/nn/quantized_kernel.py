@@ -2,8 +2,8 @@
 
     w[k, n] = codes[k, n] * scales[k // group, n]       codes in -127..127 (int8) or -7..7 (int4)
 
-A scale is the largest magnitude of its group over the largest code. Weights are rounded to the nearest code. Two codes
-of 4 bits share a byte: those of inputs 2i (low bits) and 2i + 1, each plus 8.
+A scale is the largest magnitude of its group over the largest code. Weights are rounded to the nearest code. Two 4-bit
+codes share a byte: input 2i in its low bits and input 2i + 1 in its high bits, each plus 8.
 
 Source: Dettmers et al. 2022, arXiv:2208.07339 (int8); Frantar et al. 2023, arXiv:2210.17323, section 2 (groups,
 rounding to nearest).

@@ -49,7 +49,7 @@ meshpar: freeze does not fit the model:
     no parameter matches 'block.**'
     `meshpar explain` lists them
   freeze.1.until
-    2 is not below num_steps = 2: these would never be trained
+    2 is not below num_steps = 2: the parameters would never be trained
     leave it out to freeze them for the whole run
 """,
     ),

@@ -33,7 +33,7 @@ Stored = Float[Array, "... K h"] | Codes
 
 
 def encoded(x: Float[Array, "*tokens K h"], like: Stored) -> Stored:
-    """New keys or values in the format and dtype of those in a cache."""
+    """Encodes new keys or values in the format and dtype of a cache, `like`."""
     return encode(x.astype(like.scales.dtype)) if isinstance(like, Codes) else x.astype(like.dtype)
 
 
