@@ -17,7 +17,7 @@ def of_2048_tokens() -> dict[str, Any]:
 
 
 def _largest(rows: dict[str, int], seq_len: int) -> dict[str, Any]:
-    """The largest ratio of any layout, and what was measured in each.
+    """The largest ratio of all layouts, and the measurements of each.
 
     Args:
       rows: layout -> the number of rows of a batch.
