@@ -30,7 +30,7 @@ def ragged_all_to_all(
 
     Args:
       operand: [rows, ...]. Rank i receives `send_sizes[i]` rows from `input_offsets[i]` on.
-      output: [rows, ...]. Rows that nobody writes keep their values.
+      output: [rows, ...]. Rows that no rank writes keep their values.
       input_offsets: int[n].
       send_sizes: int[n].
       output_offsets: int[n]. The row of rank i's output at which this rank's rows begin.

@@ -118,7 +118,7 @@ def inspect(*program: Any, **options: Any) -> Inspection | FitReport:
       mesh: the mesh of the program; its axes are named in the report.
       warnings: XLA's messages from the compilation, see `compiling`.
       planned: arrays that the program gathers, reduces or holds whole on purpose, and that are no findings.
-      threshold_bytes: without `planned`, findings concern only arrays of at least this size.
+      threshold_bytes: the least size of an array whose replication, or whose gather without `planned`, is a finding.
 
     Returns:
       An `Inspection`; with `target`, a `FitReport`.

@@ -146,7 +146,7 @@ class Run(Config):
     num_microbatches: Positive = 1
     """Equal parts of a batch that are computed one after another; gradients are reduced once."""
     contract: Section[Contract | None] = default(None)
-    """Limits on what the compiled step sends and holds; a step that exceeds them is refused."""
+    """Limits on the communication and memory of the compiled step; a step that exceeds them is refused."""
     seed: Seed = 0
     """Determines first parameters, dropout and the order of the data."""
     run_dir: FilePath

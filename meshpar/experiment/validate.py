@@ -183,7 +183,7 @@ def _check_reduction(run: Run, ctx: ParallelContext, problems: Problems) -> None
         )
         problems.add(where, what, f"{where}=exact, rules.zero=2, or parallel.pipeline=null")
     elif run.parallel.fsdp.in_chunks:
-        what = "parallel.fsdp.overlap scatters gradients while it multiplies, and adds them as they are"
+        what = "parallel.fsdp.overlap scatters gradients while it multiplies, and adds them unrounded"
         problems.add(where, what, f"{where}=exact, or parallel.fsdp.overlap=none")
 
 

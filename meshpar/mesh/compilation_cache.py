@@ -4,9 +4,9 @@ It is JAX's own cache, in a folder of the user's cache directory. The key of an 
 source lines, the compiler's options and version, XLA_FLAGS and the kind of devices. So a changed model is compiled
 again, and a report never shows the source lines of an older program.
 
-Safety: an entry contains machine code for the CPU that compiled it, and JAX's key does not contain the CPU
-(openxla/xla#44565). So each kind of CPU has its own folder, in which only the owner can write. The next process removes
-an entry whose writer was killed. JAX skips an entry that it cannot decompress, and warns.
+Safety: an entry contains machine code for the CPU that compiled it, which another CPU that shares the disk may not be
+able to run (openxla/xla#44565). So each kind of CPU has its own folder, in which only the owner can write. The next
+process removes an entry whose writer was killed. An entry that cannot be decompressed is not used, with a warning.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def check_joined() -> None:
         count = os.environ.get(variable, "")
         if count.isdecimal() and int(count) > 1:
             what = f"{name} started {count} processes ({variable}={count}), and they are not joined"
-            why = "each would be a run of its own in the same run_dir"
+            why = "each would be a separate run in the same run_dir"
             others = "join them: `srun meshpar train`, or meshpar.join() before meshpar.fit"
             raise MeshError(f"{what}: {why}; start one ({launcher.alone}), or {others}")
 

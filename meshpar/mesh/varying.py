@@ -42,7 +42,7 @@ def varying(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """`x`, typed as varying over the axes of `like` too; the initial carry of a loop needs the type of the last."""
+    """`x`, typed as varying over the axes of `like` too; the first carry of a loop needs the type of the last one."""
     return varying(x, tuple(sorted(varies_over(like))))
 
 
@@ -83,8 +83,7 @@ def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function that does not type the axes over which its results vary, such as a Pallas kernel of JAX.
 
     Each result is typed as varying over the axes of all arguments. The function must not communicate: every device
-    computes with its own arguments. The result cannot be differentiated; use it inside the two functions of a
-    `custom_vjp`.
+    computes with its own arguments. It cannot be differentiated; use it inside the two functions of a `custom_vjp`.
     """
 
     def typed(*args: Any) -> Any:

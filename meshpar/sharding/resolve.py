@@ -112,8 +112,8 @@ def resolve(
       activation_dims: dims that only activations of a user's model have; None for meshpar's own models.
 
     Returns:
-      The tree of `specs` with a `Placement` for each array, as it is stored. `Placement.gathered` derives the
-      placement while the array is used.
+      The tree of `specs` with a `Placement` for each array, sharded by all rules. `Placement.gathered` derives the
+      placement after a gather over the storage axes.
 
     Raises:
       ShardingError: lists every array with a dim that has no rule, is not divisible, or uses an axis twice;

@@ -247,7 +247,7 @@ def test_all_problems_of_a_schedule_are_reported_at_once():
     assert "3 layers cannot be cut into 8 parts (4 stages x 2 chunks)" in str(error.value)
     with pytest.raises(ConfigError, match="no schedule orders their work"):
         prepared(MODELS["tied"](8), "pipe4")
-    with pytest.raises(ConfigError, match="GSPMD knows no pipeline"):
+    with pytest.raises(ConfigError, match="GSPMD has no pipeline"):
         prepared(MODELS["tied"](8), "pipe4", scheduled("1f1b", "pipe4", 4), lowering="auto")
 
 

@@ -56,7 +56,7 @@ the parts of this config do not fit each other:
         """\
 the parts of this config do not fit each other:
   parallel.gradient_reduction.within
-    parallel.fsdp.overlap scatters gradients while it multiplies, and adds them as they are
+    parallel.fsdp.overlap scatters gradients while it multiplies, and adds them unrounded
     parallel.gradient_reduction.within=exact, or parallel.fsdp.overlap=none""",
     ),
     "a rounded scatter in stages": (
