@@ -27,7 +27,7 @@ def _largest(rows: dict[str, int], seq_len: int) -> dict[str, Any]:
 
 
 def ratios(name: str, num_rows: int, seq_len: int, num_rounds: int = 9) -> dict[str, float]:
-    """CPU seconds, wall seconds and temporary bytes of a step in blocks, over those of one with the reference."""
+    """Ratios of CPU seconds, wall seconds and temporary bytes: a step in blocks over a step with the reference."""
     programs = {}
     temporaries = {}
     for kind in ("reference", "blocks"):
