@@ -154,7 +154,7 @@ def reduce_gradients(
     ctx = _context()
     if not ctx.manual:
         return grads, {}
-    if ctx.rules.zero_stage and not ctx.gathers_in_layers:
+    if not ctx.gathers_in_layers:
         grads = jax.tree.map(partial(_reduce_scatter_layers, ctx), grads, dims)
     if ctx.gradient_reduction is None:
         return jax.tree.map(lambda grad, names: sum_gradient(grad, sum(ctx.copy_axes(names), ())), grads, dims), {}

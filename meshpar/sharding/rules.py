@@ -82,9 +82,10 @@ class AxisRules(Config):
     shorthand: ClassVar = "preset"
     preset: tuple[str, ...] = ()
     """Names of presets, joined in order."""
-    zero: Literal[0, 1, 2, 3] | None = None
-    """When a parameter that is sharded over a batch axis is gathered: 1 after the update (only its optimizer state
-    is sharded); 2 once a step; 3 in each layer, and again in the backward. Default: the preset's, or 3."""
+    zero: Literal[1, 2, 3] | None = None
+    """When a parameter that is sharded over a batch axis is gathered: 1 after the update (only its optimizer state is
+    sharded); 2 once a step; 3 in each layer, and again in the backward. Default: the preset's, or 3. A parameter is
+    replicated if no rule shards it."""
 
     if TYPE_CHECKING:  # type checkers do not know that the other keys are rules
 
@@ -93,7 +94,7 @@ class AxisRules(Config):
             /,
             *,
             preset: str | Sequence[str] = (),
-            zero: Literal[0, 1, 2, 3] | None = None,
+            zero: Literal[1, 2, 3] | None = None,
             **rules: Sequence[str],
         ) -> None: ...
 
