@@ -178,9 +178,7 @@ def _check_reduction(run: Run, ctx: ParallelContext, problems: Problems) -> None
         return
     where = "parallel.gradient_reduction.within"
     if ctx.schedule:
-        what = (
-            "a rounded reduce-scatter consists of permutes, and the layers of a stage cannot run any: they wait for all"
-        )
+        what = "a rounded reduce-scatter consists of permutes, which wait for all devices, also those in other stages"
         problems.add(where, what, f"{where}=exact, rules.zero=2, or parallel.pipeline=null")
     elif run.parallel.fsdp.in_chunks:
         what = "parallel.fsdp.overlap scatters gradients while it multiplies, and adds them unrounded"

@@ -21,7 +21,9 @@ Program = TypeVar("Program")
 
 @dataclass(frozen=True)
 class FitReport:
-    """How a compiled program fits a machine, by the compiler's figures and the maker's; nothing was run.
+    """The fit of a compiled program on a machine, by the figures of the compiler and of the maker; nothing was run.
+
+    `meshpar.inspect(run, target="v5e:4x4")` returns it.
 
     Args:
       inspection: the inspection of the program.

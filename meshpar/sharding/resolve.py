@@ -29,6 +29,13 @@ class Placement:
       axes: the mesh axes over which each dim is sharded; `()` for a dim that is whole.
       reason: the rule of each dim, as text; empty for arrays that no report lists.
       memory_kind: JAX's name of the memory in which a device stores its shard, such as `HOST`; None for its own.
+
+    >>> from jax.numpy import dtype
+    >>> from meshpar.mesh.layout import MeshLayout
+    >>> spec = ArraySpec((512, 64), dtype("float32"), ("embed", "mlp"))
+    >>> placement = Placement(spec, MeshLayout(fsdp=4).abstract(), (("fsdp",), ()))
+    >>> placement.local_shape, placement.local_bytes
+    ((128, 64), 32768)
     """
 
     spec: ArraySpec

@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`.
+    """The result of `verify`; `str` prints it as a table.
 
     Args:
       sizes: axis -> size of the mesh that was verified.
