@@ -114,7 +114,7 @@ def test_processes_that_a_launcher_started_and_nobody_joined_are_refused(train, 
     monkeypatch.setenv(variable, "2")
     result = train()
     assert result.code == 2
-    assert f"started 2 processes ({variable}=2), and they are not joined: each would be a run of its own" in result.err
+    assert f"started 2 processes ({variable}=2), and they are not joined: each would be a separate run" in result.err
     assert not Path("run").exists()
 
 

@@ -397,7 +397,7 @@ def refusal(**changes):
         ),
         (
             {"parallel": {"expert": "gather"}, "experts": {"dispatch": "capacity"}},
-            "gather is for dispatch=dropless: places of experts travel by a dense all-to-all",
+            "gather is for dispatch=dropless: dispatch=capacity uses a dense all-to-all",
         ),
         (
             {"parallel": {"expert": "gather"}, "rules": ["replicated"], "mesh": {}},
