@@ -200,8 +200,8 @@ class ParallelContext:
         would then merge the operations that ZeRO-3 and remat repeat in the backward with those of the forward, and hold
         their results.
 
-        XLA:GPU and XLA:TPU start the first gathers of a layer when the layer needs them. With `prefetch_option` they gather
-        the parameters of layer i + 1 while layer i computes, and send the same bytes.
+        XLA:GPU and XLA:TPU start the first gathers of a layer when the layer needs them. With `prefetch_option` they
+        gather the parameters of layer i + 1 while layer i computes, and send the same bytes.
         """
         if not self.manual:
             return {}
