@@ -81,8 +81,7 @@ class Quantized(Config):
         group = self.group_of(shape[dim])
         groups = wide(kernel).reshape(*shape[:dim], shape[dim] // group, group, *shape[dim + 1 :])
         scales = (jnp.abs(groups).max(dim + 1, keepdims=True) / self.largest).astype(kernel.dtype)
-        steps = groups / jnp.where(scales == 0, jnp.ones_like(scales), scales).astype(groups.dtype)
-        codes = jnp.clip(jnp.round(steps), -self.largest, self.largest).astype(jnp.int8).reshape(shape)
+        codes = nearest_codes(groups, scales.astype(groups.dtype), self.largest).reshape(shape)
         return (codes if self.kind == "int8" else _packed(codes, dim)), scales.squeeze(dim + 1)
 
     def dequantize(self, codes: jax.Array, scales: jax.Array, dim: int) -> jax.Array:
@@ -92,6 +91,16 @@ class Quantized(Config):
         num_groups = scales.shape[dim]
         groups = codes.reshape(*shape[:dim], num_groups, shape[dim] // num_groups, *shape[dim + 1 :])
         return (groups.astype(scales.dtype) * jnp.expand_dims(scales, dim + 1)).reshape(shape)
+
+
+def nearest_codes(x: jax.Array, scales: jax.Array, largest: int) -> jax.Array:
+    """int8 like x: the integers up to `largest` for which `codes * scales` is nearest to x; 0 where a scale is 0.
+
+    Args:
+      scales: like x, or with dims of size 1.
+    """
+    steps = x / jnp.where(scales == 0, jnp.ones_like(scales), scales)
+    return jnp.clip(jnp.round(steps), -largest, largest).astype(jnp.int8)
 
 
 def _packed(codes: jax.Array, dim: int) -> jax.Array:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from meshpar.nn.quantized_kernel import nearest_codes
+
 CacheFormat = Literal["int8"]
 
 
@@ -39,8 +41,7 @@ def encoded(x: Float[Array, "*tokens K h"], like: Stored) -> Stored:
 
 def encode(x: Float[Array, "*tokens K h"]) -> Codes:
     scales = jnp.abs(x).max(-1) / jnp.asarray(127, x.dtype)
-    steps = x / jnp.where(scales == 0, jnp.ones_like(scales), scales)[..., None]
-    return Codes(jnp.clip(jnp.round(steps), -127, 127).astype(jnp.int8), scales)
+    return Codes(nearest_codes(x, scales[..., None], 127), scales)
 
 
 def decoded(stored: Stored) -> jax.Array:
