@@ -14,6 +14,13 @@ from meshpar.errors import ConfigError
 if TYPE_CHECKING:
     from meshpar.serve.generator import Piece
 
+Draft = Annotated[Path | None, typer.Option(metavar="RUN", help="A smaller model that drafts tokens.")]
+Ngrams = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Draft what followed the newest N tokens where they last occurred."),
+]
+NumDrafts = Annotated[int, typer.Option(min=1, help="Tokens that are drafted at a time.")]
+
 
 @app.command()
 def generate(
@@ -27,11 +34,9 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens of this total.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End an answer before it.")] = None,
-    draft: Annotated[Path | None, typer.Option(metavar="RUN", help="A smaller model that drafts tokens.")] = None,
-    ngrams: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Draft what followed the newest N tokens before.")
-    ] = None,
-    num_drafts: Annotated[int, typer.Option(min=1, help="Tokens drafted at a time.")] = 4,
+    draft: Draft = None,
+    ngrams: Ngrams = None,
+    num_drafts: NumDrafts = 4,
     devices: Devices = None,
     json: AsJson = False,
     no_cache: NoCache = False,
