@@ -108,5 +108,5 @@ def _within(
     if pages < capacity.pages_of_row:
         least = page_bytes * (1 + capacity.pages_of_row)
         what = f"{human_bytes(cache_bytes)} do not hold a row of {capacity.max_len} tokens"
-        problems.add("cache", what, f"{human_bytes(least)}, or shorter rows")
+        problems.add("cache", what, f"{human_bytes(least)}, or a smaller max_len")
     return replace(decoding, capacity=capacity), smaller and replace(smaller, capacity=capacity)
