@@ -3,8 +3,8 @@
     python scripts/compare_serving.py batches [--rounds N]
     python scripts/compare_serving.py drafts [--rounds N] [--slots N]
 
-All answer the same prompts of mixed lengths, all of which wait at the beginning, on one device. They take turns, and
-the figure is the median ratio of CPU seconds: other processes disturb both alike.
+All answer the same prompts of mixed lengths, all of which wait at the beginning, on one device. They run in turn, and
+the figure is the median ratio of CPU seconds, so that other processes disturb both alike.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def engine_of(source: Any, slots: int, ngrams: int | None = None) -> Any:
 
 
 def random_llama(folder: Path) -> Path:
-    """A Hugging Face folder; the time of a token does not depend on what was learned."""
+    """A Hugging Face folder with random weights, on which the time of a token does not depend."""
     model = Llama(num_layers=4, hidden_size=256, num_heads=8, intermediate_size=704, vocab_size=1024)
     export(folder, model, flatten_with_paths(nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(0)), nnx.Param))))
     return folder
