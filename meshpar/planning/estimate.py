@@ -177,8 +177,13 @@ class Work:
         """
         if self.stages is None:
             return [self._busy(self.computes, self.waits, machine)]
-        parts = zip(self.stages.layers, self.parts(machine), strict=True)
-        every = [layer * count + end for count, (layer, end) in parts]
+        alike: dict[tuple[int, int, int], Busy] = {}
+        every: list[Busy] = []
+        for count, (layer, end) in zip(self.stages.layers, self.parts(machine), strict=True):
+            key = (count, id(layer), id(end))
+            if key not in alike:
+                alike[key] = layer * count + end
+            every.append(alike[key])
         return [sum(every, NOTHING) * (1 / len(every))] if machine.shares_cores else every
 
     def parts(self, machine: Machine) -> list[tuple[Busy, Busy]]:

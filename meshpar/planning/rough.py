@@ -23,7 +23,7 @@ from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.planning.estimate import Operations, Stages, Work
 from meshpar.planning.machine import Machine
 from meshpar.planning.space import Layout
-from meshpar.planning.stages import cut_by_time
+from meshpar.planning.stages import balanced, cut_with
 
 ACTIVATION_AXES = ("expert", "context", "tensor")
 COPIES = 2
@@ -61,7 +61,7 @@ class Probes:
       optimizer: bytes of the optimizer's state.
       in_layers: the share of the parameters that a pipeline divides.
       stack: the layers that a pipeline divides; None if it cannot.
-      head: operations of the output projection and the loss over those of a layer.
+      head: operations of the output projection and the loss.
     """
 
     tokens: int
@@ -104,9 +104,10 @@ class Probes:
         stages = None
         if layout.schedule:
             schedule, cut = self._cut(layout)
-            layer = 1 / (self.num_layers + self.head)
-            stages = Stages.of(cut, schedule, computes * (self.head * layer))
-            computes *= (stages.counted + self.head) * layer
+            share = self.head / self.steps[layout.remat].computes.flops
+            longest = cut.layers[0].size / self.num_layers
+            computes, ends = _scaled(computes, share + (1 - share) * longest), _scaled(computes, share)
+            stages = Stages.of(cut, schedule, ends)
         return Work(
             mesh=layout.abstract_mesh,
             computes=computes,
@@ -119,28 +120,35 @@ class Probes:
             dcn=layout.dcn,
         )
 
-    def balanced(self, layout: Layout, machine: Machine) -> Layout:
-        """The layout with the cut with which the slowest stage of its pipeline is as fast as it can be.
+    def balanced(self, layout: Layout, machine: Machine) -> tuple[Layout, Work]:
+        """The layout with the cut with which the slowest stage of its pipeline is as fast as it can be, and its work.
 
         It stays as it is where the default cut is as fast, and where devices share cores, for which the work of all
         stages counts.
         """
-        if not layout.schedule or layout.cut or machine.shares_cores:
-            return layout
-        schedule, _ = self._cut(layout)
-        even = self.work(layout)
-        parts = even.parts(machine)
+        work = self.work(layout)
+        if work.stages is None or layout.cut or machine.shares_cores:
+            return layout, work
+        parts = work.parts(machine)
         seconds = [layer.total for layer, _ in parts]
-        ends = [end.total for _, end in parts]
-        cut = cut_by_time(schedule, self.num_layers, seconds, ends)
-        better = replace(layout, cut=cut)
-        before, after = (max(one.total for one in work.busy(machine)) for work in (even, self.work(better)))
-        return better if after < WORTH_A_CUT * before else layout
+        unit = min(seconds)
+        end = sum(end.total for _, end in parts)
+        relative = tuple(round(each / unit, 3) for each in seconds)
+        better = _better_cut(*self._cut_of(layout), relative, round(end / unit, 3))
+        if not better:
+            return layout, work
+        layout = replace(layout, cut=better)
+        return layout, self.work(layout)
 
     def _cut(self, layout: Layout) -> tuple[Schedule, StagePartition]:
+        return _partition(*self._cut_of(layout), layout.size("pipe"), layout.cut)
+
+    def _cut_of(self, layout: Layout) -> tuple[str, LayerStack, float]:
+        """The schedule's kind, the layers, and the operations of the head over those of a layer."""
         assert self.stack is not None, "a model without layers has no pipeline"
         stack = self.stack._replace(multiple=layout.padded_to) if layout.padded_to else self.stack
-        return _partition(layout.schedule, layout.size("pipe"), layout.cut, stack, self.head)
+        in_layers = self.steps[layout.remat].computes.flops - self.head
+        return layout.schedule, stack, self.head / in_layers * stack.num_layers
 
     def _tokens_at_once(self, layout: Layout) -> float:
         """Tokens of a device in a microbatch."""
@@ -185,10 +193,34 @@ class Probes:
 
 @cache
 def _partition(
-    kind: str, num_stages: int, cut: tuple[int, ...], stack: LayerStack, head: float
+    kind: str, stack: LayerStack, head: float, num_stages: int, cut: tuple[int, ...] = ()
 ) -> tuple[Schedule, StagePartition]:
     schedule = KINDS[kind](num_microbatches=num_stages, cut=cut or None)
     return schedule, cut_layers(schedule, num_stages, stack.num_layers, head, stack.stacked_layers)
+
+
+@cache
+def _better_cut(kind: str, stack: LayerStack, head: float, seconds: tuple[float, ...], end: float) -> tuple[int, ...]:
+    """The cut whose slowest stage is the fastest; empty if the default's is about as fast.
+
+    Args:
+      seconds: of a layer, on each stage.
+      end: seconds of the output projection and the loss.
+    """
+    schedule, default = _partition(kind, stack, head, len(seconds))
+    stages = Stages.of(default, schedule, Operations({}, {}))
+    ends = [end if stage == stages.last else 0.0 for stage in range(len(seconds))]
+    counts = balanced(stack.num_layers, seconds, ends, schedule.chunks_per_stage)
+    before, after = (
+        max(count * each + end for count, each, end in zip(cut, seconds, ends, strict=True))
+        for cut in (stages.layers, counts)
+    )
+    return cut_with(schedule, counts) if after < WORTH_A_CUT * before else ()
+
+
+@cache
+def _scaled(computes: Operations, share: float) -> Operations:
+    return computes * share
 
 
 @cache

@@ -80,11 +80,12 @@ def search(
         if not everything:
             known = " and ".join(sorted(KNOWN_UNDER_GSPMD))
             raise ConfigError(f"GSPMD decides what this run sends: only layouts over {known} can be planned")
-    everything = [probes.balanced(layout, machine) for layout in everything]
     held = {layout: probes.states_bytes(layout) + probes.step_bytes(layout) for layout in everything}
     fitting = [layout for layout in everything if held[layout] <= SLACK * at_most]
-    rough = {layout: probes.work(layout).on(machine) for layout in fitting}
-    promising = sorted(fitting, key=lambda layout: rough[layout].order)
+    works = dict(probes.balanced(layout, machine) for layout in fitting)
+    held |= {layout: work.states_bytes + work.step_bytes for layout, work in works.items()}
+    rough = {layout: work.on(machine) for layout, work in works.items()}
+    promising = sorted(rough, key=lambda layout: rough[layout].order)
     if along_memory:
         front = pareto(promising, rough.__getitem__)
         evenly = front[:: max(1, len(front) // TRACED)]
@@ -179,17 +180,13 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
 
 
 def _head(run: Run, platform: str) -> float:
-    """Operations of the output projection and the loss over those of a layer, by a trace on two stages."""
+    """Operations of the output projection and the loss, by a trace on two stages; 0 if the run does not fit them."""
     stack = run.model.layer_stack()
     padded_to = 2 if stack and stack.stacked_layers % 2 else 0
     pair = _prepared(run, Layout((("pipe", 2),), schedule="1f1b", num_microbatches=2, padded_to=padded_to), platform)
     step = pair.countable_step if pair else None
-    if pair is None or step is None:
-        return 0.0
-    computes = operations(step, pair)
-    stages = stages_of(computes, step, pair)
-    assert stages is not None, "a step on two stages has stages"
-    return stages.ends.flops / ((computes - stages.ends).flops / stages.counted)
+    stages = stages_of(operations(step, pair), step, pair) if pair and step else None
+    return stages.ends.flops if stages else 0.0
 
 
 def _sent(run: Run, axis: str, platform: str) -> list[Collective]:

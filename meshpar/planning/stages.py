@@ -68,13 +68,10 @@ def balanced(num_layers: int, seconds: Sequence[float], ends: Sequence[float], l
     return counts
 
 
-def cut_by_time(
-    schedule: Schedule, num_layers: int, seconds: Sequence[float], ends: Sequence[float]
-) -> tuple[int, ...]:
-    """The cut of a schedule with balanced stages: the number of layers of each virtual stage, first to last."""
+def cut_with(schedule: Schedule, counts: Sequence[int]) -> tuple[int, ...]:
+    """The cut that gives each stage so many layers: the number of layers of each virtual stage, first to last."""
     chunks = schedule.chunks_per_stage
-    num_stages = len(seconds)
-    counts = balanced(num_layers, seconds, ends, chunks)
+    num_stages = len(counts)
     cut = []
     for virtual in range(num_stages * chunks):
         each, more = divmod(counts[schedule.stage_of(virtual, num_stages)], chunks)

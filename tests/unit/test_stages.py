@@ -14,13 +14,14 @@ import meshpar
 from meshpar.errors import MeshError
 from meshpar.mesh import targets
 from meshpar.mesh.hardware import Link, Links
-from meshpar.mesh.layout import AXES, MeshLayout, _arrange
+from meshpar.mesh.layout import AXES, AxisSizes, MeshLayout, _arrange
 from meshpar.parallel.pipeline.get_schedule import KINDS, get_schedule
+from meshpar.parallel.pipeline.schedule import OneFOneB
 from meshpar.parallel.pipeline.simulate import OpTimes, simulate
 from meshpar.planning.estimate import Operations, Stages, Work, timeline
 from meshpar.planning.machine import StatedMachine, hosts
 from meshpar.planning.mixed import MixedMachine
-from meshpar.planning.stages import balanced, cut_by_time
+from meshpar.planning.stages import balanced, cut_with
 from tests.unit.test_planning import RUN
 
 FLOPS = 1000
@@ -50,13 +51,12 @@ def test_a_balanced_cut_is_the_best_of_all():
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zbv"])
-def test_the_cut_of_a_schedule_gives_each_stage_its_layers(kind):
+def test_a_cut_gives_each_stage_its_layers(kind):
     schedule = get_schedule(kind, 4, 4)
-    cut = cut_by_time(schedule, 21, [1.0, 1.0, 2.0, 2.0], [0.0, 0.0, 0.0, 1.0])
     counts = [0] * 4
-    for virtual, count in enumerate(cut):
+    for virtual, count in enumerate(cut_with(schedule, [7, 6, 3, 5])):
         counts[schedule.stage_of(virtual, 4)] += count
-    assert counts == balanced(21, [1.0, 1.0, 2.0, 2.0], [0.0, 0.0, 0.0, 1.0], schedule.chunks_per_stage)
+    assert counts == [7, 6, 3, 5]
 
 
 def estimated_over_simulated(kind, shares, num_microbatches):
@@ -172,8 +172,8 @@ def test_slow_stages_get_fewer_layers(tmp_path):
     assert first + second == 12
     assert 2 * second < first
     assert layers(planned("a100:1x4+h100:1x4")) != layers(mixed)
-    assert mixed.best.mesh.dcn.pipe == 2
-    assert mixed.best.parallel.pipeline.cut == (first, second)
+    assert mixed.best.mesh == MeshLayout(data=4, dcn=AxisSizes(pipe=2))
+    assert mixed.best.parallel.pipeline == OneFOneB(num_microbatches=2, cut=(first, second))
     text = str(mixed)
     assert f"stage 0: {first} layers, " in text
     assert f"stage 1: {second} layers and the loss, " in text
