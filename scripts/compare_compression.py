@@ -3,8 +3,8 @@
     python scripts/compare_compression.py runs/compression train base longer half two_of_four
     python scripts/compare_compression.py runs/compression measure
 
-`train` trains what is named: the quickstart; a smaller model; and from the quickstart's end 60 more steps, dense or
-with pruning. `measure` compresses what is named, and compares it. Time is process CPU seconds of decoding on one
+`train` trains the named runs: the quickstart; a smaller model; and 60 more steps from the quickstart's end, dense or
+with pruning. `measure` compresses and compares the named variants. Time is process CPU seconds of decoding on one
 device, the median of interleaved batches.
 """
 

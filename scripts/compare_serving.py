@@ -1,9 +1,9 @@
-"""How many tokens a server computes in a second of CPU time, over generation in batches of as many rows.
+"""Compares a server's tokens per second of CPU time with generation in batches of as many rows.
 
     python scripts/compare_serving.py [ROUNDS]
 
-Both answer the same prompts of mixed lengths, all of which wait at the beginning, on one device. They take turns, and
-the figure is the median of the rounds: other processes disturb both alike.
+Both answer the same prompts of mixed lengths, all of which wait at the beginning, on one device. They run in turn, and
+the figure is the median of the rounds, so that other processes disturb both alike.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(rounds: int) -> None:
 
 
 def random_llama(folder: Path) -> Path:
-    """A Hugging Face folder; the time of a token does not depend on what was learned."""
+    """A Hugging Face folder with random weights, on which the time of a token does not depend."""
     model = Llama(num_layers=4, hidden_size=256, num_heads=8, intermediate_size=704, vocab_size=1024)
     export(folder, model, flatten_with_paths(nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(0)), nnx.Param))))
     return folder

@@ -1,4 +1,4 @@
-"""The measurements of `bench_step.py`, in separate processes where they would influence each other."""
+"""The measurements of `bench_step.py`, in separate processes if they would influence each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def step_ratios(layout: str, num_rounds: int = 9) -> dict[str, Any]:
-    """What `compare` measures in one layout, in a fresh process."""
+    """The measurements of `compare` in one layout, in a fresh process."""
     return in_process(f"compare.compare({layout!r}, {num_rounds})")
 
 

@@ -27,7 +27,7 @@ def collectives(
     json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot time against size: .png, .svg.")] = None,
 ) -> None:
-    """Times every algorithm of a collective, XLA's own, and the predictions of their tables."""
+    """Times every algorithm of a collective and XLA's own, beside the times that their tables predict."""
     operations = _known(operation or ["all_reduce"])
     sizes = [_bytes(text) for text in size or SIZES]
     if plot:
@@ -64,7 +64,7 @@ def serve(
     json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot times against rates: .png, .svg.")] = None,
 ) -> None:
-    """Times a server at growing rates of requests, beside batches and one prompt at a time, without HTTP."""
+    """Times a server at growing request rates, and compares batches and single prompts; without HTTP."""
     if rate and min(rate) <= 0:
         raise ConfigError(f"--rate {min(rate):g}: is not above 0")
     if plot:

@@ -30,6 +30,13 @@ def execute(plan: Plan, blocks: jax.Array, axes: str | Axes) -> jax.Array:
     Communication: the plan's. Rounds of the same form run as one loop. The transpose runs the transposed plan.
     Raises:
       MeshError: an axis is not manual here, or the group and the plan have different sizes.
+
+    >>> from meshpar.collectives.algorithms import plan
+    >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> local = partial(execute, plan("all_reduce", "ring", 2), axes="a")
+    >>> f = jax.shard_map(local, mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
+    >>> jax.jit(f)(jnp.arange(4.0)).tolist()
+    [2.0, 4.0, 2.0, 4.0]
     """
     axes = manual_axes(axes)
     if (size := lax.axis_size(axes)) != plan.num_ranks:
@@ -41,7 +48,7 @@ def manual_axes(axes: str | Axes) -> Axes:
     """The axes as a tuple.
 
     Raises:
-      MeshError: one of them is not manual where this is traced.
+      MeshError: an axis is not manual where this code is traced.
     """
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     here = jax.sharding.get_abstract_mesh().manual_axes
@@ -88,7 +95,7 @@ def _end(plan: Plan, slots: jax.Array, rank: jax.Array) -> jax.Array:
 
 
 def _run(rounds: list[Round], slots: jax.Array, rank: jax.Array, axes: Axes) -> jax.Array:
-    """Runs rounds of one form, as a loop if they are several."""
+    """Runs rounds of one form; several rounds become one loop."""
     lanes = [_Lane(permutes, axes) for permutes in zip(*rounds, strict=True)]
 
     def turn(slots: jax.Array, at: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, None]:
@@ -121,7 +128,7 @@ class _Lane:
         message = self.sent.read(slots, at)
         if message.dtype != jnp.bfloat16:
             return permute(message, self.axes, self.pairs)
-        # XLA's CPU compiler would send bfloat16 as float32; integers it leaves alone.
+        # XLA's CPU compiler would send bfloat16 as float32, but does not convert integers.
         bits = lax.bitcast_convert_type(message, jnp.uint16)
         return lax.bitcast_convert_type(permute(bits, self.axes, self.pairs), message.dtype)
 

@@ -41,7 +41,7 @@ NONE = -1
 
 @dataclass(frozen=True, eq=False)
 class Permute:
-    """Messages that are sent at once, as one permute: all of one size, no two from or to the same rank.
+    """Messages that are sent as one permute: all have one size, and no two have the same source or target.
 
     Args:
       source: int[m]. The sending ranks.
@@ -49,6 +49,10 @@ class Permute:
       chunks: int[m, c]. The chunks of each message.
       adds: whether the target adds the chunks to its own; otherwise they fill its empty slots.
       keeps: whether the source keeps the chunks; otherwise its slots are empty afterwards.
+
+    >>> swap = Permute(np.array([0, 1]), np.array([1, 0]), np.array([[0], [0]]), adds=True)
+    >>> swap.transposed.target.tolist()
+    [0, 1]
     """
 
     source: np.ndarray
@@ -63,15 +67,15 @@ class Permute:
 
 
 Round = tuple[Permute, ...]
-"""Permutes that run at once; all slots are read before any is written."""
+"""Permutes that run at the same time: all slots are read before any slot is written."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """An algorithm for a group of ranks.
+    """The table of an algorithm for a group of ranks; `str` prints it.
 
     Args:
-      operation: what the plan computes.
+      operation: the collective that the plan computes.
       num_ranks: n, the size of the group.
       num_chunks: the number of chunks of the buffer of S bytes, and of slots of each rank.
       rounds: the messages, in order.

@@ -1,4 +1,4 @@
-"""The simulator: runs a plan in NumPy, and reports the round and the rank where it goes wrong."""
+"""Simulates a plan in NumPy, and reports the round and the rank at which it fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshpar.errors import PlanError, Problems
 
 
 def simulate(plan: Plan, inputs: np.ndarray) -> np.ndarray:
-    """The output of each rank.
+    """Runs a plan in NumPy and returns the output of each rank.
 
     Args:
       inputs: [num_ranks, blocks, ...]. The input blocks of each rank.
@@ -41,11 +41,14 @@ def simulate(plan: Plan, inputs: np.ndarray) -> np.ndarray:
 def check(plan: Plan) -> None:
     """Proves a plan: every output block consists of exactly the parts that its operation defines.
 
-    Each block of each rank's input gets a mark of its own, so the cost grows as the fourth power of the group size:
+    Each block of each rank's input gets its own mark, so the cost grows with the fourth power of the group size. It is
     practical up to about 64 ranks.
 
     Raises:
       PlanError: as `simulate`; or a part is lost or counted twice, with the round in which it moved last.
+
+    >>> from meshpar.collectives.algorithms import plan
+    >>> check(plan("all_to_all", "halving_doubling", 5))
     """
     num_ranks, num_given = plan.given.shape
     marks = np.eye(num_ranks * num_given, dtype=np.int16).reshape(num_ranks, num_given, num_ranks, num_given)
@@ -150,7 +153,7 @@ def _expected(plan: Plan, inputs: np.ndarray) -> np.ndarray:
 def _moves(plan: Plan, marks: np.ndarray, source: int, part: int) -> Iterator[tuple[int, str, int]]:
     """(round, its name, rank) of each arrival of a part at a rank."""
     slots, held = _begin(plan, marks)
-    marked = slots[..., source, part]  # a view, which follows the slots
+    marked = slots[..., source, part]  # a view, so it changes with the slots
     before = marked.any(1)
     for number in _run(plan, slots, held):
         now = marked.any(1)

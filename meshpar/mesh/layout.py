@@ -1,7 +1,7 @@
 """The device mesh: seven named axes over the available devices.
 
-The axes are ordered by the networks that they usually span, slow to fast. Every mesh has all seven, so that every name
-is always bound; an axis of size 1 appears in no sharding.
+The axes are ordered by the networks that they usually span, slow to fast. Every mesh has all seven, so code can use
+every name on every mesh. An axis of size 1 appears in no sharding.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class AxisSizes(Config):
 class MeshLayout(AxisSizes):
     """Sizes inside a slice (or host, or the whole machine), and across slices in `dcn`.
 
-    One size may be -1: it is computed from the number of devices. The size of an axis in the mesh is its size inside a
-    slice times its size across slices.
+    One size may be -1, and is then computed from the number of devices. The size of an axis in the mesh is its size
+    inside a slice times its size across slices.
 
     Raises:
       MeshError: the product of the sizes is not the number of devices; the text lists sizes that would fit.
@@ -112,7 +112,7 @@ class MeshLayout(AxisSizes):
         """The mesh without devices, which is enough to resolve, explain and trace.
 
         Args:
-          platform: the one that programs are traced for, such as `gpu`; None if it is not known, and as on CPUs then.
+          platform: the platform that programs are traced for, such as `gpu`; None traces for CPUs.
         """
         inside = self.resolved(num_devices or self.requested() or 1)
         sizes = tuple(inside[axis] * self._across[axis] for axis in AXES)
@@ -120,7 +120,7 @@ class MeshLayout(AxisSizes):
         return AbstractMesh(sizes, AXES, axis_types=_AXIS_TYPES, abstract_device=device)
 
     def _refuse(self, devices: Sequence[jax.Device]) -> None:  # pyright: ignore[reportInvalidTypeForm]
-        """Raises the error of too few devices, with how to get more."""
+        """Raises the error of too few devices, with a way to get more."""
         try:
             self.resolved(len(devices))
         except MeshError as error:

@@ -28,5 +28,5 @@ def summed_in(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def computed_in(x: jax.Array, dtype: Any) -> jax.Array:
-    """A parameter in the dtype of the computation. Integers stay as they are: they are codes, see `nn.weights`."""
+    """A parameter in the dtype of the computation. Integers are codes of quantized kernels, and keep their dtype."""
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -36,7 +36,7 @@ IN_FLIGHT = 8
 
 
 class StateParams(Protocol):
-    """Parameters of a model that no gradient changes, but each step, by the metrics of its layers."""
+    """Parameters of a model that each step changes by the metrics of the layers, without a gradient."""
 
     @property
     def paths(self) -> tuple[str, ...]: ...
@@ -54,7 +54,7 @@ class Update:
 
     Args:
       tx: any Optax chain, without clipping; its update may have the keyword `step`, int32[].
-      clip_norm: the largest norm of the whole gradient; None for no limit.
+      clip_norm: the largest global norm of the gradients; None for no limit.
       dtype: dtype in which `tx` computes; None for that of the parameters.
       state_params: frozen parameters that the step itself changes; None if there are none.
       is_elementwise: whether `tx` updates each element by itself, and its state without the parameters.
@@ -221,7 +221,7 @@ class Step:
         return layers.to_model(state) if layers else state, metrics
 
     def at(self, index: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-        """The function that takes the step with this number, the first being 1. Only local updates have several."""
+        """The function that runs step `index`, counted from 1. Only local updates have several functions."""
         return self
 
     def read(self, metrics: Metrics) -> dict[str, np.ndarray]:

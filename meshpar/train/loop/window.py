@@ -13,15 +13,15 @@ from meshpar.train.step import IN_FLIGHT, Metrics
 
 @dataclass
 class Window:
-    """The steps whose metrics were not read yet.
+    """The steps whose metrics have not been read yet.
 
-    The metrics of a step hold the number of steps skipped so far. Reading a number from a device takes as long as the
+    The metrics of a step have the number of steps skipped so far. Reading a number from a device takes as long as the
     Python of a whole step. So only the last of `limit` steps is read, and the others only if the number has changed.
     The last `IN_FLIGHT` steps are not read, because they may not have ended.
 
     Args:
       step: the last step that was read.
-      skipped: number of steps skipped up to it.
+      skipped: number of steps skipped up to that step.
       limit: the run fails after this many skipped steps in a row; None for no limit.
       in_a_row: number of skipped steps in a row up to `step`.
     """

@@ -1,0 +1,40 @@
+"""The site builds without warnings: links, headings, the menu, and the functions that pages document are found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.page import ROOT
+
+CONFIG = ROOT / "mkdocs.yml"
+
+
+def build(config: Path, site: Path) -> str:
+    """The report of a strict build that fails, or "" for one without warnings."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", config, "--site-dir", site]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return "" if done.returncode == 0 else done.stderr
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    assert build(CONFIG, tmp_path) == ""
+    assert 'id="meshpar.fit"' in (tmp_path / "reference" / "api" / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "warnings"),
+    [("[a](none.md) [b](#none)", ["other.md", "none.md", "#none"]), ("::: meshpar.none", ["meshpar.none"])],
+    ids=["links", "function"],
+)
+def test_control_a_warning_fails_the_build(text, warnings, tmp_path):
+    pages = tmp_path / "docs"
+    pages.mkdir()
+    (pages / "index.md").write_text(f"# A page\n\n{text}\n")
+    (pages / "other.md").write_text("# A page that the menu lacks\n")
+    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: {CONFIG}\ndocs_dir: {pages}\nnav: [index.md]\n")
+    report = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert all(warning in report for warning in warnings)
