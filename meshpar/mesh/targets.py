@@ -81,8 +81,11 @@ def parse(text: str) -> Target:
     """Reads a machine, such as `v5e:16x16`.
 
     Raises:
-      MeshError: no machine matches the text.
+      MeshError: no machine matches the text; or it has different chips, which no compiler knows.
     """
+    if "+" in text:
+        why = "no compiler knows a machine of different chips"
+        raise MeshError(f"--target {text}: {why}; `meshpar plan` estimates one, without --compile")
     match = _FORM.match(text)
     if not match:
         raise MeshError(f"--target {text}: not a machine; write chip:shape, as in v5e:4x4, v5p:4x4x4 or h100:4x8")

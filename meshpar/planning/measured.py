@@ -14,7 +14,7 @@ from meshpar.config import Config, Positive, load
 from meshpar.cost.touched import Touch
 from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError, Problems
-from meshpar.planning.machine import Figure
+from meshpar.planning.machine import Figure, Sizes
 from meshpar.sharding.resolve import AnyMesh
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute"]
@@ -103,7 +103,10 @@ class MeasuredMachine(Config):
         """Seconds of an operation beside products and collectives, on every device at once."""
         return interpolated(self.expensive if one.is_expensive else self.elementwise, one.num_bytes)
 
-    def collective_s(self, one: Collective, mesh: AnyMesh) -> float:
+    def stages(self, mesh: AnyMesh, dcn: Sizes = ()) -> Sequence[MeasuredMachine]:
+        return [self] * mesh.shape["pipe"]
+
+    def collective_s(self, one: Collective, mesh: AnyMesh, dcn: Sizes = ()) -> float:
         """Seconds of all runs of a collective in a step. A permute in which some devices send nothing sends less."""
         kind = one.kind.removeprefix("ragged_")
         size = one.full_bytes * (float(one.senders) if kind == "collective_permute" else 1.0)

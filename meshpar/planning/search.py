@@ -16,7 +16,7 @@ from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
-from meshpar.planning.estimate import Estimate, Work, carries_activations, operations, work_of
+from meshpar.planning.estimate import Estimate, Work, carries_activations, operations, stages_of, work_of
 from meshpar.planning.machine import Machine
 from meshpar.planning.rough import ACTIVATION_AXES, Probes, Step
 from meshpar.planning.space import Layout
@@ -82,8 +82,10 @@ def search(
             raise ConfigError(f"GSPMD decides what this run sends: only layouts over {known} can be planned")
     held = {layout: probes.states_bytes(layout) + probes.step_bytes(layout) for layout in everything}
     fitting = [layout for layout in everything if held[layout] <= SLACK * at_most]
-    rough = {layout: probes.work(layout).on(machine) for layout in fitting}
-    promising = sorted(fitting, key=lambda layout: rough[layout].order)
+    works = dict(probes.balanced(layout, machine) for layout in fitting)
+    held |= {layout: work.states_bytes + work.step_bytes for layout, work in works.items()}
+    rough = {layout: work.on(machine) for layout, work in works.items()}
+    promising = sorted(rough, key=lambda layout: rough[layout].order)
     if along_memory:
         front = pareto(promising, rough.__getitem__)
         evenly = front[:: max(1, len(front) // TRACED)]
@@ -140,7 +142,7 @@ def trace(run: Run, layout: Layout, machine: Machine, probes: Probes | None = No
     prepared = _prepared(run, layout, machine.platform)
     if prepared is None:
         return None
-    work = probes.work(layout) if probes and probes.sent is None else work_of(prepared, machine.shares_cores)
+    work = probes.work(layout) if probes and probes.sent is None else work_of(prepared)
     return Candidate(layout, work, work.on(machine)) if work else None
 
 
@@ -173,8 +175,18 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
     return Probes(
         tokens, {remat: _step(one, tokens, summed) for remat, one in alone.items() if one}, sent,
         states.parameters, elements * widths.compute, summed, states.optimizer, in_layers / states.parameters,
-        stack.num_layers if stack else 0,
+        stack or None, _head(run, platform) if "pipe" in axes else 0.0,
     )  # fmt: skip
+
+
+def _head(run: Run, platform: str) -> float:
+    """Operations of the output projection and the loss, by a trace on two stages; 0 if the run does not fit them."""
+    stack = run.model.layer_stack()
+    padded_to = 2 if stack and stack.stacked_layers % 2 else 0
+    pair = _prepared(run, Layout((("pipe", 2),), schedule="1f1b", num_microbatches=2, padded_to=padded_to), platform)
+    step = pair.countable_step if pair else None
+    stages = stages_of(operations(step, pair), step, pair) if pair and step else None
+    return stages.ends.flops if stages else 0.0
 
 
 def _sent(run: Run, axis: str, platform: str) -> list[Collective]:
