@@ -117,7 +117,7 @@ EXPERTS = Experts(
 
 
 @pytest.mark.parametrize("dispatch", ["dropless", pytest.param("capacity", marks=pytest.mark.slow)])
-def test_every_kind_of_router_is_exported_for_any_number_of_tokens(dispatch, float64):
+def test_groups_of_experts_are_exported_for_any_number_of_tokens(dispatch, float64):
     """With places for all choices, the program without places computes the same."""
     experts = EXPERTS.model_copy(update={"dispatch": dispatch, "capacity_factor": 6.0})
     model = Llama(num_layers=2, hidden_size=16, num_heads=2, intermediate_size=32, vocab_size=VOCAB, experts=experts)
