@@ -241,7 +241,7 @@ def test_the_command_writes_the_config(command, tmp_path):
             {"fix": ["model.remat=none", "mesh.pipe=1", "parallel.pipeline.kind=1f1b"]},
             "h100:1x4: no layout of 4 devices has mesh.pipe=1 with parallel.pipeline.kind=1f1b: a batch of",
         ),
-        ({"at_most": "much"}, "--at-most: 'much' is no number of bytes; valid: 1000, 40MiB"),
+        ({"at_most": "much"}, "--at-most: 'much' is not a number of bytes; valid: 1000, 40MiB"),
         ({"at_most": "200GiB"}, "--at-most 200GiB: a device of h100:1x4 has 74.51 GiB"),
         ({"fix": ONE, "at_most": "1KiB"}, "h100:1x4: no layout holds at most 1.00 KiB; the closest holds"),
     ],
