@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,9 @@ class Writer:
         self._writer.wait_until_finished()
 
     def close(self) -> None:
-        self._writer.close()
+        """Ends the threads. Errors that Orbax still has are those of a save whose error `wait` raised."""
+        with suppress(OSError):
+            self._writer.close()
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -61,6 +64,8 @@ def _is_news(record: logging.LogRecord) -> bool:
         "raised an exception",  # each thread of a failed save logs a traceback; `wait` raises it
         "Handler Commit operations",
         "Task exception was never retrieved",
+        "Failed to write metadata",
+        "Failed to update metadata",
     )
     return not any(text in str(record.msg) for text in no_news)
 

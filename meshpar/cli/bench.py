@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from meshpar.cli.app import AsJson, Devices, NoCache, Overrides, app, check_file, echo, is_first, use_cache, writing
+from meshpar.cli.generate import Draft, Ngrams, NumDrafts
 from meshpar.cli.serve import Chunk, PageSize, Slots
 from meshpar.errors import ConfigError
 
@@ -59,6 +60,9 @@ def serve(
     slots: Slots = 16,
     page_size: PageSize = 16,
     chunk: Chunk = 64,
+    draft: Draft = None,
+    ngrams: Ngrams = None,
+    num_drafts: NumDrafts = 4,
     devices: Devices = None,
     no_cache: NoCache = False,
     json: AsJson = False,
@@ -78,8 +82,9 @@ def serve(
     from meshpar.serve.open_engine import open_engine
 
     engine = open_engine(
-        opened, slots=slots, max_len=prompt + answer, page_size=page_size, chunk=chunk, max_queue=requests
-    )
+        opened, slots=slots, max_len=prompt + answer, page_size=page_size, chunk=chunk, max_queue=requests,
+        draft=draft and open_source(draft), ngrams=ngrams, num_drafts=num_drafts,
+    )  # fmt: skip
     workload = benches.draw(requests, opened.model.vocab_size, prompt, answer)
     measured = benches.bench(engine, opened, workload, sorted(rate or RATES))
     if plot:

@@ -14,6 +14,12 @@ from meshpar.errors import ConfigError
 if TYPE_CHECKING:
     from meshpar.serve.generator import Piece
 
+Draft = Annotated[Path | None, typer.Option(metavar="RUN", help="A smaller model that drafts tokens.")]
+Ngrams = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Draft the tokens that followed the last N tokens earlier.")
+]
+NumDrafts = Annotated[int, typer.Option(min=1, help="Tokens drafted at a time.")]
+
 
 @app.command()
 def generate(
@@ -31,11 +37,9 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End an answer before TEXT; can be repeated.")
     ] = None,
-    draft: Annotated[Path | None, typer.Option(metavar="RUN", help="A smaller model that drafts tokens.")] = None,
-    ngrams: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Draft the tokens that followed the last N tokens earlier.")
-    ] = None,
-    num_drafts: Annotated[int, typer.Option(min=1, help="Tokens drafted at a time.")] = 4,
+    draft: Draft = None,
+    ngrams: Ngrams = None,
+    num_drafts: NumDrafts = 4,
     devices: Devices = None,
     json: AsJson = False,
     no_cache: NoCache = False,

@@ -74,7 +74,7 @@ class Blocks(Compression):
     block: Annotated[Positive, pydantic.Field(multiple_of=8)] = 256
     """The number of elements that share a scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """`stochastic` rounds up or down at random, such that the mean is exact."""
+    """`stochastic` rounds up or down at random, so that the mean is exact."""
 
     @property
     def code_bytes(self) -> int:

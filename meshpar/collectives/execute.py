@@ -21,11 +21,11 @@ def execute(plan: Plan, blocks: jax.Array, axes: str | Axes) -> jax.Array:
     """Runs a plan over mesh axes.
 
     Args:
-      blocks: [given, ...]. This rank's input blocks; a rank is the index along `axes`, the first axis slowest.
+      blocks: [input blocks, ...]. This rank's input blocks; a rank is the index along `axes`, the first axis slowest.
       axes: mesh axes of the group, all manual.
 
     Returns:
-      [taken, ...]. This rank's output blocks; zeros where the plan has none for it.
+      [output blocks, ...]. This rank's output blocks; zeros where the plan has none for it.
 
     Communication: the plan's. Rounds of the same form run as one loop. The transpose runs the transposed plan.
     Raises:
@@ -79,19 +79,19 @@ _execute.defvjp(
 
 
 def _begin(plan: Plan, blocks: jax.Array, rank: jax.Array) -> jax.Array:
-    given = _Slots(plan.given[None])
-    if given.are_all(plan.num_chunks):
+    inputs = _Slots(plan.input_slots[None])
+    if inputs.are_all(plan.num_chunks):
         return blocks
     empty = jnp.zeros((plan.num_chunks, *blocks.shape[1:]), blocks.dtype)
-    return given.write(empty, given.only_there(blocks, jnp.zeros_like(blocks), rank), given.of(rank)[0])
+    return inputs.write(empty, inputs.only_there(blocks, jnp.zeros_like(blocks), rank), inputs.of(rank)[0])
 
 
 def _end(plan: Plan, slots: jax.Array, rank: jax.Array) -> jax.Array:
-    taken = _Slots(plan.taken[None])
-    if taken.are_all(plan.num_chunks):
+    outputs = _Slots(plan.output_slots[None])
+    if outputs.are_all(plan.num_chunks):
         return slots
-    blocks = taken.read(slots, taken.of(rank)[0])
-    return taken.only_there(blocks, jnp.zeros_like(blocks), rank)
+    blocks = outputs.read(slots, outputs.of(rank)[0])
+    return outputs.only_there(blocks, jnp.zeros_like(blocks), rank)
 
 
 def _run(rounds: list[Round], slots: jax.Array, rank: jax.Array, axes: Axes) -> jax.Array:

@@ -47,7 +47,7 @@ def all_reduce(x: jax.Array, axes: str | Axes, *, algorithm: Choice = "auto") ->
     """
     axes = manual_axes(axes)
     chosen = _plan("all_reduce", algorithm, axes, x.nbytes)
-    return same_sum(lambda x: join(execute(chosen, cut(x, chosen.given.shape[1]), axes), x.shape), axes, x)
+    return same_sum(lambda x: join(execute(chosen, cut(x, chosen.input_slots.shape[1]), axes), x.shape), axes, x)
 
 
 def broadcast(x: jax.Array, axes: str | Axes, *, root: int = 0, algorithm: Choice = "auto") -> jax.Array:
@@ -62,7 +62,7 @@ def broadcast(x: jax.Array, axes: str | Axes, *, root: int = 0, algorithm: Choic
     """
     axes = manual_axes(axes)
     chosen = _plan("broadcast", algorithm, axes, x.nbytes, root)
-    return invariant(join(execute(chosen, cut(x, chosen.given.shape[1]), axes), x.shape), axes)
+    return invariant(join(execute(chosen, cut(x, chosen.input_slots.shape[1]), axes), x.shape), axes)
 
 
 def reduce(x: jax.Array, axes: str | Axes, *, root: int = 0, algorithm: Choice = "auto") -> jax.Array:
@@ -76,7 +76,7 @@ def reduce(x: jax.Array, axes: str | Axes, *, root: int = 0, algorithm: Choice =
     [2.0, 4.0, 0.0, 0.0]
     """
     chosen = _plan("reduce", algorithm, axes, x.nbytes, root)
-    return join(execute(chosen, cut(x, chosen.given.shape[1]), axes), x.shape)
+    return join(execute(chosen, cut(x, chosen.input_slots.shape[1]), axes), x.shape)
 
 
 def all_gather(x: jax.Array, axes: str | Axes, *, dim: int = 0, algorithm: Choice = "auto") -> jax.Array:

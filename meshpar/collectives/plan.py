@@ -79,8 +79,8 @@ class Plan:
       num_ranks: n, the size of the group.
       num_chunks: the number of chunks of the buffer of S bytes, and of slots of each rank.
       rounds: the messages, in order.
-      given: int[n, blocks]. The slot of each block of a rank's input; NONE if the block is not used.
-      taken: int[n, blocks]. The slot of each block of a rank's output; NONE for zeros.
+      input_slots: int[n, blocks]. The slot of each block of a rank's input; NONE if the block is not used.
+      output_slots: int[n, blocks]. The slot of each block of a rank's output; NONE for zeros.
       root: the root of a broadcast, scatter, gather or reduction.
     """
 
@@ -88,8 +88,8 @@ class Plan:
     num_ranks: int
     num_chunks: int
     rounds: tuple[Round, ...]
-    given: np.ndarray
-    taken: np.ndarray
+    input_slots: np.ndarray
+    output_slots: np.ndarray
     root: int = 0
 
     @property
@@ -116,13 +116,17 @@ class Plan:
         """The plan of the derivative: it sends each cotangent back to the source of its value, and sums there."""
         rounds = tuple(tuple(permute.transposed for permute in round_) for round_ in reversed(self.rounds))
         operation = TRANSPOSED[self.operation]
-        return Plan(operation, self.num_ranks, self.num_chunks, rounds, self.taken, self.given, self.root)
+        return Plan(operation, self.num_ranks, self.num_chunks, rounds, self.output_slots, self.input_slots, self.root)
 
     def then(self, second: Plan, operation: Operation) -> Plan:
         """This plan followed by a second, whose input slots are this plan's output slots."""
-        assert np.array_equal(self.taken, second.given), "the second plan's input is not the first plan's output"
+        assert np.array_equal(self.output_slots, second.input_slots), (
+            "the second plan's input is not the first plan's output"
+        )
         rounds = self.rounds + second.rounds
-        return Plan(operation, self.num_ranks, self.num_chunks, rounds, self.given, second.taken, self.root)
+        return Plan(
+            operation, self.num_ranks, self.num_chunks, rounds, self.input_slots, second.output_slots, self.root
+        )
 
     def __str__(self) -> str:
         """One line per round, with `source->target chunks` for each message; `+` marks chunks that are added.

@@ -34,7 +34,7 @@ class Scaled(Blocks):
         return lax.bitcast_convert_type(code, self.dtype).astype(jnp.float32) * scale
 
     def round_by_chance(self, x: jax.Array, key: jax.Array) -> jax.Array:
-        """Rounds up or down at random, such that the mean is x."""
+        """Rounds up or down at random, so that the mean is x."""
         raise NotImplementedError
 
 

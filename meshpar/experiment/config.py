@@ -86,7 +86,7 @@ class Offload(Config):
 
 
 class Init(Config):
-    """The source of the first parameters: a checkpoint or a Hugging Face folder. The rest is initialized at random."""
+    """The source of the initial parameters: a checkpoint or a Hugging Face folder. Others are initialized at random."""
 
     from_checkpoint: Coerced[Path | None, str] = default(None)
     """A checkpoint; or a run directory, whose last checkpoint is used."""
@@ -148,7 +148,7 @@ class Run(Config):
     contract: Section[Contract | None] = default(None)
     """Limits on the communication and memory of the compiled step; a step that exceeds them is refused."""
     seed: Seed = 0
-    """Determines first parameters, dropout and the order of the data."""
+    """Determines the initial parameters, dropout and the order of the data."""
     run_dir: FilePath
     """Directory for metrics and checkpoints. A run resumes from the last checkpoint in it."""
     log_every: Positive = 10
@@ -156,7 +156,7 @@ class Run(Config):
     eval_every: Positive | None = None
     """Steps between evaluations on held-out data; default: only at the end."""
     init: Section[Init | None] = default(None)
-    """Source of the first parameters; default: they are initialized at random."""
+    """Source of the initial parameters; default: they are initialized at random."""
     elastic: Section[Elastic | None] = default(None)
     """How the run continues with fewer processes; default: it needs all of them."""
     checkpoints: Coerced[Retention, int | dict[str, Any]] = default(Retention())

@@ -74,7 +74,7 @@ class OuterAdam(Config):
     b2: Decay = 0.95
     """Decay of the mean of the squared differences."""
     eps: Rate = 0.1
-    """DiLoCo's default: the mean difference of a round is larger than a gradient."""
+    """Added to the root mean square. DiLoCo's default is large, because a difference is larger than a gradient."""
 
     def build(self) -> optax.GradientTransformation:
         return optax.adam(self.lr, self.b1, self.b2, self.eps)

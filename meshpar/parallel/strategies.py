@@ -57,7 +57,7 @@ class ContextParallel(Config):
     """Which tokens a device holds. `zigzag`: a part from the front and one from the back of the row, which gives all
     devices the same work. `auto`: zigzag, and contiguous under ulysses, where the work is the same anyway."""
     group: Annotated[int, pydantic.Field(ge=2)] | None = None
-    """Devices that exchange heads under `hybrid`, neighbours on the axis, such as those of a host."""
+    """Number of devices that exchange heads under `hybrid`: neighbours on the axis, such as the devices of a host."""
 
     @pydantic.model_validator(mode="after")
     def _fits_kind(self) -> ContextParallel:
@@ -94,7 +94,7 @@ class ExpertParallel(Config):
     kind: Literal["auto", "ragged", "gather", "hierarchical"] = "auto"
     """How tokens travel."""
     group: Annotated[int, pydantic.Field(ge=2)] | None = None
-    """Devices of a group under `hierarchical`, neighbours on the axis, such as those of a host."""
+    """Number of devices in a group under `hierarchical`: neighbours on the axis, such as the devices of a host."""
 
     @pydantic.model_validator(mode="after")
     def _fits_kind(self) -> ExpertParallel:
@@ -120,9 +120,9 @@ class Parallel(Config):
     """The strategies of the manual lowering, one in each field."""
 
     tensor: Section[TensorParallel] = default(TensorParallel())
-    """How tensor parallelism communicates."""
+    """How tensor parallelism communicates activations."""
     fsdp: Section[FullySharded] = default(FullySharded())
-    """How ZeRO-3 communicates."""
+    """How ZeRO-3 gathers weights."""
     context: Coerced[ContextParallel, str | dict[str, Any]] = default(ContextParallel())
     """How devices that share a row attend to each other's tokens."""
     expert: Coerced[ExpertParallel | None, str | dict[str, Any]] = default(None)

@@ -122,7 +122,7 @@ def generate(
     stop = [stop] if isinstance(stop, str) else stop
     drafting = None if draft is None else _opened(draft, ())
     _check(opened, prompts, max_tokens, stop)
-    _check_drafts(opened, drafting, ngrams, num_drafts)
+    check_drafts(opened, drafting, ngrams, num_drafts)
     ids = [_encoded(opened, prompt) for prompt in prompts]
     decoding = _decoding(opened, ids, max_tokens, sampling)
     generator = _generator(opened, decoding, drafting, ngrams, num_drafts)
@@ -172,7 +172,12 @@ def _generator(
     return SpeculativeGenerator(decoding, source.restore, drafter=drafter, restore_draft=draft.restore)
 
 
-def _check_drafts(source: Source, draft: Source | None, ngrams: int | None, num_drafts: int) -> None:
+def check_drafts(source: Source, draft: Source | None, ngrams: int | None, num_drafts: int) -> None:
+    """Checks the options of speculative decoding.
+
+    Raises:
+      ConfigError: lists all problems.
+    """
     problems = Problems()
     if draft is not None and ngrams is not None:
         problems.add("ngrams", "a draft model proposes the tokens already", "leave out one of draft and ngrams")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import Problems, ShardingError
 from meshpar.nn.attention.codes import CacheFormat, Codes
@@ -29,7 +29,7 @@ from meshpar.train.state import stored
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOnMesh(ABC):
-    """What programs that generate tokens share.
+    """A decoder on a mesh: the part that the programs of generation and those of serving have in common.
 
     Args:
       model: the decoder's config.
@@ -69,8 +69,12 @@ class ModelOnMesh(ABC):
         """`Transformer.decode` on global arrays, in either lowering."""
         cache_pspecs = pspecs(self.cache)
         in_specs = (pspecs(self.params), self.ctx.pspec("batch"), cache_pspecs)
-        out_specs = (self.ctx.pspec("batch", "vocab"), cache_pspecs)
+        out_specs = (self.logits_pspec(batch["last"]), cache_pspecs)
         return on_shards(self.local_logits, self.ctx, in_specs, out_specs)(params, batch, cache)
+
+    def logits_pspec(self, last: jax.Array) -> PartitionSpec:
+        """The sharding of the logits after one token or after several tokens of each row, see `Transformer.decode`."""
+        return self.ctx.pspec("batch", "vocab") if last.ndim == 1 else self.ctx.pspec("batch", "seq", "vocab")
 
     def local_logits(self, params: Any, batch: Batch, cache: Any) -> tuple[jax.Array, Any]:
         """`Transformer.decode` on local shards, or on global arrays under GSPMD."""
@@ -100,9 +104,9 @@ class ModelOnMesh(ABC):
 
 
 def for_tokens(ctx: ParallelContext) -> ParallelContext:
-    """Removes sequence parallelism, microbatches and strategies: a step of decoding has one token per row.
+    """The context of a training without sequence parallelism, microbatches and strategies, for one token per row.
 
-    Devices that shared rows in training get rows of their own.
+    The axes that sharded the sequence shard the batch instead.
     """
     rules = ctx.rules
     tokens = {"batch": rules["batch"] + rules["seq"], "seq": (), "residual_seq": ()}

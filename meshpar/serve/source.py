@@ -1,4 +1,4 @@
-"""Opens a model to generate with: a run, by its config or its folder, or a model folder of Hugging Face's."""
+"""Opens a trained model: a run, by its config or its folder, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Source:
         return [*opening, *self.tokenizer.encode(prompt).tolist()]
 
     def ctx(self, mesh: AnyMesh) -> ParallelContext:
-        """The run's parallel context, without what single tokens cannot use."""
+        """The run's parallel context, for decoding; see `for_tokens`."""
         return for_tokens(self.run.context(mesh))
 
 
@@ -99,12 +99,12 @@ def of_run(run: Run, train: str = "train it first") -> Source:
 
 
 def _of_checkpoint(path: Path, run: Run) -> Source:
-    """Checks the files of parameters only in `restore`, so that other mistakes are reported first."""
+    """The files of parameters are checked in `restore`, after everything that is cheaper to check."""
     converted = find_all(path)[-1].folder.parents[1] / COMPANIONS
     # A converted run that has no data of its own uses the tokenizer of the model it was converted from.
-    speaks = converted.is_dir() and isinstance(run.data, Synthetic)
+    has_language = converted.is_dir() and isinstance(run.data, Synthetic)
     vocabulary = run.model.vocabulary()
-    language = _language(converted, vocabulary.size) if speaks and vocabulary else None
+    language = _language(converted, vocabulary.size) if has_language and vocabulary else None
 
     def restore(structs: Any) -> Any:
         return find(path, PARAMS).restore({"params": structs}, PARAMS)["params"]

@@ -107,7 +107,7 @@ def sharding_axes(placements: Iterable[Placement]) -> tuple[str, ...]:
 
 
 def resolve(
-    specs: Any, rules: AxisRules, mesh: AnyMesh, beside: Any = None, activation_dims: Collection[str] | None = None
+    specs: Any, rules: AxisRules, mesh: AnyMesh, unplaced: Any = None, activation_dims: Collection[str] | None = None
 ) -> Any:
     """Places every array of a model.
 
@@ -115,7 +115,7 @@ def resolve(
       specs: a tree of `ArraySpec`.
       rules: dim -> axes.
       mesh: real or abstract.
-      beside: another tree of `ArraySpec` that is checked against the rules but not placed, such as a teacher's.
+      unplaced: another tree of `ArraySpec` that is checked against the rules but not placed, such as a teacher's.
       activation_dims: dims that only activations of a user's model have; None for meshpar's own models.
 
     Returns:
@@ -135,7 +135,7 @@ def resolve(
     ((('fsdp',), ('tensor',), ()), (128, 4, 64))
     """
     problems = Problems()
-    arrays = flatten_with_paths(specs) | flatten_with_paths(beside)
+    arrays = flatten_with_paths(specs) | flatten_with_paths(unplaced)
     if not rules.preset and not rules.explicit:
         problems.add("rules", "every dim of a parameter needs a rule", "rules=replicated, or another preset")
         problems.raise_any(ShardingError, "there are no rules:")

@@ -131,12 +131,13 @@ def collectives_of(compiled: Compiled | str, mesh: AnyMesh | None = None) -> lis
       ProgramError: lists every collective that cannot be counted: one of an unknown kind or form, one that the entry
         does not reach, or one in a loop of unknown length.
 
-    >>> import jax
-    >>> mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
-    >>> compiled = jax.jit(total).lower(jax.numpy.ones(32, "float32")).compile()
-    >>> [(one.kind, one.axes, float(one.sent_bytes)) for one in collectives_of(compiled, mesh)]
-    [('all_reduce', ('data',), 48.0)]
+    Examples:
+      >>> import jax
+      >>> mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+      >>> compiled = jax.jit(total).lower(jax.numpy.ones(32, "float32")).compile()
+      >>> [(one.kind, one.axes, float(one.sent_bytes)) for one in collectives_of(compiled, mesh)]
+      [('all_reduce', ('data',), 48.0)]
     """
     program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
     return found_in(program, list(walk(program)), mesh)
