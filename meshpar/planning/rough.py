@@ -120,11 +120,14 @@ class Probes:
             dcn=layout.dcn,
         )
 
-    def balanced(self, layout: Layout, machine: Machine) -> tuple[Layout, Work]:
+    def balanced(self, layout: Layout, machine: Machine, most: int | None = None) -> tuple[Layout, Work]:
         """The layout with the cut with which the slowest stage of its pipeline is as fast as it can be, and its work.
 
         It stays as it is where the default cut is as fast, and where devices share cores, for which the work of all
         stages counts.
+
+        Args:
+          most: layers that a stage has at most.
         """
         work = self.work(layout)
         if work.stages is None or layout.cut or machine.shares_cores:
@@ -134,11 +137,21 @@ class Probes:
         unit = min(seconds)
         end = sum(end.total for _, end in parts)
         relative = tuple(round(each / unit, 3) for each in seconds)
-        better = _better_cut(*self._cut_of(layout), relative, round(end / unit, 3))
+        better = _better_cut(*self._cut_of(layout), relative, round(end / unit, 3), most)
         if not better:
             return layout, work
         layout = replace(layout, cut=better)
         return layout, self.work(layout)
+
+    def narrower(self, layout: Layout, machine: Machine, share: float) -> Layout:
+        """The layout with another cut, whose longest chunk has at most this share of the layers that it has now.
+
+        It has the default cut if no other has so few.
+        """
+        schedule, _ = self._cut(layout)
+        even = replace(layout, cut=())
+        most = math.floor(max(layout.cut) * share) * schedule.chunks_per_stage
+        return self.balanced(even, machine, most)[0] if most * layout.size("pipe") >= self.num_layers else even
 
     def _cut(self, layout: Layout) -> tuple[Schedule, StagePartition]:
         return _partition(*self._cut_of(layout), layout.size("pipe"), layout.cut)
@@ -200,17 +213,20 @@ def _partition(
 
 
 @cache
-def _better_cut(kind: str, stack: LayerStack, head: float, seconds: tuple[float, ...], end: float) -> tuple[int, ...]:
+def _better_cut(
+    kind: str, stack: LayerStack, head: float, seconds: tuple[float, ...], end: float, most: int | None
+) -> tuple[int, ...]:
     """The cut whose slowest stage is the fastest; empty if the default's is about as fast.
 
     Args:
       seconds: of a layer, on each stage.
       end: seconds of the output projection and the loss.
+      most: layers that a stage has at most.
     """
     schedule, default = _partition(kind, stack, head, len(seconds))
     stages = Stages.of(default, schedule, Operations({}, {}))
     ends = [end if stage == stages.last else 0.0 for stage in range(len(seconds))]
-    counts = balanced(stack.num_layers, seconds, ends, schedule.chunks_per_stage)
+    counts = balanced(stack.num_layers, seconds, ends, schedule.chunks_per_stage, most)
     before, after = (
         max(count * each + end for count, each, end in zip(cut, seconds, ends, strict=True))
         for cut in (stages.layers, counts)

@@ -103,11 +103,13 @@ def search(
             break
         if of_mesh[layout.sizes] == PER_MESH or kind in refused or not may_fit:
             continue
-        if candidate := trace(run, layout, machine, probes):
-            traced[layout] = candidate
-            num_fitting += candidate.estimate.total_bytes <= at_most
+        if candidates := _until_fitting(run, layout, machine, probes, at_most):
+            traced |= {one.layout: one for one in candidates}
+            last = candidates[-1]
+            num_fitting += last.estimate.total_bytes <= at_most
             of_mesh[layout.sizes] += 1
-            corrections[alike] = candidate.estimate.total_bytes / held[layout]
+            roughly = probes.states_bytes(last.layout) + probes.step_bytes(last.layout)
+            corrections[alike] = last.estimate.total_bytes / roughly
         else:
             refused.add(kind)
     if all(one.estimate.total_bytes > at_most for one in traced.values()):
@@ -119,6 +121,19 @@ def search(
     ranked.sort(key=lambda one: one.estimate.order)
     too_big.sort(key=lambda one: one.estimate.total_bytes)
     return Found(ranked, too_big, rough, len(everything))
+
+
+def _until_fitting(run: Run, layout: Layout, machine: Machine, probes: Probes, at_most: float) -> list[Candidate]:
+    """The traces of a layout with its cut, and with ever narrower ones until one fits. Empty if it is refused."""
+    found: list[Candidate] = []
+    while candidate := trace(run, layout, machine, probes):
+        found.append(candidate)
+        if not layout.cut or candidate.estimate.total_bytes <= at_most:
+            break
+        # On every stage there is room for as many layers as on the longest.
+        share = (at_most - candidate.work.states_bytes) / candidate.work.step_bytes
+        layout = probes.narrower(layout, machine, share)
+    return found
 
 
 def pareto(fastest_first: Iterable[Point], estimate: Callable[[Point], Estimate]) -> list[Point]:

@@ -38,7 +38,9 @@ class Busy:
 NOTHING = Busy(0.0, 0.0, {})
 
 
-def balanced(num_layers: int, seconds: Sequence[float], ends: Sequence[float], least: int = 1) -> list[int]:
+def balanced(
+    num_layers: int, seconds: Sequence[float], ends: Sequence[float], least: int = 1, most: int | None = None
+) -> list[int]:
     """The number of layers of each stage with which the slowest stage is as fast as it can be.
 
     Each layer goes to the stage that ends first with it. That is optimal, because a stage with more layers is slower:
@@ -47,7 +49,7 @@ def balanced(num_layers: int, seconds: Sequence[float], ends: Sequence[float], l
     Args:
       seconds: of one layer, on each stage.
       ends: seconds of each stage beside its layers.
-      least: layers that each stage has at least.
+      least, most: layers that each stage has at least, and at most.
 
     >>> balanced(8, [1.0, 1.0, 1.0], [0.0, 0.0, 2.0])
     [3, 3, 2]
@@ -64,7 +66,10 @@ def balanced(num_layers: int, seconds: Sequence[float], ends: Sequence[float], l
     for _ in range(num_layers - sum(counts)):
         stage = first[0][-1]
         counts[stage] += 1
-        heapq.heapreplace(first, with_one_more(stage))
+        if counts[stage] == most:
+            heapq.heappop(first)
+        else:
+            heapq.heapreplace(first, with_one_more(stage))
     return counts
 
 

@@ -242,7 +242,10 @@ def test_planted_a_dropout_key_that_depends_on_the_stage_is_seen(monkeypatch):
     assert difference(run, "tied", 8) > 1e-6
 
 
-@pytest.mark.parametrize("layers", [pytest.param([-1, 1, 2], id="skipped"), pytest.param([0, 1, 1], id="twice")])
+@pytest.mark.parametrize(
+    "layers",
+    [pytest.param([-1, 1, 2], id="skipped"), pytest.param([0, 1, 1], id="twice", marks=pytest.mark.slow)],
+)
 def test_planted_a_layer_that_a_stage_skips_or_runs_twice_is_seen(monkeypatch, layers):
     cut = np.array([[layers], [[3, -1, -1]]], np.int32)
     monkeypatch.setattr(execute, "cut_layers", lambda *_: StagePartition(cut))

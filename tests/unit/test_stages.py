@@ -46,6 +46,11 @@ def test_a_balanced_cut_is_the_best_of_all():
         found = balanced(num_layers, seconds, ends)
         assert sum(found) == num_layers
         assert slowest(found, seconds, ends) == pytest.approx(best)
+        most = draw.randint(-(-num_layers // num_stages), num_layers)
+        limited = balanced(num_layers, seconds, ends, most=most)
+        assert max(limited) <= most
+        best_limited = min(slowest(counts, seconds, ends) for counts in every if max(counts) <= most)
+        assert slowest(limited, seconds, ends) == pytest.approx(best_limited)
         is_even_worse += slowest(np.diff(np.linspace(0, num_layers, num_stages + 1, dtype=int)), seconds, ends) > best
     assert is_even_worse > 100, "otherwise an even cut passes too"
 
@@ -150,30 +155,25 @@ SIZES = {"num_layers": 12, "hidden_size": 2048, "num_heads": 16, "intermediate_s
 LARGE = RUN.model_copy(
     update={
         "model": RUN.model.model_copy(update=SIZES),
-        "data": RUN.data.model_copy(update={"seq_len": 2048}),
+        "data": RUN.data.model_copy(update={"seq_len": 2048, "batch_size": 64}),
     }
 )
-FIX = ["mesh.pipe=2", "mesh.data=4", "parallel.pipeline.kind=1f1b", "num_microbatches=2", "model.remat=none"]
+FIX = ["mesh.pipe=2", "mesh.data=4", "parallel.pipeline.kind=1f1b", "num_microbatches=8", "model.remat=none"]
 
 
 @cache
-def planned(target, fix=tuple(FIX)):
-    return meshpar.plan(LARGE, target, fix=fix)
-
-
-def layers(plan):
-    return plan.ranked[0].work.stages.layers
+def planned(target, at_most=None):
+    return meshpar.plan(LARGE, target, fix=FIX, at_most=at_most)
 
 
 def test_slow_stages_get_fewer_layers(tmp_path):
     """An A100 has about a third of the operations a second of an H100."""
     mixed = planned("h100:1x4+a100:1x4")
-    first, second = layers(mixed)
+    first, second = mixed.ranked[0].layout.cut
     assert first + second == 12
     assert 2 * second < first
-    assert layers(planned("a100:1x4+h100:1x4")) != layers(mixed)
     assert mixed.best.mesh == MeshLayout(data=4, dcn=AxisSizes(pipe=2))
-    assert mixed.best.parallel.pipeline == OneFOneB(num_microbatches=2, cut=(first, second))
+    assert mixed.best.parallel.pipeline == OneFOneB(num_microbatches=8, cut=(first, second))
     text = str(mixed)
     assert f"stage 0: {first} layers, " in text
     assert f"stage 1: {second} layers and the loss, " in text
@@ -181,11 +181,22 @@ def test_slow_stages_get_fewer_layers(tmp_path):
     assert meshpar.load(tmp_path / "planned.yaml") == mixed.best
 
 
-def test_a_plan_for_different_chips_is_between_those_for_equal_ones():
-    fast, mixed, slow = (
-        planned(target).ranked[0].estimate.total_s for target in ("h100:2x4", "h100:1x4+a100:1x4", "a100:2x4")
-    )
-    assert fast < mixed < slow
+def test_a_cut_that_does_not_fit_is_narrowed():
+    """Between the fastest cut, which holds too much, and the even one, which is slower."""
+    wide = planned("h100:1x4+a100:1x4").ranked[0]
+    limit = wide.estimate.total_bytes - 2**20
+    found = planned("h100:1x4+a100:1x4", at_most=limit)
+    (narrow,) = found.ranked
+    assert 6 < narrow.layout.cut[0] < wide.layout.cut[0]
+    assert wide.layout in [one.layout for one in found.found.too_big]
+    assert narrow.estimate.total_s > wide.estimate.total_s
+
+
+def test_a_step_on_different_chips_takes_longer_than_on_the_fast_ones_and_less_than_on_the_slow():
+    mixed = planned("h100:1x4+a100:1x4")
+    work = mixed.ranked[0].work
+    fast, slow = (work.on(StatedMachine.of(targets.parse(target))).total_s for target in ("h100:2x4", "a100:2x4"))
+    assert fast < mixed.ranked[0].estimate.total_s < slow
 
 
 def test_without_stages_the_slowest_chip_decides():
