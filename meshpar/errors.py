@@ -65,7 +65,7 @@ class ProgramError(MeshparError, ValueError):
 
 
 class VerificationError(MeshparError, ValueError):
-    """A training run cannot be compared as closely as a proof needs."""
+    """A training run cannot be compared with one device in float64, as a proof requires."""
 
 
 class PlanError(MeshparError, ValueError):

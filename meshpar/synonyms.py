@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 _NAMES = {
-    # Our words -> other frameworks' names. Of several words the first that is valid applies; a dotted one is the path
-    # of a key in the whole config.
+    # Our words -> other frameworks' names. If there are several words, the first valid one applies; a dotted word is
+    # the path of a key in the whole config.
     # models: Hugging Face nanoGPT Megatron-LM MaxText
     "hidden_size": "hidden_size hidden_dim d_model dim emb_dim embed_dim n_embd n_embed embedding_size",
     "intermediate_size": "intermediate_size ffn_hidden_size ffn_dim mlp_dim d_ff n_inner",
@@ -84,7 +84,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 """Another framework's name -> our words for it."""
 
 RENAMED: Mapping[str, str] = {
-    # Keys of older versions -> the keys of today, dotted from the root of the config.
+    # Old keys -> their current names, as paths from the root of the config.
     "model.width": "model.hidden_size",
     "model.mlp_width": "model.intermediate_size",
     "model.tied": "model.tie_embeddings",
@@ -105,7 +105,9 @@ RENAMED: Mapping[str, str] = {
 
 
 def new_name(path: str, known: Collection[str]) -> str | None:
-    """The known key that replaced the key of an older version; of a part of a config too, as of a model alone.
+    """The current name of an old key; None if no known key replaced it.
+
+    The path starts at the root of a config, or at a section that is checked alone, such as a model.
 
     >>> new_name("model.width", ["model.hidden_size"]), new_name("width", ["hidden_size"]), new_name("width", ["depth"])
     ('model.hidden_size', 'hidden_size', None)
@@ -115,7 +117,7 @@ def new_name(path: str, known: Collection[str]) -> str | None:
 
 
 def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole config in plain data, with the keys of older versions under their names of today.
+    """A config as plain data, with every old key renamed to its current name.
 
     >>> with_new_names({"model": {"kind": "gpt", "width": 8}, "adapt": None})
     {'model': {'kind': 'gpt', 'hidden_size': 8}, 'lora': None}

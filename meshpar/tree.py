@@ -104,11 +104,11 @@ def parse_bytes(text: str | int) -> Fraction:
     Exact and strict where `pydantic.ByteSize` rounds fractions, reads `8M` as 8,000,000, and ignores trailing text.
 
     Raises:
-      ValueError: the text is no number of bytes.
+      ValueError: the text is not a number of bytes.
 
     >>> int(parse_bytes("1.5KiB"))
     1536
     """
     if match := _BYTES.match(str(text)):
         return Fraction(match[1]) * _UNITS[match[2]]
-    raise ValueError(f"{text!r} is no number of bytes; valid: 1000, 40MiB")
+    raise ValueError(f"{text!r} is not a number of bytes; valid: 1000, 40MiB")

@@ -40,14 +40,14 @@ MEASURES = {
     "long": ("the same, 2048 tokens", 0.90, measure_attention.of_2048_tokens),
 }
 STEP_LIMIT = 1.02
-"""Of the step's CPU seconds over those of the fastest hand-written one."""
+"""The limit of the step's CPU seconds over those of the fastest hand-written step."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measures", nargs="*", help="default: all")
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
-    parser.add_argument("--rounds", type=int, default=9, help="of steps")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of steps")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     results: dict[str, Any] = {}

@@ -18,7 +18,7 @@ ROWS = 2
 NUM_MICROBATCHES = 8
 PIPELINE = f"parallel.pipeline={{kind: 1f1b, num_microbatches: {NUM_MICROBATCHES}}}"
 TOLERANCE = 1e-4
-"""Of the losses of a hand-written step and meshpar's, from the same parameters, relative."""
+"""The largest relative difference of a hand-written step's losses from meshpar's, for the same parameters."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Layout:
 
     Args:
       mesh: axis -> size.
-      rules: meshpar's.
+      rules: meshpar's presets.
       axes: the arguments of the hand-written `Axes`.
       scan_limit: the largest ratio to the hand-written scan; None if it is only reported, or there is no such scan.
       changes: further `key=value` of the config.
@@ -83,7 +83,7 @@ def interleaved(programs: dict[str, Callable[[], float]], num_rounds: int) -> di
     cpu_s: dict[str, list[float]] = {program: [] for program in programs}
     wall_s: dict[str, list[float]] = {program: [] for program in programs}
     for i in range(num_rounds):
-        # The order rotates, because a program pays for the pages and caches that the one before it left.
+        # The order rotates, because a program's time depends on the pages and caches that the previous one left.
         order = list(programs)[i % len(programs) :] + list(programs)[: i % len(programs)]
         for program in order:
             step = programs[program]
@@ -98,7 +98,7 @@ def interleaved(programs: dict[str, Callable[[], float]], num_rounds: int) -> di
 
 
 def prepared(layout: Layout, num_rows: int, *changes: str) -> Any:
-    """The quickstart's run on simulated devices, with a greater model.
+    """The quickstart's run on simulated devices, with a larger model.
 
     Args:
       changes: further `key=value`.
@@ -117,7 +117,7 @@ def prepared(layout: Layout, num_rows: int, *changes: str) -> Any:
 
 
 def _with_documents(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Cuts each row into two documents. The first batch of the corpus has long ones."""
+    """Cuts each row into two documents, because the first batch of the corpus has only long documents."""
     rows, seq = batch["tokens"].shape
     first = (20 + 7 * np.arange(rows) % (seq - 40))[:, None]
     index = np.arange(seq, dtype=np.int32)

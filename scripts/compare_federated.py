@@ -2,7 +2,7 @@
 
     python scripts/compare_federated.py docs/guides/federated-methods.png
 
-100 clients, of which ten take part in a round, on four simulated devices. Then it times ten rounds of 1000 clients.
+It simulates 100 clients, of which ten take part in a round, on four devices. Then it times ten rounds of 1000 clients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def config_of(epochs: int = 5, **settings: Any) -> Federated:
 
 
 def accuracies(config: Federated) -> list[float]:
-    """On held-out examples, after each round."""
+    """The accuracy on held-out examples after each round."""
     trained, held_out = federation(config)
     return [float(trained.evaluate(p.server.params, held_out)[1].mean()) for p in trained.play(trained.init())]
 

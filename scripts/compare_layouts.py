@@ -1,4 +1,4 @@
-"""Trains the quickstart for three steps in thirteen layouts: the loss, what a device sends, and what it holds.
+"""Trains the quickstart for three steps in thirteen layouts, and prints loss, communication and memory of each.
 
     python scripts/compare_layouts.py [NAME ...]
 
@@ -44,7 +44,7 @@ LAYOUTS = {
 
 
 class Row(NamedTuple):
-    """What a layout came to; bytes are those of one device, by the axes over which they travel."""
+    """The results of a layout; bytes are those of one device, by the axes over which they travel."""
 
     name: str
     loss: float

@@ -49,7 +49,7 @@ def trained(keys: list[str]) -> tuple[float, float]:
         fit(run, json=True)
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     sent = sum(num for axes, num in (prepare(run).traced_bytes or {}).items() if "replica" in axes)
-    if local := run.parallel.local:  # the steps before the first round send in each what a round sends at its end
+    if local := run.parallel.local:  # each step before the first round sends as much as a round at its end
         sent *= Fraction(local.start * local.every + run.num_steps - local.start, run.num_steps)
     records = map(json.loads, reversed(lines))
     return next(record["loss"] for record in records if record["kind"] == "evaluation"), float(sent)

@@ -63,7 +63,7 @@ COLOURS = ("#000000", "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#E69F00")
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out losses, and what a step sends and takes."""
+    """Held-out losses, and the bytes and seconds of a step."""
 
     steps: list[int]
     losses: list[float]
@@ -80,7 +80,7 @@ def prepared(local: dict[str, Any] | None, num_steps: int) -> Prepared:
 
 
 class Evaluation:
-    """The mean held-out loss at parameters."""
+    """Computes the mean held-out loss of parameters."""
 
     def __init__(self, net: Prepared):
         self.compute = net.compile_evaluation()
@@ -95,7 +95,7 @@ class Evaluation:
 
 
 def curve(evaluate: Evaluation, params: Iterator[Any], num_steps: int, sent_bytes: float, seconds: float) -> Curve:
-    """Args: params: after each step."""
+    """The curve of a training; `params` yields the parameters after each step."""
     found = [(i, evaluate(at)) for i, at in zip(range(num_steps + 1), params, strict=False) if i % EVALUATED_EVERY == 0]
     return Curve([i for i, _ in found], [loss for _, loss in found], sent_bytes, seconds)
 
@@ -158,7 +158,7 @@ class Server:
 
     @property
     def work(self) -> Work:
-        """That of a synchronous step, with the messages of the table beside it: late gradients wait for nothing."""
+        """The work of a synchronous step, with the table's messages beside it: no step waits for late gradients."""
         synchronous = work_of(self.net)
         assert synchronous is not None
         traced = jax.make_jaxpr(self.training.step)(self.training.state, self.training.batch)
@@ -166,7 +166,7 @@ class Server:
 
 
 def compared(name: str, num_steps: int, plain: Prepared, evaluate: Evaluation) -> Curve:
-    """The curve of a method. Args: plain: the synchronous training."""
+    """The curve of a method; `plain` is the synchronous training."""
     if name in LATE:
         server = Server(plain, LATE[name])
         seconds = server.work.on(WITHOUT_LATENCY).total_s

@@ -1,6 +1,6 @@
 """The quickstart's llama without a framework, as it is usually written: one `jax.jit`, a scan over layers.
 
-`byhand` is the fastest that we can write; this one needs no more than explicit shardings.
+`byhand` is the fastest program that we can write; this one uses only explicit shardings.
 """
 
 from __future__ import annotations

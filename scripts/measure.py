@@ -1,4 +1,4 @@
-"""The measurements of `bench_step.py`, in separate processes where they would influence each other."""
+"""The measurements of `bench_step.py`, in separate processes if they would influence each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def step_ratios(layout: str, num_rounds: int = 9) -> dict[str, Any]:
-    """What `compare` measures in one layout, in a fresh process."""
+    """The measurements of `compare` in one layout, in a fresh process."""
     return in_process(f"compare.compare({layout!r}, {num_rounds})")
 
 
@@ -56,7 +56,8 @@ def _python_microseconds(num_leaves: int = 400, num_calls: int = 300) -> dict[st
     from meshpar.train.step import Step
 
     tree = {f"leaf_{i}": jnp.zeros(()) for i in range(num_leaves)}
-    compiled = jax.jit(lambda state, batch: (state, {})).lower(tree, {}).compile()
+    names = ("loss", "grad_norm", "tokens", "skipped", "lr")
+    compiled = jax.jit(lambda state, batch: (state, dict.fromkeys(names, jnp.zeros(())))).lower(tree, {}).compile()
     step = Step(compiled, {})
     ours = []
     bare = []

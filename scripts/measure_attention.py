@@ -17,7 +17,7 @@ def of_2048_tokens() -> dict[str, Any]:
 
 
 def _largest(rows: dict[str, int], seq_len: int) -> dict[str, Any]:
-    """The largest ratio of any layout, and what was measured in each.
+    """The largest ratio of all layouts, and the measurements of each.
 
     Args:
       rows: layout -> the number of rows of a batch.
@@ -27,7 +27,7 @@ def _largest(rows: dict[str, int], seq_len: int) -> dict[str, Any]:
 
 
 def ratios(name: str, num_rows: int, seq_len: int, num_rounds: int = 9) -> dict[str, float]:
-    """CPU seconds, wall seconds and temporary bytes of a step in blocks, over those of one with the reference."""
+    """Ratios of CPU seconds, wall seconds and temporary bytes: a step in blocks over a step with the reference."""
     programs = {}
     temporaries = {}
     for kind in ("reference", "blocks"):

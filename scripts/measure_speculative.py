@@ -1,4 +1,4 @@
-"""Measures speculative decoding of the quickstart's model: drafts accepted, tokens of a step, and time.
+"""Measures speculative decoding of the quickstart's model: accepted drafts, tokens per step, and time.
 
     python scripts/compare_compression.py runs/compression train base draft
     python scripts/measure_speculative.py runs/compression

@@ -1,8 +1,8 @@
-"""CPU seconds of a process up to its first training step: `meshpar train`, and a script without a framework.
+"""Measures the CPU seconds up to the first training step: of `meshpar train`, and of a script without a framework.
 
-Each is a process of its own that is ended at its first step, so compiling an evaluation and saving do not count. User
-and system seconds of all threads are counted, because other programs use the cores meanwhile. Python's bytecode is on
-disk, as after an installation.
+Each runs in its own process, which is killed at its first step, so compiling an evaluation and saving do not count.
+User and system seconds of all threads are counted, because other programs use the cores at the same time. Python's
+bytecode is on disk, as after an installation.
 """
 
 from __future__ import annotations

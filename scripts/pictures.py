@@ -59,7 +59,7 @@ def rows(page: str) -> list[Row]:
 
 
 def layouts(table: list[Row], mode: str) -> str:
-    """Bars of the bytes that a device sends, by axes, and of what it holds."""
+    """Bars of the bytes that a device sends, by axes, and of the bytes that it holds."""
     _, ink, faint, _ = MODES[mode]
     height = TOP + ROW * len(table) + 34
     most_sent = max(sum(num for _, num in row.sent) for row in table)

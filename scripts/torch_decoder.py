@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The sizes of a `meshpar.Llama`, with as many key heads as query heads."""
+    """A decoder with the sizes of a `meshpar.Llama`, and as many key heads as query heads."""
 
     def __init__(self, model):
         super().__init__()

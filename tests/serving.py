@@ -20,6 +20,7 @@ from meshpar.nn.rotary import Llama3
 from meshpar.nn.transformer import Decoder
 from meshpar.parallel.context import ParallelContext
 from meshpar.serve.decoding import Decoding
+from meshpar.serve.drafts import Drafter
 from meshpar.serve.engine import Engine
 from meshpar.serve.generator import Generator
 from meshpar.serve.on_mesh import for_tokens
@@ -92,17 +93,20 @@ def context(model: str, layout: str, lowering: str) -> ParallelContext:
 
 
 def paged(
-    model: str, layout: str, lowering: str, cache_format: CacheFormat | None = None, **sizes: Any
+    model: str, layout: str, lowering: str, cache_format: CacheFormat | None = None, num_drafts: int = 0, **sizes: Any
 ) -> PagedDecoding:
     """With few and small pages."""
     ctx = context(model, layout, lowering)
     sizes = {"slots": 2, "pages": 10, "page_size": 4, "max_len": 16, "chunk": 4} | sizes
     capacity = Capacity(num_shards=ctx.shards("batch"), **sizes)
-    return PagedDecoding(model=MODELS[model], ctx=ctx, dtype=FLOAT64, cache_format=cache_format, capacity=capacity)
+    return PagedDecoding(
+        model=MODELS[model], ctx=ctx, dtype=FLOAT64, cache_format=cache_format, num_drafts=num_drafts, capacity=capacity
+    )
 
 
-def engine(model: str, layout: str, lowering: str, **settings: Any) -> Engine:
-    return Engine(paged(model, layout, lowering, **settings), lambda structs: placed(params(model), structs))
+def engine(model: str, layout: str, lowering: str, drafter: Drafter | None = None, **settings: Any) -> Engine:
+    decoding = paged(model, layout, lowering, num_drafts=drafter.num_drafts if drafter else 0, **settings)
+    return Engine(decoding, lambda structs: placed(params(model), structs), drafter)
 
 
 def served(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
@@ -112,7 +116,7 @@ def served(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     answers: dict[Request, list[int]] = {request: [] for request in requests}
     while not scheduler.is_idle:
         plan = scheduler.plan()
-        for request, token in scheduler.advance(plan, *engine.run(plan)):
+        for request, token in scheduler.advance(plan, engine.run(plan)):
             answers[request].append(token)
             if len(answers[request]) == request.max_tokens:
                 scheduler.end(request)

@@ -1,4 +1,4 @@
-"""Faults, and when they come: at random steps, the same for the same seed."""
+"""Plans faults at random steps, which a seed determines, and injects them into processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from meshpar.checkpoint.saved import FOLDER, STATE, steps
 from meshpar.launch.workers import Worker
 
 SLOW_S = 1.5
-"""How long a slow process stands still."""
+"""Seconds for which a slow process is stopped."""
 
 
 Fault = Callable[[Worker, Path, random.Random], bool]
-"""Injects a fault into a process of the run in a folder. It returns False if it cannot yet."""
+"""Injects a fault into a process of the run in a folder; returns False if that is not possible yet."""
 
 
 def sends(number: signal.Signals) -> Fault:
@@ -34,7 +34,7 @@ def sends(number: signal.Signals) -> Fault:
 
 
 def slow(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
-    """A process stands still for a while."""
+    """Stops a process for `SLOW_S`."""
     worker.send(signal.SIGSTOP)
     time.sleep(SLOW_S)
     worker.send(signal.SIGCONT)
@@ -42,13 +42,13 @@ def slow(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
 
 
 def full_disk(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
-    """Every write to a file fails (EFBIG, a size limit of the kernel's, which needs no disk of its own)."""
+    """Makes every write to a file fail with EFBIG, by the kernel's size limit, which needs no separate disk."""
     resource.prlimit(worker.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     return True
 
 
 def corrupt(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
-    """A bit of the newest checkpoint flips on the disk, and a process dies, so that the checkpoint is read."""
+    """Flips a bit of the newest checkpoint on the disk, and kills a process, so that the checkpoint is read."""
     folder = run_dir / FOLDER
     saved = steps(folder)
     if len(saved) < 2:  # there must be an earlier one to resume from
@@ -64,7 +64,7 @@ def corrupt(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
 
 
 def flip(worker: Worker, run_dir: Path, draw: random.Random) -> bool:
-    """A bit of a process's copy of the state flips in memory."""
+    """Requests that a process flips a bit of its copy of the state in memory."""
     (run_dir / FLIP).write_text(str(worker.index))
     return True
 
@@ -74,7 +74,7 @@ FAULTS: Mapping[str, Fault] = {
     "stop": sends(signal.SIGSTOP),  # the process no longer runs, and does not end
     "corrupt": corrupt,
     "full-disk": full_disk,
-    "sigterm": sends(signal.SIGTERM),  # as a scheduler does that wants a host back
+    "sigterm": sends(signal.SIGTERM),  # as a scheduler does to reclaim a host
     "slow": slow,
     "flip": flip,
 }
@@ -83,7 +83,7 @@ DEADLY = ("kill", "stop", "corrupt")
 
 @dataclass(frozen=True)
 class Planned:
-    """A fault, the step from which it is due, and a number that selects the process."""
+    """A planned fault: its kind, the step from which it is due, and a number that selects the process."""
 
     kind: str
     step: int
@@ -91,7 +91,7 @@ class Planned:
 
 
 def plan(kinds: Sequence[str], num_steps: int, seed: int) -> list[Planned]:
-    """One fault of each kind, in random order: one in each of as many equal parts of the run."""
+    """A fault of each kind, in random order, each in another part of the run; the parts are equal."""
     draw = random.Random(seed)
     order = draw.sample(kinds, len(kinds))
     part = num_steps / (len(kinds) + 1)
@@ -104,8 +104,8 @@ class Injector:
     """Injects planned faults, one after the other, while a program runs. `Group.run` calls it at each poll.
 
     Args:
-      left: the faults that did not come yet.
-      injected: each fault that came, and when, in seconds of `time.monotonic`.
+      left: the faults that are not injected yet.
+      injected: each injected fault, with its time in seconds of `time.monotonic`.
     """
 
     run_dir: Path

@@ -1,4 +1,4 @@
-"""Trains twice, once undisturbed and once under faults, and compares what the two saw and learned."""
+"""Trains twice, once undisturbed and once under faults, and compares batches, losses and parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meshpar.progress import say
 from meshpar.train.records.file import FILE, read
 
 TOLERANCE = 1e-5
-"""The largest difference of a loss or a parameter. Attempts on the same mesh differ by nothing."""
+"""The largest difference of a loss or a parameter that counts as equal. On the same mesh there is none."""
 LIMIT_S = 15.0
 """The most seconds between the death of a process and the end of its peers."""
 HANG_S = 8.0
@@ -34,12 +34,12 @@ HANG_S = 8.0
 
 @dataclass(frozen=True)
 class Setup:
-    """How the run is started.
+    """The processes and folders of both runs.
 
     Args:
-      command: of a process, without the run directory.
-      num_processes: on this machine; they share the devices.
-      folder: of the undisturbed and the disturbed run directory.
+      command: the command of a process, without the run directory.
+      num_processes: processes on this machine, which share the devices.
+      folder: the folder of the undisturbed and the disturbed run directory.
     """
 
     run: Run
@@ -57,12 +57,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left behind.
+    """The outcome of a run.
 
     Args:
-      seconds: from its first start to its end.
-      ended: how its last attempt ended.
-      faults: the faults that came.
+      seconds: the time from its first start to its end.
+      ended: the end of its last attempt.
+      faults: the faults that were injected.
       end_s: for each fault that left a process dead or hanging, the seconds until all had ended.
     """
 
@@ -91,7 +91,7 @@ def undisturbed(setup: Setup) -> Result:
 
 
 def disturbed(setup: Setup, faults: Sequence[Planned], seed: int) -> Result:
-    """The run under faults. A run that a signal ends is started again, as a scheduler does."""
+    """Runs the training under faults. After a signal it starts again, as under a scheduler."""
     run_dir = setup.folder / f"seed-{seed}"
     injector = Injector(run_dir, list(faults), random.Random(seed))
     end_s: list[float] = []
@@ -118,10 +118,10 @@ def disturbed(setup: Setup, faults: Sequence[Planned], seed: int) -> Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The disturbed run against the undisturbed one.
+    """The comparison of the disturbed with the undisturbed run.
 
     Args:
-      differences: what differs; empty if nothing was lost.
+      differences: the differences, as text; empty if nothing was lost.
     """
 
     expected: Result
@@ -130,7 +130,7 @@ class Comparison:
 
     @property
     def goodput(self) -> float:
-        """The undisturbed run's time over that of the disturbed one."""
+        """The time of the undisturbed run divided by that of the disturbed one."""
         return self.expected.seconds / self.found.seconds
 
     def __str__(self) -> str:
@@ -174,7 +174,7 @@ def compare(expected: Result, found: Result, num_planned: int) -> Comparison:
 
 
 def _number(what: str, expected: dict[Any, Any], found: dict[Any, Any]) -> str:
-    """The largest difference of numbers or arrays; nothing within `TOLERANCE`."""
+    """The largest difference of numbers or arrays as text; empty within `TOLERANCE`."""
     if expected.keys() != found.keys():
         return f"{what}: only one of the runs has {sorted(expected.keys() ^ found.keys())[:5]}"
     largest = {key: float(np.max(np.abs(np.subtract(found[key], expected[key])))) for key in expected}

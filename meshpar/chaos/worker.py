@@ -1,4 +1,4 @@
-"""A process of a run under test: it trains as always, writes down the batches it sees, and flips a bit when asked."""
+"""Trains a run under test: every process logs the batches that it reads, and flips a bit on request."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ FLIP = "flip"
 """The file, in the run's folder, that names the process whose memory loses a bit at the next evaluation."""
 BATCHES = "batches-*.jsonl"
 BIT = 20
-"""The bit of a float32 that is flipped: one of its mantissa, which changes it by an eighth or less."""
+"""The bit of a float32 that is flipped. It is in the mantissa, and changes the number by an eighth or less."""
 
 
 def train(run: Run) -> None:
-    """Trains, or resumes. Every process appends what it sees to its own file of `BATCHES`."""
+    """Trains, or resumes. Every process appends its batches to its own file of `BATCHES`."""
     process = jax.process_index()
     run.run_dir.mkdir(parents=True, exist_ok=True)
     with (run.run_dir / BATCHES.replace("*", str(process))).open("a", buffering=1) as log:
@@ -37,7 +37,7 @@ def train(run: Run) -> None:
 
 
 def watch(data: Any, log: IO[str]) -> Any:
-    """The data of a run, whose training batches are written down."""
+    """The data of a run, with a log of its training batches."""
 
     class Watched(type(data)):
         def datasets(self, seed: int) -> tuple[Any, Dataset]:
@@ -63,7 +63,7 @@ class WatchedDataset:
 
 
 def seen(run_dir: Path) -> dict[tuple[int, int], set[int]]:
-    """(step, row) -> the checksums that processes saw there, which is one if no attempt saw another batch."""
+    """(step, row) -> the checksums of that row in all attempts; only one, if all attempts read the same batch."""
     found: dict[tuple[int, int], set[int]] = {}
     for file in sorted(run_dir.glob(BATCHES)):
         for line in file.read_text().split("\n"):
@@ -76,7 +76,7 @@ def seen(run_dir: Path) -> dict[tuple[int, int], set[int]]:
 
 
 def flips(request: Path, process: int) -> Callable[[TrainState, int], Mapping[str, float]]:
-    """A callback that flips a bit in one copy of the state, once the file says that it is this process's."""
+    """A callback that flips a bit in this process's copy of the state, once the file names the process."""
 
     def flip(state: TrainState, step: int) -> Mapping[str, float]:
         if request.exists() and request.read_text() == str(process):

@@ -1,4 +1,4 @@
-"""Agreement between processes: each raises if one does, and a number is the same everywhere."""
+"""Makes processes agree: an error on one is raised on all, and all get the number of the first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def on_all(check: Callable[[], None]) -> None:
     """Runs a check, and raises on every process if it fails on one: the others would hang in the next collective.
 
     Raises:
-      DamagedError, CheckpointError: the check's own; on the other processes, which process raised it.
+      DamagedError, CheckpointError: the check's own error; on the other processes, an error that names the process.
     """
     found: CheckpointError | None = None
     try:
@@ -57,7 +57,7 @@ def check_same(mine: Mapping[str, Any]) -> None:
 
 
 def everyones(text: str) -> list[str]:
-    """The texts of all processes. All of them call it."""
+    """The texts of all processes, in their order. All processes call it."""
     if not are_several():
         return [text]
     encoded = np.frombuffer(text.encode(), np.uint8)

@@ -1,4 +1,4 @@
-"""Arrays in a folder, stored by Orbax: a Zarr folder an array, a file a chunk. No other module imports Orbax.
+"""Stores arrays in a folder with Orbax: a Zarr folder per array, a file per chunk. No other module imports Orbax.
 
 A chunk is at most one device's shard, and at most `CHUNK_BYTES`, so a device reads little more than its own shard.
 Orbax's default, one OCDBT database for all arrays, is off: each file belongs to one region of one array, so a process
@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 CHUNK_BYTES = 8 * 2**20
 """A device that needs part of a chunk reads the whole chunk."""
 AT_ONCE = 8 * 2**20
-"""Bytes restored together. They pass through host memory, and the allocator keeps some of it."""
+"""Bytes restored together. They pass through host memory, of which the allocator does not release all."""
 
 
 class Writer:
@@ -51,16 +52,20 @@ class Writer:
         self._writer.wait_until_finished()
 
     def close(self) -> None:
-        self._writer.close()
+        """Ends the threads. Errors that Orbax still has are those of a save whose error `wait` raised."""
+        with suppress(OSError):
+            self._writer.close()
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a log record of Orbax adds anything to what `Writer` raises."""
+    """Whether a log record of Orbax says more than the error that `Writer` raises."""
     no_news = (
         "Skipping merge of OCDBT",  # logged at each save, because OCDBT is off
         "raised an exception",  # each thread of a failed save logs a traceback; `wait` raises it
         "Handler Commit operations",
         "Task exception was never retrieved",
+        "Failed to write metadata",
+        "Failed to update metadata",
     )
     return not any(text in str(record.msg) for text in no_news)
 

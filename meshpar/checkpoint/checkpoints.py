@@ -1,4 +1,4 @@
-"""The checkpoints that a run writes, and from which it resumes.
+"""Writes the checkpoints of a run, and finds the one from which it resumes.
 
     checkpoints/300/state/        the arrays, a folder each
     checkpoints/300/meta.json     step, time, config; dtype, shape and dims of each array; data position, keys, metric
@@ -45,14 +45,17 @@ from meshpar.tree import flatten_with_paths
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """What `meta.json` records about the run.
+    """The description of a run in the `meta.json` of its checkpoints.
 
     Args:
-      config: of the run, as JSON data.
+      config: the run's config, as JSON data.
       dims: path of an array -> names of its dims.
-      seed: of the data order and of the random keys.
+      seed: the seed of the data order and of the random keys.
       batch_size: rows per batch.
       files: name -> checksum of each data file.
+
+    >>> CheckpointMetadata(batch_size=4).at(3, {})["data"]
+    {'next_batch': 3, 'rows_read': 12, 'seed': None}
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +65,7 @@ class CheckpointMetadata:
     files: Mapping[str, str] = field(default_factory=dict)
 
     def at(self, step: int, state: Any) -> dict[str, Any]:
-        """The content of `meta.json` for a step, without its metric."""
+        """The content of `meta.json` for a step, without the metric."""
         arrays = {
             path: {"dtype": str(np.dtype(x.dtype)), "shape": list(x.shape), "dims": self.dims.get(path)}
             for path, x in flatten_with_paths(state).items()
@@ -88,7 +91,7 @@ class Checkpoints:
     Args:
       directory: created if missing; on a file system that all processes share.
       retention: which checkpoints to keep.
-      about: what each records about the run.
+      about: the description of the run in each checkpoint.
 
     Raises:
       CheckpointError: the directory cannot be written.
@@ -155,16 +158,16 @@ class Checkpoints:
 
         Args:
           state: tree of arrays.
-          metrics: of the evaluation at this step, if there was one.
+          metrics: the metrics of the evaluation at this step, if there was one.
 
         Raises:
-          CheckpointError: this step has a checkpoint already, and nothing is overwritten; or another process writes
-            into this folder; or the metric that ranks checkpoints is not in `metrics` (the state is written anyway);
-            or the state is a `TrainState` that is prepared for a step.
+          CheckpointError: this step already has a checkpoint, which is never overwritten; another process writes into
+            this folder; the metric that ranks checkpoints is not in `metrics` (the state is written nevertheless); or
+            the state is a `TrainState` that is prepared for a step.
         """
         if getattr(state, "is_prepared", False):
-            what = "the layers of this state are stored as its step needs them"
-            raise CheckpointError(f"{what}, and a checkpoint has them as the model: save step.finish(state)")
+            what = "the layers of this state are prepared for its step, and a checkpoint has them as in the model"
+            raise CheckpointError(f"{what}: save step.finish(state)")
         self.wait()
         if self._arrays is None:  # only writers need the lock, and Orbax
             self._is_locked = self._held.enter_context(lock.hold(self.directory))
@@ -205,7 +208,7 @@ class Checkpoints:
         return newest.restore(abstract)
 
     def distrust(self, step: int) -> None:
-        """Renames the checkpoints after a step, whose arrays may be wrong although their files are not damaged."""
+        """Renames the checkpoints after a step: their arrays may be wrong although their files are not damaged."""
         if jax.process_index() == 0:
             later = [self.directory / str(found) for found in steps(self.directory) if found > step]
             self._rename(later)
@@ -231,7 +234,7 @@ class Checkpoints:
         self.damaged = {}
 
     def _name(self, step: int, meta: dict[str, Any]) -> None:
-        """Renames a step to its number once it would survive a power cut; then removes old checkpoints."""
+        """Syncs a step to disk and renames its folder to its number; then removes old checkpoints."""
         partial = self._partial(step)
         (partial / META).write_text(json.dumps(meta, indent=2))
         checksums.write(partial)
@@ -259,7 +262,7 @@ class Checkpoints:
             path.rename(aside)
 
     def _prune(self) -> None:
-        """Removes old checkpoints, renamed first. Damaged ones stay."""
+        """Removes old checkpoints, which are renamed first. Damaged checkpoints are not removed."""
         metrics: dict[int, float | None] = {}
         for step in steps(self.directory):
             with suppress(CheckpointError):
@@ -282,6 +285,17 @@ class Checkpoints:
 def checkpoints(
     directory: Path, retention: Retention | None = None, about: CheckpointMetadata | None = None
 ) -> Iterator[Checkpoints]:
-    """`Checkpoints`, opened and closed by a `with` statement; when it ends, all that was saved is on disk."""
+    """`Checkpoints` for a `with` statement, at whose end every save is on disk.
+
+    Args:
+      directory, retention, about: see `Checkpoints`.
+
+    Raises:
+      CheckpointError: the directory cannot be written; or, at the end, the last save failed.
+
+    >>> with tempfile.TemporaryDirectory() as run_dir, checkpoints(Path(run_dir)) as saved:
+    ...     saved.latest() is None
+    True
+    """
     with closing(Checkpoints(directory, retention, about)) as opened:
         yield opened

@@ -55,14 +55,14 @@ def read(folder: Path) -> dict[str, File]:
     """Path -> checksum and size of each file as it was written.
 
     Raises:
-      OSError, ValueError: `FILE` is missing, is not what was written, or names a file outside of the folder.
+      OSError, ValueError: `FILE` is missing, does not match its checksum, or names a file outside of the folder.
     """
     text = (folder / FILE).read_bytes()
     try:
         listing = Listing.model_validate_json(text)
         files = listing.files
         if listing.sha256 != _own(files):
-            raise ValueError("is not what was written")
+            raise ValueError("does not match its checksum")
     except pydantic.ValidationError:
         files = {name: File(sha256=digest) for name, digest in _FIRST_FORMAT.validate_json(text, strict=True).items()}
     if not all((folder / name).resolve().is_relative_to(folder.resolve()) for name in files):
@@ -102,7 +102,7 @@ def _problem(folder: Path, files: Mapping[str, File], name: str) -> str:
     if name not in files:
         return f"is not listed in {FILE}"
     try:
-        return "" if sha256(folder / name) == files[name].sha256 else "is not what was written"
+        return "" if sha256(folder / name) == files[name].sha256 else "does not match its checksum"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:

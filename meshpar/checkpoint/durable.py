@@ -1,4 +1,4 @@
-"""Files that survive a power cut: without fsync, written bytes stay in the page cache for up to half a minute."""
+"""Syncs files to disk, so that they survive a power cut; the page cache may hold written bytes for half a minute."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def hold(folder: Path) -> Iterator[bool]:
       Whether the folder is locked. Some network file systems have no locks; then it warns and yields False.
 
     Raises:
-      CheckpointError: another process holds the folder, or nothing can be written there.
+      CheckpointError: another process holds the folder, or the folder cannot be written.
     """
     with ExitStack() as stack:
         locked = True
@@ -47,7 +47,7 @@ def check_unheld(folder: Path) -> None:
     """Raises CheckpointError if a process holds the folder. Nothing is created."""
     try:
         file = os.open(folder / FILE, os.O_RDWR)
-    except OSError:  # nobody holds what is not there; whether it can be written is checked later
+    except OSError:  # without a file there is no lock; whether the folder can be written is checked later
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

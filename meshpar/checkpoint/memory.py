@@ -1,12 +1,12 @@
-"""Files in the memory of a host, from which a run resumes after a process died.
+"""Reads and writes copies of a state in the memory of a host, from which a run resumes after a process has died.
 
-A *part* is what the devices of one process hold of a state. Its file is in a tmpfs, which outlives the process, but
-not the host:
+A *part* consists of the shards of a state on the devices of one process. Its file is in a tmpfs, which survives the
+process, but not the host:
 
     /dev/shm/meshpar-1000/5f0c.../91ab.../70.0     step 70, part 0
 
-The second folder belongs to a run directory. The third is named by all that must be equal for a run to resume from
-these files.
+The second folder belongs to a run directory. The name of the third is a hash of everything that must be equal for a run
+to resume from these files.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from meshpar.checkpoint.saved import FOLDER, steps
 from meshpar.errors import CheckpointError, DamagedError
 
 MEMORY = "MESHPAR_MEMORY"
-"""The variable that names another folder than `TMPFS`."""
+"""The environment variable that names a folder instead of `TMPFS`."""
 TMPFS = "/dev/shm"
 _PARTIAL = ".partial"
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 def folder_of(run_dir: Path) -> Path:
-    """The folder of a run's files on this host, which may not exist."""
+    """The folder of a run's files on this host; it may not exist."""
     root = Path(os.environ.get(MEMORY, TMPFS)) / f"meshpar-{os.getuid()}"
     return root / hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]
 
@@ -39,7 +39,7 @@ def make(folder: Path) -> None:
     """Makes a folder of `folder_of`, which only its owner can read.
 
     Raises:
-      CheckpointError: there is no such memory, or somebody else owns it.
+      CheckpointError: the folder cannot be made, or another user owns it.
     """
     root = folder.parent
     try:
@@ -49,7 +49,7 @@ def make(folder: Path) -> None:
         what = f"{root} cannot be made: {error.strerror}"
         raise CheckpointError(f"checkpoints.memory_every: {what}; set {MEMORY} to a folder in memory") from None
     if root.stat().st_uid != os.getuid():
-        raise CheckpointError(f"checkpoints.memory_every: {root} belongs to somebody else; set {MEMORY} to a folder")
+        raise CheckpointError(f"checkpoints.memory_every: {root} belongs to another user; set {MEMORY} to a folder")
 
 
 def parts(folder: Path) -> dict[int, set[int]]:
@@ -63,7 +63,7 @@ def parts(folder: Path) -> dict[int, set[int]]:
 
 
 def last_step(run_dir: Path) -> int | None:
-    """The last step of which there is a checkpoint, or a file in the memory of this host; None if there is neither."""
+    """The last step with a checkpoint or with a file in the memory of this host; None if there is neither."""
     copied = [step for folder in folder_of(run_dir).glob("*") for step in parts(folder)]
     return max([*steps(run_dir / FOLDER), *copied], default=None)
 
@@ -93,12 +93,12 @@ def read(path: Path) -> memoryview:
     """The bytes that `write` wrote, without the checksum.
 
     Raises:
-      DamagedError: the file is missing, or is not what was written.
+      DamagedError: the file is missing, or does not match its checksum.
     """
     try:
         content = memoryview(path.read_bytes())
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
     if hashlib.sha256(content[:-_CHECKSUM_BYTES]).digest() != content[-_CHECKSUM_BYTES:]:
-        raise DamagedError(f"{path} is not what was written")
+        raise DamagedError(f"{path} does not match its checksum")
     return content[:-_CHECKSUM_BYTES]

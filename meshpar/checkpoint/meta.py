@@ -1,4 +1,4 @@
-"""The schema of `meta.json`: its checksum may be right and its content wrong, if another program wrote it."""
+"""Validates `meta.json`: if another program wrote it, its checksum may be right and its content wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshpar.synonyms import with_new_names
 FORMAT = 3
 """The version of the format that is written. Version 1 had no such number, and no sizes in `sha256.json`.
 
-Until 2, configs and parameters had other names.
+Up to version 2, configs and parameters had other names.
 """
 
 Count = Annotated[int, pydantic.Field(ge=0)]
@@ -38,7 +38,7 @@ class Array(_Part):
         try:
             np.dtype(name)
         except (TypeError, ValueError, SyntaxError):
-            raise ValueError(f"{name!r} is no dtype") from None
+            raise ValueError(f"{name!r} is not a dtype") from None
         return name
 
 
@@ -90,7 +90,7 @@ def parse(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _with_new_names(found: dict[str, Any]) -> dict[str, Any]:
-    """The content as the third format has it."""
+    """The content with the names of format 3."""
     config = with_new_names(found["config"])
     model = config.get("model")
     if isinstance(model, dict) and model.get("kind") in ("llama", "gpt"):

@@ -1,4 +1,4 @@
-"""How often a run writes checkpoints, and which of them it keeps."""
+"""Configures how often a run writes checkpoints, and which of them it keeps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Retention(Config):
     keep: Positive = 2
     """How many of the latest checkpoints to keep."""
     keep_best: Count = 0
-    """How many of the best checkpoints by `metric` to keep as well."""
+    """How many of the best checkpoints by `metric` to keep in addition."""
     metric: str = "loss"
     """The metric by which checkpoints are ranked, from the evaluation at the same step."""
     best: Literal["lowest", "highest"] = "lowest"

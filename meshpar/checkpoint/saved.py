@@ -1,4 +1,4 @@
-"""A checkpoint on disk: its metadata and its arrays. Reading works in a read-only folder."""
+"""Reads a checkpoint on disk: its metadata and its arrays. The folder may be read-only."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FOLDER = "checkpoints"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint.
+    """A checkpoint on disk.
 
     Args:
-      folder: of one step; `find` finds it in a run's folder.
+      folder: the folder of one step; `find` finds it in a run directory.
 
     Examples:
       >>> import tempfile
@@ -53,7 +53,7 @@ class Checkpoint:
         """The content of `meta.json`: step, time, config, arrays, data position, random keys, metric.
 
         Raises:
-          DamagedError: it cannot be read, or is not what was written.
+          DamagedError: it cannot be read, or does not match its checksum.
           CheckpointError: the folder's name is another step, or a newer meshpar wrote it.
         """
         self._compare([META])
@@ -122,13 +122,13 @@ class Checkpoint:
         """The arrays that `restore` would restore; raises the same errors. Reads no array.
 
         Args:
-          config: of the run, as JSON data: an error lists the keys that differ from the checkpoint's.
+          config: the run's config, as JSON data; an error lists the keys that differ from the checkpoint's.
         """
         changes = changed(self.meta["config"], config) if config else {}
         return select(self.described, describe(abstract), include, exclude, changes, str(self.folder))
 
     def restore(self, abstract: Any, include: Sequence[str] = EVERYTHING, exclude: Sequence[str] = ()) -> Any:
-        """Restores the arrays that `include` matches and `exclude` does not, each device reading its own shard.
+        """Restores the arrays that `include` matches and `exclude` does not. Each device reads its own shard.
 
         All processes call it.
 
@@ -137,7 +137,7 @@ class Checkpoint:
           include, exclude: globs of paths, such as `params.**`.
 
         Returns:
-          The tree with arrays in place of the restored structs; the other structs stay.
+          The tree with arrays in place of the restored structs, and the other structs unchanged.
 
         Raises:
           CheckpointError: a file is damaged; or it lists each array that differs from `abstract`, or each glob that
@@ -204,7 +204,7 @@ class Checkpoint:
         except FileNotFoundError:
             what = "is missing"
         except (OSError, ValueError):
-            what = "is not what was written"
+            what = "is damaged"
         problems = Problems()
         problems.add(str(self.folder / checksums.FILE), f"{what}, so no file can be verified")
         raise self._damaged(problems)
@@ -275,7 +275,7 @@ def newest_whole(
             warnings.warn(f"{damage}\n{saved.folder} is used instead", DamagedWarning, stacklevel=3)
         return saved, damaged
     where = found[-1].folder.parent
-    fix = f"no checkpoint in {where} is whole; set another run_dir, or move {where} away to begin anew"
+    fix = f"no checkpoint in {where} is whole; set another run_dir, or move {where} away to start over"
     raise DamagedError("\n".join([*damaged.values(), fix]))
 
 

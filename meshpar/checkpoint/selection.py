@@ -11,6 +11,8 @@ from meshpar.tree import matching
 
 EVERYTHING = ("**",)
 PARAMS = ("params.**",)
+AVERAGES = ("opt_state.ema.**",)
+"""The averages of parameters, see `optim.ema`."""
 SHAPING = ("model", "optim", "precision")
 """The sections of a config that decide which arrays a state has."""
 
@@ -20,9 +22,9 @@ class Selection:
     """Paths of arrays, each list sorted.
 
     Args:
-      restored: from the checkpoint.
-      initialized: by the run.
-      ignored: in the checkpoint, but not restored.
+      restored: arrays that the run restores from the checkpoint.
+      initialized: arrays that the run initializes itself.
+      ignored: arrays of the checkpoint that are not restored.
     """
 
     restored: list[str]
@@ -42,7 +44,7 @@ def select(
 
     Args:
       saved, wanted: path -> dtype and shape, in the checkpoint and in the run.
-      changes: key of the config -> its values in the checkpoint and in the run, where they differ.
+      changes: key of the config -> its values in the checkpoint and in the run, if they differ.
       where: the checkpoint's folder, for the error.
 
     Raises:
@@ -79,7 +81,7 @@ def _difference(saved: str | None, wanted: str | None) -> str:
 
 
 def _check_same(differ: Mapping[str, str], changes: Mapping[str, Sequence[Any]], where: str, *, whole: bool) -> None:
-    """Raises if arrays differ: path -> how; or, of a whole state, the kind of the optimizer."""
+    """Raises if arrays differ, or, for a whole state, the kind of the optimizer. `differ` is path -> difference."""
     # The optimizer's arrays have the shapes of the parameters: they are listed only where no parameter differs.
     of_model = [path for path in differ if "opt_state" not in path.split(".")]
     problems = Problems()

@@ -1,6 +1,6 @@
 """The command line: one file for each verb. Bad input ends with a message and exit code 2.
 
-A verb imports what it needs when it runs, so a misspelt verb or option is reported before anything heavy is imported.
+A verb imports most modules when it runs, so a misspelt verb or option is reported before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def _meshpar(
 
 def main() -> None:
     """The entry point. Exit codes: 0, 1 for a failed run, 2 for bad input."""
-    # Importing and tracing create millions of objects that stay. Python would look for garbage among them every 700.
+    # Importing and tracing create millions of objects that are never freed. By default, Python would search them for
+    # garbage after every 700 new ones.
     gc.set_threshold(400_000)
     try:
         app()

@@ -1,4 +1,4 @@
-"""The application, and what its verbs share."""
+"""The application, and the options and functions that its verbs share."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ Devices = Annotated[
     int | None,
     typer.Option(min=1, max=4096, help="Number of CPU devices to simulate.", show_default="as many as the mesh has"),
 ]
-NoCache = Annotated[
-    bool, typer.Option("--no-cache", help="Compile everything anew, and store no compiled program on disk.")
-]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile every program, and store none on disk.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -35,13 +33,13 @@ def echo(result: Any, json: bool, err: bool = False) -> None:
 
 
 def echo_either(text: str, data: Any, json: bool, err: bool = False) -> None:
-    """Prints text, or the data that it shows as JSON, in the first process."""
+    """Prints a text, or its data as JSON, in the first process."""
     if is_first():
         typer.echo(json_format.dumps(data, indent=2) if json else text, err=err)
 
 
 def is_first() -> bool:
-    """Whether this process prints: it is the first of those that a launcher started, or the only one."""
+    """Whether this process prints, because it is the first that a launcher started, or the only one."""
     from meshpar.mesh.join import place
 
     mine = place()
@@ -79,7 +77,7 @@ def check_file(option: str, path: Path) -> None:
 
 
 def check_folder(option: str, path: Path, folder: Path) -> None:
-    """Checks that a folder can be written, by writing: permission bits do not settle it, and root ignores them."""
+    """Checks that a folder can be written by writing a file: permission bits are unreliable, and root ignores them."""
     with writing(option, path), TemporaryFile(dir=folder):
         pass
 
@@ -92,6 +90,6 @@ def leave(code: int, text: str) -> NoReturn:
 
 
 def write(option: str, path: Path, text: str) -> None:
-    """Writes the file that an option asks for."""
+    """Writes the file that an option names."""
     with writing(option, path):
         path.write_text(text, encoding="utf-8")

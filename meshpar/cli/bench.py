@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from meshpar.cli.app import AsJson, Devices, NoCache, Overrides, app, check_file, echo, is_first, use_cache, writing
+from meshpar.cli.generate import Draft, Ngrams, NumDrafts
 from meshpar.cli.serve import Chunk, PageSize, Slots
 from meshpar.errors import ConfigError
 
@@ -27,7 +28,7 @@ def collectives(
     json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot time against size: .png, .svg.")] = None,
 ) -> None:
-    """Times every algorithm of a collective, XLA's own, and the predictions of their tables."""
+    """Times every algorithm of a collective and XLA's own, beside the times that their tables predict."""
     operations = _known(operation or ["all_reduce"])
     sizes = [_bytes(text) for text in size or SIZES]
     if plot:
@@ -59,12 +60,15 @@ def serve(
     slots: Slots = 16,
     page_size: PageSize = 16,
     chunk: Chunk = 64,
+    draft: Draft = None,
+    ngrams: Ngrams = None,
+    num_drafts: NumDrafts = 4,
     devices: Devices = None,
     no_cache: NoCache = False,
     json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot times against rates: .png, .svg.")] = None,
 ) -> None:
-    """Times a server at growing rates of requests, beside batches and one prompt at a time, without HTTP."""
+    """Times a server at growing request rates, and compares batches and single prompts; without HTTP."""
     if rate and min(rate) <= 0:
         raise ConfigError(f"--rate {min(rate):g}: is not above 0")
     if plot:
@@ -78,8 +82,9 @@ def serve(
     from meshpar.serve.open_engine import open_engine
 
     engine = open_engine(
-        opened, slots=slots, max_len=prompt + answer, page_size=page_size, chunk=chunk, max_queue=requests
-    )
+        opened, slots=slots, max_len=prompt + answer, page_size=page_size, chunk=chunk, max_queue=requests,
+        draft=draft and open_source(draft), ngrams=ngrams, num_drafts=num_drafts,
+    )  # fmt: skip
     workload = benches.draw(requests, opened.model.vocab_size, prompt, answer)
     measured = benches.bench(engine, opened, workload, sorted(rate or RATES))
     if plot:

@@ -11,16 +11,16 @@ from meshpar.errors import ConfigError
 
 WORKER = "chaos-worker"
 EVERY = 10
-"""Into how many parts checkpoints divide the run."""
+"""The number of parts into which checkpoints divide the run."""
 
 
 @app.command()
 def chaos(
     config: ConfigFile,
     overrides: Overrides = None,
-    seed: Annotated[int, typer.Option(min=0, help="Determines which fault comes when, and where.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the faults' order, steps and processes.")] = 0,
     faults: Annotated[
-        str, typer.Option(metavar="KIND,...", help="One fault of each; a kind can be repeated.")
+        str, typer.Option(metavar="KIND,...", help="The faults to inject; a kind can be repeated.")
     ] = "kill,stop,corrupt,full-disk,sigterm,slow,flip",
     processes: Annotated[int, typer.Option(min=2, help="Number of processes, which share the devices.")] = 2,
     devices: Devices = None,

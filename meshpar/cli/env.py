@@ -58,7 +58,7 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> dict[str, Any]:
-    """The devices that JAX finds; or why JAX cannot start, which is the most frequent use of this verb."""
+    """The devices that JAX finds; or the reason why JAX cannot start, for which most users call this verb."""
     try:
         import jax
 

@@ -13,9 +13,10 @@ def federated(
     json: AsJson = False,
     no_cache: NoCache = False,
 ) -> None:
-    """Trains a model with simulated clients, as CONFIG says: FedAvg, FedProx, FedAdam or SCAFFOLD.
+    """Trains a model on simulated clients by FedAvg, FedProx, FedAdam or SCAFFOLD.
 
-    The run directory gets the records, with results by client, and the last parameters; `meshpar plot` draws them.
+    The run directory receives the records, with results by client, and the last parameters. `meshpar plot` draws the
+    records.
     """
     from meshpar.federated import run
 

@@ -14,24 +14,32 @@ from meshpar.errors import ConfigError
 if TYPE_CHECKING:
     from meshpar.serve.generator import Piece
 
+Draft = Annotated[Path | None, typer.Option(metavar="RUN", help="A smaller model that drafts tokens.")]
+Ngrams = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Draft the tokens that followed the last N tokens earlier.")
+]
+NumDrafts = Annotated[int, typer.Option(min=1, help="Tokens drafted at a time.")]
+
 
 @app.command()
 def generate(
     source: Annotated[Path, typer.Argument(metavar="CONFIG|DIR", help="A config, or a run directory.")],
     overrides: Overrides = None,
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt; can be repeated.")] = None,
-    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts, one a line (.jsonl: strings).")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prompts, one per line (JSON in .jsonl).")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum length of an answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 selects the most probable token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most probable.", show_default="all")] = None,
-    top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens of this total.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k best tokens.", show_default="all")] = None,
+    top_p: Annotated[float, typer.Option(help="Sample from the best tokens with this total probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End an answer before it.")] = None,
-    draft: Annotated[Path | None, typer.Option(metavar="RUN", help="A smaller model that drafts tokens.")] = None,
-    ngrams: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Draft what followed the newest N tokens before.")
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End an answer before TEXT; can be repeated.")
     ] = None,
-    num_drafts: Annotated[int, typer.Option(min=1, help="Tokens drafted at a time.")] = 4,
+    draft: Draft = None,
+    ngrams: Ngrams = None,
+    num_drafts: NumDrafts = 4,
     devices: Devices = None,
     json: AsJson = False,
     no_cache: NoCache = False,
@@ -60,7 +68,7 @@ def generate(
 
 
 class Terminal:
-    """Prints prompts and answers in order, while they are generated. Text of a later row waits for the earlier rows."""
+    """Prints prompts and answers in order, while they are generated. Text of a later row waits for earlier rows."""
 
     def __init__(self, prompts: list[str]):
         self.row = 0

@@ -27,9 +27,11 @@ def inspect(
         str | None, typer.Option(metavar="MACHINE", help="Compile for v5e:4x4, v5p:4x4x4, h100:4x8, ...")
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the program as a web page.")] = None,
-    diff: Annotated[bool, typer.Option("--diff", help="Compare two: --diff A [KEY=VALUE]... B [KEY=VALUE]...")] = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Compare two steps: --diff A [KEY=VALUE]... B [KEY=VALUE]...")
+    ] = False,
 ) -> None:
-    """Compiles the step of CONFIG and reports what a device sends, computes and stores. Does not train.
+    """Compiles the step of CONFIG and reports its communication, FLOPs and memory on a device. Does not train.
 
     With --diff, reports the changes from A to B. Each is a config, followed by its KEY=VALUEs, or a file written by
     --json.

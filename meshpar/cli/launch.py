@@ -19,7 +19,7 @@ SLURM, K8S = "--slurm", "--k8s"
 @app.command(context_settings={"ignore_unknown_options": True})
 def launch(
     command: Annotated[list[str], typer.Argument(metavar="-- VERB CONFIG [KEY=VALUE]...", show_default=False)],
-    processes: Annotated[int, typer.Option(min=1, help="Number of processes; of a job, on each node.")],
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes; in a job, on each node.")],
     devices: Annotated[
         int | None,
         typer.Option(min=1, help="Number of CPU devices that each process simulates.", show_default="the mesh's share"),
@@ -47,7 +47,7 @@ def launch(
     nodes: Annotated[int, typer.Option(min=1, help="Number of hosts of the job.")] = 1,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option(metavar="OPTION", help="An option of sbatch, as --partition=long; can be repeated."),
+        typer.Option(metavar="OPTION", help="An option of sbatch, such as --partition=long; can be repeated."),
     ] = None,
     image: Annotated[
         str | None, typer.Option(help="Image of the pods' containers, with meshpar and the config.", show_default=False)
@@ -59,14 +59,14 @@ def launch(
     ] = None,
     limit: Annotated[
         list[str] | None,
-        typer.Option(metavar="RESOURCE=N", help="What a pod needs, as nvidia.com/gpu=8; can be repeated."),
+        typer.Option(metavar="RESOURCE=N", help="A resource of a pod, such as nvidia.com/gpu=8; can be repeated."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job, and submit nothing.")] = False,
 ) -> None:
     """Runs train, generate, verify, inspect or bench in several processes, on this machine or in a scheduler's job.
 
-    The first process prints to the terminal. When one dies or hangs, all end, and a message names it.
-    A signal ends all after the same step, with a checkpoint and exit code 75.
+    The first process prints to the terminal. If a process dies or hangs, all end, and a message names it.
+    A signal ends all of them after the same step, with a checkpoint and exit code 75.
     """
     from meshpar.checkpoint.lock import check_unheld
     from meshpar.checkpoint.memory import last_step
@@ -128,7 +128,7 @@ def launch(
 def _check_options(
     scheduler: list[str], of_jobs: dict[str, Any], of_slurm: dict[str, Any], of_k8s: dict[str, Any]
 ) -> None:
-    """Raises ConfigError if an option is missing, or is that of another kind of launch."""
+    """Raises ConfigError if an option is missing, or belongs to another kind of launch."""
     if len(scheduler) > 1:
         raise ConfigError(f"{SLURM} and {K8S}: a job has one scheduler; leave one of them out")
     for options, fix in ((of_jobs, [SLURM, K8S]), (of_slurm, [SLURM]), (of_k8s, [K8S])):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from meshpar.cli.app import AsJson, ConfigFile, Overrides, app, check_file, echo, write
+from meshpar.errors import ConfigError
 from meshpar.progress import busy
 
 
@@ -15,7 +16,8 @@ from meshpar.progress import busy
 def plan(
     config: ConfigFile,
     target: Annotated[
-        str, typer.Option(metavar="MACHINE", help="v5e:4x4, h100:4x8, or a file of `meshpar calibrate`.")
+        str,
+        typer.Option(metavar="MACHINE", help="v5e:4x4, h100:4x8, h100:4x8+a100:4x8, or a file of `meshpar calibrate`."),
     ],
     overrides: Overrides = None,
     fix: Annotated[
@@ -23,6 +25,9 @@ def plan(
     ] = None,
     at_most: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Bytes that a device may hold, as in 60GiB.", show_default="94 %")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="ROWS", min=1, help="Rows of a batch, in place of data.batch_size.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Write the config of the fastest layout.")
@@ -50,7 +55,12 @@ def plan(
         check_file("--write", out)
     if html:
         check_file("--html", html)
-    loaded = load(config, overrides or [])
+    given = overrides or []
+    if global_batch:
+        if any(one.startswith("data.batch_size=") for one in given):
+            raise ConfigError(f"--global-batch {global_batch}: data.batch_size is given, too; keep one of the two")
+        given = [*given, f"data.batch_size={global_batch}"]
+    loaded = load(config, given)
     with busy("tracing layouts", quiet=True):
         found = find(loaded, target, fix=fix or (), at_most=at_most, pareto=pareto)
     if compile_:

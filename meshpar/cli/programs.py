@@ -1,4 +1,4 @@
-"""The verbs that run in several processes: how many devices each needs, and where its processes write their logs."""
+"""Describes the verbs that run in several processes: the devices that each needs, and the folder of its logs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 TRAIN, VERIFY = "train", "verify"
 LOGS = Path("logs")
-"""Where processes write that have no run directory."""
+"""The folder for the logs of processes without a run directory."""
 
 
 class Program(NamedTuple):
     """A verb with its arguments.
 
     Args:
-      num_devices: of all processes; None if the mesh takes those that there are.
-      run: what it trains; None for any other verb.
+      num_devices: the devices of all processes together; None if the mesh uses all devices that exist.
+      run: the run that the verb trains; None for other verbs.
     """
 
     verb: str

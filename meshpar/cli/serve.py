@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from meshpar.cli.app import Devices, NoCache, Overrides, app, use_cache
+from meshpar.cli.generate import Draft, Ngrams, NumDrafts
 from meshpar.errors import ConfigError
 
 LOCAL = ("127.0.0.1", "localhost")
@@ -22,7 +23,7 @@ PageSize = Annotated[int, typer.Option(min=1, help="Tokens of a page of the cach
 Cache = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", help="Memory of a device for keys and values.", show_default="longest rows in all slots"
+        metavar="SIZE", help="Memory of a device for keys and values.", show_default="the longest requests in all slots"
     ),
 ]
 Chunk = Annotated[int, typer.Option(min=1, help="Tokens of a prompt that are computed between two decode steps.")]
@@ -43,13 +44,16 @@ def serve(
     page_size: PageSize = 16,
     cache: Cache = None,
     chunk: Chunk = 128,
-    queue: Annotated[int, typer.Option(min=1, help="Most requests that wait; more are refused.")] = 256,
+    queue: Annotated[int, typer.Option(min=1, help="Most requests in the queue; more are refused.")] = 256,
+    draft: Draft = None,
+    ngrams: Ngrams = None,
+    num_drafts: NumDrafts = 4,
     devices: Devices = None,
     no_cache: NoCache = False,
 ) -> None:
     """Serves a trained model over HTTP, with OpenAI's API and a page to try it.
 
-    It listens when its programs are compiled. At SIGTERM it refuses new requests, answers the others and ends.
+    It listens when its programs are compiled. At SIGTERM it refuses new requests, answers the others and exits.
     """
     _check_extra()
     from meshpar.mesh.join import place
@@ -69,7 +73,7 @@ def serve(
         use_cache(no_cache)
         engine = open_engine(
             opened, slots=slots, max_len=max_len, page_size=page_size, cache_bytes=cache_bytes, chunk=chunk,
-            max_queue=queue,
+            max_queue=queue, draft=draft and open_source(draft), ngrams=ngrams, num_drafts=num_drafts,
         )  # fmt: skip
         hosts = LOCAL if host in LOCAL else ("*",)
         endpoints = endpoints_of(engine, opened, name or source.resolve().name, token, hosts)

@@ -39,7 +39,8 @@ def train(
 ) -> None:
     """Trains the model of CONFIG, or resumes from the last checkpoint in its run directory.
 
-    SIGINT or SIGTERM ends it after the current step, with a checkpoint and exit code 75; a second signal, at once.
+    SIGINT or SIGTERM ends the run after the current step, with a checkpoint and exit code 75. A second signal ends it
+    at once.
     """
     from meshpar.experiment import actions
     from meshpar.experiment.config import load

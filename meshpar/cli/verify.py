@@ -11,7 +11,7 @@ from meshpar.progress import busy
 
 @app.command()
 def verify(config: ConfigFile, overrides: Overrides = None, json: AsJson = False, no_cache: NoCache = False) -> None:
-    """Checks that a small version of CONFIG computes on its mesh what one device computes; otherwise names the axis."""
+    """Checks that a small version of CONFIG computes the same on its mesh as on one device; names the axis at fault."""
     from meshpar.experiment.config import load
     from meshpar.mesh import process
     from meshpar.mesh.join import join

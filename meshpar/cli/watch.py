@@ -16,12 +16,12 @@ from meshpar.errors import ConfigError
 @app.command()
 def watch(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)],
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print it once, as where the output is no terminal.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit, as without a terminal.")] = False,
 ) -> None:
-    """Shows a run while it trains: loss, speed, processes, last checkpoint, and the process that is behind.
+    """Shows a run while it trains: loss, speed, processes, last checkpoint, and a process that lags behind.
 
-    It only reads files of the run. Ctrl-C ends it, and not the run.
+    It only reads files of the run. Ctrl-C ends `watch` and not the run.
     """
     from rich.console import Console
     from rich.live import Live

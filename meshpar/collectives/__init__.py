@@ -1,4 +1,4 @@
-"""Collectives for use within a `jax.shard_map`: algorithms are tables that are run, checked and compared."""
+"""Collectives for use within a `jax.shard_map`. Each algorithm is a table, which can be run, checked and compared."""
 
 from meshpar.collectives.algorithms import algorithms, plan
 from meshpar.collectives.execute import execute

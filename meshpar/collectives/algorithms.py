@@ -1,8 +1,8 @@
-"""The algorithms: functions that build the plan of a collective for any number of ranks.
+"""The algorithms of the collectives: functions that build a plan for any number of ranks.
 
-Each algorithm defines how it gathers everywhere, scatters, broadcasts and exchanges. The other operations follow: a
-reduction is the transpose of one of these, a broadcast is a scatter and an all-gather, and an all-reduce is a
-reduce-scatter and an all-gather.
+Each algorithm defines a few operations, such as its all-gather, scatter and all-to-all. The others follow from these: a
+reduction is a transpose, a broadcast is a scatter and an all-gather, and an all-reduce is a reduce-scatter and an
+all-gather.
 
 Costs for n ranks and a buffer of S bytes; the bytes are those of the rank that sends most:
 
@@ -35,6 +35,10 @@ Builder = Callable[[int, int], Plan]
 @lru_cache(maxsize=1024)
 def plan(operation: Operation, algorithm: Algorithm, num_ranks: int, root: int = 0) -> Plan:
     """The plan of an algorithm for an operation.
+
+    Args:
+      num_ranks: n, the size of the group.
+      root: the root of a broadcast, scatter, gather or reduction.
 
     Raises:
       ConfigError: the algorithm has no plan for that operation.
@@ -70,7 +74,11 @@ def operations(algorithm: Algorithm) -> tuple[Operation, ...]:
 
 
 def algorithms(operation: Operation) -> tuple[Algorithm, ...]:
-    """The algorithms that have a plan for an operation."""
+    """The algorithms that have a plan for an operation.
+
+    >>> algorithms("scatter")
+    ('ring', 'bidirectional_ring', 'halving_doubling')
+    """
     return tuple(name for name in ALGORITHMS if operation in operations(name))
 
 
@@ -91,7 +99,7 @@ def bidirectional_all_gather(n: int, root: int) -> Plan:
 
 
 def doubling_all_gather(n: int, root: int) -> Plan:
-    """Every rank holds the next 1, 2, 4, ... chunks after its own; for any n, the last round sends only the rest.
+    """Doubles the chunks that every rank holds in each round; for any n, the last round sends only the missing ones.
 
     Source: Bruck et al. 1997, IEEE TPDS 8(11); its transpose as a reduce-scatter: Träff 2024, arXiv:2410.14234.
     """
@@ -104,7 +112,7 @@ def doubling_all_gather(n: int, root: int) -> Plan:
 
 
 def shifting_all_to_all(n: int, root: int) -> Plan:
-    """In round k every rank sends slot k to the k-th rank on its right; what it receives then fills the slot."""
+    """In round k every rank sends slot k to the k-th rank on its right, and stores the received message there."""
     return _all_to_all(n, [(_shift(n, k),) for k in range(1, n)])
 
 
@@ -117,7 +125,7 @@ def bidirectional_all_to_all(n: int, root: int) -> Plan:
 
 
 def doubling_all_to_all(n: int, root: int) -> Plan:
-    """A chunk covers its distance in powers of two: few rounds, but S/2 bytes in each.
+    """A chunk travels its distance in powers of two: few rounds, but S/2 bytes in each.
 
     Source: Bruck et al. 1997, IEEE TPDS 8(11).
     """
@@ -132,7 +140,7 @@ def doubling_all_to_all(n: int, root: int) -> Plan:
 def doubling_all_reduce(n: int, root: int) -> Plan:
     """Partners at distance 1, 2, 4, ... exchange their sums.
 
-    The ranks beyond a power of two first add theirs to a partner's, and receive the total in the end.
+    Ranks beyond the largest power of two first add their buffer to a partner's, and receive the total at the end.
     """
     size = 1 << (n.bit_length() - 1)
     paired = np.arange(size)
@@ -149,7 +157,7 @@ def doubling_all_reduce(n: int, root: int) -> Plan:
 
 
 def chain_scatter(n: int, root: int) -> Plan:
-    """The root sends the farthest rank's chunk first, and every rank passes on what is not its own."""
+    """The root sends the farthest rank's chunk first, and every rank forwards all chunks but its own."""
     return _scatter(n, root, [(_chain(n, root, n - 1, turn, 1),) for turn in range(n - 1)])
 
 
@@ -180,7 +188,7 @@ def halving_scatter(n: int, root: int) -> Plan:
 
 
 def doubling_broadcast(n: int, root: int) -> Plan:
-    """Every rank that has the buffer sends it on: after each round twice as many have it."""
+    """Every rank that has the buffer sends it to another one, so each round doubles the number of such ranks."""
     rounds: list[Round] = []
     for have in _doubling(n):
         sources = root + np.arange(min(have, n - have))
@@ -205,7 +213,7 @@ def tree_broadcast(n: int, root: int) -> Plan:
 
 
 PIECES = 4
-"""Number of pieces of each half of the buffer; several let the levels of a tree work at once."""
+"""Number of pieces of each half of the buffer; with several, the levels of a tree work at the same time."""
 
 BUILDERS: dict[Algorithm, dict[Operation, Builder]] = {
     "ring": {"all_gather": ring_all_gather, "scatter": chain_scatter, "all_to_all": shifting_all_to_all},
@@ -271,7 +279,7 @@ def _binary_tree(first: int, last: int, parent: int = 0, when: int = 0) -> list[
 
 
 def _down(n: int, root: int, tree: list[tuple[int, int, int]], half: int, turn: int) -> Permute:
-    """What travels down a tree in one round: a piece enters every second round."""
+    """The messages that travel down a tree in one round; the root sends a piece every second round."""
     sent = [
         (root + source, root + target, 2 * piece + half)
         for when, source, target in tree

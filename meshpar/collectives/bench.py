@@ -1,4 +1,4 @@
-"""Times the collectives on the devices of this machine, next to XLA's own and to the model of `select`."""
+"""Times the collectives on this machine's devices, and compares them with XLA's own and with the model of `select`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Timing:
     """One algorithm at one size.
 
     Args:
-      algorithm: `xla` for JAX's own.
+      algorithm: `xla` for JAX's own collective.
       num_bytes: S, the size of the larger of input and output.
       measured_s: median of several calls.
       modelled_s: time of the plan by the model of the link; None for XLA's own, whose plan is unknown.
@@ -55,7 +55,7 @@ class Bench:
     """The timings of one machine.
 
     Args:
-      link: the model's link: the makers' figures, or fitted to the timings if they are unknown.
+      link: the link of the model: from the makers' figures, or fitted to the timings if those are unknown.
       fitted: whether the link was fitted.
     """
 
@@ -138,7 +138,7 @@ def _compiled(body: Callable[[jax.Array], jax.Array], x: jax.Array) -> Callable[
 
 
 def _fitted(timings: list[Timing]) -> Link:
-    """The latency and bandwidth that best explain the times, in relative error; the devices count as on a switch."""
+    """The latency and bandwidth with the least relative error, for devices on a switch."""
     known = [timing for timing in timings if timing.algorithm != XLA]
     rows = []
     for timing in known:

@@ -1,8 +1,8 @@
 """Compressed reductions: they send 8 bits or 1 bit of each element, or a matrix's leading directions.
 
-All have one interface: `all_reduce(x, axes, state, ...) -> (sum, state)`. The state is what a rank carries from one
-call to the next. With error feedback it holds the rounding error, which is added to the next array before that is
-rounded: no part of a gradient is lost, it is only delayed.
+All have one interface: `all_reduce(x, axes, state, ...) -> (sum, state)`. A rank passes the state from one call to the
+next. With error feedback it holds the rounding error, which is added to the next array before that array is rounded. So
+no part of a gradient is lost; some arrives later.
 
 Source: Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, arXiv:1901.09847.
 """
@@ -23,7 +23,7 @@ from meshpar.errors import ShardingError
 from meshpar.mesh.varying import Axes, invariant, varying
 
 State = dict[str, jax.Array]
-"""The arrays that a rank carries to its next call, by name."""
+"""The arrays that a rank passes to its next call, by name."""
 
 SCALE_BYTES = 4
 """Bytes of the float32 scale of a block."""
@@ -38,7 +38,7 @@ class Compression(Config):
     """Add the rounding error of one step to the gradient of the next."""
 
     def state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The shapes of the float32 arrays that a rank carries, by name, for the sum of arrays of `shape`."""
+        """The shapes of the float32 arrays of the state, by name, for sums of arrays of `shape`."""
         return {"lost": shape} if self.error_feedback else {}
 
     def all_reduce(
@@ -66,12 +66,15 @@ class Compression(Config):
 
 
 class Blocks(Compression):
-    """Rounds blocks of elements, each with a float32 scale. A sum is rounded twice: by each rank, and by its owner."""
+    """Rounds blocks of elements, each with a float32 scale.
+
+    A sum is rounded twice: each rank rounds its own part of it, and the owner rounds the total.
+    """
 
     block: Annotated[Positive, pydantic.Field(multiple_of=8)] = 256
     """The number of elements that share a scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """`stochastic` rounds up or down at random, such that the mean is exact."""
+    """`stochastic` rounds up or down at random, so that the mean is exact."""
 
     @property
     def code_bytes(self) -> int:
@@ -101,7 +104,7 @@ class Blocks(Compression):
     def reduce_scatter(
         self, x: jax.Array, axes: str | Axes, *, key: jax.Array | None = None, algorithm: Choice = "auto"
     ) -> jax.Array:
-        """This rank's part of the sum along the first dim; each rank rounds once, before it sends.
+        """This rank's part of the sum along the first dim. Each rank rounds once, before it sends.
 
         Communication: (n-1)/n of the encoded x.
         """
@@ -117,7 +120,7 @@ class Blocks(Compression):
     def all_gather(
         self, x: jax.Array, axes: str | Axes, *, key: jax.Array | None = None, algorithm: Choice = "auto"
     ) -> jax.Array:
-        """The parts of all ranks along the first dim. Each is rounded by its owner; so is this rank's own."""
+        """The parts of all ranks along the first dim, each rounded by its owner; this rank's part is rounded too."""
         axes = manual_axes(axes)
         message, _ = self._coded(self._fill(floats(varying(x, axes)).reshape(1, -1))[0], _keys(key, axes)[0])
         parts = self._decoded(all_gather(message[None], axes, algorithm=algorithm))[:, : x.size]

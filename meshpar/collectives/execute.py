@@ -21,15 +21,22 @@ def execute(plan: Plan, blocks: jax.Array, axes: str | Axes) -> jax.Array:
     """Runs a plan over mesh axes.
 
     Args:
-      blocks: [given, ...]. This rank's input blocks; a rank is the index along `axes`, the first axis slowest.
+      blocks: [input blocks, ...]. This rank's input blocks; a rank is the index along `axes`, the first axis slowest.
       axes: mesh axes of the group, all manual.
 
     Returns:
-      [taken, ...]. This rank's output blocks; zeros where the plan has none for it.
+      [output blocks, ...]. This rank's output blocks; zeros where the plan has none for it.
 
     Communication: the plan's. Rounds of the same form run as one loop. The transpose runs the transposed plan.
     Raises:
       MeshError: an axis is not manual here, or the group and the plan have different sizes.
+
+    >>> from meshpar.collectives.algorithms import plan
+    >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> local = partial(execute, plan("all_reduce", "ring", 2), axes="a")
+    >>> f = jax.shard_map(local, mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
+    >>> jax.jit(f)(jnp.arange(4.0)).tolist()
+    [2.0, 4.0, 2.0, 4.0]
     """
     axes = manual_axes(axes)
     if (size := lax.axis_size(axes)) != plan.num_ranks:
@@ -41,7 +48,7 @@ def manual_axes(axes: str | Axes) -> Axes:
     """The axes as a tuple.
 
     Raises:
-      MeshError: one of them is not manual where this is traced.
+      MeshError: an axis is not manual where this code is traced.
     """
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     here = jax.sharding.get_abstract_mesh().manual_axes
@@ -72,23 +79,23 @@ _execute.defvjp(
 
 
 def _begin(plan: Plan, blocks: jax.Array, rank: jax.Array) -> jax.Array:
-    given = _Slots(plan.given[None])
-    if given.are_all(plan.num_chunks):
+    inputs = _Slots(plan.input_slots[None])
+    if inputs.are_all(plan.num_chunks):
         return blocks
     empty = jnp.zeros((plan.num_chunks, *blocks.shape[1:]), blocks.dtype)
-    return given.write(empty, given.only_there(blocks, jnp.zeros_like(blocks), rank), given.of(rank)[0])
+    return inputs.write(empty, inputs.only_there(blocks, jnp.zeros_like(blocks), rank), inputs.of(rank)[0])
 
 
 def _end(plan: Plan, slots: jax.Array, rank: jax.Array) -> jax.Array:
-    taken = _Slots(plan.taken[None])
-    if taken.are_all(plan.num_chunks):
+    outputs = _Slots(plan.output_slots[None])
+    if outputs.are_all(plan.num_chunks):
         return slots
-    blocks = taken.read(slots, taken.of(rank)[0])
-    return taken.only_there(blocks, jnp.zeros_like(blocks), rank)
+    blocks = outputs.read(slots, outputs.of(rank)[0])
+    return outputs.only_there(blocks, jnp.zeros_like(blocks), rank)
 
 
 def _run(rounds: list[Round], slots: jax.Array, rank: jax.Array, axes: Axes) -> jax.Array:
-    """Runs rounds of one form, as a loop if they are several."""
+    """Runs rounds of one form; several rounds become one loop."""
     lanes = [_Lane(permutes, axes) for permutes in zip(*rounds, strict=True)]
 
     def turn(slots: jax.Array, at: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, None]:
@@ -121,7 +128,7 @@ class _Lane:
         message = self.sent.read(slots, at)
         if message.dtype != jnp.bfloat16:
             return permute(message, self.axes, self.pairs)
-        # XLA's CPU compiler would send bfloat16 as float32; integers it leaves alone.
+        # XLA's CPU compiler would send bfloat16 as float32, but does not convert integers.
         bits = lax.bitcast_convert_type(message, jnp.uint16)
         return lax.bitcast_convert_type(permute(bits, self.axes, self.pairs), message.dtype)
 

@@ -9,7 +9,8 @@ of w as they arrive. Each function is the other's transpose, so that forward and
     y  = gather(x) w             dx = scatter(dy w')         dw = gather(x)' dy
     y  = scatter(x w)            dx = gather(dy) w'          dw = x' gather(dy)
 
-No gathered array is ever whole, nor stored for the backward pass: for dw, the chunks of x are gathered again.
+No device ever holds the whole gathered array, in the forward or for the backward: for dw, the chunks of x are gathered
+again.
 
 Source: Wang et al. 2023, ASPLOS; the second gather, Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 """
@@ -34,7 +35,7 @@ from meshpar.errors import ShardingError
 from meshpar.mesh.varying import varying_alike, varying_like
 
 PRODUCT = "product"
-"""The name of a product for which devices communicate: a `jax.checkpoint` policy saves it where it saves products."""
+"""The `checkpoint_name` of a product that needs communication: a policy that saves products saves it too."""
 Equation = tuple[str, str, str]
 """The dims of two operands and of their product, one letter each."""
 Equations = tuple[Equation, ...]
@@ -185,7 +186,7 @@ def _scattered(chunks: Chunks, equations: Equations, dtype: Any, xs: Operands, w
     return ring.reduce_scatter(chunks.ring, make)
 
 
-# The forward rules call the functions themselves: so a `jax.checkpoint` policy sees one operation and not its parts.
+# The forward rules call the functions themselves, so a `jax.checkpoint` policy sees one operation instead of its parts.
 def _gathered_forward(chunks: Chunks, equations: Equations, x: Any, ws: Any) -> Any:
     x_and_ws, wanted = _primals(x, *ws)
     return _gathered(chunks, equations, x_and_ws[0], x_and_ws[1:]), (x_and_ws, wanted)
@@ -193,7 +194,7 @@ def _gathered_forward(chunks: Chunks, equations: Equations, x: Any, ws: Any) -> 
 
 def _gathered_backward(chunks: Chunks, equations: Equations, kept: Any, grads: Any) -> Any:
     x_and_ws, (wants_x, *wants_w) = kept
-    # Waits for the gradients: otherwise the compiler may gather x early, and hold it since the forward pass.
+    # Waits for the gradients. Otherwise the compiler may gather x during the forward pass, and hold it until now.
     grads = tuple(_instantiated(grad, x_and_ws[0]) for grad in grads)
     (x, *ws), grads = lax.optimization_barrier((x_and_ws, grads))
     for_x = tuple((of_y, of_w, of_x) for of_x, of_w, of_y in equations)
@@ -223,14 +224,14 @@ _scattered.defvjp(_scattered_forward, _scattered_backward, symbolic_zeros=True)
 def _primals(*operands: Any) -> tuple[Operands, tuple[tuple[()] | None, ...]]:
     """The values of the operands, and for each operand `()` if its gradient is needed, else None.
 
-    Residuals have to be trees of arrays, hence no bool. Frozen weights need no gradient: it would be sent for nothing.
+    Residuals must be trees of arrays, so a bool is not possible. Frozen weights need no gradient, so none is sent.
     """
     values = tuple(x.value for x in operands)
     return values, tuple(() if x.perturbed else None for x in operands)
 
 
 def _gathered_where(wanted: Sequence[Any], chunks: Chunks, equations: Equations, x: jax.Array, ws: Operands) -> Any:
-    """`_gathered` for the products that are wanted; None in the place of the others."""
+    """`_gathered` for the products with a needed gradient; None for the others."""
     chosen = [i for i, want in enumerate(wanted) if want is not None]
     if not chosen:
         return (None,) * len(wanted)
@@ -240,7 +241,7 @@ def _gathered_where(wanted: Sequence[Any], chunks: Chunks, equations: Equations,
 
 
 def _instantiated(grad: Any, like: jax.Array) -> jax.Array:
-    """A cotangent; zeros, typed like an operand, for that of a product that nothing depends on."""
+    """A cotangent as an array; zeros, typed like an operand, if nothing depends on the product."""
     is_zero = isinstance(grad, SymbolicZero)
     return varying_like(jnp.zeros(grad.shape, grad.dtype), like) if is_zero else grad  # pyright: ignore
 

@@ -1,7 +1,10 @@
 """The eight collectives on arrays, for use within a `jax.shard_map`. By default each runs its fastest algorithm.
 
-The group of a collective is given by mesh axes; a rank is the index along them, the first axis slowest. S is the size
-in bytes of the larger of input and output. The module `algorithms` lists what a device sends with each algorithm.
+Mesh axes name the group of a collective. A rank is the index along them, the first axis slowest. S is the size in bytes
+of the larger of input and output, n the number of ranks. Costs are those of the rings, for the rank that sends most;
+`meshpar/collectives/algorithms.py` has the costs of the other algorithms.
+
+Every collective raises MeshError if an axis is not manual here, and ConfigError if the algorithm has no plan for it.
 """
 
 from __future__ import annotations
@@ -36,27 +39,56 @@ def all_reduce(x: jax.Array, axes: str | Axes, *, algorithm: Choice = "auto") ->
 
     Communication: 2(n-1)/n S; its transpose none.
     Numerics: summed in the dtype of x, in the same order on all devices.
+
+    >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> f = jax.shard_map(lambda x: all_reduce(x, "a"), mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P())
+    >>> jax.jit(f)(jnp.arange(4.0)).tolist()
+    [2.0, 4.0]
     """
     axes = manual_axes(axes)
     chosen = _plan("all_reduce", algorithm, axes, x.nbytes)
-    return same_sum(lambda x: join(execute(chosen, cut(x, chosen.given.shape[1]), axes), x.shape), axes, x)
+    return same_sum(lambda x: join(execute(chosen, cut(x, chosen.input_slots.shape[1]), axes), x.shape), axes, x)
 
 
 def broadcast(x: jax.Array, axes: str | Axes, *, root: int = 0, algorithm: Choice = "auto") -> jax.Array:
-    """The array of rank `root`, on every device."""
+    """The array of rank `root`, on every device; typed as invariant over the axes.
+
+    Communication: 2(n-1)/n S, a scatter and an all-gather; its transpose is a reduction to the root.
+
+    >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> f = jax.shard_map(lambda x: broadcast(x, "a", root=1), mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P())
+    >>> jax.jit(f)(jnp.arange(4.0)).tolist()
+    [2.0, 3.0]
+    """
     axes = manual_axes(axes)
     chosen = _plan("broadcast", algorithm, axes, x.nbytes, root)
-    return invariant(join(execute(chosen, cut(x, chosen.given.shape[1]), axes), x.shape), axes)
+    return invariant(join(execute(chosen, cut(x, chosen.input_slots.shape[1]), axes), x.shape), axes)
 
 
 def reduce(x: jax.Array, axes: str | Axes, *, root: int = 0, algorithm: Choice = "auto") -> jax.Array:
-    """The sum over the axes on rank `root`; zeros elsewhere."""
+    """The sum over the axes on rank `root`, in the shape and dtype of x; zeros on the other ranks.
+
+    Communication: 2(n-1)/n S, a reduce-scatter and a gather; its transpose is a broadcast.
+
+    >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> f = jax.shard_map(lambda x: reduce(x, "a"), mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
+    >>> jax.jit(f)(jnp.arange(4.0)).tolist()
+    [2.0, 4.0, 0.0, 0.0]
+    """
     chosen = _plan("reduce", algorithm, axes, x.nbytes, root)
-    return join(execute(chosen, cut(x, chosen.given.shape[1]), axes), x.shape)
+    return join(execute(chosen, cut(x, chosen.input_slots.shape[1]), axes), x.shape)
 
 
 def all_gather(x: jax.Array, axes: str | Axes, *, dim: int = 0, algorithm: Choice = "auto") -> jax.Array:
-    """The parts of all devices, concatenated along `dim`: `x[M_a] -> x[M]`. Its transpose is `reduce_scatter`."""
+    """The parts of all devices, concatenated along `dim`: `x[M_a] -> x[M]`. Its transpose is `reduce_scatter`.
+
+    Communication: (n-1)/n S.
+
+    >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> f = jax.shard_map(lambda x: all_gather(x, "a"), mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
+    >>> jax.jit(f)(jnp.arange(2.0)).tolist()  # [0, 1] on each device
+    [0.0, 1.0, 0.0, 1.0]
+    """
     chosen = _plan("all_gather", algorithm, axes, x.nbytes * _size(axes))
     return _concatenate(execute(chosen, x[None], axes), dim)
 
@@ -64,15 +96,30 @@ def all_gather(x: jax.Array, axes: str | Axes, *, dim: int = 0, algorithm: Choic
 def reduce_scatter(x: jax.Array, axes: str | Axes, *, dim: int = 0, algorithm: Choice = "auto") -> jax.Array:
     """This device's part, along `dim`, of the sum over the axes: `x[M] {partial over a} -> x[M_a]`.
 
+    Communication: (n-1)/n S; its transpose is `all_gather`.
+    Numerics: summed in the dtype of x.
     Raises:
-      ShardingError: the dim is not divisible by the group.
+      ShardingError: the dim is not divisible by the size of the group.
+
+    >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> f = jax.shard_map(lambda x: reduce_scatter(x, "a"), mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
+    >>> jax.jit(f)(jnp.arange(4.0)).tolist()
+    [2.0, 4.0]
     """
     chosen = _plan("reduce_scatter", algorithm, axes, x.nbytes)
     return execute(chosen, _parts("reduce_scatter", x, dim, axes), axes)[0]
 
 
 def gather(x: jax.Array, axes: str | Axes, *, dim: int = 0, root: int = 0, algorithm: Choice = "auto") -> jax.Array:
-    """The parts of all devices, concatenated along `dim`, on rank `root`; zeros elsewhere."""
+    """The parts of all devices, concatenated along `dim`, on rank `root`; zeros on the other ranks.
+
+    Communication: (n-1)/n S; its transpose is `scatter`.
+
+    >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> f = jax.shard_map(lambda x: gather(x, "a"), mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
+    >>> jax.jit(f)(jnp.arange(1.0, 3.0)).tolist()
+    [1.0, 2.0, 0.0, 0.0]
+    """
     chosen = _plan("gather", algorithm, axes, x.nbytes * _size(axes), root)
     return _concatenate(execute(chosen, x[None], axes), dim)
 
@@ -80,8 +127,14 @@ def gather(x: jax.Array, axes: str | Axes, *, dim: int = 0, root: int = 0, algor
 def scatter(x: jax.Array, axes: str | Axes, *, dim: int = 0, root: int = 0, algorithm: Choice = "auto") -> jax.Array:
     """This device's part, along `dim`, of the array of rank `root`.
 
+    Communication: (n-1)/n S, which the root sends; its transpose is `gather`.
     Raises:
-      ShardingError: the dim is not divisible by the group.
+      ShardingError: the dim is not divisible by the size of the group.
+
+    >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> f = jax.shard_map(lambda x: scatter(x, "a", root=1), mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
+    >>> jax.jit(f)(jnp.arange(4.0)).tolist()
+    [2.0, 3.0]
     """
     chosen = _plan("scatter", algorithm, axes, x.nbytes, root)
     return execute(chosen, _parts("scatter", x, dim, axes), axes)[0]
@@ -92,8 +145,14 @@ def all_to_all(
 ) -> jax.Array:
     """`x[M, N_a] -> x[M_a, N]`: sends the i-th part along `split_dim` to rank i, and concatenates along `concat_dim`.
 
+    Communication: (n-1)/n S; its transpose is an all-to-all with the two dims exchanged.
     Raises:
-      ShardingError: the dim is not divisible by the group.
+      ShardingError: the dim is not divisible by the size of the group.
+
+    >>> mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> f = jax.shard_map(lambda x: all_to_all(x, "a"), mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
+    >>> jax.jit(f)(jnp.arange(4.0)).tolist()
+    [0.0, 2.0, 1.0, 3.0]
     """
     chosen = _plan("all_to_all", algorithm, axes, x.nbytes)
     return _concatenate(execute(chosen, _parts("all_to_all", x, split_dim, axes), axes), concat_dim)
@@ -134,7 +193,7 @@ def cut(x: jax.Array, num: int, multiple: int = 1) -> jax.Array:
 
 
 def join(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array of a shape from its chunks: undoes `cut`."""
+    """The array of `shape` from its chunks; the inverse of `cut`."""
     return chunks.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 

@@ -21,7 +21,7 @@ def permute(x: jax.Array, axes: Axes, pairs: Iterable[tuple[int, int]]) -> jax.A
       axes: mesh axes of the group, all manual.
       pairs: (source, target) ranks; no two with the same source or the same target.
 
-    Communication: one `x` a pair.
+    Communication: one `x` per pair.
     """
     ordered = tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes)
     sizes = [lax.axis_size(axis) for axis in ordered]

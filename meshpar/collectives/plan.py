@@ -41,7 +41,7 @@ NONE = -1
 
 @dataclass(frozen=True, eq=False)
 class Permute:
-    """Messages that are sent at once, as one permute: all of one size, no two from or to the same rank.
+    """Messages that are sent as one permute: all have one size, and no two have the same source or target.
 
     Args:
       source: int[m]. The sending ranks.
@@ -49,6 +49,10 @@ class Permute:
       chunks: int[m, c]. The chunks of each message.
       adds: whether the target adds the chunks to its own; otherwise they fill its empty slots.
       keeps: whether the source keeps the chunks; otherwise its slots are empty afterwards.
+
+    >>> swap = Permute(np.array([0, 1]), np.array([1, 0]), np.array([[0], [0]]), adds=True)
+    >>> swap.transposed.target.tolist()
+    [0, 1]
     """
 
     source: np.ndarray
@@ -63,20 +67,20 @@ class Permute:
 
 
 Round = tuple[Permute, ...]
-"""Permutes that run at once; all slots are read before any is written."""
+"""Permutes that run at the same time: all slots are read before any slot is written."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """An algorithm for a group of ranks.
+    """The table of an algorithm for a group of ranks; `str` prints it.
 
     Args:
-      operation: what the plan computes.
+      operation: the collective that the plan computes.
       num_ranks: n, the size of the group.
       num_chunks: the number of chunks of the buffer of S bytes, and of slots of each rank.
       rounds: the messages, in order.
-      given: int[n, blocks]. The slot of each block of a rank's input; NONE if the block is not used.
-      taken: int[n, blocks]. The slot of each block of a rank's output; NONE for zeros.
+      input_slots: int[n, blocks]. The slot of each block of a rank's input; NONE if the block is not used.
+      output_slots: int[n, blocks]. The slot of each block of a rank's output; NONE for zeros.
       root: the root of a broadcast, scatter, gather or reduction.
     """
 
@@ -84,8 +88,8 @@ class Plan:
     num_ranks: int
     num_chunks: int
     rounds: tuple[Round, ...]
-    given: np.ndarray
-    taken: np.ndarray
+    input_slots: np.ndarray
+    output_slots: np.ndarray
     root: int = 0
 
     @property
@@ -112,13 +116,17 @@ class Plan:
         """The plan of the derivative: it sends each cotangent back to the source of its value, and sums there."""
         rounds = tuple(tuple(permute.transposed for permute in round_) for round_ in reversed(self.rounds))
         operation = TRANSPOSED[self.operation]
-        return Plan(operation, self.num_ranks, self.num_chunks, rounds, self.taken, self.given, self.root)
+        return Plan(operation, self.num_ranks, self.num_chunks, rounds, self.output_slots, self.input_slots, self.root)
 
     def then(self, second: Plan, operation: Operation) -> Plan:
         """This plan followed by a second, whose input slots are this plan's output slots."""
-        assert np.array_equal(self.taken, second.given), "the second plan's input is not the first plan's output"
+        assert np.array_equal(self.output_slots, second.input_slots), (
+            "the second plan's input is not the first plan's output"
+        )
         rounds = self.rounds + second.rounds
-        return Plan(operation, self.num_ranks, self.num_chunks, rounds, self.given, second.taken, self.root)
+        return Plan(
+            operation, self.num_ranks, self.num_chunks, rounds, self.input_slots, second.output_slots, self.root
+        )
 
     def __str__(self) -> str:
         """One line per round, with `source->target chunks` for each message; `+` marks chunks that are added.

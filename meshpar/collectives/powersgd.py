@@ -1,4 +1,4 @@
-"""PowerSGD: the sum's leading directions, by a power iteration that advances one step per call."""
+"""PowerSGD: sends a low-rank approximation of a gradient, from a power iteration that advances one step per call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from meshpar.mesh.varying import varying
 
 
 class PowerSGD(Compression):
-    """Sends the array, as a matrix M whose columns are its last dim, as two thin ones: `M ~ P Q^T`, P orthonormal.
+    """Sends two thin matrices instead of an array: `M ~ P Q^T`, where M is the array as a matrix and P is orthonormal.
+
+    The last dim of the array becomes the columns of M.
 
     Source: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727.
     """

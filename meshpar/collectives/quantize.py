@@ -1,4 +1,4 @@
-"""Three codes of a block: 8-bit integers, 8-bit floats, signs."""
+"""Three formats of compressed blocks: 8-bit integers, 8-bit floats, and signs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshpar.collectives.compression import Blocks
 
 
 class Scaled(Blocks):
-    """Base of the codes that divide a block by its scale, its largest magnitude over the largest of an 8-bit dtype."""
+    """Base of the 8-bit formats. A block is divided by its scale: its largest magnitude over that of the dtype."""
 
     dtype: ClassVar[Any]
     largest: ClassVar[int]
@@ -34,7 +34,7 @@ class Scaled(Blocks):
         return lax.bitcast_convert_type(code, self.dtype).astype(jnp.float32) * scale
 
     def round_by_chance(self, x: jax.Array, key: jax.Array) -> jax.Array:
-        """Rounds up or down at random, such that the mean is x."""
+        """Rounds up or down at random, so that the mean is x."""
         raise NotImplementedError
 
 
@@ -63,7 +63,7 @@ class Float8(Scaled):
     largest: ClassVar = 448
 
     def round_by_chance(self, x, key):
-        # To 3 bits of mantissa: adds less than the last of them, and truncates the bits below.
+        # Rounds to 3 bits of mantissa: adds a random number below the last of them, and truncates the rest.
         below = jnp.uint32((1 << 20) - 1)
         bits = lax.bitcast_convert_type(x, jnp.uint32) + (jax.random.bits(key, x.shape, jnp.uint32) & below)
         return lax.bitcast_convert_type(bits & ~below, jnp.float32)

@@ -40,9 +40,9 @@ Across = Annotated[Exact | Bfloat16 | Int8 | Float8 | OneBit | PowerSGD, pydanti
 class Reduce(Config):
     """How gradients are summed over devices, in the manual lowering.
 
-    `within` applies where a gradient is reduce-scattered, over the axes that shard its parameter's storage, and to
-    copies of the parameter inside a slice. `across` applies to copies in other slices. If no axis of the mesh spans
-    slices (`mesh.dcn`), `across` applies to all copies.
+    `within` is the format of reduce-scatters over the axes that shard a parameter's storage, and of sums over copies of
+    the parameter inside a slice. `across` is the format of sums over copies in other slices. If no axis of the mesh
+    spans slices (`mesh.dcn`), `across` applies to all copies.
     """
 
     within: Coerced[Within, str | dict[str, Any]] = default(Exact())
@@ -85,7 +85,7 @@ class Reduce(Config):
         return max(1, int(parse_bytes(self.bucket_bytes)) // width)
 
     def state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The shapes of the arrays that a rank carries for a gradient of `shape`, by name."""
+        """The shapes of the arrays of the state, by name, for a gradient of `shape`."""
         return self.across.state(shape) if isinstance(self.across, Compression) else {}
 
     def scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:

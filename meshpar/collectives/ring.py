@@ -1,10 +1,10 @@
 """Rings that send chunks while the devices compute: two folds, each the transpose of the other.
 
-    gather:          every device's chunk passes by, and is used
-    reduce_scatter:  every device's sum passes by on its way to that device, and a part is added
+    gather:          the chunks of all devices pass every device, which uses each of them
+    reduce_scatter:  each sum passes all devices on its way to its owner, and every device adds a part
 
 Each of n devices sends n-1 chunks: one way in n-1 rounds; both ways in n // 2 rounds of two chunks, because each side
-brings the chunks of its nearer half. What a round sends does not depend on what it computes, so that a round takes the
+brings the chunks of its nearer half. The messages of a round do not depend on its computation, so a round takes the
 longer of the two times.
 
 Source: Wang et al. 2023, "Overlap communication with dependent computation via decomposition", ASPLOS.
@@ -26,7 +26,7 @@ from meshpar.errors import ShardingError
 from meshpar.mesh.varying import Axes
 
 UNROLLED = 8
-"""Default size of the largest ring whose rounds are unrolled."""
+"""The default of `Ring.unrolled`."""
 Rank = jax.Array
 Visit = Callable[[Any, jax.Array, Rank], Any]
 
@@ -101,7 +101,7 @@ def gather(ring: Ring, own: jax.Array, visit: Visit) -> Any:
     lanes = ring.lanes
 
     def turn(carry: Any, chunks: list[jax.Array], hop: int | jax.Array, onward: list[Lane]) -> tuple[Any, Any]:
-        """Uses the chunks that have moved `hop` hops, while the lanes `onward` send theirs on."""
+        """Uses the chunks that have moved `hop` hops, while the lanes `onward` send their chunks one hop further."""
         coming = ring.send(chunks, onward)
         for chunk, lane in zip(chunks, lanes, strict=False):
             carry = visit(carry, chunk, ring.rank(-lane.shift * hop))
@@ -121,19 +121,19 @@ def gather(ring: Ring, own: jax.Array, visit: Visit) -> Any:
 
 
 def reduce_scatter(ring: Ring, make: Callable[[Rank], jax.Array]) -> jax.Array:
-    """The sum over all devices of the parts that they make for this device.
+    """The sum of the parts that all devices compute for this device.
 
     Args:
       make: rank of a device -> this device's part of that device's sum.
 
     Communication: n-1 chunks, in n-1 rounds; both ways in n // 2.
-    Memory: in each direction, the sum that is sent, the sum that arrives, and the part that is made.
+    Memory: in each direction, the sum that is sent, the sum that arrives, and the part that is computed.
     Numerics: summed in the dtype of the parts, device by device.
     """
     lanes = ring.lanes
 
     def turn(sums: list[jax.Array], left: int | jax.Array, joined: list[Lane]) -> list[jax.Array]:
-        """Makes parts of the sums that are `left` hops from their device, while the sums arrive; new lanes start."""
+        """Computes parts of the sums that are `left` hops from their owners, while the sums arrive; new lanes start."""
         parts = [make(ring.rank(lane.shift * left)) for lane in joined]
         parts, coming = _in_step(parts, ring.send(sums, lanes))
         return [*map(jnp.add, parts, coming), *parts[len(coming) :]]
@@ -151,7 +151,7 @@ def reduce_scatter(ring: Ring, make: Callable[[Rank], jax.Array]) -> jax.Array:
 
 
 def _in_step(computed: Any, coming: Any) -> tuple[Any, Any]:
-    """Both values, but neither before the other is ready: a barrier between rounds.
+    """A barrier between rounds: returns both values when both are ready.
 
     Without it, compilers send all chunks at once and hold them all, or fuse a sum into the product that should hide it.
     """

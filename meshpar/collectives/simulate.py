@@ -1,4 +1,4 @@
-"""The simulator: runs a plan in NumPy, and reports the round and the rank where it goes wrong."""
+"""Simulates a plan in NumPy, and reports the round and the rank at which it fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshpar.errors import PlanError, Problems
 
 
 def simulate(plan: Plan, inputs: np.ndarray) -> np.ndarray:
-    """The output of each rank.
+    """Runs a plan in NumPy and returns the output of each rank.
 
     Args:
       inputs: [num_ranks, blocks, ...]. The input blocks of each rank.
@@ -34,21 +34,26 @@ def simulate(plan: Plan, inputs: np.ndarray) -> np.ndarray:
     for _ in _run(plan, slots, held):
         pass
     _require_taken(plan, held)
-    taken = slots[np.arange(plan.num_ranks)[:, None], plan.taken]
-    return np.where((plan.taken == NONE).reshape(*plan.taken.shape, *[1] * (taken.ndim - 2)), 0, taken)
+    outputs = slots[np.arange(plan.num_ranks)[:, None], plan.output_slots]
+    return np.where(
+        (plan.output_slots == NONE).reshape(*plan.output_slots.shape, *[1] * (outputs.ndim - 2)), 0, outputs
+    )
 
 
 def check(plan: Plan) -> None:
     """Proves a plan: every output block consists of exactly the parts that its operation defines.
 
-    Each block of each rank's input gets a mark of its own, so the cost grows as the fourth power of the group size:
+    Each block of each rank's input gets its own mark, so the cost grows with the fourth power of the group size. It is
     practical up to about 64 ranks.
 
     Raises:
       PlanError: as `simulate`; or a part is lost or counted twice, with the round in which it moved last.
+
+    >>> from meshpar.collectives.algorithms import plan
+    >>> check(plan("all_to_all", "halving_doubling", 5))
     """
-    num_ranks, num_given = plan.given.shape
-    marks = np.eye(num_ranks * num_given, dtype=np.int16).reshape(num_ranks, num_given, num_ranks, num_given)
+    num_ranks, num_blocks = plan.input_slots.shape
+    marks = np.eye(num_ranks * num_blocks, dtype=np.int16).reshape(num_ranks, num_blocks, num_ranks, num_blocks)
     wrong = simulate(plan, marks) - _expected(plan, marks)
     problems = Problems()
     for rank, block, source, part in np.argwhere(wrong)[:10]:
@@ -63,8 +68,8 @@ def _begin(plan: Plan, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The slots that hold the inputs, and which slots are filled: bool[n, num_chunks]."""
     slots = np.zeros((plan.num_ranks, plan.num_chunks, *inputs.shape[2:]), inputs.dtype)
     held = np.zeros(slots.shape[:2], bool)
-    rank, block = np.nonzero(plan.given != NONE)
-    at = rank, plan.given[rank, block]
+    rank, block = np.nonzero(plan.input_slots != NONE)
+    at = rank, plan.input_slots[rank, block]
     slots[at] = inputs[rank, block]
     held[at] = True
     return slots, held
@@ -119,9 +124,9 @@ def _require_landing(number: int, round_: Round, held: np.ndarray) -> None:
 
 def _require_taken(plan: Plan, held: np.ndarray) -> None:
     problems = Problems()
-    there = held[np.arange(plan.num_ranks)[:, None], plan.taken] | (plan.taken == NONE)
+    there = held[np.arange(plan.num_ranks)[:, None], plan.output_slots] | (plan.output_slots == NONE)
     for rank, block in np.argwhere(~there):
-        what = f"chunk {plan.taken[rank, block]} did not arrive in {plan.num_rounds} rounds"
+        what = f"chunk {plan.output_slots[rank, block]} did not arrive in {plan.num_rounds} rounds"
         problems.add(f"rank {rank}, block {block}", what)
     problems.raise_any(PlanError, "the plan loses a chunk:")
 
@@ -150,7 +155,7 @@ def _expected(plan: Plan, inputs: np.ndarray) -> np.ndarray:
 def _moves(plan: Plan, marks: np.ndarray, source: int, part: int) -> Iterator[tuple[int, str, int]]:
     """(round, its name, rank) of each arrival of a part at a rank."""
     slots, held = _begin(plan, marks)
-    marked = slots[..., source, part]  # a view, which follows the slots
+    marked = slots[..., source, part]  # a view, so it changes with the slots
     before = marked.any(1)
     for number in _run(plan, slots, held):
         now = marked.any(1)

@@ -49,7 +49,7 @@ def kinds(annotation: Any) -> list[str]:
 
 
 def chosen(annotation: Any, data: Any) -> Any:
-    """The model in an annotation whose kind is that of the data; the first model where none has that kind."""
+    """The model in an annotation that has the kind of the data; the first model if none has that kind."""
     found = models(annotation)
     kind = data.get("kind") if isinstance(data, dict) else None
     return next((model for model in found if kind_of(model) == kind), found[0] if found else None)

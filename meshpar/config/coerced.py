@@ -17,7 +17,7 @@ S = TypeVar("S")
 if TYPE_CHECKING:
 
     class Coerced(Generic[T, S]):
-        """A descriptor: of these, type checkers read from `__set__` what the constructor of a config accepts."""
+        """A descriptor: the types of `value` in `__set__` are those that type checkers accept in a constructor."""
 
         def __get__(self, config: Any, owner: type) -> T: ...
         def __set__(self, config: Any, value: T | S) -> None: ...
@@ -32,5 +32,5 @@ PathText = Coerced[str, Path]
 
 
 def default(value: Any) -> Any:
-    """Returns the default of a `Coerced` field, without the type that checkers would compare with the descriptor's."""
+    """Returns the default of a `Coerced` field as `Any`: type checkers would compare its type with the descriptor's."""
     return value

@@ -38,7 +38,7 @@ def load(root: type[Root], path: Path, overrides: Sequence[str] = ()) -> Root:
 
 
 def build(root: type[Root], data: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> Root:
-    """Builds a config from the JSON data of an earlier config; `name` says in errors where the data are from."""
+    """Builds a config from the JSON data of an earlier config; errors refer to the data by `name`."""
     data = expand(root, _without_defaults(root, data) if overrides else data)
     return _built(root, data, overrides, name, {}, Problems())
 
@@ -52,7 +52,7 @@ def _built(
 
 
 def _without_defaults(annotation: Any, data: Any) -> Any:
-    """The data without the keys that have their default values, so that an override of `kind` brings its own."""
+    """The data without keys that have their default values, so that the defaults of an overriding `kind` apply."""
     model = chosen(annotation, data)
     if model is None or not isinstance(data, dict):
         return data

@@ -20,7 +20,7 @@ class Whole(dict[str, Any]):
 
 
 def merge(annotation: Any, under: Any, over: Any, where: str, sources: Mapping[str, str], problems: Problems) -> Any:
-    """`over`, completed by what only `under` sets, with every shorthand expanded.
+    """`over`, with the keys that only `under` sets, and with every shorthand expanded.
 
     Args:
       where: the dotted path of both.
@@ -51,7 +51,7 @@ def _of_kind(
     model: type[Config], under: dict[str, Any], over: dict[str, Any], where: str, sources: Mapping[str, str],
     problems: Problems,
 ) -> dict[str, Any]:  # fmt: skip
-    """The keys of a mapping of another kind that `model` has too."""
+    """The keys of `under`, a mapping of another kind, that `model` has too; adds a problem if keys would be lost."""
     known = fields(model)
     lost = [key for key in under if key not in known and key not in over]
     if lost:

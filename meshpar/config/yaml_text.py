@@ -36,7 +36,7 @@ class UnreadableYaml(ValueError):
 
 
 def to_yaml(content: Config | Mapping[str, Any]) -> str:
-    """Plain data as YAML; or a whole config with its defaults, and loading that gives an equal config."""
+    """Plain data as YAML; or a whole config with its defaults, which loads as an equal config."""
     plain = content.model_dump(mode="json") if isinstance(content, Config) else content
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False)
 

@@ -1,7 +1,7 @@
-"""A jaxpr as a flat list of operations, with calls inlined and elementwise operations fused as compilers fuse them.
+"""Flattens a jaxpr to a list of operations, with calls inlined and elementwise operations fused as compilers do it.
 
-An elementwise operation whose result is read once is computed where it is read: its result is no array. `cost.live`
-counts what is held, `cost.touched` what is read and written.
+An elementwise operation whose result is read once is computed by its reader, so its result is no array. `cost.live`
+counts the bytes that are held, `cost.touched` the bytes that are read and written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ELEMENTWISE = {
     "sign", "sqrt", "square", "sub", "tanh",
 }  # fmt: skip
 _FUSING = VIEWS | ELEMENTWISE | {"reduce_max", "reduce_min", "reduce_sum"}
-"""Operations that read what they need from the operations before them, without arrays in between."""
+"""Operations that compilers fuse with the operations whose results they read, without arrays in between."""
 EXPENSIVE = {"div", "exp", "integer_pow", "log", "logistic", "pow", "rsqrt", "sqrt", "tanh"}
 """Elementwise operations that take longer to compute than to read their operands."""
 _CHEAP = ELEMENTWISE - EXPENSIVE | {"dynamic_slice"}
@@ -37,7 +37,7 @@ _CALLS = {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_v
 
 
 def bodies(program: ClosedJaxpr) -> list[Jaxpr]:
-    """What a device runs: the manual regions (`shard_map`) of a program, or all of it if it has none."""
+    """The part of a program that a device runs: its manual regions (`shard_map`), or all of it if it has none."""
     live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
     return list(_regions(live)) or [live]
 
@@ -87,7 +87,7 @@ class Flat:
         return len(self.sizes) - 1
 
     def _add(self, jaxpr: Jaxpr, known: dict[Any, int]) -> list[int]:
-        """Adds a jaxpr, given the numbers of its arguments, and returns those of its results."""
+        """Adds a jaxpr, given the numbers of its arguments, and returns the numbers of its results."""
 
         def number(atom: Any) -> int:
             if isinstance(atom, Literal):
@@ -110,17 +110,17 @@ class Flat:
 
     @cached_property
     def last_reads(self) -> dict[int, int]:
-        """Value -> position of the operation that reads it last, where fused operations read for their reader."""
+        """Value -> position of the operation that reads it last; a fused operation reads when its reader runs."""
         return self._fused[0]
 
     @cached_property
     def fused(self) -> set[int]:
-        """Values that are computed where they are read, and are no arrays."""
+        """Values that their reader computes, and that are no arrays."""
         return self._fused[1]
 
     @cached_property
     def recomputed(self) -> set[int]:
-        """Values that are computed wherever they are read: the fused ones, and cheap ones that only fusions read."""
+        """Values that every reader computes: fused values, and cheap values that only fusions read."""
         found = set(self.fused)
         readers: dict[int, set[str]] = defaultdict(set)
         for operation in self.operations:
@@ -153,7 +153,7 @@ class Flat:
 
 
 def size_of(var: Any) -> int:
-    """Bytes of a value; 0 of a random key and of what is no array."""
+    """Bytes of a value; 0 for a random key and for a value that is no array."""
     aval = var.aval
     width = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return math.prod(aval.shape) * width if width else 0

@@ -1,7 +1,8 @@
 """Counts the floating point operations of the products in a traced program, without compiling it.
 
-A matrix product that sums K terms for each element of its result has 2K operations for each. Other operations (norms,
-softmax, the optimizer) are not counted, by the convention of Megatron-LM and PaLM. What remat recomputes is counted.
+A matrix product that sums K terms for each element of its result has 2K operations per element. Other operations
+(norms, softmax, the optimizer) are not counted, by the convention of Megatron-LM and PaLM. Products that remat
+recomputes are counted.
 
 `inspection.program.flops` counts the products of a compiled program; the two share no code, so that each checks the
 other.
@@ -69,7 +70,7 @@ def traced_products(program: ClosedJaxpr, mean: bool = False) -> list[Product]:
 
     Args:
       program: the result of `jax.make_jaxpr`.
-      mean: count the mean of all stages of a pipeline, and not those of a stage with both ends of the model.
+      mean: count the mean of all stages of a pipeline instead of a stage with both ends of the model.
 
     Raises:
       ProgramError: a `while` of unknown length contains a product.
@@ -107,7 +108,7 @@ def needed_flops(found: Iterable[Product]) -> Fraction:
 
 
 def _num_flops(visit: Visit) -> int | None:
-    """Operations of one run of an equation; None if it contains no product, or products that are visited themselves."""
+    """Operations of one run of an equation; None if it has no product, or contains equations that are visited."""
     if visit.primitive == "pallas_call":
         stated = DECLARED.search(visit.scope)
         return int(stated[1]) if stated else None
@@ -130,7 +131,7 @@ def _dot_terms(equation: Any) -> int:
 
 
 def _convolution_terms(equation: Any) -> int:
-    """The number of products that a convolution sums, without those of padding and of the holes of a dilation."""
+    """The number of products that a convolution sums, without products with padding or with holes of a dilation."""
     params = equation.params
     numbers = params["dimension_numbers"]
     image, kernel = (operand.aval.shape for operand in equation.invars)
@@ -149,7 +150,7 @@ def _convolution_terms(equation: Any) -> int:
 def _attention_terms(equation: Any, num_products: int) -> int:
     """The number of products that cuDNN's causal attention sums, counting only visible scores.
 
-    Its tiles are not known from the program: a diagonal tile is computed whole, so a device computes a few more.
+    The program does not contain the kernel's tiles. A diagonal tile is computed whole, so a device computes a few more.
     """
     batch, seq, heads, size = equation.invars[0].aval.shape
     width = min(equation.params["sliding_window_length"] or seq, seq)

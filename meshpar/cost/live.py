@@ -1,12 +1,12 @@
 """Estimates the memory that a traced program needs at its peak, without compiling it.
 
-A value is held from the equation that computes it to the last that reads it. Elementwise operations whose result is
-read once are computed where it is read, as compilers fuse them: they hold nothing, and what they read is held until
-then. An operation that can write in place, such as an update of a slice, overwrites an array of the same size that it
-reads last. A loop holds its results and what one turn of its body needs; a turn overwrites what the turn before it
-left. XLA copies what a loop starts from, and what a branch of a conditional changes. It stores a parameter that is
-gathered along a later dim in another order, before the first loop. Compilers order operations as they like, so this is
-an estimate; `inspection.program.memory` reads what a compiled program needs.
+A value is held from the equation that computes it to the last equation that reads it. An elementwise operation whose
+result is read once is fused with its reader: its result is not held, and its operands are held until the reader runs.
+An operation that can write in place, such as an update of a slice, overwrites an array of the same size that it reads
+last. A loop holds its results and the memory of one iteration, which overwrites the arrays of the previous one. XLA
+copies the initial carry of a loop, and the arrays that a branch of a conditional changes. It stores a parameter that is
+gathered along a later dim in another order, before the first loop. Compilers choose the order of operations, so this is
+an estimate; `inspection.program.memory` reads the memory of a compiled program.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from meshpar.cost.flat import ELEMENTWISE, VIEWS, Flat, Operation, bodies, size_
 from meshpar.cost.walk import inner_jaxprs
 
 _IN_PLACE = ELEMENTWISE | VIEWS | {"dynamic_update_slice", "optimization_barrier", "scatter", "scatter-add"}
-"""Operations whose results may overwrite what they read last."""
+"""Operations whose results may overwrite an operand that no later operation reads."""
 _SLICES = {"convert_element_type", "copy", "dynamic_slice", "name", "pvary", "reshape", "slice", "squeeze", "transpose"}
 """Operations whose results are their operand, or a slice of it."""
 
 
 def peak_bytes(program: ClosedJaxpr) -> int:
-    """Bytes that a program holds at most on a device, in addition to its arguments.
+    """The largest number of bytes that a program holds on a device, in addition to its arguments.
 
     Args:
       program: the result of `jax.make_jaxpr`. Only manual regions count; without any, the program of one device.
@@ -73,10 +73,10 @@ def _relaid(jaxpr: Jaxpr, transposed_arguments: Collection[int] = ()) -> set[int
 
 
 def _peak(jaxpr: Jaxpr, owned: Collection[int] = ()) -> int:
-    """Bytes that a program holds at most beside its arguments.
+    """The largest number of bytes that a program holds, in addition to its arguments.
 
     Args:
-      owned: which of its arguments it may overwrite.
+      owned: indices of the arguments that the program may overwrite.
     """
     flat = Flat(jaxpr)
     now = most = 0
@@ -104,7 +104,7 @@ def _shared(written: Iterable[int], overwritten: Iterable[int]) -> int:
 
 
 def _owned(operation: Operation, inside: Jaxpr) -> range:
-    """The arguments that the body of a loop may overwrite: what it carries."""
+    """The arguments that the body of a loop may overwrite: its carry."""
     end = len(inside.invars)
     if operation.name == "scan":
         outer = operation.equation
@@ -116,5 +116,5 @@ def _owned(operation: Operation, inside: Jaxpr) -> range:
 
 
 def _same_ndim(outside: Any, inside: Any) -> bool:
-    """Whether a loop passes an array to its body as it is; else each turn has a slice of it."""
+    """Whether a loop passes a whole array to its body; otherwise each iteration has a slice of it."""
     return outside.aval.ndim == inside.aval.ndim

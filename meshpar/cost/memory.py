@@ -24,7 +24,7 @@ class Widths:
     """Bytes of an element in each of the precisions of a step.
 
     Args:
-      params: of a stored parameter.
+      params: bytes of an element of a stored parameter.
       compute: of an activation and of a gathered parameter.
       gradients: of a gradient while it is reduced.
       sums: of the loss and its sums, at least 4.
@@ -42,8 +42,8 @@ class ModelStates:
 
     Args:
       parameters: of the stored parameters.
-      gathered: of the copies that the step computes with: whole parameters, or parameters in another dtype.
-      gradients: of whole gradients, of their shards, and of their sums under accumulation.
+      gathered: of copies for the step's computation: whole parameters, or parameters in another dtype.
+      gradients: of whole gradients, of their shards, and of their sums over microbatches.
       optimizer: of the optimizer's state on the device between steps.
       host: of the optimizer's state in the host's memory. The update moves it to the device for a while.
     """
@@ -72,7 +72,7 @@ def model_states(
     widths: Widths,
     frozen: Collection[bool] = (),
 ) -> ModelStates:
-    """The memory of the manual lowering, if the compiler gathers and reduces where the program says.
+    """The memory of the manual lowering, if the compiler gathers and reduces at the places of the program.
 
     Args:
       sharded: the parameters, as sharded as the rules can make them.
@@ -104,12 +104,12 @@ class _Part:
 
     @property
     def storage(self) -> tuple[str, ...]:
-        """The axes over which it is sharded for storage only, and gathered before use."""
+        """The axes over which the parameter is sharded for storage only, and gathered before use."""
         return tuple(axis for dim in self.placement.spec.dims for axis in self.ctx.storage(dim))
 
     @property
     def num_layers(self) -> int:
-        """The number of layers stacked in it on a device; 0 if it does not belong to the layers."""
+        """The number of layers that the parameter stacks on a device; 0 if it does not belong to the layers."""
         dims = self.placement.spec.dims
         return self.placement.local_shape[dims.index("layers")] if "layers" in dims else 0
 
@@ -119,7 +119,7 @@ class _Part:
 
     @property
     def whole(self) -> int:
-        """Elements on a device, once it is gathered."""
+        """Elements on a device after the parameter is gathered."""
         return math.prod(self.placement.gathered(self.ctx.rules).local_shape)
 
     @property
@@ -142,11 +142,11 @@ class _Part:
             return 0
         if self.scattered_in_layer:
             return self.shard * summed * (2 if several else 1)
-        # Shards, as wide as the optimizer needs them, are made while other gradients are still whole.
+        # Shards in the optimizer's dtype are computed while other gradients are still whole.
         shards = self.shard * self.widths.sums if self.storage else 0
         if several:
             return shards + self.whole * (summed + self.widths.compute)
-        # What was gathered for the backward is freed before its gradients are widened.
+        # The parameters that were gathered for the backward are freed before their gradients are widened.
         return shards + max(self.whole * self.widths.compute, self.whole * summed - self.gathered)
 
     @property
@@ -158,7 +158,7 @@ class _Part:
 
 
 def _on_the_way(parts: Sequence[_Part], ctx: ParallelContext) -> int:
-    """The largest number of bytes that are whole at one time, if gradients are scattered in the layer.
+    """The largest number of bytes of whole arrays at one time, if gradients are scattered in the layer.
 
     In the backward of a layer this is its gradient. Outside the layers it is a parameter and its gradient, or a
     parameter that is used at both ends of the model, while the layers are computed.

@@ -21,15 +21,15 @@ _ELSEWHERE = {*PRODUCTS, *COLLECTIVES, "axis_index", "optimization_barrier", "pa
 _PARTS = {"dynamic_slice": None, "gather": None, "dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 """Operations that touch only a part of their first operand -> the operand of that size; None for the result."""
 _SCALARS = 128
-"""Operations that touch no more bytes than these compute indices and counters, which cost nothing beside arrays."""
+"""Operations that touch at most this many bytes compute indices and counters, which cost nothing next to arrays."""
 
 
 @dataclass(frozen=True, order=True)
 class Touch:
-    """What an operation beside products and collectives does.
+    """The cost of an operation that is neither a product nor a collective.
 
     Args:
-      num_bytes: that it reads and writes.
+      num_bytes: the bytes that it reads and writes.
       functions: (name, number of elements) of every function that it computes, such as exp, see `flat.EXPENSIVE`.
     """
 
@@ -46,12 +46,12 @@ Counts = dict[Touch, Fraction]
 
 
 def touched_bytes(program: ClosedJaxpr, mean: bool = False) -> Counts:
-    """The operations of a device beside products and collectives -> how often they run.
+    """The operations of a device other than products and collectives -> how often they run.
 
     Args:
       program: the result of `jax.make_jaxpr`. Only manual regions count; without any, the program of one device.
         A `while` of unknown length counts once.
-      mean: count the mean of all stages of a pipeline, and not those of a stage with both ends of the model.
+      mean: count the mean of all stages of a pipeline instead of a stage with both ends of the model.
     """
     found: Counts = defaultdict(Fraction)
     for body in bodies(program):
@@ -75,8 +75,8 @@ def functions_outside(program: ClosedJaxpr) -> Counter[str]:
 
 def _add(jaxpr: Jaxpr, times: Fraction, found: Counts, mean: bool) -> None:
     flat = Flat(jaxpr)
-    reads: dict[int, set[int]] = {}  # value that is computed where it is read -> the arrays that it is computed from
-    computes: dict[int, Counter[str]] = {}  # such a value -> the elements of functions that it takes
+    reads: dict[int, set[int]] = {}  # recomputed value -> the arrays from which it is computed
+    computes: dict[int, Counter[str]] = {}  # recomputed value -> the elements of the functions that compute it
     for operation in flat.operations:
         if operation.inside and operation.name not in _ELSEWHERE | _PARTS.keys():
             visit = Visit(operation.equation, scope=str(operation.equation.source_info.name_stack), mean=mean)

@@ -64,7 +64,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> Fraction:
-        """Bytes that a device sends in one run; the mean over all devices for a permute, where some send nothing.
+        """Bytes that a device sends in one run; for a permute the mean over all devices, some of which send nothing.
 
         Communication: (n-1)/n S; 2(n-1)/n S for an all-reduce; S for each sender of a permute.
         """
@@ -142,8 +142,8 @@ def _collectives(visit: Visit, float_bytes: int) -> Iterator[Collective]:
         raise ProgramError(f"{kind} over {', '.join(axes)}: in a while loop, which may run any number of times")
     operands = visit.equation.invars
     if kind == "ragged_all_to_all":
-        # It sends rows of its first operand to the second, then come sizes and offsets. If all devices get equally many
-        # rows, it sends the smaller buffer: the other one has room for more.
+        # The operands are the sent rows, the received rows, sizes and offsets. If all devices get equally many rows,
+        # they fill the smaller one of the two buffers.
         operands = [min(operands[:2], key=lambda operand: operand.aval.size)]
     for operand in operands:
         dtype = operand.aval.dtype

@@ -1,9 +1,9 @@
-"""Walks the equations of a traced program, and counts how often one call of the program runs each.
+"""Walks the equations of a traced program, and counts how often one call of the program runs each of them.
 
-The body of a loop runs as often as the loop's length says, or, where data decide, as its scope says (`runs`). A kernel
-runs as often as its grid has cells; a kernel whose operations are declared is not entered. A branch of a pipeline
-counts as often as its schedule takes it; every other branch counts as if it were always taken. Equations that no output
-depends on are left out, because compilers remove them.
+The body of a loop runs as often as the loop's length says; if data decide, as often as its scope says (`runs`). A
+kernel runs as often as its grid has cells; a kernel whose operations are declared is not entered. A branch of a
+pipeline counts as often as its schedule takes it; every other branch counts as always taken. Equations on which no
+output depends are left out, because compilers remove them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
-# The name that `parallel.pipeline.execute` gives to the scope of a conditional: a number for each branch, or for all.
+# The name of a conditional's scope in `parallel.pipeline.execute`: a number for each branch, or one for all.
 _TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)$")
-# The scope around it, where only one of several stages ever takes the branch.
+# The scope around it, if only one of several stages takes the branch.
 _ON_ONE_STAGE = re.compile(r"on_1_of_(\d+)_stages/taken_[\d_]+_of_\d+$")
 # The name of the scope of a loop over data: how often it is expected to run, see `runs`.
 _RUNS = re.compile(r"runs_(\d+)_times$")
@@ -46,7 +46,7 @@ class Visit:
       axis_sizes: the sizes of the mesh's axes in a manual region (`shard_map`); empty outside.
       num_shards: the number of shards that manual regions make of its arrays: the number of devices in a region over
         the whole mesh, 1 outside, where arrays are whole.
-      mean: whether `times` is the mean of all stages of a pipeline; else of a stage with both ends of the model.
+      mean: whether `times` is the mean of all stages of a pipeline; otherwise it is that of a stage with both ends.
     """
 
     equation: Any
@@ -84,7 +84,7 @@ def _walk(jaxpr: Jaxpr, around: Visit) -> Iterator[Visit]:
 
 
 def _inside(visit: Visit) -> Visit:
-    """The visit that the equations inside of one start from."""
+    """The visit from which the visits of the equations inside this one are derived."""
     if visit.primitive == "shard_map":
         sizes = dict(visit.equation.params["mesh"].shape)
         num_shards = math.prod(sizes[axis] for axis in visit.equation.params["newly_manual_axes"])

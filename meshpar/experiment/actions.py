@@ -1,4 +1,4 @@
-"""Explains, inspects and trains a run. The first two are the beginning of the third."""
+"""Explains, inspects and trains a run. `explain` and `inspect` are the first steps of `fit`."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ from meshpar.train.state import TrainState
 from meshpar.train.step import Step
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
-"""Variables with which XLA and NCCL may choose other collectives. All processes must have the same."""
+"""Environment variables that may change the collectives of XLA or NCCL. All processes must have the same values."""
 
 
 def explain(run: Run, path: str | None = None, num_devices: int | None = None) -> Report:
-    """Reports what every device would hold; needs no devices. `meshpar explain` prints it.
+    """Reports the shards that every device would hold, without any devices. `meshpar explain` prints the report.
 
     Args:
       path: a glob; only the parameters that match it are reported and drawn.
-      num_devices: size of the mesh where one of its axes is -1. Default: the product of the sizes, or one.
+      num_devices: size of the mesh, needed if one of its axes is -1. Default: the product of the sizes, or one.
 
     Raises:
       ConfigError: no parameter matches `path`, or keys of the run do not fit each other.
@@ -104,26 +104,29 @@ def inspect(
 
 
 def inspect(*program: Any, **options: Any) -> Inspection | FitReport:
-    """Reports what a run's step, or any compiled program, sends, computes and holds. Nothing is allocated or run.
+    """Reports the communication, FLOPs and memory of a run's step, or of any compiled program. Nothing is run.
 
     `inspect(run, target=None, num_devices=None)` compiles the step of a run, as `meshpar inspect` does.
     `inspect(compiled, mesh=None, *, warnings=(), planned=None, threshold_bytes=...)` reads a program that you compiled.
 
     Args:
-      target: another machine, such as `v5e:16x16`. The step is compiled for it, and whether it fits there is reported.
+      target: another machine, such as `v5e:16x16`. The step is compiled for it, and a `FitReport` says whether it fits.
         If JAX has not started in this process, it uses only CPUs afterwards, without a cache of compiled programs.
       num_devices: compile for this many of the local devices. Default: all.
       compiled: a program for one or more devices, or its text. The text alone contains neither the size of temporaries
         nor findings about arguments and outputs.
       mesh: the mesh of the program; its axes are named in the report.
       warnings: XLA's messages from the compilation, see `compiling`.
-      planned: what the program gathers, reduces and holds whole on purpose, and so is no finding.
-      threshold_bytes: size of the smallest array about which there are findings without a plan.
+      planned: arrays that the program gathers, reduces or holds whole on purpose, and that are no findings.
+      threshold_bytes: the least size of an array whose replication, or whose gather without `planned`, is a finding.
+
+    Returns:
+      An `Inspection`; with `target`, a `FitReport`.
 
     Raises:
       ContractError: the step exceeds the contract of the run.
       MeshError: there is no such machine, its compiler is not installed, or the step is too big to compile.
-      ConfigError, ShardingError: the run does not fit itself or its mesh.
+      ConfigError, ShardingError: the keys of the run do not fit each other, or its mesh.
       ProgramError: lists every collective that could not be counted.
 
     Examples:
@@ -173,7 +176,7 @@ def fit(
       json: print records as JSON instead of a progress bar.
       profile: a folder for a trace of a few steps.
       dump_hlo: a file for the compiled step's text.
-      callbacks: (state, step) -> name -> number: further metrics that each evaluation records.
+      callbacks: functions (state, step) -> {name: number}. Each evaluation records their metrics.
       signals: at SIGINT or SIGTERM finish the step, save, and raise `Interrupted`; at a second signal end at once. This
         needs the main thread. By default the caller handles signals: after a `KeyboardInterrupt` nothing more is
         saved, and the next call resumes from the last checkpoint.
@@ -259,7 +262,7 @@ def _fit(
 
 
 def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:
-    """Gives a step the teacher's parameters. Nothing else of its checkpoint is read."""
+    """Gives a step the teacher's parameters, and reads nothing else from the teacher's checkpoint."""
     include = ["opt_state.ema.**"] if teacher.run.optim.ema else ["params.**"]
     state = find(distill.teacher, include).restore(teacher.placement.structs, include)
 
@@ -270,7 +273,7 @@ def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:
 
 
 def _copies(prepared: Prepared, about: CheckpointMetadata) -> AbstractContextManager[Copies | None]:
-    """The copies in the memory of the hosts, if the run makes any."""
+    """The copies of the state in the memory of the hosts, if the run makes any."""
     run = prepared.run
     if run.checkpoints.memory_every is None:
         return nullcontext()
@@ -281,9 +284,9 @@ def _copies(prepared: Prepared, about: CheckpointMetadata) -> AbstractContextMan
 def _beginning(
     prepared: Prepared, saved: Checkpoints, copies: Copies | None
 ) -> Beginning | CopiedBeginning | PretrainedBeginning | None:
-    """The run's own last intact checkpoint, or else the source that `init` names, if there is one.
+    """The run's own last intact checkpoint; or else the source that `init` names; or else None.
 
-    A copy in the memory of the hosts is preferred if it is newer; then no checkpoint is read.
+    A copy in the memory of the hosts comes first if it is newer; then no checkpoint is read.
 
     Raises:
       CheckpointError, ConfigError: the source does not fit the run.
@@ -319,7 +322,7 @@ def _data_changed(run: Run, source: Checkpoint, saved: Checkpoints) -> list[str]
 
 
 def _hold_to_contract(prepared: Prepared, step: Step) -> None:
-    """Checks the step against the run's contract. Without one, a program that cannot be read is only warned of."""
+    """Checks the step against the run's contract. Without a contract, an unreadable program only causes a warning."""
     if prepared.run.contract:
         prepared.inspect(step)
         return

@@ -48,13 +48,12 @@ class Precision(Config):
     matmul: Format | None = None
     """8-bit format in which layers multiply by their weights: `fp8` (e4m3, gradients e5m2) or `int8`.
 
-    Every row and column has its own scale, found anew in each step. Embedding, head, norms, attention's scores
-    and routed experts stay in `compute`. Needs the package Qwix: `pip install 'meshpar[quantized]'`. Default: as
-    `compute`.
+    Every row and column has its own scale, computed in each step. Embedding, head, norms, attention scores and routed
+    experts are computed in `compute`. Needs the package Qwix: `pip install 'meshpar[quantized]'`. Default: `compute`.
     """
     cache: CacheFormat | None = None
-    """Format of the keys and values that `generate` and `serve` store: `int8`, a scale for each token and head.
-    Default: as `compute`."""
+    """Format of the keys and values that `generate` and `serve` store: `int8`, with a scale for each token and head.
+    Default: `compute`."""
     gradients: Float | None = None
     """Dtype in which gradients are summed over microbatches and devices. Default: float32 at least."""
     master: Float | None = None
@@ -72,7 +71,7 @@ class Precision(Config):
 
     @property
     def widths(self) -> Widths:
-        """Bytes per element of each."""
+        """Bytes per element of parameters, activations, gradients and their sums."""
         compute = np.dtype(self.compute).itemsize
         sums = max(compute, 4)
         gradients = np.dtype(self.gradients).itemsize if self.gradients else sums
@@ -87,7 +86,7 @@ class Offload(Config):
 
 
 class Init(Config):
-    """The source of the first parameters: a checkpoint or a Hugging Face folder. The rest is initialized at random."""
+    """The source of the initial parameters: a checkpoint or a Hugging Face folder. Others are initialized at random."""
 
     from_checkpoint: Coerced[Path | None, str] = default(None)
     """A checkpoint; or a run directory, whose last checkpoint is used."""
@@ -119,17 +118,17 @@ class Run(Config):
     loss: Coerced[LossConfig, str | dict[str, Any]] = default(LossConfig())
     """The loss to minimize."""
     data: Section[Data]
-    """The documents, and how they become batches."""
+    """The training data, and how it is cut into batches."""
     optim: Section[Optimizer]
     """The optimizer and its learning rate."""
     lora: Section[LoRA | None] = default(None)
     """Trains low-rank matrices alongside the model's kernels, and freezes the model."""
     distill: Section[Distill | None] = default(None)
-    """A teacher model whose predictions are learned."""
+    """Trains the model to predict what a teacher model predicts (distillation)."""
     freeze: Coerced[tuple[Freeze, ...], Sequence[Freeze | str | list[str] | dict[str, Any]]] = default(())
     """Parameters that are not updated: globs, or `{paths: [...], until: 100}` to train them from step 100 on."""
     prune: Section[Pruning | None] = default(None)
-    """Weights that become zero during the run, by a schedule. Default: none."""
+    """Sets weights to zero during the run, by a schedule. Default: none."""
     mesh: Section[MeshLayout] = default(MeshLayout())
     """The size of each axis of the device mesh; one axis may be -1."""
     rules: Rules = default(AxisRules(preset="replicated"))
@@ -147,9 +146,9 @@ class Run(Config):
     num_microbatches: Positive = 1
     """Equal parts of a batch that are computed one after another; gradients are reduced once."""
     contract: Section[Contract | None] = default(None)
-    """Limits on what the compiled step sends and holds; a step that exceeds them is refused."""
+    """Limits on the communication and memory of the compiled step; a step that exceeds them is refused."""
     seed: Seed = 0
-    """Determines first parameters, dropout and the order of the data."""
+    """Determines the initial parameters, dropout and the order of the data."""
     run_dir: FilePath
     """Directory for metrics and checkpoints. A run resumes from the last checkpoint in it."""
     log_every: Positive = 10
@@ -157,7 +156,7 @@ class Run(Config):
     eval_every: Positive | None = None
     """Steps between evaluations on held-out data; default: only at the end."""
     init: Section[Init | None] = default(None)
-    """Source of the first parameters; default: they are initialized at random."""
+    """Source of the initial parameters; default: they are initialized at random."""
     elastic: Section[Elastic | None] = default(None)
     """How the run continues with fewer processes; default: it needs all of them."""
     checkpoints: Coerced[Retention, int | dict[str, Any]] = default(Retention())
@@ -169,7 +168,7 @@ class Run(Config):
     check_replicas_every: Positive | None = 100
     """Steps between comparisons of replicated state on all its devices, which find silent corruption; null for none."""
     loggers: Coerced[tuple[Logger, ...], Sequence[Logger | str | dict[str, Any]]] = default((TensorBoard(),))
-    """Loggers that get the records in addition to `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow."""
+    """Loggers that receive the records besides `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow, prometheus."""
 
     @pydantic.model_validator(mode="after")
     def _evaluates_before_it_stops(self) -> Run:
@@ -178,7 +177,7 @@ class Run(Config):
         return self
 
     def context(self, mesh: AnyMesh) -> ParallelContext:
-        """How the run's programs use a mesh."""
+        """The parallel context of the run's programs on a mesh."""
         dcn = self.mesh.dcn.sizes if self.mesh.dcn else {}
         accum = self.precision.gradients
         return ParallelContext(
@@ -198,7 +197,12 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
     """Reads a config file, with `key=value` overrides.
 
     Raises:
-      ConfigError: with all problems of the config; or it names code that may not be imported, see `interop.user_code`.
+      ConfigError: lists every problem of the config; or it names code that `interop.user_code` does not permit.
+
+    Examples:
+      >>> run = load(Path("configs/quickstart.yaml"), ["num_steps=50", "optim.lr=1e-3"])
+      >>> run.num_steps, run.optim.lr
+      (50, 0.001)
     """
     loaded = config.load(Run, path, overrides)
     targets = {("model.target",): getattr(loaded.model, "target", None), ("loss", "loss.target"): loaded.loss.target}

@@ -1,4 +1,4 @@
-"""The attempts of a run in several processes of this machine, each in as many as there are."""
+"""Runs a training in several processes of this machine, and again in fewer of them after some have failed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshpar.launch.workers import Ended, Group, Worker, never
 
 @dataclass(frozen=True)
 class Attempts:
-    """Runs the program of a training, with another mesh if there are fewer processes.
+    """Runs the program of a training; with fewer processes, on the smaller mesh that `elastic` sets.
 
     Args:
       group: all processes; its command accepts overrides of the config at its end, and `--devices`.
-      num_devices: of all processes; None if each has those of its host.
+      num_devices: the simulated devices of all processes together; None if each process uses its host's devices.
       each_poll: see `Group.run`.
     """
 
@@ -29,7 +29,7 @@ class Attempts:
     each_poll: Callable[[Sequence[Worker]], bool] = never
 
     def __call__(self, size: int) -> Ended:
-        """Runs the program in so many processes, to its end."""
+        """Runs the program in `size` processes until it ends."""
         has_grown = self.members.watch(size)
         group = self.group if size == self.group.num_processes else self._smaller(size)
         return group.run(lambda workers: self.each_poll(workers) or has_grown(workers))
@@ -39,7 +39,7 @@ class Attempts:
         return Membership(self.group.num_processes, self.run.elastic, cache(self.fits))
 
     def fits(self, size: int) -> bool:
-        """Whether the layout allows so many processes. Nothing is allocated or compiled."""
+        """Whether the layout allows `size` processes. Nothing is allocated or compiled."""
         mesh = self.run.elastic.resized(self.run.mesh) if self.run.elastic else self.run.mesh
         try:
             prepare(self.run.model_copy(update={"mesh": mesh}), mesh.abstract(size * self._share))
@@ -49,7 +49,7 @@ class Attempts:
 
     @property
     def _share(self) -> int:
-        """The devices of a process."""
+        """The number of devices of a process."""
         return self.num_devices // self.group.num_processes if self.num_devices else 1
 
     def _smaller(self, size: int) -> Group:

@@ -1,4 +1,4 @@
-"""Prepares a run: its model, placements and step, as far as possible without a device."""
+"""Prepares a run: builds its model, resolves its placements, and traces its step, all without devices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from meshpar.optim.master import with_master
 from meshpar.optim.pruning import with_pruning
 from meshpar.optim.rounding import with_stochastic_rounding
 from meshpar.parallel.local_updates import KEY
-from meshpar.parallel.precision import wide_dtype
+from meshpar.parallel.precision import stored_in, wide_dtype
 from meshpar.parallel.strategies import Parallel
 from meshpar.parallel.trainable import without
 from meshpar.sharding.resolve import AnyMesh, platform_of
@@ -49,12 +49,12 @@ from meshpar.train.loss import Distill
 from meshpar.train.step import Step, Update
 from meshpar.train.teacher import Teacher, unstaged
 from meshpar.train.training import Training, step_key
-from meshpar.tree import flatten_with_paths, human_bytes, map_with_path
+from meshpar.tree import flatten_with_paths, human_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(Training):
-    """The training of a run, and the bytes and operations of its traced step."""
+    """A run that was checked against a mesh: its placements, and the communication and FLOPs of its traced step."""
 
     run: Run
     taught_by: Prepared | None = None
@@ -76,7 +76,7 @@ class Prepared(Training):
 
     @cached_property
     def outer_collectives(self) -> list[Collective]:
-        """The collectives of the outer steps of a round, as often as a step has them; none without local updates."""
+        """The collectives of the outer steps of a round, counted per inner step; none without local updates."""
         slices = self.on(manual=True).slices
         if slices is None or self.rounds is None:
             return []
@@ -87,9 +87,9 @@ class Prepared(Training):
 
     @cached_property
     def traced_flops(self) -> dict[str, Fraction] | None:
-        """Operations of a device's products in a step of the manual lowering, by kind, counted in the traced step.
+        """FLOPs of a device's products in a step of the manual lowering, by kind, counted in the traced step.
 
-        For a pipeline, those of a stage that has both ends of the model. None where `traced_bytes` is None.
+        A pipeline counts as a stage that has both ends of the model. None where `traced_bytes` is None.
         """
         return flops(traced_products(self._traced_step), self.mesh.size) if self._is_countable else None
 
@@ -150,7 +150,7 @@ class Prepared(Training):
 
     @property
     def selected(self) -> dict[str, str]:
-        """Key -> what this setting selects for the run's sizes on its mesh."""
+        """Config key -> the implementation that the key selects for the run's sizes on its mesh, as text."""
         found = self.run.model.selected(task_of(self.run), self.ctx, self.run.data.batch_size)
         if local := self.ctx.local:
             num = self.mesh.shape[local.axis]
@@ -195,7 +195,7 @@ class Prepared(Training):
         return replace(found, traced=by_axes or None, model_states=states, selected=selected)
 
     def _sent_by_outer(self, step: LocalStep) -> str:
-        """What a device sends in the compiled outer steps of a round, and in the mean of all steps, as text.
+        """The bytes that a device sends in the compiled outer steps of a round, and per inner step, as text.
 
         Warns:
           ContractWarning: it sends more than the traced outer step.
@@ -211,7 +211,7 @@ class Prepared(Training):
         return f"{human_bytes(round(across))} over {axis}, {each} a step"
 
     def compare(self, step: Step) -> None:
-        """Compares what a compiled step sends with its traced step, as `inspect` does, and reads nothing else.
+        """Compares the collectives of a compiled step with those of its traced step; the cheap part of `inspect`.
 
         Raises:
           ProgramError: lists every collective that could not be counted.
@@ -241,7 +241,18 @@ def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
       mesh: default: the run's own, on the local devices. An abstract mesh needs no devices.
 
     Raises:
-      ConfigError, MeshError, ShardingError: with all problems of their kind.
+      ConfigError, MeshError, ShardingError: each lists all problems of its kind.
+
+    Examples:
+      >>> from meshpar import Run, prepare
+      >>> run = Run(
+      ...     model={"kind": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64},
+      ...     data={"kind": "synthetic"}, optim={"kind": "adamw", "lr": 1e-3}, num_steps=10, run_dir="unused",
+      ...     mesh={"fsdp": 16}, rules="fsdp",
+      ... )
+      >>> prepared = prepare(run, run.mesh.abstract())
+      >>> flatten_with_paths(prepared.placement.params)["head"].local_shape
+      (2, 257)
     """
     mesh = run.mesh.build() if mesh is None else mesh
     check(run, mesh)
@@ -254,10 +265,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     model = run.model.program(task_of(run))
     dtype = np.dtype(run.precision.params)
     state_paths = model.state.paths if model.state else ()
-    # bfloat16 would lose the small changes of a router's bias.
-    specs = map_with_path(
-        lambda path, spec: spec.stored_in(wide_dtype(dtype) if path in state_paths else dtype), model.specs
-    )
+    specs = stored_in(model.specs, dtype, state_paths)
     freeze = run.freeze
     if run.lora:
         freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
@@ -311,7 +319,7 @@ def _optimizer(run: Run, specs: Any, frozen: Any, computed: Any) -> optax.Gradie
     """The optimizer of all parameters that are not frozen for good.
 
     Args:
-      computed: the dtype in which it computes; None for that of the parameters.
+      computed: the dtype in which the optimizer computes; None for the dtype of the parameters.
     """
     never = for_good(frozen)
     dims = jax.tree.map(lambda spec: spec.dims, without(specs, never))

@@ -51,7 +51,7 @@ FEATURES: Mapping[str, Callable[[Run], bool]] = {
 _OVERLAPS = ("parallel.tensor.overlap", "parallel.fsdp.overlap")
 _RINGS = "its rings are permutes, which wait for all devices of the mesh, and stages run different operations at a time"
 _CHUNKS = "it multiplies chunks as they arrive, before the largest element of the whole operand is known"
-_SLOTS = "stages save activations in slots, in branches; XLA selects between copies of slots in the host's memory there"
+_SLOTS = "stages save activations in branches, and XLA would hold two copies of each slot in the host's memory"
 _STACKS = "stages compute equal layers, and layers without experts have other parameters than those with experts"
 REFUSED: Mapping[tuple[str, str], str] = {
     **{(overlap, "parallel.pipeline"): _RINGS for overlap in _OVERLAPS},
@@ -102,7 +102,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
 
 
 def task_of(run: Run) -> Task:
-    """What the run trains its model for."""
+    """The task of the run's model: the loss, the data and the adapters."""
     return Task(
         loss=run.loss, rules=run.rules, seq_len=run.data.seq_len, vocab_size=run.data.vocab_size, seed=run.seed,
         adapter=run.lora, distill=run.distill, has_documents=run.data.documents_in_row == "separate",
@@ -135,7 +135,7 @@ def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:
 
 
 def _check_precision(run: Run, problems: Problems) -> None:
-    """Adds each dtype that JAX would replace by float32 without a word."""
+    """Adds each dtype that JAX would silently replace by float32."""
     for name, dtype in run.precision.model_dump().items():
         if dtype == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
             what = "JAX would compute in float32, because its 64-bit mode is off"
@@ -153,7 +153,7 @@ def _check_matmul(run: Run, ctx: ParallelContext, problems: Problems) -> None:
     if not run.model.manual_lowering():
         problems.add(key, "only meshpar's own layers multiply in 8 bits", f"{key}=null")
     elif ctx.axes("heads") != ctx.axes("kv_heads"):
-        what = "each device has a part of the gradients of a whole key head, and cannot scale it as their sum"
+        what = "each device has a partial sum of the gradients of a key head, and cannot find the scale of the total"
         problems.add(key, what, f"{key}=null, or rules.kv_heads as rules.heads")
 
 
@@ -178,12 +178,10 @@ def _check_reduction(run: Run, ctx: ParallelContext, problems: Problems) -> None
         return
     where = "parallel.gradient_reduction.within"
     if ctx.schedule:
-        what = (
-            "a rounded reduce-scatter consists of permutes, and the layers of a stage cannot run any: they wait for all"
-        )
+        what = "a rounded reduce-scatter consists of permutes, which wait for all devices, also those in other stages"
         problems.add(where, what, f"{where}=exact, rules.zero=2, or parallel.pipeline=null")
     elif run.parallel.fsdp.in_chunks:
-        what = "parallel.fsdp.overlap scatters gradients while it multiplies, and adds them as they are"
+        what = "parallel.fsdp.overlap scatters gradients while it multiplies, and adds them unrounded"
         problems.add(where, what, f"{where}=exact, or parallel.fsdp.overlap=none")
 
 
@@ -191,7 +189,7 @@ def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:
     num_stages = ctx.shards("stage")
     if run.parallel.pipeline is None:
         if ctx.manual and num_stages > 1:
-            what = f"the rules cut the model into {num_stages} stages, and nothing says in which order they work"
+            what = f"the rules cut the model into {num_stages} stages, but no schedule orders their work"
             rows = run.data.batch_size // (ctx.shards("batch") * run.num_microbatches)
             schedule = f"{{kind: 1f1b, num_microbatches: {math.gcd(rows, 8)}}}"
             problems.add("parallel.pipeline", what, f"parallel.pipeline={schedule}, or no preset pipeline")
@@ -229,7 +227,7 @@ def _check_local(run: Run, ctx: ParallelContext, problems: Problems) -> None:
         what = "bfloat16 has too few digits for the small steps of the shared parameters"
         problems.add("precision.params", what, f"precision.params=float32, or {KEY}=null")
     if run.parallel.pipeline and run.parallel.pipeline.is_stale:
-        what = "it computes gradients at the parameters before the last update, which a round does not begin with"
+        what = "it computes gradients at the parameters before the last update, which a new round does not have"
         problems.add("parallel.pipeline", what, f"another kind, or {KEY}=null")
     experts = _experts(run)
     if experts and experts.balance and experts.balance.carried:
@@ -282,7 +280,7 @@ def _check_prune(run: Run, problems: Problems) -> None:
         fits = run.prune.begin + every * run.prune.times <= run.num_steps
         problems.add("prune", what, f"prune.every={every}" if fits else f"num_steps={run.prune.end}")
     if run.optim.ema:
-        what = "the average of a pruned weight contains its values before, and is not zero"
+        what = "the average of a pruned weight includes its values before pruning, and so is not zero"
         problems.add("optim.ema", what, "optim.ema=null, or prune=null")
 
 

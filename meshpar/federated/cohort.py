@@ -1,7 +1,6 @@
-"""The clients of a round: who takes part, drops out or is slow, and the order of their examples.
+"""The clients of a round: which take part, drop out or are slow, and the order of their examples.
 
-All of it is drawn in NumPy from (seed, round) or (seed, round, client), so that what happens to one client changes no
-other client's draw.
+NumPy draws everything from (seed, round) or (seed, round, client), so no client's draw depends on another client.
 
 Shapes: K clients of a round, with padding; S examples of the largest client; T steps of a client at most; B examples of
 a step.
@@ -29,34 +28,34 @@ class Local(Config):
     lr: Annotated[float, pydantic.Field(gt=0)]
     """The learning rate."""
     epochs: Positive = 1
-    """Passes of a client over its examples, in a round."""
+    """Passes over the client's examples in a round."""
     batch_size: Positive = 10
-    """Examples of a step; the last step of an epoch may have fewer."""
+    """Examples per step; the last step of an epoch may have fewer."""
 
     def num_steps(self, num_examples: int) -> int:
         return self.epochs * math.ceil(num_examples / self.batch_size)
 
 
 class Stragglers(Config):
-    """Clients that are too slow for the whole of their local training."""
+    """Clients that are too slow to complete their local training."""
 
     rate: Probability
     """The probability that a client is slow in a round."""
     work: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.5
-    """The part of its steps that a slow client makes, rounded down."""
+    """The fraction of its steps that a slow client makes; their number is rounded down."""
     late: Literal["use", "drop"] = "use"
-    """What the server does with the update of a slow client."""
+    """Whether the server uses the update of a slow client, or drops it."""
 
 
 class Cohort(NamedTuple):
     """The clients of a round, as arrays for the devices.
 
     Args:
-      clients: int [K], the number of each client; -1 for padding.
+      clients: int [K], the index of each client; -1 for padding.
       x: [K, S, ...], their examples.
       y: int32 [K, S].
       order: int32 [K, T, B], the examples of each step; -1 for none.
-      weight: [K], by which an update counts; 0 for padding, and for clients that sent nothing.
+      weight: [K], the weights of the updates; 0 for padding, and for clients that sent nothing.
       is_slow: bool [K].
     """
 
@@ -82,7 +81,7 @@ class Draw:
       owned: the examples of each client.
       local: their local training.
       per_round: how many clients a round samples.
-      weights: by `examples`; `uniform`, the same for all that sent something; `fixed`, 1 / per_round.
+      weights: `examples`, by their number; `uniform`, equal for clients that sent something; `fixed`, 1 / per_round.
       dropout: the probability that a client sends nothing.
       stragglers: None if no client is slow.
       dtype: of examples and weights.

@@ -1,4 +1,4 @@
-"""The root of a config of federated learning."""
+"""The config of a run of federated learning."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Federated(Config):
     data: Section[AnySource]
     """The examples: `digits`, or `{kind: clusters, num_examples: 4000}`."""
     clients: Coerced[Clients, int | dict[str, Any]] = default(Clients())
-    """How many there are, and how examples are divided among them."""
+    """The number of clients, and how the examples are divided among them."""
     model: Coerced[Classifier, list[int] | dict[str, Any]] = default(Classifier())
     """The widths of the hidden layers; default: none."""
     method: Coerced[AnyMethod, str | dict[str, Any]] = default(FedAvg())
     """`fedavg`, `{kind: fedprox, mu: 0.1}`, `{kind: fedadam, server_lr: 0.01}` or `scaffold`."""
     local: Section[Local]
-    """What a client does in a round."""
+    """The local training of a client in a round."""
     clients_per_round: Positive = 10
     """The number of clients that take part in a round."""
     num_rounds: Positive
@@ -44,11 +44,11 @@ class Federated(Config):
     privacy: Section[Privacy | None] = default(None)
     """Differential privacy of clients. Default: none."""
     secure_sum: Section[SecureSum | None] = default(None)
-    """Sums updates as masked integers. Default: as they are."""
+    """Sums updates as masked integers. Default: updates are summed as floats."""
     mesh: Section[MeshLayout] = default(MeshLayout(data=-1))
     """Clients are sharded over axis `data`; all others have size 1."""
     clients_at_once: Positive = 32
-    """Clients that a device computes at the same time, at most."""
+    """The largest number of clients that a device computes at once."""
     dtype: Literal["float32", "float64"] = "float32"
     """Dtype of parameters, updates and products."""
     seed: Seed = 0

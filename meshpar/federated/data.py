@@ -34,9 +34,11 @@ class Examples(NamedTuple):
 
 
 class Source(Config):
+    """A data set of labelled examples."""
+
     shorthand: ClassVar = "kind"
     held_out: Positive = 360
-    """Examples that no client has, on which the server evaluates."""
+    """Number of examples that no client has. The server evaluates on them."""
     seed: Seed = 0
     """Determines the examples, or their order."""
 
@@ -45,7 +47,7 @@ class Source(Config):
         """All examples, in random order."""
 
     def read(self) -> tuple[Examples, Examples]:
-        """The examples of clients, and the held-out ones.
+        """Returns the examples of all clients, and the held-out examples.
 
         Raises:
           ConfigError: all examples are held out; or a package is not installed.
@@ -82,7 +84,7 @@ class Clusters(Source):
     num_classes: Positive = 10
     """The number of classes, each with a centre of its own."""
     spread: NonNegative = 1.0
-    """Standard deviation around a centre. The centres' own is 1."""
+    """Standard deviation of the examples around a centre; the standard deviation of the centres is 1."""
 
     def examples(self) -> Examples:
         rng = np.random.default_rng(self.seed)
@@ -102,19 +104,19 @@ class Same(Config):
     kind: Literal["iid"] = "iid"
 
     def mixes(self, prior: np.ndarray, num: int, rng: np.random.Generator) -> np.ndarray:
-        """float [num, classes], from which proportions of classes each client draws."""
+        """float [num, classes], the proportions of classes from which each client draws."""
         return np.tile(prior, (num, 1))
 
 
 class Dirichlet(Config):
-    """Every client draws classes in proportions of its own, from a Dirichlet distribution around those of the data.
+    """Every client has its own proportions of classes, from a Dirichlet distribution around those of the data.
 
     Source: Hsu et al. 2019, arXiv:1909.06335.
     """
 
     kind: Literal["dirichlet"] = "dirichlet"
     alpha: Annotated[float, pydantic.Field(gt=0)] = 0.5
-    """Concentration: with a small one most clients have few classes, with a large one all have the same mix."""
+    """Concentration: if it is small, most clients have few classes; if it is large, all have the same proportions."""
 
     def mixes(self, prior: np.ndarray, num: int, rng: np.random.Generator) -> np.ndarray:
         return rng.dirichlet(self.alpha * prior * len(prior), num)
@@ -129,7 +131,7 @@ class Clients(Config):
     split: Section[Annotated[Same | Dirichlet, pydantic.Field(discriminator="kind")]] = default(Same())
     """`iid`, or `{kind: dirichlet, alpha: 0.3}`."""
     size_spread: NonNegative = 0.0
-    """Standard deviation of the log of the clients' sizes; 0 for equal sizes."""
+    """Standard deviation of the logarithm of a client's number of examples; 0 for equal numbers."""
     seed: Seed = 0
     """Determines which examples a client has."""
 
@@ -159,7 +161,7 @@ class Clients(Config):
         return owned
 
     def _sizes(self, num_examples: int, rng: np.random.Generator) -> np.ndarray:
-        """int [num], which sum to the number of examples; each is at least 1."""
+        """int [num], the number of examples of each client, at least 1."""
         shares = np.exp(self.size_spread * rng.normal(size=self.num))
         ends = np.round(np.cumsum(shares) / shares.sum() * (num_examples - self.num)).astype(int)
         return 1 + np.diff(ends, prepend=0)

@@ -25,12 +25,12 @@ Tree = Any
 
 
 class Played(NamedTuple):
-    """A round that was played.
+    """The result of a round.
 
     Args:
-      number: counted from 1.
+      number: of the round, counted from 1.
       cohort: its clients, with padding.
-      server: after the round.
+      server: the server after the round.
       results: by client, on the host, with padding.
     """
 
@@ -48,10 +48,11 @@ class Played(NamedTuple):
 
 @dataclass(frozen=True)
 class Federation:
-    """A federation on a mesh: programs, data and clients.
+    """A federation on a mesh: programs, data and clients. `federation` makes one.
 
     Args:
-      examples: of all clients; `owned` divides them.
+      examples: of all clients.
+      owned: the indices of each client's examples, int[...].
     """
 
     config: Federated
@@ -62,6 +63,7 @@ class Federation:
 
     @cached_property
     def round(self) -> Round:
+        """The program of a round."""
         config = self.config
         return Round(
             mesh=self.mesh,
@@ -77,6 +79,7 @@ class Federation:
 
     @cached_property
     def draw(self) -> Draw:
+        """Draws the clients of each round."""
         config = self.config
         return Draw(
             examples=self.examples,
@@ -95,10 +98,13 @@ class Federation:
         return jax.device_put(jax.jit(self._first)(jax.random.key(self.config.seed)), self._whole)
 
     def play(self, server: Server, options: dict[str, Any] | None = None) -> Iterator[Played]:
-        """Plays all rounds. A round in which no client sends anything changes nothing.
+        """Computes all rounds, one at each iteration. A round in which no client sends anything changes nothing.
 
         Args:
-          options: for the compiler.
+          server: the state before the first round, see `init`.
+          options: of the compiler.
+
+        Communication: that of `Round.program` in each round.
         """
         one = jax.device_get(self.config.method.init_client(server.params))
         states = jax.tree.map(lambda x: np.tile(x, (len(self.owned), *[1] * x.ndim)), one)
@@ -128,7 +134,7 @@ class Federation:
         return compile_program(trace(self.round.program, (server, group, key), out), options)
 
     def evaluate(self, params: Tree, examples: Examples) -> tuple[np.ndarray, np.ndarray]:
-        """The loss of each example [num], and whether it is right, bool [num]."""
+        """The loss of each example [num], and whether its class is predicted correctly, bool [num]."""
         x = jnp.asarray(examples.x.astype(self.config.dtype))
         return jax.device_get(self._losses(params, x, jnp.asarray(examples.y)))
 
@@ -150,7 +156,7 @@ class Federation:
 
 
 def _group(cohort: Cohort, states: Tree) -> Group:
-    """The arrays of a cohort, with the states of its clients from those of all."""
+    """The arrays of a cohort, with the states of its clients, selected from those of all clients."""
     place = np.arange(len(cohort.clients), dtype=np.int32)
     arrays: Any = place, cohort.x, cohort.y, cohort.order, cohort.weight
     return Group._make([*arrays, jax.tree.map(lambda x: x[cohort.clients], states)])
@@ -161,10 +167,20 @@ def _structs(tree: Tree, sharding: NamedSharding) -> Tree:
 
 
 def federation(config: Federated, mesh: AnyMesh | None = None) -> tuple[Federation, Examples]:
-    """A federation as its config says, and the held-out examples.
+    """Makes the federation that a config describes. Returns it, and the held-out examples.
 
     Args:
-      mesh: default: the config's, over all devices.
+      mesh: default: the config's mesh, over all devices.
+
+    Raises:
+      ConfigError: the data cannot be read or divided among the clients.
+
+    >>> from meshpar import federated
+    >>> clusters = {"kind": "clusters", "num_examples": 400, "held_out": 100}
+    >>> config = federated.Federated(data=clusters, clients=20, local={"lr": 0.1}, num_rounds=1, run_dir="runs/clients")
+    >>> trained, held_out = federated.federation(config)
+    >>> len(trained.owned), len(held_out.y)
+    (20, 100)
     """
     examples, held_out = config.data.read()
     num_classes = max(examples.num_classes, held_out.num_classes)

@@ -19,10 +19,10 @@ Tree = Any
 
 
 class LocalSteps(NamedTuple):
-    """What a client did in a round.
+    """The local steps of a client in a round.
 
     Args:
-      update: its parameters after its steps, minus those before.
+      update: its parameters after the steps, minus its parameters before them.
       num_steps: int32[].
       lr: the learning rate of the steps.
     """
@@ -33,6 +33,8 @@ class LocalSteps(NamedTuple):
 
 
 class Method(Config):
+    """A method of federated learning. The defaults are those of FedAvg."""
+
     shorthand: ClassVar = "kind"
     has_client_state: ClassVar[bool] = False
     """Whether clients keep a state from one of their rounds to the next."""
@@ -52,8 +54,8 @@ class Method(Config):
 
         Args:
           grads: of the loss of a batch.
-          params: of the client, now.
-          start: of the server, at the start of the round.
+          params: the client's parameters before the step.
+          start: the server's parameters at the start of the round.
         """
         return grads
 
@@ -65,14 +67,14 @@ class Method(Config):
         """The parameters and the state of the server after a round.
 
         Args:
-          mean: of the clients' updates.
-          changes: of the clients' states, summed and divided by the number of all clients.
+          mean: the mean of the clients' updates.
+          changes: the sum of the changes of the clients' states, divided by the number of all clients.
         """
         return jax.tree.map(lambda x, step: x + self.server_lr * step, params, mean), server
 
 
 class FedAvg(Method):
-    """Local SGD, and the mean of the clients' parameters.
+    """Clients train by local SGD, and the server averages their parameters.
 
     Source: McMahan et al. 2017, arXiv:1602.05629.
     """
@@ -81,7 +83,7 @@ class FedAvg(Method):
 
 
 class FedProx(Method):
-    """FedAvg, where `mu/2 |params - start|^2` is a part of each client's loss.
+    """FedAvg, with `mu/2 |params - start|^2` as a part of each client's loss.
 
     Source: Li et al. 2020, arXiv:1812.06127.
     """
@@ -95,9 +97,9 @@ class FedProx(Method):
 
 
 class FedAdam(Method):
-    """FedAvg, where the server's step is Adam's, with the mean update as the gradient.
+    """FedAvg, where the server takes a step of Adam with the mean update as its gradient.
 
-    Source: Reddi et al. 2021, arXiv:2003.00295, Algorithm 2: without correction of the bias, with v = tau^2 at first.
+    Source: Reddi et al. 2021, arXiv:2003.00295, Algorithm 2: without bias correction, and with v = tau^2 at first.
     """
 
     kind: Literal["fedadam"] = "fedadam"
@@ -107,7 +109,7 @@ class FedAdam(Method):
     b2: Beta = 0.99
     """Decay of the mean of the squared updates."""
     tau: Positive = 1e-3
-    """Added to the root of the squares."""
+    """Added to the root of the mean squared update, which divides the step."""
 
     def init_server(self, params):
         mean = jax.tree.map(jnp.zeros_like, params)

@@ -14,11 +14,12 @@ from meshpar.config import Coerced, Config, Positive, default
 
 
 class Model(NamedTuple):
-    """What a federation trains.
+    """The model that a federation trains.
 
     Args:
       init: key -> parameters, a tree.
-      losses: (parameters, x [B, ...], y int32 [B]) -> the loss of each example [B], and whether it is right, bool[B].
+      losses: (parameters, x [B, ...], y int32 [B]) -> the loss of each example [B], and whether its class is predicted
+        correctly, bool[B].
     """
 
     init: Callable[[jax.Array], Any]
@@ -49,10 +50,14 @@ class _Network(nn.Module):
 
 
 def of_flax(network: nn.Module, example: jax.Array) -> Model:
-    """A Flax Linen network whose results are the logits of classes.
+    """Makes a `Model` of a Flax Linen network that computes the logits of classes, [batch, classes].
 
     Args:
       example: [1, ...], an input.
+
+    >>> model = of_flax(nn.Dense(3), jnp.zeros((1, 4)))
+    >>> jax.eval_shape(model.init, jax.random.key(0))["kernel"].shape
+    (4, 3)
     """
 
     def losses(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:

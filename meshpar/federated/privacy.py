@@ -1,4 +1,4 @@
-"""Differential privacy for clients: clipped updates and Gaussian noise; and what a run has spent of it."""
+"""Differential privacy for clients: clips updates, adds Gaussian noise, and computes epsilon."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Privacy(Config):
     noise_multiplier: Annotated[float, pydantic.Field(ge=0)]
     """Standard deviation of the noise of the sum, as a multiple of `clip_norm`."""
     delta: Annotated[float, pydantic.Field(gt=0, lt=1)] = 1e-5
-    """For which epsilon is reported; smaller than 1 over the number of clients."""
+    """The delta for which epsilon is reported. It should be smaller than 1 over the number of clients."""
 
     def clip(self, update: Any) -> tuple[Any, jax.Array]:
-        """The update, of norm `clip_norm` at most; and whether it was longer."""
+        """The update, scaled to a norm of at most `clip_norm`; and whether its norm was larger."""
         norm = jnp.sqrt(sum(jnp.square(x).sum() for x in jax.tree.leaves(update)))
         factor = jnp.minimum(1, self.clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
         return jax.tree.map(lambda x: x * factor, update), norm > self.clip_norm
@@ -44,10 +44,10 @@ class Privacy(Config):
         return jax.tree.unflatten(structure, noisy)
 
     def epsilon(self, num_clients: int, per_round: int, num_rounds: int) -> float:
-        """Epsilon for `delta` after some rounds, where neighbours differ in the data of one client.
+        """Epsilon for `delta` after some rounds. Neighbouring data sets differ in the data of one client.
 
-        Rounds sample clients without replacement. Replacing one changes the sum by `2 clip_norm`, so the noise is
-        half as large, as a multiple of what can change. Rényi accountant: Wang et al. 2019, arXiv:1808.00087.
+        Rounds sample clients without replacement. Replacing a client changes the sum by up to `2 clip_norm`, so the
+        accountant gets half of `noise_multiplier`. Source of the Rényi accountant: Wang et al. 2019, arXiv:1808.00087.
 
         Raises:
           ConfigError: dp-accounting is not installed.
@@ -59,7 +59,7 @@ class Privacy(Config):
             from dp_accounting.rdp import RdpAccountant  # pyright: ignore[reportMissingImports]
         except ImportError:
             fix = "pip install 'meshpar[privacy]'"
-            raise ConfigError(f"privacy: dp-accounting is not installed, which computes epsilon; {fix}") from None
+            raise ConfigError(f"privacy: dp-accounting, which computes epsilon, is not installed; {fix}") from None
         relation = dp_accounting.NeighboringRelation.REPLACE_ONE
         gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier / 2)
         sampled = dp_accounting.SampledWithoutReplacementDpEvent(num_clients, per_round, gaussian)

@@ -1,4 +1,4 @@
-"""A round as one SPMD program: clients are a dim that is sharded over the mesh, computed by scan and vmap.
+"""A round as one SPMD program: clients are a dim that is sharded over the mesh, and computed by scan and vmap.
 
 Shapes: K clients of a round, with padding; S examples of the largest client; T steps of a client at most; B examples of
 a step.
@@ -32,7 +32,7 @@ Tree = Any
 
 
 class Server(NamedTuple):
-    """What the server keeps between rounds: the parameters, and the state of the method."""
+    """The state of the server between rounds: the parameters, and the state of the method."""
 
     params: Tree
     state: Tree
@@ -55,12 +55,12 @@ class Group(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What each client reports.
+    """The results of each client.
 
     Args:
-      loss: [K], the mean over its steps, before each of them.
+      loss: [K], the mean of the losses before each of its steps.
       norm: [K], of its update.
-      clipped: bool [K], whether privacy shortened its update.
+      clipped: bool [K], whether privacy clipped its update.
       beyond: int32 [K], elements of its update beyond the range of the secure sum.
       state: its next state, [K, ...].
     """
@@ -76,9 +76,9 @@ class Sums(NamedTuple):
     """Sums over clients.
 
     Args:
-      updates: weighted; masked integers under a secure sum.
-      unmask: of the masks of clients that sent nothing; zeros without a secure sum.
-      changes: of the states.
+      updates: the weighted updates; masked integers under a secure sum.
+      unmask: the masks of clients that sent nothing; zeros without a secure sum.
+      changes: the changes of the clients' states.
     """
 
     updates: Tree
@@ -92,8 +92,8 @@ class Round:
 
     Args:
       per_round: how many clients a round samples.
-      num_clients: of all rounds.
-      at_once: how many clients a device computes at the same time, at most.
+      num_clients: the number of all clients.
+      at_once: the largest number of clients that a device computes at once.
     """
 
     mesh: AnyMesh
@@ -150,7 +150,7 @@ class Round:
         return self._updated(server, sums, of_noise), results
 
     def _client(self, server: Server, client: Group, key: jax.Array) -> tuple[Sums, Results]:
-        """What one client adds to the sums, and its results. It computes as if it sent its update in any case."""
+        """The terms of one client in the sums, and its results. A client that sends nothing computes them too."""
         update, num_steps, loss = self._train(server, client)
         steps = LocalSteps(update, num_steps, self.lr)
         sent = client.weight > 0

@@ -1,4 +1,4 @@
-"""Runs a config of federated learning, and records it."""
+"""Runs federated learning from its config, and records the run."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ def load(path: Path, overrides: Any = ()) -> Federated:
     """Reads a config file, with `key=value` overrides.
 
     Raises:
-      ConfigError: with all problems of the config.
+      ConfigError: lists all problems of the config.
     """
     return load_config(Federated, path, overrides)
 
 
 @dataclass
 class ByClient:
-    """What is known of each client.
+    """Counts the rounds of each client.
 
     Args:
-      rounds: in how many it took part.
-      dropped: in how many of these it sent nothing.
-      slow: in how many of these it was slow.
+      num: the number of clients.
+      rounds: how often each client took part.
+      dropped: how often it took part, but sent nothing.
+      slow: how often it took part, but was slow.
     """
 
     num: int
@@ -69,7 +70,7 @@ class ByClient:
 
 
 def fit(config: Federated, *, json: bool = False) -> Any:
-    """Plays all rounds, and returns the last parameters. `run_dir` gets the records and these parameters.
+    """Runs all rounds. Returns the last parameters, and writes them and the records to `run_dir`.
 
     Args:
       json: print records as lines of JSON.
@@ -77,7 +78,7 @@ def fit(config: Federated, *, json: bool = False) -> Any:
     Raises:
       ConfigError: the data cannot be read or divided; or a package that the config needs is not installed.
     """
-    _spent(config, config.num_rounds)  # whether it can be computed shows before the first round
+    _spent(config, config.num_rounds)  # raises before the first round if epsilon cannot be computed
     trained, held_out = federation(config)
     server = trained.init()
     by_client = ByClient(len(trained.owned))

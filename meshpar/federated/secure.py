@@ -1,9 +1,9 @@
 """The arithmetic of a secure sum: integers modulo 2^32, with masks that cancel.
 
-The clients of a round stand in a ring. Neighbours share a seed, from which both expand the same random integers. A
-client adds those that it shares with the client before it, and subtracts those that it shares with the client after
-it. A single message is uniformly random; the sum of all is the sum of the updates. If a client drops out, the server
-learns its two seeds from the others, and adds its mask.
+The clients of a round form a ring. Neighbours share a seed, from which both expand the same random integers. A client
+adds the integers that it shares with the client before it, and subtracts those that it shares with the client after it.
+A single message is uniformly random; the sum of all messages is the sum of the updates. If a client drops out, the
+server learns its two seeds from the others, and adds its mask.
 
 Only sums are computed here. The protocol's keys, secret shares and signatures are not simulated: this protects nothing.
 
@@ -23,7 +23,7 @@ from jax import lax
 from meshpar.config import Config
 
 LARGEST = 1 << 30
-"""The integer that stands for `range`: sums up to twice `range` do not wrap."""
+"""The integer that stands for `range`. Sums up to twice `range` do not wrap."""
 
 
 class SecureSum(Config):
@@ -33,7 +33,7 @@ class SecureSum(Config):
     """
 
     range: Annotated[float, pydantic.Field(gt=0)] = 8.0
-    """Elements of an update beyond this are clipped, and counted."""
+    """Elements of an update with a larger magnitude are clipped, and counted."""
 
     def encode(self, update: Any, weight: jax.Array) -> tuple[Any, jax.Array]:
         """The weighted update as uint32, and how many of its elements were clipped.
@@ -59,7 +59,7 @@ class SecureSum(Config):
 
 
 def mask(key: jax.Array, place: jax.Array, num_clients: int, like: Any) -> Any:
-    """The mask of a client: those of all places of the ring sum to 0 modulo 2^32.
+    """The mask of a client. The masks of all places in the ring sum to 0 modulo 2^32.
 
     Args:
       key: of the round.

@@ -1,4 +1,4 @@
-"""Contracts limit what a compiled program may send and hold.
+"""Contracts limit the communication and the memory of a compiled program.
 
 A program that exceeds a limit of `contract:` in the config is refused. Independently of `contract:`, a warning reports
 a step of the manual lowering that sends more bytes over any axes than its traced program.
@@ -51,7 +51,7 @@ Limit = Coerced[Allowed | None, int | dict[str, Any]]
 
 
 class Contract(Config):
-    """Limits on the compiled step. What has no limit here is not limited."""
+    """Limits on the compiled step. By default nothing is limited."""
 
     all_gather: Limit = default(None)
     """Limits on all-gathers."""
@@ -64,7 +64,9 @@ class Contract(Config):
     collective_permute: Limit = default(None)
     """Limits on permutes."""
     bytes_per_axis: dict[str, str | int] = pydantic.Field(default_factory=dict)
-    """`tensor` or `fsdp, tensor` -> bytes a device may send over these axes: 1000, 40MiB, traced, traced * 1.01."""
+    """`tensor` or `fsdp, tensor` -> bytes a device may send over these axes: 1000, 40MiB, traced, traced * 1.01.
+
+    `traced` stands for the bytes that the traced step sends."""
     peak_bytes: str | int | None = None
     """The maximum number of bytes on a device, such as 80MiB."""
 
@@ -87,7 +89,7 @@ class Contract(Config):
         """The limits that a program exceeds.
 
         Args:
-          traced: the bytes that the traced step names; None if it does not name all.
+          traced: the bytes of the traced step, by axes; None if GSPMD adds collectives to it.
           layer_passes: layers times microbatches.
         """
         problems = Problems()
@@ -108,7 +110,7 @@ class Contract(Config):
 
 
 def beyond(collectives: Sequence[Collective], traced: Traffic) -> Problems:
-    """The axes over which a compiled program sends more bytes than the traced one names."""
+    """A problem for all axes over which a compiled program sends more bytes than the traced program."""
     problems = Problems()
     for axes in dict.fromkeys(one.axes for one in collectives):
         form = traced.get(axes or (), Fraction(0))
@@ -187,7 +189,7 @@ def _line(one: Collective) -> str:
 
 
 def _lines(what: str, rows: Iterable[str]) -> str:
-    """The problem, and below it the first rows that show it."""
+    """The problem, with the first rows that show it below."""
     rows = list(rows)
     lines = [f"{what}:", *rows[:_MAX_ROWS]]
     if len(rows) > _MAX_ROWS:

@@ -20,7 +20,7 @@ _Key = tuple[str, str, tuple[str, ...], bool]
 
 @dataclass(frozen=True)
 class Change(Generic[Figure]):
-    """A figure of the program before, and of the program after.
+    """A figure of two programs, before and after a change.
 
     >>> print(Change(800, 600).by)
     -200 (-25.0%)
@@ -34,7 +34,7 @@ class Change(Generic[Figure]):
         return self.before != self.after
 
     def text(self, to_text: Callable[[Figure], str]) -> str:
-        """Both figures as text; one, if they are equal."""
+        """Both figures as text, or one figure if they are equal."""
         return f"{to_text(self.before)} -> {to_text(self.after)}" if self else to_text(self.before)
 
     @property
@@ -52,8 +52,8 @@ class CollectiveChange:
 
     Args:
       axes: such as `fsdp, tensor`.
-      what: their tensors; for activations, the last two names of their source file. The line is left out, because an
-        edit above would move it.
+      what: their tensors; for activations, the last two names of their source file. Line numbers are left out, because
+        an edit above them would change them.
       in_branch: whether they run only if a conditional takes their branch.
       times: how often they run in a step.
       sent_bytes: bytes that a device sends in all of them.
@@ -82,8 +82,8 @@ class Difference:
 
     Args:
       per_axis: bytes sent over each combination of axes.
-      collectives: those that changed, most bytes first.
-      flops: of matrix products.
+      collectives: the collectives that changed, those with most bytes first.
+      flops: FLOPs of matrix products.
       memory: bytes by kind: arguments by path, `outputs`, `temporaries`.
       total: bytes held.
     """
@@ -168,7 +168,7 @@ def _kinds(memory: Memory) -> dict[str, int]:
 
 
 def _sizes(mesh: Mapping[str, int]) -> dict[str, int]:
-    """Without the axes that carry nothing."""
+    """The sizes without axes of size 1."""
     return {axis: size for axis, size in mesh.items() if size != 1}
 
 

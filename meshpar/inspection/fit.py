@@ -1,4 +1,4 @@
-"""Whether a program fits a target machine, and how much it sends over each of its networks."""
+"""Judges whether a program fits a target machine, and how much it sends over each of the machine's networks."""
 
 from __future__ import annotations
 
@@ -21,32 +21,35 @@ Program = TypeVar("Program")
 
 @dataclass(frozen=True)
 class FitReport:
-    """How a compiled program fits a machine, by the compiler's figures and the maker's; nothing was run.
+    """The fit of a compiled program on a machine, by the figures of the compiler and of the maker; nothing was run.
+
+    `meshpar.inspect(run, target="v5e:4x4")` returns it.
 
     Args:
-      told: the inspection of the program.
+      inspection: the inspection of the program.
       target: the machine.
       sent_inside: bytes that a device sends within its slice of TPUs, or its host of GPUs.
-      sent_across: bytes that a device sends in groups that span several hosts.
+      sent_across: bytes that a GPU sends in groups that span several hosts.
     """
 
-    told: Inspection
+    inspection: Inspection
     target: Target
     sent_inside: int
     sent_across: int
 
     @property
     def fits(self) -> bool:
-        return self.told.memory.total <= self.target.chip.memory_bytes
+        """Whether a device's memory holds the program's arguments, outputs and temporaries."""
+        return self.inspection.memory.total <= self.target.chip.memory_bytes
 
     @property
     def products_s(self) -> float:
         """Seconds of the matrix products at the chip's peak rate for bfloat16, a lower bound of the step time."""
-        return self.told.flops / self.target.chip.flops
+        return self.inspection.flops / self.target.chip.flops
 
     def as_json(self) -> dict[str, Any]:
-        """The inspection and its judgement as plain data."""
-        return self.told.as_json() | {
+        """The inspection and the comparison with the machine, as plain data."""
+        return self.inspection.as_json() | {
             "target": self.target.text,
             "fits": self.fits,
             "chip_bytes": round(self.target.chip.memory_bytes),
@@ -57,8 +60,8 @@ class FitReport:
 
     def __str__(self) -> str:
         chip = self.target.chip
-        held = self.told.memory.total
-        host = self.told.memory.host
+        held = self.inspection.memory.total
+        host = self.inspection.memory.host
         sent = f"{human_bytes(self.sent_inside)} within the slice"
         if not self.target.is_tpu:
             sent = f"{human_bytes(self.sent_inside)} within hosts, {human_bytes(self.sent_across)} across hosts"
@@ -70,16 +73,16 @@ class FitReport:
             f"  sends {sent}",
             f"  matrix products: {1e3 * self.products_s:.3g} ms at the chip's peak, an estimate that no step can beat",
         ]
-        return "\n".join([*lines, "", str(self.told)])
+        return "\n".join([*lines, "", str(self.inspection)])
 
 
-def judge(told: Inspection, target: Target, mesh: AnyMesh) -> FitReport:
+def judge(inspection: Inspection, target: Target, mesh: AnyMesh) -> FitReport:
     """Compares a program with the machine for which it was compiled."""
     assert isinstance(mesh, Mesh), "a target has devices"
     devices = mesh.devices.flatten()
     sent_inside = Fraction(0)
     sent_across = Fraction(0)
-    for collective in told.collectives:
+    for collective in inspection.collectives:
         sent_bytes = collective.times * collective.sent_bytes
         hosts = ({devices[number].process_index for number in group} for group in collective.groups)
         # A slice of TPUs is one network.
@@ -87,11 +90,11 @@ def judge(told: Inspection, target: Target, mesh: AnyMesh) -> FitReport:
             sent_across += sent_bytes
         else:
             sent_inside += sent_bytes
-    return FitReport(told, target, round(sent_inside), round(sent_across))
+    return FitReport(inspection, target, round(sent_inside), round(sent_across))
 
 
 def compile_for(target: Target, compile_: Callable[[], Program]) -> Program:
-    """Compiles a program for a target. A program that is too big for it is a user's error, and no bug.
+    """Compiles a program for a target. A program that is too big for the target is an error of the user, not a bug.
 
     Raises:
       MeshError: the compiler reports too little memory; the text has its figures.

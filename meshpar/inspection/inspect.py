@@ -1,4 +1,4 @@
-"""Inspects a compiled program: what it communicates, computes and holds, for people and for programs."""
+"""Inspects a compiled program: its communication, FLOPs and memory, as text and as data."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ NUM_LARGEST = 8
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a program does, read from its text. All figures are for one device and one call.
+    """The communication, FLOPs and memory of a compiled program, on one device and in one call.
 
     Args:
       axes: the sizes of the mesh's axes; empty without a mesh.
-      collectives: in the order of the program.
-      flops: of matrix products and convolutions.
+      collectives: the collectives, in the order of the program.
+      flops: FLOPs of matrix products and convolutions.
       memory: bytes by kind.
       largest: the largest arguments and temporaries.
-      opaque: targets of custom calls, whose operations and communication are not counted.
-      traced: bytes over each combination of axes that the traced step of a run names; None if there is none.
+      opaque: targets of custom calls, whose FLOPs and communication are not counted.
+      traced: bytes that the traced step of a run sends over each combination of axes; None if they are unknown.
       model_states: bytes of parameters, gradients and optimizer state, from the placements of a run.
-      selected: key of a run's config -> what it selects in this program.
-      findings: what its author probably did not intend, the most expensive first.
+      selected: key of a run's config -> the implementation that it selects.
+      findings: operations that the author probably did not intend, the most expensive first.
     """
 
     axes: dict[str, int]
@@ -95,12 +95,12 @@ def inspect(
     """Inspects a compiled program.
 
     Args:
-      compiled: any program that JAX compiled for one or more devices, or its text. The text alone gives no temporaries,
-        and no findings about arguments and outputs.
-      mesh: the mesh it was compiled for, which names the axes.
-      warnings: what XLA reported while it compiled, see `compiling`.
+      compiled: any program that JAX compiled for one or more devices, or its text. The text alone contains neither the
+        size of temporaries nor findings about arguments and outputs.
+      mesh: the mesh that the program was compiled for; its axes are named in the report.
+      warnings: XLA's messages from the compilation, see `compiling`.
       planned: the gathers, reductions and whole arrays that are intended, and therefore no findings.
-      threshold_bytes: the size of the smallest array that can be a finding without a plan.
+      threshold_bytes: the least size of an array whose replication, or whose gather without `planned`, is a finding.
 
     Raises:
       ProgramError: lists every collective that could not be counted.

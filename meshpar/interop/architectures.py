@@ -19,16 +19,16 @@ MODELS: dict[str, type[DecoderModel]] = {
     for kind in KINDS
     for model_type in kind.architectures()
 }
-"""`model_type` -> the kind of model that computes it. Of several that compute the same, the first is written."""
+"""`model_type` -> the kind of model that computes it. Exports write the first of several that compute the same."""
 ARCHITECTURES = {model_type: kind.architectures()[model_type] for model_type, kind in MODELS.items()}
 
 
 def read(config: Json, where: str, problems: Problems, most_layers: int = LARGEST) -> DecoderModel | None:
-    """The model that a `config.json` describes; None if it is not supported, with the reasons in `problems`.
+    """Returns the model that a `config.json` describes; None if it is not supported, with the reasons in `problems`.
 
     Args:
       where: the file's name in the problems.
-      most_layers: an upper bound on the number of layers: 1e9 layers are refused before a tensor of each is listed.
+      most_layers: an upper bound on the number of layers: 1e9 layers are refused before their tensors are listed.
     """
     kind = config.get("model_type")
     found = Problems()
@@ -65,7 +65,7 @@ def _check_sizes(sizes: Json, architecture: Architecture, most_layers: int, foun
 
 
 def _extra(architecture: Architecture, given: Json, found: Problems) -> Json:
-    """Our model's fields that are not sizes, from the config."""
+    """Reads the fields of our model that are not sizes."""
     try:
         read = architecture.given.model_validate(given)
     except pydantic.ValidationError as invalid:
@@ -77,7 +77,7 @@ def _extra(architecture: Architecture, given: Json, found: Problems) -> Json:
 
 
 def _report(invalid: pydantic.ValidationError, keys: Mapping[str, str], found: Problems) -> None:
-    """Adds pydantic's errors, under the keys of the file, except for keys that have a problem already."""
+    """Adds pydantic's errors under the keys of the file. Keys that have a problem already are skipped."""
     known = {problem.where for problem in found.found}
     for error in invalid.errors(include_url=False):
         name = ".".join(map(str, error["loc"])) or "sizes"
@@ -89,10 +89,10 @@ def _report(invalid: pydantic.ValidationError, keys: Mapping[str, str], found: P
 
 
 def write(model: DecoderModel, original: Json | None = None) -> Json | None:
-    """A `config.json` for a model; None if no architecture computes the same.
+    """Returns a `config.json` for a model; None if no architecture computes the same.
 
     Args:
-      original: the config from which the model may have come: if it still describes the model, it is returned.
+      original: the config that the model may have been read from. If it still describes the model, it is returned.
     """
     for config in [original or {}, *(_written(model, kind) for kind in model.architectures())]:
         described = read(config, "", Problems(), model.num_layers)
@@ -109,7 +109,7 @@ def _written(model: DecoderModel, kind: str) -> Json:
 
 
 def canonical(model: DecoderModel) -> DecoderModel:
-    """The model with its defaults written out, without the fields that matter only for training."""
+    """The model with its defaults made explicit, and with the fields that matter only for training reset."""
     sizes = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
     defaults = {name: type(model).model_fields[name].default for name in TRAINING_FIELDS}
     experts = {"experts": model.experts.without_training()} if model.experts else {}

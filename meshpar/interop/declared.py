@@ -20,7 +20,7 @@ _KEYS = ("dims", "out_sharding", "sharding_names", "sharding")
 
 
 def declared_dims(tree: Any) -> dict[str, tuple[str | None, ...]]:
-    """Path -> names of dims, for the parameters that have any. A dim over several axes has their names joined by `+`.
+    """Path -> names of dims, for parameters with names. The names of a dim over several axes are joined by `+`.
 
     Args:
       tree: parameters from a model's init: with Linen's boxes (`nn.with_partitioning`,
@@ -45,7 +45,7 @@ def unboxed(tree: Any) -> Any:
 
 
 def lazily(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
-    """`init`, whose annotated NNX variables need no mesh when they are created."""
+    """Wraps `init` so that annotated NNX variables need no mesh when they are created."""
 
     def made(key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False):
@@ -58,10 +58,10 @@ def lazily(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
 def flax_rules(axes: Mapping[str, str] | None = None) -> Iterator[None]:
     """Makes Flax's `with_logical_constraint` follow the rules of the lowering that is being traced.
 
-    Without it, these constraints silently do nothing. A `jax.shard_map` inside the model finds the mesh.
+    Otherwise these constraints silently do nothing. A `jax.shard_map` inside the model gets the mesh too.
 
     Args:
-      axes: the model's name of a mesh axis -> meshpar's. Inside, the axis has the model's name.
+      axes: the model's name of a mesh axis -> meshpar's. Within the context, the axis has the model's name.
     """
     ctx = current()
     if ctx is None or ctx.manual:
@@ -81,7 +81,7 @@ def flax_rules(axes: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 def _without_mesh(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-    """Hides the mesh from `DenseGeneral`: it would constrain its flattened kernel by the names of all its dims."""
+    """Hides the mesh from `DenseGeneral`, which would constrain its flattened kernel by the names of all its dims."""
     if not isinstance(context.module, nn.DenseGeneral):
         return call(*args, **kwargs)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):

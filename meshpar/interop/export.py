@@ -29,7 +29,7 @@ LARGEST_FILE = 5 * 10**9
 """Bytes of tensors per file, if there are several tensors."""
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
               "chat_template*", "generation_config.json")  # fmt: skip
-"""Files that are copied with a model, unread."""
+"""Globs of the files that are copied with a model, byte for byte."""
 
 
 def export(
@@ -42,14 +42,14 @@ def export(
     """Writes `config.json` and the parameters, in their own dtype.
 
     Args:
-      folder: created, complete or not at all.
+      folder: a new folder, which is created completely or not at all.
       params: by path.
-      companions: a folder with the `config.json` from which the model came, and its tokenizer's files.
+      companions: a folder with the `config.json` that the model was read from, and its tokenizer's files.
 
     Memory: the parameters, and a copy of one tensor.
 
     Raises:
-      CheckpointError: the folder exists; or no supported architecture computes what the model does.
+      CheckpointError: the folder exists; or no supported architecture describes the model.
     """
     config = _config(model, companions)
     dtype = np.dtype(next(iter(params.values())).dtype)
@@ -96,7 +96,7 @@ def copy_companions(source: Path | None, to: Path) -> None:
     """Copies the tokenizer's files, if there are any.
 
     Raises:
-      CheckpointError: lists the links out of the folder, and what is no regular file.
+      CheckpointError: lists the links that lead out of the folder, and the files that are not regular files.
     """
     problems = Problems()
     paths = {path for pattern in COMPANIONS for path in source.glob(pattern)} if source else set()
@@ -134,7 +134,7 @@ def _tensors(model: DecoderModel, kind: str, params: Mapping[str, jax.Array], dt
 def _tensor(
     foreign: Foreign, shapes: Mapping[str, Shape], params: Mapping[str, jax.Array], place: tuple[int, ...]
 ) -> np.ndarray:
-    """One tensor of the folder, from the parameters of one layer, or of one of its experts, or of no layer."""
+    """One tensor of the folder. `place` indexes the layer and the expert of its parameters, if they are stacked."""
     parts = []
     for path in foreign.parts:
         param = params[path][place]

@@ -149,7 +149,7 @@ def _gathered(loss: Callable[..., Any], dims: Any) -> Callable[..., Any]:
 
 
 def _next_token(target: str, user: _Model, build: Callable[..., Loss], is_training: bool) -> Callable[..., LossSums]:
-    """Returns the loss of the next token, with the arguments of a user's own loss."""
+    """Returns the next token's loss as a function with the arguments of a user's own loss."""
 
     def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any = None) -> LossSums:
         with user_code.blamed(target):

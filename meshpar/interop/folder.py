@@ -33,7 +33,7 @@ def check_inside(folder: Path, name: str) -> None:
 
 
 def read_json(folder: Path, name: str, problems: Problems) -> dict[str, Any]:
-    """The JSON object in a file of the folder; an empty one, and a problem, if there is none."""
+    """The JSON object in a file of the folder. If there is none, an empty dict, and a problem is added."""
     where = str(folder / name)
     try:
         check_inside(folder, name)

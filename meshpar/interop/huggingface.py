@@ -1,4 +1,4 @@
-"""Reads a model from a Hugging Face folder: `config.json`, and safetensors in one or several files."""
+"""Reads a model from a Hugging Face folder: `config.json`, and safetensors in one or more files."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ class Pretrained:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the most elements."""
+        """The dtype that most elements have."""
         sizes = Counter[np.dtype]()
         for tensor in self.tensors.values():
             sizes[tensor.dtype] += math.prod(tensor.shape)
         return max(sizes, key=sizes.__getitem__)
 
     def params(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Reads our parameters, each device its own shard. A shard on several devices of a process is read once.
+        """Reads our parameters sharded. A shard that several devices of a process hold is read once.
 
         Args:
           structs: path -> dtype, shape and sharding; padding of the vocabulary or of the layers is filled with zeros.
@@ -100,7 +100,7 @@ class Pretrained:
         return jax.make_array_from_callback(struct.shape, struct.sharding, shard)
 
     def _shard(self, part: Part, index: list[slice], dtype: np.dtype) -> np.ndarray:
-        """A shard of a parameter, with zeros where it is padding."""
+        """A shard of a parameter, with zeros in its padding."""
         shard = np.zeros([dim.stop - dim.start for dim in index], dtype)
         numbers = [numbers[index.pop(0)] for _, numbers in _numbers(part.name, part.foreign, self.model)]
         index = index[len(index) - len(part.shape) :]  # all experts of an upcycled MLP are equal
@@ -130,7 +130,7 @@ class Pretrained:
         return block.reshape(*sizes_in, *sizes_out)[rest]
 
     def check(self, model: ModelContract) -> None:
-        """Compares with the model of a run.
+        """Checks that the folder's model is the model of a run.
 
         Raises:
           ConfigError: the run's model is imported; or lists each key that differs.
@@ -138,7 +138,8 @@ class Pretrained:
         where = self.folder / CONFIG
         problems = Problems()
         if not (decoder := model.hugging_face()):
-            raise ConfigError(f"init.from_hf: {where} describes a model of meshpar's own, and model is another")
+            what = "describes one of meshpar's own models, but the run's model is imported"
+            raise ConfigError(f"init.from_hf: {where} {what}; set model to that one, or init.from_hf=null")
         if self.is_upcycled:
             decoder = self._dense(decoder, problems)
             problems.raise_any(ConfigError, "init.upcycle does not fit the model:")
@@ -150,11 +151,11 @@ class Pretrained:
         problems.raise_any(ConfigError, "the model of init.from_hf differs from the run's:")
 
     def _dense(self, model: DecoderModel, problems: Problems) -> DecoderModel:
-        """The dense model from which a run's model is upcycled. Reports what would not compute the same at first."""
+        """The dense model from which a run's model is upcycled. Reports settings with which the two would differ."""
         experts = model.experts
         if experts is None or self.model.experts is not None:
             what = "the run's model has no experts" if experts is None else f"the model of {self.folder} has experts"
-            problems.add("init.upcycle", f"{what}: it makes experts from a dense model", "init.upcycle=false")
+            problems.add("init.upcycle", f"{what}; upcycling makes experts from a dense model", "init.upcycle=false")
             return model
         width = self.model.intermediate_size
         if experts.intermediate_size != width:
@@ -190,7 +191,7 @@ class Pretrained:
 
 
 def _flat(index: list[slice], sizes: Shape) -> tuple[slice, Shape]:
-    """The slice of a group of dims that the file stores as one, and the shape of the group in it."""
+    """The slice of a group of dims that the file stores as one dim, and the shape of the group in this slice."""
     if not index:
         return slice(0, 1), ()
     rest = math.prod(sizes[1:])
@@ -225,7 +226,7 @@ def layer_shapes(model: DecoderModel) -> dict[str, Shape]:
 
 
 _NUMBERED = ("layers", "experts")
-"""The leading dims of our parameters of which each element is a tensor of its own."""
+"""The leading dims of our parameters. Hugging Face stores a tensor for each index along them."""
 
 
 def numbered(name: str, foreign: Foreign, model: DecoderModel) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -236,7 +237,7 @@ def numbered(name: str, foreign: Foreign, model: DecoderModel) -> Iterator[tuple
 
 
 def _numbers(name: str, foreign: Foreign, model: DecoderModel) -> list[tuple[str, Sequence[int]]]:
-    """The marks in a name, and the numbers that take their places, in the order of our stacked parameters."""
+    """The marks in a name, and the numbers that replace them, in the order of our stacked parameters."""
     stack = foreign.parts[0].partition(".")[0]
     numbers = ((LAYER, model.layers_in(stack)), (EXPERT, range(model.experts.num if model.experts else 0)))
     return [(mark, chosen) for mark, chosen in numbers if mark in name]
@@ -253,11 +254,11 @@ def _filled(name: str, numbers: Sequence[int]) -> str:
 
 
 def open_pretrained(folder: Path) -> Pretrained:
-    """Reads the config and the headers of a folder, and no tensor.
+    """Reads the config and the headers of a folder, but no tensor.
 
     Raises:
-      CheckpointError: lists all that is wrong with them: an unknown architecture, a truncated file, a false header, a
-        missing or an unknown tensor, or a shape that differs from the config's.
+      CheckpointError: lists every problem: an unknown architecture, a truncated file, a wrong header, a missing or an
+        unknown tensor, or a shape that differs from the config's.
     """
     problems = Problems()
     config = read_json(folder, CONFIG, problems)
@@ -284,7 +285,7 @@ def _tensors(folder: Path, problems: Problems) -> dict[str, Tensor]:
         return _indexed(folder, problems)
     if not os.path.lexists(folder / WEIGHTS):
         pickles = sorted(path.name for path in folder.glob("*.bin"))
-        fix = f"{pickles[0]} is a pickle, and those are not read: save the model as safetensors" if pickles else ""
+        fix = f"{pickles[0]} is a pickle, which is not read: save the model as safetensors" if pickles else ""
         problems.add(str(folder), f"there is neither {WEIGHTS} nor {INDEX}", fix)
         return {}
     return _tensors_of(folder, WEIGHTS, problems)
@@ -323,13 +324,13 @@ def _tensors_of(folder: Path, file: str, problems: Problems) -> dict[str, Tensor
 def _check_num_experts(
     tensors: Mapping[str, Tensor], names: list[tuple[str, Foreign]], model: DecoderModel, problems: Problems
 ) -> None:
-    """Reports another number of experts than the config's once, instead of each missing or unknown tensor."""
+    """Reports a number of experts that differs from the config's once, not for each missing or unknown tensor."""
     patterns = [re.escape(name) for name, _ in names if EXPERT in name]
     number = re.compile("|".join(one.replace(r"\*", r"\d+").replace(r"\#", r"(\d+)") for one in patterns))
     matches = [number.fullmatch(name) for name in tensors] if patterns else []
     found = {int(match[match.lastindex or 0]) for match in matches if match}
     if model.experts and found and len(found) != model.experts.num:
-        what = f"{CONFIG} has {model.experts.num}, and the tensors are of {len(found)}"
+        what = f"{CONFIG} has {model.experts.num}, but there are tensors of {len(found)}"
         problems.add("the number of experts", what, f"the {CONFIG} of this checkpoint")
 
 

@@ -27,7 +27,7 @@ def as_keys(tree: Any, implementations: Mapping[str, Any]) -> Any:
     """The inverse of `as_data`.
 
     Args:
-      implementations: as of `key_implementations`.
+      implementations: the result of `key_implementations`.
     """
 
     def one(path: str, x: Any) -> Any:

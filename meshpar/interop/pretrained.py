@@ -13,7 +13,7 @@ from meshpar.tree import flatten_with_paths
 
 @dataclass(frozen=True)
 class PretrainedBeginning:
-    """The first state of a training: parameters of the folder; those that it lacks, as LoRA's, are initialized."""
+    """The first state of a training, with the parameters of a folder. Others, such as LoRA's, are initialized."""
 
     training: Training
     source: Pretrained
@@ -25,7 +25,7 @@ class PretrainedBeginning:
         return self.training.compile_init(given={f"params.{path}": array for path, array in params.items()})()
 
     def record(self) -> dict[str, Any]:
-        """For the run's records: the source, and which parameters were restored and initialized."""
+        """The entry for the run's records: the source, and which parameters were restored and initialized."""
         taken = [f"params.{path}" for path in self.source.paths]
         made = [f"params.{path}" for path in flatten_with_paths(self.training.specs) if path not in self.source.paths]
         return {"source": str(self.source.folder), "restored": taken, "initialized": made, "ignored": [], "changed": {}}

@@ -1,11 +1,11 @@
-"""safetensors files: checks of their headers, reads of slices of tensors, and a writer.
+"""Checks, reads and writes safetensors files. A read may be of a slice of a tensor.
 
     8 bytes    N, little endian
     N bytes    JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, and "__metadata__"
     the rest   the tensors, row-major, without gaps
 
-A slice is read with `preadv`. The library's `safe_open` maps the file instead: a process then holds whole pages around
-each row, and a bus error kills it if the file is truncated meanwhile.
+Slices are read with `preadv`. The library's `safe_open` maps the file instead: a process then holds whole pages around
+each row, and a bus error kills the process if the file is truncated meanwhile.
 
 Source: github.com/huggingface/safetensors, "Format".
 """
@@ -84,7 +84,7 @@ def tensors_in(path: Path, problems: Problems) -> dict[str, Tensor]:
     """The tensors of a file by name; none if the header is wrong.
 
     Args:
-      problems: gets everything that is wrong with the header.
+      problems: every fault of the header is added.
     """
     try:
         with open_regular(path) as file:
@@ -167,7 +167,7 @@ def _checked(path: Path, header: dict[str, Any], start: int, size: int, problems
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor to write. `make` is called when it is written, so only one is in memory at a time."""
+    """A tensor to write. `make` computes it when it is written, so only one tensor is in memory at a time."""
 
     name: str
     dtype: np.dtype

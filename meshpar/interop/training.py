@@ -32,7 +32,7 @@ from meshpar.tree import flatten_with_paths, map_with_path, matching
 UNNAMED = "unnamed"
 """The name of dims that neither the model nor the user names. `AxisRules(..., unnamed=())` replicates them."""
 AXIS_NAME = "batch"
-"""An axis name of size 1 for losses that need one, as in `BatchNorm(axis_name="batch")`: the batch has all rows."""
+"""An axis name of size 1 for losses that need one, as in `BatchNorm(axis_name="batch")`. The batch has all rows."""
 
 CARRY = (
     "pass carried=lambda key: nnx.state(Model(nnx.Rngs(key)), nnx.Not(nnx.Param)), merge it in the loss, "
@@ -60,32 +60,38 @@ def training(
     draws: bool = False,
     **more: Any,
 ) -> Training:
-    """Makes a `Training` of a user's own model: any pytree of parameters, and a loss.
+    """Shards a model of your own on a mesh: any pytree of parameters, a loss and an Optax optimizer.
 
-    A Flax model declares the names of its dims: with Linen's `with_partitioning` and `with_logical_partitioning`, or
-    NNX's `with_partitioning` (its `out_sharding`), also if `scan` and `vmap` stack layers. Flax's
-    `with_logical_constraint` follows the same rules.
+    A Flax model can declare the names of its dims itself: with Linen's `with_partitioning` or
+    `with_logical_partitioning`, or with NNX's `with_partitioning` (its `out_sharding`), also where `scan` or `vmap`
+    stacks layers. Flax's `with_logical_constraint` follows the same rules.
 
     Args:
       init: key -> the initial parameters: `model.init(key, x)["params"]`, `nnx.state(Model(nnx.Rngs(key)), nnx.Param)`,
         or any tree of arrays.
       loss: (params, batch, key) -> the mean over the rows, a scalar; or (mean, metrics), with a dict of other means;
         or a `LossSums` of sums, if rows have different weights.
-      batch: an example: name -> array or struct, whose first dim is the rows.
+      tx: any Optax transformation. Its update also gets `value`, `grad`, `value_fn`, `grad_fn` and `step`, if it has
+        such arguments.
+      batch: an example batch: name -> array or struct. The first dim of each array is its rows.
       mesh: the mesh; a `MeshLayout` is built on the available devices.
+      rules: dim -> mesh axes.
       dims: path glob -> a name for each dim of the arrays that it matches. The first match applies, and overrides the
         model's declaration. A dim without a name is called `unnamed`.
       batch_dims: array of the batch -> a name for each of its dims; by default only the first dim is sharded, as
         `batch`.
       activation_dims: names of dims that only activations have, in `with_logical_constraint`. Rules may use them.
       axes: the model's own name of a mesh axis -> meshpar's, `{"tp": "tensor"}`, for a model that names mesh axes
-        instead of dims. meshpar's own axis names work as well.
+        instead of dims. meshpar's own names work as well.
       carried: key -> the initial state that the forward changes, such as batch statistics and random keys. The loss is
         then (params, batch, key, carried), and returns (mean, metrics, carried) or a `LossSums`.
       evaluation: the loss of an evaluation, if it differs, for example because of batch statistics.
       draws: whether the loss draws random numbers. If so, its key is new at each step, else None.
       more: `seed`, and fields of `ParallelContext`: manual, parallel, compute_dtype (float32 by default), accum_dtype,
         num_microbatches.
+
+    Returns:
+      A `Training`. Nothing is compiled or allocated yet.
 
     Raises:
       ConfigError: an argument is unknown, a glob matches nothing, or a loss has the wrong parameters.
@@ -130,8 +136,9 @@ def training(
 
 
 def specs_of(init: Init, carried: Init | None, seed: int, dims: Dims) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns trees of `ArraySpec` of the parameters and of the carried state, see `training`; and the generators of
-    the carried state's random keys, see `key_implementations`.
+    """Returns trees of `ArraySpec` of the parameters and of the carried state, see `training`.
+
+    The third result is the generators of the carried state's random keys, see `key_implementations`.
 
     Raises:
       ConfigError: a glob matches nothing, or `init` returns arrays that no optimizer can train.
@@ -190,12 +197,12 @@ def _check_trainable(params: Any, problems: Problems) -> None:
 
 
 def arrays_of(init: Init) -> Init:
-    """Wraps `init`: its result has no boxes of Linen's, and random keys are integers."""
+    """Wraps `init` so that its result has no Linen boxes, and random keys are integers."""
     return lambda key: as_data(unboxed(lazily(init)(key)))
 
 
 def with_axes(rules: AxisRules, axes: Mapping[str, str], trees: Any) -> AxisRules:
-    """Adds a rule for each dim whose name is the mesh axes that shard it, as in `PartitionSpec("fsdp", "tp")`."""
+    """Adds a rule for each dim that is named by the mesh axes that shard it, as in `PartitionSpec("fsdp", "tp")`."""
     known = {axis: axis for axis in AXES} | {**axes}
     dims = {dim for spec in jax.tree.leaves(trees) for dim in spec.dims if axes and dim not in rules.table}
     parts = {dim: dim.split("+") for dim in dims}
@@ -225,10 +232,10 @@ def with_loss_sums(
 
     Args:
       arrays: names of the batch's arrays that the loss gets.
-      carries: whether it gets the carried state as a fourth argument.
+      carries: whether the loss gets the carried state as a fourth argument.
       keys: the result of `key_implementations`.
       axes: the model's own name of a mesh axis -> meshpar's.
-      returns_carried: whether it must return the next carried state; an evaluation need not.
+      returns_carried: whether the loss must return the next carried state; an evaluation need not.
     """
 
     def wrapped(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
@@ -253,7 +260,7 @@ def with_loss_sums(
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Explains the errors of JAX and Flax that a loss written for pmap or another mesh causes."""
+    """Explains errors of JAX and Flax that are caused by a loss written for pmap or for another mesh."""
     try:
         yield
     except Exception as error:

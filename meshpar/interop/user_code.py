@@ -2,9 +2,9 @@
 
 A config is data and may come from anywhere, so it must not bring code with it. A config may import a module only if
 both are in the working directory: the config's file, and the module's file or its top package. A config in any other
-folder, such as `downloads/it/config.yaml`, imports nothing. To trust such a config, say so on the command line:
-`--import FILE` permits a module's file anywhere, and `model.target=package.module:name` permits that target, searched
-from the working directory.
+folder, such as `downloads/it/config.yaml`, imports nothing. The command line can trust such a config: `--import FILE`
+permits a module's file anywhere, and `model.target=package.module:name` permits that target, which is searched in the
+working directory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def permit(target: str, config: Path | None) -> None:
     if path is None:
         raise ConfigError(f"{target}: there is no {module.replace('.', '/')}.py in the working directory, {here}")
     if config is not None and config.resolve().parent != here.resolve():
-        what = f"{config} may not import it, as it is not in the working directory with {module.partition('.')[0]}"
+        what = f"{config} may not import it: it is not in the working directory, where {module.partition('.')[0]} is"
         fix = f"if you trust it, run meshpar --import {path.relative_to(here)}"
         raise ConfigError(f"{target}: {what}; {fix}")
     _permitted[target] = path

@@ -15,7 +15,7 @@ from meshpar.mesh.layout import AxisSizes, MeshLayout
 
 
 class Elastic(Config):
-    """How a run under `meshpar launch` continues with fewer processes than it was started with.
+    """How a run under `meshpar launch` continues after it has lost processes.
 
     The global batch, the order of the data and the learning rate do not depend on the number of processes.
     """
@@ -23,9 +23,9 @@ class Elastic(Config):
     min_processes: Positive = 1
     """The fewest processes with which the run continues; with fewer it waits until one returns."""
     mesh: Section[AxisSizes] = default(AxisSizes())
-    """Sizes of axes with fewer processes, such as `{fsdp: -1}`. The other axes keep their sizes."""
+    """Sizes of axes while processes are missing, such as `{fsdp: -1}`. The other axes keep their sizes."""
     return_s: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 300.0
-    """Seconds after which a lost process counts as returned. The run saves a checkpoint then, and starts with it."""
+    """Seconds after which a lost process counts as returned. The run then saves a checkpoint, and restarts with it."""
 
     @property
     def overrides(self) -> list[str]:
@@ -33,7 +33,7 @@ class Elastic(Config):
         return [f"mesh.{axis}={size}" for axis, size in self._changes.items()]
 
     def resized(self, mesh: MeshLayout) -> MeshLayout:
-        """The mesh of the run with fewer processes."""
+        """The mesh of the run while processes are missing."""
         return mesh.model_copy(update=self._changes)
 
     @property
@@ -46,8 +46,8 @@ class Membership:
     """The processes that a run can have at the moment.
 
     Args:
-      num_processes: with which the run was started.
-      elastic: None if the run always needs all of them.
+      num_processes: the number of processes with which the run was started.
+      elastic: None if the run always needs all processes.
       fits: whether the layout allows a number of processes.
       now: the time in seconds.
       returns: when each lost process returns.
@@ -66,12 +66,12 @@ class Membership:
     returns: list[float] = field(default_factory=list)
 
     def lose(self, num_lost: int) -> None:
-        """Notes that processes were lost."""
+        """Records that processes were lost."""
         if self.elastic:
             self.returns += [self.now() + self.elastic.return_s] * num_lost
 
     def size(self) -> int:
-        """The most processes that are there and fit; 0 if the run has to wait."""
+        """The largest number of available processes that the layout allows; 0 if the run has to wait."""
         if self.elastic is None:
             return self.num_processes
         now = self.now()
@@ -85,13 +85,13 @@ class Membership:
         return size < self.num_processes and self.size() > size
 
     def wait(self) -> int:
-        """The size, once it is not 0."""
+        """Waits until `size` is not 0, and returns it."""
         while not (size := self.size()):
             time.sleep(min(1.0, max(0.0, min(self.returns) - self.now())))
         return size
 
     def watch(self, size: int) -> Callable[[Sequence[Worker]], bool]:
-        """For `Group.run`: ends an attempt with a checkpoint when more processes can run, once all of them train."""
+        """A poll for `Group.run`: ends an attempt with a checkpoint if more processes can run and all others train."""
 
         def has_grown(workers: Sequence[Worker]) -> bool:
             positions = [worker.position for worker in workers]

@@ -1,4 +1,4 @@
-"""The manifest that runs a program under Kubernetes: a JobSet with a pod for each process, and a headless service."""
+"""Runs a program under Kubernetes, as a JobSet with a pod for each process and a headless service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKERS = "worker"
 CONTAINER = "meshpar"
 PORT = 8476
 SAVE_S = 120
-"""How long a pod that is asked to end has to save a checkpoint."""
+"""Seconds in which a pod that is asked to end may save a checkpoint."""
 BAD_INPUT = 2
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 LONGEST_NAME = 40
@@ -29,15 +29,15 @@ LONGEST_NAME = 40
 class JobSet:
     """A JobSet, `jobset.x-k8s.io/v1alpha2`.
 
-    A pod that is asked to end, by an eviction for example, ends the run after a step with a checkpoint and exit code
-    75. Then all pods start again, as they do after a failure, but without counting it. Bad input fails the JobSet.
+    A pod that is asked to end, for example by an eviction, ends the run after a step with a checkpoint and exit code
+    75. Then all pods start again, as after a failure, but it does not count as a restart. Bad input fails the JobSet.
 
     Args:
       command: the arguments of `meshpar`, such as ["train", "config.yaml"].
       num_processes: number of pods.
-      image: of the container, with meshpar installed, and the config in its working directory.
-      name: of the JobSet, and of its service.
-      run_dir: in one of the volumes; None for a program that does not train.
+      image: the container's image, with meshpar installed, and the config in its working directory.
+      name: the name of the JobSet and of its service.
+      run_dir: a folder in one of the volumes; None for a program that does not train.
       volumes: claim of a persistent volume, which all pods can write -> its path in the container.
       limits: resource -> quantity for a pod, such as {"nvidia.com/gpu": "8"}.
       restarts: the most restarts after failures.
@@ -58,7 +58,7 @@ class JobSet:
     def __post_init__(self) -> None:
         problems = Problems()
         if len(self.name) > LONGEST_NAME or not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", self.name):
-            fix = f"at most {LONGEST_NAME} of a-z, 0-9 and -, from a letter to a letter or digit"
+            fix = f"at most {LONGEST_NAME} of a-z, 0-9 and -; it begins with a letter and ends with a letter or digit"
             problems.add("--name", f"{self.name} is not a name of Kubernetes", fix)
         if self.run_dir and not any(self.run_dir.is_relative_to(path) for path in self.volumes.values()):
             fix = "--volume CLAIM:PATH, and a run_dir in PATH"
@@ -73,7 +73,7 @@ class JobSet:
             "kind": "JobSet",
             "metadata": {"name": self.name},
             "spec": {
-                # The headless service publishes a pod's name before the pod is ready: processes join before they are.
+                # The headless service publishes a pod's name before the pod is ready, because processes join first.
                 "network": {"enableDNSHostnames": True, "subdomain": self.name, "publishNotReadyAddresses": True},
                 "failurePolicy": {"maxRestarts": self.restarts, "rules": _failure_rules()},
                 "replicatedJobs": [job],
@@ -84,7 +84,7 @@ class JobSet:
         return to_yaml(self.manifest())
 
     def submit(self) -> str:
-        """Creates the JobSet; returns what kubectl prints.
+        """Creates the JobSet; returns the output of kubectl.
 
         Raises:
           ConfigError: there is no kubectl, or it refuses the manifest.
@@ -132,7 +132,7 @@ class JobSet:
         return pod
 
     def _variables(self) -> list[dict[str, Any]]:
-        """The environment of a pod. What differs from pod to pod, Kubernetes fills in."""
+        """The environment of a pod. Kubernetes fills in the values that differ between pods."""
         first = f"{self.name}-{WORKERS}-0-0.{self.name}:{PORT}"
         variables = Place("meshpar launch", self.num_processes, 0, first).variables()
         fields = {PROCESS: INDEX, BIND: "status.podIP"}
@@ -159,7 +159,7 @@ def parse_pairs(option: str, words: Sequence[str], separator: str, form: str) ->
 
 
 def named(text: str) -> str:
-    """A name of Kubernetes.
+    """A valid Kubernetes name from any text.
 
     >>> named("Llama_3 8B")
     'llama-3-8b'
@@ -173,7 +173,7 @@ def _on_exit_codes(*codes: int) -> dict[str, Any]:
 
 
 def _failure_rules() -> list[dict[str, Any]]:
-    """What follows when the job fails by its policy; any other failure restarts the JobSet, and counts."""
+    """The actions after the job fails by its policy; any other failure counts as a restart of the JobSet."""
     bad_input = {
         "name": "badInput",
         "action": "FailJobSet",

@@ -1,4 +1,4 @@
-"""Passes the output of a process on: to the terminal as it comes, and to a log line by line."""
+"""Copies the output of a process to the terminal as it arrives, and to a log line by line."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 
 CHUNK_BYTES = 2**16
 END_S = 2.0
-"""How long children of the process may hold its output open after its end."""
+"""Seconds for which children of the process may hold its output open after its end."""
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @contextmanager
 def relayed(log: Path) -> Iterator[tuple[int, int]]:
-    """Yields the standard output and the standard error for a process, to be closed here once it has started.
+    """Yields file descriptors for a process's standard output and error. Close them once the process has started.
 
-    They are terminals if this process writes to a terminal, so that the other one shows its progress bar. If both
-    streams of this process go to one place, both results are the same file, so that lines keep their order.
+    They are terminals if this process writes to a terminal, so that the other process shows its progress bar. If both
+    streams of this process go to one place, both descriptors are the same file, so that lines keep their order.
     """
     with log.open("ab", buffering=0) as lines:
         threads: list[threading.Thread] = []
@@ -61,7 +61,7 @@ def _pass_on(source: int, target: int, lines: FileIO) -> None:
 
 
 def _log(complete: list[bytes], lines: FileIO) -> None:
-    """Writes lines as a terminal shows them at their end."""
+    """Writes each line in the state in which a terminal shows it at its end."""
     for line in complete:
         shown = _CONTROL.sub(b"", line).rstrip(b"\r").rpartition(b"\r")[2]
         with suppress(OSError, ValueError):  # the disk is full, or the log was closed

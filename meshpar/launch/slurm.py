@@ -1,4 +1,4 @@
-"""The batch script that trains under Slurm: one process a task, which JAX joins, and a requeue after a signal."""
+"""Runs a program under Slurm, by a batch script with one process per task and a requeue after a signal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshpar.errors import ConfigError
 from meshpar.mesh.join import INTERRUPTED
 
 WARNING_S = 120
-"""How long before the end of its time a job gets SIGUSR1, to save a checkpoint."""
+"""Seconds before the end of its time at which a job receives SIGUSR1, to save a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Job:
       command: the arguments of `meshpar`, such as ["train", "config.yaml"].
       nodes: number of hosts.
       processes: number of processes on each host.
-      logs: the folder of the job's output, one file a process.
+      logs: the folder of the job's output, with one file per process.
       options: further options of sbatch, such as "--partition=long".
     """
 
@@ -37,8 +37,8 @@ class Job:
     def __str__(self) -> str:
         """The script, for sbatch.
 
-        A signal of Slurm's, or of `scancel --signal`, ends the run after a step with a checkpoint and code 75, on which
-        the script requeues the job. srun ends all processes when one fails.
+        A signal from Slurm, or from `scancel --signal`, ends the run after a step with a checkpoint and exit code 75.
+        The script then requeues the job. srun ends all processes when one fails.
 
         >>> print(Job(["train", "my run.yaml"], 16, 8, Path("run/logs"), ["--gpus-per-node=8"]))
         #!/bin/bash
@@ -82,7 +82,7 @@ class Job:
         return "\n".join(lines) + "\n"
 
     def submit(self) -> str:
-        """Submits the job; returns what sbatch prints.
+        """Submits the job; returns the output of sbatch.
 
         Raises:
           ConfigError: there is no sbatch, or it refuses the job.

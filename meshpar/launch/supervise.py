@@ -1,4 +1,4 @@
-"""Starts a run again after a failure, from its last checkpoint, unless another attempt would fail alike."""
+"""Restarts a run after a failure from its last checkpoint, unless another attempt would fail in the same way."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from meshpar.mesh.join import INTERRUPTED
 from meshpar.progress import say
 
 FINAL = (0, 2, INTERRUPTED)
-"""Exit codes after which no attempt follows: the end, bad input, and a signal to the run."""
+"""Exit codes after which no attempt follows: success, bad input, and a signal to the run."""
 ALIKE = 2
-"""How many attempts in a row may fail at the same checkpoint."""
+"""The number of attempts in a row that may fail at the same checkpoint."""
 
 
 def supervise(
     attempt: Callable[[int], Ended], restarts: int, newest: Callable[[], int | None], members: Membership
 ) -> Ended:
-    """Repeats an attempt until it ends well.
+    """Repeats an attempt until it succeeds.
 
     Args:
-      attempt: runs the program in so many processes.
-      restarts: the most attempts after a failure. An attempt that ends because processes returned is none.
+      attempt: runs the program in the given number of processes.
+      restarts: the most attempts after a failure. An attempt that ended because processes returned does not count.
       newest: the step of the last checkpoint; None without one.
       members: the processes that the run can have.
 
     Returns:
-      How the last attempt ended, and why none follows.
+      The end of the last attempt, and the reason why none follows.
 
     >>> ends = iter([Ended(137, "process 1 was killed"), Ended(0)])
     >>> checkpoints = iter([10, 20])
@@ -64,5 +64,5 @@ def _what_follows(members: Membership) -> str:
     if size == members.num_processes:
         return ""
     if not size:
-        return ", once a process returns: the layout does not allow those that are left"
+        return ", once a process returns: the layout does not allow the remaining number of processes"
     return f" with {size} of {members.num_processes} processes"

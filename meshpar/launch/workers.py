@@ -1,4 +1,4 @@
-"""Processes on this machine that run one program: they start together, and none outlives a peer that failed."""
+"""Runs one program in several processes of this machine: they start together, and none outlives a failed peer."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from meshpar.mesh.join import DUMP, INTERRUPTED, LIFELINE, LOOPBACK, SIGNALS, ST
 
 POLL_S = 0.1
 GRACE_S = 5.0
-"""How long processes may take to end by themselves after a peer has failed. Without it they cannot save."""
+"""Seconds in which processes may end by themselves after a peer has failed. Without the peer they cannot save."""
 AFTER_KILL_S = 1.0
-"""The same after a peer was killed: whatever it did, the others wait for it in a collective."""
+"""`GRACE_S` after a peer was killed: the others can only wait for it in a collective."""
 DUMP_S = 1.0
-"""How long processes have to print their stacks."""
+"""Seconds in which processes print their stacks."""
 HUNG = 124
-"""The exit code of a program that hangs, as that of `timeout`."""
+"""The exit code of a program that hangs, which `timeout` uses too."""
 QUOTED_LINES = 15
 GPUS = Path("/proc/driver/nvidia/gpus")
 LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"
-"""JAX's variable with the numbers of the GPUs that a process uses."""
+"""JAX's environment variable with the numbers of the GPUs that a process uses."""
 ATTEMPT = "--- "
-"""What begins the line of a log at which an attempt starts."""
+"""The prefix of the log line at which an attempt starts."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Worker:
     Args:
       log: the file of its output.
       cursor: the file with its position.
-      stacks: the file of its Python stacks, which it writes when it gets `DUMP`.
-      is_shown: whether it prints to the terminal too.
+      stacks: the file of its Python stacks, which it writes when it receives `DUMP`.
+      is_shown: whether it also prints to the terminal.
     """
 
     index: int
@@ -57,13 +57,13 @@ class Worker:
 
     @property
     def code(self) -> int | None:
-        """Its exit code, as a shell counts it; None while it runs."""
+        """The exit code that a shell would report; None while the process runs."""
         code = self.process.poll()
         return 128 - code if code is not None and code < 0 else code
 
     @property
     def is_killed(self) -> bool:
-        """Whether a signal ended it. JAX aborts processes whose peer is gone, so SIGABRT does not count."""
+        """Whether a signal ended the process. JAX aborts processes whose peer is gone, so SIGABRT does not count."""
         code = self.process.returncode
         return code is not None and code < 0 and code != -signal.SIGABRT
 
@@ -78,11 +78,11 @@ class Worker:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended.
+    """The end of a program.
 
     Args:
-      code: the exit code of the process that failed first; 0 if none failed, `HUNG` if none went on.
-      why: who failed and how, in several lines.
+      code: the exit code of the process that failed first; 0 if none failed, `HUNG` if none made progress.
+      why: the process that failed and the reason, in several lines.
       num_lost: how many processes were killed by others, or no longer answered.
       is_asked: whether `each_poll` of `Group.run` ended it.
     """
@@ -101,15 +101,15 @@ def never(workers: Sequence[Worker]) -> bool:
 class Group:
     """Several processes that run the same command.
 
-    Each process appends to `logs/process-N.log`; the first prints to the terminal too. Signals go to all processes.
-    When one fails, the others have `GRACE_S` to end. If this process ends, however it does, all of them end at once.
+    Each process appends to `logs/process-N.log`; the first also prints to the terminal. Signals go to all processes.
+    When one fails, the others have `GRACE_S` to end. If this process ends in any way, all of them end at once.
 
     Args:
       command: a program that calls `meshpar.join`, and its arguments.
-      logs: a folder, which exists.
-      port: where the first process listens; None for a free one.
-      host: the address of the interface at which it listens.
-      hang_s: for how many seconds processes may not begin a step before the program counts as hung.
+      logs: an existing folder.
+      port: the port at which the first process listens; None for a free one.
+      host: the address of the interface at which the first process listens.
+      hang_s: seconds without a new step after which the program counts as hung.
       is_quiet: whether the first process prints nothing to the terminal.
       num_gpus: GPUs of this machine that each process uses; 0 leaves it to JAX.
     """
@@ -124,13 +124,13 @@ class Group:
     num_gpus: int = 0
 
     def run(self, each_poll: Callable[[Sequence[Worker]], bool] = never) -> Ended:
-        """Runs the program to its end.
+        """Runs the program until it ends.
 
         Args:
-          each_poll: is called every `POLL_S` with the processes; when it returns True, they save a checkpoint and end.
+          each_poll: called every `POLL_S` with the processes; if it returns True, they save a checkpoint and end.
         """
         address = f"{self.host}:{self.port or free_port(self.host)}"
-        shutil.rmtree(self._cursors, ignore_errors=True)  # an attempt before may have had more processes
+        shutil.rmtree(self._cursors, ignore_errors=True)  # an earlier attempt may have had more processes
         self._cursors.mkdir(exist_ok=True)
         with ExitStack() as stack:
             lifeline, held = os.pipe()
@@ -173,7 +173,7 @@ class Group:
                 stdout=output,
                 stderr=errors,
                 pass_fds=(lifeline,),
-                start_new_session=True,  # the terminal's Ctrl-C comes to this process, which forwards it to all alike
+                start_new_session=True,  # the terminal's Ctrl-C reaches only this process, which forwards it to all
             )
         return Worker(place.index, process, log, position, stacks, is_shown)
 
@@ -184,14 +184,14 @@ class Group:
         num_sent = 0
         is_asked = False
         while any(worker.code is None for worker in workers):
-            # After a signal to all, the first process may write the checkpoint for longer than the others.
+            # After a signal to all, the first process may take longer than the others to write the checkpoint.
             if failed := _failed([worker for worker in workers if worker.code != INTERRUPTED]):
                 return _end_others(failed, workers)
             if not is_asked and each_poll(workers):
                 is_asked = True
                 _send(workers, signal.SIGTERM)
             if len(signals) > num_sent:
-                # A second signal ends processes at once, as it does for a single one.
+                # A second signal ends the processes at once, as it ends a single process.
                 _send(workers, signal.SIGKILL if num_sent else signals[0])
                 num_sent += 1
             positions = [worker.position for worker in workers]
@@ -203,7 +203,7 @@ class Group:
 
 
 def is_hung(positions: Sequence[Position | None], limit_s: float) -> bool:
-    """Whether nothing moves. Compiling, evaluations and checkpoints may take long, if all processes are at them."""
+    """Whether no process makes progress. If none trains, they may take long to compile, evaluate or save."""
     known = [position for position in positions if position]
     is_still = len(known) == len(positions) and all(position.age_s > limit_s for position in known)
     return is_still and any(position.phase == "trains" for position in known)
@@ -223,13 +223,13 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 def _failed(workers: Sequence[Worker]) -> Worker | None:
-    """The process that failed first: one that was killed, rather than its peers, which fail in the next collective."""
+    """The process that failed first. A killed process comes before its peers, which fail in the next collective."""
     failed = [worker for worker in workers if worker.code]
     return max(failed, key=lambda worker: worker.is_killed, default=None)
 
 
 def _end_others(failed: Worker, workers: Sequence[Worker]) -> Ended:
-    """Ends the peers of a process that failed: they wait for it, or end after the same signal."""
+    """Ends the peers of a failed process: they wait for it, or are ending after the same signal."""
     num_lost = sum(worker.is_killed for worker in workers)
     _send(workers, signal.SIGTERM)
     grace_s = min(GRACE_S, AFTER_KILL_S) if failed.is_killed else GRACE_S
@@ -249,7 +249,7 @@ def _end_others(failed: Worker, workers: Sequence[Worker]) -> Ended:
 
 
 def _end_hung(workers: Sequence[Worker], positions: Sequence[Position | None]) -> Ended:
-    """Ends processes that wait for each other; says where each is, first those that do not answer, or are behind."""
+    """Ends processes that wait for each other; reports their positions, first of those that hang or lag behind."""
     _send(workers, DUMP)
     time.sleep(DUMP_S)
     _kill(workers)
@@ -278,7 +278,7 @@ def _kill(workers: Sequence[Worker]) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The signals that came, in order, while it is open."""
+    """Yields a list that receives the signals to this process, in order, inside the `with` block."""
     came: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,13 +1,12 @@
-"""The persistent compilation cache: programs that were compiled by earlier processes are loaded from disk.
+"""The persistent compilation cache: a process loads programs from disk that an earlier process compiled.
 
-JAX's own cache is used, in a folder of the user's cache directory. An entry is found by a hash of the program with its
-source lines, the compiler's options and version, XLA_FLAGS and the kind of devices, so a changed model is compiled
-anew, and a report never shows the source lines of an older program.
+It is JAX's own cache, in a folder of the user's cache directory. The key of an entry is a hash of the program with its
+source lines, the compiler's options and version, XLA_FLAGS and the kind of devices. So a changed model is compiled
+again, and a report never shows the source lines of an older program.
 
-Safety: an entry contains machine code, which XLA:CPU compiles for the CPU at hand without regard to others that share
-the disk (openxla/xla#44565), so each kind of CPU has a folder of its own. Only its owner can write there. An entry that
-a process was writing when it was killed is removed by the next process. An entry that cannot be decompressed is not
-used, with a warning.
+Safety: an entry contains machine code for the CPU that compiled it, which another CPU that shares the disk may not be
+able to run (openxla/xla#44565). So each kind of CPU has its own folder, in which only the owner can write. The next
+process removes an entry whose writer was killed. An entry that cannot be decompressed is not used, with a warning.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ _OF_THE_CPU = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
 def enable() -> None:
     """Stores compiled programs in `folder()`, and loads them from there.
 
-    It changes nothing where the user configured JAX's cache: JAX_COMPILATION_CACHE_DIR is the place and
-    JAX_ENABLE_COMPILATION_CACHE=false turns it off. Joined processes must find the same programs, or those that compile
-    wait for the others: if they are on several machines, they have a cache only in a shared folder, which the user must
-    name.
+    The user's configuration of JAX's cache comes first: JAX_COMPILATION_CACHE_DIR names another folder, and
+    JAX_ENABLE_COMPILATION_CACHE=false turns the cache off. Joined processes must all find a program or all compile it;
+    otherwise some wait for others. So processes on several machines have a cache only if JAX_COMPILATION_CACHE_DIR
+    names a shared folder.
 
     Warns:
       RuntimeWarning: the folder cannot be written; programs are compiled, and not stored.
@@ -73,13 +72,13 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Compiles every program anew from here on."""
+    """Turns the cache off for the rest of the process."""
     _set(False)
 
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Compiles every program within anew."""
+    """Turns the cache off inside the `with` block."""
     before = _is_enabled()
     _set(False)
     try:
@@ -98,8 +97,8 @@ def folder() -> Path:
 def remove_unfinished(entries: Path) -> None:
     """Removes the entries without a time of last use, which JAX writes last.
 
-    JAX writes an entry in place and never overwrites one. Without this a process that is killed meanwhile would leave
-    half an entry, which all later processes would read in vain.
+    JAX writes an entry in place and never overwrites one. A process that is killed while it writes leaves a part of an
+    entry, which every later process would try to read.
     """
     for entry in entries.glob("*-cache"):
         last_used = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
@@ -110,7 +109,7 @@ def remove_unfinished(entries: Path) -> None:
 
 
 def _fingerprint() -> str:
-    """A hash of the CPU's model and instructions; of the machine's name where the kernel does not say them."""
+    """A hash of the CPU's model and instructions; of the machine's name if the kernel does not report them."""
     lines: list[str] = []
     with suppress(OSError):
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
@@ -123,6 +122,6 @@ def _is_enabled() -> bool:
 
 
 def _set(enabled: bool) -> None:
-    """JAX decides at its first program whether it has a cache; only a reset lets it decide again."""
+    """JAX reads this option at its first program; a reset makes it read the option again."""
     jax.config.update("jax_enable_compilation_cache", enabled)
     compilation_cache.reset_cache()

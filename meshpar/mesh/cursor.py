@@ -1,4 +1,4 @@
-"""Where a process is: its step and phase, in a small file that the launcher reads when a run hangs."""
+"""Records the step and the phase of a process in a small file, which the launcher reads when a run hangs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 import jax
 
 CURSORS = Path("logs/cursors")
-"""The folder of the files in a run directory: a file a process, named by its index."""
+"""The folder in a run directory that contains one file for each process, named by its index."""
 FILE = "MESHPAR_CURSOR"
-"""The variable with which `meshpar launch` names the file of a process."""
+"""The environment variable with which `meshpar launch` names the file of a process."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """A position of a process.
+    """The position of a process.
 
     Args:
-      step: the last step that it began.
-      phase: what it does, such as "evaluates".
-      age_s: for how long it has been there.
+      step: the last step that the process began.
+      phase: the activity of the process, such as "evaluates".
+      age_s: seconds since the process wrote this position.
     """
 
     step: int
@@ -34,7 +34,7 @@ class Position:
 
 
 class Cursor:
-    """Writes the position of this process; without a file, nothing. A write takes about a microsecond.
+    """Writes the position of this process to a file; does nothing without one. A write takes about a microsecond.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -56,7 +56,7 @@ class Cursor:
 
 
 def of_process(run_dir: Path) -> Cursor:
-    """Its file is the one that `meshpar launch` names, or one in `run_dir`; a process that is alone has none."""
+    """This process's cursor, in the file that `meshpar launch` names or in `run_dir`; a single process has no file."""
     if file := os.environ.get(FILE):
         return Cursor(Path(file))
     return Cursor(run_dir / CURSORS / str(jax.process_index()) if jax.process_count() > 1 else None)

@@ -15,7 +15,7 @@ _PLUGIN_FAILED = "Jax plugin configuration error: Exception when calling jax_plu
 
 
 def is_installed(root: Path = Path("/")) -> bool:
-    """Whether there is any sign of a driver: its devices, its folder in /proc, its tool, or WSL's device."""
+    """Whether there is a sign of a driver: its devices, its folder in /proc, `nvidia-smi`, or WSL's device."""
     devices = [*root.glob("dev/nvidia*"), *root.glob("dev/dxg"), *root.glob("proc/driver/nvidia")]
     return bool(devices) or shutil.which("nvidia-smi") is not None
 

@@ -1,4 +1,4 @@
-"""All hardware figures of meshpar: as the makers state them, nothing measured and nothing guessed."""
+"""All hardware figures of meshpar, each with its public source; none is measured or guessed by meshpar."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _gpu(
     description: str, major: int, cores: int, fpus_per_core: int, clock_ghz: float, memory_bytes: int,
     memory_bytes_per_s: int, l2_bytes: int, shared_per_core: int, shared_per_block: int,
 ) -> str:  # fmt: skip
-    """What XLA's GPU compiler needs to know of a device: the figures that the device itself reports."""
+    """The description of a device for XLA's GPU compiler, from the figures that the device itself reports."""
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048

@@ -17,20 +17,20 @@ from meshpar.errors import MeshError
 from meshpar.mesh import roll_call
 
 COORDINATOR, NUM_PROCESSES, PROCESS = "MESHPAR_COORDINATOR", "MESHPAR_NUM_PROCESSES", "MESHPAR_PROCESS"
-"""The variables with which `meshpar launch` tells a process its place."""
+"""The environment variables in which `meshpar launch` passes a process its place."""
 BIND = "MESHPAR_BIND"
-"""The address of this host at which the first process listens; without it, that of the coordinator."""
+"""The address of this host at which the first process listens; by default the coordinator's address."""
 LIFELINE = "MESHPAR_LIFELINE"
-"""The file descriptor of a pipe that `meshpar launch` holds open as long as it lives."""
+"""The file descriptor of a pipe that stays open while `meshpar launch` lives."""
 
 DUMP = signal.SIGUSR2
 STACKS = "MESHPAR_STACKS"
-"""The file to which a process writes all its stacks when it gets `DUMP`."""
+"""The file to which a process writes the stacks of all threads when it receives `DUMP`."""
 
 TIMEOUT_S = 120
 """How long a process waits for the others to start. Hosts of a cluster may start minutes apart."""
 TIMEOUT = "MESHPAR_JOIN_TIMEOUT"
-"""The variable with another number of seconds."""
+"""The environment variable that overrides `TIMEOUT_S`."""
 HEARTBEAT_S = 30
 SHUTDOWN_S = 15
 
@@ -39,7 +39,7 @@ NODES = "SLURM_STEP_NODELIST"
 LAST_PORT, NUM_PORTS = 65535, 4096
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""The signals that end a run after its step. Slurm sends the last one, if asked, some time before it ends a job."""
+"""The signals that end a run after its step. Slurm can send SIGUSR1 some time before it ends a job."""
 INTERRUPTED = 75
 """The exit code of a run that such a signal ended: EX_TEMPFAIL of sysexits.h, on which schedulers restart a job."""
 
@@ -48,10 +48,10 @@ SLURM = "Slurm"
 
 
 class _Launcher(NamedTuple):
-    """A launcher of others.
+    """A launcher other than `meshpar launch`.
 
     Args:
-      counts: variables with the number of processes. The first is set only for those that run together.
+      counts: variables with the number of processes. The first is set only in processes that were started together.
       index: the variable with the index of this process; None if JAX cannot join them.
       alone: the command that starts a single process.
     """
@@ -70,10 +70,10 @@ _LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Place:
-    """The place of this process among those of a program.
+    """The place of this process among the processes of a program.
 
     Args:
-      launcher: who started the processes.
+      launcher: the program that started the processes.
       coordinator: host:port at which the first process listens; None if JAX finds it.
     """
 
@@ -89,7 +89,7 @@ class Place:
 
 
 def place() -> Place | None:
-    """Where a launcher put this process; None if it is alone.
+    """The place that a launcher gave this process; None if no launcher started several.
 
     Raises:
       MeshError: the variables contradict each other.
@@ -114,7 +114,10 @@ def join() -> Place | None:
       The place of this process; None if it is alone.
 
     Raises:
-      MeshError: others did not come within `TIMEOUT_S`, and it names them; or the port is in use.
+      MeshError: processes did not connect within `TIMEOUT_S`, and the error names them; or the port is in use.
+
+    >>> join() is None  # a single process
+    True
     """
     _obey_launcher()
     mine = place()
@@ -151,13 +154,13 @@ def join() -> Place | None:
 
 
 def is_on_one_host() -> bool:
-    """Whether all processes are on this machine: the first one listens at loopback."""
+    """Whether all processes are on this machine, because the first one listens at loopback."""
     mine = place()
     return mine is not None and str(mine.coordinator).startswith(f"{LOOPBACK}:")
 
 
 def share(num_devices: int) -> int:
-    """How many of so many simulated devices this process has: all of them, if it is not joined with others.
+    """The number of simulated devices of this process, if all joined processes together have `num_devices`.
 
     Raises:
       MeshError: the processes cannot share them evenly.
@@ -172,7 +175,7 @@ def share(num_devices: int) -> int:
 
 
 def check_joined() -> None:
-    """Refuses processes that a launcher started but that are not joined: each would train alone, in the same run_dir.
+    """Refuses a process that is not joined with the others of its launcher: each would train alone, in one run_dir.
 
     Raises:
       MeshError: there are several processes, and they were not joined.
@@ -184,7 +187,7 @@ def check_joined() -> None:
         count = os.environ.get(variable, "")
         if count.isdecimal() and int(count) > 1:
             what = f"{name} started {count} processes ({variable}={count}), and they are not joined"
-            why = "each would be a run of its own in the same run_dir"
+            why = "each would be a separate run in the same run_dir"
             others = "join them: `srun meshpar train`, or meshpar.join() before meshpar.fit"
             raise MeshError(f"{what}: {why}; start one ({launcher.alone}), or {others}")
 
@@ -199,7 +202,7 @@ def _number(variable: str) -> int:
 def _slurm_coordinator() -> str | None:
     """The address at which the first task of a step of Slurm listens; None if JAX has to find it.
 
-    The first host has the first task. A step on one host stays on loopback. The port depends on the job, as JAX's does.
+    The first task runs on the first host. A step on one host uses loopback. The port depends on the job, as JAX's does.
     """
     hosts = re.match(r"(?P<prefix>[^\[,]+)(\[(?P<first>\w+)[^\]]*\](?P<suffix>[^,]*))?", os.environ.get(NODES, ""))
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -212,7 +215,7 @@ def _slurm_coordinator() -> str | None:
 
 
 def _listens_at(mine: Place) -> str:
-    """The address at which the coordinator listens: that of its host, or all addresses if it is not known."""
+    """The address at which the coordinator listens: its host's, or all addresses if the host's is unknown."""
     host, _, port = str(mine.coordinator).rpartition(":")
     if mine.launcher != SLURM or host == LOOPBACK:
         return f"{os.environ.get(BIND, host)}:{port}"
@@ -220,12 +223,12 @@ def _listens_at(mine: Place) -> str:
         address = socket.gethostbyname(host)
     except OSError:
         address = LOOPBACK
-    # A host may know itself by loopback, where the others do not reach it.
+    # A host may resolve its own name to loopback, where other hosts cannot reach it.
     return f"0.0.0.0:{port}" if address.startswith("127.") else f"{address}:{port}"
 
 
 def _obey_launcher() -> None:
-    """Ends this process as soon as the launcher is gone, however it ended; writes all stacks when it sends `DUMP`."""
+    """Ends this process when the launcher ends, in whatever way; writes all stacks when the launcher sends `DUMP`."""
     if LIFELINE not in os.environ:
         return
     stacks = open(os.environ[STACKS], "w")  # noqa: SIM115 (open as long as the process)

@@ -1,12 +1,13 @@
 """The device mesh: seven named axes over the available devices.
 
-The axes are ordered by the networks that they usually span, slow to fast. Every mesh has all seven, so that every name
-is always bound; an axis of size 1 appears in no sharding.
+The axes are ordered by the networks that they usually span, slow to fast. Every mesh has all seven, so code can use
+every name on every mesh. An axis of size 1 appears in no sharding.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -53,8 +54,8 @@ class AxisSizes(Config):
 class MeshLayout(AxisSizes):
     """Sizes inside a slice (or host, or the whole machine), and across slices in `dcn`.
 
-    One size may be -1: it is computed from the number of devices. The size of an axis in the mesh is its size inside a
-    slice times its size across slices.
+    One size may be -1, and is then computed from the number of devices. The size of an axis in the mesh is its size
+    inside a slice times its size across slices.
 
     Raises:
       MeshError: the product of the sizes is not the number of devices; the text lists sizes that would fit.
@@ -111,7 +112,7 @@ class MeshLayout(AxisSizes):
         """The mesh without devices, which is enough to resolve, explain and trace.
 
         Args:
-          platform: the one that programs are traced for, such as `gpu`; None if it is not known, and as on CPUs then.
+          platform: the platform that programs are traced for, such as `gpu`; None traces for CPUs.
         """
         inside = self.resolved(num_devices or self.requested() or 1)
         sizes = tuple(inside[axis] * self._across[axis] for axis in AXES)
@@ -119,7 +120,7 @@ class MeshLayout(AxisSizes):
         return AbstractMesh(sizes, AXES, axis_types=_AXIS_TYPES, abstract_device=device)
 
     def _refuse(self, devices: Sequence[jax.Device]) -> None:  # pyright: ignore[reportInvalidTypeForm]
-        """Raises the error of too few devices, with how to get more."""
+        """Raises the error of too few devices, with a way to get more."""
         try:
             self.resolved(len(devices))
         except MeshError as error:
@@ -187,5 +188,37 @@ def _arrange(devices: Sequence[jax.Device], inside: tuple[int, ...], across: tup
         whole = tuple(i * a for i, a in zip(inside, across, strict=True))
         return np.asarray(devices).reshape(whole)
     if math.prod(across) > 1:
-        return mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
+        by_host = devices[0].platform == "gpu" and len({device.slice_index for device in devices}) == 1
+        slices: dict[int, list[jax.Device]] = defaultdict(list)  # pyright: ignore[reportInvalidTypeForm]
+        for device in devices:
+            slices[device.process_index if by_host else device.slice_index].append(device)
+        return mesh_utils.create_hybrid_device_mesh(
+            inside, across, _stages_outermost(slices, across),
+            process_is_granule=by_host, should_sort_granules_by_key=False, allow_split_physical_axes=True,
+        )  # fmt: skip
     return mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=True)
+
+
+def _stages_outermost(slices: dict[int, list[jax.Device]], across: Sequence[int]) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
+    """The devices of all slices, in the order of `slices_by_stage`.
+
+    Raises:
+      MeshError: there are not as many slices as the sizes say.
+    """
+    numbers = sorted(slices)
+    if len(numbers) != math.prod(across):
+        sizes = describe_sizes(dict(zip(AXES, across, strict=True)))
+        what = f"the sizes multiply to {math.prod(across)}, and the devices are in {len(numbers)} slices"
+        raise MeshError(f"mesh.dcn ({sizes}): {what}; of GPUs, each host is a slice")
+    return [device for place in slices_by_stage(across).ravel() for device in slices[numbers[place]]]
+
+
+def slices_by_stage(across: Sequence[int]) -> np.ndarray:
+    """The number of each slice of a mesh across slices, where stages of a pipeline are outermost.
+
+    Stages send least, so they are farthest from each other, and each has slices, or hosts, of its own.
+    """
+    stages = AXES.index("pipe")
+    sizes = [*across]
+    outermost = [sizes.pop(stages), *sizes]
+    return np.moveaxis(np.arange(math.prod(across)).reshape(outermost), 0, stages)

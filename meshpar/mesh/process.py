@@ -23,15 +23,19 @@ _TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds"
 def simulate(num_devices: int) -> None:
     """Makes the CPU backend present itself as `num_devices` devices; other backends do not change.
 
-    Call it before JAX looks for its devices, which it does only once. More than `MOST` devices are not simulated.
+    Call it before JAX looks for its devices, which it does only once. More than 1024 devices are not simulated. Joined
+    processes share the devices evenly.
 
     On a loaded machine a simulated device may wait long for its peers, so the time-out of collectives is raised from 40
     seconds to 10 minutes, unless XLA_FLAGS sets it.
 
-    Several processes that are joined share them.
-
     Raises:
       MeshError: JAX has started already, with another number of CPU devices; or the processes cannot share them evenly.
+
+    >>> import meshpar
+    >>> meshpar.simulate(8)
+    >>> jax.device_count()
+    8
     """
     try:
         _configure(join.share(num_devices))
@@ -43,8 +47,8 @@ def simulate(num_devices: int) -> None:
 def devices(least: int) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
     """All devices. A machine without an accelerator simulates `least` CPU devices, and logs a warning.
 
-    It does not if the number of CPU devices is configured, or if JAX has started already, because JAX looks for devices
-    only once. An accelerator is never replaced.
+    Nothing is simulated if the number of CPU devices is configured, or if JAX has started already, because JAX looks
+    for devices only once. An accelerator is never replaced.
     """
     configured: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     is_set = configured >= 0 or _FORCED in os.environ.get("XLA_FLAGS", "") or jax.distributed.is_initialized()
@@ -60,7 +64,7 @@ def devices(least: int) -> list[jax.Device]:  # pyright: ignore[reportInvalidTyp
 
 
 def more_devices(num_devices: int, platform: str) -> tuple[str, str]:
-    """Why there are not more devices, and how to get `num_devices`."""
+    """The reason why there are too few devices, and the way to get `num_devices`."""
     if num_devices > MOST:
         why = f"a CPU presents itself as {MOST} devices at most"
         return why, "meshpar explain needs no devices, and meshpar inspect --target compiles for another machine"

@@ -1,6 +1,6 @@
-"""Waits until all processes of a program are there, and names those that are missing.
+"""Waits until all processes of a program have connected, and names the missing ones.
 
-JAX's own wait ends in an abort with a C++ stack, which names nobody and cannot be caught.
+JAX's own wait ends in an abort with a C++ stack. It does not name the missing processes, and cannot be caught.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LONGEST = 2**16
 
 
 def listen(address: str, num_processes: int, timeout_s: float) -> None:
-    """Calls the roll, as the first process does. The port is free again afterwards.
+    """Waits in the first process until all others have connected. The port is free again afterwards.
 
     Args:
       address: host:port of this host.
 
     Raises:
-      MeshError: processes did not come in time; or nothing can listen at the address.
+      MeshError: processes did not connect in time; or this process cannot listen at the address.
     """
     deadline = time.monotonic() + timeout_s
     with ExitStack() as stack:
@@ -34,7 +34,7 @@ def listen(address: str, num_processes: int, timeout_s: float) -> None:
         came: dict[int, socket.socket] = {}
         while len(came) < num_processes - 1 and (left := deadline - time.monotonic()) > 0:
             server.settimeout(left)
-            with suppress(OSError, ValueError):  # the time is over, or somebody else connected
+            with suppress(OSError, ValueError):  # the time is over, or another program connected
                 connection = stack.enter_context(server.accept()[0])
                 connection.settimeout(ANSWER_S)
                 came[int(_line(connection).removeprefix(GREETING))] = connection
@@ -48,13 +48,13 @@ def listen(address: str, num_processes: int, timeout_s: float) -> None:
 
 
 def answer(address: str, index: int, timeout_s: float) -> None:
-    """Answers the first process, and waits until it has called everybody.
+    """Connects to the first process, and waits until all processes have connected to it.
 
     Args:
       address: host:port of the first process.
 
     Raises:
-      MeshError: the first process, or another one, did not come in time.
+      MeshError: the first process, or another one, did not connect in time.
     """
     deadline = time.monotonic() + timeout_s
     host, _, port = address.rpartition(":")
@@ -70,12 +70,12 @@ def answer(address: str, index: int, timeout_s: float) -> None:
             continue
         if heard == COMPLETE:
             return
-        raise MeshError(heard.decode(errors="replace") or f"process 0 at {address} ended before all processes came")
+        raise MeshError(heard.decode(errors="replace") or f"process 0 at {address} ended before all had connected")
     raise MeshError(f"process 0 did not reach {address} within {timeout_s:.0f} s{why}")
 
 
 def check_free(address: str) -> None:
-    """Raises MeshError if nothing can listen at an address."""
+    """Raises MeshError if this process cannot listen at an address."""
     _server(address).close()
 
 
@@ -91,7 +91,7 @@ def _server(address: str) -> socket.socket:
 
 
 def _line(connection: socket.socket) -> str:
-    """What the other side sends, up to the end of the line or of the connection."""
+    """The text that the other side sends, up to the end of the line or of the connection."""
     text = b""
     while len(text) < LONGEST and not text.endswith(b"\n") and (more := connection.recv(LONGEST)):
         text += more

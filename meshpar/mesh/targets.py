@@ -1,9 +1,9 @@
-"""Target machines: descriptions of their devices for which the compilers compile real programs, without the hardware.
+"""Target machines: descriptions of devices, for which XLA compiles real programs without the hardware.
 
     v5e:16x16    a slice of TPU chips, by the shape of its torus
     h100:64x8    64 hosts of 8 GPUs
 
-Programs are compiled and judged by their text; nothing runs. TPUs need libtpu, GPUs the CUDA plugin.
+Programs are compiled, and reports are read from their text; nothing runs. TPUs need libtpu, GPUs the CUDA plugin.
 """
 
 from __future__ import annotations
@@ -39,9 +39,6 @@ class Target:
       text: the machine as the user wrote it.
       chip: the kind of its chips.
       shape: chips along each side of a TPU's torus; or hosts, and GPUs per host.
-
-    Raises:
-      MeshError: no machine matches the text.
 
     >>> parse("v5p:4x4x8").num_chips
     128
@@ -81,7 +78,14 @@ class Target:
 
 
 def parse(text: str) -> Target:
-    """Reads a machine, such as `v5e:16x16`."""
+    """Reads a machine, such as `v5e:16x16`.
+
+    Raises:
+      MeshError: no machine matches the text; or it has different chips, which no compiler knows.
+    """
+    if "+" in text:
+        why = "no compiler knows a machine of different chips"
+        raise MeshError(f"--target {text}: {why}; `meshpar plan` estimates one, without --compile")
     match = _FORM.match(text)
     if not match:
         raise MeshError(f"--target {text}: not a machine; write chip:shape, as in v5e:4x4, v5p:4x4x4 or h100:4x8")

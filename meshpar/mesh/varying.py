@@ -42,12 +42,12 @@ def varying(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """`x`, typed as varying over the axes of `like` too, as the initial carry of a loop has to be."""
+    """`x`, typed as varying over the axes of `like` too; the first carry of a loop needs the type of the last one."""
     return varying(x, tuple(sorted(varies_over(like))))
 
 
 def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, each typed as varying over the axes of all of them, as the operands of a `custom_vjp` have to be."""
+    """The arrays, each typed as varying over the axes of all; `custom_vjp` needs one type for its operands."""
     axes = tuple(sorted(frozenset().union(*map(varies_over, arrays))))
     return tuple(varying(x, axes) for x in arrays)
 
@@ -80,10 +80,10 @@ def _to_first_device(grad: Any, _: Any, *, axes: Axes) -> tuple[jax.Array]:
 
 
 def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose code does not say over which axes its results vary, such as a Pallas kernel that JAX provides.
+    """Wraps a function that does not type the axes over which its results vary, such as a Pallas kernel of JAX.
 
-    Each result is typed as varying over the axes of all arguments. It cannot be differentiated: use it inside the two
-    functions of a `custom_vjp`. A device computes with its own arguments; the function must not communicate.
+    Each result is typed as varying over the axes of all arguments. The function must not communicate: every device
+    computes with its own arguments. It cannot be differentiated; use it inside the two functions of a `custom_vjp`.
     """
 
     def typed(*args: Any) -> Any:

@@ -98,8 +98,8 @@ class ModelProgram:
     Args:
       forward: (params, batch, key) -> `Outputs`; None if the model has a loss of its own only.
       uses_rng: whether `loss` draws random numbers.
-      state: parameters that no gradient changes, but each step; None if there are none.
-      has_own_arrays: platform -> whether a step there is faster with arrays for each layer instead of stacks.
+      state: parameters that each step changes without a gradient; None if there are none.
+      has_own_arrays: platform -> whether its steps are faster with arrays for each layer instead of stacks.
       parts: the model's parts for a pipeline; None if it cannot be divided into stages.
     """
 
@@ -155,10 +155,11 @@ class ModelContract(Config):
         return None
 
     def vocabulary(self) -> Vocabulary | Unsupported:
+        """The number of token ids, and the rows of the embedding."""
         return Unsupported(f"the vocabulary of a model of kind {self._name} is not known from its config")
 
     def manual_lowering(self) -> Literal[True] | Unsupported:
-        """Whether its code computes with local shards, and contains the communication for them."""
+        """Whether the model's code computes with local shards, and contains the communication for them."""
         return Unsupported(f"a model of kind {self._name} is not written for local shards")
 
     def layer_stack(self) -> LayerStack | Unsupported:

@@ -34,7 +34,7 @@ MATMUL = {
 
 
 class DecoderModel(Decoder, ModelContract):
-    """Base of the decoder families. The file of each also contains the map of Hugging Face's names and keys."""
+    """Base class of the decoder families. The file of a family also maps Hugging Face's names and keys to it."""
 
     def program(self, task: Task) -> ModelProgram:
         def build(rngs: nnx.Rngs) -> Transformer:
@@ -120,10 +120,10 @@ class DecoderModel(Decoder, ModelContract):
         if self.experts is None:
             return {}
         total = sum(spec.size for spec in flatten_with_paths(self.array_specs()).values())
-        routed = len(self.layers_in(BLOCKS)) * self.mlp.num_matrices * self.hidden_size * self.experts.intermediate_size
+        num_sparse = len(self.layers_in(BLOCKS))
+        routed = num_sparse * self.mlp.num_matrices * self.hidden_size * self.experts.intermediate_size
         active = total - (self.experts.num - self.experts.per_token) * routed
         parameters = f"{active / 1e9:.3g} of {total / 1e9:.3g} billion parameters are active"
-        num_sparse = len(self.layers_in(BLOCKS))
         some = f"; in {num_sparse} of {self.num_layers} layers" if num_sparse < self.num_layers else ""
         return {"model.experts": f"{self.experts.describe(ctx, task.seq_len)}{some}; {parameters}"}
 

@@ -1,4 +1,4 @@
-"""The types that map Hugging Face's format to a model: keys of `config.json`, names and shapes of tensors."""
+"""The types that map Hugging Face's format to a model: keys of `config.json`, and names and shapes of tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Foreign:
-    """A tensor of Hugging Face, a matrix or a vector, that contains one or several of our parameters.
+    """A tensor of Hugging Face, a matrix or a vector, that contains one or more of our parameters.
 
     Args:
       parts: paths of our parameters, which are concatenated along their outputs.
@@ -45,7 +45,7 @@ class Foreign:
 LAYER = "*"
 EXPERT = "#"
 Names = dict[str, Foreign]
-"""Name of a tensor -> its parameters. `LAYER` and `EXPERT` stand in place of the numbers of a layer and an expert."""
+"""Name of a tensor -> its parameters. `LAYER` and `EXPERT` stand for the index of a layer and of an expert."""
 
 
 def linear(*parts: str, inputs: int = 1) -> Foreign:
@@ -94,7 +94,7 @@ class Rope(pydantic.BaseModel):
 
 
 class Given(pydantic.BaseModel):
-    """The keys of a `config.json` that are read, except sizes. A key that is null counts as missing."""
+    """The keys of a `config.json` that an `Architecture` reads, except sizes. A key that is null counts as missing."""
 
     model_config = pydantic.ConfigDict(strict=True)
 
@@ -123,10 +123,10 @@ class Architecture:
     """Maps one `model_type` of Hugging Face to a kind of model of ours, for reading and writing.
 
     Args:
-      called: the name of its class in transformers.
-      names: its tensors.
+      called: the name of the architecture's class in transformers.
+      names: the tensors of its checkpoints.
       keys: key of `config.json` -> field of our model with the same value.
-      read: config -> our model's other fields; reports values that are not supported.
+      read: config -> our model's other fields; it reports values that are not supported.
       write: our model -> the other keys of the config.
       given: the type of the config that `read` needs.
     """

@@ -22,7 +22,11 @@ from meshpar.nn.rotary import Scaling
 
 
 class Llama(DecoderModel):
-    """The config of a Llama; see `Decoder`."""
+    """A decoder with RMSNorm, rotary positions and SwiGLU.
+
+    >>> Llama(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, intermediate_size=64).vocabulary()
+    Vocabulary(size=257, padded=257)
+    """
 
     kind: Literal["llama"] = "llama"
     norm: ClassVar = RMSNorm
@@ -46,7 +50,7 @@ class Llama(DecoderModel):
     """Indices of layers, from 0, that ignore `window`: their queries attend to all earlier tokens."""
 
     experts: Section[Experts | None] = default(None)
-    """Experts in place of the MLPs. `intermediate_size` is then that of layers without experts."""
+    """Experts in place of the MLPs. `intermediate_size` then applies to the layers without experts."""
 
     @pydantic.model_validator(mode="after")
     def _layers_exist(self) -> Llama:
@@ -101,7 +105,7 @@ PHI3: Names = {name: f for name, f in HUGGING_FACE.items() if not _FUSED_PARTS &
 
 
 MOST_EXPERTS = 2**16
-"""The largest number of experts that is accepted, so that names of tensors are not listed for ever."""
+"""The largest number of experts that is accepted, so that a damaged config cannot list tensors without end."""
 
 # Hugging Face's config -------------------------------------------------------------------------------------------
 
@@ -224,7 +228,7 @@ def _rope(kind: str, given: Given, found: Problems) -> Json:
 
 
 def _write_llama(model: Llama) -> Json:
-    """Writes the keys of all architectures in this file. The export selects one that reads them as the same model."""
+    """Writes the keys of all architectures in this file. The export selects one that reads the same model from them."""
     layers = ["full_attention" if i in model.global_layers else "sliding_attention" for i in range(model.num_layers)]
     windows = {"layer_types": layers, "max_window_layers": 0} if model.window and model.global_layers else {}
     scaling = model.rope_scaling and model.rope_scaling.model_dump()

@@ -27,7 +27,7 @@ def least_factor(number: int) -> int:
 
 @dataclass(frozen=True)
 class Scale:
-    """Into how many shards a dim is divided, in a run and in the small run that `verify` makes of it.
+    """How many shards each dim has, in a run and in its small copy for `verify`.
 
     Args:
       rules: the run's sharding rules.
@@ -107,7 +107,7 @@ def _window(model: Decoder) -> dict[str, Any]:
 
 
 def _experts(model: Decoder, scale: Scale) -> dict[str, Any]:
-    """At least two experts on a device, so that one that computes with its neighbour's is seen."""
+    """At least two experts on a device, so that `verify` notices a token that reaches the neighbouring expert."""
     if model.experts is None:
         return {}
     experts = model.experts
@@ -129,7 +129,7 @@ def _experts(model: Decoder, scale: Scale) -> dict[str, Any]:
 
 
 def _heads(model: Decoder, scale: Scale) -> tuple[int, int]:
-    """Query heads and key heads. There are fewer key heads than shards of queries if that is so in the run."""
+    """Query heads and key heads. There are fewer key heads than shards of queries if the run has fewer."""
     group = least_factor(model.num_heads // model.kv_heads)
     if scale.was("kv_heads") == scale.was("heads"):
         kv_heads = scale.small("kv_heads", model.kv_heads)

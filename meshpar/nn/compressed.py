@@ -1,4 +1,4 @@
-"""Models whose projections are stored compressed: as two thin factors, as codes, or as codes of two thin factors."""
+"""Stores the projections of a model compressed: as two thin factors, as codes, or as codes of two thin factors."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class LowRankKernel(Config):
 def store_compressed(
     model: nnx.Module, low_rank: Sequence[LowRankKernel], weights: Quantized | None, rngs: nnx.Rngs
 ) -> None:
-    """Replaces kernels of projections by factors, then all kernels of projections by codes.
+    """Replaces the kernels that `low_rank` lists by factors, and then, with `weights`, all kernels by codes.
 
     Raises:
-      ConfigError: lists the paths that are no projection of the model, and the kernels that cannot be quantized.
+      ConfigError: lists the paths that name no projection of the model, or the kernels that cannot be quantized.
     """
     found = {path: one for path, one in projections(model).items() if isinstance(one, Projection)}
     problems = Problems()
@@ -44,7 +44,7 @@ def store_compressed(
             found[entry.path].factorize(entry.rank, rngs)
         else:
             fix = suggestion(entry.path, found, f"there are {', '.join(found)}")
-            problems.add("model.low_rank", f"{entry.path!r} is no projection", fix)
+            problems.add("model.low_rank", f"{entry.path!r} is not a projection of the model", fix)
     problems.raise_any(ConfigError, "the model cannot be stored in factors:")
     if weights:
         _quantize(model, weights)
@@ -79,10 +79,10 @@ class Factors(NamedTuple):
 def factorize(
     module: nnx.Module, params: Mapping[str, Any], error: float, weights: Quantized | None = None
 ) -> dict[str, Factors]:
-    """Path -> factors of each kernel that they store in fewer elements, by the singular value decomposition.
+    """Factorizes kernels by the singular value decomposition: path -> factors, where they have fewer elements.
 
     Args:
-      module: abstract or not; its projections name the kernels.
+      module: with arrays or abstract; its projections name the kernels.
       params: by path.
       error: the largest relative error of a layer.
       weights: how the factors are stored; ranks that cannot be divided into groups are increased.
@@ -106,7 +106,7 @@ def _factors(kernel: np.ndarray, start: int, end: int, error: float, fitting: Ca
     inputs = kernel.shape[start:end]
     outputs = kernel.shape[end:]
     u, s, vt = np.linalg.svd(kernel.reshape(*stack, math.prod(inputs), math.prod(outputs)), full_matrices=False)
-    # left[r]: the norm of what a product of rank r leaves out.
+    # left[r]: the norm of the residual of the best product of rank r.
     left = np.sqrt(np.cumsum(np.square(s)[..., ::-1], axis=-1))[..., ::-1]
     norm = np.maximum(left[..., 0], np.finfo(np.float64).tiny)
     left = np.concatenate([left, np.zeros_like(left[..., :1])], axis=-1) / norm[..., None]
@@ -124,7 +124,7 @@ def quantize(module: nnx.Module, params: Mapping[str, jax.Array], how: Quantized
     """The parameters with codes and scales in place of the kernels of projections.
 
     Args:
-      module: abstract or not, with kernels of floats.
+      module: with arrays or abstract; its kernels are stored as floats.
     """
     quantized = dict(params)
     for path, one in _maps(module).items():
@@ -137,7 +137,7 @@ def dense(module: nnx.Module, params: Mapping[str, jax.Array]) -> dict[str, jax.
     """The parameters of the model without compression: codes are dequantized, and factors multiplied.
 
     Args:
-      module: abstract or not, of the compressed model.
+      module: the compressed model, with arrays or abstract.
 
     Numerics: in float32 at least, then rounded to the dtype of the parameters.
     """

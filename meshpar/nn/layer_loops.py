@@ -14,7 +14,8 @@ from meshpar.parallel.outputs import Auxiliary
 
 BLOCKS = "blocks"
 DENSE_BLOCKS = "dense_blocks"
-"""The keys of the stacks in the tree of parameters: of all layers, or of those with experts and of those without."""
+"""The keys of the stacks of layers in the tree of parameters. If only some layers have experts, `blocks` contains those
+with experts, and `dense_blocks` the others."""
 
 Layer = Callable[[Any, Any], tuple[Any, Auxiliary]]
 """(carry, a row of a stack) -> (the next carry, the layer's share of the model's `Auxiliary`)."""

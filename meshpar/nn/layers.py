@@ -26,14 +26,14 @@ from meshpar.parallel.linear import Adapter, Weights
 from meshpar.parallel.precision import wide
 
 STACKED = ("layers", "experts")
-"""Leading dims of kernels that consist of many matrices, each of which is a linear map of its own."""
+"""Leading dims along which a kernel stacks matrices. Each matrix is a linear map."""
 
 
 def normal(rngs: nnx.Rngs, shape: Sequence[int], std: float, dims: Sequence[str]) -> nnx.Param:
     """A parameter drawn from a truncated normal distribution, with a name for each dim.
 
-    Numerics: float32; float64 where JAX's x64 mode is on. The last bit of a draw depends on how XLA fuses it, which
-    depends on the layout. In float64 it is rounding to `verify`; in float32 it would be a difference.
+    Numerics: float32; float64 where JAX's x64 mode is on. The last bit of a draw depends on how XLA fuses it, and so on
+    the layout. `verify` compares layouts in float64, where this is below its tolerance.
     """
     value = jax.random.truncated_normal(rngs.params(), -3.0, 3.0, shape) * std
     return nnx.Param(value, dims=tuple(dims))
@@ -149,8 +149,8 @@ class LinearMap(nnx.Module):
 class Projection(LinearMap):
     """A linear map between groups of dims: `x[.., in..] @ kernel[in.., out..] (+ bias[out..])`.
 
-    `column_parallel` and `row_parallel` apply it. After `factorize` the kernel is two thin factors, of which the second
-    is `expand`: `x[.., in..] @ kernel[in.., rank] @ expand.kernel[rank, out..]`.
+    `column_parallel` and `row_parallel` apply it. After `factorize` the kernel is the first of two thin factors, and
+    `expand` is the second: `x[.., in..] @ kernel[in.., rank] @ expand.kernel[rank, out..]`.
 
     Args:
       inputs: (name, size) of each dim that is contracted.

@@ -32,6 +32,9 @@ class LoRA(Config):
     Memory: gradients and optimizer state of rank * (inputs + outputs) elements per projection.
     Communication: only the gradients of the update are reduced. Frozen parameters that are stored in shards are
       gathered before use.
+
+    >>> LoRA(rank=4, alpha=8, paths=["blocks.attn.q", "blocks.mlp.*"]).scale
+    2.0
     """
 
     kind: Literal["lora"] = "lora"

@@ -2,8 +2,8 @@
 
     w[k, n] = codes[k, n] * scales[k // group, n]       codes in -127..127 (int8) or -7..7 (int4)
 
-A scale is the largest magnitude of its group over the largest code. Weights are rounded to the nearest code. Two codes
-of 4 bits share a byte: those of inputs 2i (low bits) and 2i + 1, each plus 8.
+A scale is the largest magnitude of its group over the largest code. Weights are rounded to the nearest code. Two 4-bit
+codes share a byte: input 2i in its low bits and input 2i + 1 in its high bits, each plus 8.
 
 Source: Dettmers et al. 2022, arXiv:2208.07339 (int8); Frantar et al. 2023, arXiv:2210.17323, section 2 (groups,
 rounding to nearest).
@@ -81,8 +81,7 @@ class Quantized(Config):
         group = self.group_of(shape[dim])
         groups = wide(kernel).reshape(*shape[:dim], shape[dim] // group, group, *shape[dim + 1 :])
         scales = (jnp.abs(groups).max(dim + 1, keepdims=True) / self.largest).astype(kernel.dtype)
-        steps = groups / jnp.where(scales == 0, jnp.ones_like(scales), scales).astype(groups.dtype)
-        codes = jnp.clip(jnp.round(steps), -self.largest, self.largest).astype(jnp.int8).reshape(shape)
+        codes = nearest_codes(groups, scales.astype(groups.dtype), self.largest).reshape(shape)
         return (codes if self.kind == "int8" else _packed(codes, dim)), scales.squeeze(dim + 1)
 
     def dequantize(self, codes: jax.Array, scales: jax.Array, dim: int) -> jax.Array:
@@ -92,6 +91,16 @@ class Quantized(Config):
         num_groups = scales.shape[dim]
         groups = codes.reshape(*shape[:dim], num_groups, shape[dim] // num_groups, *shape[dim + 1 :])
         return (groups.astype(scales.dtype) * jnp.expand_dims(scales, dim + 1)).reshape(shape)
+
+
+def nearest_codes(x: jax.Array, scales: jax.Array, largest: int) -> jax.Array:
+    """int8 like x: the integers up to `largest` for which `codes * scales` is nearest to x; 0 where a scale is 0.
+
+    Args:
+      scales: like x, or with dims of size 1.
+    """
+    steps = x / jnp.where(scales == 0, jnp.ones_like(scales), scales)
+    return jnp.clip(jnp.round(steps), -largest, largest).astype(jnp.int8)
 
 
 def _packed(codes: jax.Array, dim: int) -> jax.Array:

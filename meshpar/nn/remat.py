@@ -1,7 +1,7 @@
 """Remat: which activations of a block are saved for its backward, offloaded to the host, or recomputed.
 
-Layers name their activations with `named`, and a config selects some of them. The names stand outside of layers that
-recompute by themselves (`custom_vjp`), on the values that such a layer gets and returns.
+Layers name their activations with `named`, and a config selects some of the names. A layer with a `custom_vjp` names
+the values that it gets, returns, or saves for its backward.
 
 Source: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198 (selective recomputation).
 """
@@ -46,12 +46,17 @@ def named(x: Float[Array, "*dims"], name: Activation) -> Float[Array, "*dims"]:
 
 
 class Remat(Config):
-    """What the backward of a block recomputes: a policy, and activations that are exempt from it, by name."""
+    """What the backward of a block recomputes: a policy, and activations that are exempt from it, by name.
+
+    >>> Remat(policy="none", offload=["residual"]).recomputes  # it moves this activation back from the host
+    True
+    """
 
     shorthand: ClassVar = "policy"
     shorthand_is_whole: ClassVar = True
     policy: Literal["none", "dots", "dots_no_batch", "full"] = "full"
-    """Recomputes, of activations without a name: nothing, all but matmuls, all but weight matmuls, or all."""
+    """Which activations outside `save` and `offload` are recomputed: none, all but matmuls, all but weight matmuls, or
+    all."""
     save: tuple[Activation, ...] = ()
     """Activations that are saved, on the device."""
     offload: tuple[Activation, ...] = ()

@@ -62,7 +62,7 @@ Scaling = Annotated[Interpolated | Llama3, pydantic.Field(discriminator="kind")]
 def rope_angles(
     positions_BS: Int[Array, "B S"], rotary_dim: int, theta: float, dtype: jnp.dtype, scaling: Scaling | None = None
 ) -> RopeAngles:
-    """Computes the rotation of each token: pair i of p turns by position * theta^(-i/p), or a scaled frequency.
+    """Computes the rotation of each token: pair i of p rotates by position * theta^(-i/p), or a scaled frequency.
 
     All layers share the result. Numerics: in float32 at least. Source: Su et al. 2021, arXiv:2104.09864.
 
@@ -72,7 +72,7 @@ def rope_angles(
     pair = wide(jnp.arange(rotary_dim // 2, dtype=dtype))
     frequencies = theta ** (-pair / (rotary_dim // 2))
     angle = positions_BS[..., None, None].astype(pair.dtype) * (scaling(frequencies) if scaling else frequencies)
-    # XLA would compute them again in each use, for each head.
+    # Without the barrier XLA would compute them again at each use, for each head.
     return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 
 
@@ -92,7 +92,7 @@ def _rotate(x_BSHh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def _rotate_back(rope: RopeAngles, grad_BSHh: jax.Array) -> tuple[jax.Array, None, None]:
-    """The transpose of a rotation is the inverse one. Autodiff would pad each half of a head, and add them."""
+    """The transpose of a rotation is its inverse. Autodiff would pad both halves of a head, and add them."""
     cos, sin = rope
     return _rotate(grad_BSHh, cos, -sin), None, None
 

@@ -38,7 +38,7 @@ Sharding = Mapping[str, Supported]
 """A layer's limits under `lowering: manual`, by dim. A dim that no layer limits can be sharded over any axis."""
 
 GSPMD: Sharding = {
-    "stage": Supported(partition=False, why="GSPMD knows no pipeline: all stages would do the same work"),
+    "stage": Supported(partition=False, why="GSPMD has no pipeline: all stages would do the same work"),
 }
 """The limits under `lowering: auto`, where XLA adds the communication that a rule needs."""
 

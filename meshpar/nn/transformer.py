@@ -40,7 +40,7 @@ Batch = dict[str, Int[Array, "..."]]
 
 UNROLLED_WEIGHTS = 2**17
 UNROLLED_LAYERS = 16
-"""`unroll: auto` removes the loop if each layer has at least so many weights, and there are at most so many layers."""
+"""`unroll: auto` removes the loop if a layer has at least this many weights, and there are at most this many layers."""
 
 
 class NormClass(Protocol):
@@ -122,7 +122,7 @@ class Decoder(Config):
     """Projections whose kernels are products of two thin matrices, as `meshpar compress` finds them."""
     weights: Coerced[Quantized | None, str | dict[str, Any]] = default(None)
     """How the kernels of projections are stored: `int8` or `int4`, by groups. They are not trained. Default: as floats
-    of `precision.params`. `meshpar compress` writes a trained model like this."""
+    of `precision.params`. `meshpar compress` writes trained models in this form."""
 
     @pydantic.model_validator(mode="after")
     def _heads_divide(self) -> Decoder:
@@ -135,7 +135,7 @@ class Decoder(Config):
     @pydantic.model_validator(mode="after")
     def _some_layers_have_experts(self) -> Decoder:
         if not self.layers_in(BLOCKS):
-            raise ValueError(f"experts: none of {self.num_layers} layers has any, by first_dense and every")
+            raise ValueError(f"experts: first_dense and every leave none of {self.num_layers} layers with experts")
         if self.layers_in(DENSE_BLOCKS) and self.pad_layers_to_multiple > 1:
             why = "it is for pipelines, whose layers must be equal, and only some layers have experts"
             raise ValueError(f"pad_layers_to_multiple = {self.pad_layers_to_multiple}: {why}")
@@ -173,7 +173,7 @@ class Decoder(Config):
 
     @property
     def mlp_width(self) -> int:
-        """The elements of the MLP's hidden layer that are computed for a token; of the experts' where there are any."""
+        """How many hidden elements a token needs: those of the MLP, or of the experts that the token uses."""
         if self.experts is None:
             return self.intermediate_size
         return (self.experts.per_token + self.experts.shared) * self.experts.intermediate_size
@@ -188,9 +188,9 @@ class Decoder(Config):
         """How many layers one iteration of the loop over layers computes.
 
         `auto` removes the loop on CPUs, where it copies the parameters of each layer and keeps XLA from fusing layers.
-        It stays where layers are so small that the loop costs little, or so many that compiling them takes long, and
-        where remat saves memory, of which layers without a loop hold a tenth more. On GPUs and TPUs a loop reads
-        parameters in place, and its program stays small.
+        The loop stays if layers are so small that it costs little, if they are so many that compiling takes long, and
+        with remat, because layers without a loop need a tenth more memory. On GPUs and TPUs a loop reads parameters in
+        place, and its program stays small.
 
         Args:
           recomputes: whether the backward recomputes activations.
@@ -203,7 +203,7 @@ class Decoder(Config):
     def has_own_arrays(self, platform: str) -> bool:
         """Whether a step is faster if each layer has arrays of its own.
 
-        It is without a loop on CPUs, where XLA copies slices of stacks. Layers that pad a stack need the stack.
+        This is so without a loop on CPUs, where XLA copies slices of stacks. Padding needs the stack.
         """
         in_iteration = self.layers_of_an_iteration(platform, self.remat.recomputes)
         return platform == "cpu" and 1 < in_iteration == self.num_layers == self.stacked_layers
@@ -226,7 +226,7 @@ class Decoder(Config):
 
     @property
     def mlp_class(self) -> Any:
-        """The class of the MLPs, or of what replaces them; it has `sharding` and `activations`."""
+        """The class of the MLPs, or of the experts that replace them; it has `sharding` and `activations`."""
         return MixtureOfExperts if self.experts else self.mlp
 
     def build_mlp(self, stack: str, out_std: float, rngs: nnx.Rngs) -> nnx.Module:
@@ -289,11 +289,10 @@ class Transformer(nnx.Module):
     """Embedding, a scan over stacked blocks, a norm and an output projection.
 
     The blocks' parameters have a leading dim `layers`. If only some layers have experts, the others are a stack of
-    their own, `dense_blocks`. `batch` contains int32 [batch, seq] `tokens`, `positions`,
-    `segments`, and int32 [batch] `rows` (indices in the global batch).
+    their own, `dense_blocks`. A call returns logits [batch, seq, vocab], local shards of the vocabulary.
 
-    Returns:
-      Logits [batch, seq, vocab], local shards of the vocabulary.
+    A batch contains int32 [batch, seq] `tokens`, `positions` and `segments`, and int32 [batch] `rows`, the indices of
+    its rows in the global batch.
     """
 
     sharding: ClassVar[Sharding] = {
@@ -358,7 +357,7 @@ class Transformer(nnx.Module):
         return Outputs(self._project(x_BRD, embedding_VD if self.model.tie_embeddings else None), *auxiliary)
 
     def decode(self, batch: Batch, cache: Cache) -> tuple[Float[Array, "B *seq V"], Cache]:
-        """Computes tokens that follow those in the cache: a prompt, a part of one, or one token per row.
+        """Computes tokens that follow the cached tokens: a prompt, a part of a prompt, or one token per row.
 
         Args:
           batch: int32 [batch, seq] `tokens` and their consecutive `positions`; int32 [batch] `rows`; and `last`, int32
@@ -409,7 +408,7 @@ class Transformer(nnx.Module):
             if not (self.model.remat.recomputes or gathers_again()):
                 return layer
             policy = gathering_again(self.model.remat.checkpoint_policy())
-            # A loop keeps what the backward recomputes apart from the forward; layers without one need barriers.
+            # XLA does not merge the recomputation with the forward across a loop; without a loop it needs barriers.
             needs_barriers = unroll > 1 or loops != (Loop((stack,), num_rows),)
             return jax.checkpoint(layer, policy=policy, prevent_cse=needs_barriers)
 

@@ -10,7 +10,7 @@ import optax
 
 from meshpar.optim.base import Descent, Matrix, NonNegative, Positive, map_dims
 
-# Of the paper: the first lets a matrix of zeros move, the second keeps a gradient of zeros from dividing by zero.
+# The paper's constants. The first lets a matrix of zeros change; the second avoids a division by zero.
 SMALLEST_RMS = 1e-3
 SMALLEST_SQUARE = 1e-30
 
@@ -32,7 +32,7 @@ class Adafactor(Descent):
     clip_rms: Positive | None = 1.0
     """Largest root mean square of the update of a matrix; null for no limit."""
     relative: bool = True
-    """Whether to scale the learning rate by the root mean square of each matrix."""
+    """Whether the learning rate is scaled by the root mean square of each matrix."""
 
     def direction(self, dims: Any) -> optax.GradientTransformation:
         matrices = map_dims(Matrix.of, dims)

@@ -1,4 +1,4 @@
-"""AdamW."""
+"""AdamW: Adam with decoupled weight decay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from meshpar.optim.base import Beta, Descent, Positive
 class AdamW(Descent):
     """Adam with decoupled weight decay.
 
-    Source: Loshchilov and Hutter 2019, arXiv:1711.05101. Memory: two moments a parameter.
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101. Memory: two moments per parameter.
+
+    >>> import jax.numpy as jnp
+    >>> tx = AdamW(lr=0.5, weight_decay=0).build(10, {"w": ("embed", "mlp")})
+    >>> params = {"w": jnp.ones((1, 2))}
+    >>> updates, _ = tx.update({"w": jnp.array([[3.0, -4.0]])}, tx.init(params), params)
+    >>> print(updates["w"].round(3))  # the first update is as large as the learning rate
+    [[-0.5  0.5]]
     """
 
     kind: Literal["adamw"] = "adamw"

@@ -1,10 +1,10 @@
-"""The base of all optimizers: it scales the direction that a subclass computes.
+"""The base class of all optimizers: it scales the direction that a subclass computes.
 
 Every optimizer computes `params -= lr * (direction + weight_decay * params)`, with one schedule for all parameters.
-Parameters may be stacked: the update of a leaf [layers, ...] equals the updates of the layers alone. `Matrix` finds
-from the names of the dims which dims stack, and which are the inputs and outputs of a matrix.
+Parameters may be stacked: the update of a leaf [layers, ...] equals the updates of its layers one by one. `Matrix`
+finds from the names of the dims which dims stack, and which are the inputs and outputs of a matrix.
 
-The train step clips gradients, because it knows their global norm under every sharding.
+The train step clips gradients, because it computes their global norm under every sharding.
 """
 
 from __future__ import annotations
@@ -63,16 +63,19 @@ def num_stacked(dims: Sequence[str]) -> int:
 
 
 class Descent(Config):
+    """An optimizer. A subclass defines `direction` and the fields that it reads."""
+
     elementwise: ClassVar[bool] = True
-    """Whether each element is updated by itself, so that the update of sharded state needs no communication."""
+    """Whether the update of an element depends on no other, so that sharded state needs no communication."""
     lr: Positive
     """The peak learning rate."""
     schedule: Section[Schedule] = default(Constant())
     """The learning rate over the steps of the run, as a fraction of `lr`."""
     weight_decay: NonNegative = 0.1
-    """Decoupled, scaled by the learning rate; applies to matrices and embeddings, not to norms and biases."""
+    """Decoupled weight decay, scaled by the learning rate. It applies to matrices and embeddings, not to norms and
+    biases."""
     clip_norm: Positive | None = 1.0
-    """Largest norm of the whole gradient; null for no limit."""
+    """Largest global norm of the gradients; null for no limit."""
     ema: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
     """Decay of the average of the parameters that evaluations and exports use; 0.999 averages about 1000 updates."""
 
@@ -82,10 +85,10 @@ class Descent(Config):
         Args:
           num_steps: length of the run.
           dims: tree like the parameters; each leaf is a tuple of the names of its dims.
-          frozen: tree like the parameters: for how many steps each is frozen, see `freeze.frozen_until`, without
-            parameters that are never trained. The update then needs the keyword `step`.
+          frozen: for how many steps each parameter is frozen, see `freeze.frozen_until`; a tree like the parameters,
+            without those that are never trained. The update then needs the keyword `step`.
 
-        Memory: the moments, and a step count or two. All counts are of updates: skipped steps do not count.
+        Memory: the moments, and one or two counts of updates; skipped steps do not count.
 
         Raises:
           ConfigError: the schedule does not fit `num_steps`.
@@ -99,7 +102,7 @@ class Descent(Config):
         return [self.direction(dims), optax.add_decayed_weights(self.weight_decay, is_decayed)]
 
     def _partitioned(self, dims: Any, frozen: Any) -> optax.GradientTransformation:
-        """One transformation for all parameters that thaw at the same step: its counts of updates start there."""
+        """Uses one transformation for all parameters that thaw at the same step, whose counts start at that step."""
 
         def transform(first: float) -> optax.GradientTransformation:
             group = jax.tree.map(

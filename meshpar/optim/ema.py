@@ -25,8 +25,8 @@ def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTr
     """Wraps an optimizer so that its state also holds an average of the parameters. Updates do not change.
 
     After t updates the average is `sum(decay^(t-i) p_i) / sum(decay^(t-i))` over i = 1..t. It is unbiased from the
-    first update on: the initial parameters are not in it. As a part of the optimizer's state it is sharded from
-    ZeRO-1 on and saved in checkpoints.
+    first update on, because it excludes the initial parameters. It is a part of the optimizer's state, so ZeRO-1 shards
+    it, and checkpoints save it.
 
     Args:
       decay: in (0, 1); about 1 / (1 - decay) updates are averaged.
@@ -61,14 +61,17 @@ def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTr
 
 
 def averaged(state: Any) -> Any:
-    """The parameters that evaluation and export use: their average if the optimizer has one, else the parameters.
+    """The parameters that evaluation and export use: their average with `optim.ema`, else the parameters themselves.
 
     Args:
-      state: a `TrainState`, of arrays, structs or placements.
+      state: a `TrainState` of arrays, structs or placements.
+
+    Returns:
+      A tree like `state.params`. An average is in float32 at least. Parameters that are never trained are unchanged.
     """
     nodes = jax.tree.leaves(state.opt_state, is_leaf=lambda node: isinstance(node, EmaState))
     average = next((node.ema for node in nodes if isinstance(node, EmaState)), state.params)
-    return filled(average, state.params)  # parameters that are never trained have no average
+    return filled(average, state.params)  # there is no average of parameters that are never trained
 
 
 def newest_weight(decay: float, count: jax.Array, dtype: Any) -> jax.Array:

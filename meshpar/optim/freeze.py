@@ -1,7 +1,7 @@
-"""Freezing: parameters that are never trained, or only from a step on.
+"""Freezing: parameters that are never trained, or only trained after a number of steps.
 
-A parameter that is never trained is removed from the trees that the optimizer sees, see `parallel.trainable`. So it
-has no gradient, no optimizer state, and is in no reduction.
+A parameter that is never trained is not in the trees that the optimizer gets, see `parallel.trainable`. So it has no
+gradient and no optimizer state, and no reduction includes it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ from meshpar.tree import flatten_with_paths, map_with_path, matching
 class Freeze(Config):
     """Freezes parameters, for the whole run or for its first steps. In a config a bare glob freezes for the whole run.
 
-    A frozen parameter has no gradient: it counts neither in the gradient's norm nor in the optimizer's moments. When
-    it thaws, its moments start from zero, at the learning rate of that step.
+    The gradient of a frozen parameter is excluded from the global norm and from the optimizer's moments. When the
+    parameter thaws, its moments start from zero, at the learning rate of that step.
+
+    >>> params = {"embedding": 0, "blocks": {"attn": 0, "mlp": 0}}
+    >>> frozen_until([Freeze(paths="blocks.*", until=100)], params, num_steps=1000)
+    {'blocks': {'attn': 100, 'mlp': 100}, 'embedding': 0.0}
     """
 
     shorthand: ClassVar = "paths"
     paths: Coerced[tuple[str, ...], list[str] | str]
     """Globs over parameter paths: `*` matches between dots, `**` anything. The layers of a stack are one parameter."""
     until: Positive | None = None
-    """Number of steps for which they are frozen. Default: the whole run."""
+    """Number of steps for which the parameters are frozen. Default: the whole run."""
 
 
 def frozen_until(freeze: Sequence[Freeze], params: Any, num_steps: int) -> Any:
     """For how many steps each parameter is frozen: 0 if it is not, infinity if it is never trained.
 
-    If several entries match a parameter, the longest counts.
+    If several entries match a parameter, the longest time counts.
 
     Args:
       params: any tree; its leaves are not read.
@@ -50,7 +54,7 @@ def frozen_until(freeze: Sequence[Freeze], params: Any, num_steps: int) -> Any:
     for i, entry in enumerate(freeze):
         length = math.inf if entry.until is None else entry.until
         if entry.until is not None and entry.until >= num_steps:
-            what = f"{entry.until} is not below num_steps = {num_steps}: these would never be trained"
+            what = f"{entry.until} is not below num_steps = {num_steps}: the parameters would never be trained"
             problems.add(f"freeze.{i}.until", what, "leave it out to freeze them for the whole run")
         for glob in entry.paths:
             found = matching(steps, glob)
@@ -77,7 +81,7 @@ def thawed(grads: Any, until: Any, step: jax.Array) -> Any:
     """The gradients at a step: zeros for parameters that are frozen until a later step.
 
     Args:
-      grads: tree like the parameters, or without those that are never trained.
+      grads: tree like the parameters, with or without parameters that are never trained.
       until: see `frozen_until`; None if nothing is frozen.
     """
     if until is None:

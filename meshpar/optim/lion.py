@@ -1,4 +1,4 @@
-"""Lion."""
+"""Lion: updates by the sign of averaged gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshpar.optim.base import Beta, Descent
 class Lion(Descent):
     """Updates by the sign of averaged gradients.
 
-    Source: Chen et al. 2023, arXiv:2302.06675. Memory: one moment a parameter.
+    Source: Chen et al. 2023, arXiv:2302.06675. Memory: one moment per parameter.
 
     >>> import jax.numpy as jnp
     >>> tx = Lion(lr=0.5, weight_decay=0).build(10, {"w": ("embed", "mlp")})

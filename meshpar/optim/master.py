@@ -1,4 +1,4 @@
-"""Master weights: a wide copy of the parameters in the optimizer's state."""
+"""Master weights: a copy of the parameters in a wider dtype, in the optimizer's state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class MasterState(NamedTuple):
 def with_master(tx: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it updates a copy of the parameters in `dtype`; the parameters are the rounded copy.
 
-    In bfloat16 an update below 1/256 of a parameter is lost; the copy accumulates it. As a part of the optimizer's
-    state the copy is sharded from ZeRO-1 on and saved in checkpoints.
+    In bfloat16 an update below 1/256 of a parameter is lost; the copy accumulates it. The copy is a part of the
+    optimizer's state, so ZeRO-1 shards it, and checkpoints save it.
 
-    Numerics: the update returned is the copy less the parameter, so that their sum rounds to the rounded copy.
+    Numerics: the returned update is the copy minus the parameter, so that adding it and rounding gives the rounded
+      copy.
     Memory: a copy of the parameters in addition to the state of `tx`.
     Source: Micikevicius et al. 2018, arXiv:1710.03740.
 

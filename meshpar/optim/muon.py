@@ -35,7 +35,7 @@ class Muon(Descent):
     momentum: Beta = 0.95
     """Decay of the sum of the gradients."""
     nesterov: bool = True
-    """Whether the update looks one step ahead (Nesterov)."""
+    """Whether the update uses Nesterov's momentum."""
     num_iterations: config.Positive = 5
     """Number of Newton-Schulz iterations, which orthogonalize a matrix by matrix products."""
     rms: Positive = 0.2
@@ -78,7 +78,7 @@ def _is_hidden(dims: Sequence[str]) -> bool:
 
 
 def _without_coefficients(muon: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Removes the three constants from the state: they belong to no parameter, and checkpoints do not need them."""
+    """Removes the three constants from the state, because they belong to no parameter and need no checkpoint."""
 
     def init(params: Any) -> Any:
         return muon.init(params)._replace(ns_coeffs=())  # pyright: ignore

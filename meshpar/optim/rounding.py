@@ -10,16 +10,16 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 _SALT = 0x726E64
-"""Keeps the random bits apart from those of other uses of the seed."""
+"""Makes the random bits differ from those of other uses of the seed."""
 _DROPPED_BITS = 16
 """Bits of a float32 that a bfloat16 does not have."""
 
 
 def stochastic_round(x: Float[Array, "*dims"], key: PRNGKeyArray) -> Float[Array, "*dims"]:
-    """Rounds to one of the two nearest bfloat16 numbers, to each with a probability that makes the mean equal to x.
+    """Rounds to one of the two nearest bfloat16 numbers, with probabilities that make the mean equal to x.
 
-    It adds random bits below the last bit of a bfloat16, and drops what is below that bit. The bits of an element are a
-    hash of the key and of the element's position, so they do not depend on how x is sharded.
+    It adds random bits below the last bit of a bfloat16, and then drops the bits below that bit. The random bits of an
+    element are a hash of the key and of its position, so they do not depend on how x is sharded.
 
     Args:
       x: any shape; rounded to float32 first, to nearest.
@@ -47,10 +47,10 @@ def stochastic_round(x: Float[Array, "*dims"], key: PRNGKeyArray) -> Float[Array
 def with_stochastic_rounding(
     tx: optax.GradientTransformation, dtype: Any, seed: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer of bfloat16 parameters: it computes in `dtype`, and the new parameters are rounded at random.
+    """Wraps an optimizer of bfloat16 parameters: it computes in `dtype`, and rounds the new parameters at random.
 
-    Rounding to nearest loses an update below 1/512 of a parameter, so training stalls. Rounded at random, parameters
-    move by the update on average. The random bits are a function of seed, step and parameter.
+    Rounding to nearest loses an update below 1/512 of a parameter, so training stalls. With stochastic rounding the
+    parameters change by the update on average. The random bits are a function of seed, step and parameter.
 
     Args:
       dtype: of the moments and of the new parameters before they are rounded.

@@ -1,7 +1,7 @@
 """Learning rate schedules.
 
-A schedule is a function of the number of updates made so far. It would be 0 one update before the first, and
-reaches its end one update after the last, so that no update of a run is wasted on a rate of zero.
+A schedule is a function of the number of updates so far. One more update at each end would have the rates 0 and
+`final`, so that no update of a run is wasted on a rate of zero.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class WSD(_Decay):
     @pydantic.model_validator(mode="after")
     def _one_length(self) -> Self:
         if self.decay_steps is not None and self.decay_fraction is not None:
-            raise ValueError("decay_steps and decay_fraction both set its length: give one of them")
+            raise ValueError("decay_steps and decay_fraction both set the length of the decay: give one of them")
         return self
 
     def check(self, num_steps: int, problems: Problems) -> None:

@@ -10,14 +10,14 @@ from meshpar.optim.base import Beta, Descent, NonNegative
 
 
 class SGD(Descent):
-    """Stochastic gradient descent. Memory: one moment a parameter, or none without momentum."""
+    """Stochastic gradient descent. Memory: one moment per parameter, or none without momentum."""
 
     kind: Literal["sgd"] = "sgd"
     weight_decay: NonNegative = 0.0
     momentum: Beta = 0.9
     """Decay of the sum of the gradients; 0 for none."""
     nesterov: bool = False
-    """Whether the update looks one step ahead (Nesterov)."""
+    """Whether the update uses Nesterov's momentum."""
 
     def direction(self, dims: Any) -> optax.GradientTransformation:
         return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()

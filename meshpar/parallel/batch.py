@@ -1,4 +1,4 @@
-"""The arrays of a batch: rows of tokens, and what all rows share."""
+"""The arrays of a batch: arrays with rows of tokens, and arrays that all rows share."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def sum_copies(
     """Sums each gradient over its copies; returns the sums and the states for the next step.
 
     Args:
-      order: the indices of the gradients, the one that is computed first first.
+      order: the indices of the gradients, in the order in which the backward computes them.
       key: for stochastic rounding.
 
     Communication: that of `Reduce.sum`, for each bucket.
@@ -131,7 +131,7 @@ def order_of(gradients: Callable[..., Any], *arguments: Any) -> list[int]:
     """The indices of the leaves that a function returns, in the order in which it computes them.
 
     Args:
-      gradients: the function. It is traced once more, only for this.
+      gradients: the function; it is traced an additional time for this.
     """
     jaxpr = jax.make_jaxpr(gradients)(*arguments).jaxpr
     made = {var: i for i, equation in enumerate(jaxpr.eqns) for var in equation.outvars}

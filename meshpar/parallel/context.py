@@ -1,8 +1,8 @@
-"""The parallel context: which mesh, rules and strategies a program uses, and which role each mesh axis plays in it.
+"""The parallel context of a program: its mesh, rules and strategies, and the role that each mesh axis plays.
 
-It is the one context variable of meshpar. Layers never receive a mesh. They ask here over which axes a dim is sharded,
-and get none when they run on one device. Inside the manual lowering's `shard_map` arrays are local shards and
-communication is explicit; under GSPMD `constrain` pins activations and XLA communicates.
+It is the only context variable of meshpar. Layers never receive a mesh. They ask the context over which axes a dim is
+sharded, and get no axes on one device. Inside the manual lowering's `shard_map`, arrays are local shards and
+communication is explicit; under GSPMD, `constrain` pins activations and XLA communicates.
 """
 
 from __future__ import annotations
@@ -43,9 +43,15 @@ class ParallelContext:
       num_microbatches: how many parts of a batch are computed one after the other. A pipeline cuts each part again.
       number_format: the 8-bit format in which layers multiply by their weights; None for `compute_dtype`.
       dcn_axes: axes that cross slices.
-      slice_axes: axes whose devices train alone, see `in_slice`: values differ over them, and nothing is summed.
+      slice_axes: axes whose devices train alone, see `in_slice`: values differ over them, and no sum runs over them.
       activation_dims: dims that only activations of a user's model have; their axes may carry the batch. None for
         meshpar's own models.
+
+    >>> from meshpar.mesh.layout import MeshLayout
+    >>> mesh = MeshLayout(fsdp=4, tensor=2).abstract()
+    >>> ctx = ParallelContext(mesh=mesh, rules=AxisRules(preset=("fsdp", "megatron")))
+    >>> ctx.axes("heads"), ctx.storage("embed"), ctx.shards("batch")
+    (('tensor',), ('fsdp',), 4)
     """
 
     mesh: AnyMesh
@@ -126,7 +132,7 @@ class ParallelContext:
     def copy_axes(self, dims: tuple[str, ...]) -> tuple[Axes, Axes]:
         """The axes over which a parameter's gradient must be all-reduced: inside a slice, and across slices.
 
-        Where no axis is declared to cross slices, all count as crossing.
+        If no axis is declared to cross slices, all axes count as crossing.
         """
         sharded = {axis for dim in dims for axis in live(self.mesh, self.rules[dim])}
         axes = tuple(axis for axis in self.gradient_axes if axis not in sharded)
@@ -188,20 +194,21 @@ class ParallelContext:
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
-        """Options of XLA for a step. GSPMD's program is left to XLA.
+        """Options of XLA for a step; none for GSPMD's program.
 
-        XLA:CPU removes every `optimization_barrier` before it merges equal operations. In layers without a loop it then
-        merges what ZeRO-3 and remat compute again in the backward with the forward, and keeps it.
+        XLA:CPU removes every `optimization_barrier` before it merges equal operations. In layers without a loop it
+        would then merge the operations that ZeRO-3 and remat repeat in the backward with those of the forward, and hold
+        their results.
 
-        XLA:GPU starts the first gathers of a layer when the layer needs them. With its option it gathers the parameters
-        of layer i + 1 while layer i computes, which sends the same bytes.
+        XLA:GPU and XLA:TPU start the first gathers of a layer when the layer needs them. With `prefetch_option` they
+        gather the parameters of layer i + 1 while layer i computes, and send the same bytes.
         """
         if not self.manual:
             return {}
-        if platform_of(self.mesh) == "cpu":
+        platform = platform_of(self.mesh)
+        if platform == "cpu":
             return {"xla_disable_hlo_passes": "cse_barrier_expander"}
-        prefetches = self.parallel.fsdp.overlap == "prefetch" and platform_of(self.mesh) == "gpu"
-        return prefetch_option() if prefetches else {}
+        return prefetch_option(platform) if self.parallel.fsdp.overlap == "prefetch" else {}
 
     def overlaps(self, dim: str) -> bool:
         """Whether layers whose weights are sharded in `dim` communicate activations while they multiply."""
@@ -209,8 +216,12 @@ class ParallelContext:
         return self.parallel.tensor.overlap != "none" and bool(sequence) and sequence == self.axes(dim)
 
 
-def prefetch_option() -> dict[str, str | bool]:
-    """The option with which XLA:GPU moves gathers of parameters to the iteration before; jax 0.12 has another."""
+def prefetch_option(platform: str | None) -> dict[str, str | bool]:
+    """The option that moves gathers of parameters to the previous iteration of a loop; XLA:CPU has none."""
+    if platform == "tpu":
+        return {"xla_tpu_enable_ici_ag_pipelining": True}
+    if platform != "gpu":
+        return {}
     if jax.__version_info__ < (0, 12):
         return {"xla_gpu_enable_pipelined_all_gather": True}
     return {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
@@ -221,7 +232,7 @@ _current: ContextVar[ParallelContext | None] = ContextVar("meshpar_context", def
 
 @contextmanager
 def tracing(ctx: ParallelContext | None) -> Iterator[None]:
-    """Traces the code inside the `with` block for this context; None means for one device."""
+    """Traces the code inside the `with` block for this context, or for one device if it is None."""
     token = _current.set(ctx)
     try:
         yield
@@ -235,7 +246,7 @@ def current() -> ParallelContext | None:
 
 
 def platform() -> str:
-    """The platform that the program is compiled for, such as `cpu`. A mesh without devices counts as one of CPUs."""
+    """The platform that the program is compiled for, such as `cpu`. A mesh without devices counts as CPUs."""
     ctx = _current.get()
     if ctx is None:
         return jax.default_backend()

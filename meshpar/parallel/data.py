@@ -7,13 +7,13 @@ parameters, sent per device and step:
 |---|---|---|---|---|
 | 0 | whole | never | all-reduce | 2(n-1)/n P |
 | 1 | whole, optimizer sharded | after the update | reduce-scatter | 2(n-1)/n P |
-| 2 | sharded | once a step, and kept | reduce-scatter, once | 2(n-1)/n P |
+| 2 | sharded | once a step, then held | reduce-scatter, once | 2(n-1)/n P |
 | 3 | sharded | in each layer, again in its backward | reduce-scatter in each layer | 3(n-1)/n P |
 
 Before the microbatch loop every parameter is typed as varying, so autodiff does not sum gradients over devices;
-`reduce_gradients` sums them once a step, for any number of microbatches. Only stage 3 reduce-scatters in the layer in
-any case: its purpose is never to hold a whole gradient. Stage 2 with one microbatch gathers and reduce-scatters in the
-layer too, and keeps the gathered parameters for the backward. With several it gathers before their loop.
+`reduce_gradients` sums them once a step, for any number of microbatches. Stage 3 always reduce-scatters in the layer,
+because it must never hold a whole gradient. Stage 2 with one microbatch gathers and reduce-scatters in the layer too,
+and holds the gathered parameters for the backward. With several microbatches it gathers before the loop.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def gathering_again(policy: Policy) -> Policy:
 
     Without it the scan over layers would stack the gathered parameters of all layers for the backward, as ZeRO-2 does.
     Views and masks are not saved either: they cost nothing to recompute, and a view of a gathered parameter would hold
-    its memory. A product for which devices communicate is saved where a plain one would be, after the communication.
+    its memory. If `policy` saves products, a product that needs communication is saved after the communication.
     """
     ctx = manual()
 
@@ -107,10 +107,10 @@ def gathering_again(policy: Policy) -> Policy:
 
 
 def gather_params(params: Any, dims: Any, trainable: Any = None) -> Any:
-    """Prepares the parameters for the microbatches, in the compute dtype: once a step, before the loop.
+    """Prepares the parameters for the microbatches, in the compute dtype; runs once a step, before the loop.
 
     Args:
-      trainable: tree like the parameters: whether each has a gradient. Default: all have.
+      trainable: tree like the parameters: whether each has a gradient. Default: all have one.
 
     Communication: with ZeRO-2 and several microbatches an all-gather in the manual lowering; else none.
     """
@@ -136,13 +136,13 @@ def reduce_gradients(
     key: jax.Array | None = None,
     order: Sequence[int] | None = None,
 ) -> tuple[Any, Any]:
-    """Sums the gradients of `gather_params`'s results over all devices; once a step, after the loop.
+    """Sums the gradients of `gather_params`'s results over all devices; runs once a step, after the loop.
 
     Under GSPMD gradients are global arrays, which XLA has summed already.
 
     Args:
       error_feedback: the state of a declared `Reduce` after the last step: name -> tree like the gradients.
-      key: for its stochastic rounding.
+      key: for the stochastic rounding of the reduction.
       order: indices of the gradients' leaves, in the order in which the backward computes them. Default: tree order.
 
     Returns:
@@ -154,7 +154,7 @@ def reduce_gradients(
     ctx = _context()
     if not ctx.manual:
         return grads, {}
-    if ctx.rules.zero_stage and not ctx.gathers_in_layers:
+    if not ctx.gathers_in_layers:
         grads = jax.tree.map(partial(_reduce_scatter_layers, ctx), grads, dims)
     if ctx.gradient_reduction is None:
         return jax.tree.map(lambda grad, names: sum_gradient(grad, sum(ctx.copy_axes(names), ())), grads, dims), {}
@@ -226,8 +226,8 @@ def _whole(x: jax.Array, names: Dims, ctx: ParallelContext) -> jax.Array:
     stored = _stored(names, ctx)
     if not stored:
         return x.astype(to)
-    # Collectives run along the slowest dim. With the gathered dims in front the compiler need not change the layout of
-    # values saved for the backward. XLA:GPU did, and held a second copy of all layers' output projections.
+    # Collectives run along the slowest dim. With the gathered dims in front, the compiler need not change the layout of
+    # values that are saved for the backward. XLA:GPU held a second copy of all layers' output projections otherwise.
     order = [i for i, _ in stored] + [i for i in range(x.ndim) if i not in dict(stored)]
     front = tuple((place, axes) for place, (_, axes) in enumerate(stored))
     whole: jax.Array = _all_gather(x.transpose(order), front, to, np.dtype(x.dtype), ctx.layer_reduction)
@@ -236,7 +236,7 @@ def _whole(x: jax.Array, names: Dims, ctx: ParallelContext) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _all_gather(x: jax.Array, stored: Stored, to: np.dtype, back: np.dtype, reduction: Reduce | None) -> jax.Array:
-    """Gathers in dtype `to`. The gradient is summed by `reduction`, in dtype `back`, that of x."""
+    """Gathers in dtype `to`. The gradient is summed by `reduction` in dtype `back`, the dtype of x."""
     x = x.astype(to)
     for dim, axes in stored:
         x = lax.all_gather(x, axes, axis=dim, tiled=True)
@@ -254,7 +254,7 @@ _all_gather.defvjp(lambda x, *settings: (_all_gather(x, *settings), None), _all_
 
 
 def _reduce_scatter_layers(ctx: ParallelContext, grad: jax.Array, names: Dims) -> jax.Array:
-    """Scatters stacked layers one by one: for the whole stack XLA would change its layout in a second buffer."""
+    """Scatters stacked layers one by one. XLA would copy the whole stack to another layout, in a second buffer."""
     stored = _stored(names, ctx)
     if not stored or names[0] != "layers":
         return _reduce_scatter(grad, stored, ctx.gradient_reduction)

@@ -38,7 +38,7 @@ _RANK = "r"
 Products = tuple[jax.Array, ...]
 
 MANY_TOKENS = 1024
-"""The gradient of a weight is a product of matrices from so many tokens on, see `_by_token`."""
+"""With at least this many tokens, the gradient of a weight is computed as a product of matrices; see `_by_token`."""
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +70,7 @@ class Weights(NamedTuple):
       kernel: [inputs..., outputs...].
       num_inputs: how many of the kernel's dims are contracted.
       stored: the dim and axes over which the kernel is gathered during the product, see `data.streamed`.
-      adapter: a term that is added to the product. Where the kernel's inputs are sharded it is a partial sum too.
+      adapter: a term that is added to the product. If the kernel's inputs are sharded, the term is a partial sum too.
       number_format: the 8-bit format in which the kernel is multiplied; None for the dtype of x.
     """
 
@@ -202,9 +202,9 @@ def product(x: jax.Array, weights: Weights) -> jax.Array:
 
 
 def _are_joint(x: jax.Array, maps: Sequence[Weights]) -> bool:
-    """Whether one product for all maps is faster: on CPUs, if together they are narrower than x.
+    """Whether one product for all maps is faster: on CPUs, if the maps together are narrower than x.
 
-    The backward then joins the products' gradients, where it would add one gradient of x for each map.
+    The backward of separate products adds a gradient of x for each map; that of one product joins the maps' gradients.
     """
     if len(maps) == 1 or manual() is None or platform() != "cpu" or any(one.stored for one in maps):
         return False
@@ -215,7 +215,7 @@ def _are_joint(x: jax.Array, maps: Sequence[Weights]) -> bool:
 def _matrix_products(x: jax.Array, maps: Sequence[Weights]) -> Products:
     """x @ kernel for each kernel, as one product. Communication: none.
 
-    Kernels are matrices here: XLA:CPU would copy one of several dims before a product with its transpose.
+    Kernels are matrices here: XLA:CPU would copy a kernel of more than two dims before a product with its transpose.
     """
     outputs = [one.kernel.shape[one.num_inputs :] for one in maps]
     matrices = [one.kernel.reshape(-1, math.prod(shape)) for one, shape in zip(maps, outputs, strict=True)]
@@ -226,10 +226,10 @@ def _matrix_products(x: jax.Array, maps: Sequence[Weights]) -> Products:
 
 @jax.custom_vjp
 def matmul(x_BSK: jax.Array, *kernels: jax.Array) -> jax.Array:
-    """`x[B, S, K] @ w[K, N] -> y[B, S, N]`, where w is several kernels [K, N_i] beside each other.
+    """`x[B, S, K] @ w[K, N] -> y[B, S, N]`, where w is the concatenation of several kernels [K, N_i].
 
-    The backward transposes the smaller of x and dy for the gradient of w. It joins the kernels again, so that remat
-    and ZeRO-3 need not keep w.
+    The backward transposes the smaller of x and dy for the gradient of w. It concatenates the kernels again, so that
+    remat and ZeRO-3 need not store w.
     """
     return lax.dot_general(x_BSK, jnp.concatenate(kernels, axis=1), (((2,), (0,)), ((), ())))
 
@@ -256,7 +256,8 @@ def _by_token(x_BSN: jax.Array) -> jax.Array:
     """[tokens, N] where there are many tokens.
 
     XLA:CPU copies the transpose of a left operand of three dims. That takes up to a fifth of the product's time for
-    2048 tokens, and half or more for 4096. One of two dims is not copied; its product is slower by 3 % for 512 tokens.
+    2048 tokens, and half or more for 4096. It does not copy an operand of two dims, but that product is 3 % slower for
+    512 tokens.
     """
     return x_BSN.reshape(-1, x_BSN.shape[-1]) if math.prod(x_BSN.shape[:-1]) >= MANY_TOKENS else x_BSN
 
@@ -268,7 +269,7 @@ def _cut(joint: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _sequence_ring(dim: str) -> Ring | None:
-    """The ring round which chunks of the sequence travel; None if communication does not overlap the product."""
+    """The ring along which chunks of the sequence travel; None if communication does not overlap the product."""
     ctx = manual()
     if ctx is None or not ctx.overlaps(dim):
         return None

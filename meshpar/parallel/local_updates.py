@@ -5,11 +5,11 @@ of the optimizer, `optim`. After `every` steps, a round, the outer optimizer ste
 `shared parameters - own parameters` as its gradient. Each slice then begins the next round at the shared parameters.
 
 Communication: none across slices in a step. At the end of a round an all-reduce of the trained parameters: a device
-sends 2(n-1)/n P bytes over the axis, for n slices and P bytes of its shards in at least float32, and 2(n-1)/n P / every
-a step; with rounds that grow, 2(n-1)/n P R / T for R rounds in T steps. `compress` sends fewer.
+sends 2(n-1)/n P bytes over the axis, for n slices and P bytes of its shards in at least float32. Per step these are
+2(n-1)/n P / every bytes; with rounds that grow, 2(n-1)/n P R / T for R rounds in T steps. `compress` sends fewer bytes.
 
-Memory: the shared parameters and the outer optimizer's state, in addition to those of a slice; with `overlap_steps` the
-mean differences too.
+Memory: the shared parameters and the outer optimizer's state, in addition to the state of a slice; with `overlap_steps`
+also the mean differences.
 
 Source: Stich 2018, arXiv:1805.09767 (local SGD); Lin et al. 2018, arXiv:1808.07217 (post-local); Douillard et al. 2023,
 arXiv:2311.08105 (DiLoCo); Douillard et al. 2025, arXiv:2501.18512 (streaming DiLoCo); Gu et al. 2023,
@@ -37,12 +37,12 @@ KEY = "parallel.local"
 
 
 class OuterAverage(Config):
-    """Moves the shared parameters by the fraction `lr` of the way to the mean of the slices': local SGD for 1."""
+    """Moves the shared parameters towards the mean of the slices' parameters, by the fraction `lr`: local SGD for 1."""
 
     shorthand: ClassVar = "kind"
     kind: Literal["average"] = "average"
     lr: Rate = 1.0
-    """The fraction of the way to the mean."""
+    """The fraction of the distance to the mean."""
 
     def build(self) -> optax.GradientTransformation:
         return optax.sgd(self.lr)
@@ -74,7 +74,7 @@ class OuterAdam(Config):
     b2: Decay = 0.95
     """Decay of the mean of the squared differences."""
     eps: Rate = 0.1
-    """DiLoCo's default: the mean difference of a round is larger than a gradient."""
+    """Added to the root mean square. DiLoCo's default is large, because a difference is larger than a gradient."""
 
     def build(self) -> optax.GradientTransformation:
         return optax.adam(self.lr, self.b1, self.b2, self.eps)
@@ -92,23 +92,24 @@ class LocalUpdates(Config):
     """The steps of a round."""
     growth: Rate | None = None
     """The growth coefficient of the quadratic synchronization rule: a round that begins at learning rate lr has
-    floor((growth / lr)^2) steps where these are more than `every`. Default: all rounds have `every` steps."""
+    floor((growth / lr)^2) steps if that is more than `every`. Default: all rounds have `every` steps."""
     start: Count = 0
-    """Steps before the first round. In these, gradients are averaged over slices (post-local SGD)."""
+    """Steps before the first round. During these, gradients are averaged over slices (post-local SGD)."""
     outer: Coerced[Outer, str | dict[str, Any]] = default(OuterAverage())
     """The optimizer of the shared parameters."""
     fragments: Positive = 1
-    """Parts of the layers whose rounds end in turn, `every / fragments` steps apart, so that less is sent at once
-    (streaming DiLoCo). Fragment i of n has every n-th layer from i on; the last has what is in no layer too."""
+    """Parts of the model whose rounds end in turn, `every / fragments` steps apart, so that less is sent at once
+    (streaming DiLoCo). Fragment i of n has every n-th layer, from layer i on. The last fragment also has the parameters
+    that are in no layer."""
     overlap_steps: Count = 0
-    """Steps from the end of a round to its outer step. Differences are all-reduced beside the first of these steps, and
-    slices train on meanwhile (streaming DiLoCo)."""
+    """Steps from the end of a round to its outer step. Differences are all-reduced during the first of these steps,
+    while the slices continue to train (streaming DiLoCo)."""
     mixing: Decay = 0.5
-    """With `overlap_steps`: the weight of a slice's own parameters, with which it mixes the new shared ones."""
+    """With `overlap_steps`: the weight of a slice's own parameters when they are mixed with the new shared ones."""
     compress: Coerced[Across, str | dict[str, Any]] = default(Exact())
     """Format in which differences are all-reduced: exact (at least float32), bf16, int8, fp8, onebit, powersgd."""
     resize: Literal["refuse", "average"] = "refuse"
-    """What to do with a checkpoint of another number of slices: refuse it, or begin each slice at the mean of them."""
+    """How to resume a checkpoint of another number of slices: refuse it, or begin each slice at the mean of them."""
 
     @property
     def reduction(self) -> Reduce | None:
@@ -133,7 +134,7 @@ class LocalUpdates(Config):
         return Rounds(ends, self.start, self.fragments, self.overlap_steps)
 
     def check_steps(self, num_steps: int, problems: Problems) -> None:
-        """Adds a problem if a run has steps that no outer step reads, or is shorter than a round."""
+        """Adds a problem if a run has steps after the last outer step, or is shorter than a round."""
         steps = num_steps - self.start - self.overlap_steps
         if steps >= self.every and (self.growth is not None or steps % self.every == 0):
             return
@@ -141,7 +142,7 @@ class LocalUpdates(Config):
         before = f"{KEY}.start = {self.start}"
         if self.overlap_steps:
             before += f" and before the last {self.overlap_steps}"
-        what = f"{steps} steps after {before} are no whole rounds of {self.every} steps"
+        what = f"{steps} steps after {before} cannot be divided into rounds of {self.every} steps"
         fits = fixed + max(1, steps // self.every) * self.every
         problems.add("num_steps", what, f"num_steps={fits}: the shared parameters change only when a round ends")
 
@@ -158,7 +159,7 @@ class LocalUpdates(Config):
         if sizes.get(self.axis, 1) == 1:
             larger = [axis for axis in rules["batch"] if sizes.get(axis, 1) > 1]
             fix = f"{key}={larger[0]}, or mesh.{self.axis}=2" if larger else f"mesh.{self.axis}=2"
-            problems.add(key, f"the mesh has one slice along {self.axis}, which trains with nobody", fix)
+            problems.add(key, f"the mesh has one slice along {self.axis}, so there is nothing to average", fix)
         elif self.axis not in rules["batch"]:
             what = f"no rows of the batch are sharded over {self.axis}: its slices would all train on the same rows"
             problems.add(key, what, f"rules.batch with {self.axis}, or another axis")

@@ -1,4 +1,4 @@
-"""What a model's forward returns: logits or their projection, and the auxiliary losses and metrics of its layers."""
+"""The outputs of a model's forward: logits or their projection, and the auxiliary losses and metrics of its layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Auxiliary(NamedTuple):
         """One layer's contribution to the model's `Auxiliary`, the sum over all layers. Numerics: at least float32.
 
         Args:
-          index: int32[], that of the layer. An array is put there in an array [layers, ...].
+          index: int32[], of the layer. A metric that is an array becomes this row of an array [layers, ...].
         """
 
         def metric(x: jax.Array) -> jax.Array:
@@ -42,7 +42,7 @@ class Auxiliary(NamedTuple):
         return Auxiliary(losses, {name: metric(wide(x)) for name, x in self.metrics.items()})
 
     def plus(self, other: Auxiliary) -> Auxiliary:
-        """The sums of both. A name that only one has counts as 0 in the other."""
+        """The sums of both. A missing name counts as 0."""
 
         def added(ours: Scalars, theirs: Scalars) -> Scalars:
             both = ours.keys() & theirs.keys()
@@ -58,7 +58,7 @@ def with_auxiliary(made: jax.Array | tuple[jax.Array, Auxiliary]) -> tuple[jax.A
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model's forward returns.
+    """The outputs of a model's forward.
 
     Args:
       projected: the logits [batch, seq, vocab], local shards of the vocabulary; or the projection that computes them.

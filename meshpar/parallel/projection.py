@@ -46,11 +46,12 @@ _WIDTH = 4
 def chunk_length(chunk: Chunk, rows: int, seq: int, hidden_size: int, vocab: int) -> int | None:
     """The positions of a chunk; None for all at once.
 
-    `auto` makes chunks where they hold less: their logits and the sum of the head's gradients, [hidden_size, vocab],
-    against the logits of all tokens. So it needs more tokens than those of a chunk and `hidden_size` together.
+    `auto` makes chunks only if they need less memory: the logits of a chunk and the sum of the head's gradients,
+    [hidden_size, vocab], instead of the logits of all tokens. So a device must have more tokens than a chunk and
+    `hidden_size` together.
 
     Args:
-      rows, seq, vocab: of the logits on one device.
+      rows, seq, vocab: the sizes of the logits on one device.
 
     >>> chunk_length("auto", rows=8, seq=8192, hidden_size=4096, vocab=32064)
     128
@@ -67,7 +68,7 @@ def chunk_length(chunk: Chunk, rows: int, seq: int, hidden_size: int, vocab: int
 
 
 def describe_chunk(chunk: Chunk, rows: int, seq: int, hidden_size: int, vocab: int) -> str:
-    """What `chunk_length` selects, and the bytes of the logits in float32.
+    """The choice of `chunk_length` as text, with the bytes of the logits in float32.
 
     >>> describe_chunk("auto", rows=8, seq=8192, hidden_size=4096, vocab=32064)
     '64 chunks of 128 positions: 125.25 MiB of logits at a time, not 7.83 GiB'
@@ -113,7 +114,7 @@ class Projection:
         width, vocab = self.head.shape
         rows, seq = jax.tree.leaves(tokens)[0].shape[:2]
         length = chunk_length(chunk, rows // _global("batch"), seq, width, vocab // _global("vocab"))
-        if length is None or _global("seq") > 1:  # GSPMD would gather what it has sharded, to cut it in chunks
+        if length is None or _global("seq") > 1:  # GSPMD would gather a sharded sequence to cut it in chunks
             return cost(self.logits(), tokens, shared)
         hidden = constrain(tensor.enter_region(self.hidden, "vocab"), "batch", "seq", "embed")
         return _summed(cost, length, hidden, _for_each_group(self.head), tokens, shared)
@@ -123,7 +124,7 @@ jax.tree_util.register_dataclass(Projection, ["hidden", "head"], [])
 
 
 def logits_of(hidden_BSD: Float[Array, "B S D"], head_DV: Float[Array, "D V"]) -> Float[Array, "B S V"]:
-    """The logits of the tokens that a device has, for its shard of the vocabulary. Communication: none."""
+    """The logits of a device's tokens, for its shard of the vocabulary. Communication: none."""
     return constrain(jnp.einsum("bsd,dv->bsv", hidden_BSD, head_DV), "batch", "seq", "vocab")
 
 

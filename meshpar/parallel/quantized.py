@@ -7,10 +7,10 @@ of x and a column of w has a scale of its own: its largest element over the larg
     dx[B, S, K] = (q(dy * sw) @ qw') * s      s[B, S, 1]: the largest over N
     dw[K, N]    = (qx' @ q(dy * sx)) * s      s[1, 1, N]: the largest over B and S
 
-A scale can be taken out of a sum that does not run over its dim. The backward sums over the dims of sx and sw, so they
-are multiplied into dy before dy is rounded; x is needed in 8 bits only.
+A scale can be factored out of a sum that does not run over its dim. The backward sums over the dims of sx and sw, so
+dy is multiplied by them before it is rounded; x is needed in 8 bits only.
 
-Where devices hold shards of a summed dim, the largest element is that of all shards. So each device rounds as one
+If devices hold shards of a summed dim, the largest element is that of all shards. So all devices together round as one
 device would, and the result does not depend on the layout.
 
 Source: Micikevicius et al. 2022, arXiv:2209.05433 (formats). Qwix rounds and multiplies.
@@ -52,14 +52,14 @@ class Shards:
 def matmuls(
     x_BSK: jax.Array, ws_KN: Sequence[jax.Array], number_format: Format, shards: Shards
 ) -> tuple[jax.Array, ...]:
-    """`x[B, S, K] @ w[K, N]` in 8 bits, for each w. Gradients pass through the rounding as if there were none.
+    """`x[B, S, K] @ w[K, N]` in 8 bits, for each w. Gradients ignore the rounding (straight-through).
 
     Returns:
       [B, S, N] for each w, in the dtype of x; a partial sum where the inputs are sharded.
 
     Communication: all-reduces of the largest elements, in float32: forward, where the inputs are sharded, [B, S] and an
       [N] for each w; backward, for each w, [B, S] where the outputs are sharded and [N] where the tokens are.
-    Memory: the backward keeps x in 8 bits, and the ws as they are.
+    Memory: x is stored for the backward in 8 bits, and the ws in their own dtype.
     Numerics: scales and sums are float32 (int8: sums are int32); float64 where x is float64.
     """
     operands = varying_alike(x_BSK, *ws_KN)
@@ -78,9 +78,10 @@ def _forward(number_format: Format, shards: Shards, x: jax.Array, ws: tuple[jax.
     tops = [largest(w, (0,), shards.inputs) for w in ws]
     qws = [_quantize(w, dtype, top) for w, top in zip(ws, tops, strict=True)]
     products = tuple(_multiply(qx, qw, (2,), (0,)).astype(x.dtype) for qw in qws)
-    # Weights are rounded again in the backward: the rounded ones would be a second copy of all layers, and of ZeRO-3's.
-    # As integers: `jax.checkpoint` rounds the floats that it saves to their own precision with `lax.reduce_precision`,
-    # which knows no format without infinities. It turns the elements of e4m3fn above 240 into NaN.
+    # The backward rounds the weights again: stored rounded weights would be a second copy of all layers, gathered ones
+    # under ZeRO-3. x is stored as integers: `jax.checkpoint` rounds the floats that it saves to their own precision
+    # with `lax.reduce_precision`, which supports no format without infinities, and turns elements of e4m3fn above 240
+    # into NaN.
     bits = lax.bitcast_convert_type(qx.qvalue, jnp.int8)
     return products, (replace(qx, qvalue=bits), ws, tops)
 
@@ -106,14 +107,14 @@ _matmuls.defvjp(_forward, _backward)
 
 
 def largest(x: jax.Array, dims: tuple[int, ...], axes: Axes) -> jax.Array:
-    """The largest magnitude over these dims, which stay with size 1, and over the devices of the axes; 1 for zeros."""
+    """The largest magnitude over these dims, which keep size 1, and over the devices of the axes; 1 if all are zero."""
     top = jnp.abs(wide(x)).max(dims, keepdims=True)
     top = lax.pmax(top, axes) if axes else top
     return jnp.where(top == 0, jnp.ones_like(top), top)
 
 
 def _quantize(x: jax.Array, dtype: Any, top: jax.Array) -> qwix.QArray:
-    """`x`, of at most `top`, in 8 bits, with the scales that undo it."""
+    """`x`, whose magnitudes are at most `top`, in 8 bits with its scales."""
     # Qwix scales the range of int8 to [-127.5, 127.5], whose ends are ties: rounding errors, and so the layout, would
     # decide them. With this range the largest element becomes 127.
     end = 127.5 / 127 if dtype == jnp.int8 else 1

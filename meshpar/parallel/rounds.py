@@ -1,4 +1,4 @@
-"""When the rounds of local updates end.
+"""Computes the steps at which the rounds of local updates end.
 
 Source: Gu et al. 2023, arXiv:2310.14423 (rounds that grow as the learning rate falls).
 """
@@ -19,10 +19,10 @@ class Rounds:
     """The ends of the rounds of a run.
 
     Args:
-      ends: the last step of each round, sorted; the first step is 1. With fragments, a round of each in turn.
+      ends: the last step of each round, sorted; the first step is 1. Rounds of different fragments alternate.
       start: the steps before the first round.
       num_fragments: see `LocalUpdates.fragments`.
-      overlap_steps: how many steps after its end the outer optimizer steps.
+      overlap_steps: steps from the end of a round to its outer step.
     """
 
     ends: Sequence[int]
@@ -37,7 +37,7 @@ class Rounds:
 
     @property
     def mean_steps_between(self) -> Fraction:
-        """The mean number of steps between two ends, which are those of different fragments if there are several."""
+        """The mean number of steps between two ends, which belong to different fragments if there are several."""
         return Fraction(self.ends[-1] - self.start, len(self.ends))
 
     def fragment(self, step: int) -> int | None:
@@ -53,7 +53,8 @@ class Rounds:
 def quadratic(every: int, growth: float, learning_rate: Callable[[Any], Any], first: int, last: int) -> tuple[int, ...]:
     """The ends of rounds of `max(every, floor((growth / lr)^2))` steps, for the learning rate at which a round begins.
 
-    In a warm-up, the learning rate is the one after it: the largest of the later ones. The last round ends at `last`.
+    The rule reads the largest later learning rate, so that a warm-up counts as the rate after it. The last round ends
+    at `last`.
 
     Args:
       learning_rate: int[steps], numbers of updates made -> float[steps].

@@ -21,16 +21,16 @@ class TensorParallel(Config):
     """How layers with sequence parallelism communicate their activations."""
 
     overlap: Overlap = "none"
-    """`ring`, `bidirectional`: chunks travel round a ring, in one or both directions, while others are multiplied."""
+    """`ring`, `bidirectional`: chunks travel along a ring, in one or both directions, while others are multiplied."""
 
 
 class FullySharded(Config):
     """How layers communicate the weights that ZeRO-3 shards."""
 
     overlap: Literal[Overlap, "prefetch"] = "none"
-    """`ring`, `bidirectional`: chunks travel round a ring, in one or both directions, while others are multiplied.
-    `prefetch`: XLA:GPU gathers the weights of the next layer while a layer computes. A device then holds them too.
-    Other backends overlap gathers as they can."""
+    """`ring`, `bidirectional`: chunks travel along a ring, in one or both directions, while others are multiplied.
+    `prefetch`: the compiler gathers the weights of the next layer while a layer computes, so a device holds the weights
+    of two layers. On CPUs `prefetch` has no effect."""
 
     @property
     def in_chunks(self) -> bool:
@@ -57,7 +57,7 @@ class ContextParallel(Config):
     """Which tokens a device holds. `zigzag`: a part from the front and one from the back of the row, which gives all
     devices the same work. `auto`: zigzag, and contiguous under ulysses, where the work is the same anyway."""
     group: Annotated[int, pydantic.Field(ge=2)] | None = None
-    """Devices that exchange heads under `hybrid`, neighbours on the axis, such as those of a host."""
+    """Number of devices that exchange heads under `hybrid`: neighbours on the axis, such as the devices of a host."""
 
     @pydantic.model_validator(mode="after")
     def _fits_kind(self) -> ContextParallel:
@@ -69,11 +69,11 @@ class ContextParallel(Config):
         return self
 
     def exchange(self, num_shards: int) -> int:
-        """How many devices exchange heads, of those that share a row."""
+        """The number of devices that exchange heads with each other, if `num_shards` devices share a row."""
         return {"ulysses": num_shards, "hybrid": self.group or 1}.get(self.kind, 1)
 
     def arranged(self, num_shards: int) -> SequenceLayout:
-        """Which tokens of a row its shards hold. Devices that exchange heads share a shard of the layout."""
+        """The layout of the tokens of a row. Devices that exchange heads share a shard of the layout."""
         rings = num_shards // self.exchange(num_shards)
         return SequenceLayout(rings, is_zigzag=rings > 1 and self.layout != "contiguous")
 
@@ -82,11 +82,11 @@ class ExpertParallel(Config):
     """How tokens reach the devices of their experts, under `dispatch: dropless`.
 
     - `ragged`: each token travels to the devices of its experts, and the results travel back.
-    - `gather`: each device gathers the tokens of all, computes those of its own experts, and scatters the sums. With n
-      devices it sends n / per_token times as much.
+    - `gather`: each device gathers the tokens of all devices, applies its own experts, and scatters the sums. With n
+      devices it sends n / per_token times as much as `ragged`.
     - `hierarchical`: `ragged` in two steps. A token travels once to each group of devices that has any of its experts,
-      and there to the devices of these. It sends less across groups than `ragged` if tokens use more experts than
-      there are groups.
+      and inside the group to the devices of these experts. It sends less across groups than `ragged` if tokens use
+      more experts than there are groups.
     - `auto`: `ragged` on GPUs and TPUs; `gather` on CPUs, whose compiler has no ragged all-to-all.
     """
 
@@ -94,7 +94,7 @@ class ExpertParallel(Config):
     kind: Literal["auto", "ragged", "gather", "hierarchical"] = "auto"
     """How tokens travel."""
     group: Annotated[int, pydantic.Field(ge=2)] | None = None
-    """Devices of a group under `hierarchical`, neighbours on the axis, such as those of a host."""
+    """Number of devices in a group under `hierarchical`: neighbours on the axis, such as the devices of a host."""
 
     @pydantic.model_validator(mode="after")
     def _fits_kind(self) -> ExpertParallel:
@@ -106,7 +106,7 @@ class ExpertParallel(Config):
     def check(self, dispatch: str, num_shards: int, problems: Problems) -> None:
         """Adds a problem for an exchange that would have no effect, or groups that do not divide the devices."""
         if self.kind != "auto" and dispatch != "dropless":
-            what = f"{self.kind} is for dispatch=dropless: places of experts travel by a dense all-to-all"
+            what = f"{self.kind} is for dispatch=dropless: dispatch=capacity uses a dense all-to-all"
             problems.add("parallel.expert", what, "model.experts.dispatch=dropless, or no parallel.expert")
         if self.group and num_shards % self.group:
             what = f"{num_shards} devices hold the experts, which cannot be divided into groups of {self.group}"
@@ -117,12 +117,12 @@ class ExpertParallel(Config):
 
 
 class Parallel(Config):
-    """The strategies of the manual lowering. Each reads its own field; all receive the whole object."""
+    """The strategies of the manual lowering, one in each field."""
 
     tensor: Section[TensorParallel] = default(TensorParallel())
-    """How tensor parallelism communicates."""
+    """How tensor parallelism communicates activations."""
     fsdp: Section[FullySharded] = default(FullySharded())
-    """How ZeRO-3 communicates."""
+    """How ZeRO-3 gathers weights."""
     context: Coerced[ContextParallel, str | dict[str, Any]] = default(ContextParallel())
     """How devices that share a row attend to each other's tokens."""
     expert: Coerced[ExpertParallel | None, str | dict[str, Any]] = default(None)
@@ -180,7 +180,7 @@ class Parallel(Config):
             what = "auto: GSPMD chooses the communication, so overlap has no effect"
             problems.add("lowering", what, "lowering=manual")
         if self.pipeline:
-            problems.add("parallel.pipeline", "GSPMD knows no pipeline", "lowering=manual, or parallel.pipeline=null")
+            problems.add("parallel.pipeline", "GSPMD has no pipeline", "lowering=manual, or parallel.pipeline=null")
         if self.gradient_reduction:
             key = "parallel.gradient_reduction"
             what = "under lowering: auto, XLA reduces gradients as it chooses"

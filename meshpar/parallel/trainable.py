@@ -1,4 +1,4 @@
-"""Trees of trained parameters: `optax.MaskedNode`, which has no leaves, stands in the place of each that is frozen."""
+"""Trees of trained parameters: `optax.MaskedNode`, which has no leaves, replaces each frozen parameter."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def without(tree: Any, frozen: Collection[str]) -> Any:
 
 
 def as_in(trained: Any, whole: Any) -> Any:
-    """The leaves of `whole`, without those that `trained` lacks."""
+    """`whole`, with each leaf masked that `trained` masks."""
     return jax.tree.map(lambda x, leaf: x if _is_masked(x) else leaf, trained, whole, is_leaf=_is_masked)
 
 
 def frozen_in(trained: Any, whole: Any) -> Any:
-    """The leaves of `whole` that `trained` lacks.
+    """`whole`, with each leaf masked that `trained` has.
 
     >>> frozen_in({"head": 5, "table": optax.MaskedNode()}, {"head": 2, "table": 1})
     {'head': MaskedNode(), 'table': 1}
@@ -39,7 +39,7 @@ def frozen_in(trained: Any, whole: Any) -> Any:
 
 
 def filled(trained: Any, whole: Any) -> Any:
-    """`trained`, with leaves of `whole` where it has none.
+    """`trained`, with each masked leaf filled from `whole`.
 
     >>> filled({"head": 5, "table": optax.MaskedNode()}, {"head": 2, "table": 1})
     {'head': 5, 'table': 1}

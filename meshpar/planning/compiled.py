@@ -57,7 +57,7 @@ def compiled(run: Run, candidate: Candidate, machine: Machine, at_most: int) -> 
     if isinstance(machine, MeasuredMachine):
         found = actions.inspect(changed)
     else:
-        found = actions.inspect(changed, targets.parse(machine.text).text).told
+        found = actions.inspect(changed, targets.parse(machine.text).text).inspection
     return Compiled(candidate, found.memory.total, found.flops, round(total_sent_bytes(found.collectives)), at_most)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import chain, combinations
 from typing import Any
 
 from meshpar.config import flatten_json
@@ -10,6 +12,7 @@ from meshpar.errors import ConfigError, Problems, nearest
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import AXES
 from meshpar.planning.machine import Machine
+from meshpar.planning.mixed import MixedMachine
 from meshpar.planning.space import Layout, layouts
 
 KEYS = (*(f"mesh.{axis}" for axis in AXES), "rules", "parallel.pipeline.kind", "num_microbatches", "model.remat")
@@ -34,18 +37,30 @@ def constrained(run: Run, machine: Machine, fix: list[str]) -> list[Layout]:
         elif wanted.setdefault(key, value) != value:
             problems.add(f"--fix {text}", f"{key} is fixed to {wanted[key]}, too", "keep one of the two")
     problems.raise_any(ConfigError, "the constraints do not fit each other:")
-    found = [layout for layout in layouts(run, machine.num_devices, machine.per_host) if _has(layout, wanted)]
+    every = [*layouts(run, machine.num_devices, machine.per_host, isinstance(machine, MixedMachine))]
+    met = [_met(layout, wanted) for layout in every]
+    found = [layout for layout, keys in zip(every, met, strict=True) if len(keys) == len(wanted)]
     if not found:
-        what = f"no layout of {machine.num_devices} devices has {', '.join(fix)}" if fix else "no layout fits"
+        what = " with ".join(f"{key}={wanted[key]}" for key in _conflict(met, wanted))
         why = f"a batch of {run.data.batch_size} rows of {run.data.seq_len} tokens, and the layers, must divide"
-        raise ConfigError(f"{machine.text}: {what}: {why}")
+        of = f"no layout of {machine.num_devices} devices"
+        raise ConfigError(f"{machine.text}: {of}{' has ' if what else ' fits'}{what}: {why}")
     return found
 
 
-def _has(layout: Layout, wanted: dict[str, str]) -> bool:
-    own = {f"mesh.{axis}": 1 for axis in AXES} | flatten_json(layout.changes)
+def _met(layout: Layout, wanted: dict[str, str]) -> set[str]:
+    """The keys whose fixed values a layout has."""
+    own = flatten_json(layout.changes) | {f"mesh.{axis}": layout.size(axis) for axis in AXES}
     own["num_microbatches"] = layout.num_microbatches
-    return all(_text(own.get(key)) == _text(value) for key, value in wanted.items())
+    return {key for key, value in wanted.items() if _text(own.get(key)) == _text(value)}
+
+
+def _conflict(met: Iterable[set[str]], wanted: Iterable[str]) -> tuple[str, ...]:
+    """The fewest keys whose fixed values no layout has together."""
+    distinct = {frozenset(keys) for keys in met}
+    keys = [*wanted]
+    every = chain.from_iterable(combinations(keys, count) for count in range(1, len(keys) + 1))
+    return next((some for some in every if not any(one.issuperset(some) for one in distinct)), ())
 
 
 def _text(value: Any) -> str:

@@ -1,15 +1,16 @@
 """What a step takes and holds on a machine, by its trace: nothing is compiled.
 
-    step = (computation, or the communication beside it, whichever is longer, + exposed communication)
-           * the schedule's makespan over its work
+    step = computation, or the communication beside it, whichever is longer, + exposed communication
+           + the idle time of the schedule
 
 Products take their operations at the machine's rate, other operations the bytes that they read and write. Weights are
 gathered and gradients reduced while others are computed, and permutes, of attention's rings and of a pipeline's
 messages, travel beside products too: they are hidden where devices communicate while they compute. Activations that a
 product waits for are exposed.
 
-The trace of a pipeline's step has the products of its busiest stage. The simulation of its schedule says how much
-longer the step is. Simulated devices share cores: nothing is hidden, and no core is idle.
+The trace of a pipeline's step has the products of as many layers as the longest stage has, and of both ends of the
+model. So the time of each stage is known, on its own chips. The busiest one decides. The simulation of the schedule
+says how long it is idle while others work. Simulated devices share cores: nothing is hidden, and no core is idle.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Self, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -28,11 +30,14 @@ from meshpar.cost.touched import Touch, functions_outside, touched_bytes
 from meshpar.cost.traced import Collective
 from meshpar.experiment.prepare import Prepared
 from meshpar.inspection.inspect import axes_name
+from meshpar.parallel.pipeline.partition import StagePartition
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.simulate import OpTimes, Timeline, simulate
-from meshpar.planning.machine import Machine
+from meshpar.planning.machine import Machine, Sizes
+from meshpar.planning.stages import NOTHING, Busy
 from meshpar.sharding.resolve import AnyMesh
 
+Key = TypeVar("Key")
 FILLED = 4
 """Microbatches of a schedule over its stages from which more of them add no idle time."""
 
@@ -84,18 +89,50 @@ class Operations:
         """Operations of all products."""
         return sum(flops * times for flops, times in self.products.items())
 
+    def __sub__(self, other: Operations) -> Operations:
+        return Operations(_without(self.products, other.products), _without(self.touched, other.touched))
+
+    def __mul__(self, factor: float) -> Operations:
+        products = {flops: times * factor for flops, times in self.products.items()}
+        return Operations(products, {one: times * factor for one, times in self.touched.items()})
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a pipeline.
+
+    Args:
+      layers: the number of layers of each stage.
+      counted: of how many layers the work of a step is.
+      ends: operations that only the last stage has, those of the output projection and the loss.
+      last: the stage with the end of the model.
+    """
+
+    layers: Sequence[int]
+    counted: int
+    ends: Operations
+    last: int
+
+    @classmethod
+    def of(cls, cut: StagePartition, schedule: Schedule, ends: Operations) -> Self:
+        num_stages, num_chunks, longest = cut.layers.shape
+        layers = (cut.layers >= 0).sum((1, 2)).tolist()
+        return cls(layers, num_chunks * longest, ends, schedule.stage_of(num_stages * num_chunks - 1, num_stages))
+
 
 @dataclass(frozen=True)
 class Work:
     """What a step does, whatever the machine.
 
     Args:
-      computes: operations of a device.
+      computes: operations of a device; in a pipeline, of a stage with both ends of the model.
       beside: collectives that run beside products where a machine can do both.
       waits: collectives that products wait for.
       outer: those of the outer steps of local updates.
       outer_beside: the part of the steps beside which these run; 0 if the next step waits for them.
-      idle: the schedule's makespan over its work; 1 without a pipeline.
+      idle: the makespan of the schedule over its work, if all stages take equally long; 1 without a pipeline.
+      stages: those of a pipeline; None without one.
+      dcn: (axis, size) of the part of the mesh's axes that is across hosts; empty where hosts follow the axes' order.
     """
 
     mesh: AnyMesh
@@ -107,6 +144,8 @@ class Work:
     step_bytes: int
     outer: Sequence[Collective] = ()
     outer_beside: float = 0.0
+    stages: Stages | None = None
+    dcn: Sizes = ()
 
     @property
     def sent_bytes(self) -> float:
@@ -115,29 +154,61 @@ class Work:
 
     def on(self, machine: Machine) -> Estimate:
         """The estimate on a machine."""
-        terms: dict[str, float] = defaultdict(float)
-        products, others = _seconds(self.computes, machine)
-        terms["products"] = products
-        terms["other operations"] = others
+        every = self.busy(machine)
+        busiest = max(every, key=lambda one: one.total)
+        computes = busiest.products + busiest.others
+        beside = sum(machine.collective_s(one, self.mesh, self.dcn) for one in self.beside)
+        exposed = max(0.0, beside - computes) if machine.overlaps else beside
+        terms = {"products": busiest.products, "other operations": busiest.others, "weights and gradients": exposed}
         terms["new memory"] = machine.new_memory_s(self.step_bytes)
-        beside = sum(machine.collective_s(one, self.mesh) for one in self.beside)
-        terms["weights and gradients"] = max(0.0, beside - products - others) if machine.overlaps else beside
-        for one in self.waits:
-            terms[f"waits for {axes_name(one.axes)}"] += machine.collective_s(one, self.mesh)
-        terms["bubble"] = 0.0 if machine.shares_cores else sum(terms.values()) * (self.idle - 1)
-        outer = sum(machine.collective_s(one, self.mesh) for one in self.outer)
-        hidden = self.outer_beside * (products + others) if machine.overlaps else 0.0
+        terms |= {f"waits for {axes_name(axes)}": seconds for axes, seconds in busiest.waits.items()}
+        if len(every) > 1:  # while the schedule fills and empties, the busiest stage waits for the others
+            others = (sum(one.total for one in every) - busiest.total) / (len(every) - 1)
+            terms["bubble"] = (self.idle - 1) * (others + exposed)
+        outer = sum(machine.collective_s(one, self.mesh, self.dcn) for one in self.outer)
+        hidden = self.outer_beside * computes if machine.overlaps else 0.0
         terms["outer steps"] = max(0.0, outer - hidden)
         shown = {term: seconds for term, seconds in terms.items() if seconds}
         return Estimate(shown, beside, self.states_bytes, self.step_bytes)
 
+    def busy(self, machine: Machine) -> list[Busy]:
+        """The time of each stage of a pipeline, on its own chips; of one device, if there is no pipeline.
 
-def work_of(prepared: Prepared, mean: bool = False) -> Work | None:
-    """The work of a run's step, by its trace; None if that does not say what is sent, see `Prepared.traced_bytes`.
+        Where devices share cores, one device's is the mean of all stages.
+        """
+        if self.stages is None:
+            return [self._busy(self.computes, self.waits, machine)]
+        alike: dict[tuple[int, int, int], Busy] = {}
+        every: list[Busy] = []
+        for count, (layer, end) in zip(self.stages.layers, self.parts(machine), strict=True):
+            key = (count, id(layer), id(end))
+            if key not in alike:
+                alike[key] = layer * count + end
+            every.append(alike[key])
+        return [sum(every, NOTHING) * (1 / len(every))] if machine.shares_cores else every
 
-    Args:
-      mean: of all stages of a pipeline, for devices that share cores; else of its busiest stage.
-    """
+    def parts(self, machine: Machine) -> list[tuple[Busy, Busy]]:
+        """For each stage of a pipeline, the time of one layer and of what it has beside layers, on its own chips."""
+        assert self.stages is not None, "only a pipeline has stages"
+        chips = machine.stages(self.mesh, self.dcn)
+        of_kind: dict[int, tuple[Busy, Busy]] = {}
+        for key, chip in {id(chip): chip for chip in chips}.items():
+            ends = self._busy(self.stages.ends, (), chip)
+            layers = self._busy(self.computes, self.waits, chip) + ends * -1.0
+            of_kind[key] = layers * (1 / self.stages.counted), ends
+        parts = [of_kind[id(chip)] for chip in chips]
+        return [(layer, ends if stage == self.stages.last else NOTHING) for stage, (layer, ends) in enumerate(parts)]
+
+    def _busy(self, computes: Operations, waits: Sequence[Collective], machine: Machine) -> Busy:
+        products, others = _seconds(computes, machine)
+        by_axes: dict[tuple[str, ...], float] = defaultdict(float)
+        for one in waits:
+            by_axes[one.axes] += machine.collective_s(one, self.mesh, self.dcn)
+        return Busy(products, others, by_axes)
+
+
+def work_of(prepared: Prepared) -> Work | None:
+    """The work of a run's step, by its trace; None if that does not say what is sent, see `Prepared.traced_bytes`."""
     step = prepared.countable_step
     if step is None:
         return None
@@ -145,9 +216,11 @@ def work_of(prepared: Prepared, mean: bool = False) -> Work | None:
     waits = [one for one in collectives if one.kind != "collective_permute" and carries_activations(one, prepared)]
     remat = getattr(prepared.run.model, "remat", None)
     rounds = prepared.rounds
+    computes = operations(step, prepared)
+    dcn = prepared.run.mesh.dcn
     return Work(
         mesh=prepared.mesh,
-        computes=operations(step, prepared, mean),
+        computes=computes,
         beside=[one for one in collectives if one not in waits],
         waits=waits,
         idle=_idle(prepared.ctx.schedule, prepared.ctx.shards("stage"), getattr(remat, "policy", "") == "full"),
@@ -155,7 +228,27 @@ def work_of(prepared: Prepared, mean: bool = False) -> Work | None:
         step_bytes=peak_bytes(step),
         outer=prepared.outer_collectives,
         outer_beside=float(1 / rounds.mean_steps_between) if rounds and rounds.overlap_steps else 0.0,
+        stages=stages_of(computes, step, prepared),
+        dcn=tuple((axis, size) for axis, size in dcn.sizes.items() if size > 1) if dcn else (),
     )
+
+
+def stages_of(computes: Operations, step: ClosedJaxpr, prepared: Prepared) -> Stages | None:
+    """The stages of a traced step; None without a pipeline.
+
+    Args:
+      computes: the operations of a stage with both ends of the model. The mean of all p stages has 1/p of those ends.
+    """
+    num_stages = prepared.ctx.shards("stage")
+    if prepared.pipeline is None or num_stages == 1:
+        return None
+    ends = (computes - operations(step, prepared, mean=True)) * (num_stages / (num_stages - 1))
+    return Stages.of(prepared.pipeline.cut(prepared.ctx), prepared.pipeline.schedule, ends)
+
+
+def _without(counts: Mapping[Key, float], others: Mapping[Key, float]) -> dict[Key, float]:
+    left = {key: times - others.get(key, 0.0) for key, times in counts.items()}
+    return {key: times for key, times in left.items() if times}
 
 
 @lru_cache(maxsize=2**16)
@@ -214,8 +307,13 @@ def _idle(schedule: Schedule | None, num_stages: int, recomputes: bool) -> float
     return 1 + (run.makespan / run.work - 1) * count / schedule.num_microbatches
 
 
-def timeline(schedule: Schedule, num_stages: int, recomputes: bool) -> Timeline:
-    """A schedule whose backward takes two forwards, or three if it recomputes."""
-    again = 1.0 if recomputes else 0.0
-    splits = any(op.kind == "W" for op in schedule.order(0, num_stages))
-    return simulate(schedule, num_stages, OpTimes(B=1.0 + again) if splits else OpTimes(B=2.0 + again))
+def timeline(schedule: Schedule, num_stages: int, recomputes: bool, shares: Sequence[float] = ()) -> Timeline:
+    """A schedule whose backward takes two forwards, or three if it recomputes.
+
+    Args:
+      shares: the time of each stage, over that of the busiest one. Default: all stages are equal.
+    """
+    chunks = schedule.chunks_per_stage
+    stages = [schedule.stage_of(virtual, num_stages) for virtual in range(num_stages * chunks)]
+    by_chunk = [shares[stage] / chunks for stage in stages] if shares else ()
+    return simulate(schedule, num_stages, OpTimes(B=2.0 if recomputes else 1.0, shares=by_chunk))

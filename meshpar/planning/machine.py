@@ -14,9 +14,12 @@ from meshpar.cost.touched import Touch
 from meshpar.cost.traced import Axes, Collective
 from meshpar.errors import MeshError
 from meshpar.mesh.hardware import LINKS, Link, Links
+from meshpar.mesh.layout import slices_by_stage
 from meshpar.mesh.targets import Target
 from meshpar.sharding.resolve import AnyMesh
 
+Sizes = tuple[tuple[str, int], ...]
+"""(axis, size) of some axes of a mesh."""
 EFFICIENCY = 0.7
 """The share of a chip's peak that large matrix products reach. An assumption, the same for all chips: it changes how
 compute compares with communication, so measure it where a plan is close."""
@@ -80,8 +83,17 @@ class Machine(Protocol):
         """Seconds of the memory that each step takes from the system, on every device at once."""
         ...
 
-    def collective_s(self, one: Collective, mesh: AnyMesh) -> float:
-        """Seconds of all runs of a collective in a step."""
+    def collective_s(self, one: Collective, mesh: AnyMesh, dcn: Sizes = ()) -> float:
+        """Seconds of all runs of a collective in a step.
+
+        Args:
+          dcn: (axis, size) of the part of the mesh's axes that is across hosts; empty where hosts follow the axes'
+            order.
+        """
+        ...
+
+    def stages(self, mesh: AnyMesh, dcn: Sizes = ()) -> Sequence[Machine]:
+        """For each stage of a pipeline, the machine that its devices are."""
         ...
 
 
@@ -166,7 +178,10 @@ class StatedMachine:
         """Nothing: a chip's allocator keeps the memory of the last step."""
         return 0.0
 
-    def collective_s(self, one: Collective, mesh: AnyMesh) -> float:
+    def stages(self, mesh: AnyMesh, dcn: Sizes = ()) -> Sequence[Machine]:
+        return [self] * mesh.shape["pipe"]
+
+    def collective_s(self, one: Collective, mesh: AnyMesh, dcn: Sizes = ()) -> float:
         """Seconds of all runs of a collective in a step.
 
         A group of n devices, m of them on each of its hosts, sends over m links across hosts at once, as NCCL's rings
@@ -174,7 +189,7 @@ class StatedMachine:
         """
         size = one.group_size
         sent = float(one.sent_bytes)
-        together = _per_host(one.axes, tuple(mesh.shape.items()), self.per_host)
+        together = _per_host(one.axes, tuple(mesh.shape.items()), dcn, self.per_host)
         inside = self.links.inside
         across = self.links.across
         link = inside if together == size else across
@@ -195,8 +210,26 @@ class StatedMachine:
 
 
 @cache
-def _per_host(axes: Axes, sizes: tuple[tuple[str, int], ...], per_host: int) -> int:
+def hosts(sizes: Sizes, dcn: Sizes, per_host: int) -> np.ndarray:
+    """The number of the host of each device, with a dim for each axis of the mesh, as `MeshLayout.build` orders them.
+
+    Args:
+      sizes: (axis, size) of the whole mesh.
+      dcn: (axis, size) of the part of it that is across hosts.
+    """
+    shape = [size for _, size in sizes]
+    if not dcn:
+        return (np.arange(math.prod(shape)) // per_host).reshape(shape)
+    across = dict(dcn)
+    found = slices_by_stage([across.get(axis, 1) for axis, _ in sizes])
+    for dim, (axis, size) in enumerate(sizes):
+        found = np.repeat(found, size // across.get(axis, 1), dim)
+    return found
+
+
+@cache
+def _per_host(axes: Axes, sizes: Sizes, dcn: Sizes, per_host: int) -> int:
     """How many devices of a group over these axes are on the same host, at most."""
-    numbers = np.arange(math.prod(size for _, size in sizes)).reshape([size for _, size in sizes])
+    numbers = hosts(sizes, dcn, per_host)
     group = numbers[tuple(slice(None) if axis in axes else 0 for axis, _ in sizes)]
-    return int(np.bincount(group.ravel() // per_host).max())
+    return int(np.bincount(group.ravel()).max())

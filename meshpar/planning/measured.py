@@ -15,7 +15,7 @@ from meshpar.cost.flat import EXPENSIVE
 from meshpar.cost.touched import Touch
 from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError, Problems
-from meshpar.planning.machine import Figure
+from meshpar.planning.machine import Figure, Sizes
 from meshpar.sharding.resolve import AnyMesh
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute"]
@@ -118,7 +118,10 @@ class MeasuredMachine(Config):
         """Seconds of the memory that each step takes from the system, on every device at once."""
         return interpolated(self.new_memory, num_bytes)
 
-    def collective_s(self, one: Collective, mesh: AnyMesh) -> float:
+    def stages(self, mesh: AnyMesh, dcn: Sizes = ()) -> Sequence[MeasuredMachine]:
+        return [self] * mesh.shape["pipe"]
+
+    def collective_s(self, one: Collective, mesh: AnyMesh, dcn: Sizes = ()) -> float:
         """Seconds of all runs of a collective in a step. A permute in which some devices send nothing sends less."""
         kind = one.kind.removeprefix("ragged_")
         size = one.full_bytes * (float(one.senders) if kind == "collective_permute" else 1.0)

@@ -17,6 +17,7 @@ from meshpar.inspection.report.templates import environment
 from meshpar.parallel.pipeline import gantt
 from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.planning.estimate import Estimate, timeline
+from meshpar.planning.machine import Machine
 from meshpar.planning.plan import Plan
 from meshpar.planning.search import Candidate
 from meshpar.planning.space import Layout
@@ -61,7 +62,6 @@ def page(plan: Plan) -> str:
     memory = _Scale(min(sizes), max(sizes), _TOP + _HEIGHT, -_HEIGHT)
     terms = dict.fromkeys(term for one in plan.ranked for term in one.estimate.terms)
     colours = {term: _COLOURS[i % len(_COLOURS)] for i, term in enumerate(terms)}
-    best = plan.ranked[0].layout
     return (
         environment(Path(__file__).parent)
         .get_template("page.html")
@@ -78,7 +78,7 @@ def page(plan: Plan) -> str:
             memory_ticks=[{"at": memory.at(value), "text": human_bytes(value)} for value in memory.ticks],
             limit_y=memory.at(plan.at_most) if memory.least <= plan.at_most <= memory.most else None,
             alternatives=plan.alternatives,
-            schedule=_schedule(best),
+            schedule=_schedule(plan.ranked[0], plan.machine),
         )
     )
 
@@ -121,11 +121,15 @@ def _row(one: Candidate, colours: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _schedule(layout: Layout) -> Markup | None:
-    """The picture of a pipeline's schedule."""
+def _schedule(one: Candidate, machine: Machine) -> Markup | None:
+    """The picture of a pipeline's schedule, with the times of its stages."""
+    layout = one.layout
     if not layout.schedule:
         return None
     num_stages = layout.size("pipe")
     shown = min(layout.num_microbatches, max(num_stages, _MOST_MICROBATCHES // num_stages * num_stages))
-    drawn = timeline(get_schedule(layout.schedule, num_stages, shown), num_stages, layout.remat == "full")
+    schedule = get_schedule(layout.schedule, num_stages, shown)
+    busy = [each.total for each in one.work.busy(machine)]
+    shares = [each / max(busy) for each in busy] if len(busy) > 1 else ()
+    drawn = timeline(schedule, num_stages, layout.remat == "full", shares)
     return Markup(gantt.svg(drawn, f"{layout.schedule}: {num_stages} stages, {shown} microbatches"))

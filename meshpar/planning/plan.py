@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from meshpar.planning.alternatives import FARTHEST, Alternative, alternatives
 from meshpar.planning.compiled import Compiled, compiled, table_of
 from meshpar.planning.constraints import constrained
 from meshpar.planning.machine import Machine, StatedMachine
+from meshpar.planning.mixed import MixedMachine
 from meshpar.planning.search import Candidate, Found, pareto, search
 from meshpar.tree import human_bytes, human_time, parse_bytes
 
@@ -95,6 +97,7 @@ class Plan:
         lines = [
             f"Planned for {self.machine.text}. Estimated from the trace: a step takes {step} ({terms}).",
             f"A device holds {human_bytes(best.total_bytes)} of {human_bytes(self.at_most)}.",
+            *_stages(first, self.machine),
             *(f"The next layout, {other.layout}, loses by: {_loss(other, first)}." for other in others[:1]),
             *(f"Another layout would win {alternative}." for alternative in self.alternatives[:1]),
         ]
@@ -120,6 +123,8 @@ class Plan:
         lines += [
             f"  {human_time(time):>10}  {time / total:4.0%}  {term}" for term, time in best.estimate.terms.items()
         ]
+        stages = _stages(best, self.machine)
+        lines += ["the stages of its pipeline:", *(f"  {line}" for line in stages)] if stages else []
         if self.found.too_big:
             least = self.found.too_big[0]
             count = len(self.found.too_big)
@@ -142,7 +147,8 @@ def plan(
     ranks all layouts; the steps of the best ones are traced.
 
     Args:
-      target: the machine, such as `h100:8x8` or `v5p:4x4x4`, or a file that `meshpar calibrate` wrote.
+      target: the machine, such as `h100:8x8` or `v5p:4x4x4`, hosts of different chips, such as `h100:4x8+a100:4x8`,
+        or a file that `meshpar calibrate` wrote.
       fix: `key=value` of a layout that is given: `mesh.tensor=8`, `rules=[fsdp,megatron_sp]`, `num_microbatches=4`,
         `parallel.pipeline.kind=1f1b`, `model.remat=full`.
       at_most: bytes that a device may hold, such as `60GiB`. Default: 94 % of its memory.
@@ -163,7 +169,7 @@ def plan(
       4
     """
     machine = _machine(target)
-    limit = int(USABLE * round(machine.memory_bytes)) if at_most is None else int(parse_bytes(at_most))
+    limit = _limit(machine, at_most)
     choices = constrained(run, machine, list(fix))
     found = search(run, machine, limit, choices, pareto)
     if not found.ranked:
@@ -174,7 +180,23 @@ def plan(
 def _machine(target: str) -> Machine:
     if Path(target).suffix in (".yaml", ".yml"):
         return measured.read(Path(target))
+    if "+" in target:
+        return MixedMachine.of(target)
     return StatedMachine.of(targets.parse(target))
+
+
+def _limit(machine: Machine, at_most: str | int | None) -> int:
+    """Bytes that a device may hold."""
+    if at_most is None:
+        return int(USABLE * round(machine.memory_bytes))
+    try:
+        limit = int(parse_bytes(at_most))
+    except ValueError as error:
+        raise ConfigError(f"--at-most: {error}") from None
+    if limit > machine.memory_bytes:
+        has = human_bytes(round(machine.memory_bytes))
+        raise ConfigError(f"--at-most {at_most}: a device of {machine.text} has {has}")
+    return limit
 
 
 def _nothing_fits(machine: Machine, found: Found, at_most: int) -> str:
@@ -201,6 +223,26 @@ def _loss(one: Candidate, best: Candidate) -> str:
         return f"{human_time(more[term])} {term}"
     hides = one.estimate.beside_s - best.estimate.beside_s
     return f"{human_time(hides)} more to hide" if hides > 0 else "nothing: equal"
+
+
+def _stages(one: Candidate, machine: Machine) -> list[str]:
+    """What each stage of a pipeline has and takes, with one line for equal stages beside each other."""
+    stages = one.work.stages
+    if stages is None or machine.shares_cores:
+        return []
+    chips = machine.stages(one.work.mesh, one.work.dcn)
+    rows: list[str] = []
+    for stage, (layers, busy, chip) in enumerate(zip(stages.layers, one.work.busy(machine), chips, strict=True)):
+        has = f"{layers} layer{'s' if layers > 1 else ''}{' and the loss' if stage == stages.last else ''}"
+        on = f" on {chip.text}" if chip is not machine else ""
+        rows.append(f"{has}, {human_time(busy.total)}{on}")
+    lines = []
+    first = 0
+    for text, alike in groupby(rows):
+        last = first + len([*alike]) - 1
+        lines.append(f"stage{f's {first} to' if last > first else ''} {last}: {text}")
+        first = last + 1
+    return lines
 
 
 def _plain(one: Candidate) -> dict[str, Any]:

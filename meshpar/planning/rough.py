@@ -16,12 +16,20 @@ from functools import cache
 
 from meshpar.cost.touched import Touch
 from meshpar.cost.traced import Collective
-from meshpar.planning.estimate import Operations, Work
+from meshpar.models.contract import LayerStack
+from meshpar.parallel.pipeline.get_schedule import KINDS
+from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
+from meshpar.parallel.pipeline.schedule import Schedule
+from meshpar.planning.estimate import Operations, Stages, Work
+from meshpar.planning.machine import Machine
 from meshpar.planning.space import Layout
+from meshpar.planning.stages import balanced, cut_with
 
 ACTIVATION_AXES = ("expert", "context", "tensor")
 COPIES = 2
 """How often a pipeline holds its sums and activations: branches of its conditionals copy them, see `cost.live`."""
+WORTH_A_CUT = 0.99
+"""A cut that is not the default has a slowest stage of at most this share of the default's."""
 _IDLE: Mapping[str, float] = {"1f1b": 1.0, "interleaved": 1 / 2, "zb_h1": 1 / 3, "zbv": 1 / 12}
 """Schedule -> its idle time as a share of that of 1F1B, which is (stages - 1) / microbatches of its work."""
 
@@ -52,7 +60,8 @@ class Probes:
       summed: bytes of the gradients.
       optimizer: bytes of the optimizer's state.
       in_layers: the share of the parameters that a pipeline divides.
-      num_layers: of the model; 0 if a pipeline cannot divide it.
+      stack: the layers that a pipeline divides; None if it cannot.
+      head: operations of the output projection and the loss.
     """
 
     tokens: int
@@ -63,7 +72,12 @@ class Probes:
     summed: int
     optimizer: int
     in_layers: float
-    num_layers: int
+    stack: LayerStack | None
+    head: float
+
+    @property
+    def num_layers(self) -> int:
+        return self.stack.num_layers if self.stack else 0
 
     def states_bytes(self, layout: Layout) -> int:
         """Bytes of parameters and optimizer state on a device."""
@@ -77,32 +91,81 @@ class Probes:
         in_layers = layout.sharding == "fsdp" or (layout.sharding == "zero2" and layout.num_microbatches == 1)
         held = self._tokens_at_once(layout) * self.steps[layout.remat].bytes_per_token / layout.size("tensor")
         held += self.summed * share / (layout.size("fsdp") if in_layers else 1)
-        held *= COPIES if layout.schedule else 1
+        if layout.schedule:  # each stage has room for as many layers as the longest
+            _, cut = self._cut(layout)
+            held *= COPIES * cut.layers.size / self.num_layers
         held += 0 if layout.sharding == "fsdp" else self.gathered * share
         return round(held)
 
     def work(self, layout: Layout) -> Work:
         """The rough work of a layout."""
         shares = layout.batch_shards * layout.size("context") * layout.size("tensor")
-        stages = layout.size("pipe")
-        alone = self.steps[layout.remat].computes
+        computes = _shared(self.steps[layout.remat].computes, shares, layout.num_microbatches)
+        stages = None
+        if layout.schedule:
+            schedule, cut = self._cut(layout)
+            share = self.head / self.steps[layout.remat].computes.flops
+            longest = cut.layers[0].size / self.num_layers
+            computes, ends = _scaled(computes, share + (1 - share) * longest), _scaled(computes, share)
+            stages = Stages.of(cut, schedule, ends)
         return Work(
             mesh=layout.abstract_mesh,
-            computes=_shared(alone, shares, layout.num_microbatches, self._equal_stages(stages)),
+            computes=computes,
             beside=list(self._weights(layout)),
             waits=list(self._activations(layout)),
-            idle=1 + _IDLE.get(layout.schedule, 0.0) * (stages - 1) / layout.num_microbatches,
+            idle=1 + _IDLE.get(layout.schedule, 0.0) * (layout.size("pipe") - 1) / layout.num_microbatches,
             states_bytes=self.states_bytes(layout),
             step_bytes=self.step_bytes(layout),
+            stages=stages,
+            dcn=layout.dcn,
         )
+
+    def balanced(self, layout: Layout, machine: Machine, most: int | None = None) -> tuple[Layout, Work]:
+        """The layout with the cut with which the slowest stage of its pipeline is as fast as it can be, and its work.
+
+        It stays as it is where the default cut is as fast, and where devices share cores, for which the work of all
+        stages counts.
+
+        Args:
+          most: layers that a stage has at most.
+        """
+        work = self.work(layout)
+        if work.stages is None or layout.cut or machine.shares_cores:
+            return layout, work
+        parts = work.parts(machine)
+        seconds = [layer.total for layer, _ in parts]
+        unit = min(seconds)
+        end = sum(end.total for _, end in parts)
+        relative = tuple(round(each / unit, 3) for each in seconds)
+        better = _better_cut(*self._cut_of(layout), relative, round(end / unit, 3), most)
+        if not better:
+            return layout, work
+        layout = replace(layout, cut=better)
+        return layout, self.work(layout)
+
+    def narrower(self, layout: Layout, machine: Machine, share: float) -> Layout:
+        """The layout with another cut, whose longest chunk has at most this share of the layers that it has now.
+
+        It has the default cut if no other has so few.
+        """
+        schedule, _ = self._cut(layout)
+        even = replace(layout, cut=())
+        most = math.floor(max(layout.cut) * share) * schedule.chunks_per_stage
+        return self.balanced(even, machine, most)[0] if most * layout.size("pipe") >= self.num_layers else even
+
+    def _cut(self, layout: Layout) -> tuple[Schedule, StagePartition]:
+        return _partition(*self._cut_of(layout), layout.size("pipe"), layout.cut)
+
+    def _cut_of(self, layout: Layout) -> tuple[str, LayerStack, float]:
+        """The schedule's kind, the layers, and the operations of the head over those of a layer."""
+        assert self.stack is not None, "a model without layers has no pipeline"
+        stack = self.stack._replace(multiple=layout.padded_to) if layout.padded_to else self.stack
+        in_layers = self.steps[layout.remat].computes.flops - self.head
+        return layout.schedule, stack, self.head / in_layers * stack.num_layers
 
     def _tokens_at_once(self, layout: Layout) -> float:
         """Tokens of a device in a microbatch."""
         return self.tokens / layout.batch_shards / layout.size("context") / layout.num_microbatches
-
-    def _equal_stages(self, num_stages: int) -> float:
-        """How many stages with as many layers as the longest one the model has."""
-        return self.num_layers / math.ceil(self.num_layers / num_stages) if num_stages > 1 else 1.0
 
     def _share(self, layout: Layout) -> float:
         """The share of the parameters that a device has, if `fsdp` does not divide them."""
@@ -142,14 +205,48 @@ class Probes:
 
 
 @cache
-def _shared(alone: Operations, shares: int, passes: int, num_stages: float) -> Operations:
+def _partition(
+    kind: str, stack: LayerStack, head: float, num_stages: int, cut: tuple[int, ...] = ()
+) -> tuple[Schedule, StagePartition]:
+    schedule = KINDS[kind](num_microbatches=num_stages, cut=cut or None)
+    return schedule, cut_layers(schedule, num_stages, stack.num_layers, head, stack.stacked_layers)
+
+
+@cache
+def _better_cut(
+    kind: str, stack: LayerStack, head: float, seconds: tuple[float, ...], end: float, most: int | None
+) -> tuple[int, ...]:
+    """The cut whose slowest stage is the fastest; empty if the default's is about as fast.
+
+    Args:
+      seconds: of a layer, on each stage.
+      end: seconds of the output projection and the loss.
+      most: layers that a stage has at most.
+    """
+    schedule, default = _partition(kind, stack, head, len(seconds))
+    stages = Stages.of(default, schedule, Operations({}, {}))
+    ends = [end if stage == stages.last else 0.0 for stage in range(len(seconds))]
+    counts = balanced(stack.num_layers, seconds, ends, schedule.chunks_per_stage, most)
+    before, after = (
+        max(count * each + end for count, each, end in zip(cut, seconds, ends, strict=True))
+        for cut in (stages.layers, counts)
+    )
+    return cut_with(schedule, counts) if after < WORTH_A_CUT * before else ()
+
+
+@cache
+def _scaled(computes: Operations, share: float) -> Operations:
+    return computes * share
+
+
+@cache
+def _shared(alone: Operations, shares: int, passes: int) -> Operations:
     """What a device does of one device's operations: smaller ones, once for each microbatch."""
     parts = shares * passes
-    times = passes / num_stages
     products: dict[int, float] = defaultdict(float)
     for flops, count in alone.products.items():
-        products[flops // parts] += count * times
+        products[flops // parts] += count * passes
     touched: dict[Touch, float] = defaultdict(float)
     for one, count in alone.touched.items():
-        touched[one.divided(parts)] += count * times
+        touched[one.divided(parts)] += count * passes
     return Operations(products, touched)

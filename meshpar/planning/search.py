@@ -16,7 +16,7 @@ from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
-from meshpar.planning.estimate import Estimate, Work, carries_activations, operations, work_of
+from meshpar.planning.estimate import Estimate, Work, carries_activations, operations, stages_of, work_of
 from meshpar.planning.machine import Machine
 from meshpar.planning.rough import ACTIVATION_AXES, Probes, Step
 from meshpar.planning.space import Layout
@@ -82,8 +82,10 @@ def search(
             raise ConfigError(f"GSPMD decides what this run sends: only layouts over {known} can be planned")
     held = {layout: probes.states_bytes(layout) + probes.step_bytes(layout) for layout in everything}
     fitting = [layout for layout in everything if held[layout] <= SLACK * at_most]
-    rough = {layout: probes.work(layout).on(machine) for layout in fitting}
-    promising = sorted(fitting, key=lambda layout: rough[layout].order)
+    works = dict(probes.balanced(layout, machine) for layout in fitting)
+    held |= {layout: work.states_bytes + work.step_bytes for layout, work in works.items()}
+    rough = {layout: work.on(machine) for layout, work in works.items()}
+    promising = sorted(rough, key=lambda layout: rough[layout].order)
     if along_memory:
         front = pareto(promising, rough.__getitem__)
         evenly = front[:: max(1, len(front) // TRACED)]
@@ -91,21 +93,23 @@ def search(
     traced: dict[Layout, Candidate] = {}
     of_mesh: Counter[Any] = Counter()
     refused: set[tuple[Any, str]] = set()
-    corrections: dict[tuple[str | None, str], float] = {}
+    corrections: dict[tuple[str | None, str, str], float] = {}
     num_fitting = 0
     for layout in dict.fromkeys(promising):
-        alike = (layout.remat, layout.schedule)
+        alike = (layout.remat, layout.schedule, layout.sharding)
         kind = (layout.sizes, layout.schedule)
         may_fit = held[layout] * corrections.get(alike, 1 / SLACK) <= at_most
         if num_fitting == TRACED or len(traced) == 2 * TRACED:
             break
         if of_mesh[layout.sizes] == PER_MESH or kind in refused or not may_fit:
             continue
-        if candidate := trace(run, layout, machine, probes):
-            traced[layout] = candidate
-            num_fitting += candidate.estimate.total_bytes <= at_most
+        if candidates := _until_fitting(run, layout, machine, probes, at_most):
+            traced |= {one.layout: one for one in candidates}
+            last = candidates[-1]
+            num_fitting += last.estimate.total_bytes <= at_most
             of_mesh[layout.sizes] += 1
-            corrections[alike] = candidate.estimate.total_bytes / held[layout]
+            roughly = probes.states_bytes(last.layout) + probes.step_bytes(last.layout)
+            corrections[alike] = last.estimate.total_bytes / roughly
         else:
             refused.add(kind)
     if all(one.estimate.total_bytes > at_most for one in traced.values()):
@@ -117,6 +121,19 @@ def search(
     ranked.sort(key=lambda one: one.estimate.order)
     too_big.sort(key=lambda one: one.estimate.total_bytes)
     return Found(ranked, too_big, rough, len(everything))
+
+
+def _until_fitting(run: Run, layout: Layout, machine: Machine, probes: Probes, at_most: float) -> list[Candidate]:
+    """The traces of a layout with its cut, and with ever narrower ones until one fits. Empty if it is refused."""
+    found: list[Candidate] = []
+    while candidate := trace(run, layout, machine, probes):
+        found.append(candidate)
+        if not layout.cut or candidate.estimate.total_bytes <= at_most:
+            break
+        # On every stage there is room for as many layers as on the longest.
+        share = (at_most - candidate.work.states_bytes) / candidate.work.step_bytes
+        layout = probes.narrower(layout, machine, share)
+    return found
 
 
 def pareto(fastest_first: Iterable[Point], estimate: Callable[[Point], Estimate]) -> list[Point]:
@@ -140,7 +157,7 @@ def trace(run: Run, layout: Layout, machine: Machine, probes: Probes | None = No
     prepared = _prepared(run, layout, machine.platform)
     if prepared is None:
         return None
-    work = probes.work(layout) if probes and probes.sent is None else work_of(prepared, machine.shares_cores)
+    work = probes.work(layout) if probes and probes.sent is None else work_of(prepared)
     return Candidate(layout, work, work.on(machine)) if work else None
 
 
@@ -173,8 +190,18 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
     return Probes(
         tokens, {remat: _step(one, tokens, summed) for remat, one in alone.items() if one}, sent,
         states.parameters, elements * widths.compute, summed, states.optimizer, in_layers / states.parameters,
-        stack.num_layers if stack else 0,
+        stack or None, _head(run, platform) if "pipe" in axes else 0.0,
     )  # fmt: skip
+
+
+def _head(run: Run, platform: str) -> float:
+    """Operations of the output projection and the loss, by a trace on two stages; 0 if the run does not fit them."""
+    stack = run.model.layer_stack()
+    padded_to = 2 if stack and stack.stacked_layers % 2 else 0
+    pair = _prepared(run, Layout((("pipe", 2),), schedule="1f1b", num_microbatches=2, padded_to=padded_to), platform)
+    step = pair.countable_step if pair else None
+    stages = stages_of(operations(step, pair), step, pair) if pair and step else None
+    return stages.ends.flops if stages else 0.0
 
 
 def _sent(run: Run, axis: str, platform: str) -> list[Collective]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import MeshLayout
-from meshpar.models.contract import LayerStack
+from meshpar.planning.machine import Sizes
 
 SHARDING = ("zero1", "zero2", "fsdp")
 SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv")
@@ -38,7 +38,9 @@ class Layout:
       schedule: kind of the pipeline; empty without one.
       num_microbatches: of the pipeline, or of the sum of gradients.
       remat: what blocks recompute; None for the run's own setting.
-      padded_to: the number of stages that do not divide the layers: the last stage has fewer. 0 if they divide them.
+      padded_to: the number of stages that do not divide the stored layers, which are padded; 0 if they divide them.
+      cut: the number of layers of each virtual stage; empty for the schedule's default.
+      dcn: (axis, size) of the part of `sizes` that is across hosts; empty where hosts follow the axes' order.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -47,6 +49,8 @@ class Layout:
     num_microbatches: int = 1
     remat: str | None = None
     padded_to: int = 0
+    cut: tuple[int, ...] = ()
+    dcn: Sizes = ()
 
     @cached_property
     def mesh(self) -> dict[str, int]:
@@ -78,9 +82,14 @@ class Layout:
     @property
     def changes(self) -> dict[str, Any]:
         """Section or key -> its value in the config."""
-        pipeline = {"kind": self.schedule, "num_microbatches": self.num_microbatches} if self.schedule else None
+        pipeline: dict[str, Any] | None = None
+        if self.schedule:
+            pipeline = {"kind": self.schedule, "num_microbatches": self.num_microbatches}
+            pipeline |= {"cut": list(self.cut)} if self.cut else {}
+        across = dict(self.dcn)
+        inside = {axis: size // across.get(axis, 1) for axis, size in self.sizes if size > across.get(axis, 1)}
         changes = {
-            "mesh": self.mesh,
+            "mesh": inside | ({"dcn": across} if across else {}),
             "rules": self.presets,
             "parallel.pipeline": pipeline,
             "num_microbatches": 1 if self.schedule else self.num_microbatches,
@@ -109,10 +118,10 @@ class Layout:
 
     def __str__(self) -> str:
         """As overrides of a command line."""
-        mesh = ", ".join(f"{axis}: {size}" for axis, size in self.mesh.items())
-        words = [f"'mesh={{{mesh}}}'", f"rules=[{','.join(self.presets)}]"]
+        changes = self.changes
+        words = [f"'mesh={_flow(changes['mesh'])}'", f"rules=[{','.join(self.presets)}]"]
         if self.schedule:
-            words.append(f"'parallel.pipeline={{kind: {self.schedule}, num_microbatches: {self.num_microbatches}}}'")
+            words.append(f"'parallel.pipeline={_flow(changes['parallel.pipeline'])}'")
         elif self.num_microbatches > 1:
             words.append(f"num_microbatches={self.num_microbatches}")
         if self.gathers_rows:
@@ -120,6 +129,12 @@ class Layout:
         if self.padded_to:
             words.append(f"model.pad_layers_to_multiple={self.padded_to}")
         return " ".join(words if self.remat is None else [*words, f"model.remat={self.remat}"])
+
+
+def _flow(section: dict[str, Any]) -> str:
+    """A section in YAML, on one line."""
+    parts = [f"{key}: {_flow(value) if isinstance(value, dict) else value}" for key, value in section.items()]
+    return f"{{{', '.join(parts)}}}"
 
 
 def remats(run: Run) -> tuple[str | None, ...]:
@@ -136,13 +151,14 @@ def _abstract(sizes: tuple[tuple[str, int], ...]) -> AbstractMesh:
     return MeshLayout.model_validate(dict(sizes)).abstract()
 
 
-def layouts(run: Run, num_devices: int, per_host: int) -> Iterator[Layout]:
+def layouts(run: Run, num_devices: int, per_host: int, hosts_differ: bool = False) -> Iterator[Layout]:
     """Every layout whose sizes divide the batch, the rows and the layers; `prepare` refuses those that do not fit.
 
     A tensor axis stays inside a host, where its activations travel fast.
 
     Args:
       per_host: devices that the fast network joins.
+      hosts_differ: whether stages of a pipeline are on hosts of their own, as far as hosts can be divided so.
     """
     stack = run.model.layer_stack()
     has_experts = getattr(run.model, "experts", None) is not None
@@ -156,19 +172,25 @@ def layouts(run: Run, num_devices: int, per_host: int) -> Iterator[Layout]:
             continue
         padded_to = 0
         if sizes["pipe"] > 1:
-            if not stack or not _has_layers(stack, sizes["pipe"]):
+            if not stack or stack.num_layers < sizes["pipe"]:
                 continue
             padded_to = sizes["pipe"] if stack.stacked_layers % sizes["pipe"] else 0
+        dcn = _stages_across(sizes, num_devices // per_host) if hosts_differ else ()
         shardings = SHARDING if sizes["fsdp"] > 1 else ("",)
         for sharding, remat, (schedule, count) in product(shardings, remats(run), _passes(sizes["pipe"], rows)):
-            if schedule in TWO_CHUNKS and (padded_to or (stack and 2 * sizes["pipe"] > stack.num_layers)):
+            if schedule in TWO_CHUNKS and stack and stack.num_layers < 2 * sizes["pipe"]:
                 continue
-            yield Layout(large, sharding, schedule, count, remat, padded_to)
+            yield Layout(large, sharding, schedule, count, remat, padded_to, dcn=dcn)
 
 
-def _has_layers(stack: LayerStack, num_stages: int) -> bool:
-    """Whether each stage has a layer, if all but the last have equally many."""
-    return stack.num_layers > (num_stages - 1) * -(-stack.num_layers // num_stages)
+def _stages_across(sizes: Mapping[str, int], num_hosts: int) -> Sizes:
+    """The part of the sizes that is across hosts, stages first; empty without stages, or if hosts cannot be divided."""
+    across: dict[str, int] = {}
+    left = num_hosts if sizes["pipe"] > 1 else 1
+    for axis in ("pipe", "data", "fsdp", "expert", "context"):
+        across[axis] = math.gcd(left, sizes[axis])
+        left //= across[axis]
+    return tuple((axis, size) for axis, size in across.items() if size > 1) if left == 1 else ()
 
 
 def _divided(count: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:

@@ -17,10 +17,12 @@ import numpy as np
 
 from meshpar.serve.answer import Answer
 from meshpar.serve.decoding import Decoding
-from meshpar.serve.engine import GREEDY, Engine
+from meshpar.serve.engine import Engine
 from meshpar.serve.generator import Generator
+from meshpar.serve.paged_model import GREEDY
+from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Request
-from meshpar.serve.service import Service
+from meshpar.serve.service import Observer, Service
 from meshpar.serve.source import Source
 from meshpar.train.data.tokenizer import Ids
 
@@ -30,8 +32,8 @@ class Workload:
     """Prompts of random tokens.
 
     Args:
-      prompts: their lengths are even between 1 and the longest.
-      lengths: tokens of the answers: most are short, few are long, as an exponential distribution cut at the longest.
+      prompts: their lengths are uniform between 1 and the longest.
+      lengths: the numbers of tokens of the answers, from an exponential distribution that is cut at the longest.
     """
 
     prompts: list[list[int]]
@@ -60,11 +62,13 @@ class Load:
     """How a workload was answered.
 
     Args:
-      name: how.
-      rate: requests that arrive in a second; infinite if all wait at the beginning.
-      tokens_per_s: tokens of answers in a second.
-      first_s: from a request to its first token: median and 90th percentile; None if they are not measured.
-      between_s: from a token to the next of the same answer, alike.
+      name: what answered it: `server`, `batches` or `one by one`.
+      rate: requests per second; infinite if all wait at the beginning.
+      tokens_per_s: tokens of answers per second.
+      first_s: seconds from a request to its first token: median and 90th percentile. Without a server the time in
+        which a prompt waits for those before it is not included.
+      between_s: seconds from a token to the next of the same answer: median and 90th percentile.
+      acceptance: the fraction of drafts that the model accepted; None without drafts.
     """
 
     name: str
@@ -72,6 +76,7 @@ class Load:
     tokens_per_s: float
     first_s: tuple[float, float] | None = None
     between_s: tuple[float, float] | None = None
+    acceptance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,12 @@ class ServeBench:
     loads: tuple[Load, ...]
 
     def load(self, name: str) -> Load:
-        """The last one with this name."""
+        """The last load with this name."""
         return next(load for load in reversed(self.loads) if load.name == name)
 
     @property
     def continuous_over_static(self) -> float:
-        """How many times as many tokens a second a server computes as generation in batches, if all requests wait."""
+        """The tokens per second of the server over those of batches, where all requests wait at the beginning."""
         return self.load("server").tokens_per_s / self.load("batches").tokens_per_s
 
     def as_json(self) -> dict[str, Any]:
@@ -105,7 +110,7 @@ class ServeBench:
             rate = f"{load.rate:g}" if math.isfinite(load.rate) else "all"
             times = [f"{1000 * x:.1f}" for pair in (load.first_s, load.between_s) if pair for x in pair]
             row = f"{load.name:<16}{rate:>11}{load.tokens_per_s:>10.0f}" + "".join(f"{text:>12}" for text in times)
-            lines.append(row)
+            lines.append(row if load.acceptance is None else f"{row}  {load.acceptance:.0%} of drafts accepted")
         return "\n".join([*lines, "", f"server over batches: {self.continuous_over_static:.2f} times the tokens/s"])
 
 
@@ -113,7 +118,7 @@ def bench(engine: Engine, source: Source, workload: Workload, rates: Sequence[fl
     """Measures the rates in their order, then all requests at once, batches, and one prompt at a time.
 
     Args:
-      rates: mean requests in a second. They arrive as a Poisson process.
+      rates: mean requests per second. They arrive as a Poisson process.
     """
     loads = [asyncio.run(serve(engine, workload, rate)) for rate in (*rates, math.inf)]
     num_rows = engine.decoding.capacity.num_rows
@@ -123,18 +128,35 @@ def bench(engine: Engine, source: Source, workload: Workload, rates: Sequence[fl
     return ServeBench(f"{len(workload.prompts)} requests, {workload.num_tokens} tokens; {engine}", tuple(loads))
 
 
-async def serve(engine: Engine, workload: Workload, rate: float) -> Load:
+class Drafts(Observer):
+    """Counts drafts."""
+
+    num = 0
+    num_accepted = 0
+
+    def checked(self, num_drafts: int, num_accepted: int) -> None:
+        self.num += num_drafts
+        self.num_accepted += num_accepted
+
+    @property
+    def acceptance(self) -> float | None:
+        """The fraction that was accepted; None if there was none."""
+        return self.num_accepted / self.num if self.num else None
+
+
+async def serve(engine: Engine, workload: Workload, rate: float, sampling: Sampling = GREEDY) -> Load:
     """Answers requests that arrive at a rate."""
-    async with _running(engine) as service:
+    drafts = Drafts()
+    async with _running(engine, drafts) as service:
         gaps = np.random.default_rng(1).exponential(1, len(workload.prompts)) / rate
         first: list[float] = []
         between: list[float] = []
 
-        async def ask(prompt: list[int], num_tokens: int, at: float) -> None:
+        async def ask(index: int, prompt: list[int], num_tokens: int, at: float) -> None:
             await asyncio.sleep(at - time.perf_counter())
             last = time.perf_counter()
             times: list[float] = []
-            request = Request(prompt=prompt, max_tokens=num_tokens, sampling=GREEDY)
+            request = Request(prompt=prompt, max_tokens=num_tokens, sampling=sampling, index=index)
             async for _ in service.submit([request]).stream():
                 now = time.perf_counter()
                 times.append(now - last)
@@ -144,16 +166,16 @@ async def serve(engine: Engine, workload: Workload, rate: float) -> Load:
 
         begin = time.perf_counter()
         arrivals = begin + np.cumsum(gaps)
-        await asyncio.gather(*map(ask, workload.prompts, workload.lengths, arrivals))
+        await asyncio.gather(*map(ask, range(len(arrivals)), workload.prompts, workload.lengths, arrivals))
         tokens_per_s = workload.num_tokens / (time.perf_counter() - begin)
-        return Load("server", rate, tokens_per_s, _percentiles(first), _percentiles(between))
+        return Load("server", rate, tokens_per_s, _percentiles(first), _percentiles(between), drafts.acceptance)
 
 
 @asynccontextmanager
-async def _running(engine: Engine) -> AsyncIterator[Service]:
+async def _running(engine: Engine, observer: Observer) -> AsyncIterator[Service]:
     """A service whose answers end by their length alone."""
     capacity = engine.decoding.capacity
-    service = Service(engine, capacity, _no_end(engine.decoding.model.vocab_size))
+    service = Service(engine, capacity, _no_end(engine.decoding.model.vocab_size), observer)
     task = asyncio.create_task(service.run())
     yield service
     task.cancel()
@@ -168,7 +190,7 @@ def generator_of(source: Source, workload: Workload, num_rows: int) -> Generator
     decoding = Decoding(
         model=source.model, ctx=ctx, dtype=np.dtype(source.run.precision.params), sampling=GREEDY,
         num_rows=-(-num_rows // shards) * shards, prompt_len=max(map(len, workload.prompts)),
-        max_tokens=max(workload.lengths),
+        max_tokens=max(workload.lengths), cache_format=source.run.precision.cache,
     )  # fmt: skip
     return Generator(decoding, source.restore)
 

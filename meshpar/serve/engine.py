@@ -1,42 +1,38 @@
-"""Computes the turns of a server: holds the parameters and the pages, and runs the compiled programs on them."""
+"""Computes the turns of a server: runs the compiled programs on the parameters and the pages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from meshpar.mesh.layout import describe_sizes
 from meshpar.serve.decoding import Turn
-from meshpar.serve.paged_decoding import Chunks, PagedDecoding, Rows
-from meshpar.serve.sampling import RowSampling, Sampling
-from meshpar.serve.scheduler import Chunk, Plan, Row
-from meshpar.train.program import on_host, shardings, structs
+from meshpar.serve.drafts import Drafter, accepted
+from meshpar.serve.paged_decoding import PagedDecoding, Rows
+from meshpar.serve.paged_model import PagedModel
+from meshpar.serve.scheduler import Computed, Plan, Row
+from meshpar.train.program import on_host
 from meshpar.tree import human_bytes
 
-GREEDY = Sampling()
 
-
-class Engine:
-    """Compiles both programs, restores the parameters and allocates the pages. Nothing is compiled later.
+class Engine(PagedModel):
+    """The model that a server serves.
 
     Args:
       decoding: model, mesh and sizes.
       restore: structs with shardings -> the parameters.
+      drafter: proposes tokens, which are checked together; None to decode one token of each row at a time.
     """
 
-    def __init__(self, decoding: PagedDecoding, restore: Callable[[Any], Any]):
-        self.decoding = decoding
-        self._prefill = decoding.compile_prefill()
+    def __init__(self, decoding: PagedDecoding, restore: Callable[[Any], Any], drafter: Drafter | None = None):
+        assert decoding.num_drafts == (drafter.num_drafts if drafter else 0), "drafts of another length are compiled"
         self._decode = decoding.compile_decode()
-        self._params = restore(structs(decoding.params))
-        self._pages = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(decoding.pages))
+        self._verify = decoding.compile_verify() if drafter else None
+        super().__init__(decoding, restore)
+        self.drafter = drafter
         self._decoded: tuple[Row | None, ...] = ()
-        self._turn: Turn | None = None
         self._rows: Rows | None = None
+        self._turn: Turn | None = None
 
     def __str__(self) -> str:
         """What is served, in one line."""
@@ -45,59 +41,40 @@ class Engine:
         mesh = describe_sizes(dict(decoding.ctx.mesh.shape))
         num_pages = capacity.num_shards * capacity.pages
         pages = f"{num_pages} pages of {capacity.page_size} tokens"
-        return f"{mesh}: {capacity.num_rows} slots, {pages}, cache {human_bytes(decoding.cache_bytes)} a device"
+        drafts = f", {decoding.num_drafts} drafts a row" if decoding.num_drafts else ""
+        return f"{mesh}: {capacity.num_rows} slots, {pages}, cache {human_bytes(decoding.cache_bytes)} a device{drafts}"
 
-    def run(self, plan: Plan) -> tuple[list[int], list[int]]:
-        """Computes a turn. Returns the token after each chunk, and the next token of each row; see `Scheduler.advance`.
+    def run(self, plan: Plan) -> Computed:
+        """Computes a turn.
 
         A server calls it in a thread. It reads the plan only, which nothing else changes meanwhile.
         """
-        first = self._run_prefill(plan.chunks) if any(plan.chunks) else [0] * len(plan.chunks)
-        following = self._run_decode(plan.rows) if any(plan.rows) else [0] * len(plan.rows)
-        return first, following
+        first = [0] * len(plan.chunks)
+        if any(plan.chunks):
+            first = self.prefill(plan.chunks)
+            if self.drafter:
+                self.drafter.prefill(plan.chunks)
+        if not any(plan.rows):
+            return Computed(first, [[]] * len(plan.rows))
+        if plan.rows != self._decoded:
+            self._decoded = plan.rows
+            self._rows = self._placed_rows(plan.rows)
+            self._turn = None
+        drafts = self.drafter.propose(plan.rows) if self.drafter else []
+        following = self._run_verify(plan.rows, drafts) if any(drafts) else self._run_decode(plan.rows)
+        return Computed(first, following, sum(map(len, drafts)))
 
-    def _run_prefill(self, chunks: Sequence[Chunk | None]) -> list[int]:
-        capacity = self.decoding.capacity
-        tokens = np.zeros((len(chunks), capacity.chunk), np.int32)
-        begins = np.zeros(len(chunks), np.int32)
-        lengths = np.ones(len(chunks), np.int32)
-        for i, chunk in enumerate(chunks):
-            if chunk:
-                tokens[i] = np.pad(chunk.tokens, (0, capacity.chunk - len(chunk.tokens)), mode="edge")
-                begins[i] = chunk.row.num_cached
-                lengths[i] = len(chunk.tokens)
-        placed = jax.device_put(Chunks(tokens, begins, lengths), shardings(self.decoding.chunks))
-        rows = self._placed_rows([chunk and chunk.row for chunk in chunks])
-        found, self._pages = self._prefill(self._params, placed, rows, self._pages)
-        return on_host(found).tolist()
-
-    def _run_decode(self, rows: tuple[Row | None, ...]) -> list[int]:
-        if rows != self._decoded:  # else the last turn is still on the devices
-            self._decoded = rows
-            self._turn = self._placed_turn(rows)
-            self._rows = self._placed_rows(rows)
-        turn, self._pages = self._decode(self._params, self._turn, self._rows, self._pages)
+    def _run_decode(self, rows: Sequence[Row | None]) -> list[list[int]]:
+        # If the same rows were decoded in the last turn, it is still on the devices.
+        turn, self._pages = self._decode(self._params, self._turn or self._placed_turn(rows), self._rows, self._pages)
         self._turn = turn
-        return on_host(turn.tokens).tolist()
+        return on_host(turn.tokens)[:, None].tolist()
 
-    def _placed_turn(self, rows: Sequence[Row | None]) -> Turn:
-        tokens = np.array([row.tokens[-1] if row else 0 for row in rows], np.int32)
-        positions = np.array([row.num_cached if row else 0 for row in rows], np.int32)
-        return jax.device_put(Turn(tokens, positions), shardings(self.decoding.turn))
-
-    def _placed_rows(self, rows: Sequence[Row | None]) -> Rows:
-        """Rows without a request have page 0, and select the most probable token."""
-        table = np.zeros((len(rows), self.decoding.capacity.pages_of_row), np.int32)
-        for i, row in enumerate(rows):
-            if row:
-                table[i, : len(row.pages)] = row.pages
-        samplings: list[Sampling] = [row.request.sampling if row else GREEDY for row in rows]
-        each = RowSampling(
-            np.array([how.temperature for how in samplings], np.float32),
-            np.array([how.top_k or 0 for how in samplings], np.int32),
-            np.array([how.top_p for how in samplings], np.float32),
-            np.array([how.seed for how in samplings], np.uint32),
-            np.array([row.request.index if row else 0 for row in rows], np.int32),
-        )
-        draws = np.array(any(how.temperature > 0 for how in samplings))
-        return jax.device_put(Rows(table, each, draws), shardings(self.decoding.rows(len(rows))))
+    def _run_verify(self, rows: Sequence[Row | None], drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Computes the newest token of each row and its drafts. Returns the accepted ones, and the token after them."""
+        assert self._verify
+        tokens = [[row.tokens[-1], *draft] if row else [0] for row, draft in zip(rows, drafts, strict=True)]
+        placed = self._placed_chunks(rows, tokens, self.decoding.drafts)
+        found, self._pages = self._verify(self._params, placed, self._rows, self._pages)
+        self._turn = None
+        return list(map(accepted, drafts, on_host(found).tolist()))

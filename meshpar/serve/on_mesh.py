@@ -11,14 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import Problems, ShardingError
 from meshpar.nn.attention.codes import CacheFormat, Codes
 from meshpar.nn.describe import describe, functional
+from meshpar.nn.experts.balance import RouterState
 from meshpar.nn.transformer import Batch, Decoder
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.precision import computed_in
+from meshpar.parallel.precision import computed_in, stored_in
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import Placement, resolve
 from meshpar.sharding.rules import AxisRules
@@ -29,7 +30,7 @@ from meshpar.train.state import stored
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOnMesh(ABC):
-    """What programs that generate tokens share.
+    """A decoder on a mesh: the part that the programs of generation and those of serving have in common.
 
     Args:
       model: the decoder's config.
@@ -57,7 +58,9 @@ class ModelOnMesh(ABC):
     @cached_property
     def params(self) -> Any:
         """Tree of `Placement` of the parameters."""
-        specs = jax.tree.map(lambda spec: spec.stored_in(self.dtype), describe(self.model.abstract()))
+        experts = self.model.experts
+        wide_paths = RouterState(experts).paths if experts else ()
+        specs = stored_in(describe(self.model.abstract()), self.dtype, wide_paths)
         return stored(resolve(specs, self.ctx.rules, self.ctx.mesh), self.ctx.rules)
 
     @property
@@ -69,8 +72,12 @@ class ModelOnMesh(ABC):
         """`Transformer.decode` on global arrays, in either lowering."""
         cache_pspecs = pspecs(self.cache)
         in_specs = (pspecs(self.params), self.ctx.pspec("batch"), cache_pspecs)
-        out_specs = (self.ctx.pspec("batch", "vocab"), cache_pspecs)
+        out_specs = (self.logits_pspec(batch["last"]), cache_pspecs)
         return on_shards(self.local_logits, self.ctx, in_specs, out_specs)(params, batch, cache)
+
+    def logits_pspec(self, last: jax.Array) -> PartitionSpec:
+        """The sharding of the logits after one token or after several tokens of each row, see `Transformer.decode`."""
+        return self.ctx.pspec("batch", "vocab") if last.ndim == 1 else self.ctx.pspec("batch", "seq", "vocab")
 
     def local_logits(self, params: Any, batch: Batch, cache: Any) -> tuple[jax.Array, Any]:
         """`Transformer.decode` on local shards, or on global arrays under GSPMD."""
@@ -100,9 +107,9 @@ class ModelOnMesh(ABC):
 
 
 def for_tokens(ctx: ParallelContext) -> ParallelContext:
-    """Removes sequence parallelism, microbatches and strategies: a step of decoding has one token per row.
+    """The context of a training without sequence parallelism, microbatches and strategies, for one token per row.
 
-    Devices that shared rows in training get rows of their own.
+    The axes that sharded the sequence shard the batch instead.
     """
     rules = ctx.rules
     tokens = {"batch": rules["batch"] + rules["seq"], "seq": (), "residual_seq": ()}

@@ -8,7 +8,10 @@ import numpy as np
 
 from meshpar.errors import ConfigError, Problems
 from meshpar.nn.transformer import Decoder
+from meshpar.serve.draft_model import DraftModel
+from meshpar.serve.drafts import Drafter, NGrams
 from meshpar.serve.engine import Engine
+from meshpar.serve.generate import check_drafts
 from meshpar.serve.paged_decoding import PagedDecoding
 from meshpar.serve.scheduler import Capacity
 from meshpar.serve.source import Source
@@ -27,19 +30,25 @@ def open_engine(
     cache_bytes: int | None = None,
     chunk: int = 128,
     max_queue: int = 256,
+    draft: Source | None = None,
+    ngrams: int | None = None,
+    num_drafts: int = 4,
 ) -> Engine:
     """The engine of a trained model on the mesh of its run.
 
     Args:
       slots: rows that are decoded together, rounded up to a multiple of the batch's shards.
       max_len: see `Capacity`; None for 2048, or fewer if the model has fewer positions.
-      cache_bytes: bytes of the pages on a device; None for as many as longest rows in all slots need.
+      cache_bytes: bytes of the pages on a device; None for enough pages for the longest rows in all slots.
       page_size, chunk, max_queue: see `Capacity`.
+      draft, ngrams: what drafts tokens, see `generate`; None for no drafts.
+      num_drafts: most tokens of a row that are drafted at a time.
 
     Raises:
-      ConfigError: lists all that does not fit the model.
+      ConfigError: lists all sizes that do not fit the model.
       CheckpointError, MeshError, ShardingError: there is no checkpoint, or it does not fit the mesh.
     """
+    check_drafts(source, draft, ngrams, num_drafts)
     problems = Problems()
     max_len = _max_len(source.model, max_len, problems)
     if (size := source.tokenizer.vocab_size) > source.model.vocab_size:
@@ -54,12 +63,27 @@ def open_engine(
     )  # fmt: skip
     precision = source.run.precision
     decoding = PagedDecoding(
-        model=source.model, ctx=ctx, dtype=np.dtype(precision.params), cache_format=precision.cache, capacity=capacity
-    )
+        model=source.model, ctx=ctx, dtype=np.dtype(precision.params), cache_format=precision.cache, capacity=capacity,
+        num_drafts=num_drafts if draft or ngrams else 0,
+    )  # fmt: skip
+    smaller = _smaller(decoding, draft, problems) if draft else None
     if cache_bytes is not None:
-        decoding = _within(decoding, cache_bytes, problems)
+        decoding, smaller = _within(decoding, smaller, cache_bytes, problems)
     problems.raise_any(ConfigError, "the model cannot be served with these sizes:")
-    return Engine(decoding, source.restore)
+    drafter: Drafter | None = NGrams(ngrams, num_drafts) if ngrams else None
+    if draft and smaller:
+        drafter = DraftModel(smaller, draft.restore)
+    return Engine(decoding, source.restore, drafter)
+
+
+def _smaller(decoding: PagedDecoding, draft: Source, problems: Problems) -> PagedDecoding:
+    """The settings of a model that drafts, with the mesh and the sizes of the model."""
+    longest = decoding.capacity.max_len
+    if draft.model.learned_positions and longest > draft.model.max_seq_len:
+        what = f"it has {draft.model.max_seq_len} positions, and the longest row has {longest} tokens"
+        problems.add("draft", what, f"max_len={draft.model.max_seq_len}")
+    precision = draft.run.precision
+    return replace(decoding, model=draft.model, dtype=np.dtype(precision.params), cache_format=precision.cache)
 
 
 def _max_len(model: Decoder, max_len: int | None, problems: Problems) -> int:
@@ -74,12 +98,15 @@ def _max_len(model: Decoder, max_len: int | None, problems: Problems) -> int:
     return max_len
 
 
-def _within(decoding: PagedDecoding, cache_bytes: int, problems: Problems) -> PagedDecoding:
-    """The settings with as many pages as fit in so many bytes of a device."""
-    pages = cache_bytes // decoding.page_bytes - 1  # one belongs to no row
+def _within(
+    decoding: PagedDecoding, smaller: PagedDecoding | None, cache_bytes: int, problems: Problems
+) -> tuple[PagedDecoding, PagedDecoding | None]:
+    """The settings of both models with as many pages as fit in so many bytes of a device."""
+    page_bytes = decoding.page_bytes + (smaller.page_bytes if smaller else 0)
+    pages = cache_bytes // page_bytes - 1  # one belongs to no row
     capacity = replace(decoding.capacity, pages=pages)
     if pages < capacity.pages_of_row:
-        least = decoding.page_bytes * (1 + capacity.pages_of_row)
+        least = page_bytes * (1 + capacity.pages_of_row)
         what = f"{human_bytes(cache_bytes)} do not hold a row of {capacity.max_len} tokens"
-        problems.add("cache", what, f"{human_bytes(least)}, or shorter rows")
-    return replace(decoding, capacity=capacity)
+        problems.add("cache", what, f"{human_bytes(least)}, or a smaller max_len")
+    return replace(decoding, capacity=capacity), smaller and replace(smaller, capacity=capacity)

@@ -1,5 +1,7 @@
-"""Compiles the two programs of serving: `prefill` computes a chunk of a prompt in each shard, `decode` a token per row.
+"""Compiles the programs of serving.
 
+`prefill` computes a chunk of a prompt in each shard, `decode` a token of each row, `verify` a token and its drafts, and
+`draft` several tokens of each row, one after the other.
 Their sizes are fixed, so that no request compiles anything: which request a row belongs to, how many of its tokens are
 padding, its pages and how its tokens are sampled are arrays.
 """
@@ -30,7 +32,7 @@ class Pages(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What stays the same for a row as long as it is decoded.
+    """The arrays of a row that do not change while it is decoded.
 
     Args:
       table: int32 [batch, pages of a row].
@@ -44,14 +46,14 @@ class Rows(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The part of a prompt that is computed in each shard.
+    """Consecutive tokens of each row: a part of a prompt, or the newest token and its drafts.
 
     Padding repeats the last token at its position. So it stores what is stored there already, and reads nothing else.
 
     Args:
-      tokens: int32 [shards, chunk], padded on the right.
-      begins: int32 [shards]. The position of each first token.
-      lengths: int32 [shards]. How many are no padding, at least 1.
+      tokens: int32 [batch, chunk], padded on the right.
+      begins: int32 [batch]. The position of each first token.
+      lengths: int32 [batch]. How many are no padding, at least 1.
     """
 
     tokens: Any
@@ -61,13 +63,15 @@ class Chunks(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PagedDecoding(ModelOnMesh):
-    """The settings of a server, from which both programs are compiled before any array exists.
+    """The settings of a server, from which its programs are compiled before any array exists.
 
     Args:
       capacity: sizes of the batch and of the cache; its shards are those of the batch on the mesh.
+      num_drafts: most drafts of a row that `verify` checks; 0 if there are none.
     """
 
     capacity: Capacity
+    num_drafts: int = 0
 
     @cached_property
     def pages(self) -> Pages:
@@ -104,10 +108,14 @@ class PagedDecoding(ModelOnMesh):
         return Turn(self.per_row(self.capacity.num_rows), self.per_row(self.capacity.num_rows))
 
     @property
-    def chunks(self) -> Chunks:
-        """Structs of the chunks."""
-        shards = self.capacity.num_shards
-        return Chunks(self.per_row(shards, self.capacity.chunk), self.per_row(shards), self.per_row(shards))
+    def prompts(self) -> Chunks:
+        """Structs of the chunks of `prefill`, one in each shard."""
+        return self._chunks(self.capacity.num_shards, self.capacity.chunk)
+
+    @property
+    def drafts(self) -> Chunks:
+        """Structs of the chunks of `verify`, one in each row: the newest token and its drafts."""
+        return self._chunks(self.capacity.num_rows, 1 + self.num_drafts)
 
     def rows(self, num_rows: int) -> Rows:
         """Structs of `Rows`."""
@@ -124,39 +132,80 @@ class PagedDecoding(ModelOnMesh):
         """(params, chunks, rows, pages) -> (int32[shards] the token after each chunk, the pages)."""
 
         def prefill(params: Any, chunks: Chunks, rows: Rows, pages: Pages) -> tuple[jax.Array, Pages]:
-            last = chunks.lengths - 1
-            places = jnp.minimum(jnp.arange(self.capacity.chunk, dtype=jnp.int32), last[:, None])
-            return self._step(params, chunks.tokens, chunks.begins[:, None] + places, last, rows, pages)
+            return self._step(params, chunks.tokens, _positions(chunks), chunks.lengths - 1, rows, pages)
 
         shards = self.capacity.num_shards
-        arguments = (structs(self.params), self.chunks, self.rows(shards), structs(self.pages))
+        arguments = (structs(self.params), self.prompts, self.rows(shards), structs(self.pages))
         out = shardings((self.per_row(shards), structs(self.pages)))
         return compile_program(trace(prefill, arguments, out, donate=(3,)))
 
     def compile_decode(self) -> Callable[..., Any]:
         """(params, turn, rows, pages) -> (the next turn, the pages)."""
 
-        def decode(params: Any, turn: Turn, rows: Rows, pages: Pages) -> tuple[Turn, Pages]:
-            last = jnp.zeros_like(turn.positions)
-            tokens, pages = self._step(params, turn.tokens[:, None], turn.positions[:, None], last, rows, pages)
-            is_decoding = rows.table[:, 0] > 0  # the others stay where they are, and need no further blocks
-            return Turn(tokens, turn.positions + is_decoding.astype(jnp.int32)), pages
-
         arguments = (structs(self.params), self.turn, self.rows(self.capacity.num_rows), structs(self.pages))
-        return compile_program(trace(decode, arguments, shardings((self.turn, structs(self.pages))), donate=(3,)))
+        return compile_program(trace(self._decode, arguments, shardings((self.turn, structs(self.pages))), donate=(3,)))
+
+    def compile_draft(self) -> Callable[..., Any]:
+        """(params, turn, rows, pages) -> (int32[batch, num_drafts] the tokens after a turn, the pages)."""
+
+        def draft(params: Any, turn: Turn, rows: Rows, pages: Pages) -> tuple[jax.Array, Pages]:
+            def step(carry: tuple[Turn, Pages], _: None) -> tuple[tuple[Turn, Pages], jax.Array]:
+                turn, pages = self._decode(params, carry[0], rows, carry[1])
+                return (turn, pages), turn.tokens
+
+            # The last step only stores the last draft: if it is accepted, later tokens attend to it.
+            (_, pages), drafts = jax.lax.scan(step, (turn, pages), length=self.num_drafts + 1)
+            return drafts[:-1].T, pages
+
+        num_rows = self.capacity.num_rows
+        arguments = (structs(self.params), self.turn, self.rows(num_rows), structs(self.pages))
+        out = shardings((self.per_row(num_rows, self.num_drafts), structs(self.pages)))
+        return compile_program(trace(draft, arguments, out, donate=(3,)))
+
+    def compile_verify(self) -> Callable[..., Any]:
+        """(params, chunks, rows, pages) -> (int32[batch, num_drafts + 1] the token after each token, the pages)."""
+
+        def verify(params: Any, chunks: Chunks, rows: Rows, pages: Pages) -> tuple[jax.Array, Pages]:
+            each = jnp.broadcast_to(jnp.arange(1 + self.num_drafts, dtype=jnp.int32), chunks.tokens.shape)
+            return self._step(params, chunks.tokens, _positions(chunks), each, rows, pages)
+
+        num_rows = self.capacity.num_rows
+        arguments = (structs(self.params), self.drafts, self.rows(num_rows), structs(self.pages))
+        out = shardings((self.per_row(num_rows, 1 + self.num_drafts), structs(self.pages)))
+        return compile_program(trace(verify, arguments, out, donate=(3,)))
+
+    def _decode(self, params: Any, turn: Turn, rows: Rows, pages: Pages) -> tuple[Turn, Pages]:
+        """The next turn, and the pages with this one."""
+        last = jnp.zeros_like(turn.positions)
+        tokens, pages = self._step(params, turn.tokens[:, None], turn.positions[:, None], last, rows, pages)
+        is_decoding = rows.table[:, 0] > 0  # the others stay where they are, and need no further blocks
+        return Turn(tokens, turn.positions + is_decoding.astype(jnp.int32)), pages
 
     def _step(
         self, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array, rows: Rows, pages: Pages
     ) -> tuple[jax.Array, Pages]:
-        """Computes tokens of each row, and samples the one after `last`."""
+        """Computes tokens of each row, and samples the one after `last`, int32[batch]; or int32[batch, n], several."""
         batch = {"tokens": tokens, "positions": positions, "last": last, "rows": rows.sampling.rows}
         logits, cache = self.logits(params, batch, PagedCache(*pages, rows.table))
-        next_positions = jnp.take_along_axis(positions, last[:, None], axis=1)[:, 0] + 1
+        next_positions = jnp.take_along_axis(positions, last.reshape(len(last), -1), axis=1).reshape(last.shape) + 1
         per_row = self.ctx.pspec("batch")
-        in_specs = (self.ctx.pspec("batch", "vocab"), per_row, per_row, whole(self.ctx.mesh).spec)
+        in_specs = (self.logits_pspec(last), per_row, per_row, whole(self.ctx.mesh).spec)
 
         def select(logits: jax.Array, positions: jax.Array, sampling: RowSampling, draws: jax.Array) -> jax.Array:
-            return sample_each(logits, positions, sampling, draws, self.model.vocab_size)
+            if positions.ndim == 2:
+                sampling = jax.tree.map(lambda x: jnp.repeat(x, positions.shape[1]), sampling)
+            flat = logits.reshape(-1, logits.shape[-1])
+            chosen = sample_each(flat, positions.reshape(-1), sampling, draws, self.model.vocab_size)
+            return chosen.reshape(positions.shape)
 
         chosen = on_shards(select, self.ctx, in_specs, per_row)(logits, next_positions, rows.sampling, rows.draws)
         return chosen, Pages(cache.keys, cache.values)
+
+    def _chunks(self, num_rows: int, num_tokens: int) -> Chunks:
+        return Chunks(self.per_row(num_rows, num_tokens), self.per_row(num_rows), self.per_row(num_rows))
+
+
+def _positions(chunks: Chunks) -> jax.Array:
+    """The positions of tokens and padding, int32 [batch, chunk]."""
+    places = jnp.arange(chunks.tokens.shape[1], dtype=jnp.int32)
+    return chunks.begins[:, None] + jnp.minimum(places, chunks.lengths[:, None] - 1)

@@ -11,9 +11,9 @@ from itertools import count
 class PagePool:
     """The pages of one shard of the cache, numbered from 1.
 
-    A page is held by one or several requests, or it can be reserved. A page that can be reserved may still contain a
-    prefix: a request that begins with the same tokens can hold it again until another request reserves it. Of those,
-    the page that was released first is reserved first.
+    A page is held by one or more requests, or it is available. An available page may still contain a prefix: a request
+    that begins with the same tokens can hold it again, until another request overwrites it. Pages without a prefix are
+    reserved first, then those with one, in the order in which they were released.
 
     Args:
       num_pages: the number of pages.
@@ -31,7 +31,7 @@ class PagePool:
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
         self._holders = dict.fromkeys(range(1, num_pages + 1), 0)
-        # Those without a prefix, and then those with one, in the order in which they will be reserved.
+        # The available pages without and with a prefix, in the order in which they will be reserved.
         self._empty = dict.fromkeys(self._holders)
         self._released: dict[int, None] = {}
         self._page_of: dict[bytes, int] = {}
@@ -49,7 +49,7 @@ class PagePool:
 
     @property
     def num_reusable(self) -> int:
-        """The number of pages that no request holds, and that contain a prefix."""
+        """The number of available pages that contain a prefix."""
         return len(self._released)
 
     def match(self, digests: Sequence[bytes]) -> list[int]:
@@ -69,7 +69,7 @@ class PagePool:
         """The pages of a request, first those of its prefix; None if there are not enough.
 
         Args:
-          digests: of those pages of the prompt that may be reused.
+          digests: of the pages of the prompt that may be reused.
         """
         reused = self.match(digests)
         num_new = num_pages - len(reused)
@@ -80,13 +80,17 @@ class PagePool:
         return reused + [self._hold(self._next()) for _ in range(num_new)]
 
     def register(self, page: int, digest: bytes) -> None:
-        """Makes a page that is complete reusable. A second page with the same tokens is not stored."""
+        """Makes a full page reusable, unless there is a page with the same tokens already."""
         if digest not in self._page_of and page not in self._digest_of:
             self._page_of[digest] = page
             self._digest_of[page] = digest
 
     def release(self, pages: Sequence[int]) -> None:
-        """Ends the hold of a request. The last page of a prefix is reserved first, since it needs those before it."""
+        """Ends the hold of a request.
+
+        Pages are released from the last to the first: the end of a prefix is useless without its beginning, so it
+        should be overwritten first.
+        """
         for page in reversed(pages):
             self._holders[page] -= 1
             if not self._holders[page]:
@@ -108,9 +112,9 @@ class PagePool:
 
 
 def digests_of(tokens: Sequence[int], page_size: int) -> Iterator[bytes]:
-    """A digest of each page, which depends on all tokens up to the page's last one. Only those of full pages are valid.
+    """Yields a digest of each page, which depends on all tokens up to the page's last one.
 
-    It does not end, since tokens may be added meanwhile.
+    Tokens may be added between two digests. A page must be full when its digest is computed.
 
     >>> a = digests_of([1, 2, 3, 4], 2)
     >>> b = digests_of([1, 2, 9, 4], 2)

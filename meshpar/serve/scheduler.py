@@ -1,8 +1,8 @@
 """Decides which requests the programs compute: a queue, the slots of the batch, and the pages of the cache.
 
-It is plain Python, without arrays. A slot is a row of the compiled decode step. A request waits in the queue, in order,
-until a slot is free and pages for its prompt and its longest answer; so a request that has begun always ends. Its
-prompt is computed in chunks, one in each turn, between the decode steps of the other rows.
+It is plain Python, without arrays. A slot is a row of the compiled decode step. The first request of the queue begins
+when there is a free slot, and enough free pages for its prompt and its longest answer. So no running request ever waits
+for pages. A prompt is computed in chunks, one in each turn, between the decode steps of the other rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshpar.serve.pages import PagePool, digests_of
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may wait."""
+    """The queue has no room for a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class Capacity:
       pages: pages of a shard.
       page_size: tokens of a page.
       max_len: most tokens of a prompt and its answer together.
-      chunk: tokens of a prompt that a turn computes.
-      max_queue: most requests that wait.
+      chunk: tokens of a prompt that are computed in a turn.
+      max_queue: most requests in the queue.
     """
 
     num_shards: int = 1
@@ -53,7 +53,7 @@ class Capacity:
         return self.num_pages(self.max_len)
 
     def num_pages(self, num_tokens: int) -> int:
-        """Pages in which tokens fit."""
+        """How many pages so many tokens need."""
         return -(-num_tokens // self.page_size)
 
 
@@ -64,7 +64,7 @@ class Request:
     Args:
       prompt: token ids, at least one.
       max_tokens: most tokens of the answer.
-      sampling: how tokens are selected. The scheduler does not read it.
+      sampling: how tokens are sampled, which the scheduler passes on.
       index: the index among the prompts with the same seed.
     """
 
@@ -84,12 +84,12 @@ class Row:
     """A request in a slot.
 
     Args:
-      number: counts the rows, in the order in which they began.
+      number: rows are numbered in the order in which they begin.
       pages: the pages of its tokens, in order.
       tokens: the prompt, and the answer so far.
       num_cached: how many of the tokens have keys and values in the cache.
-      num_reused: how many of those were in the cache before the row began.
-      digests: of the pages that are not full yet.
+      num_reused: how many tokens of the prompt were in the cache before the row began.
+      digests: yields the digest of each page when it becomes full.
     """
 
     number: int
@@ -103,12 +103,17 @@ class Row:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the prompt is computed."""
+        """Whether the whole prompt has been computed."""
         return self.num_cached >= len(self.request.prompt)
+
+    @property
+    def num_missing(self) -> int:
+        """How many tokens can still be added to the answer."""
+        return self.request.num_tokens - len(self.tokens)
 
 
 class Chunk(NamedTuple):
-    """The next tokens of a prompt that are computed."""
+    """The tokens of a prompt that are computed in a turn."""
 
     row: Row
     tokens: Sequence[int]
@@ -118,8 +123,8 @@ class Plan(NamedTuple):
     """What the programs compute in one turn.
 
     Args:
-      chunks: the chunk of each shard, if it has one.
-      rows: the row in each slot, if it is decoded.
+      chunks: for each shard of the batch a chunk of a prompt, or None.
+      rows: for each slot the row that is decoded, or None.
     """
 
     chunks: tuple[Chunk | None, ...]
@@ -128,6 +133,25 @@ class Plan(NamedTuple):
     @property
     def is_empty(self) -> bool:
         return not any(self.chunks) and not any(self.rows)
+
+
+class Computed(NamedTuple):
+    """What the programs computed in one turn.
+
+    Args:
+      first: for each shard the token after its chunk, which is the first of an answer if the prompt ends there.
+      following: for each slot the next tokens of its row: one, and more if drafts were accepted.
+      num_drafts: the drafts that were checked.
+    """
+
+    first: Sequence[int]
+    following: Sequence[Sequence[int]]
+    num_drafts: int = 0
+
+    @property
+    def num_accepted(self) -> int:
+        """The drafts that were accepted."""
+        return sum(len(tokens) - 1 for tokens in self.following if tokens)
 
 
 class Sampled(NamedTuple):
@@ -150,7 +174,7 @@ class Scheduler:
     >>> for _ in range(3):
     ...     plan = scheduler.plan()
     ...     print([list(chunk.tokens) for chunk in plan.chunks if chunk], [row.tokens for row in plan.rows if row])
-    ...     sampled = scheduler.advance(plan, first=[8], following=[9])
+    ...     sampled = scheduler.advance(plan, Computed(first=[8], following=[[9]]))
     [[5, 6]] []
     [[7]] []
     [] [[5, 6, 7, 8]]
@@ -164,7 +188,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         capacity = self.capacity
-        assert capacity.pages >= capacity.pages_of_row, "the longest row would never begin"
+        assert capacity.pages >= capacity.pages_of_row, "a request of max_len tokens would wait for ever"
         self.pools = [PagePool(capacity.pages) for _ in range(capacity.num_shards)]
         self.rows: list[Row | None] = [None] * capacity.num_rows
         self._numbers = count()
@@ -180,15 +204,15 @@ class Scheduler:
         Raises:
           QueueFullError: they do not fit into the queue.
         """
-        assert all(request.num_tokens <= self.capacity.max_len for request in requests), "a row is too short"
+        assert all(request.num_tokens <= self.capacity.max_len for request in requests), "a request is too long"
         if len(self.queue) + len(requests) > self.capacity.max_queue:
             raise QueueFullError
         self.queue.extend(requests)
 
     def end(self, request: Request) -> None:
-        """Releases the slot and the pages of a request, which is complete or cancelled; or removes it from the queue.
+        """Ends a request, complete or not: releases its slot and its pages, or removes it from the queue.
 
-        It may be called while a turn is computed. The turn then writes to pages that nobody holds.
+        It may be called while a turn is computed, which then writes to pages that no request holds.
         """
         row = self.row_of(request)
         if row is not None:
@@ -198,42 +222,41 @@ class Scheduler:
             self.queue.remove(request)
 
     def row_of(self, request: Request) -> Row | None:
-        """The row of a request that has begun and not ended."""
+        """The row of a running request."""
         return next((row for row in self.rows if row is not None and row.request is request), None)
 
     def plan(self) -> Plan:
-        """Begins the requests for which there is room, and selects what is computed next."""
+        """Begins the requests for which there is room, and selects what the next turn computes."""
         while self.queue and self._begin(self.queue[0]):
             self.queue.popleft()
         decoded = tuple(row if row is not None and row.is_decoding else None for row in self.rows)
         return Plan(tuple(map(self._chunk, range(self.capacity.num_shards))), decoded)
 
-    def advance(self, plan: Plan, first: Sequence[int], following: Sequence[int]) -> list[Sampled]:
-        """Stores what a turn computed. Requests that ended meanwhile are left out.
-
-        Args:
-          first: for each shard the token after its chunk, which is the first of an answer if the prompt ends there.
-          following: for each slot the next token.
-        """
+    def advance(self, plan: Plan, computed: Computed) -> list[Sampled]:
+        """Adds the tokens that a turn computed to their rows. Rows that were ended during the turn are skipped."""
         sampled: list[Sampled] = []
-        for chunk, token in zip(plan.chunks, first, strict=True):
+        for chunk, token in zip(plan.chunks, computed.first, strict=True):
             if chunk and self._is_current(chunk.row):
                 self._cached(chunk.row, len(chunk.tokens))
                 if chunk.row.is_decoding:
                     sampled.append(self._add(chunk.row, token))
-        for row, token in zip(plan.rows, following, strict=True):
+        for row, tokens in zip(plan.rows, computed.following, strict=True):
             if row and self._is_current(row):
-                self._cached(row, 1)
-                sampled.append(self._add(row, token))
+                for token in tokens:  # an accepted draft has keys and values already
+                    self._cached(row, 1)
+                    sampled.append(self._add(row, token))
         return sampled
 
     def _begin(self, request: Request) -> bool:
-        """Reserves a slot and pages, in the shard that has the most of the prompt; then in the one with most pages."""
+        """Reserves a slot and pages, if there are enough.
+
+        Shards are tried in the order of how much of the prompt they have in their cache, then of their free pages.
+        """
         slots = self._free_slots()
         if not slots:
             return False
         size = self.capacity.page_size
-        # The last token of a prompt is computed in any case: the first token of the answer is sampled from its logits.
+        # The last token of a prompt is always computed: the first token of the answer is sampled from its logits.
         digests = list(islice(digests_of(request.prompt, size), (len(request.prompt) - 1) // size))
 
         def preference(slot: int) -> tuple[int, int]:
@@ -252,14 +275,14 @@ class Scheduler:
         return False
 
     def _free_slots(self) -> list[int]:
-        """The first free slot of each shard."""
+        """The first free slot of each shard that has one."""
         slots = self.capacity.slots
         shards = (range(begin, begin + slots) for begin in range(0, len(self.rows), slots))
         found = (next((slot for slot in shard if self.rows[slot] is None), None) for shard in shards)
         return [slot for slot in found if slot is not None]
 
     def _chunk(self, shard: int) -> Chunk | None:
-        """The next chunk of the row of a shard that began first among those whose prompt is not complete."""
+        """The next chunk of a shard: of the first row whose prompt is not complete."""
         slots = self.capacity.slots
         rows = [row for row in self.rows[shard * slots : (shard + 1) * slots] if row and not row.is_decoding]
         if not rows:
@@ -268,7 +291,7 @@ class Scheduler:
         return Chunk(row, row.request.prompt[row.num_cached : row.num_cached + self.capacity.chunk])
 
     def _cached(self, row: Row, num_tokens: int) -> None:
-        """Registers the pages that became full."""
+        """Counts tokens as cached, and registers the pages that became full."""
         size = self.capacity.page_size
         before = row.num_cached // size
         row.num_cached += num_tokens

@@ -15,33 +15,36 @@ from typing import Literal, Protocol
 
 from meshpar.serve.answer import Answer, Finish
 from meshpar.serve.generator import Piece
-from meshpar.serve.scheduler import Capacity, Plan, Request, Scheduler
+from meshpar.serve.scheduler import Capacity, Computed, Plan, Request, Scheduler
 from meshpar.train.data.tokenizer import Tokenizer
 
 
 class Computes(Protocol):
     """What a service needs of an engine."""
 
-    def run(self, plan: Plan) -> tuple[list[int], list[int]]:
+    def run(self, plan: Plan) -> Computed:
         """See `Engine.run`."""
         ...
 
 
 class Observer:
-    """Is told what a service does. This one does nothing with it."""
+    """Receives the events of a service. This one ignores them."""
 
     def first_token(self, seconds: float) -> None:
-        """The first token of an answer, this long after the request."""
+        """The first token of an answer, and the time since its request."""
 
     def next_token(self, seconds: float) -> None:
-        """A further token, this long after the one before."""
+        """A later token of an answer, and the time since the one before."""
+
+    def checked(self, num_drafts: int, num_accepted: int) -> None:
+        """Drafts that the model checked in a turn, and how many of them it accepted."""
 
     def ended(self, finish: Finish | Literal["cancelled"]) -> None:
         """The end of an answer."""
 
 
 class UnavailableError(Exception):
-    """The service accepts no requests: it ends, or it has failed."""
+    """The service accepts no requests: it is shutting down, or it has failed."""
 
 
 @dataclass(eq=False)
@@ -49,7 +52,7 @@ class Answers:
     """The answers to requests that were submitted together, in their order.
 
     Args:
-      last_s: when each got its last token, at first when they were submitted.
+      last_s: when each answer got its newest token; before the first one, when the request was submitted.
       num_reused: how many tokens of the prompts were in the cache already.
     """
 
@@ -61,7 +64,7 @@ class Answers:
     pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
 
     async def stream(self) -> AsyncIterator[Piece]:
-        """Yields each piece as soon as it is known; `row` is the index of its request. Cancels what is left at its end.
+        """Yields each piece when it is computed; `row` is the index of its request. If closed, it cancels the answers.
 
         Raises:
           UnavailableError: the service failed.
@@ -78,7 +81,7 @@ class Answers:
             self.cancel()
 
     def cancel(self) -> None:
-        """Ends the answers that are not complete, and releases their pages."""
+        """Ends incomplete answers, and releases their pages."""
         for request in self.requests:
             self.service.cancel(request)
 
@@ -117,7 +120,7 @@ class Service:
 
         Raises:
           QueueFullError: they do not fit into the queue.
-          UnavailableError: the service ends, or has failed.
+          UnavailableError: the service is shutting down, or has failed.
         """
         if self.status != "ok":
             raise UnavailableError(f"the server is {self.status}")
@@ -129,7 +132,7 @@ class Service:
         return group
 
     def cancel(self, request: Request) -> None:
-        """Ends a request; nothing happens if it has ended."""
+        """Ends a request, if it has not ended."""
         if request in self._running:
             self._end(request, "cancelled")
 
@@ -137,7 +140,7 @@ class Service:
         """Computes turns until it is cancelled.
 
         Raises:
-          Exception: a turn failed. All requests have been told.
+          Exception: a turn failed. The clients of all requests receive an error.
         """
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, "engine") as thread:
@@ -149,14 +152,16 @@ class Service:
                     continue
                 try:
                     computed = await loop.run_in_executor(thread, self._engine.run, plan)
-                    for request, token in self.scheduler.advance(plan, *computed):
-                        self._deliver(request, token)
+                    self._observer.checked(computed.num_drafts, computed.num_accepted)
+                    for request, token in self.scheduler.advance(plan, computed):
+                        if request in self._running:  # a stop string may have ended it earlier in this turn
+                            self._deliver(request, token)
                 except Exception as error:
                     self._fail(error)
                     raise
 
     async def drain(self) -> None:
-        """Refuses new requests, and waits for the end of the others."""
+        """Refuses new requests, and waits until the others are answered."""
         self.is_draining = True
         while self._running:
             self._ended.clear()

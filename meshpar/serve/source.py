@@ -1,4 +1,4 @@
-"""Opens a model to generate with: a run, by its config or its folder, or a model folder of Hugging Face's."""
+"""Opens a trained model: a run, by its config or its folder, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 from meshpar import config
 from meshpar.checkpoint.saved import META, find, find_all
-from meshpar.checkpoint.selection import PARAMS
-from meshpar.convert import COMPANIONS, run_of
+from meshpar.checkpoint.selection import AVERAGES, PARAMS
+from meshpar.convert import COMPANIONS, restore_params, run_of
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Run
 from meshpar.interop.folder import check_inside, read_json
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.models.decoder import DecoderModel
 from meshpar.parallel.context import ParallelContext
+from meshpar.serve.merged import restore_merged
 from meshpar.serve.on_mesh import for_tokens
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.data import Synthetic
@@ -72,7 +73,7 @@ class Source:
         return [*opening, *self.tokenizer.encode(prompt).tolist()]
 
     def ctx(self, mesh: AnyMesh) -> ParallelContext:
-        """The run's parallel context, without what single tokens cannot use."""
+        """The run's parallel context, for decoding; see `for_tokens`."""
         return for_tokens(self.run.context(mesh))
 
 
@@ -99,15 +100,16 @@ def of_run(run: Run, train: str = "train it first") -> Source:
 
 
 def _of_checkpoint(path: Path, run: Run) -> Source:
-    """Checks the files of parameters only in `restore`, so that other mistakes are reported first."""
+    """The files of parameters are checked in `restore`, after everything that is cheaper to check."""
     converted = find_all(path)[-1].folder.parents[1] / COMPANIONS
     # A converted run that has no data of its own uses the tokenizer of the model it was converted from.
-    speaks = converted.is_dir() and isinstance(run.data, Synthetic)
+    has_language = converted.is_dir() and isinstance(run.data, Synthetic)
     vocabulary = run.model.vocabulary()
-    language = _language(converted, vocabulary.size) if speaks and vocabulary else None
+    language = _language(converted, vocabulary.size) if has_language and vocabulary else None
 
     def restore(structs: Any) -> Any:
-        return find(path, PARAMS).restore({"params": structs}, PARAMS)["params"]
+        saved = find(path, (*PARAMS, *AVERAGES))
+        return restore_merged(run, run.lora, saved, structs) if run.lora else restore_params(saved, structs)
 
     return Source(run, restore, language, converted if language else None)
 

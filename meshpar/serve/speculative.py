@@ -1,10 +1,10 @@
 """Speculative decoding: a drafter proposes several tokens, and the model checks all of them in one step.
 
-The noise with which a token is sampled depends on the row and its position only. So the token that the model would
-sample at each position is known as soon as its logits are. A draft is accepted if it is that token. The first that is
-not is replaced by the model's own token, and those after it are discarded. The answer is the same as without drafts,
-token for token, greedy or sampled, whatever the drafter proposes. A smaller model samples with the same noise, which
-makes it select the same token more often.
+The noise with which a token is sampled depends only on its row and position. So the logits at a position determine the
+token that the model samples there, and a draft is accepted if it is that token. The first wrong draft is replaced by
+the model's own token, and those after it are discarded. The answer is the same as without drafts, token for token,
+greedy or sampled, whatever the drafter proposes. A smaller model samples with the same noise, so that it draws the same
+token more often.
 
 Source: Leviathan et al. 2023, arXiv:2211.17192 (speculative decoding); Daliri et al. 2025, arXiv:2408.07978 (a draft
 that shares the noise, and an answer that does not depend on the drafter); Saxena 2023, "Prompt lookup decoding".
@@ -38,7 +38,7 @@ class Drafter(Protocol):
 
     @property
     def state(self) -> Any:
-        """What it remembers between turns, as structs."""
+        """What it carries from turn to turn, as structs."""
 
     def begin(self, params: Any, prompts: Turn, first: Turn) -> Any:
         """The state after the prompts and the first turn."""
@@ -48,8 +48,12 @@ class Drafter(Protocol):
         ...
 
     def observe(self, state: Any, turn: Turn, tokens: jax.Array) -> Any:
-        """The state that knows the model's own tokens int32[batch, num_drafts + 1] after a turn. The first of a row are
-        in its answer; a later turn replaces the others."""
+        """The state after a turn has been checked.
+
+        Args:
+          tokens: int32[batch, num_drafts + 1]. The model's own tokens after the turn. The first of each row are in its
+            answer; the others are overwritten by later turns.
+        """
 
 
 @dataclass(frozen=True)

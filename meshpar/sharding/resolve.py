@@ -23,11 +23,19 @@ HOST = "pinned_host"
 
 @dataclass(frozen=True)
 class Placement:
-    """The sharding of one array on a mesh: for each dim its axes, and the rule that they come from.
+    """The sharding of one array on a mesh: the mesh axes of each dim, and the rule that assigns them.
 
     Args:
-      reason: for each dim its rule, as text; empty for arrays that no report lists.
+      axes: the mesh axes over which each dim is sharded; `()` for a dim that is whole.
+      reason: the rule of each dim, as text; empty for arrays that no report lists.
       memory_kind: JAX's name of the memory in which a device stores its shard, such as `HOST`; None for its own.
+
+    >>> from jax.numpy import dtype
+    >>> from meshpar.mesh.layout import MeshLayout
+    >>> spec = ArraySpec((512, 64), dtype("float32"), ("embed", "mlp"))
+    >>> placement = Placement(spec, MeshLayout(fsdp=4).abstract(), (("fsdp",), ()))
+    >>> placement.local_shape, placement.local_bytes
+    ((128, 64), 32768)
     """
 
     spec: ArraySpec
@@ -78,7 +86,7 @@ def platform_of(mesh: AnyMesh) -> str | None:
 
 
 def is_compile_only(mesh: AnyMesh) -> bool:
-    """Whether the mesh's devices are not in this process: descriptions for a compiler, see `mesh.targets`, or none."""
+    """Whether the mesh describes devices of another machine, for which programs can only be compiled."""
     if not isinstance(mesh, Mesh):
         return mesh.abstract_device is not None
     return getattr(mesh.devices.flat[0].client, "runtime_type", "") == "compile_only_runtime"
@@ -99,7 +107,7 @@ def sharding_axes(placements: Iterable[Placement]) -> tuple[str, ...]:
 
 
 def resolve(
-    specs: Any, rules: AxisRules, mesh: AnyMesh, beside: Any = None, activation_dims: Collection[str] | None = None
+    specs: Any, rules: AxisRules, mesh: AnyMesh, unplaced: Any = None, activation_dims: Collection[str] | None = None
 ) -> Any:
     """Places every array of a model.
 
@@ -107,18 +115,27 @@ def resolve(
       specs: a tree of `ArraySpec`.
       rules: dim -> axes.
       mesh: real or abstract.
-      beside: a further tree of `ArraySpec` to check against the rules, such as a teacher's; it is not placed.
+      unplaced: another tree of `ArraySpec` that is checked against the rules but not placed, such as a teacher's.
       activation_dims: dims that only activations of a user's model have; None for meshpar's own models.
 
     Returns:
-      The same tree with `Placement`s, sharded by all rules; `Placement.gathered` derives those after a gather.
+      The tree of `specs` with a `Placement` for each array, sharded by all rules. `Placement.gathered` derives the
+      placement after a gather over the storage axes.
 
     Raises:
       ShardingError: lists every array with a dim that has no rule, is not divisible, or uses an axis twice;
         every rule that matches no dim; and every axis of the mesh that no rule uses.
+
+    >>> from jax.numpy import dtype
+    >>> from meshpar.mesh.layout import MeshLayout
+    >>> specs = {"q": ArraySpec((512, 8, 64), dtype("float32"), ("embed", "heads", "head_dim"))}
+    >>> mesh = MeshLayout(fsdp=4, tensor=2).abstract()
+    >>> placed = resolve(specs, AxisRules(preset=("fsdp", "megatron")), mesh)
+    >>> placed["q"].axes, placed["q"].local_shape
+    ((('fsdp',), ('tensor',), ()), (128, 4, 64))
     """
     problems = Problems()
-    arrays = flatten_with_paths(specs) | flatten_with_paths(beside)
+    arrays = flatten_with_paths(specs) | flatten_with_paths(unplaced)
     if not rules.preset and not rules.explicit:
         problems.add("rules", "every dim of a parameter needs a rule", "rules=replicated, or another preset")
         problems.raise_any(ShardingError, "there are no rules:")
@@ -204,9 +221,9 @@ def _indivisible(size: int, dim: str, spec: ArraySpec, rules: AxisRules, mesh: A
 
 
 def _nearest_sizes(size: int, axes: tuple[str, ...], mesh: AnyMesh) -> list[int]:
-    """Sizes of the last axis with which a dim of this size is divisible: the nearest below and above the current one.
+    """Sizes of the last axis that would divide a dim of this size: the nearest below and above the current size.
 
-    They include the nearest one below that divides the number of devices.
+    They include the nearest smaller size that also divides the number of devices.
     """
     own = mesh.shape[axes[-1]]
     others = math.prod(mesh.shape[axis] for axis in axes[:-1])

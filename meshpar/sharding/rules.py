@@ -2,9 +2,9 @@
 
 One table serves parameters and activations. Three laws determine how an axis is used for a dim:
 
-- **storage**: an axis that carries tokens, rows of the batch or parts of the sequence, shards no other dim of an
+- **storage**: an axis that carries tokens (rows of the batch, or parts of the sequence) shards no other dim of an
   *activation*. A parameter that is sharded over this axis is stored in shards, and gathered before use. This is ZeRO;
-  `zero` sets when it is gathered.
+  `zero` sets when the parameter is gathered.
 - **dispatch**: `experts` that are sharded over an axis that carries tokens are not gathered: devices exchange tokens
   instead.
 - **partition**: every other axis shards parameters and activations alike. This is tensor parallelism.
@@ -45,14 +45,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "zero1": _SHARDED | {"zero": 1},
     "zero2": _SHARDED | {"zero": 2},
     "fsdp": _SHARDED | {"zero": 3},
-    # The same rules: a mesh with replica > 1 or data > 1 makes it hybrid (sharded over fsdp, replicated over these).
+    # The same rules as fsdp. A mesh with replica > 1 or data > 1 makes them hybrid: parameters are sharded over fsdp,
+    # and replicated over the other axes.
     "hsdp": _SHARDED | {"zero": 3},
     # Shoeybi et al. 2019, "Megatron-LM"; and Korthikanti et al. 2022: norms and residuals sharded over seq.
     "megatron": _MEGATRON,
     "megatron_sp": _MEGATRON | {"residual_seq": ("tensor",)},
-    # Liu et al. 2023, "Ring attention": a device holds a part of each row. `parallel.context` says how they attend.
+    # Liu et al. 2023, "Ring attention": a device holds a part of each row. `parallel.context` selects the algorithm of
+    # attention.
     "context": _BATCH | {"seq": ("context",)},
-    # Lepikhin et al. 2020, "GShard": experts lie on different devices, which hold different rows outside of them.
+    # Lepikhin et al. 2020, "GShard": each device holds some of the experts, and other rows of the batch than its peers.
     "experts": {"batch": (*_BATCH["batch"], "expert"), "experts": ("expert",)},
     # A stage of the pipeline holds its own layers.
     "pipeline": _BATCH | {"layers": ("pipe",), "stage": ("pipe",)},
@@ -80,9 +82,10 @@ class AxisRules(Config):
     shorthand: ClassVar = "preset"
     preset: tuple[str, ...] = ()
     """Names of presets, joined in order."""
-    zero: Literal[0, 1, 2, 3] | None = None
-    """When a parameter that is sharded over a batch axis is gathered: 1 after the update (only its optimizer state
-    is sharded); 2 once a step; 3 in each layer, and again in the backward. Default: the preset's, or 3."""
+    zero: Literal[1, 2, 3] | None = None
+    """When a parameter that is sharded over a batch axis is gathered: 1 after the update (only its optimizer state is
+    sharded); 2 once a step; 3 in each layer, and again in the backward. Default: the preset's, or 3. A parameter is
+    replicated if no rule shards it."""
 
     if TYPE_CHECKING:  # type checkers do not know that the other keys are rules
 
@@ -91,7 +94,7 @@ class AxisRules(Config):
             /,
             *,
             preset: str | Sequence[str] = (),
-            zero: Literal[0, 1, 2, 3] | None = None,
+            zero: Literal[1, 2, 3] | None = None,
             **rules: Sequence[str],
         ) -> None: ...
 
@@ -168,7 +171,7 @@ class AxisRules(Config):
         return "dispatch" if dim in DISPATCHED else "storage"
 
     def partition_axes(self, dim: str) -> tuple[str, ...]:
-        """The axes over which a dim of an activation is sharded: for dims other than `TOKENS`, those without tokens."""
+        """The axes over which a dim of an activation is sharded. Only `TOKENS` are sharded over axes of tokens."""
         return tuple(axis for axis in self.table.get(dim, ()) if self.use(dim, axis) == "partition")
 
     def storage_axes(self, dim: str) -> tuple[str, ...]:

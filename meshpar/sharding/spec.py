@@ -48,7 +48,7 @@ class ArraySpec:
         return self.size * self.dtype.itemsize
 
     def stored_in(self, dtype: np.dtype) -> Self:
-        """The same array in the dtype in which a run stores floats. Integers are codes, and stay as they are."""
+        """The same array in the dtype in which a run stores floats. Integers are codes, and keep their dtype."""
         return replace(self, dtype=dtype) if jnp.issubdtype(self.dtype, jnp.floating) else self
 
     def __str__(self) -> str:

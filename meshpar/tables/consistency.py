@@ -18,7 +18,7 @@ from meshpar.config import Config, Count, Positive, Seed
 
 
 class Pending(NamedTuple):
-    """The last pushes, of which some are still on their way.
+    """The last pushes, some of which have not arrived yet.
 
     Args:
       rows: int32 [Q, n, C].
@@ -32,6 +32,8 @@ class Pending(NamedTuple):
 
 
 class Consistency(Config):
+    """When the push of a step arrives. The default methods let it arrive at once."""
+
     shorthand: ClassVar = "kind"
 
     @property
@@ -46,15 +48,15 @@ class Consistency(Config):
     def arrive(
         self, pending: Pending | tuple[()], rows: jax.Array, grads: jax.Array, step: jax.Array, none: int
     ) -> tuple[jax.Array, jax.Array, Pending | tuple[()]]:
-        """What arrives in a step: rows and gradients of all pushes that are due; and the pushes after the step.
+        """Returns the rows and gradients of all pushes that are due in a step, and the pending pushes after it.
 
         Args:
-          rows: int32 [n, C], what each device pushes now.
+          rows: int32 [n, C], the rows that each device pushes in this step.
           grads: [n, C, D].
-          none: stands for no row.
+          none: the index that stands for no row.
 
         Returns:
-          int32 [M] and [M, D]. M is n C without pending pushes, otherwise Q n C.
+          Rows int32 [M], gradients [M, D], and the pending pushes. M is n C if no push is late, otherwise Q n C.
         """
         if not isinstance(pending, Pending):
             return rows.reshape(-1), grads.reshape(-1, grads.shape[-1]), ()
@@ -69,13 +71,13 @@ class Consistency(Config):
 
 
 class Sync(Consistency):
-    """Each step reads what all earlier steps wrote."""
+    """Each step reads the rows after all earlier pushes."""
 
     kind: Literal["sync"] = "sync"
 
 
 class Stale(Consistency):
-    """Each push arrives `steps` late, which is the worst that stale-synchronous training permits.
+    """Each push arrives `steps` steps late, the largest delay that stale-synchronous training permits.
 
     Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".
     """
@@ -99,7 +101,7 @@ class Async(Consistency):
     limit: Positive = 1
     """The largest number of steps by which a push is late."""
     seed: Seed = 0
-    """Determines all delays, with the step and the device."""
+    """Determines the delay of each device in each step."""
 
     @property
     def bound(self) -> int:

@@ -1,4 +1,4 @@
-"""The first rows of a table, of which every device has a copy: popular rows need no slots.
+"""Hot rows: the first rows of a table, which are replicated on every device, so that popular rows need no slots.
 
 Shapes: H hot rows, N ids of a device, W columns.
 """
@@ -28,10 +28,10 @@ class HotRows(NamedTuple):
     optim: State
 
     def push(self, ids: Int[Array, "*N"], grads: Float[Array, "*N W"], optimizer: Optimizer, axes: Axes) -> HotRows:
-        """The rows after the gradients of all devices.
+        """The rows after an update by the gradients of all devices.
 
         Args:
-          ids: int32 of this device; H for those of other rows.
+          ids: int32, the ids of this device; H for an id that is not a hot row.
 
         Communication: an all-reduce of H rows, and of H integers.
         """

@@ -1,4 +1,4 @@
-"""Optimizers that update some rows of a table, and touch their state in these rows only.
+"""Optimizers that update some rows of a table, and only the state of these rows.
 
 Shapes: L rows of a shard, M rows to update, D columns on this device, W columns of the table.
 """
@@ -20,10 +20,12 @@ Positive = Annotated[float, pydantic.Field(gt=0)]
 Beta = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 State = dict[str, jax.Array]
-"""Arrays [L, D], which are sharded as the table is, or [L], of which every device of a row's columns has a copy."""
+"""Arrays [L, D], sharded like the table, or [L], replicated on the devices that share a row's columns."""
 
 
 class RowOptimizer(Config):
+    """An optimizer of single rows."""
+
     lr: Positive
     """The learning rate."""
 
@@ -39,7 +41,7 @@ class RowOptimizer(Config):
 
         Args:
           table: [L, D].
-          rows: int32 [M], unique; those from L on are ignored.
+          rows: int32 [M], unique; indices from L on are ignored.
           grads: [M, D].
           axes: over which the columns are sharded.
         """
@@ -48,12 +50,13 @@ class RowOptimizer(Config):
 class RowAdagrad(RowOptimizer):
     """Adagrad with one sum of squares for each row: `sum += mean(g^2); row -= lr g / (sqrt(sum) + eps)`.
 
-    Source: Duchi et al. 2011; one sum for each row: Mudigere et al. 2021, arXiv:2104.05158. Memory: a number a row.
+    Source: Duchi et al. 2011; one sum for each row: Mudigere et al. 2021, arXiv:2104.05158. Memory: one number per row.
     Communication: none; where columns are sharded over n devices, an all-reduce of M numbers.
     """
 
     kind: Literal["row_adagrad"] = "row_adagrad"
     eps: Positive = 1e-8
+    """Added to the root of the sum, which divides the update."""
 
     def init(self, num_rows, width, dtype):
         return {"sum": jax.ShapeDtypeStruct((num_rows,), dtype)}
@@ -73,10 +76,10 @@ class RowAdagrad(RowOptimizer):
 class LazyAdam(RowOptimizer):
     """Adam, where moments decay only in the steps that update their row.
 
-    Each row has its own count of updates, so the first update of a rare row is as long as that of any other.
+    Each row has its own count of updates, so the first update of a rare row is as large as that of any other row.
 
     Source: Kingma and Ba 2015, arXiv:1412.6980; TensorFlow's LazyAdam, which counts steps instead. Memory: two moments
-    an element, and a count a row.
+    per element, and a count per row.
     """
 
     kind: Literal["lazy_adam"] = "lazy_adam"
@@ -85,6 +88,7 @@ class LazyAdam(RowOptimizer):
     b2: Beta = 0.999
     """Decay of the mean of the squared gradients."""
     eps: Positive = 1e-8
+    """Added to the root of the mean squared gradient, which divides the update."""
 
     def init(self, num_rows, width, dtype):
         moment = jax.ShapeDtypeStruct((num_rows, width), dtype)

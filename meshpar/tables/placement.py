@@ -1,4 +1,4 @@
-"""Where the arrays of a table are, and their first values.
+"""Places the arrays of a table on a mesh, and initializes them.
 
 Shapes: n devices, P parts of the table, L rows of a part, H hot rows, W columns of the table, D columns on a device.
 """
@@ -26,10 +26,16 @@ INIT_ROWS = 1 << 12
 
 
 def struct(table: Table, mesh: AnyMesh) -> TableState:
-    """The state of a table as a tree of `ShapeDtypeStruct`, with shardings.
+    """The state of a table as a tree of `ShapeDtypeStruct`, with shardings: see `TableState` for the shapes.
 
     Raises:
       ShardingError: the table does not fit the mesh.
+
+    >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    >>> items = Table(num_rows=1000, width=16, capacity=64, optim={"kind": "row_adagrad", "lr": 0.1})
+    >>> state = struct(items, mesh)
+    >>> state.rows.shape, state.optim["sum"].shape
+    ((1, 1000, 16), (1, 1000))
     """
     problems = Problems()
     table.check(mesh, problems)
@@ -68,9 +74,14 @@ def struct(table: Table, mesh: AnyMesh) -> TableState:
 
 
 def init(table: Table, key: jax.Array) -> TableState:
-    """The first state of this device, within a `shard_map`. A row depends on the key and its id, not on the layout.
+    """Initializes this device's shards of a table. Call it within a `shard_map` over `table.axes`.
 
-    Memory: the shards, and `INIT_ROWS` rows.
+    The first values of a row depend on the key and the row's id, and not on the layout.
+
+    Returns:
+      The local shards of `struct(table, mesh)`.
+
+    Memory: the shards, and `INIT_ROWS` rows. Communication: none.
     """
     num = lax.axis_size(table.axes)
     width = _local_width(table, num)
@@ -89,7 +100,7 @@ def init(table: Table, key: jax.Array) -> TableState:
 
 
 def _first_rows(table: Table, key: jax.Array) -> jax.Array:
-    """[L, D], in blocks of rows, since all random bits of a shard would take more memory than the shard."""
+    """[L, D]. It draws blocks of rows, because all random bits of a shard would need more memory than the shard."""
     num = lax.axis_size(table.axes)
     shards = table.shards(num)
     width = _local_width(table, num)
@@ -135,7 +146,7 @@ def _nothing_pending(table: Table, num: int) -> Pending | tuple[()]:
 
 
 def _local_width(table: Table, num_devices: int) -> int:
-    """D."""
+    """D, the columns on a device."""
     return table.width // num_devices if table.column_axes else table.width
 
 

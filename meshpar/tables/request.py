@@ -15,7 +15,7 @@ from meshpar.tables.shards import Shards
 
 
 class Counts(NamedTuple):
-    """What a device requested in a step, each int32[1].
+    """How many rows a device requested in a step, each int32[1].
 
     Args:
       needed: the capacity that would have been enough.
@@ -32,9 +32,8 @@ class Slots(NamedTuple):
     """The slots of a device's ids.
 
     Args:
-      rows: int32 [P, C], the row that each slot requests; `rows_each` for an empty one.
+      rows: int32 [P, C], the row that each slot requests; `rows_each` for an empty slot.
       places: int32 [*N], the slot of each id, counted over [P, C]; P C for an id without a slot.
-      counts: what was requested.
     """
 
     rows: jax.Array
@@ -42,7 +41,7 @@ class Slots(NamedTuple):
     counts: Counts
 
     def read(self, rows_SD: Float[Array, "S D"]) -> Float[Array, "*N D"]:
-        """The row of each id from those of the slots; zeros for ids without a slot."""
+        """The row of each id, from the rows of the slots; zeros for ids without a slot."""
         return rows_SD.at[self.places].get(mode="fill", fill_value=0)
 
     def summed(self, grads: Float[Array, "*N D"]) -> Float[Array, "S D"]:
@@ -52,11 +51,11 @@ class Slots(NamedTuple):
 
 
 def assign(ids: Int[Array, "*N"], shards: Shards, capacity: int) -> Slots:
-    """One slot for each unique id, among those for its part. Ids below 0 request nothing.
+    """Gives each unique id a slot for the part that stores its row. Ids below 0 get none.
 
     Args:
       ids: int32.
-      capacity: C. Of a part's ids, those in the last rows get no slot if there are more.
+      capacity: C, the slots for each part. If a part has more ids, those of its last rows get no slot.
     """
     flat = ids.reshape(-1)
     none = shards.num_parts * shards.rows_each
@@ -91,7 +90,7 @@ def sum_by_row(
       rows_M: int32; `none` or more where there is no row.
 
     Returns:
-      The rows are unique. Those from `none` on stand for no row, and have gradients of zero.
+      The rows, each once. Indices from `none` on stand for no row, and have gradients of zero.
     """
     order = jnp.argsort(rows_M)
     rows_M = rows_M[order]

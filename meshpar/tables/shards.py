@@ -1,4 +1,4 @@
-"""On which device each row of a table is, and in which place there."""
+"""Maps the ids of a table's rows to devices, and to places on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Shards(NamedTuple):
     """The shards of a table on n devices.
 
     - `range`: the i-th device has the i-th part of the rows.
-    - `hash`: of each n neighbouring rows, every device has one; which one is determined by a hash of their group.
+    - `hash`: of each n neighbouring rows, every device has one; a hash of their group determines which.
     - `column`: every device has all rows, and the i-th part of their columns.
 
     Args:
@@ -30,7 +30,7 @@ class Shards(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """The number of devices among which rows are divided; 1 where columns are."""
+        """The number of devices among which the rows are divided; 1 if the columns are divided instead."""
         return 1 if self.partition == "column" else self.num_devices
 
     @property
@@ -39,7 +39,7 @@ class Shards(NamedTuple):
         return -(-self.num_rows // self.num_parts)
 
     def locate(self, ids: Int[Array, "*N"]) -> tuple[Int[Array, "*N"], Int[Array, "*N"]]:
-        """The part and the row there of each id; ids must be those of rows.
+        """The part that stores the row of each id, and the row's index there. Each id must have a row.
 
         >>> part, row = Shards("hash", 8, 4).locate(jnp.arange(8, dtype=jnp.int32))
         >>> part.tolist(), row.tolist()

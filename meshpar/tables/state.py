@@ -1,4 +1,4 @@
-"""What a table stores, and what a pull returns.
+"""The arrays of a table, and the result of a pull.
 
 Shapes: N ids of a device, n devices, P parts of the table, L rows of a part, C slots for each part, W columns.
 """
@@ -19,10 +19,10 @@ class TableState(NamedTuple):
     """The arrays of a table; within a `shard_map`, the shards of this device.
 
     Args:
-      rows: [P, L, W]. The dim of parts lets no checkpoint be restored on another number of devices, where rows are in
-        other places.
+      rows: [P, L, W]. The dim of parts prevents that a checkpoint is restored on another number of devices, where rows
+        have other places.
       optim: the state of the optimizer, [P, L, W] or [P, L].
-      pending: pushes on their way; empty under `sync`.
+      pending: pushes that have not arrived yet; empty under `sync`.
       hot: copies of the first rows, which replace those in `rows`; empty without hot rows.
       step: int32[], the number of pushes.
     """
@@ -38,10 +38,10 @@ class Pulled(NamedTuple):
     """The result of a pull.
 
     Args:
-      rows: [*N, W], the row of each id; zeros for ids below 0, and for those without a slot.
+      rows: [*N, W], the row of each id; zeros for ids below 0, and for ids without a slot.
       slots: the slot of each id.
       requests: int32 [n, C], the rows of this device's shard that each device requested; L for none.
-      hot: int32 [*N], the ids of hot rows; the number of hot rows for all others.
+      hot: int32 [*N], the ids of hot rows; the number of hot rows for all other ids.
     """
 
     rows: jax.Array

@@ -36,6 +36,7 @@ class Table(Config):
     """
 
     num_rows: Annotated[int, pydantic.Field(gt=0, le=1 << 30)]
+    """Number of rows. Ids are from 0 to num_rows - 1."""
     width: Positive
     """Columns: the size of an embedding."""
     axes: Strings = default(("data",))
@@ -44,15 +45,16 @@ class Table(Config):
     """`range`: consecutive rows are together; `hash`: they are spread evenly; `column`: each device has some columns of
     all rows."""
     capacity: Positive
-    """Slots for the unique ids that a device requests of another one in a step; under `column`, of all together."""
+    """Slots for the unique ids that a device requests from another device in a step; under `column`, for all ids."""
     hot: Count = 0
-    """How many of the first rows every device has a copy of. They need no slots; their gradients are all-reduced."""
+    """Number of first rows that are replicated on every device. They need no slots; their gradients are all-reduced."""
     optim: Section[Optimizer]
     consistency: Section[AnyConsistency] = default(Sync())
     """When gradients are applied: `sync`, `{kind: stale, steps: 2}`, `{kind: async, limit: 4, seed: 0}`."""
     dtype: Literal["float32", "float64"] = "float32"
+    """Dtype of the rows, and of the floats of the optimizer's state."""
     init_scale: Annotated[float, pydantic.Field(ge=0)] | None = None
-    """First values are uniform in -init_scale to init_scale. Default: 1 / sqrt(width)."""
+    """The first values are uniform between -init_scale and init_scale. Default: 1 / sqrt(width)."""
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Table:
@@ -65,6 +67,7 @@ class Table(Config):
     # The layout ---------------------------------------------------------------------------------------------------
 
     def shards(self, num_devices: int) -> Shards:
+        """How the rows are divided among `num_devices` devices."""
         return Shards(self.partition, self.num_rows, num_devices)
 
     def check(self, mesh: AnyMesh, problems: Problems, name: str = "table") -> None:
@@ -91,10 +94,10 @@ class Table(Config):
     # Within a shard_map -------------------------------------------------------------------------------------------
 
     def pull(self, state: TableState, ids: Int[Array, "*N"]) -> Pulled:
-        """The rows of ids.
+        """Reads the rows of this device's ids from the devices that store them.
 
         Args:
-          ids: integers, those of this device; below 0 for no row.
+          ids: integers; below 0 for no row.
 
         Communication: `(n-1) C (4 + D b)` bytes for rows of D elements of b bytes.
         Raises:
@@ -117,14 +120,17 @@ class Table(Config):
         return Pulled(rows, slots, requests, jnp.where(is_hot, ids, self.hot))
 
     def push(self, state: TableState, pulled: Pulled, grads: Float[Array, "*N W"]) -> TableState:
-        """The state after the gradients of pulled rows arrived. Other rows and their state are not touched.
+        """Sends the gradients of pulled rows to the devices that store the rows, and updates these rows.
 
         Args:
           state: donate it to the program, which then makes no copy of the table.
-          grads: of the loss of all devices by `pulled.rows`.
+          grads: the gradients of the loss over all devices with respect to `pulled.rows`.
 
-        Communication: `(n-1) C D b` bytes for rows of D elements of b bytes; what the optimizer sends; and for H hot
-          rows `2 (n-1)/n H (W b + 4)`.
+        Returns:
+          The next state. Other rows and their optimizer state are unchanged.
+
+        Communication: `(n-1) C D b` bytes for rows of D elements of b bytes; that of the optimizer; and for H hot rows
+          `2 (n-1)/n H (W b + 4)`.
         """
         hot = state.hot
         if isinstance(hot, HotRows):
@@ -147,7 +153,7 @@ class Table(Config):
         return lax.all_to_all(x, self.axes, split_axis=0, concat_axis=0)
 
     def _joined(self, found_nCD: jax.Array) -> jax.Array:
-        """[P C, W], the rows of all slots, from those that each device sent."""
+        """[P C, W], the rows of all slots, from the rows that each device sent."""
         if self.partition == "column":
             found_nCD = found_nCD.swapaxes(0, 1)
         return found_nCD.reshape(-1, self.width)

@@ -32,17 +32,19 @@ Loss = Callable[[Any, dict[str, jax.Array], Batch], jax.Array]
 
 
 class State(NamedTuple):
+    """The dense parameters, the state of their optimizer, and the tables by name."""
+
     params: Any
     opt_state: Any
     tables: dict[str, TableState]
 
 
 class Metrics(NamedTuple):
-    """What a step reports.
+    """The metrics of a step.
 
     Args:
-      loss: [], the mean over the batch; NaN if an id had no row, see `TableTraining.check`.
-      counts: of each table, what each device requested, int32[n].
+      loss: [], the mean over the batch; NaN if an id got no row, see `TableTraining.check`.
+      counts: table -> how many rows each device requested, int32[n].
     """
 
     loss: jax.Array
@@ -95,7 +97,7 @@ class TableTraining:
         return compile_program(trace(function, (whole,), shardings(self.state)), options)
 
     def compile_step(self, options: dict[str, Any] | None = None) -> Callable[[State, Batch], tuple[State, Metrics]]:
-        """Compiles `step`. The memory of the next state is that of the last one."""
+        """Compiles `step`, which donates the state."""
         arguments = (self.state, self.batch)
         return compile_program(trace(self.step, arguments, self.step_shardings, donate=(0,)), options)
 
@@ -119,10 +121,10 @@ class TableTraining:
         return {name: jax.device_put(x, self.batch[name].sharding) for name, x in batch.items()}
 
     def check(self, metrics: Metrics) -> None:
-        """Waits for a step, and checks that every id had a row. If not, its loss is NaN, and this says why.
+        """Waits for a step, and checks that every id got its row. If one did not, the loss of the step is NaN.
 
         Raises:
-          DataError: lists each table with ids that got no slot, with the capacity that they need; or with unknown ids.
+          DataError: lists each table with ids that got no slot, and the capacity that they need; or with unknown ids.
         """
         problems = Problems()
         for name, counts in jax.device_get(metrics.counts).items():
@@ -178,18 +180,37 @@ def training(
     tables: Mapping[str, Table],
     mesh: MeshLayout | AnyMesh,
 ) -> TableTraining:
-    """Trains dense parameters, which are replicated, and the rows of tables.
+    """Makes the training of a model with tables: dense parameters are replicated, tables are sharded.
 
     Args:
       init: key -> the dense parameters.
-      loss: see `Loss`.
-      ids: batch -> int32 ids for each table.
+      loss: (dense parameters, table -> rows [*N, W], the batch of a device) -> the mean loss of its examples, [].
+      ids: batch of a device -> int32 ids [*N] for each table.
       optimizer: of the dense parameters.
-      batch: an example, or `ShapeDtypeStruct`s. The first dim of each array is sharded over the tables' axes.
+      batch: an example batch, or `ShapeDtypeStruct`s. The first dim of each array is sharded over the tables' axes.
       tables: all sharded over the same axes.
+
+    Returns:
+      A `TableTraining`. Nothing is compiled or allocated yet.
 
     Raises:
       ShardingError: lists every table and every array of the batch that does not fit the mesh.
+
+    Communication: see `TableTraining.step`.
+
+    >>> items = Table(num_rows=100, width=4, capacity=8, optim={"kind": "row_adagrad", "lr": 0.1})
+    >>> batch = {"item": np.arange(8, dtype=np.int32), "y": np.ones(8, np.float32)}
+    >>> ratings = training(
+    ...     lambda key: {"w": jnp.zeros(4)},
+    ...     lambda params, rows, batch: jnp.square(rows["items"] @ params["w"] - batch["y"]).mean(),
+    ...     lambda batch: {"items": batch["item"]},
+    ...     optax.sgd(0.1), batch, tables={"items": items}, mesh=MeshLayout(data=-1),
+    ... )
+    >>> state = ratings.compile_init()(jax.random.key(0))
+    >>> state, metrics = ratings.compile_step()(state, ratings.put(batch))
+    >>> ratings.check(metrics)
+    >>> float(metrics.loss)
+    1.0
     """
     mesh = mesh.build() if isinstance(mesh, MeshLayout) else mesh
     problems = Problems()
@@ -197,10 +218,10 @@ def training(
         table.check(mesh, problems, name)
     axes = next((table.axes for table in tables.values()), ())
     if not tables:
-        problems.add("tables", "there is none", "a table at least; `meshpar.training` trains dense parameters alone")
+        problems.add("tables", "there is none", "at least one table; `meshpar.training` trains dense parameters alone")
     for name, table in tables.items():
         if table.axes != axes:
-            what = f"{', '.join(table.axes)}, though another table is sharded over {', '.join(axes)}"
+            what = f"{', '.join(table.axes)}, but another table is sharded over {', '.join(axes)}"
             problems.add(f"{name}.axes", what, "the same axes for all tables: those of the batch")
     num = math.prod(mesh.shape.get(axis, 1) for axis in axes)
     for name, x in batch.items():

@@ -23,12 +23,12 @@ def batch_specs(
     """The specs of an example batch.
 
     Args:
-      batch_dims: name -> a name for each dim; default: `batch`, and the others without a name.
-      ctx: the mesh and the rules that cut the rows, and the number of microbatches.
+      batch_dims: array -> a name for each of its dims; default: `batch` for the first, and no names for the others.
+      ctx: the mesh and the rules that shard the rows, and the number of microbatches.
 
     Raises:
-      DataError: lists every array without rows or of another library, and every name in `batch_dims` without an array;
-        or the rows cannot be split equally.
+      DataError: lists every array that has no rows or belongs to another library, and every name in `batch_dims`
+        without an array; or the rows cannot be split equally.
     """
     problems = Problems()
     specs: dict[str, ArraySpec] = {}
@@ -72,7 +72,7 @@ def check_batch(batch: Mapping[str, Any], structs: Mapping[str, jax.ShapeDtypeSt
 
 
 def token_order(ctx: ParallelContext, specs: Mapping[str, ArraySpec]) -> np.ndarray | None:
-    """int[seq]: the token of a row at each place of its shards; None if rows keep their order."""
+    """int[seq]: which token of a row is at each place of its shards; None if rows keep their order."""
     if not ctx.sequence.is_zigzag:
         return None
     (seq_len,) = {spec.shape[SEQ] for spec in specs.values() if spec.dims[SEQ:] == ("seq",)}

@@ -41,7 +41,7 @@ class Beginning:
 
     @cached_property
     def selection(self) -> Selection:
-        """The arrays to restore. None is read yet: problems are reported before anything is compiled."""
+        """The arrays to restore. It reads none, so problems are reported before anything is compiled."""
         return self.source.select(self.structs, self.include, self.exclude, self.config)
 
     def state(self) -> TrainState:
@@ -61,7 +61,7 @@ class Beginning:
         return map_with_path(lambda path, x: arrays.get(path, x), state)
 
     def record(self) -> dict[str, Any]:
-        """For the run's records: the source, which arrays were restored, and which keys of the config changed."""
+        """The entry for the run's records: the source, the restored arrays, and the config keys that changed."""
         selection = self.selection
         data = {"data_changed": list(self.data_changed)} if self.data_changed else {}
         return data | {

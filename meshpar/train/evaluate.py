@@ -1,4 +1,4 @@
-"""Evaluates the loss of a batch without gradients, with the forward of the step compiled separately."""
+"""Evaluates the loss of a batch without gradients, with a separate program of the step's forward."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Fragments of a state: the layers that slices average together, where not all are averaged at once.
+"""Fragments of a state: groups of layers that slices average at different times.
 
-Source: Douillard et al. 2025, arXiv:2501.18512 (streaming DiLoCo, whose strided pattern this is).
+Source: Douillard et al. 2025, arXiv:2501.18512 (the strided pattern of streaming DiLoCo).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Fragment:
         return self.index == self.num - 1
 
     def placements(self, tree: Any) -> Any:
-        """The placements of the arrays that it has a part of; `optax.MaskedNode` for the others."""
+        """The placements of the arrays of which the fragment has a part; `optax.MaskedNode` for the others."""
         return jax.tree.map(lambda p: p if self._has(p) else optax.MaskedNode(), tree)
 
     def of(self, arrays: Any, placements: Any) -> Any:
-        """Its parts of the arrays; `optax.MaskedNode` for arrays of which it has none. Each has all scalars."""
+        """The fragment's parts of the arrays; `optax.MaskedNode` if it has none. Every fragment has all scalars."""
 
         def part(p: Placement, x: jax.Array) -> Any:
             if not self._has(p):
@@ -45,7 +45,7 @@ class Fragment:
         return jax.tree.map(part, placements, arrays)
 
     def into(self, parts: Any, arrays: Any, placements: Any) -> Any:
-        """The arrays with these parts in their places. Scalars count rounds: they change with the last fragment."""
+        """Writes the fragment's parts into the arrays. Scalars count rounds, so only the last fragment changes them."""
 
         def whole(p: Placement, x: jax.Array, part: Any) -> jax.Array:
             if not self._has(p) or (not p.spec.dims and not self.is_last):

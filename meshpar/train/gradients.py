@@ -50,8 +50,8 @@ class Gradients:
 
     Args:
       loss: f32[]. Mean over the real tokens of all devices and microbatches.
-      tokens: int32[]. Their number.
-      norm: f32[]. Of the whole gradient.
+      tokens: int32[]. The number of these tokens.
+      norm: f32[]. The global norm of the gradients.
       grads: like the parameters, each sharded as `StatePlacement.sharded`.
       metrics: name -> f32[]. The loss's own metrics, means over the same tokens.
       carried: the carried state for the next step.
@@ -107,7 +107,7 @@ def local_gradients(
         order = order_of(lambda params: accumulated(params)[1], entered) if ctx.gradient_reduction else None
         grads = thawed(grads, objective.frozen, step)
         error_feedback = jax.tree.map(lambda x: x[0], carried.get(REDUCE, {}))
-        # For stochastic rounding. The loss draws from no such key, as no run has 2**31 steps.
+        # For stochastic rounding. No run has 2**31 steps, so the loss never draws from this key.
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 2**31), step)
         grads, error_feedback = data.reduce_gradients(grads, trained_dims, error_feedback, key=key, order=order)
         check_names(sums.metrics)

@@ -26,16 +26,16 @@ class LayerArrays:
 
     Args:
       stacks: the placement of a state in the model's order.
-      layers: the same with a list of arrays [1, ...], one a layer, for each stack.
+      layers: the same with a list of arrays [1, ...], one per layer, for each stack.
     """
 
     stacks: StatePlacement
     layers: StatePlacement
 
     def to_step(self, state: TrainState) -> TrainState:
-        """The state with arrays for each layer. One with stacks is donated.
+        """The state with arrays for each layer. A state with stacks is donated.
 
-        Communication: none. Memory: one stack at a time is there twice.
+        Communication: none. Memory: a second copy of one stack at a time.
         """
         if state.is_prepared:
             return state
@@ -44,7 +44,10 @@ class LayerArrays:
         return replace(state, params=params, opt_state=opt_state, is_prepared=True)
 
     def to_model(self, state: TrainState) -> TrainState:
-        """The state with stacks. One with arrays for each layer is donated. Communication and memory: as `to_step`."""
+        """The state with stacks. A state with arrays for each layer is donated.
+
+        Communication and memory: as `to_step`.
+        """
         if not state.is_prepared:
             return state
         params = jax.tree.map(_stack, self.stacks.params, state.params)
@@ -52,12 +55,12 @@ class LayerArrays:
         return replace(state, params=params, opt_state=opt_state, is_prepared=False)
 
     def gradients(self, grads: Any) -> Any:
-        """The gradients of a step, in stacks. Those of each layer are donated."""
+        """The gradients of a step, in stacks. The gradients of the layers are donated."""
         return jax.tree.map(_stack, self.stacks.trained, grads)
 
 
 def cut_specs(specs: Any) -> Any:
-    """A tree of `ArraySpec` with a list of specs [1, ...], one a layer, for each stack [layers, ...]."""
+    """A tree of `ArraySpec` with a list of specs [1, ...], one per layer, for each stack [layers, ...]."""
 
     def one(spec: Any) -> Any:
         if spec.dims[:1] != (LAYERS,):
@@ -68,7 +71,7 @@ def cut_specs(specs: Any) -> Any:
 
 
 def with_stacks(loss: Callable[..., Any], specs: Any) -> Callable[..., Any]:
-    """A loss of parameters in lists. XLA removes the stacks, as each layer is read from one by itself.
+    """Wraps a loss for parameters in lists. XLA removes the stacks, because the loss reads each layer alone.
 
     Args:
       loss: (params, ...) -> a result, of parameters in stacks.

@@ -1,9 +1,8 @@
 """Moves the layers of a train state between the model's order and the order of a pipeline's schedule.
 
-Interleaved and V-shaped schedules compute on a stage with other layers than those that it stores in the model's order.
-So between steps each layer, with all that the optimizer has of it, is stored on the stage that computes with it.
-Checkpoints, evaluations and exports have the model's order: a state is moved after it is restored, and before it is
-saved.
+With interleaved and V-shaped schedules a stage computes with other layers than those that it would store in the model's
+order. So between steps each layer, with its optimizer state, is stored on the stage that computes with it. Checkpoints,
+evaluations and exports have the model's order: a state is moved after it is restored, and before it is saved.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ class LayerOrder:
 
     @property
     def covers_state(self) -> bool:
-        """Whether it is known of every array of the state where it has layers, so that all of them can be moved.
+        """Whether the position of the layers is known in every array of the state, so that all can be moved.
 
-        An optimizer's array has the dims of its parameter, perhaps after others. Those of a factored average are found
-        by their sizes, so `layers` may be another dim of this size. Error feedback may be flat.
+        An optimizer's array has the dims of its parameter, perhaps after other dims. The dims of a factored average are
+        found by size, so its layers are known only if no other dim has their size. Error feedback may be flat.
         """
         specs = [placement.spec for placement in jax.tree.leaves(self.placement.sharded)]
         layered = [spec for spec in specs if LAYERS in spec.dims]
@@ -58,15 +57,15 @@ class LayerOrder:
         return all(is_known(placement.spec.dims) for placement in others)
 
     def to_step(self, state: TrainState) -> TrainState:
-        """The state in the schedule's order. One in the model's order is donated.
+        """The state in the schedule's order. A state in the model's order is donated.
 
         Communication: each layer and its optimizer state are sent to the stage that computes with it.
-        Memory: one array at a time is there twice.
+        Memory: a second copy of one array at a time.
         """
         return state if state.is_prepared else self._moved(state, in_schedule_order=True)
 
     def to_model(self, state: TrainState) -> TrainState:
-        """The state in the model's order. One in the schedule's order is donated. Communication: as `to_step`."""
+        """The state in the model's order. A state in the schedule's order is donated. Communication: as `to_step`."""
         return self._moved(state, in_schedule_order=False) if state.is_prepared else state
 
     def gradients(self, grads: Any) -> Any:
@@ -74,12 +73,12 @@ class LayerOrder:
         return self.move(grads, self.placement.trained, in_schedule_order=False)
 
     def move(self, arrays: Any, placements: Any, in_schedule_order: bool) -> Any:
-        """A tree of arrays in the order that is asked for, if it is in the other one. Those with layers are donated."""
+        """Moves the layers of a tree of arrays from one order to the other. Arrays with layers are donated."""
 
         def one(x: jax.Array, placement: Placement) -> jax.Array:
             if LAYERS not in placement.spec.dims:
                 return x
-            # XLA:CPU runs the permutes of several arrays in any order on each device, and hangs with too many.
+            # On each device XLA:CPU runs the permutes of several arrays in any order, and hangs if there are too many.
             return self._compiled(x, placement, in_schedule_order).block_until_ready()
 
         return jax.tree.map(one, arrays, placements)

@@ -1,4 +1,4 @@
-"""The compiled programs of a training with local updates, and which of them runs in a step."""
+"""Runs the steps of a training with local updates: selects one of its compiled programs for each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshpar.train.state import TrainState
 from meshpar.train.step import Metrics, Step
 
 SUMS = ("tokens", "skipped")
-"""Metrics that are counts: those of a batch are the sums of the slices'. The others are means over tokens."""
+"""Metrics that are counts, which are summed over slices. The others are means over tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class LocalStep(Step):
     averaging: Program | None = None
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes the next step. It waits for the number of the state's step; `at` does not."""
+        """Runs the next step. It waits for the device to read the number of the step; `at` does not."""
         return self.at(int(jax.device_get(state.step)) + 1)(state, batch)
 
     def at(self, index: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:

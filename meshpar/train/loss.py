@@ -33,13 +33,21 @@ RECORDED = (
 
 @dataclass(frozen=True)
 class LossSums:
-    """The result of a loss on its local rows.
+    """The result of a loss on its local rows, as sums: the step divides them by the count of all devices.
 
     Args:
       loss: float[]. The sum of the losses.
       count: int32[]. The number of tokens, rows or pixels summed. Or float[], the sum of their weights.
       metrics: name -> float[]. Other sums over the same, reported as means.
       carried: the carried state for the next step, such as batch statistics.
+
+    >>> def loss(params, batch, key):
+    ...     errors = jnp.square(params["w"] * batch["x"] - batch["y"]) * batch["mask"]
+    ...     return LossSums(errors.sum(), batch["mask"].sum())
+    >>> batch = {"x": jnp.ones(3), "y": jnp.zeros(3), "mask": jnp.array([1.0, 1.0, 0.0])}
+    >>> sums = loss({"w": jnp.array(2.0)}, batch, None)
+    >>> float(sums.loss), float(sums.count)
+    (8.0, 2.0)
     """
 
     loss: jax.Array
@@ -70,7 +78,7 @@ def as_loss_sums(found: Any, rows: jax.Array, carried: Any, must_carry: bool) ->
       must_carry: whether the loss has to return its carried state, if there is any.
 
     Raises:
-      ConfigError: `found` is none of these; or its carried state is missing, or has another structure than before.
+      ConfigError: `found` has none of these forms; or its carried state is missing, or has a new structure.
     """
     must_carry = must_carry and bool(jax.tree.leaves(carried))
     sums = found if isinstance(found, LossSums) else _of_means(found, rows, carried, must_carry)
@@ -91,7 +99,7 @@ def as_loss_sums(found: Any, rows: jax.Array, carried: Any, must_carry: bool) ->
 
 
 def check_names(metrics: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a loss or a layer returns a metric under a name that a step's record has already."""
+    """Raises ConfigError if a loss or a layer returns a metric with a name that a step's record uses itself."""
     problems = Problems()
     for name in metrics:
         if name in RECORDED:
@@ -120,7 +128,7 @@ def _of_means(found: Any, rows: jax.Array, carried: Any, must_carry: bool) -> Lo
 
 
 def _check_carried(new: Any, given: Any, problems: Problems) -> None:
-    """Adds each array of the carried state that a loss drops, adds, or returns with another shape or dtype."""
+    """Reports each array of the carried state that a loss drops, adds, or returns with another shape or dtype."""
     after = flatten_with_paths(new)
     before = flatten_with_paths(given)
     for path in (path for path in before if path not in after):
@@ -143,7 +151,7 @@ def warn_of_masks(names: set[str], num_microbatches: int) -> None:
 
 
 class Distill(Config):
-    """A teacher model: its distribution over the next token is learned in addition to the text.
+    """Distillation: the model learns a teacher's distribution over the next token in addition to the text.
 
     The loss is `(1 - weight) * cross entropy + weight * temperature^2 * KL(teacher || model)`, where the
     temperature softens both distributions of the divergence.
@@ -176,11 +184,11 @@ class LossConfig(Config):
     target: Target | None = None
     """The loss of an imported model, as `package.module:name`; see `interop.flax_model`."""
     label_smoothing: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
-    """Share of the target's probability that is spread evenly over the vocabulary."""
+    """Fraction of the target's probability that is spread evenly over the vocabulary."""
     z_loss: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the squared logarithm of the softmax's denominator; 1e-4 keeps logits from drifting."""
     chunk: Literal["auto", "none"] | Positive = "auto"
-    """Tokens whose logits a device holds at a time; `none` holds all; `auto` makes chunks where they hold less."""
+    """Tokens whose logits a device holds at a time; `none` holds all; `auto` uses chunks if they need less memory."""
 
     @pydantic.field_validator("chunk", mode="before")
     @classmethod
@@ -197,7 +205,7 @@ class LossConfig(Config):
         return self
 
     def each(self, vocab_size: int, distill: Distill | None = None) -> Each:
-        """The loss of each token: its cross entropy with the optional terms, and that of a teacher."""
+        """The loss of each token: its cross entropy with the optional terms, and the divergence from a teacher."""
 
         def each(logits: jax.Array, targets: jax.Array, teacher: jax.Array | None) -> jax.Array:
             nll = tensor.cross_entropy(logits, targets, vocab_size, self.label_smoothing, self.z_loss)
@@ -221,11 +229,7 @@ def next_token_loss(apply: Callable[..., Any], vocab_size: int, chunk: Chunk = "
 
 
 def _summed(apply: Callable[..., Any], each: Each, chunk: Chunk, adds_auxiliary: bool) -> Loss:
-    """A loss that sums the losses of the tokens.
-
-    Args:
-      adds_auxiliary: whether the model's auxiliary losses are added.
-    """
+    """A loss that sums the losses of the tokens, and with `adds_auxiliary` the model's auxiliary losses."""
 
     def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
         outputs = apply(params, batch, key)

@@ -45,7 +45,7 @@ def on_shards(local: Callable[..., Any], ctx: ParallelContext, in_specs: Any, ou
 def on_each_device(local: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Turns a function of local shards into one of global arrays, where copies of an array may differ by a fault.
 
-    JAX does not check here over which axes values vary: for it, copies are equal.
+    JAX assumes that copies are equal, so its check of the axes over which values vary is off.
     """
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -143,7 +143,7 @@ def compile_program(traced: jax.stages.Traced, options: dict[str, Any] | None = 
     """Compiles a traced function; nothing is allocated.
 
     Args:
-      options: for the compiler.
+      options: of the compiler.
     """
     lowered = traced.lower()
     return Program(lowered.compile(compiler_options=options), traced.jaxpr, lowered)

@@ -1,6 +1,7 @@
 """Finds silent corruption: a wrong computation or a lost bit makes one copy of replicated state differ from the others.
 
-What only one device stores cannot be compared: a shard under ZeRO, or the optimizer's state in the host's memory.
+Arrays of which one device stores the only copy cannot be compared: a shard under ZeRO, or the optimizer's state in the
+host's memory.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def differences(state: Any) -> list[str]:
     """Compares the copies of all replicated arrays of a state. All processes call it.
 
     Returns:
-      For each device whose copy differs, a line with its name and the arrays. With more than two copies, it is the one
-      that differs from most others; with two, both.
+      For each device whose copy differs, a line with its name and the arrays. With more than two copies, it is the
+      device that differs from most others; with two, it is both.
 
-    Communication: all-reduces of 8 bytes an array, and one of 4 bytes. Memory: read once, nothing is copied.
+    Communication: all-reduces of 8 bytes per array, and one of 4 bytes. Memory: arrays are read once, and not copied.
     """
     arrays = {path: x for path, x in flatten_with_paths(state).items() if copied_over(x.sharding)}
     if not arrays:
@@ -72,7 +73,7 @@ def comparison(shardings: tuple[Any, ...]) -> Any:
         num_different = jnp.int32(0)
         for over, numbers in groups.items():
             sums = jnp.stack(numbers)
-            # One message after the other: XLA:CPU would start independent ones in another order on each device.
+            # One message after the other: XLA:CPU would start independent messages in another order on each device.
             sums = jnp.where(num_different < 0, 0, sums)
             largest, complement = lax.pmax(jnp.stack([sums, ~sums]), over)
             num_different += jnp.sum(largest != ~complement, dtype=jnp.int32)
@@ -83,7 +84,7 @@ def comparison(shardings: tuple[Any, ...]) -> Any:
 
 
 def _minority(checksums: np.ndarray, sharding: Any) -> list[Any]:
-    """The devices whose checksum uint32[devices] is not that of most copies; all of them without a majority."""
+    """The devices whose checksum uint32[devices] differs from most copies; all devices if there is no majority."""
     placed = sharding.mesh.devices
     last = [sharding.mesh.axis_names.index(axis) for axis in copied_over(sharding)]
     order = [i for i in range(placed.ndim) if i not in last] + last
@@ -112,7 +113,7 @@ def checksum(x: jax.Array) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """The bits as uint32[...]; those of 8-byte numbers in two halves."""
+    """The bits as uint32[...]; an 8-byte number becomes two."""
     size = x.dtype.itemsize
     if x.dtype == jnp.bool_ or size < 4:
         narrow = x if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, jnp.uint8 if size == 1 else jnp.uint16)

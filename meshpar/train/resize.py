@@ -1,7 +1,7 @@
 """Continues local updates with another number of slices than a checkpoint has.
 
-Each slice begins at the means over the saved ones: of parameters, moments and rounding errors. Counters are the largest
-ones. So the mean difference of the round stays the same.
+Each new slice begins with the means of parameters, moments and rounding errors over the saved slices, and with the
+largest of their counters. So the mean difference of the round stays the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshpar.train.program import shardings
 from meshpar.train.state import TrainState
 
 WHOLE = ("means",)
-"""The arrays in `carried[SLICES]` that are not those of single slices."""
+"""The arrays in `carried[SLICES]` without a dim of slices."""
 
 
 def num_slices(saved: Checkpoint) -> int | None:
@@ -31,7 +31,7 @@ def num_slices(saved: Checkpoint) -> int | None:
 
 
 def with_slices(structs: TrainState, num: int) -> TrainState:
-    """The state with another number of slices. Each device has its shard of all of them."""
+    """The state with another number of slices. Each device has its shard of all slices."""
 
     def resized(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = PartitionSpec(None, *struct.sharding.spec[1:])  # pyright: ignore

@@ -1,17 +1,17 @@
-"""Trains slices of the mesh alone, and moves them together at the end of each round; see `parallel.local_updates`.
+"""Trains slices of the mesh alone, and synchronizes them at the end of each round; see `parallel.local_updates`.
 
 A `TrainState` then holds the shared parameters, and the outer optimizer's state as its `opt_state`, so evaluations,
-exports and other runs read it as any other. The slices' own arrays are carried state, `carried[SLICES]`:
+exports and other runs read it like any other state. The slices' own arrays are carried state, `carried[SLICES]`:
 
 - `params`: their trained parameters;
 - `opt_state`: the state of the run's optimizer, `optim`;
-- `carried`: what a step of a slice carries to its next one;
+- `carried`: the state that a slice carries from step to step;
 - `rounding`: the rounding errors of compressed differences, if they are fed back.
 
 All of these have a first dim `slices`, sharded over the axis of local updates. `skipped` has it too: a slice skips a
-step alone. Arrays that differ are thus different parts of one array, and nothing that counts as replicated differs.
+step alone. So arrays that differ between slices are different shards of one array, and replicated arrays do not differ.
 
-With `overlap_steps` there are also `means`, the mean differences that wait for their outer step, without that dim.
+With `overlap_steps` there are also `means` without that dim: the mean differences that wait for their outer step.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Slices:
     """The programs of a training with local updates, before they are compiled.
 
     Args:
-      local: its settings.
+      local: the settings of the local updates.
       ctx: of the whole mesh.
-      alone: the state of a slice, as of a training without local updates.
-      shared: the whole state.
+      alone: the placement of a slice's state, which is that of a training without local updates.
+      shared: the placement of the whole state.
       update: applies the run's optimizer in a slice.
       seed: for stochastic rounding of compressed differences.
     """
@@ -118,7 +118,7 @@ class Slices:
 
     @property
     def fragments(self) -> list[Fragment]:
-        """The fragments, whose rounds end in turn."""
+        """The fragments. Their rounds end in turn."""
         return [Fragment(index, self.local.fragments) for index in range(self.local.fragments)]
 
     def trace_outer(self) -> list[jax.stages.Traced]:
@@ -128,16 +128,16 @@ class Slices:
         return [trace(step, (state,), shardings(state), donate=(0,)) for step in steps]
 
     def trace_reductions(self) -> list[jax.stages.Traced]:
-        """Traces what `reducing_step` of each fragment adds to a step; none without `overlap_steps`."""
+        """Traces the reduction that `reducing_step` of each fragment adds to a step; none without `overlap_steps`."""
         fragments = self.fragments if self.local.overlap_steps else []
         return [jax.jit(partial(self._reduced, fragment)).trace(self.shared.structs) for fragment in fragments]
 
     def reducing_step(
         self, step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]], fragment: Fragment
     ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-        """A step of every slice, and beside it the all-reduce of the round that ended before it.
+        """A step of every slice, and the all-reduce of the round that ended before this step.
 
-        Neither of the two reads what the other computes, so a compiler may run both at once.
+        Neither depends on the other's results, so a compiler may run both at once.
         """
 
         def reducing(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -165,10 +165,10 @@ class Slices:
         return lax.with_sharding_constraint(fragment.of(shared, whole), sharded)
 
     def outer_step(self, tx: optax.GradientTransformation, fragment: Fragment) -> Callable[[TrainState], TrainState]:
-        """The end of a round: `tx` updates shared parameters of a fragment, at which all slices then begin anew.
+        """The end of a round: `tx` updates the shared parameters of a fragment, and all slices continue from them.
 
-        With `overlap_steps` it reads the means that `reducing_step` left, and slices mix the new parameters with their
-        own.
+        With `overlap_steps` it reads the means that `reducing_step` stored, and slices mix the new parameters with
+        their own.
         """
         placed = self.shared.carried[SLICES]
         whole = without(self.alone.params, self.alone.frozen)
@@ -222,7 +222,7 @@ class Slices:
         return self.local.mixing * own + (1 - self.local.mixing) * shared
 
     def _first(self, params: Any) -> Any:
-        """The parameters of a slice, where those of all are equal. Communication: none."""
+        """The parameters of one slice, if those of all slices are equal. Communication: none."""
         placed = self.shared.carried[SLICES]["params"]
         axes = (self.local.axis,)
 
@@ -279,7 +279,7 @@ def slice_gradients(
 
     Args:
       ctx: of the whole mesh.
-      placement: of a slice's state, as of a training without local updates.
+      placement: of a slice's state, which is that of a training without local updates.
       averages: whether gradients, loss and metrics are the means over the tokens of all slices.
 
     Communication: that of `gradients` inside a slice. With `averages` also an all-reduce of the gradients over slices.
@@ -306,7 +306,7 @@ def slice_gradients(
 
 
 def _averaged(got: Gradients, placement: StatePlacement, axis: str) -> Gradients:
-    """The means over the tokens of all slices. The number of tokens stays that of the slice."""
+    """The means over the tokens of all slices. The number of tokens remains the slice's own."""
     total = jnp.maximum(lax.psum(got.tokens, axis), 1)
 
     def mean(x: jax.Array) -> jax.Array:
@@ -322,7 +322,7 @@ def place_slices(alone: StatePlacement, outer_state: Any, local: LocalUpdates) -
     """The placement of a state with local updates.
 
     Args:
-      alone: of a slice's state, as of a training without local updates.
+      alone: of a slice's state, which is that of a training without local updates.
       outer_state: of the outer optimizer.
     """
     stored = without(alone.params, alone.frozen)
@@ -340,7 +340,7 @@ def _widened(placement: Placement) -> Placement:
 
 
 def in_slices(placements: Any, axis: str) -> Any:
-    """The placements of arrays [...] of one slice as those of arrays [slices, ...] of all."""
+    """Converts the placements of one slice's arrays [...] to placements of all slices' arrays [slices, ...]."""
 
     def stack(p: Placement) -> Placement:
         spec = ArraySpec((p.mesh.shape[axis], *p.spec.shape), p.spec.dtype, ("slices", *p.spec.dims))

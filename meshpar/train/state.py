@@ -25,7 +25,7 @@ from meshpar.tree import flatten_with_paths, map_with_path
 
 _LEVEL = "xla_backend_optimization_level"
 OWN = 64
-"""The largest number of elements of an optimizer array without a parameter that every device holds whole."""
+"""An optimizer's array that belongs to no parameter is replicated if it has at most this many elements."""
 
 
 @partial(
@@ -38,14 +38,14 @@ class TrainState:
     """Everything that a step reads and writes. A step donates it, and a checkpoint stores it.
 
     Args:
-      step: int32[]. The number of steps taken, skipped ones included.
+      step: int32[]. The number of steps so far, including skipped steps.
       params: nested dicts of arrays.
       opt_state: the Optax state.
       skipped: int32[]. How many steps were skipped because loss or gradients were not finite. With local updates
         int32[slices]: each slice skips a step alone.
       carried: state other than parameters that the loss passes from step to step, such as batch statistics.
-      is_prepared: whether layers are stored as a step needs them, see `layer_order` and `layer_arrays`, and not in the
-        model's stacks and order. A step's program accepts one of the two only.
+      is_prepared: whether the layers are stored as the step needs them, see `layer_order` and `layer_arrays`; else in
+        the model's stacks and order. A step's program accepts only one of the two.
     """
 
     step: Any
@@ -143,7 +143,7 @@ def offloaded(placements: Any) -> Any:
 
 
 def on_device(arrays: Any, placements: Any) -> Any:
-    """The arrays in the devices' own memory, within a program. Each shard is moved by the device that stores it."""
+    """Moves arrays to the devices' own memory, within a program. Each device moves its own shards."""
 
     def move(x: jax.Array, placement: Placement) -> jax.Array:
         if placement.memory_kind is None:
@@ -157,7 +157,7 @@ def place_opt_state(sharded: Any, tx: optax.GradientTransformation, mesh: AnyMes
     """Places an optimizer's state like its parameters.
 
     Args:
-      sharded: tree of `Placement`, of the parameters that it updates.
+      sharded: tree of `Placement`, of the parameters that the optimizer updates.
 
     Raises:
       ShardingError: an array is not sharded like any parameter.

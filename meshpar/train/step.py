@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,9 +31,12 @@ from meshpar.train.state import StatePlacement, TrainState, on_device
 
 Metrics = dict[str, jax.Array]
 
+IN_FLIGHT = 8
+"""The largest number of steps in flight. With more than about 32 on simulated devices, jax 0.10 hangs."""
+
 
 class StateParams(Protocol):
-    """Parameters of a model that no gradient changes, but each step, by the metrics of its layers."""
+    """Parameters of a model that each step changes by the metrics of the layers, without a gradient."""
 
     @property
     def paths(self) -> tuple[str, ...]: ...
@@ -50,7 +54,7 @@ class Update:
 
     Args:
       tx: any Optax chain, without clipping; its update may have the keyword `step`, int32[].
-      clip_norm: the largest norm of the whole gradient; None for no limit.
+      clip_norm: the largest global norm of the gradients; None for no limit.
       dtype: dtype in which `tx` computes; None for that of the parameters.
       state_params: frozen parameters that the step itself changes; None if there are none.
       is_elementwise: whether `tx` updates each element by itself, and its state without the parameters.
@@ -177,6 +181,8 @@ def _refused(error: TypeError, given: Mapping[str, Any]) -> Exception:
 class Step:
     """A compiled training step: `state, metrics = step(state, batch)`. The state is donated.
 
+    A call returns before the step ends. It waits for the step `IN_FLIGHT` before it, so a loop need not read a loss.
+
     States have stacks of layers in the model's order. An interleaved or V-shaped pipeline needs another order, and a
     step without a loop over layers needs an array for each, on CPUs. Such a step converts a state twice.
     `state = step.prepare(state)` converts it once: the steps after it convert nothing, and `step.finish(state)`
@@ -190,6 +196,7 @@ class Step:
       order: int[seq], the token of a row at each place of its shards; None if rows keep their order. NumPy arrays are
         brought into this order; arrays on devices must come from `Training.put`.
       warnings: XLA's messages from the compilation, which `Prepared.inspect` reports; see `compiling`.
+      in_flight: the metrics of the last steps, which may not have ended.
     """
 
     program: Program
@@ -198,6 +205,7 @@ class Step:
     warnings: tuple[str, ...] = ()
     order: np.ndarray | None = None
     layers: LayerOrder | LayerArrays | None = None
+    in_flight: deque[Metrics] = field(default_factory=deque, init=False, repr=False, compare=False)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return self._run(self.program, state, batch)
@@ -205,13 +213,15 @@ class Step:
     def _run(self, program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         if self.order is not None:
             batch = {name: arranged(x, self.order) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
-        if self.layers is None or state.is_prepared:
-            return program(state, batch | self.given)
-        state, metrics = program(self.layers.to_step(state), batch | self.given)
-        return self.layers.to_model(state), metrics
+        layers = self.layers if self.layers and not state.is_prepared else None
+        state, metrics = program(layers.to_step(state) if layers else state, batch | self.given)
+        self.in_flight.append(metrics)
+        if len(self.in_flight) > IN_FLIGHT:
+            jax.block_until_ready(self.in_flight.popleft())
+        return layers.to_model(state) if layers else state, metrics
 
     def at(self, index: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-        """The function that takes the step with this number, the first being 1. Only local updates have several."""
+        """The function that runs step `index`, counted from 1. Only local updates have several functions."""
         return self
 
     def read(self, metrics: Metrics) -> dict[str, np.ndarray]:

@@ -98,7 +98,7 @@ class Teacher:
         return axes[len(own) :] if self.ctx.manual and axes[: len(own)] == own else ()
 
     def teaching(self, gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
-        """Replaces the teacher's parameters in a batch by its arrays before the gradients are computed."""
+        """Wraps `gradients` so that the teacher's arrays replace its parameters in the batch first."""
 
         def taught(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
             own = {name: x for name, x in batch.items() if name != TEACHER}
@@ -107,7 +107,7 @@ class Teacher:
         return taught
 
     def __call__(self, params: Any, batch: Batch) -> Batch:
-        """The arrays that are added to a batch, global ones."""
+        """Computes the arrays that are added to a batch, as global arrays."""
         dims = jax.tree.map(lambda spec: spec.dims, self.specs)
         gathered = self._gathered_axes
         rows = self.student if gathered else self.ctx

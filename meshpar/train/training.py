@@ -62,7 +62,7 @@ class Training:
       in_schedule_order: whether parameters and gradients have their layers in the order of the pipeline's schedule,
         see `on_prepared_states`.
       rounds: when the rounds of local updates end; None without them.
-      has_own_arrays: platform -> whether a step there is faster with arrays for each layer, see `layer_arrays`.
+      has_own_arrays: platform -> whether its steps are faster with arrays for each layer, see `layer_arrays`.
     """
 
     specs: Any
@@ -85,7 +85,7 @@ class Training:
     has_own_arrays: Callable[[str], bool] = lambda platform: False
 
     def on(self, **changes: Any) -> Self:
-        """The same training with changes to its context, such as another mesh or lowering."""
+        """Returns the same training with changes to its context, `ctx`, such as another mesh or lowering."""
         return replace(self, ctx=replace(self.ctx, **changes))
 
     @property
@@ -98,6 +98,12 @@ class Training:
 
     @cached_property
     def placement(self) -> StatePlacement:
+        """How the state of the training is sharded.
+
+        Raises:
+          ShardingError: parameters, carried state or optimizer state cannot be sharded by the rules.
+          ConfigError: local updates cannot average the state that steps change.
+        """
         local = self.ctx.local
         alone = self.slice_placement
         if local is None:
@@ -140,8 +146,9 @@ class Training:
     def layer_order(self) -> LayerOrder | None:
         """Moves the layers of a state to the stages that compute with them; None if a state keeps the model's order.
 
-        Then the layers are there already, or each step moves them: an uneven cut has not as many layers on each stage
-        as it stores, and of some optimizers' arrays it is not known where they have layers.
+        It does if the layers are on these stages already, or if each step has to move them: if a stage of an uneven cut
+        computes with more or fewer layers than it stores, or if the position of the layers is unknown in an optimizer's
+        array.
         """
         exchange = self.pipeline.permutation(self.ctx) if self.pipeline and not self.ctx.local else None
         found = LayerOrder(exchange, self.ctx, self.placement) if exchange else None
@@ -151,7 +158,7 @@ class Training:
     def layer_arrays(self) -> LayerArrays | None:
         """Cuts the stacks of a state into layers; None if a state keeps its stacks.
 
-        It does where anything but the model and an elementwise optimizer reads the stacks.
+        It keeps them if anything but the model and an elementwise optimizer reads them.
         """
         if not self.has_own_arrays(platform_of(self.mesh) or "cpu") or not self.update.is_elementwise:
             return None
@@ -171,7 +178,7 @@ class Training:
 
     @property
     def stored_layers(self) -> LayerOrder | LayerArrays | None:
-        """Converts a state to what a step needs, and back; None if that is the model's."""
+        """Converts a state to the layout that a step needs, and back; None if that is the model's layout."""
         return self.layer_order or self.layer_arrays
 
     @property
@@ -181,13 +188,14 @@ class Training:
 
     @property
     def objective(self) -> Objective:
+        """The loss that a step minimizes, with its key, frozen parameters and pipeline."""
         return Objective(self.loss, self.key or (lambda step: None), self.frozen, self.pipeline)
 
     @property
     def gradients(self) -> Callable[..., Gradients]:
         """(params, batch, step, carried) -> `Gradients`; with a teacher, the batch contains its parameters.
 
-        With local updates those of `slice_gradients`.
+        With local updates they are those of `slice_gradients`.
         """
         return self._gradients(slice_gradients if self.ctx.local else gradients)
 
@@ -219,7 +227,7 @@ class Training:
         return {TEACHER: self.teacher.structs} if self.teacher else {}
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Puts the arrays of a batch on the devices, each device its own rows, or its own tokens of them.
+        """Puts the arrays of a batch on the devices, sharded as the step needs them.
 
         Raises:
           DataError: the batch differs from the one that the step is compiled for.
@@ -228,6 +236,11 @@ class Training:
         return {name: jax.device_put(arranged(x, self.order), self.batch[name].sharding) for name, x in batch.items()}
 
     def compile_step(self, options: dict[str, Any] | None = None) -> Step:
+        """Compiles the step; nothing is allocated.
+
+        Args:
+          options: of the compiler, in addition to those of `ctx`.
+        """
         options = self.ctx.compiler_options | (options or {})
         if self.slices:
             return self._compile_rounds(self.slices, options)
@@ -258,6 +271,7 @@ class Training:
         )  # fmt: skip
 
     def compile_evaluation(self) -> Evaluation:
+        """Compiles the loss of a batch without gradients; nothing is allocated."""
         return compile_program(self._evaluation(self.ctx))
 
     def lazy_evaluation(self) -> Evaluation:
@@ -272,11 +286,11 @@ class Training:
 
     @cached_property
     def model_flops(self) -> Fraction:
-        """Operations that the model needs for a batch, from which model FLOPs utilization (MFU) is computed.
+        """The FLOPs that the model needs for a batch, from which model FLOPs utilization (MFU) is computed.
 
-        They are three times those of the products in an evaluation, as traced under GSPMD: the backward needs twice
-        those of the forward, as if all parameters were trained. Of our causal attention's scores,
-        half count. An imported model's attention counts as it is traced.
+        They are three times the FLOPs of the matrix products in an evaluation that is traced under GSPMD, because the
+        backward needs twice the FLOPs of the forward. Frozen parameters count as if they were trained. Half of the
+        scores of meshpar's causal attention count; an imported model's attention counts as it is traced.
 
         Raises:
           ProgramError: the model multiplies in a `while` of unknown length.
@@ -289,6 +303,12 @@ class Training:
         return trace_evaluation(objective, ctx, self.placement, self.batch_specs)
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:
+        """Compiles a function that initializes the state, sharded: each device computes only its own shards.
+
+        Args:
+          options: of the compiler; by default few optimizations on CPUs.
+          given: existing arrays by path, such as `params.head.kernel`. They are donated, and replace initialized ones.
+        """
         error_feedback = place_error_feedback(self.placement.trained, self.ctx.in_slice)
         slices = self.slices
 

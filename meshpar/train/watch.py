@@ -1,4 +1,4 @@
-"""What a run does at the moment, from its files alone: for `meshpar watch`."""
+"""Shows what a run is doing, from its files alone, for `meshpar watch`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from meshpar.train.records.loggers import Record
 from meshpar.train.records.terminal import FORMATS
 
 LOOKS = 20
-"""How many looks the search for the process that is behind remembers."""
+"""The number of last looks among which a straggler is searched."""
 FEWEST = 3
 SHARE = 0.8
-"""In which part of the looks, among those with a difference, it must be the only one behind."""
+"""The fraction of the looks with a difference in which a straggler is the only process behind."""
 ROWS, COLUMNS = 8, 60
 BLOCKS = " ▁▂▃▄▅▆▇█"
 SHOWN = ("loss", "tokens_per_s", "step_s", "data_wait", "mfu", "lr")
@@ -33,7 +33,7 @@ SHOWN = ("loss", "tokens_per_s", "step_s", "data_wait", "mfu", "lr")
 
 @dataclass
 class Watch:
-    """Looks at a run again and again.
+    """Shows a run each time that `look` is called.
 
     Args:
       run_dir: of the run, on a file system that this machine sees.
@@ -73,8 +73,8 @@ def processes(run_dir: Path) -> dict[int, Position]:
 def straggler(looks: Sequence[Mapping[int, Position]]) -> int | None:
     """The process that all others wait for; None if there is none.
 
-    Processes run a few steps ahead of their devices, and wait for a process whose host is slow, for example by its
-    data. This process has begun fewer steps than the others in several looks; in a single look any process may be
+    Processes run a few steps ahead of their devices, and wait for a process whose host is slow, for example because of
+    its data. In several looks this process has begun fewer steps than the others; in a single look any process may be
     behind. A slow device is not found, because all hosts wait for it alike.
 
     >>> looks = [{0: Position(7, "trains", 0.1), 1: Position(5, "reads data", 0.1)}] * 3

@@ -1,4 +1,4 @@
-"""The result of `verify`: a table of layouts, and the layouts that are wrong, each with its first difference."""
+"""Reports the result of `verify`: a table of layouts, and the wrong layouts, each with its first difference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Row:
     Args:
       name: name of the layout.
       axes: its axes with more than one device.
-      compared: None if the layout could not be traced or run; `error` is the reason.
+      compared: the comparison; None if the layout could not be traced or run, for the reason `error`.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`.
+    """The result of `verify`; `str` prints it as a table.
 
     Args:
       sizes: axis -> size of the mesh that was verified.
       shrunk: key -> (value in the run, value in the small run) of each key that was shrunk.
-      rows: the whole mesh, each axis alone, and one device; resumed runs, if the whole mesh is equal; pairs of axes, if
-        the whole mesh differs and none of the axes alone does.
+      rows: the whole mesh, each axis alone, and one device. If the whole mesh is equal, also resumed runs; if it
+        differs and no single axis does, also pairs of axes.
       undecided: parameters with elements that are not compared, because their gradient is zero.
       draws: whether the training draws random numbers, for dropout for example.
       draws_differ: whether the layouts differ only if random numbers are drawn.

@@ -17,8 +17,8 @@ MOST_DEVICES = 8
 def shrink(run: Run) -> Run:
     """Returns the run with a tiny model in float64, on at most eight devices if its axes allow that.
 
-    These stay the same: which axes there are, which dims they shard, whether a device has one or several elements of a
-    dim, groups of query heads, tied embeddings, padding, dropout, remat, accumulation, optimizer and lowering.
+    These do not change: the axes of the mesh, the dims that they shard, whether a device has one or several elements of
+    a dim, groups of query heads, tied embeddings, padding, dropout, remat, accumulation, optimizer and lowering.
     """
     layout = {axis: 2 if size == -1 else size for axis, size in run.mesh.sizes.items()}
     sizes = {axis: size * (run.mesh.dcn.sizes[axis] if run.mesh.dcn else 1) for axis, size in layout.items()}

@@ -29,8 +29,8 @@ from meshpar.tree import flatten_with_paths
 Batches = Sequence[dict[str, np.ndarray]]
 Arrays = dict[str, np.ndarray]
 
-# The programs are tiny: optimizing them takes longer than it saves. The older emitters of fusions, which jax 0.10 has,
-# take a third of the time to compile.
+# The programs are tiny, so optimizing them takes longer than it saves. With jax 0.10's older emitters of fusions, they
+# compile in a third of the time.
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 if jax.__version_info__ < (0, 11):
     QUICK["xla_cpu_use_fusion_emitters"] = False
@@ -71,7 +71,7 @@ class Trial:
         layers = self.training.stored_layers
         for batch in batches:
             if layers:
-                state = layers.to_step(jax.tree.map(jnp.copy, state))  # which donates
+                state = layers.to_step(jax.tree.map(jnp.copy, state))  # a copy, because `to_step` donates its argument
             state, metrics, grads = self._step(state, self.training.put(batch))
             if layers:
                 state = layers.to_model(state)
@@ -110,7 +110,7 @@ class Trial:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """A temporary folder. Several processes have the same one, below the current folder, which they must share."""
+    """A temporary folder. Several processes share one, below the current folder, which must be the same for all."""
     if jax.process_count() == 1:
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)

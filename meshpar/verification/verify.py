@@ -30,12 +30,12 @@ NUM_STEPS = 4
 
 
 def verify(subject: Run | Training, batches: Batches | None = None) -> Verification:
-    """Trains in float64 on simulated devices: on the mesh, on one device, and on one axis at a time.
+    """Checks that a training computes the same on its mesh as on one device, in float64 on simulated devices.
 
-    Of several processes, each trains on one device and on one axis by itself, and all together on the mesh.
-
-    It compares the loss, every gradient, the norm of the gradient, and the parameters after each step. It also compares
-    runs that are saved, restored and resumed, on the mesh and on one device.
+    It trains on the mesh, on one device, and on one axis at a time, and compares the loss, every gradient, the norm of
+    the gradient, and the parameters after each step. It also compares runs that are saved, restored and resumed, on the
+    mesh and on one device. With several processes, all of them train together on the mesh; each trains on one device
+    and on one axis by itself.
 
     Args:
       subject: a run, which is shrunk first; or a training, which is verified in its own size.
@@ -64,7 +64,7 @@ def verify(subject: Run | Training, batches: Batches | None = None) -> Verificat
     if (reduction := parallel.gradient_reduction) and reduction.rounds:
         key = "parallel.gradient_reduction"
         fix = f"verify it with {key}.within=exact {key}.across=exact"
-        raise VerificationError(f"{key} rounds what it sums: it is near one device's numbers, not equal to them; {fix}")
+        raise VerificationError(f"{key} rounds gradients: the numbers are close to one device's, but not equal; {fix}")
     if parallel.local:
         what = "parallel.local changes the numbers: slices train apart from each other on purpose"
         raise VerificationError(f"{what}; verify the layout of a slice with parallel.local=null")
@@ -208,7 +208,7 @@ def _devices(count: int) -> list[Any]:
 
 
 def _spread(count: int) -> list[Any]:
-    """CPU devices of all processes, as many of each."""
+    """CPU devices of all processes, the same number from each."""
     each = share(count)
     of_process: dict[int, list[Any]] = {}
     for device in jax.devices("cpu"):

@@ -1,7 +1,7 @@
 """Causal attention of packed documents, in blocks of queries; the backward computes the scores again.
 
 A block of queries attends only to the keys up to its end, so the scores of later keys are never computed. The forward
-keeps the logarithm of the softmax's denominator in place of the scores.
+stores the logarithm of the softmax's denominator instead of the scores.
 
 Shapes: B batch, H heads, S seq, h head_dim.
 Source: Dao 2023, arXiv:2307.08691.
@@ -18,7 +18,7 @@ BLOCK = 128
 
 
 class Saved(NamedTuple):
-    """What the backward needs: queries (scaled), keys, values and outputs [B, H, S, h], and log sums [B, H, S]."""
+    """Values for the backward: queries (scaled), keys, values and outputs [B, H, S, h], and log sums [B, H, S]."""
 
     q: jax.Array
     k: jax.Array

@@ -66,7 +66,7 @@ class Axes:
         return self.gather(lax.optimization_barrier((weights, after))[0]) if self.stored else weights
 
     def reduce(self, grads: Any) -> Any:
-        """Sums the gradients of a layer over `batch`; where the weights are stored in shards, each device its shard."""
+        """Reduce-scatters the gradients of a layer over `batch`, if the weights are stored in shards."""
         if not self.stored:
             return grads
         return jax.tree.map(lambda g: lax.psum_scatter(g, self.batch, scatter_dimension=0, tiled=True), grads)
@@ -90,7 +90,7 @@ class Axes:
         return lax.psum_scatter(x, self.expert, tiled=True) if self.expert else x
 
     def own_tokens(self, x: jax.Array) -> jax.Array:
-        """This device's part of what `gather_tokens` gathered."""
+        """This device's part of the result of `gather_tokens`."""
         if not self.expert:
             return x
         size = len(x) // lax.axis_size(self.expert)

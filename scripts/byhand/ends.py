@@ -1,6 +1,6 @@
 """Both ends of the decoder: the embedding, and the output projection with its loss; forward and backward.
 
-The vocabulary may be sharded over `tensor`. The loss computes its gradient at once, so no logits are kept.
+The vocabulary may be sharded over `tensor`. The loss computes its gradient at once, so no logits are stored.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ TILE = 64
 
 
 class Saved(NamedTuple):
-    """What the backward needs: probabilities [T, all experts], and arrays of all devices' tokens and of the rows."""
+    """Values for the backward: probabilities [T, all experts], and arrays of all devices' tokens and of the rows."""
 
     probabilities: jax.Array
     ids: jax.Array
@@ -67,7 +67,7 @@ def forward(axes: Axes, w: dict[str, jax.Array], x: jax.Array, per_token: int) -
 
 
 def backward(axes: Axes, w: dict[str, jax.Array], saved: Saved, dy: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
-    """The gradient of x [B, S, D], and of the weights; the router's is of the tokens of this device."""
+    """The gradients of x [B, S, D] and of the weights; the router's is a sum over this device's tokens."""
     dy_AD = axes.gather_tokens(dy.reshape(-1, dy.shape[-1]))
     weights_N = saved.weights.reshape(-1)[saved.choices]
     num_rows = len(saved.tokens)

@@ -24,13 +24,13 @@ Weights = dict[str, jax.Array]
 """attn_norm, mlp_norm [D]; qkv [D, 3 H h]; o [D, H h]; gate_up [D, 2 M]; down [D, M]. With experts these two are [E, D,
 ...], and there is router [D, experts].
 
-D is the first dim of all: a product with the transpose of its right side needs no copy, one of its left side does, and
-so the smaller side of each weight gradient is transposed.
+D is the first dim of all. XLA:CPU copies a transposed left operand of a product, but not a transposed right one; with D
+first, each weight gradient transposes its smaller operand.
 """
 
 
 class Shared(NamedTuple):
-    """What all layers use: cosines and signed sines [B, 1, S, 2, h / 2], and the masks of the blocks of queries."""
+    """Values for all layers: cosines and signed sines [B, 1, S, 2, h / 2], and the masks of the blocks of queries."""
 
     cos: jax.Array
     sin: jax.Array
@@ -38,7 +38,7 @@ class Shared(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward needs. Of the MLP, its two projections, or what its experts save."""
+    """Values for the backward; `mlp` holds the MLP's two projections, or the values for the backward of its experts."""
 
     x: jax.Array
     attn_in: jax.Array

@@ -1,7 +1,7 @@
 """A training step in stages: GPipe, with every tick written out.
 
 In tick t stage s computes microbatch t - s, forward; the backward runs the ticks in reverse. A stage without a
-microbatch computes nothing. As ticks are unrolled, what a tick saves is a value, not a slot of an array.
+microbatch computes nothing. Ticks are unrolled, so a tick saves separate arrays instead of slots of one array.
 
 Source: Huang et al. 2019, arXiv:1811.06965.
 """

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from byhand import adamw
 
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-"""For XLA:CPU, which else removes the barriers before it merges equal operations."""
+"""For XLA:CPU, which otherwise removes the barriers before it merges equal operations."""
 
 
 def compile_local(

@@ -28,7 +28,7 @@ def test_every_plan_computes_its_operation(operation, algorithm):
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
 def test_the_simulator_agrees_with_lists_of_blocks(operation, algorithm):
     table = plan(operation, algorithm, 5, 3 if operation in ROOTED else 0)
-    inputs = np.random.default_rng(0).integers(0, 99, (5, table.given.shape[1], 2))
+    inputs = np.random.default_rng(0).integers(0, 99, (5, table.input_slots.shape[1], 2))
     expected = reference(operation, list(inputs), table.root)
     np.testing.assert_array_equal(simulate(table, inputs), np.stack(expected))
 

@@ -115,10 +115,24 @@ def test_layers_that_every_stage_stores_are_equal_to_one_device():
     assert difference(run, "tied", 7) < 1e-10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "cut"), [("1f1b", (1, 3, 2, 2)), ("interleaved", (1, 1, 1, 1, 1, 1, 1, 1))])
-def test_a_given_cut_is_equal_to_one_device(kind, cut):
-    run = prepared(MODELS["tied"](8), "pipe4", scheduled(kind, "pipe4", 4, cut=cut))
+CUTS = [
+    ("zb_h1", "fsdp2_tensor2_sp", (3, 5)),
+    ("gpipe", "pipe4", (3, 1, 2, 2)),
+    ("1f1b", "pipe4", (1, 3, 2, 2)),
+    ("1f1b", "fsdp4", (6, 2)),
+    ("interleaved", "pipe4", (1, 1, 1, 1, 1, 1, 1, 1)),
+    ("interleaved", "zero2_tensor2", (3, 1, 2, 2)),
+    ("zb_h2", "hsdp", (1, 7)),
+    ("zbv", "data2_tensor2", (3, 1, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "cut"), [pytest.param(*case, marks=pytest.mark.slow if i else []) for i, case in enumerate(CUTS)]
+)
+def test_a_given_cut_is_equal_to_one_device(kind, mesh, cut):
+    """With collectives of other axes in the layers, which stages run a different number of times."""
+    run = prepared(MODELS["tied"](8), mesh, scheduled(kind, mesh, 4, cut=cut))
     assert difference(run, "tied", 8) < 1e-10
 
 
@@ -228,6 +242,18 @@ def test_planted_a_dropout_key_that_depends_on_the_stage_is_seen(monkeypatch):
     assert difference(run, "tied", 8) > 1e-6
 
 
+@pytest.mark.parametrize(
+    "layers",
+    [pytest.param([-1, 1, 2], id="skipped"), pytest.param([0, 1, 1], id="twice", marks=pytest.mark.slow)],
+)
+def test_planted_a_layer_that_a_stage_skips_or_runs_twice_is_seen(monkeypatch, layers):
+    cut = np.array([[layers], [[3, -1, -1]]], np.int32)
+    monkeypatch.setattr(execute, "cut_layers", lambda *_: StagePartition(cut))
+    on_one_device("tied", 4)
+    run = prepared(MODELS["tied"](4), "pipe2", scheduled("1f1b", "pipe2", 4, cut=(3, 1)))
+    assert difference(run, "tied", 4) > 1e-3
+
+
 @pytest.mark.slow
 def test_planted_an_embedding_without_its_own_gradient_is_seen(monkeypatch):
     run = faulty(monkeypatch)
@@ -245,9 +271,9 @@ def test_all_problems_of_a_schedule_are_reported_at_once():
     either = "parallel.pipeline.num_microbatches=4 or parallel.pipeline.num_microbatches=8"
     assert f"{either}, or parallel.pipeline={{kind: 1f1b, num_microbatches: 6}}" in str(error.value)
     assert "3 layers cannot be cut into 8 parts (4 stages x 2 chunks)" in str(error.value)
-    with pytest.raises(ConfigError, match="nothing says in which order they work"):
+    with pytest.raises(ConfigError, match="no schedule orders their work"):
         prepared(MODELS["tied"](8), "pipe4")
-    with pytest.raises(ConfigError, match="GSPMD knows no pipeline"):
+    with pytest.raises(ConfigError, match="GSPMD has no pipeline"):
         prepared(MODELS["tied"](8), "pipe4", scheduled("1f1b", "pipe4", 4), lowering="auto")
 
 

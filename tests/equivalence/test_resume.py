@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -26,9 +26,10 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.nn.experts import Balance, Experts
 from meshpar.optim import AdamW
+from meshpar.optim.pruning import Magnitude, NOfM, Prune
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Dataset, Synthetic
-from meshpar.tree import map_with_path
+from meshpar.tree import flatten_with_paths, map_with_path
 from tests.layouts import LAYOUTS
 
 SHARED_ROWS = {
@@ -63,11 +64,17 @@ WITH_EXPERTS = Llama(
 )
 
 
+# Weights are pruned after steps 3 and 5.
+SCHEDULE = {"paths": ("blocks.mlp.*.kernel",), "begin": 1, "every": 2, "times": 2}
+PRUNE: dict[str, Prune] = {"magnitude": Magnitude(sparsity=0.6, **SCHEDULE), "n_of_m": NOfM(**SCHEDULE)}
+
+
 class Where(NamedTuple):
     layout: str
     lowering: str
     num_microbatches: int
     matmul: str = ""
+    prune: str = ""
 
     def __str__(self) -> str:
         return "-".join(str(x) for x in self if x)
@@ -75,10 +82,11 @@ class Where(NamedTuple):
 
 @dataclass
 class Recording:
-    """The batches and losses of a run, from its first step on."""
+    """The batches and losses of a run, from its first step on, and its last state."""
 
     batches: list[dict[str, np.ndarray]]
     losses: np.ndarray
+    state: Any
 
     def equals(self, other: Recording) -> None:
         assert len(self.batches) == len(other.batches) and len(self.losses) == len(other.losses)
@@ -98,6 +106,7 @@ def run_at(where: Where, run_dir: Path) -> Recording:
         rules=AxisRules(preset=tuple(presets)),
         lowering=where.lowering,
         precision=Precision(params="float64", compute="float64", matmul=where.matmul or None),
+        prune=PRUNE.get(where.prune),
         num_steps=NUM_STEPS,
         num_microbatches=where.num_microbatches,
         log_every=1,
@@ -110,9 +119,9 @@ def run_at(where: Where, run_dir: Path) -> Recording:
         for name in ("compile_step", "lazy_evaluation"):
             patch.setattr(Prepared, name, _once(getattr(Prepared, name), where))
         begun = len(_records(run_dir))
-        fit(run, json=True)
+        state = fit(run, json=True)
     losses = [record["loss"] for record in _records(run_dir)[begun:] if record["kind"] == "train"]
-    return Recording(read[: len(losses)], np.array(losses))
+    return Recording(read[: len(losses)], np.array(losses), state)
 
 
 def _once(compile_: Any, where: Where) -> Any:
@@ -152,12 +161,14 @@ def resumed(before: Where, after: Where, stopped: int, folder: Path, tmp_path: P
     """Recordings from step `stopped` on: of a run that was not stopped, and of one that resumed there."""
     whole, recording = unbroken(before, folder)
     shutil.copytree(whole / "checkpoints" / str(stopped), tmp_path / "checkpoints" / str(stopped))
-    return Recording(recording.batches[stopped:], recording.losses[stopped:]), run_at(after, tmp_path)
+    rest = replace(recording, batches=recording.batches[stopped:], losses=recording.losses[stopped:])
+    return rest, run_at(after, tmp_path)
 
 
+PRUNED = Where("zero3", "manual", 1, prune="magnitude")
 PLACES = [Where(*place) for place in product(LAYOUTS, ["manual", "auto"], [1, 4])]
 SAMPLE = [
-    (Where("zero1", "manual", 1), Where("data2_fsdp2_tensor2", "auto", 4)),
+    (PRUNED, Where("data2_fsdp2_tensor2", "auto", 4, prune="magnitude")),
     (Where("expert4", "manual", 1), Where("expert2", "manual", 1)),
 ]
 # Each place is saved from once and resumed on once. After them, rows are sharded over 4, 2 and no devices, and layers
@@ -184,6 +195,31 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(before: Where, after: 
     stopped = random.Random(f"{before} {after}").randrange(1, NUM_STEPS)
     expected, got = resumed(before, after, stopped, folder, tmp_path)
     got.equals(expected)
+
+
+PRUNED_ELSEWHERE = [
+    PRUNED._replace(layout="zero1"),
+    Where("data2_fsdp2_tensor2", "manual", 4, prune="n_of_m"),
+    Where("data2_fsdp2_tensor2", "auto", 1, prune="magnitude"),
+]
+
+
+@pytest.mark.parametrize("place", [PRUNED, *(pytest.param(one, marks=pytest.mark.slow) for one in PRUNED_ELSEWHERE)])
+def test_a_resumed_run_prunes_the_same_weights_to_the_bit(place: Where, folder: Path, tmp_path: Path):
+    """It stops between two prunings."""
+    expected, got = resumed(place, place, 3, folder, tmp_path)
+    assert (got.losses == expected.losses).all()
+    arrays = flatten_with_paths(got.state)
+    want = flatten_with_paths(expected.state)
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((arrays, want)))
+    weights = flatten_with_paths(got.state.params)
+    masks = {path.partition(".masks.")[2]: mask for path, mask in arrays.items() if ".masks." in path}
+    assert {*masks} == {"blocks.mlp.up.kernel", "blocks.mlp.down.kernel"}
+    for path, mask in masks.items():
+        assert (np.asarray(weights[path] == 0) == ~np.asarray(mask)).all() and not mask.all()
+        if place.layout != "zero1":  # which holds whole weights
+            assert mask.sharding == weights[path].sharding
+        assert not mask.sharding.is_fully_replicated
 
 
 # Planted faults ----------------------------------------------------------------------------------------------------
@@ -224,13 +260,32 @@ def experts_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Checkpoint, "restore", shifted)
 
 
-@pytest.mark.parametrize("fault", [off_by_one, without_optimizer_state, another_key, experts_of_a_neighbour])
+def without_masks(patch: pytest.MonkeyPatch) -> None:
+    restore = Checkpoint.restore
+
+    def unmasked(self: Checkpoint, *args: Any) -> Any:
+        return map_with_path(lambda path, x: jnp.ones_like(x) if ".masks." in path else x, restore(self, *args))
+
+    patch.setattr(Checkpoint, "restore", unmasked)
+
+
+DATA8 = Where("data8", "manual", 1)
+FAULTS = {
+    off_by_one: (DATA8, DATA8, 2),
+    without_optimizer_state: (DATA8, DATA8, 2),
+    another_key: (DATA8, DATA8, 2),
+    experts_of_a_neighbour: (Where("expert4", "manual", 1), Where("expert2", "manual", 1), 2),
+    without_masks: (PRUNED, PRUNED, 3),
+}
+"""Fault -> where the run is saved and resumed, and after which step."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_in_resuming_are_seen(fault: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    before = Where("expert4" if fault is experts_of_a_neighbour else "data8", "manual", 1)
-    after = before._replace(layout="expert2") if fault is experts_of_a_neighbour else before
+    before, after, stopped = FAULTS[fault]
     unbroken(before, folder)
     fault(monkeypatch)
-    expected, got = resumed(before, after, 2, folder, tmp_path)
+    expected, got = resumed(before, after, stopped, folder, tmp_path)
     assert np.abs(got.losses - expected.losses).max() > 1e-5
     with pytest.raises(AssertionError):
         got.equals(expected)

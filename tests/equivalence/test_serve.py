@@ -7,11 +7,13 @@ from itertools import product
 
 import pytest
 
+from meshpar.serve.drafts import NGrams
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Request
 from tests.serving import LAYOUTS, MAX_TOKENS, MODELS, PROMPTS, engine, generator, served, tokens
 
 DRAWN = Sampling(temperature=1.0, top_k=12, top_p=0.9, seed=7)
+DRAFTER = NGrams(size=1, num_drafts=2)
 SAMPLE = ("llama_gqa_options", "tensor4", "manual")  # tests/serve/test_http.py computes others
 each_case = pytest.mark.parametrize(
     ("model", "layout", "lowering"),
@@ -42,13 +44,22 @@ def requests(sampling: Sampling = Sampling()) -> list[Request]:  # noqa: B008
 
 @each_case
 def test_greedy_and_drawn_tokens_in_one_batch_equal_those_of_generate(model, layout, lowering):
-    """Four prompts of each kind, in two slots of each shard, with prompts longer than a chunk and than a page."""
-    got = served(engine(model, layout, lowering), [*requests(), *requests(DRAWN)])
-    assert got[:4] == generated(model)
-    assert got[4:] == generated(model, DRAWN)
+    """Four prompts of each kind, in two slots of each shard, with prompts longer than a chunk and than a page; without
+    drafts, and with drafts."""
+    server = engine(model, layout, lowering, drafter=DRAFTER)
+    for drafter in (None, DRAFTER):
+        server.drafter = drafter
+        got = served(server, [*requests(), *requests(DRAWN)])
+        assert got[:4] == generated(model)
+        assert got[4:] == generated(model, DRAWN)
 
 
 @pytest.mark.slow
 def test_tokens_with_pages_in_int8_are_those_of_one_device():
-    one, mesh = (engine("llama", layout, "manual", cache_format="int8") for layout in ("one", "data2_tensor4"))
-    assert served(one, requests()) == served(mesh, requests())
+    one, mesh = (
+        engine("llama", layout, "manual", cache_format="int8", drafter=DRAFTER) for layout in ("one", "data2_tensor4")
+    )
+    with_drafts = served(one, requests())
+    assert served(mesh, requests()) == with_drafts
+    one.drafter = None
+    assert served(one, requests()) == with_drafts

@@ -51,7 +51,7 @@ def damage(saved: Checkpoints) -> str:
     with pytest.raises(DamagedError) as error:
         saved.restore(structs(STATE))
     where = saved.directory
-    fix = f"no checkpoint in {where} is whole; set another run_dir, or move {where} away to begin anew"
+    fix = f"no checkpoint in {where} is whole; set another run_dir, or move {where} away to start over"
     assert str(error.value) == f"{heading}\n{problem}\n{fix}"
     return problem
 
@@ -97,13 +97,13 @@ def arrays_file(saved: Checkpoints) -> Path:
 def test_a_flipped_bit_is_refused(saved: Checkpoints):
     path = arrays_file(saved)
     flip_one_bit(path)
-    assert damage(saved) == f"  {path}\n    is not what was written"
+    assert damage(saved) == f"  {path}\n    does not match its checksum"
 
 
 @pytest.mark.parametrize("name", ["meta.json", "state/_METADATA"])
 def test_a_flipped_bit_in_metadata_is_refused(saved: Checkpoints, name: str):
     flip_one_bit(saved.directory / "1" / name)
-    assert damage(saved).endswith(f"{name}\n    is not what was written")
+    assert damage(saved).endswith(f"{name}\n    does not match its checksum")
 
 
 def test_a_missing_file_is_refused(saved: Checkpoints):
@@ -116,7 +116,7 @@ def test_a_missing_file_is_refused(saved: Checkpoints):
 def test_a_checkpoint_without_readable_checksums_is_refused(saved: Checkpoints, text: str):
     path = saved.directory / "1" / "sha256.json"
     path.write_text(text)
-    assert damage(saved) == f"  {path}\n    is not what was written, so no file can be verified"
+    assert damage(saved) == f"  {path}\n    is damaged, so no file can be verified"
 
 
 def test_control_without_checksums_a_flipped_bit_is_restored(saved: Checkpoints, monkeypatch: pytest.MonkeyPatch):
@@ -254,14 +254,14 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path):
 def test_a_truncated_file_is_refused(saved: Checkpoints):
     path = arrays_file(saved)
     path.write_bytes(path.read_bytes()[:-1])
-    assert damage(saved) == f"  {path}\n    is not what was written"
+    assert damage(saved) == f"  {path}\n    does not match its checksum"
 
 
 def test_checksums_of_files_elsewhere_are_refused(saved: Checkpoints, tmp_path: Path):
     (tmp_path / "secret").write_text("")
     path = saved.directory / "1" / "sha256.json"
     path.write_text('{"../../secret": ""}')
-    assert damage(saved) == f"  {path}\n    is not what was written, so no file can be verified"
+    assert damage(saved) == f"  {path}\n    is damaged, so no file can be verified"
 
 
 def test_a_metric_that_no_evaluation_has_is_refused(tmp_path: Path):

@@ -81,8 +81,8 @@ NEW_PROBLEMS = {
     "a dim over two axes": "no rule uses this axis",
     "head_dim": "no rule uses this axis",
     "embed": "no rule uses this axis",
-    "layers and no stages": "no rule uses this axis|in which order they work",
-    "stages under GSPMD": "in which order they work|no rule uses this axis|cannot be sharded",
+    "layers and no stages": "no rule uses this axis|no schedule orders their work",
+    "stages under GSPMD": "no schedule orders their work|no rule uses this axis|cannot be sharded",
 }
 PROPOSAL = re.compile(r"[a-z_]+(?:\.[a-z_]+)*=(?:\[[^\]]*\]|\{[^}]*\}|[^\s,;]+)")
 

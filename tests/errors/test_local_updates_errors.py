@@ -48,7 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "part of a round": (
         {"start": 1},
         {},
-        ("num_steps", "7 steps after parallel.local.start = 1 are no whole rounds of 4 steps", "num_steps=5"),
+        ("num_steps", "7 steps after parallel.local.start = 1 cannot be divided into rounds of 4 steps", "num_steps=5"),
     ),
     "fragments between steps": (
         {"fragments": 3},
@@ -65,7 +65,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "an overlap that never ends": (
         {"overlap_steps": 3},
         {},
-        ("5 steps after parallel.local.start = 0 and before the last 3 are no whole rounds of 4 steps", "num_steps=7"),
+        (
+            "5 steps after parallel.local.start = 0 and before the last 3 cannot be divided into rounds of 4 steps",
+            "num_steps=7",
+        ),
     ),
     "an overlap of stages": (
         {"overlap_steps": 2},

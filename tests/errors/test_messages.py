@@ -91,7 +91,7 @@ meshpar: 1 problem in config.yaml:
         """\
 meshpar: the parts of this config do not fit each other:
   model.remat.offload
-    stages save activations in slots, in branches; XLA selects between copies of slots in the host's memory there
+    stages save activations in branches, and XLA would hold two copies of each slot in the host's memory
     no model.remat.offload, or parallel.pipeline=null
 """,
     ),

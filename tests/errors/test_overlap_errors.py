@@ -56,7 +56,7 @@ the parts of this config do not fit each other:
         """\
 the parts of this config do not fit each other:
   parallel.gradient_reduction.within
-    parallel.fsdp.overlap scatters gradients while it multiplies, and adds them as they are
+    parallel.fsdp.overlap scatters gradients while it multiplies, and adds them unrounded
     parallel.gradient_reduction.within=exact, or parallel.fsdp.overlap=none""",
     ),
     "a rounded scatter in stages": (
@@ -71,7 +71,7 @@ the parts of this config do not fit each other:
         """\
 the parts of this config do not fit each other:
   parallel.gradient_reduction.within
-    a rounded reduce-scatter consists of permutes, and the layers of a stage cannot run any: they wait for all
+    a rounded reduce-scatter consists of permutes, which wait for all devices, also those in other stages
     parallel.gradient_reduction.within=exact, rules.zero=2, or parallel.pipeline=null""",
     ),
     "an overlap in stages": (

@@ -104,7 +104,7 @@ def test_an_output_that_cannot_be_written_is_reported_before_anything_is_compile
 def test_a_broken_record_is_reported_before_anything_is_compiled(train):
     Path("run").mkdir()
     Path("run/metrics.jsonl").write_text('{"kind": "run", "step": 0}\n{"kind"\n{"kind": "run", "step": 0}\n')
-    message = "run/metrics.jsonl:2\n    is no record of a run\n    remove this line: no other needs it"
+    message = "run/metrics.jsonl:2\n    is no record of a run\n    remove this line: no other line depends on it"
     assert train() == (2, "", f"meshpar: the records of the run cannot be read:\n  {message}\n")
 
 
@@ -114,7 +114,7 @@ def test_processes_that_a_launcher_started_and_nobody_joined_are_refused(train, 
     monkeypatch.setenv(variable, "2")
     result = train()
     assert result.code == 2
-    assert f"started 2 processes ({variable}=2), and they are not joined: each would be a run of its own" in result.err
+    assert f"started 2 processes ({variable}=2), and they are not joined: each would be a separate run" in result.err
     assert not Path("run").exists()
 
 

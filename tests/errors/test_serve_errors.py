@@ -32,7 +32,8 @@ def test_an_address_in_use_is_reported_before_anything_is_read(refused):
 
 
 def test_a_size_that_is_none_and_a_folder_without_a_model_are_reported(refused, tmp_path):
-    assert refused(tmp_path, "--cache", "much") == "meshpar: --cache 'much' is no number of bytes; valid: 1000, 40MiB\n"
+    message = "meshpar: --cache 'much' is not a number of bytes; valid: 1000, 40MiB\n"
+    assert refused(tmp_path, "--cache", "much") == message
     assert "is no checkpoint" in refused(tmp_path, "--port", 0)
 
 

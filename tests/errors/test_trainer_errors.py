@@ -49,7 +49,7 @@ meshpar: freeze does not fit the model:
     no parameter matches 'block.**'
     `meshpar explain` lists them
   freeze.1.until
-    2 is not below num_steps = 2: these would never be trained
+    2 is not below num_steps = 2: the parameters would never be trained
     leave it out to freeze them for the whole run
 """,
     ),
@@ -150,7 +150,7 @@ def test_a_teacher_with_a_changed_config_is_refused(meshpar):  # noqa: F811
     meta = Path("teacher/checkpoints/1/meta.json")
     meta.write_text(meta.read_text().replace("llama", "gpt"))
     code, _, message = meshpar("explain", EXTRA, TEACHER)
-    assert (code, "is not what was written" in message) == (2, True)
+    assert (code, "does not match its checksum" in message) == (2, True)
 
 
 def test_a_missing_package_is_reported_before_anything_is_compiled(meshpar, monkeypatch):  # noqa: F811

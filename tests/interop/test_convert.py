@@ -219,7 +219,7 @@ meshpar: hf cannot be imported:
 meshpar: hf cannot be imported:
   hf
     there is neither model.safetensors nor model.safetensors.index.json
-    pytorch_model.bin is a pickle, and those are not read: save the model as safetensors
+    pytorch_model.bin is a pickle, which is not read: save the model as safetensors
 """),
     "an index that leads elsewhere": (indexed(**{UP: "../hf/model.safetensors", DOWN: "other.safetensors"}), """\
 meshpar: hf cannot be imported:

@@ -153,7 +153,7 @@ def test_another_number_of_experts_than_declared_is_refused(tmp_path):
         open_pretrained(tmp_path / "there")
     assert str(error.value) == (
         f"{tmp_path}/there does not hold what its config.json describes:\n"
-        "  the number of experts\n    config.json has 6, and the tensors are of 4\n"
+        "  the number of experts\n    config.json has 6, but there are tensors of 4\n"
         "    the config.json of this checkpoint"
     )
 

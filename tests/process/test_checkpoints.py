@@ -161,7 +161,7 @@ def test_each_process_verifies_only_the_chunks_that_it_reads(reports: Any):
 
 def test_damage_that_one_process_finds_stops_both(reports: Any, folder: Path):
     assert reports[0]["error"] == "process 1 cannot continue; its own message says why"
-    assert reports[1]["error"].endswith("state/w/6.0\n    is not what was written")
+    assert reports[1]["error"].endswith("state/w/6.0\n    does not match its checksum")
 
 
 def test_both_resume_from_the_same_checkpoint_if_one_finds_the_latest_damaged(reports: Any, folder: Path):

@@ -204,7 +204,7 @@ def test_after_a_host_is_lost_a_run_goes_on_from_its_neighbours_copy_or_from_a_c
     (restored,) = records(tmp_path / "run", "restored")
     if is_damaged:
         assert str(restored["source"]).endswith("/run/checkpoints/50")
-        assert "is not what was written" in (tmp_path / "process-0.log").read_text()
+        assert "does not match its checksum" in (tmp_path / "process-0.log").read_text()
     else:
         assert restored["source"] == f"the copy of step {max(copied)} in the memory of 2 hosts"
         assert restored["step"] == max(copied) >= 60
@@ -265,6 +265,6 @@ def test_a_folder_that_is_missing_or_belongs_to_somebody_else_is_refused(is_fore
         (tmp_path / "memory").mkdir()
         mine = os.getuid()
         monkeypatch.setattr(os, "getuid", iter([mine, mine + 1]).__next__)
-    told = "belongs to somebody else" if is_foreign else "cannot be made: No such file or directory"
+    told = "belongs to another user" if is_foreign else "cannot be made: No such file or directory"
     with pytest.raises(CheckpointError, match=told):
         memory.make(folder_of(tmp_path / "run"))

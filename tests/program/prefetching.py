@@ -1,9 +1,11 @@
-"""Counts the gathers of a step for eight H100s, and those that are early, with and without prefetch.
+"""Counts the gathers of a step for eight chips, and those that are early, with and without prefetch.
 
-python -m tests.program.prefetching
+python -m tests.program.prefetching h100:1x8
 """
 
 from __future__ import annotations
+
+import sys
 
 from meshpar import AdamW, AxisRules, Llama, MeshLayout, Run, Synthetic
 from meshpar.experiment.prepare import prepare
@@ -23,14 +25,13 @@ def main() -> None:
         run_dir="unused",
     )
     process.compile_only()
-    mesh = run.mesh.build(targets.parse("h100:1x8").devices())
+    mesh = run.mesh.build(targets.parse(sys.argv[1]).devices())
     for overlap in ("prefetch", "none"):
         prepared = prepare(run.model_copy(update={"parallel": Parallel(fsdp=FullySharded(overlap=overlap))}), mesh)
         step = prepared.compile_step()
         found = prepared.inspect(step)
         num, num_early = gathers_in_loops(step.text)
-        equal = "equal" if found.bytes_per_axis == found.traced else "other"
-        print(f"{equal} bytes, {num} gathers, {num_early} early")
+        print(f"{found.bytes_per_axis['fsdp']} bytes, {num} gathers, {num_early} early")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def compiled(plan: Plan, axes: str | tuple[str, ...] = "a"):
         return collectives.execute(plan, x[0], axes)[None]
 
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(names), out_specs=P(names)))
-    return collectives_of(program.lower(jnp.ones((plan.num_ranks, plan.given.shape[1], CHUNK))).compile())
+    return collectives_of(program.lower(jnp.ones((plan.num_ranks, plan.input_slots.shape[1], CHUNK))).compile())
 
 
 def sent(plan: Plan, axes: str | tuple[str, ...] = "a") -> tuple[int, dict[int, int]]:

@@ -122,9 +122,9 @@ def test_a_limit_by_the_traced_bytes_needs_them():
     [
         ({"bytes_per_axis": {"tensr": 0}}, "the mesh has no axis 'tensr'"),
         ({"all_gather": {"axes": ["tensr"]}}, "the mesh has no axis 'tensr'"),
-        ({"bytes_per_axis": {"tensor": "traced + 1"}}, "'traced \\+ 1' is no number of bytes"),
-        ({"peak_bytes": "40MB"}, "'40MB' is no number of bytes; valid: 1000, 40MiB"),
-        ({"peak_bytes": "traced"}, "'traced' is no number of bytes"),
+        ({"bytes_per_axis": {"tensor": "traced + 1"}}, "'traced \\+ 1' is not a number of bytes"),
+        ({"peak_bytes": "40MB"}, "'40MB' is not a number of bytes; valid: 1000, 40MiB"),
+        ({"peak_bytes": "traced"}, "'traced' is not a number of bytes"),
     ],
 )
 def test_a_limit_that_cannot_be_read_is_refused(contract, message):

@@ -333,7 +333,7 @@ def test_a_donated_buffer_that_no_output_uses_is_found():
     assert donating(lambda w, x: (w @ x).sum()) == (found,)
     assert found == Finding(
         kind="donation_copied",
-        what="w is donated, but no output is written over it",
+        what="w is donated, but no output reuses its buffer",
         where="w",
         num_bytes=KIB,
         fix="give an output its shape, dtype and sharding, or do not donate it",
@@ -414,7 +414,7 @@ def test_a_gradient_that_is_reduced_in_each_microbatch_is_found():
     (found,) = reducing(accumulated)
     assert found == Finding(
         kind="reduction_in_loop",
-        what="the gradient of w is reduced over data 4 times, once in each turn of the loop that adds it up",
+        what="the gradient of w is reduced over data 4 times, once in each iteration of the loop that adds it up",
         where=here("multiplies"),
         num_bytes=3 * (2 * 16 * 4 * 4 * 7 // 8),  # three of four are too many
         fix="reduce after the loop, as lowering=manual does; elsewhere, in jax.shard_map, cast the parameters before "

@@ -1,4 +1,4 @@
-"""The bench of a server: its workload, its arrivals, its text, its JSON and its plot."""
+"""The bench of a server: its workload, its arrivals, its text, its JSON and its plot; and the verb, with a model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flax import nnx
 
+from meshpar.interop.export import export
+from meshpar.models import Llama
 from meshpar.serve import bench
 from meshpar.serve.bench import Load, ServeBench
 from meshpar.serve.plot import plot_serve
 from meshpar.serve.scheduler import Capacity
-from tests.serve.test_scheduler import RememberedCache
+from meshpar.tree import flatten_with_paths
+from tests.serve.test_scheduler import Guesses, RememberedCache
 
 CAPACITY = Capacity(slots=4, pages=99, page_size=4, max_len=64, chunk=16)
 LOADS = (
@@ -26,9 +30,9 @@ LOADS = (
 )
 
 
-def engine() -> Any:
+def engine(drafter: Guesses | None = None) -> Any:
     """One that needs no device."""
-    computed = RememberedCache(CAPACITY)
+    computed = RememberedCache(CAPACITY, drafter)
     computed.decoding = SimpleNamespace(capacity=CAPACITY, model=SimpleNamespace(vocab_size=5))  # pyright: ignore
     return computed
 
@@ -52,6 +56,15 @@ def test_requests_arrive_at_the_rate_and_every_token_is_timed(monkeypatch):
     mean_s = workload.num_tokens / slowly.tokens_per_s / 30
     assert 0.5 / 60 < mean_s < 2.5 / 60
     assert at_once.tokens_per_s > slowly.tokens_per_s
+    assert at_once.acceptance is None
+
+
+def test_drafts_are_counted():
+    workload = bench.draw(30, 5, 16, 40)
+    load = asyncio.run(bench.serve(engine(Guesses(0)), workload, math.inf))
+    assert load.acceptance is not None
+    assert 0.3 < load.acceptance < 0.7
+    assert "of drafts accepted" in str(ServeBench("30 requests", (load, *LOADS[3:])))
 
 
 def test_the_text_and_the_json_have_the_figures():
@@ -75,6 +88,30 @@ def test_the_plot_shows_every_rate(tmp_path, monkeypatch):
     assert [line.get_ydata().tolist() for line in between.lines] == [[2.0, 3.0], [4.0, 6.0]]
     assert tokens.lines[0].get_xdata().tolist() == [2.0, 8.0]
     assert [line.get_ydata()[0] for line in tokens.lines[1:]] == [900.0, 300.0, 60.0]
+
+
+def test_the_verb_measures_a_model(command, tmp_path):
+    """Random weights in a Hugging Face folder, on a mesh, with drafts."""
+    model = Llama(num_layers=1, hidden_size=8, num_heads=4, intermediate_size=8, vocab_size=16)
+    params = nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(0)), nnx.Param))
+    export(tmp_path / "llama", model, flatten_with_paths(params))
+    mesh = ["rules=[megatron]", "mesh.data=2", "mesh.tensor=4"]
+    sizes = ["--requests=8", "--prompt=8", "--answer=12", "--slots=2", "--chunk=4", "--page-size=4", "--ngrams=1"]
+    options = [*mesh, *sizes, "--rate=400", "--rate=200", "--json", "--no-cache"]
+    plot = tmp_path / "rates.svg"
+    said = command("bench", "serve", tmp_path / "llama", *options, "--plot", plot)
+    assert said.code == 0, said.err
+    measured = json.loads(said.out)
+    assert measured["what"].startswith("8 requests, ")
+    assert "data=2, tensor=4: 2 slots, 10 pages of 4 tokens" in measured["what"]
+    loads = measured["loads"]
+    names = [("server", 200.0), ("server", 400.0), ("server", None), ("batches", None), ("one by one", None)]
+    assert [(load["name"], load["rate"]) for load in loads] == names
+    for load in loads:
+        assert load["tokens_per_s"] > 0
+        assert 0 < load["first_s"][0] <= load["first_s"][1]
+    assert all(load["acceptance"] is not None for load in loads[:3])
+    assert "<svg" in plot.read_text()
 
 
 @pytest.mark.parametrize("words", [["--rate", "0"], ["--plot", "bench.txt"]])

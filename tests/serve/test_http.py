@@ -19,20 +19,24 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from meshpar.serve.answer import Answer
-from meshpar.serve.engine import GREEDY, Engine
+from meshpar.serve.draft_model import DraftModel
+from meshpar.serve.drafts import NGrams
+from meshpar.serve.engine import Engine
 from meshpar.serve.generator import Generator
 from meshpar.serve.http.replies import Stream
+from meshpar.serve.paged_model import GREEDY
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Request, Row
 from meshpar.serve.service import Answers
 from tests.serve import malformed
 from tests.serve.client import IDS, JSON, Client, serving
-from tests.serving import engine, generator
+from tests.serving import engine, generator, paged, params, placed
 
 PROMPT = [3, 1, 4]
 NUM = 200
 LONGEST_PROMPT = 20
 LONGEST_ANSWER = 12
+DRAFTER = NGrams(size=1, num_drafts=3)
 COMPILATIONS: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda name, _, **about: COMPILATIONS.append(name) if name.endswith("backend_compile_duration") else None
@@ -45,15 +49,22 @@ def float64_module():
         yield
 
 
-def opened(layout: str, lowering: str, **sizes: Any) -> Engine:
-    sizes = {"slots": 8, "pages": 64, "page_size": 4, "max_len": 32, "chunk": 8, "max_queue": NUM} | sizes
-    return engine("llama", layout, lowering, **sizes)
+ROOM: dict[str, Any] = {"slots": 8, "pages": 64, "page_size": 4, "max_len": 32, "chunk": 8, "max_queue": NUM}
 
 
 @pytest.fixture(scope="module")
 def one(float64_module) -> Engine:
-    """An engine on one device. Its pages keep prefixes of earlier tests, as those of a server do."""
-    return opened("one", "auto")
+    """An engine on one device. Its pages keep prefixes of earlier tests, as those of a server do.
+
+    It can check drafts, and has no drafter.
+    """
+    return without_drafter("one", "auto")
+
+
+def without_drafter(layout: str, lowering: str) -> Engine:
+    found = engine("llama", layout, lowering, drafter=DRAFTER, **ROOM)
+    found.drafter = None
+    return found
 
 
 def mixed() -> tuple[list[list[int]], list[int]]:
@@ -118,8 +129,43 @@ def test_200_concurrent_requests_get_the_tokens_of_generate_and_compile_nothing(
     assert len(COMPILATIONS) == before
 
 
-def test_200_concurrent_requests_on_tensor_4_and_data_2_get_the_same_tokens(expected):
-    assert run(opened("data2_tensor4", "manual"), ask_all) == expected
+def test_200_concurrent_requests_with_drafts_get_the_same_tokens(one, expected, monkeypatch):
+    monkeypatch.setattr(one, "drafter", DRAFTER)
+    before = len(COMPILATIONS)
+
+    async def scene(client: Client) -> None:
+        assert await ask_all(client) == expected
+        counts = samples(await client.get("/metrics"))
+        assert 20 < counts["meshpar_serve_accepted_drafts_total"] < counts["meshpar_serve_drafts_total"]
+
+    run(one, scene)
+    assert len(COMPILATIONS) == before
+
+
+def test_200_concurrent_requests_on_tensor_4_and_data_2_get_the_same_tokens_with_and_without_drafts(expected):
+    engine = without_drafter("data2_tensor4", "manual")
+    assert run(engine, ask_all) == expected
+    engine.drafter = DRAFTER
+    assert run(engine, ask_all) == expected
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(one, expected, monkeypatch):
+    """All keys and values of its own pages are those of the model, those of shared and of reused pages too."""
+    decoding = paged("llama", "one", "auto", num_drafts=DRAFTER.num_drafts, **ROOM)
+    monkeypatch.setattr(one, "drafter", DraftModel(decoding, lambda structs: placed(params("llama"), structs)))
+
+    async def scene(client: Client) -> None:
+        assert await ask_all(client) == expected
+        counts = samples(await client.get("/metrics"))
+        assert counts["meshpar_serve_accepted_drafts_total"] == counts["meshpar_serve_drafts_total"] > 500
+
+    run(one, scene)
+
+
+def test_control_a_wrong_draft_that_is_accepted_gives_other_tokens(one, expected, monkeypatch):
+    monkeypatch.setattr(one, "drafter", DRAFTER)
+    monkeypatch.setattr("meshpar.serve.engine.accepted", lambda drafts, own: [*drafts, own[len(drafts)]])
+    assert run(one, ask_all) != expected
 
 
 def test_control_a_compilation_in_another_thread_is_counted():
@@ -171,7 +217,9 @@ def test_a_stop_string_that_spans_tokens_ends_an_answer_as_in_generate(one):
     run(one, scene)
 
 
-def test_drawn_answers_are_those_of_generate_with_the_same_seed(one):
+@pytest.mark.parametrize("drafter", [None, DRAFTER])
+def test_drawn_answers_are_those_of_generate_with_the_same_seed(one, drafter, monkeypatch):
+    monkeypatch.setattr(one, "drafter", drafter)
     sampling = Sampling(temperature=5.0, top_k=9, top_p=0.9, seed=5)
     settings: Any = {"max_tokens": 9, "temperature": 5.0, "top_k": 9, "top_p": 0.9}
 
@@ -259,9 +307,19 @@ def test_control_a_stream_that_forgets_to_cancel_holds_pages(one, monkeypatch):
 
 
 def finished(reply: Any) -> dict[str, float]:
+    """How many answers ended, by the reason."""
+    found = [sample for sample in parsed(reply) if sample.name == "meshpar_serve_answers_total"]
+    return {sample.labels["finish"]: sample.value for sample in found}
+
+
+def samples(reply: Any) -> dict[str, float]:
+    """Metrics by name."""
+    return {sample.name: sample.value for sample in parsed(reply)}
+
+
+def parsed(reply: Any) -> list[Any]:
     families = text_string_to_metric_families(reply.body.decode())
-    samples = [sample for family in families for sample in family.samples]
-    return {sample.labels["finish"]: sample.value for sample in samples if sample.name == "meshpar_serve_answers_total"}
+    return [sample for family in families for sample in family.samples]
 
 
 def test_a_full_queue_is_429(one):

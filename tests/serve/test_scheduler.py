@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,47 +11,85 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshpar.serve import scheduler as scheduling
+from meshpar.serve.drafts import Drafter, accepted
 from meshpar.serve.pages import PagePool
-from meshpar.serve.scheduler import Capacity, Chunk, Plan, QueueFullError, Request, Row, Scheduler
+from meshpar.serve.scheduler import Capacity, Chunk, Computed, Plan, QueueFullError, Request, Row, Scheduler
 
 SMALL = Capacity(num_shards=2, slots=3, pages=9, page_size=2, max_len=12, chunk=3, max_queue=99)
 
 
 class RememberedCache:
-    """Stands for an engine. A slot of a page holds all tokens up to its own, on which keys and values depend."""
+    """Stands for an engine. A slot of a page holds all tokens up to its own, on which keys and values depend.
 
-    def __init__(self, capacity: Capacity):
+    Args:
+      drafter: proposes tokens, which are written to pages before they are checked.
+    """
+
+    def __init__(self, capacity: Capacity, drafter: Drafter | None = None):
         self.capacity = capacity
+        self.drafter = drafter
         self.slots: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
-    def run(self, plan: Plan) -> tuple[list[int], list[int]]:
+    def run(self, plan: Plan) -> Computed:
         for chunk in plan.chunks:
             if chunk:
-                self.compute(chunk.row, len(chunk.tokens))
-        for row in plan.rows:
-            if row:
-                self.compute(row, 1)
-        return [sum(chunk.row.tokens) % 5 if chunk else 0 for chunk in plan.chunks], [
-            sum(row.tokens) % 5 if row else 0 for row in plan.rows
-        ]
+                self.compute(chunk.row, chunk.row.tokens, len(chunk.tokens))
+        first = [following(chunk.row.tokens) if chunk else 0 for chunk in plan.chunks]
+        drafts = self.drafter.propose(plan.rows) if self.drafter else [[] for _ in plan.rows]
+        checked = [self.check(row, new) if row else [] for row, new in zip(plan.rows, drafts, strict=True)]
+        return Computed(first, checked, sum(map(len, drafts)))
 
-    def compute(self, row: Row, num: int) -> None:
+    def check(self, row: Row, drafts: list[int]) -> list[int]:
+        tokens = [*row.tokens, *drafts]
+        self.compute(row, tokens, 1 + len(drafts))
+        return accepted(drafts, [following(tokens[: len(row.tokens) + i]) for i in range(1 + len(drafts))])
+
+    def compute(self, row: Row, tokens: list[int], num: int) -> None:
         """Reads what is said to be cached, and writes the next tokens."""
         for position in range(row.num_cached):
             assert self.slots[self.slot(row, position)] == tuple(row.tokens[: position + 1]), "a foreign token"
         for position in range(row.num_cached, row.num_cached + num):
-            self.slots[self.slot(row, position)] = tuple(row.tokens[: position + 1])
+            self.slots[self.slot(row, position)] = tuple(tokens[: position + 1])
 
     def slot(self, row: Row, position: int) -> tuple[int, int, int]:
         page, place = divmod(position, self.capacity.page_size)
         return row.slot // self.capacity.slots, row.pages[page], place
 
 
-def run(requests: list[Request], cancelled: set[int], capacity: Capacity = SMALL) -> tuple[Scheduler, dict[int, int]]:
-    """Answers requests, some of which are cancelled after a turn. Returns the number of tokens of each."""
+def following(tokens: list[int]) -> int:
+    """The token of an answer."""
+    return sum(tokens) % 5
+
+
+class Guesses:
+    """A drafter whose first drafts are right: a random number of them."""
+
+    num_drafts = 4
+
+    def __init__(self, seed: int):
+        self.drawn = random.Random(seed)
+
+    def prefill(self, chunks: Sequence[Chunk | None]) -> None:
+        pass
+
+    def propose(self, rows: Sequence[Row | None]) -> list[list[int]]:
+        return [self.guess(row) if row else [] for row in rows]
+
+    def guess(self, row: Row) -> list[int]:
+        num_right = self.drawn.randint(0, 5)
+        tokens = list(row.tokens)
+        for i in range(min(self.num_drafts, row.num_missing - 1)):
+            tokens.append(following(tokens) if i < num_right else 9)
+        return tokens[len(row.tokens) :]
+
+
+def run(
+    requests: list[Request], cancelled: set[int], capacity: Capacity = SMALL, drafter: Drafter | None = None
+) -> tuple[Scheduler, dict[int, list[int]]]:
+    """Answers requests, some of which are cancelled after a turn. Returns the tokens of each."""
     scheduler = Scheduler(capacity)
-    cache = RememberedCache(capacity)
-    counts = dict.fromkeys(range(len(requests)), 0)
+    cache = RememberedCache(capacity, drafter)
+    answers: dict[int, list[int]] = {number: [] for number in range(len(requests))}
     numbers = {request: number for number, request in enumerate(requests)}
     scheduler.submit(requests)
     turn = 0
@@ -60,13 +99,14 @@ def run(requests: list[Request], cancelled: set[int], capacity: Capacity = SMALL
         computed = cache.run(plan)
         if turn in cancelled:
             scheduler.end(requests[turn % len(requests)])
-        for request, token in scheduler.advance(plan, *computed):
+        for request, token in scheduler.advance(plan, computed):
             assert 0 <= token < 5
-            counts[numbers[request]] += 1
-            if counts[numbers[request]] == request.max_tokens:
+            answer = answers[numbers[request]]
+            answer.append(token)
+            if len(answer) == request.max_tokens:
                 scheduler.end(request)
         turn += 1
-    return scheduler, counts
+    return scheduler, answers
 
 
 # Few different tokens, so that many prompts have the same beginning.
@@ -82,14 +122,28 @@ requests_ = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(requests_, st.sets(st.integers(0, 20)))
-def test_each_row_reads_its_own_tokens_and_nothing_leaks(requests, cancelled):
-    scheduler, counts = run(requests, cancelled)
+@given(requests_, st.sets(st.integers(0, 20)), st.none() | st.builds(Guesses, st.integers(0, 99)))
+def test_each_row_reads_its_own_tokens_and_nothing_leaks(requests, cancelled, drafter):
+    scheduler, answers = run(requests, cancelled, drafter=drafter)
     for pool in scheduler.pools:
         assert pool.num_held == 0
         assert pool.num_available == SMALL.pages
     for number, request in enumerate(requests):
-        assert counts[number] == request.max_tokens or number in {turn % len(requests) for turn in cancelled}
+        expected = list(request.prompt)
+        for _ in range(request.max_tokens):
+            expected.append(following(expected))
+        is_cancelled = number in {turn % len(requests) for turn in cancelled}
+        assert answers[number] == expected[len(request.prompt) :] or is_cancelled
+
+
+def test_accepted_drafts_shorten_an_answer_by_their_turns():
+    request = Request(prompt=[1], max_tokens=9)
+    scheduler = Scheduler(SMALL)
+    cache = RememberedCache(SMALL, Guesses(0))
+    cache.drafter.drawn.randint = lambda least, most: most
+    scheduler.submit([request])
+    lengths = [len(scheduler.advance(plan := scheduler.plan(), cache.run(plan))) for _ in range(3)]
+    assert lengths == [1, 5, 3]
 
 
 def test_a_prefix_is_computed_once():
@@ -102,7 +156,7 @@ def test_a_prefix_is_computed_once():
         chunk = plan.chunks[0]
         assert chunk is not None
         assert (chunk.row.num_reused, list(chunk.tokens)) == (expected, prompt[expected:])
-        scheduler.advance(plan, [3], [0])
+        scheduler.advance(plan, Computed([3], [[]]))
         scheduler.end(request)
 
 
@@ -111,7 +165,7 @@ def test_the_pages_of_an_answer_are_reused_by_the_next_turn_of_a_chat():
     request = Request(prompt=[1, 2, 3], max_tokens=3)
     scheduler.submit([request])
     for token in (4, 5, 6):
-        scheduler.advance(scheduler.plan(), [token], [token])
+        scheduler.advance(scheduler.plan(), Computed([token], [[token]]))
     scheduler.end(request)
     scheduler.submit([Request(prompt=[1, 2, 3, 4, 5, 6, 7], max_tokens=1)])
     chunk = scheduler.plan().chunks[0]
@@ -138,7 +192,7 @@ def test_prompts_of_a_shard_are_computed_one_after_the_other():
     for _ in range(4):
         plan = scheduler.plan()
         seen.append([list(chunk.tokens) if chunk else None for chunk in plan.chunks])
-        scheduler.advance(plan, [9, 9], [9] * 4)
+        scheduler.advance(plan, Computed([9, 9], [[9]] * 4))
     assert seen == [[[0, 0], [1, 1]], [[0], [1]], [[2, 2], [3, 3]], [[2], [3]]]
 
 
@@ -161,11 +215,8 @@ def run_many() -> None:
     for seed in range(60):
         drawn = random.Random(seed)
         lengths = [(drawn.randint(1, 8), drawn.randint(1, 4)) for _ in range(12)]
-        run(
-            [Request(prompt=drawn.choices([0, 1], [1, 4], k=n), max_tokens=most) for n, most in lengths],
-            {2, 5},
-            TIGHT,
-        )
+        requests = [Request(prompt=drawn.choices([0, 1], [1, 4], k=n), max_tokens=most) for n, most in lengths]
+        run(requests, {2, 5}, TIGHT, Guesses(seed) if seed % 2 else None)
 
 
 def planted_digest_of_one_page(tokens: Any, page_size: int) -> Any:

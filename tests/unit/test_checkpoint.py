@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import signal
@@ -128,6 +129,23 @@ def test_closing_waits_until_the_checkpoint_is_on_disk(tmp_path: Path):
         first.save(3, {"w": jnp.float32(1)})
     with checkpoints(tmp_path) as second:
         assert second.latest() == 3
+
+
+def test_a_save_that_fails_twice_raises_once_and_without_a_traceback(tmp_path: Path, monkeypatch, capfd):
+    """On a full disk Orbax fails to write an array and its own metadata, in threads of their own."""
+
+    def write(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with checkpoints(tmp_path / "checkpoints") as saved:
+        for name in ("write", "update"):
+            monkeypatch.setattr(f"orbax.checkpoint._src.metadata.checkpoint._BlockingMetadataStore.{name}", write)
+            monkeypatch.setattr(f"orbax.checkpoint._src.metadata.checkpoint._MetadataStoreImpl.{name}", write)
+        saved.save(1, {"w": jnp.zeros(4)})
+        with pytest.raises(OSError, match="No space left on device"):
+            saved.wait()
+    assert saved.latest() is None
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_meta_describes_the_arrays_and_the_position_of_the_run(saved: Checkpoints):

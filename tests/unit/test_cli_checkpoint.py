@@ -172,7 +172,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(out: Any, refuse
         ("damaged", 2), ("restored", 2), ("run", 2), ("train", 3)
     ]  # fmt: skip
     assert records[0]["folder"] == f"{folder}/cut/checkpoints/3"
-    assert records[0]["why"].endswith("/3/sha256.json\n    is not what was written, so no file can be verified")
+    assert records[0]["why"].endswith("/3/sha256.json\n    is damaged, so no file can be verified")
     assert {"2", "3", "3.damaged"} <= {path.name for path in (folder / "cut" / "checkpoints").iterdir()}
     losses = [
         {record["loss"] for record in map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())

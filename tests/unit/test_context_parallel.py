@@ -39,12 +39,12 @@ def declared(context, mesh=None, rules=("fsdp", "context"), seq_len=64, pipeline
     ("problem", "declaration"),
     [
         (
-            r"parallel.context\n.*6 query heads on each device cannot be shared equally by the 4 that exchange them"
+            r"parallel.context\n.*6 query heads on each device cannot be divided among the 4 devices that exchange them"
             r"\n.*parallel.context={kind: hybrid, group: 2}",
             {"context": {"kind": "ulysses"}},
         ),
         (
-            r"group\n.*4 devices share a row, which cannot be divided into groups of 3\n.*parallel.context.group=2",
+            r"group\n.*4 devices that share a row cannot be divided into groups of 3\n.*parallel.context.group=2",
             {"context": {"kind": "hybrid", "group": 3}},
         ),
         (

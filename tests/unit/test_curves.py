@@ -97,7 +97,7 @@ meshpar: there is nothing to plot:
     the run_dir of a run that trained
   other/metrics.jsonl:1
     is no record of a run
-    remove this line: no other needs it
+    remove this line: no other line depends on it
   nowhere/metrics.jsonl
     cannot be read: No such file or directory
     the run_dir of a run that trained

@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_one_before_it(fo
         find(folder / "30").restore(STRUCTS)
     assert str(error.value) == (
         f"the checkpoint {folder}/30 is damaged; the one before it is {folder}/20:\n"
-        f"  {chunk(folder, 30)}\n    is not what was written"
+        f"  {chunk(folder, 30)}\n    does not match its checksum"
     )
     assert find(folder / "20").restore(STRUCTS)["step"] == 20  # the fix that was proposed
 
@@ -311,7 +311,7 @@ def test_the_first_format_is_read(folder: Path):
     checkpoint.check_sizes()
     assert (checkpoint.meta["format"], checkpoint.restore(STRUCTS)["step"]) == (1, 30)
     flip_one_bit(chunk(folder, 30))
-    with pytest.raises(DamagedError, match="is not what was written"):
+    with pytest.raises(DamagedError, match="does not match its checksum"):
         Checkpoint(folder / "30").restore(STRUCTS)
 
 
@@ -434,7 +434,7 @@ def test_verify_names_the_file_and_exits_with_1(folder: Path, command: Callable[
         lines[2],
         f"the checkpoint {folder}/20 is damaged; the one before it is {folder}/10:",
         f"  {chunk(folder, 20)}",
-        "    is not what was written",
+        "    does not match its checksum",
     ]
     rows = json.loads(command("checkpoint", "verify", folder, "--json").out)
     assert ["damaged" in row for row in rows] == [False, True, False]

@@ -139,7 +139,7 @@ def test_loras_update_of_an_expert_is_added_to_its_matrices(dispatch):
 
 def test_the_function_for_a_users_model_refuses_what_only_a_step_can_change():
     arrays = [jnp.ones(shape) for shape in ((WIDTH, 8), (8, WIDTH, HIDDEN), (8, WIDTH, HIDDEN), (8, HIDDEN, WIDTH))]
-    with pytest.raises(ConfigError, match="has no shared experts, and nothing that a step changes"):
+    with pytest.raises(ConfigError, match="supports neither shared experts nor a balance that changes parameters"):
         mixture(tokens(), *arrays, ROUTERS["deepseek"])
 
 
@@ -339,8 +339,8 @@ def test_experts_that_cannot_be_selected_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("experts", "fields", "message"),
     [
-        ({"first_dense": 3}, {}, "experts: none of 3 layers has any, by first_dense and every"),
-        ({"every": 4}, {}, "experts: none of 3 layers has any, by first_dense and every"),
+        ({"first_dense": 3}, {}, "experts: first_dense and every leave none of 3 layers with experts"),
+        ({"every": 4}, {}, "experts: first_dense and every leave none of 3 layers with experts"),
         (
             {"first_dense": 1},
             {"pad_layers_to_multiple": 2},
@@ -397,7 +397,7 @@ def refusal(**changes):
         ),
         (
             {"parallel": {"expert": "gather"}, "experts": {"dispatch": "capacity"}},
-            "gather is for dispatch=dropless: places of experts travel by a dense all-to-all",
+            "gather is for dispatch=dropless: dispatch=capacity uses a dense all-to-all",
         ),
         (
             {"parallel": {"expert": "gather"}, "rules": ["replicated"], "mesh": {}},

@@ -365,8 +365,8 @@ def test_a_config_from_elsewhere_imports_nothing(meshpar, tmp_path):
     code, output = meshpar("explain", "../config.yaml")
     assert code == 2
     assert output == (
-        "meshpar: own_model:Own: ../config.yaml may not import it, as it is not in the working directory with "
-        "own_model; if you trust it, run meshpar --import own_model.py\n"
+        "meshpar: own_model:Own: ../config.yaml may not import it: it is not in the working directory, where "
+        "own_model is; if you trust it, run meshpar --import own_model.py\n"
     )
     assert "own_model" not in sys.modules
 

@@ -171,7 +171,7 @@ def test_any_other_broken_line_is_reported_by_its_number_and_the_file_is_left_al
     (tmp_path / FILE).write_bytes(text)
     with pytest.raises(CheckpointError) as refused, recorder(tmp_path, 10, as_json=True):
         pass
-    message = "is no record of a run\n    remove this line: no other needs it"
+    message = "is no record of a run\n    remove this line: no other line depends on it"
     assert str(refused.value) == f"the records of the run cannot be read:\n  {tmp_path / FILE}:2\n    {message}"
     assert (tmp_path / FILE).read_bytes() == text
 

@@ -238,11 +238,15 @@ def test_the_config_of_a_plan_is_the_run_in_the_best_layout(planned, tmp_path):
 def test_the_command_writes_the_config(command, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(to_yaml(RUN))
-    words = ["--target", "h100:1x4", *(word for one in ONE for word in ("--fix", one))]
+    words = ["--target", "h100:1x4", *(word for one in ONE for word in ("--fix", one)), "--global-batch", "32"]
     said = command("plan", config, *words, "--write", tmp_path / "planned.yaml")
     assert said.code == 0
     assert "h100:1x4: 4 devices; 1 layouts, 1 of them traced" in said.out
-    assert meshpar.load(tmp_path / "planned.yaml").mesh.data == 4
+    written = meshpar.load(tmp_path / "planned.yaml")
+    assert (written.mesh.data, written.data.batch_size) == (4, 32)
+    refused = command("plan", config, "data.batch_size=8", *words)
+    assert refused.code == 2
+    assert "--global-batch 32: data.batch_size is given, too; keep one of the two" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -251,6 +255,12 @@ def test_the_command_writes_the_config(command, tmp_path):
         ({"fix": ["mesh.tenso=2"]}, "--fix mesh.tenso=2\n    not a key of a layout\n    did you mean mesh.tensor?"),
         ({"fix": ["mesh.data=2", "mesh.data=4"]}, "mesh.data is fixed to 2, too"),
         ({"fix": ["mesh.data=3"]}, "h100:1x4: no layout of 4 devices has mesh.data=3"),
+        (
+            {"fix": ["model.remat=none", "mesh.pipe=1", "parallel.pipeline.kind=1f1b"]},
+            "h100:1x4: no layout of 4 devices has mesh.pipe=1 with parallel.pipeline.kind=1f1b: a batch of",
+        ),
+        ({"at_most": "much"}, "--at-most: 'much' is not a number of bytes; valid: 1000, 40MiB"),
+        ({"at_most": "200GiB"}, "--at-most 200GiB: a device of h100:1x4 has 74.51 GiB"),
         ({"fix": ONE, "at_most": "1KiB"}, "h100:1x4: no layout holds at most 1.00 KiB; the closest holds"),
     ],
 )

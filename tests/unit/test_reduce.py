@@ -38,7 +38,7 @@ def test_a_config_declares_how_gradients_are_reduced():
         ("parallel.gradient_reduction={within: {kind: int8, error_feedback: true}}", "within has no error feedback"),
         ("parallel.gradient_reduction={within: {kind: int8, rounding: stochastic}}", "within rounds to nearest"),
         ("parallel.gradient_reduction.bucket_bytes=0", "a bucket holds at least one byte"),
-        ("parallel.gradient_reduction.bucket_bytes=many", "'many' is no number of bytes"),
+        ("parallel.gradient_reduction.bucket_bytes=many", "'many' is not a number of bytes"),
         ("parallel.gradient_reduction.algorithm=rong", "expected 'ring'"),
         ("parallel.gradient_reduction={across: {kind: int8, block: 100}}", "block"),
     ],
@@ -60,7 +60,7 @@ def test_an_algorithm_that_cannot_scatter_is_refused():
 
 def test_verify_refuses_a_reduction_that_rounds():
     run = prepared("data8", parallel={"gradient_reduction": Reduce(across=Int8())}).run
-    with pytest.raises(VerificationError, match="gradient_reduction rounds what it sums"):
+    with pytest.raises(VerificationError, match="gradient_reduction rounds gradients"):
         verify(run)
 
 

@@ -53,3 +53,8 @@ def test_rules_that_disagree_are_refused(left, right):
 def test_presets_that_disagree_are_refused():
     with pytest.raises(ValueError, match="preset zero1 sets 1, preset fsdp sets 3"):
         AxisRules(preset=("zero1", "fsdp"))
+
+
+def test_a_stage_that_never_gathers_shards_is_refused():
+    with pytest.raises(ValueError, match="expected 1, 2 or 3, got 0"):
+        AxisRules(preset="fsdp", zero=0)  # pyright: ignore[reportArgumentType]

@@ -49,7 +49,7 @@ SAMPLE = [
     ),
     *TOGETHER[1::6],
 ]
-SILENT = ("no parameter has such a dim", "GSPMD knows no pipeline", "heads must be sharded over the same axes")
+SILENT = ("no parameter has such a dim", "GSPMD has no pipeline", "heads must be sharded over the same axes")
 """Reasons to refuse rules that JAX may trace, but which do nothing or give nan."""
 CASES = [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow) for case in SWEEP + TOGETHER]
 

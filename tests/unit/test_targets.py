@@ -127,7 +127,9 @@ def test_a_program_fits_if_the_chip_holds_its_peak():
     machine = parse("h100:1x1")
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     fits = judge(program(((0,),)), machine, mesh)
-    too_big = replace(fits, told=replace(fits.told, memory=replace(fits.told.memory, peak=int(80e9) + 1)))
+    too_big = replace(
+        fits, inspection=replace(fits.inspection, memory=replace(fits.inspection.memory, peak=int(80e9) + 1))
+    )
     assert (fits.fits, too_big.fits) == (True, False)
     assert "  fits: a device holds 2.00 KiB of 74.51 GiB (0.0%)" in str(fits).splitlines()
     assert "  does not fit: a device holds 74.51 GiB of 74.51 GiB (100.0%)" in str(too_big).splitlines()

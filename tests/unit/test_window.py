@@ -7,7 +7,8 @@ import pytest
 
 from meshpar.checkpoint.retention import Retention
 from meshpar.errors import RunError
-from meshpar.train.loop.window import IN_FLIGHT, Window
+from meshpar.train.loop.window import Window
+from meshpar.train.step import IN_FLIGHT
 from tests.unit.test_loop import Numbers, recorded, run, saved_steps
 
 

@@ -1,8 +1,8 @@
-"""Finds reductions across devices inside a loop that adds up their results, and that could run once after it.
+"""Finds reductions across devices inside a loop that adds up their results, although one after the loop would do.
 
-A reduction can move behind the loop if three things hold: every operation from its result to the sum is linear; its
+A reduction can move behind the loop under three conditions: every operation from its result to the sum is linear; its
 operand does not depend on the sum; and the loop carries nothing else that depends on the sum. A loop over training
-steps fails the second condition, a loop that returns running sums fails the third.
+steps violates the second condition, a loop that returns running sums the third.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNKNOWN = Value("", "")
 
 @dataclass(frozen=True)
 class Sum:
-    """Element `index` of a loop's carry, which may be a sum that the loop adds to in each turn."""
+    """Element `index` of a loop's carry, which may be a sum that the loop adds to in each iteration."""
 
     loop: Instruction
     index: int
@@ -51,7 +51,7 @@ class Accumulations:
 
     @cached_property
     def turns(self) -> dict[int, int]:
-        """Line of a reduction -> how often it runs where once would do."""
+        """Line of a reduction -> how often it runs, although once would do."""
         found: dict[int, int] = defaultdict(lambda: 1)
         for line, sums in self._reductions():
             turns = math.prod(trip_count(self.program, one.loop) or 1 for one in sums)
@@ -85,7 +85,7 @@ class Accumulations:
             yield source, inside
 
     def _is_sum(self, sum_: Sum) -> bool:
-        """Whether the loop adds to the element, and makes nothing else that it carries from it."""
+        """Whether the loop adds to the element, and computes nothing else in its carry from it."""
         if sum_ not in self._known:
             carry = range(len(self.program.root(sum_.body).operands))
             others = [self.flow.result(sum_.body, other) for other in carry if other != sum_.index]
@@ -93,7 +93,7 @@ class Accumulations:
         return self._known[sum_]
 
     def _adds(self, sum_: Sum) -> bool:
-        """Whether the new value of the element depends on the old one linearly, other than as the buffer of a stack."""
+        """Whether the new value depends linearly on the old one; a stack that is written in slices does not count."""
 
         def sources(value: Value) -> list[Value]:
             one = self.flow.instruction(value)
@@ -106,12 +106,12 @@ class Accumulations:
         return self._carry(sum_.body, sum_.index) in reachable(start, sources)
 
     def _depends(self, values: Iterable[Value], sum_: Sum) -> bool:
-        """Whether any of the values depends on the sum at the start of the turn."""
+        """Whether any of the values depends on the sum at the start of the iteration."""
         ends = {self._carry(sum_.body, sum_.index), self._carry(sum_.body, None), _UNKNOWN}
         return any(value in ends for value in reachable(values, self._needs))
 
     def _carry(self, body: str, index: int | None) -> Value:
-        """Element `index` of the carry at the start of a turn."""
+        """Element `index` of the carry at the start of an iteration."""
         name = next(one.name for one in self.program.computation(body).values() if one.opcode == "parameter")
         return Value(body, name, index)
 
@@ -125,9 +125,9 @@ class Accumulations:
     def _needs_of(self, one: Instruction, value: Value) -> Iterator[Value]:
         here = value.computation
         if one.opcode == "parameter" and here != self.program.entry:
-            # Where the parameter of a branch comes from is not followed.
+            # The sources of a branch's parameter are unknown.
             yield from list(self.flow.from_caller(one, value)) or [_UNKNOWN]
-            if self.flow.is_body(here):  # the result of the turn before
+            if self.flow.is_body(here):  # the result of the previous iteration
                 yield self.flow.result(here, value.index)
         elif one.opcode in _PRECISE and not (one.opcode == "tuple" and value.index is None):
             yield from self.flow.sources(value)

@@ -11,7 +11,7 @@ from meshpar.inspection.program.text import Instruction, Program
 
 _STRUCTURE = {"tuple", "get-tuple-element", "bitcast"}
 _VIEWS = {"copy", "bitcast", "convert", "reshape"}
-# The result may have the same size, but is not computed element by element, or how it is computed is unknown.
+# Operations that do not compute element by element, or are unknown, even if the result has the operand's size.
 _MIXES = {
     "reverse", "transpose", "gather", "scatter", "sort", "dot", "concatenate", "pad", "custom-call", "while", "call",
     "conditional", "all-to-all", "collective-permute",
@@ -21,14 +21,14 @@ _MIXES = {
 def find_copied(program: Program, flow: Flow, taken: Iterable[Passed]) -> Iterator[Finding]:
     """Donated arguments that need a second buffer nevertheless.
 
-    XLA's CPU compiler also copies an array that two elementwise loops read, such as an optimizer's moments, where other
-    compilers fuse the loops. These copies are no findings.
+    XLA's CPU compiler also copies an array that two elementwise loops read, such as an optimizer's moments. Other
+    compilers fuse such loops, so these copies are no findings.
     """
     for one in taken:
         if not one.donated or flow.arguments[one.number].arrays[0].size <= 1:
             continue
         if one.number not in program.aliases.values():
-            what = "no output is written over it"
+            what = "no output reuses its buffer"
             fix = "give an output its shape, dtype and sharding, or do not donate it"
         elif (reader := _reader(program, flow.arguments[one.number])) is not None:
             source = program.source(reader)

@@ -1,6 +1,6 @@
-"""Finds what a program does and its author probably did not intend: the place, the cost and a fix.
+"""Finds operations of a compiled program that its author probably did not intend; reports place, cost and a fix.
 
-Each finding rests on what the compiled program does, and names only tensors that the data flow leads to.
+Each finding is derived from the compiled program, and names only tensors that the data flow leads to.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Reading:
     """A compiled program, parsed and walked.
 
     Args:
-      compiled: None if there is only the text; then arguments and outputs have no findings.
-      warnings: the partitioner's, see `compiling`.
+      compiled: None if only the text is available; then arguments and outputs have no findings.
+      warnings: the partitioner's warnings, see `compiling`.
     """
 
     program: Program
@@ -58,8 +58,9 @@ def find(read: Reading, planned: Planned | None, threshold_bytes: int) -> tuple[
     """All findings, the most expensive first.
 
     Args:
-      planned: what is intended. Without it, a gather is judged by what it gathers.
-      threshold_bytes: the size of the smallest array that is a finding where nothing is planned.
+      planned: the gathers, reductions and whole arrays that are intended. Without it, a gather of a whole sharded
+        parameter is a finding.
+      threshold_bytes: the least size of an array whose replication, or whose gather without `planned`, is a finding.
     """
     taken: list[Passed] = []
     returned: list[Passed] = []
@@ -88,7 +89,7 @@ def find(read: Reading, planned: Planned | None, threshold_bytes: int) -> tuple[
 
 
 def _gathered_unplanned(read: Reading, planned: Planned, taken: Iterable[Passed]) -> Iterator[Finding]:
-    """Parameters that are gathered over axes over which the plan shards them."""
+    """Gathers of parameters over axes over which the plan keeps them sharded."""
     sharded = {one.path: one.axes for one in taken}
     for one in read.collectives:
         astray: dict[str, Axes] = {}
@@ -105,7 +106,7 @@ def _gathered_unplanned(read: Reading, planned: Planned, taken: Iterable[Passed]
 
 
 def _gathered_whole(read: Reading, taken: Iterable[Passed], threshold_bytes: int) -> Iterator[Finding]:
-    """Sharded parameters that a device gathers whole."""
+    """Gathers of whole sharded parameters."""
     sharded = {one.path: one for one in taken if one.axes}
     for one in read.collectives:
         sizes = {array.size for array in one.arrays if array.num_bytes >= threshold_bytes}
@@ -121,7 +122,7 @@ def _gathered_whole(read: Reading, taken: Iterable[Passed], threshold_bytes: int
 
 
 def _gathers(read: Reading, one: Collective) -> tuple[str, ...]:
-    """The parameters that a collective gathers, without those over which its result is written."""
+    """The parameters that a collective gathers; parameters that its result overwrites do not count."""
     return read.flow.gathers(read.lines[one.line])
 
 
@@ -129,7 +130,7 @@ def _gathers(read: Reading, one: Collective) -> tuple[str, ...]:
 
 
 def _reduced_in_loop(read: Reading, planned: Planned) -> Iterator[Finding]:
-    """Gradients that are reduced in each turn of the loop that adds them up."""
+    """Gradients that are reduced in each iteration of the loop that adds them up."""
     kinds = ("all_reduce", "reduce_scatter")
     found = [one for one in read.collectives if one.kind in kinds and one.times > 1]
     reductions = [one for one in found if any(array.size > 1 for array in one.arrays)]  # a loss costs nothing
@@ -148,7 +149,7 @@ def _reduced_in_loop(read: Reading, planned: Planned) -> Iterator[Finding]:
         reduced = f"{'the gradient of ' if one.tensors else ''}{_names(astray or list(map(str, one.arrays)))}"
         yield Finding(
             kind="reduction_in_loop",
-            what=f"{reduced} is reduced{over} {num} times, once in each turn of the loop that adds it up",
+            what=f"{reduced} is reduced{over} {num} times, once in each iteration of the loop that adds it up",
             where=one.place,
             num_bytes=_sent(one) * (num - 1) // num,
             fix=_AFTER_LOOP,
@@ -156,7 +157,7 @@ def _reduced_in_loop(read: Reading, planned: Planned) -> Iterator[Finding]:
 
 
 def _astray(one: Collective, planned: Mapping[str, Axes]) -> dict[str, Axes]:
-    """The tensors of a collective that is not planned for them -> the axes over which it is not planned."""
+    """The tensors of a collective -> the axes over which the plan does not contain it; only tensors with such axes."""
     if one.axes is None:
         return {}
     rest = {path: tuple(axis for axis in one.axes if axis not in planned.get(path, ())) for path in one.tensors}

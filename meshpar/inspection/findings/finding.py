@@ -1,4 +1,4 @@
-"""The result of judging a compiled program."""
+"""A finding about a compiled program."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a program does and that its author probably did not intend.
+    """Something that a compiled program does and that its author probably did not intend; see `inspect`.
 
     Args:
       kind: `rematerialization`, `unplanned_gather`, `replication`, `donation_copied` or `reduction_in_loop`.
-      what: what happens, in a sentence.
+      what: the problem, in a sentence.
       where: `file:line` of the author's code, or the path of an argument or output.
       num_bytes: the cost on one device in one call: bytes held, or bytes sent by gathers and reductions.
-      fix: what to write instead.
+      fix: the proposed change.
     """
 
     kind: str

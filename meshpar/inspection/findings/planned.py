@@ -1,4 +1,4 @@
-"""The plan of a step: which gathers, reductions and whole arrays its author intends."""
+"""The plan of a step: the gathers, reductions and whole arrays that its author intends."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Planned:
-    """What is intended, and therefore no finding. Arguments are named by dotted paths, such as `state.params.head`.
+    """The intended gathers, reductions and whole arrays, which are no findings.
+
+    Arguments are named by dotted paths, such as `state.params.head`.
 
     Args:
       gathered: path -> the axes over which the parameter is stored, and gathered before use.
-      reduced_in_loop: path -> the axes over which its gradient is reduced in each turn of an accumulation.
+      reduced_in_loop: path -> the axes over which its gradient is reduced in each iteration of an accumulation.
       whole: globs of the arguments that every device holds whole.
       dims: path -> names of the dims, for arrays that are placed by rules.
 
@@ -37,12 +39,12 @@ class Planned:
 
 
 def planned_by(ctx: ParallelContext, params: Any, opt_state: Any, slices: Mapping[str, Any] | None = None) -> Planned:
-    """The plan that the rules of a run make for its step `step(state, batch)`.
+    """The plan of a run's step `step(state, batch)`, from its rules.
 
     Args:
       params: tree of `Placement`, as sharded as the rules can make them.
       opt_state: tree of `Placement`.
-      slices: of the arrays of slices that train alone, by their names in `state.carried.slices`.
+      slices: trees of `Placement` of slices that train alone, by their names in `state.carried.slices`.
     """
     own = {name: flatten_with_paths(tree) for name, tree in (slices or {}).items()}
     rules = ctx.rules

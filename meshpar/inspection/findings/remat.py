@@ -1,6 +1,6 @@
-"""Finds arrays that every device gathers whole because XLA's partitioner knew no better way to another sharding.
+"""Finds arrays that every device gathers whole because XLA's partitioner found no better way to another sharding.
 
-XLA reports them on standard error only; see `compiling`. It also reports attempts that it then drops, so a warning
+XLA reports them only on standard error, see `compiling`. It also reports attempts that it drops later, so a warning
 counts only if the compiled program gathers an array of that size.
 """
 
@@ -51,7 +51,7 @@ def rematerializations(warnings: Iterable[str]) -> list[Rematerialization]:
 def find_rematerializations(
     program: Program, found: Iterable[Collective], warnings: Iterable[str], mesh: AnyMesh | None
 ) -> Iterator[Finding]:
-    """The warnings that are true of the compiled program, as findings."""
+    """The warnings that apply to the compiled program, as findings."""
     gathers = [one for one in found if one.kind == "all_gather"]
     for one in rematerializations(warnings):
         gather = next((gather for gather in gathers if _completes(gather, one)), None)
@@ -81,7 +81,7 @@ def _read(match: re.Match[str]) -> Iterator[Rematerialization]:
 
 
 def _completes(gather: Collective, one: Rematerialization) -> bool:
-    """Whether a gather makes the whole array from different tiles. XLA:CPU may change the dtype."""
+    """Whether a gather joins different tiles to the whole array. XLA:CPU may change the dtype."""
     if one.array.size not in {array.size for array in gather.arrays}:
         return False
     held = np.stack(tiles(one.before) or [np.zeros(0)], axis=1)
@@ -91,7 +91,7 @@ def _completes(gather: Collective, one: Rematerialization) -> bool:
 
 
 def _fix(before: Spec | None, after: Spec | None) -> str:
-    """Proposes the sharding with the common axes in between: one gather over the others, then an all-to-all."""
+    """Proposes an intermediate sharding over the common axes: a gather over the other axes, then an all-to-all."""
     if before is None or after is None:
         return "after this line, constrain the array to a sharding in between with jax.lax.with_sharding_constraint"
     common = {axis for axes in after for axis in axes}

@@ -1,4 +1,4 @@
-"""Joins what JAX knows of a program's arguments and outputs with their paths in the program's text."""
+"""Lists the arguments and outputs of a program: JAX's shapes and shardings, with the paths of the program's text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Passed:
     """An argument or output of a compiled program.
 
     Args:
-      path: `state.params.w`; of an output, its path in the outputs, `output 0.w`.
+      path: of an argument, such as `state.params.w`; of an output, such as `output 0.w`.
       shape: the shape of the whole array.
       num_bytes: the size of one device's part.
       sharding: the sharding that JAX compiled.
@@ -51,7 +51,7 @@ class Passed:
 
 
 def arguments(compiled: Compiled, flow: Flow) -> list[Passed]:
-    """The arguments of the program, without those that JAX drops because nothing reads them."""
+    """The arguments of the program; JAX drops arguments that nothing reads."""
     leaves = jax.tree.leaves(compiled.args_info)
     shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
     used = [pair for pair in zip(leaves, shardings, strict=True) if pair[1] is not None]

@@ -1,4 +1,4 @@
-"""Collects the warnings that XLA writes to standard error while it compiles, past Python's streams."""
+"""Collects the warnings that XLA writes directly to the file descriptor of standard error while it compiles."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _turn = threading.RLock()
 def compiling() -> Iterator[list[str]]:
     """Collects the partitioner's warnings while the body of the `with` compiles, and forwards all other lines.
 
-    Standard error belongs to the process. Threads that use this wait for each other, and what other threads write
-    passes through the same pipe. There are no warnings for a program from the compilation cache, nor in a process
-    that was started with `TF_CPP_MIN_LOG_LEVEL=2`.
+    Standard error belongs to the whole process: threads that use `compiling` wait for each other, and the output of
+    other threads passes through the same pipe. There are no warnings for a program from the compilation cache, nor in
+    a process that was started with `TF_CPP_MIN_LOG_LEVEL=2`.
 
     Returns:
       A list for `inspect(compiled, mesh, warnings=...)`, complete at the end of the `with`.
@@ -55,7 +55,7 @@ def compiling() -> Iterator[list[str]]:
 def _forward(receive: int, stderr: int, warnings: list[str], finished: threading.Event) -> None:
     """Sorts the lines of the pipe, and sets `finished` at `_END`.
 
-    It reads on to the end of the pipe, because a process that was started meanwhile may still write to it.
+    It continues to the end of the pipe, because a process that was started in between may still write to it.
     """
     with open(receive, "rb", buffering=0) as pipe:
         rest = b""

@@ -1,8 +1,8 @@
 """Counts the floating point operations of the products in a compiled program.
 
-XLA's own cost analysis counts the body of a loop once; here it counts as often as it runs. A matrix product that sums K
-terms for each element of its result has 2K operations for each. Other operations (norms, softmax, the optimizer) are
-not counted, by the convention of Megatron-LM and PaLM.
+XLA's own cost analysis counts the body of a loop once; this module counts it as often as it runs. A matrix product that
+sums K terms for each element of its result has 2K operations per element. Other operations (norms, softmax, the
+optimizer) are not counted, by the convention of Megatron-LM and PaLM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LABELS = re.compile(r"dim_labels=(\w+?)_(\w+)->(\w+)")
 # Custom calls of TPU and GPU programs that only allocate, assert or wait.
 _EMPTY = re.compile(r"Allocate|Assume|AsyncCollective|Sharding|SPMD")
 _DECLARED = re.compile(r"declares_(\d+)_flops")
-"""The scope of a kernel whose operations the traced program declares."""
+"""The name of the scope in which a traced program declares the operations of a kernel."""
 _CUDNN_PRODUCTS = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 """cuDNN's attention -> its products: of the scores and the result; backward, of the scores and four gradients."""
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -73,7 +73,7 @@ def _flops(program: Program, one: Instruction) -> int:
 
 
 def _attention_flops(one: Instruction, queries: Array) -> int:
-    """Operations of cuDNN's attention, counting only visible scores: its tiles are not known from the program."""
+    """Operations of cuDNN's attention, counting only visible scores, because the kernel's tiles are unknown."""
     config = one.rest.partition("backend_config=")[2]
     shape = re.search(r'"dimensions": ?\["(\d+)", ?"(\d+)", ?"(\d+)", ?"(\d+)"\]', config)
     window = re.search(r'"sliding_window_length": ?(\d+)', config)
@@ -85,9 +85,10 @@ def _attention_flops(one: Instruction, queries: Array) -> int:
 
 
 def _convolution_terms(one: Instruction, image: Array, kernel: Array) -> int:
-    """The number of products that a convolution sums, without those of padding and of the holes of a dilation.
+    """The number of products that a convolution sums, without products with padding or with the holes of a dilation.
 
-    TPU programs express batched matrix products as dilated convolutions. All but the diagonal of these are holes.
+    TPU programs express batched matrix products as dilated convolutions. All products but those on the diagonal are
+    holes.
     """
     labels = _LABELS.search(one.attributes)
     assert labels is not None, f"a convolution without dim_labels: {one.rest[:160]}"

@@ -2,8 +2,8 @@
 
 It answers two questions about a collective. Is its operand a *view* of an argument (a slice of stacked layers, another
 dtype or layout)? Then the collective gathers that parameter. Does its result flow, element by element, into an output
-that is written over an argument? Then it reduces that parameter's gradient. Both directions pass through fusions and
-loops. Neither passes through arithmetic that mixes elements, so that each answer is correct.
+that overwrites an argument? Then it reduces that parameter's gradient. Both directions pass through fusions and loops.
+Neither passes through arithmetic that mixes elements, so that each answer is correct.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class Value(NamedTuple):
-    """The result of an instruction, or element `index` of it if it is a tuple."""
+    """The result of an instruction, or element `index` of a result that is a tuple."""
 
     computation: str
     name: str
@@ -48,12 +48,12 @@ class Flow:
         return {_number(one): one for one in entry if one.opcode == "parameter"}
 
     def gathers(self, one: Instruction) -> tuple[str, ...]:
-        """The paths of the arguments that the operands of an instruction are views of."""
+        """The paths of the arguments of which an instruction's operands are views."""
         found = (self._argument(Value(one.computation, name)) for name in one.operands)
         return tuple(dict.fromkeys(argument_path(a) for a in found if a is not None))
 
     def updates(self, one: Instruction) -> tuple[str, ...]:
-        """The paths of the arguments over which the result of an instruction is written."""
+        """The paths of the arguments that the result of an instruction overwrites."""
         return tuple(self._updates.get(one.line, ()))
 
     def is_body(self, computation: str) -> bool:
@@ -71,7 +71,7 @@ class Flow:
     # From a value to an argument, through views ------------------------------------------------------------------
 
     def _argument(self, value: Value) -> Instruction | None:
-        """The parameter of the entry that a value is a view of."""
+        """The parameter of the entry of which a value is a view."""
         found = self._parameter(value)
         if found is None:
             return None
@@ -90,7 +90,7 @@ class Flow:
         return self._argument(Value(caller.computation, name, index))
 
     def _parameter(self, value: Value) -> tuple[int, int | None] | None:
-        """(number, index) of the parameter of its computation that a value is a view of."""
+        """(number, index) of the computation's parameter of which a value is a view."""
         computation = self.program.computation(value.computation)
         name = value.name
         index = value.index
@@ -132,7 +132,7 @@ class Flow:
 
     @cached_property
     def _updates(self) -> dict[int, list[str]]:
-        """Line of a collective -> paths of the arguments over which its result is written."""
+        """Line of a collective -> paths of the arguments that its result overwrites."""
         found = defaultdict(list)
         for output, number in self.program.aliases.items():
             if self.arguments[number].arrays[0].size == 1:
@@ -187,7 +187,7 @@ class Flow:
 
 
 def reachable(start: Iterable[_T], sources: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
-    """The values of `start` and everything that they depend on, each once."""
+    """The values of `start` and all values that they depend on, each once."""
     todo = list(start)
     seen = set()
     while todo:
@@ -204,14 +204,12 @@ def starts_collective(one: Instruction, opcodes: tuple[str, ...]) -> bool:
 
 
 def argument_path(one: Instruction) -> str:
-    """The dotted path of an argument: JAX names it `state.params['embedding']`, the path is
-    `state.params.embedding`.
-    """
+    """The dotted path of an argument, such as `state.params.embedding` for JAX's `state.params['embedding']`."""
     return re.sub(r"\[\\?'?([^\]\\']*)\\?'?\]", r".\1", one.op_name) or one.name
 
 
 def _owners(paths: list[str]) -> list[str]:
-    """Removes the paths of optimizer state, which are longer and end like the path of their parameter.
+    """Removes the paths of optimizer state, which are longer than the path of their parameter and end like it.
 
     The path of a parameter is compared without its first one or two names: `.w` of `params.w` and `state.params.w`.
     """
@@ -225,7 +223,7 @@ def _owners(paths: list[str]) -> list[str]:
 
 
 def _operand_number(caller: Instruction, computation: str, parameter: int) -> int:
-    """Which operand of the caller a parameter of the called computation is."""
+    """The number of the caller's operand that becomes a parameter of the called computation."""
     if caller.opcode == "while":
         return 0
     if caller.opcode != "conditional":

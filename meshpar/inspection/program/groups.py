@@ -19,7 +19,7 @@ Groups = tuple[tuple[int, ...], ...]
 _LISTED = re.compile(r"\{((?:\{[\d, ]+\},?\s*)+)\}$")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 MESH = r"mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\(\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))?"
-"""A regular expression of the mesh that XLA prints before groups and shardings; `named_mesh` reads its match."""
+"""A regular expression for the mesh that XLA prints before groups and shardings; `named_mesh` reads its match."""
 _MESH_GROUPS = re.compile(MESH + r" ?\{(?P<axes>(?:'[^':]+',? ?)*)\}$")
 _FORM = r"\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\}"
 
@@ -28,7 +28,7 @@ def find_groups(attributes: str, name: str, num_devices: int) -> Groups:
     """The groups after `name=` in the attributes of an instruction; for a permute, the pairs (source, target).
 
     Raises:
-      ProgramError: there are none, they have an unknown form, or they name more devices than the program has.
+      ProgramError: there are no groups, they have an unknown form, or they name a device that the program lacks.
 
     >>> find_groups("%p), channel_id=1, replica_groups={{0,1},{2,3}}, dimensions={0}", "replica_groups", 4)
     ((0, 1), (2, 3))
@@ -89,7 +89,7 @@ def are_parts(groups: Groups, mesh: AnyMesh) -> bool:
 
 
 def iota(shape: str, order: str | None) -> np.ndarray:
-    """The device numbers of `[4,2]T(1,0)`: counted up in an array of `shape`, then transposed by `order`."""
+    """The device numbers of `[4,2]T(1,0)`: 0, 1, 2, ... in an array of `shape`, transposed by `order`."""
     counted = np.arange(math.prod(numbers(shape))).reshape(numbers(shape))
     return counted.transpose(numbers(order)) if order else counted
 

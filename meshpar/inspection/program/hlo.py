@@ -1,8 +1,8 @@
-"""Reads the collectives of a compiled program from its text: kind, axes, bytes, and how often each runs.
+"""Reads the collectives of a compiled program from its text: kind, axes, bytes, and number of executions.
 
 The walk starts at the entry, follows every call and multiplies by the trip counts of loops. Independently, all lines
-are searched for signs of communication. A line that has such a sign and was not counted is an error, so that no
-collective is missed.
+are searched for signs of communication. A line with such a sign that was not counted is an error, so no collective is
+missed.
 
 Communication inside a custom call (the remote copies of a Pallas kernel) is not counted.
 """
@@ -43,7 +43,7 @@ _COMMUNICATES = re.compile(
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program.
+    """One collective of a compiled program.
 
     Args:
       kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `collective_permute`, ...
@@ -79,7 +79,7 @@ class Collective:
         """The number of its line in the program's text."""
         return self.instruction.line
 
-    # Only reports need these two, and following the data takes longer than counting the bytes.
+    # These two are cached properties: only reports need them, and following the data takes longer than counting bytes.
 
     @cached_property
     def source(self) -> str:
@@ -88,9 +88,9 @@ class Collective:
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:
-        """Dotted paths of the parameters that it gathers, or whose gradients it reduces.
+        """Dotted paths of the parameters that the collective gathers, or whose gradients it reduces.
 
-        Empty for activations, and for data that arithmetic mixed on the way.
+        Empty for activations, and if arithmetic mixes the data in between.
         """
         return self.flow.gathers(self.instruction) or self.flow.updates(self.instruction)
 
@@ -106,7 +106,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> Fraction:
-        """Bytes that a device sends in one execution; the mean over all devices for a permute, where some send nothing.
+        """Bytes that a device sends in one execution; for a permute the mean over all devices, some of which send none.
 
         Communication: (n-1)/n S; 2(n-1)/n S for an all-reduce; S for a permute to another device, and for a broadcast
         between different devices; at most (n-1)/n S for a ragged all-to-all, whose sizes are data.
@@ -125,18 +125,26 @@ def collectives_of(compiled: Compiled | str, mesh: AnyMesh | None = None) -> lis
 
     Args:
       compiled: the program, or its `as_text()`.
-      mesh: the mesh it was compiled for, which names the axes of the groups.
+      mesh: the mesh that the program was compiled for; without it, axes are None.
 
     Raises:
       ProgramError: lists every collective that cannot be counted: one of an unknown kind or form, one that the entry
         does not reach, or one in a loop of unknown length.
+
+    Examples:
+      >>> import jax
+      >>> mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+      >>> compiled = jax.jit(total).lower(jax.numpy.ones(32, "float32")).compile()
+      >>> [(one.kind, one.axes, float(one.sent_bytes)) for one in collectives_of(compiled, mesh)]
+      [('all_reduce', ('data',), 48.0)]
     """
     program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
     return found_in(program, list(walk(program)), mesh)
 
 
 def found_in(program: Program, visits: list[Visit], mesh: AnyMesh | None, flow: Flow | None = None) -> list[Collective]:
-    """`collectives_of` a program that was parsed and walked already."""
+    """`collectives_of` for a program that is already parsed and walked."""
     if mesh is not None and mesh.size != program.num_devices:
         raise ProgramError(f"the program is for {program.num_devices} devices, the mesh has {mesh.size}")
     found = [(visit, kind) for visit in visits if (kind := _kind(visit.instruction))]
@@ -151,12 +159,20 @@ def total_sent_bytes(
 ) -> Fraction:
     """Bytes that a device sends in one call of the program.
 
-    A branch of a conditional counts as taken, unless the conditional's scope states how often; so the sum is an upper
-    bound if other branches communicate.
+    A branch of a conditional counts as taken, unless the conditional's scope states how often. So the sum is an upper
+    bound if several branches communicate.
 
     Args:
+      found: the result of `collectives_of`.
       kind: counts only collectives of this kind.
       axes: counts only collectives over exactly these axes.
+
+    >>> import jax
+    >>> mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+    >>> compiled = jax.jit(total).lower(jax.numpy.ones(32, "float32")).compile()
+    >>> total_sent_bytes(collectives_of(compiled, mesh), axes=["data"])
+    Fraction(48, 1)
     """
     wanted = None if axes is None else set(axes)
     of_kind = (c for c in found if kind in (None, c.kind))
@@ -165,16 +181,16 @@ def total_sent_bytes(
 
 def _kind(one: Instruction) -> str | None:
     kind = KINDS.get(one.opcode.removesuffix("-start"))
-    # TPU programs express a reduce-scatter as a fusion of this name, of an all-reduce and a slice.
+    # TPU programs express a reduce-scatter as a fusion of an all-reduce and a slice, with this name.
     scatters = kind == "all_reduce" and one.computation.startswith("all-reduce-scatter")
     return "reduce_scatter" if scatters else kind
 
 
 def _continues(program: Program, one: Instruction) -> bool:
-    """Whether the instruction is a later part of a collective, which began in another computation.
+    """Whether the instruction is a later part of a collective that began in another computation.
 
-    TPU programs advance a collective in the fusions that run meanwhile. Its start, each of these fusions and its end
-    contain the whole collective, and only the start's computation an `AsyncCollectiveStart`.
+    TPU programs advance a collective in the fusions that run at the same time. Its start, each of these fusions and its
+    end contain the whole collective, but only the start's computation contains an `AsyncCollectiveStart`.
     """
     if "async_collective_fusion_config" not in one.rest:
         return False
@@ -207,9 +223,9 @@ def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: Any
 
 
 def _sent_rows(program: Program, one: Instruction) -> tuple[Array, ...]:
-    """The buffer that a ragged all-to-all sends rows of; empty if it is computed elsewhere.
+    """The buffer whose rows a ragged all-to-all sends; empty if it is computed elsewhere.
 
-    If all devices get equally many rows, it sends the smaller of this buffer and its result: the other has more room.
+    If all devices get equally many rows, the sent rows fill the smaller one of this buffer and the result.
     """
     beside = program.computation(one.computation)
     return beside[one.operands[0]].arrays if one.operands and one.operands[0] in beside else ()
@@ -232,7 +248,7 @@ def _require_all_counted(program: Program, visits: list[Visit], counted: list[Vi
     for visit in counted:
         if visit.times is None:
             what = f"runs in a loop of unknown length ({visit.instruction.op_name})"
-            problems.add(_place(program, visit.instruction.line), what, "a loop with a static number of turns")
+            problems.add(_place(program, visit.instruction.line), what, "a loop with a static number of iterations")
     reached = {visit.instruction.line for visit in visits}
     lines = {visit.instruction.line for visit in counted}
     for number, line in enumerate(program.lines, start=1):

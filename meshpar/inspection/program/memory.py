@@ -28,11 +28,11 @@ class Memory:
 
     Args:
       arguments: by the first two names of their paths: `state.params`, `state.opt_state`, `batch.tokens`.
-      outputs: of the outputs that are not written over a donated argument.
+      outputs: the outputs that do not overwrite a donated argument.
       temporaries: the largest sum of temporary buffers at one time, as the compiler reports it.
-      peak: the largest sum of all buffers at one time, as the compiler reports it; None on CPU, which does not.
-      host: of temporaries in the host's memory, such as offloaded activations; the other figures exclude them. 0 on
-        CPU, where device and host have the same memory.
+      peak: the largest sum of all buffers at one time, as the compiler reports it; None on CPU, which reports none.
+      host: temporaries in the host's memory, such as offloaded activations; the other figures exclude them. 0 on CPU,
+        where device and host have the same memory.
     """
 
     arguments: dict[str, Count]
@@ -61,7 +61,7 @@ class Held:
       array: its type, such as `f32[8,4]`.
       num_bytes: the size of the device's part of it.
       is_argument: whether it is an argument; otherwise it is a temporary.
-      source: `file:line`, of a temporary.
+      source: `file:line` of the code that computes a temporary.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Parses the text of a compiled program into computations of instructions.
 
-XLA prints one instruction a line, but for a Pallas kernel, whose metadata continue on further lines. A loop's body, a
-branch, a fusion and an asynchronous call are computations of their own. Tables of files and stack frames precede the
-first computation. This module knows nothing of loops or collectives.
+XLA prints one instruction per line, except for a Pallas kernel, whose metadata continue on further lines. A loop's
+body, a branch, a fusion and an asynchronous call are separate computations. Tables of files and stack frames precede
+the first computation. This module does not interpret loops or collectives.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Instruction:
     def names(self, *attributes: str) -> list[str]:
         """The computations that the given attributes name: `body=%b`, `branch_computations={%b0, %b1}`."""
         if not any(f"{attribute}=" in self.rest for attribute in attributes):
-            return []  # a cheap test first: most instructions call nothing
+            return []  # a cheap test first, because most instructions call nothing
         found = re.findall(rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|[%\w.\-]+)", self.attributes)
         return re.findall(r"[\w.\-]+", " ".join(found))
 
@@ -183,7 +183,7 @@ class Program:
             frame = self._tables["StackFrames"].get(str(int(parent[1]) - 1), "") if parent else ""
 
     def source(self, one: Instruction) -> str:
-        """`file:line` of the innermost frame of a model or layer; of the innermost frame if there is none of these."""
+        """`file:line` of the innermost frame of a model or layer; without such a frame, of the innermost one."""
         frames = list(self.sources(one))
         return next((frame for frame in frames if not _PASSED_THROUGH.search(frame)), next(iter(frames), ""))
 
@@ -204,7 +204,7 @@ class Program:
 
 
 def _num_devices(header: str) -> int:
-    """How many devices run the program; replica groups number them from 0."""
+    """The number of devices that run the program; replica groups number them from 0."""
     if re.search(r"\breplica_count=(?!1\b)", unquoted(header)):
         raise ProgramError("the program has several replicas, as pmap makes them, instead of partitions: use jit")
     match = re.search(r"\bnum_partitions=(\d+)", unquoted(header))

@@ -1,8 +1,8 @@
 """Walks the instructions that a program executes, and counts how often each one runs.
 
 A loop runs its body as often as its trip count says. XLA prints trip counts on CPU and GPU. On TPU they are computed
-from the loop's counter: its start, its step and its limit. XLA peels the first turn off some loops, so the start may be
-1. Where data decide how often a loop runs, its scope says how often it is expected to.
+from the start, the step and the limit of the loop's counter. XLA peels the first iteration off some loops, so the start
+may be 1. If data decide how often a loop runs, its scope states the expected number.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _product(times: Fraction | None, trips: int | None) -> Fraction | None:
 
 
 def trip_count(program: Program, loop: Instruction) -> int | None:
-    """How often the body of a `while` runs, or is expected to run if data decide; None if neither is known."""
+    """The number of times that the body of a `while` runs, or is expected to run; None if neither is known."""
     if known := _KNOWN_TRIPS.search(loop.rest) or _EXPECTED.search(loop.op_name):
         return int(known[1])
     outside = program.computation(loop.computation)
@@ -106,7 +106,7 @@ def _step(body: _Computation, root: Instruction, counter: int) -> int | None:
 
 
 def _carried(within: _Computation, name: str) -> int | None:
-    """The number of the element of the carry (the computation's parameter) that `name` is; None if it is none."""
+    """The index of `name` in the carry, which is the computation's parameter; None if it is no element of it."""
     one = _resolve(within, name)
     if one is None or one.opcode != "get-tuple-element" or within[one.operands[0]].opcode != "parameter":
         return None
@@ -127,7 +127,7 @@ def _constant(within: _Computation, name: str | None) -> int | None:
 
 
 def _resolve(within: _Computation, name: str | None) -> Instruction | None:
-    """The instruction of that name; of a copy, the instruction that it copies."""
+    """The instruction of that name; for a copy, the instruction that it copies."""
     one = within.get(name or "")
     while one and one.opcode == "copy":
         one = within.get(one.operands[0])

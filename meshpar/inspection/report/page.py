@@ -1,7 +1,7 @@
 """Renders an inspection as a page for a browser: one file, without scripts, fonts or links to other files.
 
-`page.html` is the template; this module computes what it draws. The widths of all bars are percentages of the page's
-width, so they are to scale on a screen of any size.
+`page.html` is the template; this module computes the figures in it. The widths of all bars are percentages of the
+page's width, so they are to scale on a screen of any size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WIDE_PX = 700
 
 
 def page(inspection: Mapping[str, Any]) -> str:
-    """Renders the page of an inspection, or of a judgement.
+    """Renders the page of an `Inspection` or a `FitReport`.
 
     Args:
       inspection: the plain data of `as_json()`, or of a file that `meshpar inspect --json` wrote.
@@ -51,7 +51,7 @@ def page(inspection: Mapping[str, Any]) -> str:
 
 
 def _sends(report: PlainInspection) -> dict[str, Any]:
-    """The bytes sent over each combination of axes, and those that the traced program names."""
+    """The bytes sent over each combination of axes, by the compiled and by the traced program."""
     form = report.traced_bytes_per_axis or {}
     all_axes = list(dict.fromkeys([*report.sent_bytes_per_axis, *form]))
     sent = {axes: report.sent_bytes_per_axis.get(axes, 0) for axes in all_axes}
@@ -72,7 +72,7 @@ def _against(sent: int, traced: int) -> str:
 
 
 def _order(collectives: Iterable[PlainCollective]) -> dict[str, Any]:
-    """The collectives over each combination of axes, each with the bytes sent before it, and the colours of kinds."""
+    """The collectives by axes, each with the bytes sent before it, and the colours of the kinds."""
     found = list(collectives)
     starts = list(accumulate((one.total_bytes for one in found), initial=0.0))
     lanes: dict[str, list[tuple[float, PlainCollective]]] = defaultdict(list)
@@ -114,7 +114,7 @@ def _memory(report: PlainInspection) -> dict[str, Any]:
 
 
 def _room(one: PlainCollective, all_sent: float) -> str:
-    """On which screens a block has room for its `12x`: `any`, `wide` ones only, or none (empty)."""
+    """The screens on which a block has room for its `12x`: `any`, only `wide` ones, or none (empty)."""
     share = one.total_bytes / all_sent if all_sent else 0
     needed_px = 7 * len(times_text(one.times)) + 8
     if one.times == 1 or share * _WIDE_PX < needed_px:
@@ -123,7 +123,7 @@ def _room(one: PlainCollective, all_sent: float) -> str:
 
 
 def _tooltip(one: PlainCollective) -> str:
-    """What is known of a collective, one fact a line."""
+    """The facts about a collective, one per line."""
     lines = [
         f"{one.kind} over {axes_name(one.axes, one.is_in_parts)}",
         f"{times_text(one.times)} {human_bytes(one.sent_bytes)} = {human_bytes(one.total_bytes)}",

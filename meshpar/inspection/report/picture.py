@@ -12,7 +12,7 @@ import numpy as np
 from meshpar.sharding.resolve import Placement
 from meshpar.tree import human_bytes
 
-# Pixels left of the grid, and of a cell.
+# Pixels: the margin left of the grid, the width and the height of a cell.
 _LEFT = 170
 _WIDTH = 150
 _HEIGHT = 46
@@ -78,7 +78,7 @@ class Picture:
         return [i for i, axes in enumerate(self.placement.axes) if axes]
 
     def _labels(self) -> tuple[str, str]:
-        """The dims along the columns, and those along the rows, with their axes."""
+        """The dims along the columns and the dims along the rows, with their axes."""
         names = [f"{self.placement.spec.dims[i]} → {', '.join(self.placement.axes[i])}" for i in self._sharded]
         rows = "  ".join(names[:-1])
         return "".join(f"{name} " for name in names[-1:]), f"{rows} " if rows else ""

@@ -1,4 +1,4 @@
-"""Groups collectives by their place in the code, as the text and the page list them."""
+"""Groups collectives by their place in the code, for the text and the page."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def axes_name(axes: tuple[str, ...] | None, is_in_parts: bool = False) -> str:
 
 
 def times_text(times: float | Fraction) -> str:
-    """How often a collective runs, with two decimals at most.
+    """The number of executions of a collective, with at most two decimals.
 
     >>> times_text(12), times_text(1.5)
     ('12x', '1.5x')

@@ -1,6 +1,6 @@
-"""The plain data of an inspection, typed: what `as_json()` returns and `meshpar inspect --json` writes.
+"""The plain data of an inspection, as `as_json()` returns and `meshpar inspect --json` writes it, with types.
 
-Text, page and comparison are made from this data, so that a stored file serves as well as a program that was just
+Text, page and comparison are rendered from this data, so they work for a stored file as for a program that was just
 compiled. Unknown keys are ignored, because a newer meshpar may write more of them.
 """
 
@@ -17,7 +17,7 @@ from meshpar.inspection.program.memory import Count, Held, Memory
 
 Bytes = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Times = Annotated[Bytes, pydantic.AfterValidator(lambda times: int(times) if times.is_integer() else times)]
-"""How often something runs: a fraction where only some devices take a branch."""
+"""A number of executions: a fraction if only some devices take a branch."""
 _MAX_PROBLEMS = 8
 
 
@@ -76,7 +76,7 @@ class PlainInspection(_Plain):
 
 
 def plain(inspection: Mapping[str, Any] | PlainInspection) -> PlainInspection:
-    """Types the data of `as_json()`; returns data that are typed already as they are."""
+    """The data of `as_json()` with types; typed data are returned unchanged."""
     return PlainInspection.model_validate(inspection)
 
 

@@ -16,12 +16,12 @@ from meshpar.tree import flatten_with_paths, human_bytes, matching
 
 @dataclass(frozen=True)
 class Report:
-    """The placements of a train state.
+    """The report of `explain`: the placements of the parameters, and the bytes of the model's states on a device.
 
     Args:
       arrays: path -> placement, of the parameters as they are stored.
       held: name (parameters, gathered, gradients, optimizer) -> the largest number of bytes on a device.
-      selected: key of the config -> what it selects on this mesh.
+      selected: key of the config -> the implementation that it selects on this mesh.
       host: the bytes that a device stores in its host's memory.
       drawn: whether the text draws the arrays.
     """
@@ -33,7 +33,7 @@ class Report:
     drawn: bool = False
 
     def only(self, glob: str) -> Report:
-        """The report on the arrays whose paths match, with a picture of each.
+        """The report on the arrays whose paths match a glob, with a picture of each.
 
         Raises:
           ConfigError: no path matches.
@@ -83,7 +83,7 @@ class Report:
 
 
 def report(params: Any, held: Mapping[str, int], selected: Mapping[str, str], host: int = 0) -> Report:
-    """Reports on a tree of placements, on the bytes that a device holds, by name, and on what the config selects."""
+    """A `Report` on a tree of placements, the bytes on a device by name, and the implementations that are selected."""
     return Report(flatten_with_paths(params), {name: size for name, size in held.items() if size}, selected, host)
 
 

@@ -1,10 +1,10 @@
-"""Columns of text, each as wide as its widest cell."""
+"""Formats rows of text in columns, each as wide as its widest cell."""
 
 from __future__ import annotations
 
 
 def table(head: list[str] | None, rows: list[list[str]]) -> str:
-    """Rows of cells that are aligned to the left, with two blanks between columns.
+    """Rows of left-aligned cells, with two blanks between columns.
 
     >>> print(table(["over", "bytes"], [["fsdp", "8"], ["tensor", "16"]]))
       over    bytes

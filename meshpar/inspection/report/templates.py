@@ -1,4 +1,4 @@
-"""The templates of pages: one file each, without scripts, fonts or links to other files."""
+"""Loads the templates of HTML pages; each page is one file, without scripts, fonts or links to other files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 def environment(folder: Path = HERE) -> jinja2.Environment:
-    """The templates of a folder, and the macros and the style that all pages share. All values are escaped."""
+    """The templates of a folder, with the macros and the style that all pages share. All values are escaped."""
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, HERE]),
         autoescape=True,

@@ -14,7 +14,7 @@ _MAX_FINDINGS = 8
 
 
 def text(report: PlainInspection) -> str:
-    """What a device sends, computes and holds in one call of a program."""
+    """The communication, FLOPs and memory of a device in one call of a program, as text."""
     parts = ["a device, in one step"]
     if report.mesh:
         parts.append(f"mesh: {describe_sizes(report.mesh)}")
@@ -37,7 +37,7 @@ def text(report: PlainInspection) -> str:
 
 
 def selected_lines(selected: Mapping[str, str]) -> list[str]:
-    """What keys of a config select, under a heading."""
+    """The implementations that keys of a config select, under a heading."""
     return ["selected", *(f"  {key}  {what}" for key, what in selected.items())]
 
 

@@ -1,8 +1,8 @@
-"""Attention: one layer, and the cores with which it can compute how tokens attend to each other.
+"""Attention: one layer, and the cores that compute how tokens attend to each other.
 
-The key `attention` of a model selects a core; each is one file. All compute the same, and differ in time and memory.
-`layer.py` contains what they share: projections, head norms, rotary positions, local heads. Generation passes the core
-of its cache instead.
+A model's key `attention` selects the core; each core is one file. All cores give the same result, and differ in time
+and memory. `layer.py` contains the parts around every core: projections, head norms, rotary positions and local heads.
+Generation uses the core of its cache instead.
 
 >>> from meshpar import attention, models
 >>> sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64}

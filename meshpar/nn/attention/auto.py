@@ -1,4 +1,4 @@
-"""Selects an attention core by the platform that a program is compiled for, and by its rows."""
+"""Selects an attention core by the platform that a program is compiled for, and by the length of its rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ KERNELS: dict[str | None, Kernel] = {"gpu": Cudnn(), "tpu": Splash()}
 
 
 class Auto(Config):
-    """`reference` for rows of one block, else `cudnn` on GPUs and `splash` on TPUs; beyond their limits `blocks`."""
+    """Selects `reference` for rows of at most 128 tokens, else `cudnn` on GPUs, `splash` on TPUs, `blocks` elsewhere.
+
+    It also selects `blocks` beyond the limits of a kernel.
+    """
 
     shorthand: ClassVar = "kind"
     kind: Literal["auto"] = "auto"
@@ -31,7 +34,7 @@ class Auto(Config):
     block_size: ClassVar[int] = BLOCK_SIZE
 
     def select(self, setting: Setting) -> tuple[Reference | Blocks | Kernel, str]:
-        """The core, and the reason."""
+        """Returns the core, and the reason for it."""
         if setting.seq_len <= BLOCK_SIZE:
             return (
                 Reference(),
@@ -59,7 +62,7 @@ class Auto(Config):
         return text
 
     def reference(self, seq_len: int, small_seq_len: int) -> Reference | Blocks:
-        """The core of a small run: that which rows of `seq_len` tokens have, although small rows would get another."""
+        """Returns the core for a small copy of a run, selected by the run's `seq_len`, with `blocks` for any kernel."""
         core = Reference() if seq_len <= BLOCK_SIZE else Blocks()
         return core.reference(seq_len, small_seq_len)
 

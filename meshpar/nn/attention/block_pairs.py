@@ -1,7 +1,7 @@
-"""Tables of the block pairs that attention computes: which block of queries meets which block of keys, in which order.
+"""Tables of the pairs (block of queries, block of keys) that attention computes, in order.
 
-A pair without a visible token is not in the table, so that it costs nothing, forward or backward. The tables are
-NumPy arrays and need no devices; `online_softmax` runs them.
+A pair without a visible token is not in the table, so it costs nothing, forward or backward. The tables are NumPy
+arrays and need no devices; `online_softmax` runs them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 class BlockGrid:
     """Cuts a sequence into blocks of one size.
 
-    If no such size divides the sequence, the last block overlaps the one before it, and a mask excludes the tokens
-    that belong to the other. So nothing is padded.
+    If the size does not divide the sequence, the last block overlaps the block before it, and a mask excludes the
+    tokens that belong to that block. Nothing is padded.
 
     Args:
       seq_len: the number of tokens.
@@ -65,13 +65,14 @@ class BlockGrid:
 
 
 def visible_pairs(grid: BlockGrid, chunks_apart: int = 0, window: Any = None) -> np.ndarray:
-    """All pairs in which some query attends to some key, if each sequence of the grid is a chunk of a longer one.
+    """All pairs of blocks in which some query attends to some key.
 
-    The pairs of one query block follow each other, the nearest keys first.
+    The queries and the keys are chunks of one longer sequence; each chunk is divided by the grid. The pairs of a query
+    block are consecutive, with the nearest keys first.
 
     Args:
       chunks_apart: by how many chunks the queries are after the keys.
-      window: how many tokens a query attends to. Only an int leaves out pairs: an array is known only on the device.
+      window: how many tokens a query attends to. Only an int excludes pairs: an array is known only on the device.
 
     Returns:
       int64[pair, 2] (block of queries, block of keys).

@@ -28,10 +28,10 @@ BLOCK_SIZE = 128
 
 
 class Blocks(Config):
-    """Computes scores block by block, and only those of blocks with a visible token; the backward computes them again.
+    """Computes scores in blocks, and skips blocks without a visible token; the backward computes the scores again.
 
-    It computes the same as `reference`, on every backend and in every dtype. Blocks beyond a window are left out if
-    all layers have the same window.
+    The result is that of `reference`, on every backend and in every dtype. Blocks beyond a window are skipped if all
+    layers have the same window.
 
     Memory: the scores of one pair of blocks, B H block_size^2.
     Source: Dao 2023 (FlashAttention-2), arXiv:2307.08691.
@@ -40,7 +40,7 @@ class Blocks(Config):
     shorthand: ClassVar = "kind"
     kind: Literal["blocks"] = "blocks"
     block_size: Positive = BLOCK_SIZE
-    """The most tokens of a block. A row is divided into equal blocks, as few as possible."""
+    """The largest number of tokens in a block. A row is divided into as few equal blocks as possible."""
     has_cache: ClassVar[bool] = False
     sharding: ClassVar[Sharding] = {}
 
@@ -52,13 +52,13 @@ class Blocks(Config):
         return in_blocks(Shards(tables), q, k, v, documents(segments, q), window), None
 
     def describe(self, setting: Setting) -> str:
-        """What it computes for a row."""
+        """Says which scores it computes for a row."""
         grid = BlockGrid(setting.seq_len, self.block_size)
         num_pairs = len(visible_pairs(grid, 0, setting.window))
         return f"blocks: {num_pairs} of {grid.num_blocks**2} pairs of blocks of {grid.size} tokens"
 
     def reference(self, seq_len: int, small_seq_len: int) -> Blocks:
-        """The core of a small run with rows of `small_seq_len` tokens: with several blocks if the run's rows have."""
+        """Returns the core for a small copy of a run. Its rows have several blocks if those of the run have."""
         return Blocks(block_size=small_seq_len if seq_len <= self.block_size else max(1, small_seq_len // 8))
 
 
@@ -66,12 +66,12 @@ def in_blocks(
     shards: Shards, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
     segments: Int[Array, "B S"], window: Window,
 ) -> Float[Array, "B S H h"]:  # fmt: skip
-    """Attention of a device's queries to the keys of all shards, in the layout of a `Core`."""
+    """Computes attention of a device's queries to the keys of all shards, in the layout of a `Core`."""
     # Under GSPMD a loop gets its shardings from its operands.
     k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
     v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
     q, k, v = varying_alike(q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype), k, v)
-    # Named by heads too: a backward that reads these need not transpose the queries, keys and values again.
+    # `Attention` names q, k and v too. Named here, with heads in front, they need no second transpose in the backward.
     q_BKGSh = named(by_key_head(q, k.shape[2]), "q")
     k_BKSh = named(k.swapaxes(1, 2), "k")
     v_BKSh = named(v.swapaxes(1, 2), "v")

@@ -27,7 +27,7 @@ CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 
 def _row_by_row(num_dims: int) -> jax.lax.ScatterDimensionNumbers:
-    """Writes [batch, seq, ...] of so many dims to slots. An index is (layer, position).
+    """The dims of a scatter that writes [batch, seq, ...] to slots. An index is (layer, position).
 
     Rows are declared as batch dims, so that GSPMD can shard them.
     """
@@ -49,7 +49,7 @@ class KVCache(NamedTuple):
 
 
 class ContinuedCache(KVCache):
-    """The same cache, for several tokens per row that follow those in it."""
+    """The same cache, for a program in which several tokens per row follow cached tokens."""
 
     def layer(self, index: Int[Array, ""], prompts: Core) -> CachedLayer:
         """The core of one layer, which computes no prompts."""
@@ -60,12 +60,12 @@ class ContinuedCache(KVCache):
 class CachedLayer:
     """Writes the new tokens to the cache of one layer, and attends to all tokens in it.
 
-    Several tokens per row are a prompt, which begins at position 0 and attends only to itself.
+    With `prompts`, several tokens per row are a prompt, which begins at position 0 and attends only to itself.
 
     Args:
       cache: the cache of all layers. The scan over layers carries it as one buffer, and writes in place.
       index: int32[]. The index of the layer.
-      prompts: the core that computes prompts; None if several tokens follow those in the cache.
+      prompts: the core that computes prompts; None if several tokens per row follow cached tokens.
     """
 
     cache: KVCache

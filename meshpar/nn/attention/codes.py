@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from meshpar.nn.quantized_kernel import nearest_codes
+
 CacheFormat = Literal["int8"]
 
 
@@ -33,14 +35,13 @@ Stored = Float[Array, "... K h"] | Codes
 
 
 def encoded(x: Float[Array, "*tokens K h"], like: Stored) -> Stored:
-    """New keys or values in the format and dtype of those in a cache."""
+    """Encodes new keys or values in the format and dtype of a cache, `like`."""
     return encode(x.astype(like.scales.dtype)) if isinstance(like, Codes) else x.astype(like.dtype)
 
 
 def encode(x: Float[Array, "*tokens K h"]) -> Codes:
     scales = jnp.abs(x).max(-1) / jnp.asarray(127, x.dtype)
-    steps = x / jnp.where(scales == 0, jnp.ones_like(scales), scales)[..., None]
-    return Codes(jnp.clip(jnp.round(steps), -127, 127).astype(jnp.int8), scales)
+    return Codes(nearest_codes(x, scales[..., None], 127), scales)
 
 
 def decoded(stored: Stored) -> jax.Array:

@@ -35,9 +35,9 @@ def across_shards(
     core: Core, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
     positions: Int[Array, "B S"], segments: Any, window: Window,
 ) -> tuple[Float[Array, "B S H h"], Any]:  # fmt: skip
-    """The core's attention over whole rows, of which each device has a shard. Without shards, the core itself.
+    """Computes attention over whole rows, of which each device has a shard. Without shards it only calls the core.
 
-    Communication: see `Shards.meet` and `Exchange`, whichever `parallel.context` selects.
+    Communication: that of `Shards.meet` or `Exchange`, as `parallel.context` selects.
     """
     ctx = manual()
     axes = ctx.axes("seq") if ctx else ()
@@ -68,15 +68,15 @@ def check(core: Core, num_heads: int, ctx: ParallelContext, problems: Problems) 
     if num_devices % group:
         groups = [size for size in range(2, num_devices + 1) if num_devices % size == 0]
         fix = f"parallel.context.group={min(groups, key=lambda size: abs(size - group))}"
-        what = f"{num_devices} devices share a row, which cannot be divided into groups of {group}"
+        what = f"the {num_devices} devices that share a row cannot be divided into groups of {group}"
         problems.add("parallel.context.group", what, fix)
     elif heads % group:
-        what = f"{heads} query heads on each device cannot be shared equally by the {group} that exchange them"
+        what = f"{heads} query heads on each device cannot be divided among the {group} devices that exchange them"
         fewer = math.gcd(heads, group)
         smaller = f"kind: hybrid, group: {fewer}" if fewer > 1 else "kind: ring"
         problems.add("parallel.context", what, f"parallel.context={{{smaller}}}, or a multiple of {group} heads")
     if isinstance(core, Kernel) and ctx.sequence.num_shards > 1:
-        what = f"{core.kind} needs whole rows, and {context.kind} computes attention in blocks of them"
+        what = f"{core.kind} needs whole rows, but {context.kind} computes attention in blocks of a row"
         problems.add("model.attention", what, "model.attention=auto, or parallel.context=ulysses")
     if ctx.schedule and context.kind in ("ring", "hybrid"):
         what = "stages of a pipeline work at different times, and XLA's permutations need all devices at once"
@@ -131,7 +131,7 @@ class Exchange:
     group: int
 
     def to_heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Whole rows of the group's tokens, of some query heads and the key heads that they need."""
+        """Returns the tokens of the whole group, for some query heads and the key heads that these need."""
         if self.group == 1:
             return q, k, v
         sent = sent_key_heads(q.shape[HEADS], k.shape[HEADS], self.group)
@@ -141,7 +141,7 @@ class Exchange:
         return self._all_to_all(q, HEADS, SEQ), self._all_to_all(k, HEADS, SEQ), self._all_to_all(v, HEADS, SEQ)
 
     def to_tokens(self, out: jax.Array) -> jax.Array:
-        """This device's tokens, of all heads."""
+        """Returns this device's tokens, for all heads."""
         return out if self.group == 1 else self._all_to_all(out, SEQ, HEADS)
 
     def whole(self, x: Int[Array, "B S"]) -> Int[Array, "B T"]:
@@ -161,10 +161,9 @@ class Exchange:
 
 
 def sent_key_heads(heads: int, kv_heads: int, group: int) -> np.ndarray | None:
-    """Which key head is sent at each place, if not every key head goes to exactly one device of a group.
+    """The key head to send at each place; None if each key head goes to exactly one device of a group.
 
-    Each device gets the same number of key heads, and each of them serves equally many of its query heads. If one
-    device needs parts of several groups of query heads, each of its query heads gets a key head of its own.
+    Each device gets one key head if all its query heads share it; else a key head for each of its query heads.
 
     >>> sent_key_heads(heads=8, kv_heads=4, group=4) is None
     True

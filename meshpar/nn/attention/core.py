@@ -24,7 +24,7 @@ Window = Int[Array, ""] | int | None
 class Core(Protocol):
     """Computes attention of projected queries to projected keys.
 
-    A core names its result `attn`, and statistics that its backward needs with it, see `nn.remat.Activation`.
+    A core names its result `attn`, and names the statistics that its backward needs, see `nn.remat.Activation`.
 
     Args:
       q: [batch, seq, heads, head_dim], local shards in the manual lowering.
@@ -68,7 +68,7 @@ def causal_window(queries: Int[Array, "*B S"], keys_T: Int[Array, "T"], window: 
 
 
 def known_window(window: Window) -> int | None:
-    """A window that is the same in all layers; None for none, or one that only the device knows."""
+    """The window if it is the same in all layers; None if there is none, or if only the device knows it."""
     return window if isinstance(window, int) else None
 
 
@@ -80,7 +80,7 @@ def documents(segments: Int[Array, "B S"] | None, q_BSHh: Float[Array, "B S H h"
 def needed_scores(seq_len: int, window: Window) -> Fraction:
     """The scores of a row that causal attention needs: half of all, by the convention of Megatron-LM.
 
-    A window that is the same in all layers leaves out the scores beyond it.
+    A window that is the same in all layers excludes the scores beyond it.
     """
     width = min(window, seq_len) if isinstance(window, int) else seq_len
     return seq_len * width - Fraction(width**2, 2)

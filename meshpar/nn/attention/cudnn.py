@@ -90,9 +90,9 @@ def _attend(
 
 @cache
 def _ask_target() -> None:
-    """Lets the GPUs that a program is compiled for answer JAX's questions, if this machine has none.
+    """Makes JAX's checks of cuDNN describe the GPUs that a program is compiled for, if this machine has none.
 
-    JAX asks again when it differentiates, so the answers depend on the context at that time.
+    JAX checks again when it differentiates, so the answers depend on the context at that time.
     """
     answers: dict[str, Callable[..., Any]] = {
         "check_cudnn_version": lambda target: CUDNN_VERSION,

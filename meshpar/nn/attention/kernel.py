@@ -1,4 +1,4 @@
-"""The base of attention cores that are kernels for one kind of device, which have limits."""
+"""The base class of attention cores that are kernels for one kind of device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshpar.nn.supported import Sharding
 
 
 class Kernel(Config):
-    """A core that runs on one kind of device. Outside of its limits, `blocks` computes the same."""
+    """A core that runs on one kind of device, within limits. `blocks` gives the same result without limits."""
 
     kind: str
     device: ClassVar[str]
@@ -26,11 +26,14 @@ class Kernel(Config):
 
     @abstractmethod
     def limits(self, setting: Setting) -> list[str]:
-        """The reasons why the kernel cannot compute this; empty if it can. Each continues a sentence after its name."""
+        """The reasons why the kernel cannot compute this setting; empty if it can.
+
+        Each reason is the rest of a sentence that begins with the kernel's name.
+        """
 
     @abstractmethod
     def describe(self, setting: Setting) -> str:
-        """What it computes for a row."""
+        """Says which scores it computes for a row."""
 
     @abstractmethod
     def __call__(
@@ -39,7 +42,7 @@ class Kernel(Config):
         """See `Core`."""
 
     def reference(self, seq_len: int, small_seq_len: int) -> Blocks:
-        """The core of a small run, which runs on CPUs in float64."""
+        """Returns the core for a small copy of a run, which computes on CPUs in float64."""
         return Blocks().reference(seq_len, small_seq_len)
 
     def check(self, setting: Setting, problems: Problems) -> None:
@@ -55,7 +58,7 @@ class Kernel(Config):
 
 
 def for_prompts(core: Core, q: jax.Array, window: Window) -> Core:
-    """The core that computes prompts: `blocks` if it is a kernel beyond its limits. A model generates on any device."""
+    """Returns `blocks` if the core is a kernel beyond its limits, so that a model generates on any device."""
     if isinstance(core, Kernel) and core.limits(of_arrays(q, None, window)):
         return Blocks()
     return core

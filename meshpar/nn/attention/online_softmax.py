@@ -1,9 +1,9 @@
 """Attention over a table of block pairs, which never holds the scores of more than one pair.
 
 The forward keeps a running maximum and sum of exponentials for each query, and rescales the result when the maximum
-grows. The backward computes the scores of each pair again, from the log of the final sum. Both can meet the keys in
-several parts, each with a table of its own, see `shards`. Each is one loop over its table: with separate operations for
-each of three pairs, XLA:CPU needed 1.3 times the time and memory.
+grows. The backward computes the scores of each pair again, from the log of the final sum. Both can process the keys in
+several parts, each with its own table, see `shards`. Each is one loop over its table: with separate operations for each
+of three pairs, XLA:CPU needed 1.3 times the time and memory.
 
 Source: Dao 2023 (FlashAttention-2), arXiv:2307.08691; Milakov and Gimelshein 2018, arXiv:1805.02867.
 
@@ -39,7 +39,7 @@ def by_head(out_BKGSh: Float[Array, "B K G S h"]) -> Float[Array, "B S H h"]:
 
 
 class Tokens(NamedTuple):
-    """What decides whether a query attends to a key.
+    """The places and documents of tokens, which decide whether a query attends to a key.
 
     Args:
       index: int32 [seq]. The place of each token in its row.
@@ -55,7 +55,7 @@ class Tokens(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Queries, and the keys and values that they meet.
+    """Queries, and the keys and values that they attend to.
 
     Args:
       q: already divided by the square root of head_dim.
@@ -100,7 +100,7 @@ class Softmax(NamedTuple):
 
 
 def empty(q: Float[Array, "B K G S h"]) -> Softmax:
-    """The state of queries that have met no key."""
+    """The state of queries before the first key."""
     dtype = wide_dtype(q.dtype)
     rows = q.shape[:-1]
     state = Softmax(jnp.zeros(q.shape, dtype), jnp.full(rows, jnp.finfo(dtype).min, dtype), jnp.zeros(rows, dtype))
@@ -131,7 +131,7 @@ class Backward(NamedTuple):
     Args:
       grad: the gradient of the result.
       log_mass: see `Softmax.log_mass`.
-      mean: the mean of the gradients of a query's weights, weighted by them.
+      mean: the mean over keys of the gradients of a query's attention weights, weighted by these weights.
     """
 
     grad: Float[Array, "B K G S h"]
@@ -140,6 +140,8 @@ class Backward(NamedTuple):
 
 
 def backward_of(out: jax.Array, log_mass: jax.Array, grad: jax.Array) -> Backward:
+    """Computes the values of each query that the backward needs, from the result and its gradient."""
+
     def by_head(x: jax.Array) -> jax.Array:
         # XLA:CPU takes eight times as long for a sum of products with a dim of size 1 in front.
         batch, kv_heads, groups, *rest = x.shape
@@ -151,7 +153,7 @@ def backward_of(out: jax.Array, log_mass: jax.Array, grad: jax.Array) -> Backwar
 def add_gradients(
     grid: BlockGrid, grads: tuple[jax.Array, ...], known: Backward, met: Meeting, pairs: Int[Array, "P 4"]
 ) -> tuple[jax.Array, ...]:
-    """Adds the gradients of q, k and v from the pairs of a table, whose scores it computes again. See `extend`."""
+    """Adds the gradients of q, k and v from the pairs of a table. It computes their scores again. See `extend`."""
     q, k, v, *_ = met
     # With keys before queries no product contracts the first dim of a score: XLA:CPU would copy the scores.
     k_BKhT = k.swapaxes(2, 3)
@@ -185,8 +187,8 @@ def add_gradients(
 def _after(q: jax.Array, pairs: Int[Array, "P 4"]) -> Int[Array, "P 4"]:
     """Makes the table depend on q.
 
-    Otherwise JAX computes all masks before the loop over layers, because they depend on no layer, and stores them: as
-    many elements as there are scores.
+    Otherwise JAX computes all masks before the loop over layers, because they depend on no layer, and stores one
+    element for each score.
     """
     return lax.optimization_barrier((pairs, q.reshape(-1)[0]))[0]
 
@@ -204,7 +206,7 @@ def _visible(grid: BlockGrid, pair, met: Meeting) -> Bool[Array, "B s t"]:
 def masked_scores(
     q: Float[Array, "B K G S h"], k: Float[Array, "B K t h"], visible: Bool[Array, "B S t"]
 ) -> Float[Array, "B K G S t"]:
-    """The scores of queries and keys; the lowest number where a query does not see a key."""
+    """The scores of queries and keys; the lowest finite number where a query does not attend to a key."""
     scores = _product("bkgsh,bkth->bkgst", q, k)
     return jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
 

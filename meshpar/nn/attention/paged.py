@@ -5,7 +5,7 @@ the pages of that beginning. As in `cached`, a token is stored in the slot of it
 slots up to its own position.
 
 Devices that hold different rows have pages of their own: a dim of the arrays counts these shards, and the numbers in a
-table are pages of the row's shard. Page 0 of a shard belongs to no row: rows without a request are stored there.
+table are pages of the row's shard. Page 0 of a shard belongs to no row: rows without a request write there.
 
 Shapes: D shards of the batch, N layers, P pages, s slots of a page, B batch, b = B / D, M pages of a row, n blocks of
 m pages and t slots, S new tokens, K kv_heads, H heads, G = H / K, h head_dim (local shards in the manual lowering).
@@ -50,7 +50,7 @@ class PagedCache(NamedTuple):
 class PagedLayer:
     """Writes the new tokens to the pages of one layer, and attends to all tokens of their row, in blocks of pages.
 
-    As many blocks are computed as the longest row of the device has.
+    It computes as many blocks as the longest row on the device has.
 
     Args:
       cache: the cache of all layers. The scan over layers carries it, and writes in place.

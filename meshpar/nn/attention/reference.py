@@ -36,11 +36,11 @@ class Reference(Config):
             return named(dot_product_attention(q, k, v, causal(documents(segments, q), window)), "attn"), None
 
     def describe(self, setting: Setting) -> str:
-        """What it computes for a row."""
+        """Says which scores it computes for a row."""
         return f"reference: all {setting.seq_len} x {setting.seq_len} scores of a row and head, which it holds"
 
     def reference(self, seq_len: int, small_seq_len: int) -> Reference:
-        """The core of a small run."""
+        """Returns the core for a small copy of a run."""
         return self
 
 

@@ -1,8 +1,8 @@
-"""Tables of the block pairs that each device computes, if rows are sharded: at each hop, those of one shard of keys.
+"""Tables of the block pairs that each device computes if rows are sharded: one table for each hop.
 
-At hop h a device meets the shard that is h before its own. What it computes depends on how many chunks are between the
-queries' chunks and the keys', so there are few different tables. They are NumPy arrays and need no devices; `shards`
-runs them.
+At hop h a device computes with the keys of the shard that is h places before its own. A table depends only on the
+distance between queries and keys in chunks, so there are few different tables. They are NumPy arrays and need no
+devices; `shards` runs them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshpar.nn.attention.core import needed_scores
 from meshpar.parallel.sequence import SequenceLayout
 
 MANY_BLOCKS = 8
-"""From so many blocks on, those on the diagonal of a row on one device are computed in halves."""
+"""If a row on one device has at least this many blocks, the blocks on its diagonal are computed in halves."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ShardTables:
         chunks = self.layout.chunks
         shard = np.arange(len(chunks))
         met = chunks[(shard - shard[:, None]) % len(chunks)]
-        # All distances beyond `far` give the same table, and so do all keys after the queries.
+        # All distances of at least `far` give the same table, and so do all keys after the queries.
         far = 1 if self.window is None else -(-(self.window - 1) // self.grid.seq_len) + 1
         return np.clip(chunks[:, :, None] - met[:, :, None, :], -1, far)
 
@@ -79,9 +79,9 @@ class ShardTables:
 
     @cached_property
     def halves(self) -> BlockGrid | None:
-        """Cuts the blocks on the diagonal in halves, of which only three of four pairs have a visible token.
+        """Cuts the blocks on the diagonal in halves: only three of the four pairs of halves have a visible token.
 
-        None for short rows on one device: with a second loop over small blocks they take more time on CPUs.
+        None for short rows on one device, which take more time on CPUs with a second loop over small blocks.
         """
         is_short = self.layout.num_shards == 1 and self.grid.num_blocks < MANY_BLOCKS
         if self.grid.is_ragged or is_short:
@@ -90,7 +90,7 @@ class ShardTables:
 
     @cached_property
     def diagonal(self) -> np.ndarray:
-        """The table of the pairs of `halves`, of each block of queries with the same block of keys."""
+        """The table of the pairs of `halves`, for each block of queries and the same block of keys."""
         if self.halves is None:
             return np.empty((0, 4), np.int32)
         pairs = visible_pairs(self.halves, 0, self.window)
@@ -99,7 +99,7 @@ class ShardTables:
 
     @cached_property
     def hops(self) -> list[int]:
-        """The hops, after the one to its own shard, at which some device attends to some key."""
+        """The hops at which some device attends to some key, without hop 0, a device's own shard."""
         lengths = self._lengths[1:].max(1, initial=0)
         return [hop for hop, length in enumerate(lengths, 1) if length]
 
@@ -121,7 +121,7 @@ class ShardTables:
         return Fraction(needed_scores(seq_len, self.window)) / int(self.scores.sum())
 
     def by_length(self, hops: Sequence[int]) -> dict[int, list[int]]:
-        """Number of rows -> the indices of the tables with that many rows, of those needed at these hops."""
+        """Groups the tables that these hops need by length: number of rows -> indices in `tables`."""
         found: dict[int, list[int]] = {}
         for index in np.unique(self.which[list(hops)]):
             found.setdefault(len(self.tables[index]), []).append(int(index))

@@ -1,7 +1,7 @@
 """Attention in blocks over rows whose tokens are on one device, or sharded over several.
 
-Each device has the queries of its shard, and meets the keys of one shard after the other, beginning with its own: they
-travel round a ring, or every device has gathered all of them.
+Each device has the queries of its shard, and computes with the keys of one shard after the other, beginning with its
+own. The keys travel round a ring, or every device gathers all of them first.
 
 Source: Liu et al. 2023, arXiv:2310.01889 (ring attention).
 
@@ -33,7 +33,7 @@ from meshpar.parallel.local import varying_like
 Run = Callable[[BlockGrid, jax.Array, Tokens, Any], Any]
 """(grid, table, keys, carry) -> carry, after the pairs of the table."""
 Visit = Callable[[Any, Sequence[int], Any, Any], tuple[Any, Any]]
-"""(hop, the hops of the same loop, carry, the keys of a shard) -> (carry, what is added for that shard)."""
+"""(hop, the hops of the same loop, carry, the keys of a shard) -> (carry, terms of the sums of that shard)."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class Shards:
         return lax.axis_index(self.axes) // self.group if self.axes else 0
 
     def source(self, hop: jax.Array | int) -> jax.Array | int:
-        """The shard that this device meets at a hop."""
+        """The shard whose keys this device computes with at a hop."""
         return (self.rank - hop) % self.num_shards if self.axes else 0
 
     def tokens(self, shard: jax.Array | int, segments: Int[Array, "B S"]) -> Tokens:
         return Tokens(self.tables.layout.tokens_of(shard, segments.shape[1]), segments)
 
     def run(self, hop: Any, hops: Sequence[int], queries: Tokens, segments: Int[Array, "B S"], run: Run, carry: Any):
-        """Runs the tables of this device at a hop, if a query and a key can be in the same document.
+        """Runs the table of this device at a hop, if a query and a key can be in the same document.
 
         Args:
           hop: one of `hops`, perhaps traced.
@@ -111,10 +111,10 @@ class Shards:
             return lax.switch(jnp.asarray(branch)[which], branches, which, carry)
 
     def meet(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
-        """Visits the keys of each shard that a query attends to; returns the carry, and what is added for this shard.
+        """Visits the keys of each shard that a query attends to. Returns the carry, and the sums of this shard's terms.
 
-        Communication: `keys` by a message at each hop round the ring, and what is added by one more; or an all-gather
-          of `keys`, and a reduce-scatter of what is added.
+        Communication: round the ring, a message of `keys` at each hop, and one more message of the sums than hops; or
+          an all-gather of `keys`, and a reduce-scatter of the sums.
         """
         if not self.tables.hops:
             return visit(0, [0], carry, keys)
@@ -139,7 +139,7 @@ class Shards:
         return carry, jax.tree.map(lambda x: lax.psum_scatter(x, self.axes, axis_index_groups=self._groups), added)
 
     def _travel(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
-        """Sends the keys round. Each visit sends them before it computes, with the sums that earlier visits added."""
+        """Sends the keys round the ring. Each step sends them, and the sums of earlier steps, before it computes."""
         hops = self.tables.hops
 
         def step(state: Any, hop: Any, alike: Sequence[int], by: int, on: int) -> Any:
@@ -152,7 +152,7 @@ class Shards:
         ahead = self._send(keys, hops[0])
         carry, added = visit(0, [0], carry, keys)
         state = carry, ahead, added
-        if hops == [*range(1, len(hops) + 1)] and len(hops) > 2:  # a loop, for all hops but the last, is one program
+        if hops == [*range(1, len(hops) + 1)] and len(hops) > 2:  # one loop compiles all hops but the last once
             loop = jnp.array(hops[:-1], "int32")
             state, _ = lax.scan(lambda state, hop: (step(state, hop, hops[:-1], 1, 1), None), state, loop)
             state = step(state, hops[-1], hops[-1:], 1, 0)
@@ -195,8 +195,8 @@ def attend(
     Memory: in addition to the result, its gradient and the arguments, the scores of one pair of blocks; the keys and
       values of a shard twice, or of all shards if they are gathered.
     Numerics: the softmax and all sums over blocks in float32 at least.
-    Communication: see `Shards.meet`, of k, v and segments forward and backward; backward of the gradients of k and v,
-      in float32 at least.
+    Communication: see `Shards.meet`: k, v and segments forward and backward; backward also the gradients of k and v, in
+      float32 at least.
     """
     return _attend_forward(shards, q, k, v, segments, window)[0]
 

@@ -33,12 +33,13 @@ _Blocks = tuple[int, int | None, bool]
 
 
 class Splash(Kernel):
-    """JAX's Pallas kernel "splash attention", for TPUs. It computes the blocks with a visible score, and holds none.
+    """JAX's Pallas kernel "splash attention", for TPUs. It computes only blocks with a visible score.
 
     Limits: rows of a multiple of 128 tokens; bfloat16 or float32; one window in all layers; `lowering: manual`, because
     XLA does not partition Pallas kernels.
 
-    Memory: in addition to the result, the log of the softmax's sum, B H S 128 in float32 forward and B H S saved.
+    Memory: in addition to the result, the log of the softmax's sum, B H S 128 in float32 forward and B H S saved. The
+      kernel does not hold the scores.
     Source: jax.experimental.pallas.ops.tpu.splash_attention; Dao 2023 (FlashAttention-2), arXiv:2307.08691.
     """
 
@@ -46,7 +47,7 @@ class Splash(Kernel):
     kind: Literal["splash"] = "splash"
     device: ClassVar = "TPU"
     block_size: Annotated[Positive, pydantic.Field(multiple_of=LANES)] = 512
-    """The most tokens of a block, a multiple of 128. Blocks are as large as possible."""
+    """The largest number of tokens in a block, a multiple of 128. Blocks are as large as the row allows."""
     interpret: bool = False
     """Whether JAX interprets the kernel, slowly, on any device."""
 
@@ -55,7 +56,7 @@ class Splash(Kernel):
         positions: Int[Array, "B S"], segments: Int[Array, "B S"] | None, window: Window,
     ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
         setting = of_arrays(q, segments, window)
-        # Runs are checked before. The FLOPs of a model are those of its GSPMD program, which is traced, not compiled.
+        # Validation has refused runs under GSPMD. FLOPs are counted in a GSPMD program, which is traced, not compiled.
         self.require(replace(setting, is_local=True))
         size = self.size(setting.seq_len)
         q, k, v = varying_alike(q * jnp.asarray(setting.head_dim**-0.5, q.dtype), k, v)
@@ -184,7 +185,7 @@ def _of_keys(kernel: Any, q: Any, k: Any, v: Any, segments: Any, log_mass: Any, 
 
 
 def _options(kernel: Any) -> dict[str, Any]:
-    """The arguments that both kernels of the backward share with the forward."""
+    """The arguments that both backward kernels share with the forward kernel."""
     sizes = kernel.kwargs["block_sizes"]
     shared = ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
     layouts = {f"{name}_layout": getattr(sizes, f"{name}_layout") for name in "qkv"}
@@ -198,7 +199,7 @@ def _both(segments: Any) -> Any:
 
 
 def _flops(num_products: int, q_BHSh: jax.Array, blocks: _Blocks) -> int:
-    """Operations of a kernel with some products of [size, head_dim] for each pair of blocks."""
+    """The FLOPs of a kernel that computes `num_products` matrix products for each pair of blocks."""
     batch, heads, seq_len, head_dim = q_BHSh.shape
     size, window, _ = blocks
     return 2 * num_products * batch * heads * head_dim * num_pairs(seq_len, window, size) * size**2

@@ -1,4 +1,4 @@
-"""What a step does with the load of the experts: it moves their balance, and reports how even the load is."""
+"""Uses the experts' load after each step: updates the balance of the routers, and reports how even the load is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Metrics = dict[str, jax.Array]
 class RouterState:
     """The parameters of a router that no gradient changes: the load of the last step, or the bias of the selection.
 
-    They are frozen for the optimizer. Each step changes them by the load of its experts, over all tokens that count.
+    The optimizer does not update them. Each step sets them from the experts' load over all tokens that count.
 
     Args:
       layers: the key of the stacked blocks in the tree of parameters.
@@ -40,7 +40,7 @@ class RouterState:
         return (f"{self.layers}.mlp.router.{self.name}",) if self.name else ()
 
     def after_step(self, params: Any, metrics: Metrics, tokens: jax.Array) -> tuple[Any, Metrics]:
-        """The parameters for the next step, and the metrics with a summary of the loads.
+        """Returns the parameters for the next step, and the metrics with a summary of the loads.
 
         Args:
           metrics: of the step; the loads are float[layers, experts].
@@ -66,16 +66,16 @@ class RouterState:
     def _direction(self, load: Float[Array, "L E"], tokens: Int[Array, ""]) -> Float[Array, "L E"]:
         """1 for experts with fewer choices than the mean, -1 for those with more, 0 for the others.
 
-        Numerics: of whole numbers, so that it does not depend on the order of sums.
+        Numerics: computed with whole numbers, so that the result does not depend on the order of sums.
         """
         choices = jnp.round(load * (tokens * self.experts.per_token).astype(load.dtype))
         return jnp.sign(choices.sum(-1, keepdims=True) - self.experts.num * choices)
 
 
 def summary(load: Float[Array, "L E"]) -> Metrics:
-    """How even the load is: its largest part, as a multiple of the mean, and its entropy, 1 for an even load.
+    """How even the load is: the largest load as a multiple of the mean, and the entropy, which is 1 for an even load.
 
-    Both are of the layer with the most uneven load.
+    Each is reported for the layer where it is worst.
 
     >>> {name: float(x) for name, x in summary(jnp.ones((2, 4)) / 4).items()}
     {'experts_max_load': 1.0, 'experts_entropy': 1.0}

@@ -1,11 +1,11 @@
-"""Dispatch by capacity: each expert has as many places for the tokens of a row, whatever the router selects.
+"""Dispatch by capacity: each expert has a fixed number of places for the tokens of a row.
 
 First choices of all tokens of a row get places before second choices, and early tokens before late ones. A choice
 without a place is dropped: its expert contributes nothing to the token.
 
 Shapes: B batch, S seq, K experts of a token, E experts, P places of an expert, D embed.
 
-Source: Lepikhin et al. 2020, arXiv:2006.16668 (GShard), where a group of tokens is a row here.
+Source: Lepikhin et al. 2020, arXiv:2006.16668 (GShard). Its groups of tokens are rows here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def by_capacity(
 def _slots(
     ids_BSK: Int[Array, "B S K"], num_experts: int, places: int
 ) -> tuple[Int[Array, "B S K"], Bool[Array, "B S K"]]:
-    """The place of each choice among those of all experts, and whether it has one; E P for none."""
+    """The index of each choice's place among the E P places of all experts, E P without one; and whether it has one."""
     batch, seq, per_token = ids_BSK.shape
     ids_BN = ids_BSK.swapaxes(1, 2).reshape(batch, -1)  # first choices first
     is_choice_BNE = jax.nn.one_hot(ids_BN, num_experts, dtype=jnp.int32)

@@ -33,8 +33,8 @@ class Balance(Config):
     weight: Weight = 0.01
     """The weight of the loss; or by how much a bias changes in a step, for which 0.001 is usual."""
     load: Literal["step", "last_step"] = "step"
-    """The load in the loss: that of this step, which devices sum in each layer; or that of the last step. Microbatches
-    and pipelines need `last_step`: they compute losses before they know the load of all tokens."""
+    """Which load the loss uses: the load of this step, which devices sum in each layer, or of the last step.
+    Microbatches and pipelines need `last_step`: they compute losses before they know the load of all tokens."""
 
     @property
     def needs_one_pass(self) -> bool:
@@ -50,19 +50,19 @@ class Balance(Config):
 
 
 class Experts(Config):
-    """Replaces the MLPs of blocks by experts, of which every token uses a few."""
+    """Replaces the MLPs of blocks by experts; each token uses a few of them."""
 
     num: Positive
     """Number of routed experts."""
     per_token: Positive
-    """How many of them each token is sent to."""
+    """Number of routed experts that each token uses."""
     intermediate_size: Positive
     """Width of the hidden layer of one expert."""
     first_dense: Count = 0
     """How many of the first layers have an MLP of the model's `intermediate_size` instead of experts (DeepSeek-V3)."""
     every: Positive = 1
-    """Which of the other layers have experts: those whose number, from 1, is a multiple of `every`. The rest have an
-    MLP, as under `decoder_sparse_step` of Hugging Face."""
+    """After `first_dense`, a layer has experts if its number, counted from 1, is a multiple of `every`; else it has an
+    MLP. Hugging Face calls this `decoder_sparse_step`."""
     shared: Count = 0
     """Number of further experts that all tokens use. They are computed as one MLP of their joint width."""
     router: Literal["softmax", "sigmoid"] = "softmax"
@@ -72,7 +72,7 @@ class Experts(Config):
     scale: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 1.0
     """Multiplies the weights of a token's experts."""
     groups: Positive = 1
-    """Groups of experts. A token selects groups first, by the sum of their two best scores."""
+    """Number of groups of experts. A token first selects groups, by the sum of their two best scores."""
     groups_per_token: Positive = 1
     """The number of groups that a token selects its experts from."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
@@ -83,7 +83,7 @@ class Experts(Config):
     balance: Section[Balance | None] = default(None)
     """How experts are kept equally loaded. Default: they are not."""
     z_loss: Weight = 0.0
-    """Weight of the mean squared log of the sum of the exponentials of the router's logits; 0.001 is usual."""
+    """Weight of the router's z-loss, the mean square of the log-sum-exp of its logits; 0.001 is usual."""
 
     @pydantic.model_validator(mode="after")
     def _selects_enough(self) -> Experts:
@@ -116,7 +116,7 @@ class Experts(Config):
         return min(seq_len, int(self.capacity_factor * self.per_token * seq_len / self.num))
 
     def describe(self, ctx: ParallelContext, seq_len: int) -> str:
-        """Where the experts lie, and how tokens get there."""
+        """Says where the experts are stored, and how tokens are dispatched to them."""
         axes = ctx.dispatch("experts")
         shards = math.prod(ctx.mesh.shape[axis] for axis in axes)
         where = f"{self.num // shards} on each device along {', '.join(axes)}" if axes else "all on each device"
@@ -124,7 +124,7 @@ class Experts(Config):
         return f"{self.num} experts, {where}; a token uses {self.per_token + self.shared}; {self.dispatch}{places}"
 
     def without_training(self) -> Experts:
-        """The experts without the fields that do not change what a trained model computes if no choice is dropped."""
+        """Resets the fields that matter only in training, if no choice is dropped: dispatch and auxiliary losses."""
         names = ["dispatch", "capacity_factor", "z_loss"]
         if self.balance and self.balance.kind == "loss":
             names.append("balance")

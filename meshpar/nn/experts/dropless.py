@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from meshpar.mesh.varying import Axes
 from meshpar.nn.experts.exchange import Devices, Exchange, Plan, selected, send
 from meshpar.nn.experts.mlp import ExpertWeights
-from meshpar.nn.experts.sorting import counts, rows_of, sort, summed
+from meshpar.nn.experts.sorting import Size, counts, rows_of, sort, summed
 from meshpar.nn.experts.tiles import of_choices
 
 
@@ -23,12 +23,12 @@ def dropless(
     """The weighted sum of the results of each token's experts.
 
     Args:
-      experts: those on this device.
+      experts: the weights of this device's experts.
       axes: over which experts are sharded; empty if this device has all of them.
 
     Communication: none on one device; see `_sent`, `_gathered` and `_by_groups` for several.
     Memory: N rows of the width of the residual stream, and twice of the experts' hidden layer. N = T K on one device;
-      on n devices n T min(K, E/n), because a router may send the tokens of all to one.
+      on n devices n T min(K, E/n), because a router may send the tokens of all devices to one.
     """
     weights_TK = weights_TK.astype(x_TD.dtype)
     if not axes:
@@ -43,16 +43,17 @@ def dropless(
 
 def _of_own(
     x_TD: Float[Array, "T D"], ids_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"], experts: ExpertWeights,
-    expected: int,
+    expected: Size,
 ) -> Float[Array, "T D"]:  # fmt: skip
-    """The weighted sum of the results of this device's experts, which are counted from 0; of all others it is 0.
+    """The weighted sum of the results of this device's experts. Other experts contribute 0.
 
     Args:
-      expected: the number of choices of this device's experts, if the router is balanced.
+      ids_TK: the experts of each token, counted from this device's first.
+      expected: the number of choices of this device's experts, if the router is balanced; see `of_choices`.
     """
     num = experts.num
     is_own = (ids_TK >= 0) & (ids_TK < num)
-    order = sort(jnp.where(is_own, ids_TK, num), len(x_TD) * min(ids_TK.shape[1], num))
+    order = sort(jnp.where(is_own, ids_TK, num), x_TD.shape[0] * min(ids_TK.shape[1], num))
     return of_choices(x_TD, weights_TK, order, counts(ids_TK, num), experts, expected)
 
 
@@ -60,7 +61,7 @@ def _gathered(
     x_TD: Float[Array, "T D"], ids_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"], experts: ExpertWeights,
     devices: Devices,
 ) -> Float[Array, "T D"]:  # fmt: skip
-    """Each device gathers the tokens of all n, and computes the choices of its experts; the sums are scattered.
+    """Each device gathers the tokens of all n devices, and computes the choices of its experts; sums are scattered.
 
     Communication: forward n-1 times x and the ids and weights to gather, n-1 times x to scatter; backward n-1 times x
       twice, and the weights.
@@ -79,7 +80,7 @@ def _sent(
     """Rows travel to the devices of their experts and back, see `Exchange`. Other experts contribute 0.
 
     Args:
-      expected: the number of choices of a device's experts, if the router is balanced. Default: those of T tokens.
+      expected: the number of choices of a device's experts, if the router is balanced. Default: T K.
     """
     num, per_token = ids_TK.shape
     exchange = Exchange(devices, experts.num)
@@ -100,9 +101,10 @@ def _by_groups(
     x_TD: Float[Array, "T D"], ids_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"], experts: ExpertWeights,
     inside: Devices, across: Devices,
 ) -> Float[Array, "T D"]:  # fmt: skip
-    """A token travels once to each group that has any of its experts, inside to their devices; sums travel back.
+    """Sends a token once to each group that has any of its experts, and inside the group to their devices.
 
-    With k groups of g devices, a device sends its rows across to the device with its own place in another group.
+    Sums travel back the same way. With k groups of g devices, a device sends rows across to the devices with its own
+    place in the other groups.
 
     Communication: across, min(K, k)/K at most of what `_sent` sends across; inside, (g-1)/g of the rows.
     Source: Rajbhandari et al. 2022, arXiv:2201.05596 (hierarchical all-to-all); DeepSeek-AI 2024, arXiv:2412.19437

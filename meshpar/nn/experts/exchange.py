@@ -21,11 +21,11 @@ Apply = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 NATIVE = ("gpu", "tpu")
-"""Platforms, as devices name theirs, whose compiler supports a ragged all-to-all."""
+"""The platforms, by JAX's names, whose compiler supports a ragged all-to-all."""
 
 
 def selected() -> ExpertParallel:
-    """How tokens travel: as the run says; by default `ragged` where the compiler supports it, else `gather`."""
+    """The exchange that the run configures; by default `ragged` where the compiler supports it, else `gather`."""
     ctx = manual()
     chosen = ctx.parallel.expert if ctx else None
     if chosen and chosen.kind != "auto":
@@ -45,7 +45,7 @@ class Devices(NamedTuple):
         return cls(axes, lax.axis_size(axes))
 
     def divided(self, group: int) -> tuple[Devices, Devices]:
-        """Groups of neighbours, and the groups of the devices with the same place in each of these."""
+        """Groups of `group` neighbours, and groups of the devices that have the same place in these."""
         return Devices(self.axes, group), Devices(self.axes, self.size // group, group)
 
     @property
@@ -113,7 +113,7 @@ def _experts_of(sizes_FE: Int[Array, "F E"], num_rows: int) -> Int[Array, "N"]:
 
 
 class Plan(NamedTuple):
-    """How many rows each device sends to each. Rows lie in the order of their targets, and arrive in that of senders.
+    """How many rows each device sends to each other. Rows are sorted by target when sent, by sender when received.
 
     Args:
       sizes: int32 [from, to].
@@ -132,7 +132,7 @@ def _starts(sizes: Int[Array, "*rest N"]) -> Int[Array, "*rest N"]:
 
 
 def send(rows_ND: Shaped[Array, "N D"], plan: Plan, num_rows: int) -> Shaped[Array, "M D"]:
-    """The rows that this device receives, with zeros after the last."""
+    """Sends rows by a plan. Returns the rows that this device receives, and zeros after the last."""
     rows_ND, sizes = varying_alike(rows_ND, plan.sizes)
     lengths = len(rows_ND), num_rows
     if jnp.issubdtype(rows_ND.dtype, jnp.integer):

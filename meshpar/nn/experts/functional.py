@@ -31,20 +31,38 @@ def mixture(
     up_EDM: Float[Array, "E D M"], down_EMD: Float[Array, "E M D"], experts: Experts,
     targets_BS: Int[Array, "B S"] | None = None,
 ) -> tuple[Float[Array, "B R D"], Auxiliary]:  # fmt: skip
-    """The routed experts of `experts`, and the losses and metrics of their router, means over the tokens of this call.
+    """Computes a mixture of SwiGLU experts: the sum of `weight[e] * swiglu_e(x)` over each token's experts e.
 
-    Under GSPMD arrays are whole, and the function is a manual region: tokens travel as they do in `MixtureOfExperts`.
-    In the manual lowering arrays are local shards by the run's rules, and x are the rows of a device; matrices that the
-    rules store in shards are gathered before.
+    Under GSPMD the arrays are global, and the function is a manual region inside. In the manual lowering they are local
+    shards by the run's rules; gather matrices that the rules store in shards first.
 
     Args:
-      targets_BS: only tokens with a target of at least 0 count in losses and metrics. Default: all tokens do.
+      x_BRD: the tokens, float [batch, seq, embed].
+      router_DE: the weight of the router, float [embed, experts].
+      gate_EDM: float [experts, embed, mlp], like `up_EDM`; `down_EMD` is float [experts, mlp, embed].
+      experts: how tokens select experts, and how they are dispatched. It has neither shared experts nor a `balance`
+        other than `{kind: loss, load: step}`.
+      targets_BS: only tokens with a target of at least 0 count in losses and metrics. Default: all tokens count.
+
+    Returns:
+      The sum [batch, seq, embed] in the dtype of `x_BRD`; and the router's losses and metrics by name, means over the
+      tokens of this call.
 
     Raises:
-      ConfigError: `experts` has shared experts, or a balance that a step would have to carry.
+      ConfigError: `experts` has shared experts, or a balance that needs a parameter which each step changes.
+
+    Communication: tokens travel to the devices of their experts and back, see `dropless` and `of_places`. Under GSPMD
+      also an all-reduce of the losses and metrics.
+
+    >>> import jax.numpy as jnp
+    >>> experts = Experts(num=4, per_token=2, intermediate_size=8)
+    >>> gate = jnp.ones((4, 3, 8))
+    >>> y, auxiliary = mixture(jnp.ones((1, 5, 3)), jnp.ones((3, 4)), gate, gate, jnp.ones((4, 8, 3)), experts)
+    >>> y.shape, auxiliary.metrics["experts_load"].tolist()
+    ((1, 5, 3), [0.5, 0.5, 0.0, 0.0])
     """
     if experts.shared or (experts.balance and experts.balance.carried):
-        what = "mixture(...) has no shared experts, and nothing that a step changes"
+        what = "mixture(...) supports neither shared experts nor a balance that changes parameters"
         raise ConfigError(f"{what}: set experts.shared=0, and no balance, or balance={{kind: loss, load: step}}")
     targets = jnp.zeros(x_BRD.shape[:2], jnp.int32) if targets_BS is None else targets_BS
     arrays = (x_BRD, targets, router_DE, gate_EDM, up_EDM, down_EMD)

@@ -28,14 +28,14 @@ from meshpar.parallel.context import dispatch_axes
 from meshpar.parallel.outputs import Auxiliary
 
 DROPPED = "experts_dropped"
-"""The metric with the part of all choices that had no place, under `dispatch: capacity`."""
+"""The metric with the fraction of choices that had no place, under `dispatch: capacity`."""
 
 
 class MixtureOfExperts(nnx.Module):
     """`sum over a token's experts e of weight[e] * swiglu_e(x)`, and the shared experts.
 
-    The experts are sharded over the axes to which tokens are dispatched, which carry rows of the batch outside of this
-    layer; their hidden layer over the axes of `mlp`; their storage over those of `embed`.
+    The experts are sharded over the dispatch axes, which shard the batch outside of this layer. Their hidden layer is
+    sharded over the axes of `mlp`, and their storage over the axes of `embed`.
 
     Communication: tokens travel to the devices of their experts and back, see `dropless` and `of_places`; and that of
       `tensor.enter_region` and `exit_region`, twice with shared experts.
@@ -81,7 +81,7 @@ class MixtureOfExperts(nnx.Module):
         return y_BRD, auxiliary
 
     def _routed(self, x_BRD: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array | None]:
-        """The weighted sum of the routed experts; and which choices had a place, None if all have."""
+        """The weighted sum of the routed experts' results; and which choices had a place, None if all had one."""
         x_BSD = tensor.enter_region(x_BRD, "mlp")
         weights_BSK = tensor.enter_region(routes.weights, "mlp")
         ids_BSK = tensor.whole_seq(routes.ids)

@@ -24,7 +24,7 @@ Dot = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Matrices(NamedTuple):
-    """A matrix of each expert on this device, and LoRA's update of it. In a loop over experts, those of one expert.
+    """A matrix of each expert on this device, and LoRA's update of it; of one expert, inside a loop over experts.
 
     Args:
       kernel: [experts, in, out].
@@ -41,9 +41,9 @@ class Matrices(NamedTuple):
         return y + self.adapter.scaled(dot(dot(x, self.adapter.a), self.adapter.b))
 
     def gradients(self, x: Float[Array, "R I"], dy: Float[Array, "R O"]) -> tuple[Float[Array, "R I"], Matrices]:
-        """Those of the rows of one expert and of its matrices, without the product itself.
+        """The gradients of the rows of one expert and of its matrices.
 
-        Numerics: those of matrices are in float32 at least.
+        Numerics: the gradients of matrices are in float32 at least.
         """
         dx, dkernel = _gradients(x, self.kernel, dy)
         if self.adapter is None:

@@ -1,4 +1,4 @@
-"""Computes the places of experts, which several devices hold."""
+"""Applies experts to the tokens in their places, where experts may be sharded over devices."""
 
 from __future__ import annotations
 

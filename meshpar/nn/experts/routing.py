@@ -21,15 +21,15 @@ from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.precision import wide
 
 LOAD = "experts_load"
-"""The metric of a layer with the part of all choices that each expert got, float[experts]."""
+"""The metric of a layer with each expert's fraction of all choices, float[experts]."""
 
 
 class Routes(NamedTuple):
-    """Where the tokens of a device go.
+    """The experts that the router selects for a device's tokens.
 
     Args:
       ids: int32 [batch, residual_seq, per_token], the experts of each token, without repetition.
-      weights: float [batch, residual_seq, per_token], what their results are multiplied by.
+      weights: float [batch, residual_seq, per_token], the factors of the experts' results.
       scores: float [batch, residual_seq, experts], positive, with a sum of 1 for each token.
       logits: float [batch, residual_seq, experts].
     """
@@ -43,7 +43,7 @@ class Routes(NamedTuple):
 class Router(nnx.Module):
     """`x[B, R, D] @ weight[D, E] -> scores -> the K best experts of each token`.
 
-    Of equal scores the expert with the lower number wins, on every layout.
+    If scores are equal, the expert with the lower index wins, on every layout.
 
     Numerics: in float32 at least.
     Communication: none.
@@ -98,7 +98,7 @@ class Router(nnx.Module):
         return Auxiliary(losses, {LOAD: load})
 
     def _load(self, choices_E: Float[Array, "E"], counted_BR: Bool[Array, "B R"]) -> Float[Array, "E"]:
-        """The load in the balance loss, without a gradient: that of the last step, or that of all tokens of this one.
+        """The load in the balance loss, without a gradient: of the last step, or of all tokens of this step.
 
         Args:
           choices_E: the choices of this device's tokens that count, in units of a token.

@@ -1,8 +1,8 @@
 """Sorts the choices of tokens by expert, and sums the results of each token's choices.
 
-A choice is one of the K experts of one of T tokens. Row n of a sorted array is that of choice `choices[n]`, and choice
-[t, k] is at row `places[t, k]`. With both permutations no pass scatters rows: the transpose of reading rows is reading
-them back.
+A choice is one of the K experts of one of T tokens. Row n of a sorted array belongs to choice `choices[n]`, and choice
+[t, k] has row `places[t, k]`. With both permutations neither pass scatters rows: the transpose of reading rows by one
+is reading them by the other.
 
 Shapes: T tokens, K experts of a token, N rows, D embed, E experts.
 """
@@ -17,6 +17,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from meshpar.mesh.varying import varying_alike
+
+Size = Any
+"""An int, or a symbolic dim of a program that is exported for any number of tokens."""
 
 
 class Order(NamedTuple):
@@ -36,10 +39,10 @@ class Order(NamedTuple):
         return self.choices // self.places.shape[1]
 
 
-def sort(ids_TK: Int[Array, "T K"], num_rows: int) -> Order:
-    """The order by expert; a later token comes after an earlier one. The last choices have no row if rows are fewer."""
+def sort(ids_TK: Int[Array, "T K"], num_rows: Size) -> Order:
+    """Sorts choices by expert, then by token. Choices after the first `num_rows` have no row."""
     choices = jnp.argsort(ids_TK.reshape(-1), stable=True).astype(jnp.int32)
-    rows = jnp.arange(len(choices), dtype=jnp.int32)
+    rows = jnp.arange(choices.shape[0], dtype=jnp.int32)
     places = jnp.zeros_like(choices).at[choices].set(rows, unique_indices=True)
     return Order(choices[:num_rows], places.reshape(ids_TK.shape))
 
@@ -50,7 +53,7 @@ def counts(ids_TK: Int[Array, "T K"], num: int) -> Int[Array, "E"]:
 
 
 def rows_of(x_TD: Float[Array, "T D"], order: Order) -> Float[Array, "N D"]:
-    """The token of each row."""
+    """Reads the token of each row."""
     return _rows_of(*varying_alike(x_TD, *order))
 
 

@@ -1,13 +1,12 @@
-"""The results of experts for the choices of tokens, sorted by expert, and multiplied in tiles.
+"""Computes the results of experts in tiles of rows, for choices that are sorted by expert.
 
-Where the compiler has no kernel for it, `lax.ragged_dot` multiplies every row with the matrix of every expert: on CPUs
-and GPUs, and on TPUs for the gradient of the matrices. Here the rows of an expert are multiplied in tiles, in a loop
-over as many tiles as the expert has. So the operations follow the rows that arrived, on every backend, however much
-room there is for more.
+`lax.ragged_dot` multiplies every row with the matrix of every expert where the compiler has no kernel for it: on CPUs
+and GPUs, and on TPUs for the gradient of the matrices. Here a loop multiplies the rows of an expert, tile by tile. So
+on every backend the FLOPs depend on the rows that arrived, not on the size of the buffer that holds them.
 
 A tile reads the tokens of its rows, and the backward computes all gradients of a tile at once. So few arrays need room
-for the worst case: in the forward gate, up and the results, in the backward the gradients of the rows' tokens. The
-gradient of a token's weight is the product of its hidden layer and that layer's gradient, so no result is saved.
+for the worst case: gate, up and the results in the forward, the gradients of the rows' tokens in the backward. The
+gradient of a choice's weight is the product of its hidden layer and that layer's gradient, so no result is saved.
 
 Shapes: T tokens, K experts of a token, N rows with room for one more tile, R rows of a tile, E experts of this device,
 D embed, M mlp.
@@ -29,7 +28,7 @@ from meshpar.cost.flops import needed
 from meshpar.cost.walk import runs
 from meshpar.mesh.varying import varying_alike, varying_like
 from meshpar.nn.experts.mlp import ExpertWeights
-from meshpar.nn.experts.sorting import Order, no_gradient, read, rows_of, summed
+from meshpar.nn.experts.sorting import Order, Size, no_gradient, read, rows_of, summed
 from meshpar.nn.layers import silu_product
 from meshpar.nn.remat import named
 from meshpar.parallel.context import current
@@ -82,11 +81,11 @@ class Rows(NamedTuple):
 
     def room(self, like: jax.Array, *rest: int) -> Float[Array, "N *rest"]:
         """Zeros with the dtype of `like`."""
-        return varying_like(jnp.zeros((len(self.tokens), *rest), like.dtype), like)
+        return varying_like(jnp.zeros((*self.tokens.shape, *rest), like.dtype), like)
 
 
 class Tile(NamedTuple):
-    """Rows of which the first are an expert's own. It writes zeros to the rest, which the next expert overwrites.
+    """Consecutive rows. The first belong to one expert. It writes zeros to the others, which the next one overwrites.
 
     Args:
       row: int32, the first row.
@@ -110,7 +109,7 @@ class Tile(NamedTuple):
 
 def of_choices(
     x_TD: Float[Array, "T D"], weights_TK: Float[Array, "T K"], order: Order, sizes_E: Int[Array, "E"],
-    experts: ExpertWeights, expected: int,
+    experts: ExpertWeights, expected: Size,
 ) -> Float[Array, "T D"]:  # fmt: skip
     """The weighted sum of the results of each token's experts; choices beyond the last expert's rows contribute 0.
 
@@ -119,7 +118,8 @@ def of_choices(
     Args:
       order: of the choices, by expert.
       sizes_E: int32, the number of rows of each expert.
-      expected: the number of rows of all experts, if the router is balanced. Programs are counted with it.
+      expected: the number of rows of all experts, if the router is balanced. The cost model counts FLOPs with it. If it
+        is symbolic, tiles have the smallest size, and no FLOPs are counted.
 
     Numerics: the gradients of matrices are summed over tiles in float32 at least.
     Memory: see the top of this file; without `remat` gate and up are saved.
@@ -127,10 +127,13 @@ def of_choices(
     ctx = current()
     if ctx is not None and not ctx.is_local:
         return _by_xla(x_TD, weights_TK, order, sizes_E, experts)
-    tiles = Tiles.of(len(order.choices), experts.num, expected)
     leaves, structure = jax.tree.flatten((x_TD, weights_TK, order, sizes_E, experts))
+    operands = jax.tree.unflatten(structure, varying_alike(*leaves))
+    if not isinstance(expected, int):
+        return _in_tiles(Tiles(SMALLEST, per_expert=1), *operands)
+    tiles = Tiles.of(len(order.choices), experts.num, expected)
     with needed(Fraction(expected, experts.num * tiles.per_expert * tiles.rows)):
-        return _in_tiles(tiles, *jax.tree.unflatten(structure, varying_alike(*leaves)))
+        return _in_tiles(tiles, *operands)
 
 
 def _by_xla(
@@ -152,7 +155,7 @@ def _in_tiles(
 def _forward(
     tiles: Tiles, x_TD: jax.Array, weights_TK: jax.Array, order: Order, sizes_E: jax.Array, experts: ExpertWeights
 ) -> tuple[jax.Array, Any]:
-    """Gate and up have a loop of their own, so that remat can recompute it without the other, or the other alone."""
+    """Gate and up have a loop of their own, so that remat can recompute either loop alone."""
     rows = Rows.of(order, weights_TK, tiles)
 
     def project(saved: Arrays, _: Sums, tile: Tile, expert: ExpertWeights) -> tuple[Arrays, Sums]:

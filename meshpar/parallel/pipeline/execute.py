@@ -43,8 +43,8 @@ class Pipeline:
     """A model and the schedule that runs it.
 
     Args:
-      in_schedule_order: whether each stage is given the layers that it computes with; else they are in the model's
-        order, and each call moves them.
+      in_schedule_order: whether each stage already has the layers that it computes with; otherwise they are in the
+        model's order, and each call moves them.
     """
 
     parts: PipelineModel
@@ -62,8 +62,8 @@ class Pipeline:
           batch: local rows; their number is a multiple of the number of microbatches.
           sums: the dtype in which gradients are summed; None for at least float32.
 
-        Communication: the messages of the schedule, over the stage axes; an activation of a microbatch each. On p
-          stages with v chunks, 2 m (p v - 1) messages without those of a stage to itself.
+        Communication: the messages of the schedule, over the stage axes; each is an activation of a microbatch. On p
+          stages with v chunks these are 2 m (p v - 1) messages, less those of a stage to itself.
         Memory: the residuals of a layer for each microbatch that the schedule holds at once.
         """
         return _Stage(self, params, trained, batch, key).gradients(sums)
@@ -314,7 +314,7 @@ class _Stage:
         (more, tokens), (d_outer, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(self.outer, y)
         return dy, (total + more, count + tokens, _added(grads, d_outer))
 
-    # What the operations read --------------------------------------------------------------------------------------
+    # The inputs of the operations ----------------------------------------------------------------------------------
 
     def _split(self) -> Split:
         batch = self._micro(self.stage)
@@ -394,8 +394,8 @@ def _if(
     """`change(changed, *args)` if the condition holds, else `changed`, without a copy.
 
     Args:
-      taken: (how often it holds, out of how many times), on a stage on which it ever holds.
-      stages: it holds on one of so many stages.
+      taken: (how often the condition holds, out of how many times), on a stage where it can hold.
+      stages: the condition can hold on one of this many stages.
     """
     times, of = taken
     with _taken(times, of=of, stages=stages):
@@ -406,8 +406,8 @@ def _taken(*times: int, of: int, stages: int = 1) -> Any:
     """A named scope that records how often the branches of a conditional run. `meshpar.cost` reads it.
 
     Args:
-      times: a number for each branch; or one for all of them.
-      stages: one of so many stages ever takes a branch.
+      times: a number for each branch, or one number for all.
+      stages: only one of this many stages takes the branches.
     """
     on = f"on_1_of_{stages}_stages/" if stages > 1 else ""
     return jax.named_scope(f"{on}taken_{'_'.join(map(str, times))}_of_{of}")

@@ -25,10 +25,10 @@ class PipelineModel:
       shared: (batch, x) -> further inputs of all layers, computed once for all layers of a stage.
       layer: (one layer's params, x, batch, shared, key, index) -> (x, its share of the model's `Auxiliary`).
       loss: (params, x, batch) -> (sum, count), where x is the output of the last layer.
-      evaluation: the same, for evaluations.
-      count: batch -> the same count, the weight of auxiliary losses.
+      evaluation: like `loss`, for evaluations.
+      count: batch -> the count of `loss`, which weights auxiliary losses.
       policy: which values a layer's forward saves for its backward, as in `jax.checkpoint`.
-      unroll: how many layers an iteration of a stage's loops over its layers computes, at most all of them.
+      unroll: layers per iteration of a stage's loops over its layers.
       head: the cost of `loss`, in layers.
     """
 

@@ -17,12 +17,14 @@ class OpTimes:
 
     Args:
       transfer: the time in which an activation or a cotangent reaches another stage.
+      shares: for each virtual stage, the share of the times that it takes. Default: 1/v.
     """
 
     F: float = 1.0
     B: float = 1.0
     W: float = 1.0
     transfer: float = 0.0
+    shares: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def timeline(orders: Sequence[Order], schedule: Schedule, times: OpTimes) -> Tim
         pass
     run.raise_if_stuck()
     ran = sorted(run.ran.values(), key=lambda one: (one.end, one.stage))
-    work = max(sum(run.duration(op) for op in order) for order in orders)
+    work = max(sum(run.duration(stage, op) for op in order) for stage, order in enumerate(orders))
     return Timeline(tuple(ran), len(orders), work, schedule.chunks_per_stage)
 
 
@@ -173,9 +175,10 @@ class _Run:
                 self.done[stage] += 1
         return sum(self.done) > before
 
-    def duration(self, op: Op) -> float:
+    def duration(self, stage: int, op: Op) -> float:
         whole = self.times.B + self.times.W if op.kind == "B" and not self.splits else getattr(self.times, op.kind)
-        return whole / self.chunks
+        shares = self.times.shares
+        return whole * shares[self.route.virtual(stage, op.chunk)] if shares else whole / self.chunks
 
     def _try(self, stage: int, op: Op) -> bool:
         needs = self.route.needed(op, stage)
@@ -185,7 +188,7 @@ class _Run:
         for need in needs:
             transfer = self.times.transfer if need[0] != stage else 0.0
             start = max(start, self.ran[need].end + transfer)
-        self.free[stage] = start + self.duration(op)
+        self.free[stage] = start + self.duration(stage, op)
         self.ran[stage, op] = TimedOp(stage, op, start, self.free[stage])
         return True
 

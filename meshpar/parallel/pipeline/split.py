@@ -159,7 +159,7 @@ class _Cut:
     def _needed(
         self, targets: Iterable[Any], residuals: dict[Any, None], stash: dict[Any, None], made: Iterable[Any] = ()
     ) -> set[int]:
-        """The equations that compute `targets`. Adds what they read to `residuals`, and to `stash` if it is in `made`.
+        """The equations that compute `targets`. Adds the values that they read to `residuals`, or `stash` if in `made`.
 
         Args:
           made: values that an earlier part of the backward has.
@@ -182,7 +182,7 @@ class _Cut:
         return found
 
     def _is_saved(self, v: Any) -> bool:
-        """Whether F saves a value: the input, and what the policy saves of the values that depend on it."""
+        """Whether F saves a value: the input, or a value that depends on it and that the policy saves."""
         if v is self.x:
             return True
         if v not in self.of_x or v in self.of_dy:

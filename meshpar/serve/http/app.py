@@ -43,8 +43,9 @@ class Endpoints:
       source: the model and its tokenizer.
       name: the name of the model.
       template: the chat template; None if the model has none.
-      token: what clients must send as bearer token; None if anyone may ask.
-      hosts: the names under which clients may ask. A page of another site whose name leads here has another one.
+      token: the bearer token that clients must send; None if there is none.
+      hosts: the values of the header Host that are accepted. A page of another site whose name was made to resolve to
+        this address sends another one (DNS rebinding).
     """
 
     service: Service
@@ -94,7 +95,7 @@ class Endpoints:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def health(self, http: HttpRequest) -> Response:
-        """`/health`: whether requests are accepted, and what the server holds."""
+        """`/health`: whether requests are accepted, and how many slots and pages are used."""
         service = self.service
         scheduler = service.scheduler
         pages = [
@@ -143,7 +144,7 @@ class Endpoints:
         ]
 
     def _max_tokens(self, prompt: Sequence[int], max_tokens: int | None) -> int:
-        """Checks a prompt; by default an answer may fill the row."""
+        """Checks a prompt. Returns the largest number of tokens of its answer, by default as many as fit."""
         vocab_size = self.source.model.vocab_size
         longest = self.service.scheduler.capacity.max_len
         if not prompt:
@@ -168,7 +169,7 @@ class Endpoints:
         running = asyncio.create_task(self.service.run())
         yield
         running.cancel()
-        with suppress(asyncio.CancelledError, Exception):  # the service has told everybody of its failure
+        with suppress(asyncio.CancelledError, Exception):  # if it failed, its clients have received an error
             await running
 
 
@@ -188,9 +189,10 @@ def endpoints_of(
 
 
 async def _body(http: HttpRequest) -> bytes:
-    """The body of a request.
+    """The body of a request, which must be JSON.
 
-    A page of another site cannot send JSON without the browser asking this server first, which does not agree.
+    A browser sends JSON to another site only if that site allows it in a preflight request. This server does not, so
+    pages of other sites cannot use it.
     """
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(400, "the header Content-Type must be application/json")

@@ -1,6 +1,6 @@
 """The bodies of requests of OpenAI's API.
 
-A key that this server cannot honour is refused, unless its value asks for nothing.
+A key of OpenAI's API that is not supported is refused, unless its value is the one that has no effect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_ANSWERS = 128
 """The most answers of a request: prompts times `n`."""
 
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Keys that change no answer."""
+"""Keys that do not affect answers."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,), "best_of": (None, 1), "echo": (None, False), "frequency_penalty": (None, 0),
     "function_call": (None, "none"), "functions": (None, []), "logit_bias": (None, {}), "logprobs": (None, False),
@@ -27,7 +27,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""), "tool_choice": (None, "none"), "tools": (None, []), "top_logprobs": (None, 0),
     "verbosity": (None,), "web_search_options": (None,),
 }  # fmt: skip
-"""Keys of OpenAI's API that are not supported -> the values that ask for nothing."""
+"""Keys of OpenAI's API that are not supported -> the values that have no effect."""
 
 
 class StreamOptions(BaseModel):
@@ -74,7 +74,7 @@ class Body(BaseModel):
         return kept
 
     def sampling(self) -> Sampling:
-        """A seed that is not given is random. With temperature 0 nothing is drawn, whatever top_p and top_k are."""
+        """How tokens are sampled, by default with a random seed. With temperature 0, top_p and top_k have no effect."""
         temperature = 1.0 if self.temperature is None else self.temperature
         if temperature == 0:
             return Sampling()
@@ -114,7 +114,7 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nothing(cls, data: Any) -> Any:
-        """An answer that a client sends back has keys such as `refusal`, whose values are null."""
+        """Removes keys whose values are null: clients send back answers with keys such as `refusal`."""
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @field_validator("content", mode="before")
@@ -137,7 +137,7 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     """Reads a body.
 
     Raises:
-      ApiError: lists all that is wrong with it.
+      ApiError: lists all problems.
     """
     try:
         return kind.model_validate_json(body)

@@ -23,7 +23,7 @@ TEMPLATE = "chat_template.jinja"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template in Jinja, which runs in a sandbox: it reads only what it is passed, and changes nothing.
+    """A Jinja template. It comes with the model, so it runs in Jinja's immutable sandbox.
 
     Args:
       text: the template.
@@ -34,10 +34,10 @@ class ChatTemplate:
     special: dict[str, str]
 
     def render(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The prompt, which ends where the answer begins.
+        """The prompt, up to where the answer begins.
 
         Raises:
-          ConfigError: the template refuses the messages, or it is wrong.
+          ConfigError: the template refuses the messages, or has an error.
         """
         try:
             return _ENVIRONMENT.from_string(self.text).render(
@@ -73,10 +73,10 @@ def read_template(folder: Path) -> ChatTemplate | None:
 
 
 def encode_chat(tokenizer: TokenizerFile, template: ChatTemplate, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """The tokens of a chat. Special tokens come from the template alone.
+    """The tokens of a chat. Only the template may add special tokens.
 
     Raises:
-      ConfigError: a message contains the text of a special token, with which it could end itself and begin another.
+      ConfigError: a message contains the text of a special token. It could forge the end of its turn, and another role.
     """
     for number, message in enumerate(messages):
         for text in message.values():
@@ -103,7 +103,7 @@ def _now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-# The options, the filter and the functions that templates written for transformers count on.
+# Templates written for transformers rely on these options, this filter and these functions.
 _ENVIRONMENT = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
 )

@@ -14,13 +14,13 @@ from meshpar.serve.service import UnavailableError
 
 
 class ApiError(Exception):
-    """A request that is not answered.
+    """A request that is refused.
 
     Args:
       status: of HTTP.
-      message: what is wrong, and what would be right.
-      param: the key of the request's body that is wrong.
-      code: a word for programs.
+      message: what is wrong, and how to correct it.
+      param: the key in the request's body that is wrong.
+      code: a short name of the error, for programs.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
@@ -64,12 +64,12 @@ async def _unavailable(http: Request, error: UnavailableError) -> Response:
     return ApiError(503, str(error)).response()
 
 
-async def _nobody_listens(http: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=499)  # nginx's code for it; nobody receives it
+async def _disconnected(http: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)  # as nginx logs it; the client does not receive it
 
 
 async def _failure(http: Request, error: Exception) -> Response:
-    return ApiError(500, "the server failed to answer; its log has the reason").response()
+    return ApiError(500, "the server failed to answer; the reason is in its log").response()
 
 
 HANDLERS: dict[Any, Any] = {
@@ -78,7 +78,7 @@ HANDLERS: dict[Any, Any] = {
     MeshparError: _bad_request,
     QueueFullError: _queue_full,
     UnavailableError: _unavailable,
-    ClientDisconnect: _nobody_listens,
+    ClientDisconnect: _disconnected,
     Exception: _failure,
 }
-"""The response to each kind of exception, as Starlette calls it."""
+"""Kind of exception -> the function that makes the response, for Starlette."""

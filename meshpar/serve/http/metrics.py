@@ -1,4 +1,4 @@
-"""The numbers of a server for Prometheus."""
+"""The metrics of a server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class Metrics(Observer):
-    """Counts tokens and answers, and reads the scheduler when it is scraped."""
+    """Counts tokens, answers and drafts. The state of the scheduler is read at each scrape."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.")
         self._next = self._histogram("time_between_tokens_seconds", "From a token of an answer to the next one.")
         self._tokens = Counter("meshpar_serve_tokens", "Tokens of answers.", registry=self.registry)
+        self._drafts = Counter("meshpar_serve_drafts", "Drafts that were checked.", registry=self.registry)
+        self._accepted = Counter(
+            "meshpar_serve_accepted_drafts", "Drafts that the model accepted.", registry=self.registry
+        )
         self._answers = Counter(
             "meshpar_serve_answers", "Answers that have ended, by the reason.", ["finish"], registry=self.registry
         )
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Adds what the scheduler holds."""
+        """Adds metrics of the scheduler: its queue, its slots and its pages."""
         pools = scheduler.pools
-        self._gauge("queued_requests", "Requests that wait.", lambda: len(scheduler.queue))
+        self._gauge("queued_requests", "Requests in the queue.", lambda: len(scheduler.queue))
         self._gauge("running_requests", "Requests in slots.", lambda: sum(row is not None for row in scheduler.rows))
         self._gauge("pages", "Pages of the cache.", lambda: sum(pool.num_pages for pool in pools))
         self._gauge("held_pages", "Pages that requests hold.", lambda: sum(pool.num_held for pool in pools))
@@ -49,6 +53,10 @@ class Metrics(Observer):
     def next_token(self, seconds: float) -> None:
         self._next.observe(seconds)
         self._tokens.inc()
+
+    def checked(self, num_drafts: int, num_accepted: int) -> None:
+        self._drafts.inc(num_drafts)
+        self._accepted.inc(num_accepted)
 
     def ended(self, finish: Finish | Literal["cancelled"]) -> None:
         self._answers.labels(finish).inc()

@@ -40,10 +40,10 @@ async def complete(http: Request, answers: Answers) -> None:
 
 
 class Stream(StreamingResponse):
-    """Server-sent events: one for each piece with text, and for each end.
+    """Server-sent events: one for each piece that has text or ends an answer.
 
     Args:
-      with_usage: whether a last event counts the tokens.
+      with_usage: whether the last event has the numbers of tokens.
     """
 
     def __init__(self, answers: Answers, shape: Shape, with_usage: bool):
@@ -55,7 +55,7 @@ class Stream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        finally:  # also where the client disconnects before the first event
+        finally:  # the client may disconnect before the first event
             self.answers.cancel()
 
     async def _events(self) -> AsyncIterator[str]:

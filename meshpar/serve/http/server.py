@@ -1,4 +1,4 @@
-"""Runs the application in uvicorn: listens when all is compiled, and ends when all accepted requests are answered."""
+"""Runs the application in uvicorn. It shuts down when all accepted requests are answered."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(app: Starlette, service: Service, bound: socket.socket, ready: Callable[[], None]) -> None:
-    """Serves until SIGTERM or SIGINT; after one of them it refuses new requests, and answers the others.
+    """Serves until SIGTERM or SIGINT. Then new requests are refused, accepted ones are answered, and it returns.
 
     A second signal ends it at once.
 
@@ -53,7 +53,10 @@ def run(app: Starlette, service: Service, bound: socket.socket, ready: Callable[
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn itself would close its socket at a signal; a new request would get no answer that says why."""
+    """Keeps the socket open while it drains, so that new requests are told why they are refused.
+
+    Uvicorn's own handler of signals closes the socket first.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]):
         super().__init__(config)

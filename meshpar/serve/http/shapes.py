@@ -32,12 +32,12 @@ class Shape(ABC):
         self.created = int(time.time())
 
     def response(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The answers, complete."""
+        """The response with all answers."""
         choices = [self.choice(i, answer.text, FINISH[answer.finish]) for i, answer in enumerate(answers)]
         return self._object(self.whole, choices)
 
     def event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A part of a streamed answer."""
+        """An event of a streamed response."""
         return self._object(self.part, choices)
 
     @abstractmethod
@@ -49,7 +49,7 @@ class Shape(ABC):
         """A piece of an answer."""
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """What a stream says before the first piece."""
+        """The choices of a stream's first event; none for completions."""
         return []
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

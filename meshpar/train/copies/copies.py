@@ -30,10 +30,10 @@ from meshpar.tree import flatten_with_paths, map_with_path
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy whose parts are all whole.
+    """A copy of which every part is intact on some host.
 
     Args:
-      folder: of the files on this host.
+      folder: the folder of its files on this host.
       senders: process whose host lost its part -> the process that sends it.
     """
 
@@ -47,12 +47,12 @@ class Copies:
 
     Args:
       run_dir: of the run.
-      records: a file whose first line tells the run from an earlier one in the same directory.
+      records: a file whose first line distinguishes the run from an earlier one in the same directory.
       structs: tree of structs with shardings, of the state.
       fixed: JSON data that must be equal for a run to resume from a copy, such as its config.
 
     Raises:
-      CheckpointError: a host has no such memory, or hosts have different numbers of processes.
+      CheckpointError: a host has no folder in memory, or hosts have different numbers of processes.
 
     Memory: each host has room for two copies of the parts that it writes, and for a third while `save` works.
     """
@@ -78,10 +78,10 @@ class Copies:
     def save(self, step: int, state: Any) -> None:
         """Copies a state to the host and writes it in the background: the state may be donated at once.
 
-        It waits until the copy before is written on every host.
+        It waits until the previous copy is written on every host.
 
         Raises:
-          CheckpointError: the copy before could not be written on some host.
+          CheckpointError: the previous copy could not be written on some host.
 
         Communication: each process's part once, if no other host has it.
         """
@@ -112,7 +112,7 @@ class Copies:
             raise CheckpointError(f"{what}; {fix}") from None
 
     def newest(self, after: int) -> Copy | None:
-        """The newest whole copy after a step; None if there is none. All others are removed.
+        """The newest intact copy after a step; None if there is none. All others are removed.
 
         It warns about damaged files.
         """
@@ -143,7 +143,7 @@ class Copies:
         return map_with_path(lambda path, _: arrays[path], self._structs)
 
     def discard(self) -> None:
-        """Removes the copies on this host: a checkpoint is newer, or they may be wrong."""
+        """Removes the copies on this host, because a checkpoint is newer, or because the copies may be wrong."""
         with suppress(CheckpointError):
             self.wait()
         self._before = None
@@ -160,7 +160,7 @@ class Copies:
         return self.folder / hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _agree(self, folder: Path, after: int) -> Copy | None:
-        """Selects the newest step of which every part is whole on some host. A damaged file counts as missing."""
+        """Selects the newest step of which every part is intact on some host. A damaged file counts as missing."""
         here = memory.parts(folder)
         while True:
             texts = everyones(json.dumps({step: sorted(parts) for step, parts in here.items()}))
@@ -199,7 +199,7 @@ class Copies:
         return self.layout.parsed(memory.read(copy.folder / f"{copy.step}.{part}"), part)
 
     def _write(self, folder: Path, step: int, before: int | None, written: Mapping[int, Part]) -> None:
-        """Writes the parts of a step. The step before is kept, because other hosts may not have this one yet."""
+        """Writes the parts of a step. It keeps the previous copy, because other hosts may not have this one yet."""
         memory.keep(folder, {before, step})
         for part, arrays in written.items():
             memory.write(folder / f"{step}.{part}", (shard for shards in arrays.values() for shard in shards))
@@ -226,7 +226,7 @@ class CopiedBeginning:
         return self.copies.restore(self.copy)
 
     def record(self) -> dict[str, Any]:
-        """For the run's records; see `Beginning.record`."""
+        """The entry for the run's records; see `Beginning.record`."""
         hosts = "this host" if self.copies.num_hosts == 1 else f"{self.copies.num_hosts} hosts"
         source = f"the copy of step {self.copy.step} in the memory of {hosts}"
         paths = sorted(self.copies.layout.structs)

@@ -1,4 +1,4 @@
-"""Parts of a state: what the devices of one process hold of it, how it is sent to another process, and who needs it."""
+"""Parts of a state: the shards of one process, how they are sent to another process, and which process needs them."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Holders:
 
     @cached_property
     def distance(self) -> int:
-        """The distance from each process to the one that receives its part, which is on another host.
+        """The distance from each process to the process that receives its part, which is on another host.
 
-        It is 0 if nothing has to be sent: there is one host, or every part is on several.
+        It is 0 if nothing has to be sent, because there is one host, or because every part is on several hosts.
 
         Raises:
           CheckpointError: hosts have different numbers of processes.
@@ -61,7 +61,7 @@ class Holders:
         raise CheckpointError("checkpoints.memory_every: needs the same number of processes on every host")
 
     def writes(self, process: int) -> set[int]:
-        """The parts that a process writes: its own and the received one, but none of earlier processes of its host."""
+        """The parts that a process writes: its own and the received one, unless an earlier process of its host does."""
         before = (other for other in range(process) if self.hosts[other] == self.hosts[process])
         return self._has(process).difference(*map(self._has, before))
 
@@ -126,7 +126,7 @@ class Layout:
     def sent(self, arrays: Mapping[str, jax.Array], distance: int) -> Part:
         """Returns the part of the process that is `distance` before this one. All processes call it.
 
-        Communication: a collective permute for each array of which processes hold different shards.
+        Communication: a collective permute for each array whose shards differ between processes.
         """
         num = jax.process_count()
         to = {process: (process + distance) % num for process in range(num)}
@@ -147,7 +147,7 @@ class Layout:
           part: the part that it gets.
           to: process -> the process to which it sends.
 
-        Communication: a collective permute an array; processes that send none send zeros.
+        Communication: a collective permute for each array; processes that send no part send zeros.
         """
         found: Part = {}
         for path, struct in self.structs.items():
@@ -170,7 +170,7 @@ class Layout:
         return found
 
     def parsed(self, content: memoryview, part: int) -> Part:
-        """Parses the bytes of a part, which are those of its shards one after the other."""
+        """Parses the bytes of a part: its shards, one after the other."""
         found: Part = {}
         at = 0
         for path, struct in self.structs.items():
@@ -209,7 +209,7 @@ class Layout:
         return [x for place, x in enumerate(shards) if regions.index(regions[place]) == place]
 
     def _expanded(self, path: str, shards: Sequence[np.ndarray], process: int | None = None) -> list[np.ndarray]:
-        """The shards of a process with repetitions: one a device."""
+        """The shards of a process with repetitions: one for each device."""
         regions = self._of(path, jax.process_index() if process is None else process)
         distinct = list(dict.fromkeys(regions))
         return [shards[distinct.index(region)] for region in regions]

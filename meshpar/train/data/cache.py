@@ -38,7 +38,7 @@ def cached(
     make: Callable[[], Iterable[tuple[float, np.ndarray]]],
     dtype: np.dtype,
 ) -> Documents:
-    """The documents that `make` computes; they are read from the folder if it has them, and written there otherwise.
+    """Reads the documents that `make` computes from the folder. If they are not there, it computes and writes them.
 
     An entry of the folder is used only if the files have the content from which it was computed: each start reads
     them to compare their checksums. An entry appears complete, by a rename. Two processes may compute the same entry;

@@ -1,4 +1,4 @@
-"""Corpora: where documents come from, and how they become batches."""
+"""Corpora: the sources of documents, and the settings by which they become batches."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Batching(Config):
     """How documents become batches. The run's seed determines the order of the rows, not their content."""
 
     batch_size: Positive = 16
-    """Rows a batch, over all devices."""
+    """Rows per batch, over all devices."""
     seq_len: Positive = 256
-    """Tokens a row."""
+    """Tokens per row."""
     held_out_fraction: float = Field(default=0.05, gt=0, lt=1)
     """About this fraction of the documents is held out for evaluation, by a checksum of their names or contents."""
     documents_in_row: Literal["separate", "joined"] = "separate"
@@ -47,7 +47,7 @@ class Batching(Config):
     @property
     @abstractmethod
     def sources(self) -> list[tuple[int, Corpus]]:
-        """(integer weight, corpus) of each part."""
+        """(weight, corpus) of each part; weights are integers."""
 
     @property
     def omitted(self) -> frozenset[str]:
@@ -202,7 +202,7 @@ class TextCorpus(FileCorpus):
 
 
 class WholeFiles(TextCorpus):
-    """Files of which each is a document. Text that is not UTF-8 can be encoded by `Bytes`, but by no tokenizer file."""
+    """Files that are a document each. `Bytes` can encode text that is not UTF-8; a tokenizer file cannot."""
 
     def read(self, files: list[Path]) -> Iterator[Content]:
         root = self.root
@@ -212,7 +212,7 @@ class WholeFiles(TextCorpus):
 
 
 class Text(WholeFiles):
-    """Files of a folder, each a document.
+    """Files of a folder; each file is a document.
 
     >>> Text(path="corpus", glob="**/*.md", seq_len=1024).vocab_size
     257
@@ -250,7 +250,7 @@ class StandardLibrary(WholeFiles):
 
 
 class Synthetic(Corpus):
-    """Generated documents with a rule to learn: each symbol is its predecessor plus 1, modulo their number, or noise.
+    """Generated documents with a rule to learn: a symbol is its predecessor plus 1, modulo their number, or noise.
 
     >>> first = Synthetic(vocab_size=8, document_len=10, noise=0.0).documents().take(np.arange(1, 11))[0]
     >>> (np.diff(first) % 7).tolist()
@@ -263,9 +263,9 @@ class Synthetic(Corpus):
     num_documents: Positive = 512
     """The number of documents, held-out ones included."""
     document_len: Positive = 500
-    """Symbols a document."""
+    """Symbols per document."""
     noise: float = Field(default=0.1, ge=0, le=1)
-    """The fraction of symbols that are drawn uniformly instead."""
+    """The fraction of symbols that are drawn uniformly instead of by the rule."""
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -20,7 +20,7 @@ class Dataset:
 
     Args:
       parts: the packed documents of each part of a mixture.
-      batch_size: rows a batch, over all devices.
+      batch_size: rows per batch, over all devices.
       seed: with a seed, the parts are interleaved by their weights without end, and the rows of a part are shuffled
         anew in each of its epochs. With None, the parts are read once, in order, and padding rows fill the last batch.
       weights: of the parts, as integers.
@@ -37,7 +37,7 @@ class Dataset:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all parts, with one `bos` a document, and without padding."""
+        """The tokens of all parts, with one `bos` per document, and without padding."""
         return sum(part.documents.num_tokens for part in self.parts)
 
     @property

@@ -25,7 +25,7 @@ class DocumentOffsets(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Documents:
-    """A sequence of documents, none of them empty: for each, the array that holds its tokens and the slice of it.
+    """A sequence of documents, none of them empty. Each document is a slice of an array of tokens.
 
     The opening token `bos` is not stored: it is inserted before each document when tokens are read.
 
@@ -35,7 +35,7 @@ class Documents:
       share: float64[num], in [0, 1). A document is held out if its share is below the held-out fraction.
       bos: the token that opens each document.
 
-    Memory: 40 bytes a document, in addition to the arrays.
+    Memory: 40 bytes per document, in addition to the arrays.
 
     >>> documents = Documents.joined([(0.3, np.array([1, 2])), (0.7, np.array([3]))], bos=9, dtype=np.uint8)
     >>> documents.take(np.arange(6))[0].tolist()
@@ -97,7 +97,7 @@ class Documents:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens, including one `bos` a document."""
+        """The number of tokens, including one `bos` per document."""
         return int(self._ends[-1]) if len(self) else 0
 
     def where(self, chosen: np.ndarray) -> Documents:
@@ -106,7 +106,9 @@ class Documents:
         return Documents(self.arrays, *columns, bos=self.bos)
 
     def split(self, fraction: float) -> tuple[Documents, Documents]:
-        """Training documents, and about `fraction` of all documents held out. A new document changes no other's side.
+        """Returns the training documents, and the held-out documents, which are about `fraction` of all.
+
+        The side of a document does not depend on the other documents.
 
         Raises:
           DataError: one of the sides would be empty.
@@ -162,7 +164,7 @@ def no_data(where: str, what: str, fix: str = "") -> DataError:
 
 
 def _one_sided(shares: list[float], fraction: float) -> DataError:
-    """Says why this fraction leaves one side empty, and suggests one that puts a single document there."""
+    """Says why this fraction leaves one side empty, and suggests one that leaves a single document there."""
     num = len(shares)
     if num == 0:
         return no_data("data", "no document contains a token", "provide documents that contain text")

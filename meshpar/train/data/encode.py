@@ -50,7 +50,7 @@ def encode(documents: Iterable[Content], tokenizer: Tokenizer) -> Iterator[tuple
 def _tokens(group: list[Content], tokenizer: Tokenizer, problems: Problems) -> list[np.ndarray]:
     texts = [document.content for document in group if isinstance(document.content, str)]
     if isinstance(tokenizer, TokenizerFile) and len(texts) == len(group):
-        with suppress(DataError):  # it does not name the document, so each is encoded alone
+        with suppress(DataError):  # the error does not name the document, so each is then encoded alone
             return [_closed(ids, tokenizer) for ids in tokenizer.encode_all(texts)]
     return [_alone(document, tokenizer, problems) for document in group]
 

@@ -17,7 +17,7 @@ def find(folder: Path, glob: str, without: Set[str] = frozenset(), what: str = "
 
     Args:
       without: names of folders below `folder` to ignore; `glob` must begin with `**/` then.
-      what: names in errors what `folder` may be.
+      what: what `folder` may be, for errors.
 
     Raises:
       DataError: the folder does not exist; the glob leaves it or matches no file; files cannot be opened.

@@ -20,7 +20,7 @@ LONGEST_LINE = 2**28
 
 
 class Jsonl(AtPath, TextCorpus):
-    """Files with a JSON object a line. One field of it is the document: text, or a list of token ids.
+    """Files with one JSON object per line. A field of the object is the document: text, or a list of token ids.
 
     >>> Jsonl(path="corpus", field="body").glob
     '**/*.jsonl'

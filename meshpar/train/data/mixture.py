@@ -24,7 +24,7 @@ class MixtureComponent(Config):
     weight: float = Field(gt=0, allow_inf_nan=False)
     """The number of rows of this part, relative to the weights of the other parts."""
     data: Section[Annotated[AnyCorpus, Field(discriminator="kind")]]
-    """The corpus; `batch_size` and `seq_len` are those of the mixture."""
+    """The corpus. It has the mixture's `batch_size` and `seq_len`."""
 
 
 class Mixture(Batching):

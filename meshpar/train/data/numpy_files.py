@@ -75,7 +75,7 @@ def _arrays(path: Path) -> Generator[np.ndarray, None, None]:
     """The arrays of a file.
 
     Raises:
-      DataError: the file contains no arrays; or the bytes of one are not as many as its header describes.
+      DataError: the file contains no arrays, or the size of an array differs from its header.
     """
     with open_regular(path) as file, _described():
         size = os.fstat(file.fileno()).st_size
@@ -100,7 +100,7 @@ def _archived(archive: zipfile.ZipFile, num_bytes: int) -> Iterator[np.ndarray]:
 
 
 def _complete(array: np.ndarray, num_bytes: int) -> np.ndarray:
-    """The array, if it has all bytes after its header: NumPy notices if they are too few, but not if they are more."""
+    """Checks that an array has the bytes that its header describes. NumPy notices missing ones, but not more."""
     if array.nbytes != num_bytes:
         what = f"its header describes {array.dtype}{list(array.shape)}, but it has {num_bytes} bytes"
         raise DataError(f"is too long or damaged: {what}")
@@ -108,7 +108,7 @@ def _complete(array: np.ndarray, num_bytes: int) -> np.ndarray:
 
 
 def _without_warnings(read: Callable[..., np.ndarray], *arguments: Any, **options: Any) -> np.ndarray:
-    """Python's parser, with which NumPy reads headers, warns about damaged ones; here a warning is an error."""
+    """Reads an array, with warnings as errors: Python's parser, which reads the headers, only warns of damage."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return read(*arguments, **options)
@@ -116,7 +116,7 @@ def _without_warnings(read: Callable[..., np.ndarray], *arguments: Any, **option
 
 @contextmanager
 def _described() -> Iterator[None]:
-    """Describes in one line the errors of NumPy and zipfile, which raise more kinds of them than they document."""
+    """Describes any error in one line: NumPy and zipfile raise more kinds of errors than they document."""
     try:
         yield
     except DataError:

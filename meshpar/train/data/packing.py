@@ -30,7 +30,7 @@ class PackedRows:
     documents: Documents
     seq_len: int
     joined: bool = False
-    """Whether all tokens of a row count as one document, of which its documents are parts."""
+    """Whether all tokens of a row count as one document."""
 
     def __len__(self) -> int:
         return -(-self.documents.num_tokens // self.seq_len)

@@ -1,7 +1,7 @@
 """Interleaves the parts of a mixture by their weights, evenly from the first row on.
 
-Grain's `MapDataset.mix` also interleaves by weight, but in another order, which strays from a part's share by several
-rows: by 3.1 for the weights 26, 1, 24, 3, 8, 40.
+Grain's `MapDataset.mix` also interleaves by weight, but its order differs from the parts' shares by several rows: by
+3.1 for the weights 26, 1, 24, 3, 8, 40.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WeightedRoundRobin:
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """The smallest integers in the proportions of `weights`, whose decimal digits count exactly.
+    """The smallest integers in the proportions of `weights`. Decimal digits are exact: 0.1 is 1/10.
 
     >>> whole_weights([0.7, 0.3]), whole_weights([2, 1.5])
     ((7, 3), (4, 3))

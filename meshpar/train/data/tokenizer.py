@@ -51,7 +51,7 @@ class Bytes(Config):
         return None
 
     def encode(self, text: str) -> np.ndarray:
-        """uint8[length], without `bos`. Bytes read with `surrogateescape`, as they are not UTF-8, are restored.
+        """uint8[length], without `bos`. Bytes that are not UTF-8 are restored if they were read with `surrogateescape`.
 
         Raises:
           DataError: the text is not valid Unicode.
@@ -138,7 +138,7 @@ class TokenizerFile(Config):
         return self._encode_all(self._library, texts)
 
     def encode_special(self, text: str) -> np.ndarray:
-        """The ids of a text whose special tokens are special, such as one that a chat template rendered."""
+        """The ids of a text in which special tokens count as such: for texts that a chat template rendered."""
         return self._encode_all(_with_special(self._library), [text])[0]
 
     def _encode_all(self, library: Any, texts: Sequence[str]) -> list[np.ndarray]:
@@ -229,7 +229,7 @@ def _open(path: str, modified_ns: int, size: int) -> tuple[Any, int]:
 
 @lru_cache(maxsize=1)
 def _with_special(library: Any) -> Any:
-    """A copy of the library's tokenizer for which special tokens in a text are special."""
+    """A copy of the library's tokenizer that encodes special tokens in a text as such."""
     copy = type(library).from_str(library.to_str())
     copy.encode_special_tokens = False
     return copy

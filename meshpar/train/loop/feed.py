@@ -38,7 +38,7 @@ def put(
       rows: `local_rows(structs)`.
       order: see `Step.order`.
     """
-    with jax.transfer_guard_host_to_device("allow"):  # the guard counts what a callback returns as implicit
+    with jax.transfer_guard_host_to_device("allow"):  # the guard counts arrays from callbacks as implicit transfers
         return {name: _global_array(arranged(array, order), structs[name], rows) for name, array in batch.items()}
 
 

@@ -1,4 +1,4 @@
-"""The training loop, from top to bottom."""
+"""The training loop: trains, evaluates, records and saves until the run ends."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Loop:
       early_stopping: when to end before `num_steps`.
       callbacks: functions whose results are recorded with each evaluation.
       max_skipped_steps: the run fails after this many skipped steps in a row; None for no limit.
-      check_replicas_every: steps between comparisons of the copies of replicated state; None for none.
+      check_replicas_every: steps between comparisons of the copies of replicated state; None to compare none.
       source: name of the data, for messages.
       signals: signals that end the run.
       cursor: where this process writes its step and phase.
       evaluated: the records of evaluations, including those of earlier processes.
-      copies: in the memory of the hosts; None for none.
+      copies: copies of the state in the memory of the hosts; None without them.
     """
 
     step: Step
@@ -169,10 +169,10 @@ class Loop:
         """The batch of a step.
 
         Args:
-          state: that of the step before, which is saved if a signal comes.
+          state: the state before this step, which is saved if a signal comes.
 
         Raises:
-          Interrupted: a signal came. Several processes must end after the same step, see `_agree`: they only note it.
+          Interrupted: a signal came to the only process. Several processes must end after the same step, see `_agree`.
           RunError: the data set raised, or has no more batches.
         """
         is_alone = jax.process_count() == 1
@@ -210,8 +210,8 @@ class Loop:
     def _agree(self, index: int, saved_at: float, is_logged: bool) -> tuple[bool, bool]:
         """Whether to end, and whether a checkpoint is overdue or requested. Several processes end after the same step.
 
-        JAX's coordination service chooses this step once a process has a signal. Whether a checkpoint is overdue or
-        requested is the first process's to say, at logged steps.
+        JAX's coordination service chooses this step once a process has a signal. The first process decides at logged
+        steps whether a checkpoint is overdue or requested.
         """
         every = self.checkpoints.retention.every_minutes
         is_overdue = every is not None and time.monotonic() - saved_at >= 60 * every
@@ -225,7 +225,7 @@ class Loop:
             return is_interrupted, bool(multihost_utils.broadcast_one_to_all(np.array(is_overdue)))
 
     def _check_replicas(self, state: TrainState, index: int, checked_at: int) -> None:
-        """Compares the copies of the state. Checkpoints since the last comparison may hold a wrong one: none is used.
+        """Compares the copies of replicated state. If they differ, checkpoints since the last comparison are not used.
 
         Raises:
           RunError: copies differ; it names the devices.
@@ -255,7 +255,7 @@ class Loop:
         self.recorder.record("train", index, **values, **speed)
 
     def _evaluate(self, state: TrainState, index: int) -> dict[str, float]:
-        """Records and returns the means over the held-out data; returns nothing if a signal comes meanwhile."""
+        """Records and returns the means over the held-out data; returns none if a signal comes meanwhile."""
         params = averaged(state)
         sums_of_batches = []
         with closing(self.held_out.batches(rows=self._rows)) as held_out:
@@ -281,7 +281,7 @@ class Loop:
         return verdict is not None
 
     def _save(self, state: TrainState, index: int, means: dict[str, float], keeps_all: bool = False) -> None:
-        """Starts to save. With `keeps_all`, for the last save of a run, no older checkpoint is removed."""
+        """Starts to save a checkpoint. With `keeps_all`, for the last one of a run, no older one is removed."""
         self.recorder.check()
         self.cursor.at(index, "saves")
         if keeps_all:

@@ -27,7 +27,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """Notes signals within `listening`; outside of it, none are noticed.
+    """Records signals within `listening`, and only there.
 
     A run has three phases. Before its first step there is nothing to save: `Interrupted` is raised at once. JAX may
     compile for minutes without running any Python, so a thread ends a process that does not respond within `GRACE_S`.
@@ -106,7 +106,7 @@ class Signals:
                 signal.signal(number, before[number])
 
     def begin(self) -> None:
-        """Starts the steps: from here on a signal is only noted."""
+        """Starts the steps: from here on a signal is only recorded."""
         self._raises = False
         self._has_begun = True
         if self.caught and not jax.distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""Early stopping. It is a function of the records, so that a resumed run knows the evaluations before it."""
+"""Early stopping, as a function of the records, so that a resumed run counts the evaluations before it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshpar.errors import ConfigError
 
 
 class EarlyStopping(Config):
-    """Ends a run whose evaluations no longer improve. The last state is saved."""
+    """Ends a run when its evaluations no longer improve. The last state is saved."""
 
     metric: str = "loss"
     """Metric of the evaluations: `loss`, or one that a callback returns."""

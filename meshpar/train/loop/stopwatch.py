@@ -16,8 +16,8 @@ from meshpar.train.program import counts
 class Stopwatch:
     """Measures the speed of steps, without compilation, evaluations, checkpoints and traces.
 
-    Devices run behind the host, so every reading waits for the steps that were counted. A lap is the time between two
-    readings.
+    Devices run behind the host, so every reading waits for the steps that were counted. The time between two readings
+    is a lap.
 
     Args:
       since: when the lap began, in seconds; None before the first reading.
@@ -61,7 +61,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Does not count the time within."""
+        """Excludes the time within."""
         jax.block_until_ready(self.tokens)
         began = time.perf_counter()
         yield

@@ -1,4 +1,4 @@
-"""Messages that a training prints before its first step and after its last."""
+"""The messages that a training prints before its first step and after its last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of a run's records: a line of JSON each."""
+"""Reads and writes the file of a run's records, which has a JSON object per line."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FILE = "metrics.jsonl"
 def read(file: Path, problems: Problems | None = None) -> list[Record]:
     """The records of a run, in order of steps.
 
-    The file is only appended to. A resumed run repeats the steps after its checkpoint: the earlier records of these
-    steps are left out. So is an unfinished last line, whose process was killed while it wrote.
+    A run only appends to the file. A resumed run repeats the steps after its checkpoint, so the earlier records of
+    these steps are excluded. So is an unfinished last line, which a process leaves that is killed while it writes.
 
     Args:
-      problems: gets every other line that is not a record; without it such lines raise.
+      problems: every other line that is not a record is added; without it such lines raise.
 
     Raises:
       CheckpointError: lists the lines that are not records.
@@ -96,7 +96,7 @@ def as_json(record: Record) -> str:
 
 
 def _end_last_line(file: Path, lines: FileIO) -> None:
-    """Cuts off half a line at the end, which a process leaves that was killed or met a full disk."""
+    """Cuts off an unfinished last line, which a process leaves if it is killed, or if the disk is full."""
     text = file.read_bytes()
     _records(text, file)
     last = text.rpartition(b"\n")[2]
@@ -116,7 +116,7 @@ def _records(text: bytes, file: Path, problems: Problems | None = None) -> list[
         if record is not None:
             found.append(record)
         elif line.endswith(b"\n"):
-            bad.add(f"{file}:{number}", "is no record of a run", "remove this line: no other needs it")
+            bad.add(f"{file}:{number}", "is no record of a run", "remove this line: no other line depends on it")
     if problems is None:
         bad.raise_any(CheckpointError, "the records of the run cannot be read:")
     return found

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def goodput(records: Sequence[Record], now: datetime) -> float | None:
     """The time of all steps that count, over the time since the run first began; None before the first speed is known.
 
-    What is lost: compiling, restoring, evaluating, saving, the time between two attempts, and steps that a restart
-    repeated, whose first records `read` leaves out.
+    It does not count compiling, restoring, evaluating, saving, the time between two attempts, and steps that a restart
+    repeated, whose first records `read` excludes.
 
     >>> began = {"kind": "run", "step": 0, "began": "2026-01-01T00:00:00+00:00"}
     >>> steps = [{"kind": "train", "step": 1}, {"kind": "train", "step": 11, "step_s": 3.0}]

@@ -27,7 +27,7 @@ def loads(records: Sequence[Record]) -> tuple[list[int], np.ndarray] | None:
 
 
 def layers_with_experts(records: Sequence[Record]) -> list[int]:
-    """The indices of these layers, from the recorded config."""
+    """The indices of the layers with experts, from the recorded config."""
     from meshpar.nn.experts.config import Experts  # with JAX, which no other plot needs
 
     model = next(record["config"]["model"] for record in records if record["kind"] == "run")
@@ -36,7 +36,7 @@ def layers_with_experts(records: Sequence[Record]) -> list[int]:
 
 
 def draw_loads(records: Sequence[Record], name: str, out: Path) -> None:
-    """A row of pixels for each expert, layer below layer, a column for each recorded step, coloured by load.
+    """Draws the loads, with a row of pixels for each expert, layer below layer, and a column for each recorded step.
 
     Args:
       records: of a run with experts.

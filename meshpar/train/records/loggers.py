@@ -1,4 +1,4 @@
-"""Services that receive a run's records, from the first process: TensorBoard, Weights & Biases, MLflow, Prometheus."""
+"""Sends a run's records from the first process to services: TensorBoard, Weights & Biases, MLflow, Prometheus."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def _guarded(name: str, begin: Callable[[dict[str, Any]], None], log: Sink) -> S
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Hides torch from tensorboardX, which imports it if it is installed: a second, for tensors that are not used."""
+    """Hides torch from tensorboardX, which would import it for a second, for tensors that are not used."""
     if "torch" in sys.modules:
         yield
         return
@@ -256,7 +256,7 @@ def _extra(package: str) -> Any:
 
 
 def _stored(file: Path, make: Callable[[], str]) -> str:
-    """The content of a file; if it does not exist, it is made and written first."""
+    """The content of a file. If the file does not exist, `make` computes the content, which is written first."""
     if not file.exists():
         file.write_text(make())
     return file.read_text().strip()

@@ -1,9 +1,9 @@
-"""What a run records: its metrics go to a file, to loggers, and to standard output.
+"""Records the metrics of a run: in a file, with loggers, and on standard output.
 
-MFU (model FLOPs utilization) is the operations that the model needs, `Training.model_flops`, over those that the chips
-could do. A decoder needs, per token, 6 operations for each parameter that the token is multiplied by (2 forward, 4
-backward), and for attention 6 x seq_len x num_heads x head_dim in each layer: half of 12, because a causal model needs
-half of the scores. Scores beyond a window that all layers have, and recomputation, do not count.
+MFU (model FLOPs utilization) is the FLOPs that the model needs, `Training.model_flops`, over the peak FLOPs of the
+chips. Per token, a decoder needs 6 FLOPs for each parameter that the token is multiplied by (2 forward, 4 backward),
+and for attention 6 x seq_len x num_heads x head_dim FLOPs in each layer: half of 12, because a causal model needs half
+of the scores. Scores beyond a window that all layers have, and recomputation, do not count.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def recorder(
 def summary(records: Sequence[Record]) -> Record:
     """First and last losses, the median speed, and the number of skipped steps if it is not zero.
 
-    Values that were never recorded are left out. A last loss that is not finite is NaN.
+    Values that were never recorded are excluded. A last loss that is not finite is NaN.
 
     >>> steps = [{"kind": "train", "step": 1, "loss": 4.0}, {"kind": "train", "step": 2, "loss": 3.0, "step_s": 0.5}]
     >>> summary([*steps, {"kind": "evaluation", "step": 2, "loss": 3.0}])

@@ -30,7 +30,7 @@ GAUGES = {
 
 @contextmanager
 def serving(run_dir: Path, host: str, port: int) -> Iterator[Sink]:
-    """Yields a function of a record; serves what it gets, and restarts and goodput of the whole run.
+    """Serves metrics over HTTP, with restarts and goodput of the whole run. Yields a function that adds a record.
 
     Raises:
       ConfigError: the client library is not installed, or nothing can listen at the address.

@@ -25,7 +25,7 @@ FORMATS = {
     "restarts": "{} restarts",
     "goodput": "goodput {:.1%}",
 }
-BAR_NAMES = ("kind", "loss", "tokens_per_s", "step_s", "mfu", "skipped")  # those that fit into a line of 80 columns
+BAR_NAMES = ("kind", "loss", "tokens_per_s", "step_s", "mfu", "skipped")  # the names that fit into 80 columns
 
 
 HIDDEN = ("checkpoint", "clients", "copy")
@@ -70,7 +70,7 @@ def _line(record: Record) -> str:
 
 
 def _text(record: Record) -> str:
-    """What is shown of a record after its kind and step."""
+    """The text that is shown after the kind and the step of a record."""
     if record["kind"] == "restored":
         return _restored(record)
     if record["kind"] == "run":

@@ -1,0 +1,71 @@
+"""A model on the devices, as a server uses it: its parameters, its pages, and its compiled prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar.serve.decoding import Turn
+from meshpar.serve.paged_decoding import Chunks, PagedDecoding, Rows
+from meshpar.serve.sampling import RowSampling, Sampling
+from meshpar.serve.scheduler import Chunk, Row
+from meshpar.train.program import on_host, shardings, structs
+
+GREEDY = Sampling()
+
+
+class PagedModel:
+    """Compiles its programs, restores the parameters and allocates the pages. Nothing is compiled later.
+
+    Args:
+      decoding: model, mesh and sizes.
+      restore: structs with shardings -> the parameters.
+    """
+
+    def __init__(self, decoding: PagedDecoding, restore: Callable[[Any], Any]):
+        self.decoding = decoding
+        self._prefill = decoding.compile_prefill()
+        self._params = restore(structs(decoding.params))
+        self._pages = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(decoding.pages))
+
+    def prefill(self, chunks: Sequence[Chunk | None]) -> list[int]:
+        """Computes chunks of prompts. Returns the token after each."""
+        rows = [chunk and chunk.row for chunk in chunks]
+        placed = self._placed_chunks(rows, [chunk.tokens if chunk else [0] for chunk in chunks], self.decoding.prompts)
+        found, self._pages = self._prefill(self._params, placed, self._placed_rows(rows), self._pages)
+        return on_host(found).tolist()
+
+    def _placed_chunks(self, rows: Sequence[Row | None], tokens: Sequence[Sequence[int]], structs: Chunks) -> Chunks:
+        """Tokens that follow the cached ones of each row."""
+        size = structs.tokens.shape[1]
+        padded = np.array([[*chunk, *[chunk[-1]] * (size - len(chunk))] for chunk in tokens], np.int32)
+        begins = np.array([row.num_cached if row else 0 for row in rows], np.int32)
+        lengths = np.array([len(chunk) for chunk in tokens], np.int32)
+        return jax.device_put(Chunks(padded, begins, lengths), shardings(structs))
+
+    def _placed_turn(self, rows: Sequence[Row | None]) -> Turn:
+        """The newest token of each row."""
+        tokens = np.array([row.tokens[-1] if row else 0 for row in rows], np.int32)
+        positions = np.array([row.num_cached if row else 0 for row in rows], np.int32)
+        return jax.device_put(Turn(tokens, positions), shardings(self.decoding.turn))
+
+    def _placed_rows(self, rows: Sequence[Row | None]) -> Rows:
+        """Rows without a request have page 0, and are decoded greedily."""
+        table = np.zeros((len(rows), self.decoding.capacity.pages_of_row), np.int32)
+        for i, row in enumerate(rows):
+            if row:
+                table[i, : len(row.pages)] = row.pages
+        samplings: list[Sampling] = [row.request.sampling if row else GREEDY for row in rows]
+        each = RowSampling(
+            np.array([how.temperature for how in samplings], np.float32),
+            np.array([how.top_k or 0 for how in samplings], np.int32),
+            np.array([how.top_p for how in samplings], np.float32),
+            np.array([how.seed for how in samplings], np.uint32),
+            np.array([row.request.index if row else 0 for row in rows], np.int32),
+        )
+        draws = np.array(any(how.temperature > 0 for how in samplings))
+        return jax.device_put(Rows(table, each, draws), shardings(self.decoding.rows(len(rows))))
