@@ -1,6 +1,5 @@
 """Compares the planner's estimates with measured steps on simulated devices, for three small models.
 
-    export XLA_FLAGS=--xla_cpu_use_fusion_emitters=false   # optional: on jax 0.10 it compiles three times as fast
     meshpar calibrate here.yaml
     python scripts/bench_plan.py here.yaml [wide|deep|vocabulary ...] [--layouts 40] [--rounds 5] [--times FOLDER]
 
