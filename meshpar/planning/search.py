@@ -93,10 +93,10 @@ def search(
     traced: dict[Layout, Candidate] = {}
     of_mesh: Counter[Any] = Counter()
     refused: set[tuple[Any, str]] = set()
-    corrections: dict[tuple[str | None, str, str], float] = {}
+    corrections: dict[tuple[str | None, str], float] = {}
     num_fitting = 0
     for layout in dict.fromkeys(promising):
-        alike = (layout.remat, layout.schedule, layout.sharding)
+        alike = (layout.remat, layout.schedule)
         kind = (layout.sizes, layout.schedule)
         may_fit = held[layout] * corrections.get(alike, 1 / SLACK) <= at_most
         if num_fitting == TRACED or len(traced) == 2 * TRACED:
