@@ -124,7 +124,7 @@ def search(
 
 
 def _cuts(run: Run, layout: Layout, machine: Machine, probes: Probes, at_most: float) -> list[Candidate]:
-    """The traces of a layout with its cut, and with cuts that are better by its trace, or that fit. Empty if refused."""
+    """The traces of a layout with its cut, and with faster or narrower cuts by these traces. Empty if it is refused."""
     found: list[Candidate] = []
     while layout not in [one.layout for one in found] and (candidate := trace(run, layout, machine, probes)):
         found.append(candidate)
