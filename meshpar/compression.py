@@ -28,10 +28,10 @@ from meshpar.tree import human_bytes
 
 @dataclass(frozen=True)
 class Compressed:
-    """What `compress` did.
+    """The result of `compress`.
 
     Args:
-      bytes_before, bytes_after: of all parameters.
+      bytes_before, bytes_after: bytes of all parameters.
       ranks: path of a projection -> the rank of its factors, and the largest relative error of a layer.
     """
 
@@ -54,18 +54,19 @@ def compress(
 ) -> Compressed:
     """Writes the last checkpoint of a run as a run whose model stores its projections compressed.
 
-    The new folder has a config and a checkpoint of step 0. It can be used as any run's: `generate`, `export`, and if
-    its weights are floats, `train`. Embedding, norms and output projection stay as they are.
+    The new folder contains a config and the checkpoint of step 0. It is a run like any other: for `generate`, `serve`,
+    `export`, and if its weights are floats, for `train`. Embedding, norms and output projection do not change.
 
     Args:
       source: a run directory, or the config of a run.
       folder: created, complete or not at all.
-      weights: stores kernels as codes with a scale for each group.
-      low_rank_error: stores kernels as two thin factors of the smallest rank with which no layer has a larger relative
-        error in the Frobenius norm, where that needs fewer elements. With `weights`, the factors are stored as codes.
+      weights: kernels are stored as codes, with a scale for each group.
+      low_rank_error: kernels are stored as two factors of the smallest rank for which the relative error of each layer,
+        in the Frobenius norm, is at most this. Kernels with fewer elements than their factors stay whole. With
+        `weights`, the factors are stored as codes.
 
     Raises:
-      ConfigError: lists what is wrong with the settings, or why the model cannot be compressed.
+      ConfigError: lists the problems of the settings, or why the model cannot be compressed.
       CheckpointError: the folder exists, or there is no checkpoint.
 
     Memory: on one device, the parameters and the state of their optimizer.
@@ -91,7 +92,9 @@ def compress(
     with whole_or_not(folder) as made:
         if (saved.run_dir / COMPANIONS).is_dir():
             shutil.copytree(saved.run_dir / COMPANIONS, made / COMPANIONS)
-        after = run.model_copy(update={"model": model, "lora": None, "init": None, "run_dir": folder})
+        # Kernels that LoRA adapted or that were pruned may be codes or factors now.
+        fields = {"model": model, "lora": None, "prune": None, "init": None, "run_dir": folder}
+        after = run.model_copy(update=fields)
         (made / RUN_CONFIG).write_text(config.to_yaml(after))
         _save(after, params, made)
     found = {path: (one.rank, one.error) for path, one in factors.items()}
@@ -101,7 +104,7 @@ def compress(
 def _check_settings(weights: Quantized | None, low_rank_error: float | None) -> None:
     problems = Problems()
     if weights is None and low_rank_error is None:
-        problems.add("weights", "nothing says how to compress", "weights=int8 or int4, or low_rank_error=0.1")
+        problems.add("weights", "no compression is selected", "weights=int8 or int4, or low_rank_error=0.1")
     if low_rank_error is not None and not 0 < low_rank_error < 1:
         problems.add("low_rank_error", f"{low_rank_error} is not between 0 and 1", "0.1, a tenth of a kernel's norm")
     problems.raise_any(ConfigError, "the run cannot be compressed:")
@@ -113,7 +116,7 @@ def _plain_decoder(run: Run) -> DecoderModel:
         raise ConfigError(f"model.kind = {run.model.kind}: only projections of meshpar's own decoders are compressed")
     if model.weights or model.low_rank:
         key = "weights" if model.weights else "low_rank"
-        raise ConfigError(f"model.{key}: the run is compressed already; compress the one that it was made from")
+        raise ConfigError(f"model.{key}: the run is compressed already; compress the original run")
     return model
 
 
@@ -131,7 +134,7 @@ def _num_bytes(params: Mapping[str, jax.Array]) -> int:
 
 
 def _save(run: Run, params: Mapping[str, jax.Array], folder: Path) -> None:
-    """Writes the checkpoint of step 0, with the given parameters and a new optimizer's state."""
+    """Writes the checkpoint of step 0, with these parameters and the first state of the optimizer."""
     prepared: Prepared = on_one_device(run)
     state = prepared.compile_init(given={f"params.{path}": x for path, x in params.items()})()
     about = replace(prepared.about, config=run.model_dump(mode="json"))

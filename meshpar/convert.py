@@ -13,7 +13,7 @@ import numpy as np
 from meshpar import config
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find
-from meshpar.checkpoint.selection import PARAMS
+from meshpar.checkpoint.selection import AVERAGES, PARAMS
 from meshpar.errors import CheckpointError
 from meshpar.experiment.config import Precision, Run, load
 from meshpar.experiment.prepare import Prepared, prepare
@@ -23,9 +23,11 @@ from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.compressed import dense
 from meshpar.optim import AdamW
+from meshpar.parallel.precision import wide_dtype
+from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Synthetic
-from meshpar.tree import flatten_with_paths
+from meshpar.tree import flatten_with_paths, map_with_path
 
 __all__ = ["from_hf", "to_hf"]
 
@@ -135,6 +137,8 @@ class Saved(NamedTuple):
 def trained(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
     """A run, and the parameters of its last checkpoint by path, on one device, with LoRA merged into the kernels.
 
+    They are the averages of `optim.ema`, if the run has them.
+
     Args:
       source: a run directory, or the config of a run.
 
@@ -142,15 +146,39 @@ def trained(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
       CheckpointError: there is no checkpoint, or it holds no config of a run.
     """
     run_dir = load(source).run_dir if source.is_file() else source
-    saved = find(run_dir, PARAMS)
+    saved = find(run_dir, (*PARAMS, *AVERAGES))
     run = _saved_run(saved)
-    params = flatten_with_paths(saved.restore(on_one_device(run).placement.structs, PARAMS).params)
+    params = flatten_with_paths(restore_params(saved, on_one_device(run).placement.structs.params))
     return run, run.lora.merged(params) if run.lora else params, Saved(run_dir, saved.folder)
 
 
+def restore_params(saved: Checkpoint, structs: Any) -> Any:
+    """The parameters of a checkpoint; the average instead of each that has one (`optim.ema`), as evaluations use it.
+
+    Args:
+      structs: tree of `ShapeDtypeStruct`s with shardings.
+
+    Raises:
+      CheckpointError: see `Checkpoint.restore`.
+    """
+    averages = {
+        path: jax.ShapeDtypeStruct(struct.shape, wide_dtype(struct.dtype), sharding=struct.sharding)
+        for path, struct in flatten_with_paths(structs).items()
+        if f"opt_state.ema.{path}" in saved.described
+    }
+    include = (*PARAMS, *AVERAGES) if averages else PARAMS
+    exclude = [f"params.{path}" for path in averages]
+    read = saved.restore({"params": structs, "opt_state": {"ema": averages}}, include, exclude)
+    means = read["opt_state"]["ema"]
+    return map_with_path(lambda path, x: means[path].astype(x.dtype) if path in means else x, read["params"])
+
+
 def on_one_device(run: Run) -> Prepared:
-    """The run prepared on one device."""
-    one: dict[str, Any] = {"mesh": MeshLayout(), "rules": AxisRules(preset=("replicated",)), "contract": None}
+    """The run prepared on one device, without what only its training on a mesh needs."""
+    one: dict[str, Any] = {
+        "mesh": MeshLayout(), "rules": AxisRules(preset=("replicated",)), "parallel": Parallel(), "num_microbatches": 1,
+        "distill": None, "contract": None,
+    }  # fmt: skip
     return prepare(run.model_copy(update=one), MeshLayout().build(jax.devices()[:1]))
 
 

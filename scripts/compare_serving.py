@@ -19,26 +19,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
-
-from meshpar.interop.export import export
-from meshpar.models import Llama
+from meshpar import AdamW, Llama, Run, Synthetic, fit
 from meshpar.serve import bench
+from meshpar.serve.engine import Engine
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.paged_model import GREEDY
 from meshpar.serve.sampling import Sampling
-from meshpar.serve.source import open_source
-from meshpar.tree import flatten_with_paths
+from meshpar.serve.source import Source, open_source
 
 LONGEST_PROMPT = 32
 LONGEST_ANSWER = 192
-NUM_REQUESTS = 96
 TEXTS = {
-    "greedy, which soon repeats": GREEDY,
-    "drawn from 4 tokens, whose pairs repeat": Sampling(temperature=100.0, top_k=4, seed=1),
-    "drawn from all tokens, which does not repeat": Sampling(temperature=100.0, seed=1),
+    "counting modulo 16, which repeats": GREEDY,
+    "noise of 16 tokens, whose pairs recur with other followers": Sampling(temperature=100.0, seed=1),
 }
-"""What a model with random weights generates -> how it is sampled."""
 
 
 def main() -> None:
@@ -49,12 +43,25 @@ def main() -> None:
     arguments = parser.parse_args()
     compare = compare_batches if arguments.what == "batches" else compare_drafts
     with tempfile.TemporaryDirectory() as folder:
-        compare(open_source(random_llama(Path(folder) / "llama")), arguments.slots, arguments.rounds)
+        compare(counting(Path(folder)), arguments.slots, arguments.rounds)
 
 
-def compare_batches(source: Any, slots: int, rounds: int) -> None:
-    workload = bench.draw(NUM_REQUESTS, source.model.vocab_size, LONGEST_PROMPT, LONGEST_ANSWER)
-    engine = engine_of(source, slots)
+def counting(folder: Path) -> Source:
+    """A Llama of 3.2 million parameters that has learned to count."""
+    run = Run(
+        model=Llama(num_layers=4, hidden_size=256, num_heads=8, intermediate_size=704, vocab_size=16),
+        data=Synthetic(batch_size=8, seq_len=64, vocab_size=16, noise=0.0),
+        optim=AdamW(lr=1e-3),
+        num_steps=30,
+        run_dir=folder,
+    )
+    fit(run, json=True)
+    return open_source(folder)
+
+
+def compare_batches(source: Source, slots: int, rounds: int) -> None:
+    workload = bench.draw(6 * slots, source.model.vocab_size, LONGEST_PROMPT, LONGEST_ANSWER)
+    engine = engine_of(source, slots, len(workload.prompts))
     generator = bench.generator_of(source, workload, slots)
     compare(
         "batches", lambda: bench.generate("batches", generator, workload, slots),
@@ -62,9 +69,9 @@ def compare_batches(source: Any, slots: int, rounds: int) -> None:
     )  # fmt: skip
 
 
-def compare_drafts(source: Any, slots: int, rounds: int) -> None:
+def compare_drafts(source: Source, slots: int, rounds: int) -> None:
     workload = bench.draw(3 * slots, source.model.vocab_size, LONGEST_PROMPT, LONGEST_ANSWER)
-    engine = engine_of(source, slots, ngrams=2)
+    engine = engine_of(source, slots, len(workload.prompts), ngrams=2)
     drafter = engine.drafter
     for text, sampling in TEXTS.items():
 
@@ -73,35 +80,20 @@ def compare_drafts(source: Any, slots: int, rounds: int) -> None:
             return asyncio.run(bench.serve(engine, workload, math.inf, sampling))
 
         print(text)
-        load = compare("one by one", lambda: serve(None), "drafts", lambda: serve(drafter), rounds)
+        load = compare("without drafts", lambda: serve(None), "with drafts", lambda: serve(drafter), rounds)
         print(f"{load.acceptance or 0:.0%} of drafts accepted")
 
 
-def compare(slower: str, one: Callable[[], Any], faster: str, other: Callable[[], Any], rounds: int) -> Any:
-    """Prints how many times the CPU seconds of `other` are those of `one`. Returns what `other` returned last."""
+def compare(slower: str, one: Callable[[], Any], faster: str, other: Callable[[], Any], rounds: int) -> bench.Load:
+    """Prints the CPU seconds of `one` over those of `other`. Returns what `other` returned last."""
     ratios = []
-    found = None
     for _ in range(rounds):
         one_s, _ = timed(one)
-        other_s, found = timed(other)
+        other_s, load = timed(other)
         ratios.append(one_s / other_s)
         print(f"{slower} {one_s:.2f} CPU s, {faster} {other_s:.2f} CPU s: {ratios[-1]:.2f}", flush=True)
     print(f"median over {rounds} rounds: {statistics.median(ratios):.2f}")
-    return found
-
-
-def engine_of(source: Any, slots: int, ngrams: int | None = None) -> Any:
-    return open_engine(
-        source, slots=slots, max_len=LONGEST_PROMPT + LONGEST_ANSWER, chunk=LONGEST_PROMPT, max_queue=NUM_REQUESTS,
-        ngrams=ngrams,
-    )  # fmt: skip
-
-
-def random_llama(folder: Path) -> Path:
-    """A Hugging Face folder with random weights, on which the time of a token does not depend."""
-    model = Llama(num_layers=4, hidden_size=256, num_heads=8, intermediate_size=704, vocab_size=1024)
-    export(folder, model, flatten_with_paths(nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(0)), nnx.Param))))
-    return folder
+    return load
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -109,6 +101,13 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     begin = time.process_time()
     found = work()
     return time.process_time() - begin, found
+
+
+def engine_of(source: Source, slots: int, num_requests: int, ngrams: int | None = None) -> Engine:
+    return open_engine(
+        source, slots=slots, max_len=LONGEST_PROMPT + LONGEST_ANSWER, chunk=LONGEST_PROMPT, max_queue=num_requests,
+        ngrams=ngrams,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

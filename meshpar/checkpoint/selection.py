@@ -11,6 +11,8 @@ from meshpar.tree import matching
 
 EVERYTHING = ("**",)
 PARAMS = ("params.**",)
+AVERAGES = ("opt_state.ema.**",)
+"""The averages of parameters, see `optim.ema`."""
 SHAPING = ("model", "optim", "precision")
 """The sections of a config that decide which arrays a state has."""
 

@@ -38,7 +38,7 @@ from meshpar.optim.master import with_master
 from meshpar.optim.pruning import with_pruning
 from meshpar.optim.rounding import with_stochastic_rounding
 from meshpar.parallel.local_updates import KEY
-from meshpar.parallel.precision import wide_dtype
+from meshpar.parallel.precision import stored_in, wide_dtype
 from meshpar.parallel.strategies import Parallel
 from meshpar.parallel.trainable import without
 from meshpar.sharding.resolve import AnyMesh, platform_of
@@ -49,7 +49,7 @@ from meshpar.train.loss import Distill
 from meshpar.train.step import Step, Update
 from meshpar.train.teacher import Teacher, unstaged
 from meshpar.train.training import Training, step_key
-from meshpar.tree import flatten_with_paths, human_bytes, map_with_path
+from meshpar.tree import flatten_with_paths, human_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,10 +265,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     model = run.model.program(task_of(run))
     dtype = np.dtype(run.precision.params)
     state_paths = model.state.paths if model.state else ()
-    # bfloat16 would lose the small changes of a router's bias.
-    specs = map_with_path(
-        lambda path, spec: spec.stored_in(wide_dtype(dtype) if path in state_paths else dtype), model.specs
-    )
+    specs = stored_in(model.specs, dtype, state_paths)
     freeze = run.freeze
     if run.lora:
         freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)

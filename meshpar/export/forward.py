@@ -1,4 +1,4 @@
-"""The function that is exported: the forward of a decoder, from the parameters by name and tokens to logits."""
+"""The exported function: the forward of a decoder, from parameters by path and tokens to logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Forward = Callable[[Mapping[str, Any], jax.Array], jax.Array]
 
 
 class Portable(Reference):
-    """The reference core for rows of any length; it does not count operations, of which the number is not known."""
+    """The reference core for rows of any length. It does not count operations, because their number is symbolic."""
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: Window
@@ -46,11 +46,14 @@ def open_model(source: Path) -> tuple[Run, DecoderModel, dict[str, jax.Array]]:
 
 
 def forward_of(model: DecoderModel, compute: str) -> Forward:
-    """The forward in the dtype `compute`, with attention that every platform computes.
+    """The forward in the dtype `compute`, which every platform computes on one device.
 
-    Kernels for one platform are replaced by the reference core, which computes the same and holds all scores.
+    The reference core replaces attention kernels that only some platforms have; it holds all scores in memory. Experts
+    compute every choice of every token, also where `dispatch: capacity` dropped choices in training.
     """
-    portable = {"attention": Portable(), "remat": Remat(policy="none"), "unroll": 1, "dropout": 0.0}
+    portable: dict[str, Any] = {"attention": Portable(), "remat": Remat(policy="none"), "unroll": 1, "dropout": 0.0}
+    if model.experts:
+        portable["experts"] = model.experts.without_training()
     portable_model = model.model_copy(update=portable)
     abstract = portable_model.abstract()
     specs = describe(abstract)

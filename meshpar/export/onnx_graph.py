@@ -30,8 +30,8 @@ def onnx(source: Path, folder: Path) -> None:
 
     Raises:
       ConfigError: lists every package that is not installed.
-      CheckpointError: the folder exists, there is no checkpoint, or no supported architecture of Hugging Face's
-        computes what its model does.
+      CheckpointError: the folder exists, there is no checkpoint, or the model has no architecture in Hugging Face's
+        libraries.
     """
     problems = Problems()
     for package in NEEDED:
@@ -49,7 +49,7 @@ def onnx(source: Path, folder: Path) -> None:
 def _write(hugging_face: Path, path: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries about themselves
+        warnings.simplefilter("ignore")  # PyTorch and transformers warn about their own code
         import torch
         import transformers
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from meshpar.errors import CheckpointError, ConfigError, Problems, suggestion
+from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.export.forward import forward_of, open_model
 from meshpar.interop.export import check_free, whole_or_not
 from meshpar.interop.safetensors import Written, write
@@ -38,19 +38,15 @@ def stablehlo(source: Path, folder: Path, platforms: Sequence[str] = ("cpu",)) -
       platforms: some of `cpu`, `cuda`, `rocm` and `tpu`. Devices are not needed.
 
     Raises:
-      ConfigError: lists every platform that is not known.
-      CheckpointError: the folder exists, there is no checkpoint, or its model is not one of meshpar's decoders
-        without experts.
+      ConfigError: lists the unknown platforms.
+      CheckpointError: the folder exists, there is no checkpoint, or its model is not one of meshpar's decoders.
 
     Memory: the parameters, and a copy of one of them.
     """
     _check_platforms(platforms)
     check_free(folder)
     run, model, params = open_model(source)
-    if model.experts:
-        what = "how experts share tokens is compiled for one number of tokens, and this program has any"
-        raise CheckpointError(f"{source}: model.experts: {what}; `--format hf` writes the model")
-    exported = _export(model, run.precision.compute, params, platforms)
+    exported = program_of(model, run.precision.compute, params, platforms)
     with whole_or_not(folder) as made:
         (made / "model.jax").write_bytes(exported.serialize())
         (made / "model.mlirbc").write_bytes(exported.mlir_module_serialized)
@@ -63,20 +59,27 @@ def _check_platforms(platforms: Sequence[str]) -> None:
     for name in platforms:
         if name not in PLATFORMS:
             fix = suggestion(name, PLATFORMS, f"there are {', '.join(PLATFORMS)}")
-            problems.add("platforms", f"{name!r} is none that StableHLO is exported for", fix)
+            problems.add("platforms", f"{name!r} is not a known platform", fix)
     if not platforms:
-        problems.add("platforms", "there is none", "cpu")
+        problems.add("platforms", "no platform is listed", "cpu")
     problems.raise_any(ConfigError, "the model cannot be exported:")
 
 
-def _export(
-    model: DecoderModel, compute: str, params: Mapping[str, jax.Array], platforms: Sequence[str]
+def program_of(
+    model: DecoderModel, compute: str, params: Mapping[str, Any], platforms: Sequence[str]
 ) -> export.Exported:
+    """The forward of a decoder in the dtype `compute`, see `forward_of`, for tokens int32[batch, seq] of any sizes.
+
+    Args:
+      params: path -> array or struct.
+    """
     limits = [f"seq <= {model.max_seq_len}"] if model.learned_positions else []
     batch, seq = export.symbolic_shape("batch, seq", constraints=limits)
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
-    return export.export(jax.jit(forward_of(model, compute)), platforms=platforms)(structs, tokens)
+    # Parameters that only training uses, such as the last load of experts, are arguments too: the signature has all.
+    program = jax.jit(forward_of(model, compute), keep_unused=True)
+    return export.export(program, platforms=platforms)(structs, tokens)
 
 
 def _written(name: str, x: jax.Array) -> Written:

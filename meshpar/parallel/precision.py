@@ -1,11 +1,14 @@
-"""The dtypes in which values are summed."""
+"""The dtypes in which values are stored, computed and summed."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from meshpar.tree import map_with_path
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -20,6 +23,15 @@ def wide(x: jax.Array) -> jax.Array:
     dtype('float32')
     """
     return x.astype(wide_dtype(x.dtype))
+
+
+def stored_in(specs: Any, dtype: Any, wide_paths: Collection[str] = ()) -> Any:
+    """Tree of `ArraySpec`: floats are stored in a dtype, those at `wide_paths` in `wide_dtype` of it.
+
+    Args:
+      wide_paths: parameters that steps change by amounts that bfloat16 would lose, such as a router's bias.
+    """
+    return map_with_path(lambda path, spec: spec.stored_in(wide_dtype(dtype) if path in wide_paths else dtype), specs)
 
 
 def summed_in(x: jax.Array, dtype: Any) -> jax.Array:

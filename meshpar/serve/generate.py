@@ -97,14 +97,14 @@ def generate(
 
     Args:
       source: a run, its config file, or the folder that it wrote; its latest checkpoint is restored to its mesh.
-      prompts: texts or lists of token ids; or one text. The tokens that open a document are added to texts only.
+      prompts: texts or lists of token ids; or one text. The tokens that open a document are added only to texts.
       overrides: `key=value` as on the command line, such as `mesh.tensor=4`; for a file or a folder.
       max_tokens: largest number of tokens of an answer.
       temperature, top_k, top_p, seed: see `Sampling`.
       stop: texts before which an answer ends.
       draft: a smaller model with the same vocabulary, which drafts tokens; see `speculative`. Answers do not change, up
         to the rounding of floats.
-      ngrams: drafts the tokens that followed the last occurrence of as many of the newest tokens.
+      ngrams: drafts the tokens that followed the newest `ngrams` tokens of the row where those occurred before.
       num_drafts: tokens that are drafted at a time.
       show: called with each `Piece` of an answer as soon as it is known.
 

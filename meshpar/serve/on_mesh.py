@@ -16,9 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.errors import Problems, ShardingError
 from meshpar.nn.attention.codes import CacheFormat, Codes
 from meshpar.nn.describe import describe, functional
+from meshpar.nn.experts.balance import RouterState
 from meshpar.nn.transformer import Batch, Decoder
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.precision import computed_in
+from meshpar.parallel.precision import computed_in, stored_in
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import Placement, resolve
 from meshpar.sharding.rules import AxisRules
@@ -57,7 +58,9 @@ class ModelOnMesh(ABC):
     @cached_property
     def params(self) -> Any:
         """Tree of `Placement` of the parameters."""
-        specs = jax.tree.map(lambda spec: spec.stored_in(self.dtype), describe(self.model.abstract()))
+        experts = self.model.experts
+        wide_paths = RouterState(experts).paths if experts else ()
+        specs = stored_in(describe(self.model.abstract()), self.dtype, wide_paths)
         return stored(resolve(specs, self.ctx.rules, self.ctx.mesh), self.ctx.rules)
 
     @property

@@ -10,14 +10,15 @@ from typing import Any
 
 from meshpar import config
 from meshpar.checkpoint.saved import META, find, find_all
-from meshpar.checkpoint.selection import PARAMS
-from meshpar.convert import COMPANIONS, run_of
+from meshpar.checkpoint.selection import AVERAGES, PARAMS
+from meshpar.convert import COMPANIONS, restore_params, run_of
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Run
 from meshpar.interop.folder import check_inside, read_json
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.models.decoder import DecoderModel
 from meshpar.parallel.context import ParallelContext
+from meshpar.serve.merged import restore_merged
 from meshpar.serve.on_mesh import for_tokens
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.data import Synthetic
@@ -107,7 +108,8 @@ def _of_checkpoint(path: Path, run: Run) -> Source:
     language = _language(converted, vocabulary.size) if has_language and vocabulary else None
 
     def restore(structs: Any) -> Any:
-        return find(path, PARAMS).restore({"params": structs}, PARAMS)["params"]
+        saved = find(path, (*PARAMS, *AVERAGES))
+        return restore_merged(run, run.lora, saved, structs) if run.lora else restore_params(saved, structs)
 
     return Source(run, restore, language, converted if language else None)
 

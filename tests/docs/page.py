@@ -5,6 +5,8 @@
 - A `text` block directly below a block is that block's output; a line `...` in it stands for any lines.
 - An `sh` block runs if its output is shown; if not, each of its `meshpar` commands must fit the command line,
   its config load, and its arrays fit the mesh.
+- `<!-- in the background -->` on the line above an `sh` block: its command runs until the end of the page. The page
+  continues when it has printed the lines that are shown, and SIGTERM must end it with code 0.
 - A `yaml` block is a config, or the part of one that changes the quickstart.
 - `<!-- not run: why -->` on the line above a block exempts it. Nothing else is skipped: another language, or a fence
   that is ambiguous, is an error.
@@ -32,6 +34,7 @@ from meshpar.experiment.prepare import prepare
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
     r"(?P<exempt>^<!-- not run: [^\n]+ -->\n)?"
+    r"(?P<background>^<!-- in the background -->\n)?"
     r"^```(?P<language>\w*)\n(?P<code>.*?)^```$"
     r"(?:\n+^```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
@@ -39,14 +42,25 @@ BLOCK = re.compile(
 LANGUAGES = {"python", "sh", "text", "yaml"}
 END = "=== end of block ==="
 RUNNER = f"""
-import json, os, subprocess, sys
+import json, os, shlex, subprocess, sys
 names, shell = {{"__name__": "__main__"}}, dict(os.environ)
-for language, line, code in json.load(sys.stdin):
-    if language == "python":
-        exec(compile("\\n" * line + code, sys.argv[1], "exec"), names)
-    else:
-        subprocess.run(["bash", "-c", code], stderr=subprocess.STDOUT, env=shell)
-    print({END!r}, flush=True)
+background = []
+try:
+    for language, line, code, num_lines in json.load(sys.stdin):
+        if language == "python":
+            exec(compile("\\n" * line + code, sys.argv[1], "exec"), names)
+        elif num_lines is None:
+            subprocess.run(["bash", "-c", code], stderr=subprocess.STDOUT, env=shell)
+        else:
+            piped = {{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}}
+            background.append(subprocess.Popen(shlex.split(code), env=shell, **piped))
+            print(*(background[-1].stdout.readline() for _ in range(num_lines)), sep="", end="")
+        print({END!r}, flush=True)
+finally:
+    for process in background:
+        process.terminate()
+    ends = [process.wait() for process in background]
+assert not any(ends), f"in the background: ended with {{ends}}"
 """
 
 
@@ -58,17 +72,30 @@ class Block(NamedTuple):
     code: str
     output: str | None
     exempt: bool
+    background: bool
 
     @property
     def runs(self) -> bool:
         return not self.exempt and (self.language == "python" or (self.language == "sh" and self.output is not None))
+
+    @property
+    def num_lines(self) -> int | None:
+        """The lines that a command in the background prints before the page continues."""
+        return (self.output or "").count("\n") if self.background else None
 
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text()
     assert "```" not in BLOCK.sub("", text), f"{page}: a fence that is indented, has options, or is not closed"
     found = [
-        Block(m["language"], text.count("\n", 0, m.start("code")), m["code"], m["output"], bool(m["exempt"]))
+        Block(
+            m["language"],
+            text.count("\n", 0, m.start("code")),
+            m["code"],
+            m["output"],
+            bool(m["exempt"]),
+            bool(m["background"]),
+        )
         for m in BLOCK.finditer(text)
     ]
     unknown = [f"{page}:{b.line}: {b.language!r}" for b in found if b.language not in LANGUAGES and not b.exempt]
@@ -95,7 +122,7 @@ def outputs(page: Path, program: list[Block], folder: Path) -> list[str]:
     (folder / "configs").symlink_to(ROOT / "configs")
     done = subprocess.run(
         [sys.executable, "-c", RUNNER, page],
-        input=json.dumps([(b.language, b.line, b.code) for b in program]),
+        input=json.dumps([(b.language, b.line, b.code, b.num_lines) for b in program]),
         cwd=folder,
         env=shell(),
         capture_output=True,

@@ -43,6 +43,11 @@ RIGHT = {
     "python": "```python\nx = 1\nprint(x)\n```\n\n```text\n1\n```\n\n```python\nprint(x + 1)\n```\n```text\n2\n```\n",
     "any lines": "```python\nprint('a', 'b', 'c', sep='\\n')\n```\n```text\na\n...\nc\n```\n",
     "sh": "```sh\necho a; echo b >&2; false\n```\n```text\na\nb\n```\n",
+    "in the background": (
+        "<!-- in the background -->\n```sh\n"
+        "bash -c 'trap \"exit 0\" TERM; echo > began; echo a; echo b; while sleep 0.01; do :; done'\n"
+        "```\n```text\na\nb\n```\n```sh\nls\n```\n```text\nbegan\nconfigs\npage.md\n```\n"
+    ),
     "exempt": "<!-- not run: it would fail -->\n```python\n1 / 0\n```\n",
     "an illustration": "```python\nprint(1)\n```\nwords\n```text\n2\n```\n",
 }
@@ -62,6 +67,13 @@ WRONG = {
         "```python\nimport os\nos.environ['A'] = '1'\n```\n```sh\necho $A\n```\n```text\n1\n```\n", "but prints\n *\n"
     ),
     "indented": ("- item\n  ```python\n  1 / 0\n  ```\n", "a fence that is indented"),
+    "in the background, that SIGTERM kills": (
+        "<!-- in the background -->\n```sh\nbash -c 'echo a; sleep 99'\n```\n```text\na\n```\n",
+        r"ended with \[-15\]",
+    ),
+    "in the background, that ends early": (
+        "<!-- in the background -->\n```sh\necho a\n```\n```text\na\nb\n```\n", "but prints\n *a"
+    ),
     "not closed": ("```python\n1 / 0\n", "a fence that is indented"),
 }  # fmt: skip
 WRONG_COMMANDS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,11 @@ CONFIG = ROOT / "mkdocs.yml"
 
 
 def build(config: Path, site: Path) -> str:
-    """The report of a strict build that fails, or "" for one without warnings."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", config, "--site-dir", site]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    return "" if done.returncode == 0 else done.stderr
+    """The warnings that fail a strict build, or ""."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", config, "-d", site]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's, about itself
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    return done.stderr if done.returncode else ""
 
 
 def test_the_site_builds_without_warnings(tmp_path):

@@ -8,15 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import onnxruntime
 import pytest
 import transformers
+from flax import nnx
 from jax import export as jax_export
 from safetensors.numpy import load_file
 
 from meshpar import convert
-from meshpar.export.stablehlo_program import stablehlo
+from meshpar.export.stablehlo_program import program_of, stablehlo
+from meshpar.models import Llama
+from meshpar.nn.describe import functional
+from meshpar.nn.experts import Balance, Experts
+from meshpar.tree import flatten_with_paths
 from tests.interop.pretrained import VOCAB, logits, made, saved
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 17))
@@ -34,13 +40,21 @@ numpy.save(sys.argv[4], program.call(load_file(folder / "model.safetensors"), nu
 """Runs an exported folder: PACKAGES FOLDER TOKENS.npy LOGITS.npy."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with a run and its StableHLO export."""
-    folder = tmp_path_factory.mktemp("export")
-    convert.from_hf(saved("llama", folder / "hf"), folder / "run", ["mesh.fsdp=8", "rules=[fsdp]"])
+def exported(kind, folder):
+    """Makes a Hugging Face folder, a run of it, and the run's StableHLO export."""
+    convert.from_hf(saved(kind, folder / "hf"), folder / "run", ["mesh.fsdp=8", "rules=[fsdp]"])
     stablehlo(folder / "run", folder / "stablehlo", ["cpu", "cuda", "tpu"])
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return exported("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory):
+    return exported("mixtral", tmp_path_factory.mktemp("mixtral"))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +63,9 @@ def expected():
     return logits(made("llama"), TOKENS)
 
 
-def test_stablehlo_runs_without_meshpar(folder, expected, tmp_path):
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_stablehlo_runs_without_meshpar(kind, request, tmp_path):
+    folder = request.getfixturevalue({"llama": "folder", "mixtral": "with_experts"}[kind])
     packages = tmp_path / "packages"
     packages.mkdir()
     for path in Path(site.getsitepackages()[0]).iterdir():
@@ -59,7 +75,7 @@ def test_stablehlo_runs_without_meshpar(folder, expected, tmp_path):
     arguments = [packages, folder / "stablehlo", tmp_path / "tokens.npy", tmp_path / "logits.npy"]
     done = subprocess.run([sys.executable, "-I", "-S", "-c", ALONE, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert abs(np.load(tmp_path / "logits.npy") - expected).max() < 1e-5
+    assert abs(np.load(tmp_path / "logits.npy") - logits(made(kind), TOKENS)).max() < 1e-5
 
 
 def test_the_signature_describes_the_program(folder):
@@ -81,6 +97,42 @@ def test_control_exchanged_parameters_are_seen(folder, expected):
     tokens = TOKENS[:1, :5].astype(np.int32)
     assert abs(program.call(right, tokens) - expected[:1, :5]).max() < 1e-5
     assert abs(program.call(exchanged, tokens) - expected[:1, :5]).max() > 1e-2
+
+
+def test_control_exchanged_experts_are_seen(with_experts):
+    program = jax_export.deserialize(bytearray((with_experts / "stablehlo/model.jax").read_bytes()))
+    right = load_file(with_experts / "stablehlo/model.safetensors")
+    down = "blocks.mlp.experts.down.kernel"
+    exchanged = right | {down: np.roll(right[down], 1, axis=1)}
+    tokens = TOKENS[:1, :5].astype(np.int32)
+    want = logits(made("mixtral"), TOKENS[:1, :5])
+    assert abs(program.call(right, tokens) - want).max() < 1e-5
+    assert abs(program.call(exchanged, tokens) - want).max() > 1e-2
+
+
+EXPERTS = Experts(
+    num=6, per_token=3, intermediate_size=12, first_dense=1, shared=1, router="sigmoid", groups=3, groups_per_token=2,
+    balance=Balance(load="last_step"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dispatch", ["dropless", pytest.param("capacity", marks=pytest.mark.slow)])
+def test_groups_of_experts_are_exported_for_any_number_of_tokens(dispatch, float64):
+    """With places for all choices, the program without places computes the same."""
+    experts = EXPERTS.model_copy(update={"dispatch": dispatch, "capacity_factor": 6.0})
+    model = Llama(num_layers=2, hidden_size=16, num_heads=2, intermediate_size=32, vocab_size=VOCAB, experts=experts)
+    params = nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(0)), nnx.Param))
+    params = jax.tree.map(lambda x: 3 * np.asarray(x, np.float64), params)
+    flat = flatten_with_paths(params)
+    program = program_of(model, "float64", flat, ["cpu"])
+    assert len(program.module_kept_var_idx) == len(flat) + 1, "the program has all arguments of its signature"
+    own = jax.jit(functional(model.abstract()))
+    for shape in ((1, 3), (5, 30)):  # fewer choices than a tile has rows, and several tiles
+        tokens = np.random.default_rng(0).integers(0, VOCAB, shape).astype(np.int32)
+        positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+        inputs = {"tokens": tokens, "positions": positions, "segments": np.zeros_like(tokens)}
+        want = own(params, inputs | {"rows": np.arange(shape[0], dtype=np.int32)})
+        assert abs(program.call(flat, tokens) - want).max() < 1e-10
 
 
 def test_onnx_runtime_computes_the_logits(folder, expected, command, tmp_path):
@@ -123,7 +175,7 @@ REFUSED = {
     "an existing folder": (["run", "stablehlo"], "exists, and nothing is overwritten"),
     "an existing folder for onnx": (["run", "stablehlo", "--format", "onnx"], "exists, and nothing is overwritten"),
     "a platform": (["run", "new", "--platforms", "cpu,cudaa"], "did you mean cuda?"),
-    "no platform": (["run", "new", "--platforms", ","], "there is none"),
+    "no platform": (["run", "new", "--platforms", ","], "no platform is listed"),
     "platforms of onnx": (["run", "new", "--format", "onnx", "--platforms", "cpu"], "is for --format stablehlo"),
     "no run": (["nowhere", "new"], "nowhere"),
 }

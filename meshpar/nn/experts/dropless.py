@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from meshpar.mesh.varying import Axes
 from meshpar.nn.experts.exchange import Devices, Exchange, Plan, selected, send
 from meshpar.nn.experts.mlp import ExpertWeights
-from meshpar.nn.experts.sorting import counts, rows_of, sort, summed
+from meshpar.nn.experts.sorting import Size, counts, rows_of, sort, summed
 from meshpar.nn.experts.tiles import of_choices
 
 
@@ -43,17 +43,17 @@ def dropless(
 
 def _of_own(
     x_TD: Float[Array, "T D"], ids_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"], experts: ExpertWeights,
-    expected: int,
+    expected: Size,
 ) -> Float[Array, "T D"]:  # fmt: skip
     """The weighted sum of the results of this device's experts. Other experts contribute 0.
 
     Args:
       ids_TK: the experts of each token, counted from this device's first.
-      expected: the number of choices of this device's experts, if the router is balanced.
+      expected: the number of choices of this device's experts, if the router is balanced; see `of_choices`.
     """
     num = experts.num
     is_own = (ids_TK >= 0) & (ids_TK < num)
-    order = sort(jnp.where(is_own, ids_TK, num), len(x_TD) * min(ids_TK.shape[1], num))
+    order = sort(jnp.where(is_own, ids_TK, num), x_TD.shape[0] * min(ids_TK.shape[1], num))
     return of_choices(x_TD, weights_TK, order, counts(ids_TK, num), experts, expected)
 
 

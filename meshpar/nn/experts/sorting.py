@@ -18,6 +18,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from meshpar.mesh.varying import varying_alike
 
+Size = Any
+"""An int, or a symbolic dim of a program that is exported for any number of tokens."""
+
 
 class Order(NamedTuple):
     """The order of the rows.
@@ -36,10 +39,10 @@ class Order(NamedTuple):
         return self.choices // self.places.shape[1]
 
 
-def sort(ids_TK: Int[Array, "T K"], num_rows: int) -> Order:
+def sort(ids_TK: Int[Array, "T K"], num_rows: Size) -> Order:
     """Sorts choices by expert, then by token. Choices after the first `num_rows` have no row."""
     choices = jnp.argsort(ids_TK.reshape(-1), stable=True).astype(jnp.int32)
-    rows = jnp.arange(len(choices), dtype=jnp.int32)
+    rows = jnp.arange(choices.shape[0], dtype=jnp.int32)
     places = jnp.zeros_like(choices).at[choices].set(rows, unique_indices=True)
     return Order(choices[:num_rows], places.reshape(ids_TK.shape))
 

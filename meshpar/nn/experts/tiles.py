@@ -28,7 +28,7 @@ from meshpar.cost.flops import needed
 from meshpar.cost.walk import runs
 from meshpar.mesh.varying import varying_alike, varying_like
 from meshpar.nn.experts.mlp import ExpertWeights
-from meshpar.nn.experts.sorting import Order, no_gradient, read, rows_of, summed
+from meshpar.nn.experts.sorting import Order, Size, no_gradient, read, rows_of, summed
 from meshpar.nn.layers import silu_product
 from meshpar.nn.remat import named
 from meshpar.parallel.context import current
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
 
     def room(self, like: jax.Array, *rest: int) -> Float[Array, "N *rest"]:
         """Zeros with the dtype of `like`."""
-        return varying_like(jnp.zeros((len(self.tokens), *rest), like.dtype), like)
+        return varying_like(jnp.zeros((*self.tokens.shape, *rest), like.dtype), like)
 
 
 class Tile(NamedTuple):
@@ -109,7 +109,7 @@ class Tile(NamedTuple):
 
 def of_choices(
     x_TD: Float[Array, "T D"], weights_TK: Float[Array, "T K"], order: Order, sizes_E: Int[Array, "E"],
-    experts: ExpertWeights, expected: int,
+    experts: ExpertWeights, expected: Size,
 ) -> Float[Array, "T D"]:  # fmt: skip
     """The weighted sum of the results of each token's experts; choices beyond the last expert's rows contribute 0.
 
@@ -118,7 +118,8 @@ def of_choices(
     Args:
       order: of the choices, by expert.
       sizes_E: int32, the number of rows of each expert.
-      expected: the number of rows of all experts, if the router is balanced. The cost model counts FLOPs with it.
+      expected: the number of rows of all experts, if the router is balanced. The cost model counts FLOPs with it. If it
+        is symbolic, tiles have the smallest size, and no FLOPs are counted.
 
     Numerics: the gradients of matrices are summed over tiles in float32 at least.
     Memory: see the top of this file; without `remat` gate and up are saved.
@@ -126,10 +127,13 @@ def of_choices(
     ctx = current()
     if ctx is not None and not ctx.is_local:
         return _by_xla(x_TD, weights_TK, order, sizes_E, experts)
-    tiles = Tiles.of(len(order.choices), experts.num, expected)
     leaves, structure = jax.tree.flatten((x_TD, weights_TK, order, sizes_E, experts))
+    operands = jax.tree.unflatten(structure, varying_alike(*leaves))
+    if not isinstance(expected, int):
+        return _in_tiles(Tiles(SMALLEST, per_expert=1), *operands)
+    tiles = Tiles.of(len(order.choices), experts.num, expected)
     with needed(Fraction(expected, experts.num * tiles.per_expert * tiles.rows)):
-        return _in_tiles(tiles, *jax.tree.unflatten(structure, varying_alike(*leaves)))
+        return _in_tiles(tiles, *operands)
 
 
 def _by_xla(
