@@ -222,7 +222,7 @@ def _loss(one: Candidate, best: Candidate) -> str:
     if more[term] >= 1e-3 * best.estimate.total_s:
         return f"{human_time(more[term])} {term}"
     hides = one.estimate.beside_s - best.estimate.beside_s
-    return f"{human_time(hides)} more to hide" if hides > 0 else "nothing: equal"
+    return f"{human_time(hides)} more to hide" if hides > 1e-6 * best.estimate.total_s else "nothing: equal"
 
 
 def _stages(one: Candidate, machine: Machine) -> list[str]:

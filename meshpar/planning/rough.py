@@ -120,24 +120,27 @@ class Probes:
             dcn=layout.dcn,
         )
 
-    def balanced(self, layout: Layout, machine: Machine, most: int | None = None) -> tuple[Layout, Work]:
-        """The layout with the cut with which the slowest stage of its pipeline is as fast as it can be, and its work.
+    def balanced(
+        self, layout: Layout, machine: Machine, most: int | None = None, traced: Work | None = None
+    ) -> tuple[Layout, Work]:
+        """The layout with the cut with which the slowest stage of its pipeline is as fast as it can be; its rough work.
 
-        It stays as it is where the default cut is as fast, and where devices share cores, for which the work of all
+        It stays as it is where its own cut is about as fast, and where devices share cores, for which the work of all
         stages counts.
 
         Args:
           most: layers that a stage has at most.
+          traced: the work of its traced step, which says what a layer takes; else the rough work does.
         """
-        work = self.work(layout)
-        if work.stages is None or layout.cut or machine.shares_cores:
+        work = traced or self.work(layout)
+        if work.stages is None or machine.shares_cores:
             return layout, work
         parts = work.parts(machine)
         seconds = [layer.total for layer, _ in parts]
         unit = min(seconds)
         end = sum(end.total for _, end in parts)
         relative = tuple(round(each / unit, 3) for each in seconds)
-        better = _better_cut(*self._cut_of(layout), relative, round(end / unit, 3), most)
+        better = _better_cut(*self._cut_of(layout), layout.cut, relative, round(end / unit, 3), most)
         if not better:
             return layout, work
         layout = replace(layout, cut=better)
@@ -214,22 +217,28 @@ def _partition(
 
 @cache
 def _better_cut(
-    kind: str, stack: LayerStack, head: float, seconds: tuple[float, ...], end: float, most: int | None
+    kind: str,
+    stack: LayerStack,
+    head: float,
+    cut: tuple[int, ...],
+    seconds: tuple[float, ...],
+    end: float,
+    most: int | None,
 ) -> tuple[int, ...]:
-    """The cut whose slowest stage is the fastest; empty if the default's is about as fast.
+    """The cut whose slowest stage is the fastest; empty if that of the given cut is about as fast.
 
     Args:
       seconds: of a layer, on each stage.
       end: seconds of the output projection and the loss.
       most: layers that a stage has at most.
-    """
-    schedule, default = _partition(kind, stack, head, len(seconds))
-    stages = Stages.of(default, schedule, Operations({}, {}))
+    """  # fmt: skip
+    schedule, own = _partition(kind, stack, head, len(seconds), cut)
+    stages = Stages.of(own, schedule, Operations({}, {}))
     ends = [end if stage == stages.last else 0.0 for stage in range(len(seconds))]
     counts = balanced(stack.num_layers, seconds, ends, schedule.chunks_per_stage, most)
     before, after = (
-        max(count * each + end for count, each, end in zip(cut, seconds, ends, strict=True))
-        for cut in (stages.layers, counts)
+        max(count * each + end for count, each, end in zip(layers, seconds, ends, strict=True))
+        for layers in (stages.layers, counts)
     )
     return cut_with(schedule, counts) if after < WORTH_A_CUT * before else ()
 

@@ -103,10 +103,10 @@ def search(
             break
         if of_mesh[layout.sizes] == PER_MESH or kind in refused or not may_fit:
             continue
-        if candidates := _until_fitting(run, layout, machine, probes, at_most):
+        if candidates := _cuts(run, layout, machine, probes, at_most):
             traced |= {one.layout: one for one in candidates}
             last = candidates[-1]
-            num_fitting += last.estimate.total_bytes <= at_most
+            num_fitting += any(one.estimate.total_bytes <= at_most for one in candidates)
             of_mesh[layout.sizes] += 1
             roughly = probes.states_bytes(last.layout) + probes.step_bytes(last.layout)
             corrections[alike] = last.estimate.total_bytes / roughly
@@ -123,16 +123,16 @@ def search(
     return Found(ranked, too_big, rough, len(everything))
 
 
-def _until_fitting(run: Run, layout: Layout, machine: Machine, probes: Probes, at_most: float) -> list[Candidate]:
-    """The traces of a layout with its cut, and with ever narrower ones until one fits. Empty if it is refused."""
+def _cuts(run: Run, layout: Layout, machine: Machine, probes: Probes, at_most: float) -> list[Candidate]:
+    """The traces of a layout with its cut, and with faster or narrower cuts by these traces. Empty if it is refused."""
     found: list[Candidate] = []
-    while candidate := trace(run, layout, machine, probes):
+    while layout not in [one.layout for one in found] and (candidate := trace(run, layout, machine, probes)):
         found.append(candidate)
-        if not layout.cut or candidate.estimate.total_bytes <= at_most:
-            break
-        # On every stage there is room for as many layers as on the longest.
-        share = (at_most - candidate.work.states_bytes) / candidate.work.step_bytes
-        layout = probes.narrower(layout, machine, share)
+        if candidate.estimate.total_bytes <= at_most:
+            layout, _ = probes.balanced(layout, machine, traced=candidate.work)
+        elif layout.cut:  # on every stage there is room for as many layers as on the longest
+            share = (at_most - candidate.work.states_bytes) / candidate.work.step_bytes
+            layout = probes.narrower(layout, machine, share)
     return found
 
 

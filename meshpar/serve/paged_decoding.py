@@ -141,7 +141,6 @@ class PagedDecoding(ModelOnMesh):
 
     def compile_decode(self) -> Callable[..., Any]:
         """(params, turn, rows, pages) -> (the next turn, the pages)."""
-
         arguments = (structs(self.params), self.turn, self.rows(self.capacity.num_rows), structs(self.pages))
         return compile_program(trace(self._decode, arguments, shardings((self.turn, structs(self.pages))), donate=(3,)))
 

@@ -15,8 +15,8 @@ CONFIG = ROOT / "mkdocs.yml"
 
 
 def build(config: Path, site: Path) -> str:
-    """The warnings that fail a strict build, or ""."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", config, "-d", site]
+    """The report of a strict build that fails, or ""."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "-d", site]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's, about itself
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
     return done.stderr if done.returncode else ""

@@ -186,7 +186,7 @@ def test_a_cut_that_does_not_fit_is_narrowed():
     wide = planned("h100:1x4+a100:1x4").ranked[0]
     limit = wide.estimate.total_bytes - 2**20
     found = planned("h100:1x4+a100:1x4", at_most=limit)
-    (narrow,) = found.ranked
+    narrow = found.ranked[0]
     assert 6 < narrow.layout.cut[0] < wide.layout.cut[0]
     assert wide.layout in [one.layout for one in found.found.too_big]
     assert narrow.estimate.total_s > wide.estimate.total_s
