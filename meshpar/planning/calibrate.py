@@ -24,9 +24,11 @@ from meshpar.planning.measured import KINDS, CollectiveTimes, FunctionTime, Kind
 GROUPS = "groups"
 AXIS = "x"
 MOST_IN_TURN = 5
+"""The most operations in a turn of a loop: XLA:CPU puts independent operations of longer programs into a queue."""
 MOST_BYTES = 2**21
-"""The most operations in a turn of a loop, and the most bytes of their operands, but for two operations."""
+"""The most bytes of the operands in a turn, but for two operations."""
 FLOATS_MORE = 16
+"""By how many elements the arrays of a turn differ."""
 REPEATS = 32
 """How often a program repeats its operation, so that starting the program costs little."""
 SIDES = (16, 32, 64, 128, 256, 512)
@@ -38,6 +40,7 @@ MEMORY = (2**17, 2**20, 2**21, 2**22, 2**23, 2**24)
 FUNCTION_FLOATS = 2**14
 """Elements of which functions are computed."""
 LEAST_S = 1e-9
+"""The least time that is written, for differences that are smaller than their noise."""
 FUNCTIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "div": lambda x: 0.5 / (x * 0.999 + 0.001),
     "exp": lambda x: lax.exp(x * -0.999 + 0.001),
