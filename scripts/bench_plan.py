@@ -1,14 +1,16 @@
-"""Compares the planner's estimates with measured steps: on 8 simulated devices, for three small models.
+"""Compares the planner's estimates with measured steps on simulated devices, for three small models.
 
-    export XLA_FLAGS=--xla_cpu_use_fusion_emitters=false   # optional: on jax 0.10 it compiles three times as fast
     meshpar calibrate here.yaml
     python scripts/bench_plan.py here.yaml [wide|deep|vocabulary ...] [--layouts 40] [--rounds 5] [--times FOLDER]
 
 For each model a random sample of all layouts that fit, and the plan's own choice, are compiled and timed in turn.
-Printed are the rank correlation (Spearman) of estimates and measured times, and the measured time of the plan's choice
-over that of the fastest. A time is the process's CPU seconds over cores, as in the calibration, of the second of two
-steps: the first one pays for the memory that other programs used. With --times, measured times are written to FOLDER,
-and read from there by later calls, so that a changed cost model is compared with the same measurements.
+Printed are the rank correlation (Spearman) of estimates and measured times, and the measured time of the layout that
+the estimates put first over that of the fastest: once for the whole cost model, once for each control, a cost model
+that overlooks a term. A time is that of the second of two steps: the first one pays for the memory that other programs
+used. It is the process's CPU seconds over cores, as in the calibration. If each device has a core of its own
+(`meshpar calibrate here.yaml --devices 2`) it is the wall time, which bubbles of a pipeline make longer: then nothing
+else may run on the machine. With --times, measured times are written to FOLDER after every round, and read from there
+by later calls, so that a changed cost model is compared with the same measurements.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,11 +36,10 @@ from compare import stepping
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
 from meshpar.planning import search
-from meshpar.planning.measured import MeasuredMachine, read
+from meshpar.planning.measured import FunctionTime, MeasuredMachine, Point, read
 from meshpar.planning.search import Candidate
 from meshpar.planning.space import Layout, layouts
 
-NUM_DEVICES = 8
 PER_PROCESS = 12
 WANTED_CORRELATION = 0.8
 WANTED_RATIO = 1.10
@@ -58,22 +60,54 @@ def main() -> None:
     arguments = parser.parse_args()
     machine = read(arguments.target)
     is_worse = False
-    print(f"{'model':<12} {'layouts':>8} {'correlation':>12} {'choice':>10} {'best':>10} {'ratio':>6}", flush=True)
+    print(f"{'model':<12} {'cost model':<28} {'layouts':>8} {'correlation':>12} {'choice / best':>14}", flush=True)
     for name in arguments.models or MODELS:
         chosen = sample(run_of(name), machine, str(arguments.target), arguments.layouts)
         path = arguments.times / f"{name}.json" if arguments.times else None
         known = json.loads(path.read_text()) if path and path.exists() else {}
         missing = [one.layout for one in chosen if str(one.layout) not in known]
-        known |= timed(name, missing, arguments.rounds)
-        if path:
-            path.write_text(json.dumps(known, indent=2))
+        for found in timed(name, machine, missing, arguments.rounds):
+            known |= found
+            if path:
+                path.write_text(json.dumps(known, indent=2))
         measured = [known[str(one.layout)] for one in chosen]
-        correlation = rank_correlation([one.estimate.total_s for one in chosen], measured)
-        ratio = measured[0] / min(measured)
-        is_worse |= correlation < WANTED_CORRELATION or ratio > WANTED_RATIO
-        times = f"{1e3 * measured[0]:>7.2f} ms {1e3 * min(measured):>7.2f} ms {ratio:>6.3f}"
-        print(f"{name:<12} {len(chosen):>8} {correlation:>12.3f} {times}", flush=True)
+        for cost_model, changed in cost_models(machine).items():
+            works = [replace(one.work, idle=1.0) if cost_model == "no bubbles" else one.work for one in chosen]
+            estimated = [work.on(changed).total_s for work in works]
+            correlation = rank_correlation(estimated, measured)
+            ratio = measured[int(np.argmin(estimated))] / min(measured)
+            is_worse |= cost_model == "whole" and (correlation < WANTED_CORRELATION or ratio > WANTED_RATIO)
+            print(f"{name:<12} {cost_model:<28} {len(chosen):>8} {correlation:>12.3f} {ratio:>14.3f}", flush=True)
     raise SystemExit(is_worse)
+
+
+def cost_models(machine: MeasuredMachine) -> dict[str, MeasuredMachine]:
+    """The machine, and controls, whose costs lack a term. `main` takes bubbles out of the work itself."""
+
+    def proportional(times: Sequence[Point]) -> tuple[Point, ...]:
+        """Times without what they have at size 0: in proportion to that of the largest size."""
+        last = times[-1]
+        return (Point(size=last.size * 1e-9, seconds=last.seconds * 1e-9), last)
+
+    functions = [FunctionTime(name=one.name, seconds=1e-15) for one in machine.functions]
+    collectives = [{**dict(one), "times": proportional(one.times)} for one in machine.collectives]
+    no_latency = {
+        "products": proportional(machine.products),
+        "elementwise": proportional(machine.elementwise),
+        "collectives": collectives,
+    }
+    changes = {
+        "whole": {},
+        "no latency": no_latency,
+        "no latency of collectives": {"collectives": collectives},
+        "no functions": {"functions": functions},
+        "no new memory": {"new_memory": [Point(size=1, seconds=1e-15)]},
+        "no bubbles": {},
+    }
+    return {
+        name: MeasuredMachine.model_validate(dict(machine) | change) if change else machine
+        for name, change in changes.items()
+    }
 
 
 def run_of(name: str) -> Run:
@@ -89,7 +123,7 @@ def run_of(name: str) -> Run:
 def sample(run: Run, machine: MeasuredMachine, target: str, num_layouts: int) -> list[Candidate]:
     """The plan's choice, then a sample of all layouts."""
     chosen = meshpar.plan(run, target).ranked[0]
-    every = [layout for layout in layouts(run, NUM_DEVICES, NUM_DEVICES) if layout != chosen.layout]
+    every = [layout for layout in layouts(run, machine.num_devices, machine.per_host) if layout != chosen.layout]
     random.Random(0).shuffle(every)
     found = [chosen]
     for layout in every:
@@ -98,36 +132,52 @@ def sample(run: Run, machine: MeasuredMachine, target: str, num_layouts: int) ->
     return found
 
 
-def timed(name: str, chosen: Sequence[Layout], num_rounds: int) -> dict[str, float]:
-    """Seconds of a step in each layout: the median of rounds in which all layouts run in turn.
+def timed(name: str, machine: MeasuredMachine, chosen: Sequence[Layout], num_rounds: int) -> Iterator[dict[str, float]]:
+    """Seconds of a step in each layout, after each round: the median of the rounds so far, in which layouts take turns.
 
-    Layouts are compiled by several processes, each of which holds a few of the programs.
+    Several processes hold a few of the programs each, two of which compile at once.
     """
     spawn = multiprocessing.get_context("spawn")
     workers: list[Connection] = []
     for start in range(0, len(chosen), PER_PROCESS):
         mine, theirs = spawn.Pipe()
-        spawn.Process(target=work, args=(theirs, name, chosen[start : start + PER_PROCESS]), daemon=True).start()
+        spawn.Process(
+            target=work, args=(theirs, name, machine, chosen[start : start + PER_PROCESS]), daemon=True
+        ).start()
+        theirs.close()  # so that `recv` fails if the process ends
         workers.append(mine)
+        if len(workers) > 1:
+            workers[-2].recv()
+    if workers:
+        workers[-1].recv()
     found: dict[str, list[float]] = {str(layout): [] for layout in chosen}
-    for _ in range(num_rounds):
+    for _ in range(num_rounds if chosen else 0):
         for index, layout in enumerate(chosen):
             worker = workers[index // PER_PROCESS]
             worker.send(index % PER_PROCESS)
             found[str(layout)].append(worker.recv())
-    return {layout: statistics.median(times) for layout, times in found.items()}
+        yield {layout: statistics.median(times) for layout, times in found.items()}
+    for worker in workers:
+        worker.send(None)
 
 
-def work(requests: Connection, name: str, chosen: Sequence[Layout]) -> None:
+def work(requests: Connection, name: str, machine: MeasuredMachine, chosen: Sequence[Layout]) -> None:
     """Compiles some layouts of a model, and measures the one whose index is requested."""
-    meshpar.simulate(NUM_DEVICES)
+    meshpar.simulate(machine.num_devices)
+    clock = cpu_s if machine.shares_cores else time.perf_counter
     programs = [compiled(run_of(name), layout) for layout in chosen]
-    while True:
-        step = programs[requests.recv()]
+    requests.send("compiled")
+    while (index := requests.recv()) is not None:
+        step = programs[index]
         step()
-        start = time.process_time()
+        start = clock()
         step()
-        requests.send((time.process_time() - start) / (os.cpu_count() or 1))
+        requests.send(clock() - start)
+
+
+def cpu_s() -> float:
+    """CPU seconds of the process over the cores."""
+    return time.process_time() / (os.cpu_count() or 1)
 
 
 def compiled(run: Run, layout: Layout) -> Callable[[], float]:

@@ -4,8 +4,9 @@ A value is held from the equation that computes it to the last equation that rea
 result is read once is fused with its reader: its result is not held, and its operands are held until the reader runs.
 An operation that can write in place, such as an update of a slice, overwrites an array of the same size that it reads
 last. A loop holds its results and the memory of one iteration, which overwrites the arrays of the previous one. XLA
-copies the initial carry of a loop, and the arrays that a branch of a conditional changes. Compilers choose the order of
-operations, so this is an estimate; `inspection.program.memory` reads the memory of a compiled program.
+copies the initial carry of a loop, and the arrays that a branch of a conditional changes. It stores a parameter that is
+gathered along a later dim in another order, before the first loop. Compilers choose the order of operations, so this is
+an estimate; `inspection.program.memory` reads the memory of a compiled program.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from meshpar.cost.flat import ELEMENTWISE, VIEWS, Flat, Operation, bodies
+from meshpar.cost.flat import ELEMENTWISE, VIEWS, Flat, Operation, bodies, size_of
+from meshpar.cost.walk import inner_jaxprs
 
 _IN_PLACE = ELEMENTWISE | VIEWS | {"dynamic_update_slice", "optimization_barrier", "scatter", "scatter-add"}
 """Operations whose results may overwrite an operand that no later operation reads."""
+_SLICES = {"convert_element_type", "copy", "dynamic_slice", "name", "pvary", "reshape", "slice", "squeeze", "transpose"}
+"""Operations whose results are their operand, or a slice of it."""
 
 
 def peak_bytes(program: ClosedJaxpr) -> int:
@@ -37,7 +41,35 @@ def peak_bytes(program: ClosedJaxpr) -> int:
       >>> peak_bytes(jax.make_jaxpr(twice)(jnp.ones((8, 8), jnp.float32)))
       512
     """
-    return max(map(_peak, bodies(program)))
+    return max(_peak(body) + _relaid_bytes(body) for body in bodies(program))
+
+
+def _relaid_bytes(jaxpr: Jaxpr) -> int:
+    """Bytes of the arguments that XLA copies, because collectives gather along the first dim in memory."""
+    return sum(size_of(jaxpr.invars[index]) for index in _relaid(jaxpr))
+
+
+def _relaid(jaxpr: Jaxpr, transposed_arguments: Collection[int] = ()) -> set[int]:
+    """The arguments that are transposed and gathered, whole or in slices, also in the bodies of loops."""
+    sources: dict[Any, int] = {var: index for index, var in enumerate(jaxpr.invars)}
+    transposed: set[Any] = {jaxpr.invars[index] for index in transposed_arguments}
+    found: set[int | None] = set()
+    for equation in jaxpr.eqns:
+        atoms = [None if isinstance(atom, Literal) else atom for atom in equation.invars]
+        operands = [sources.get(atom) for atom in atoms]
+        name = equation.primitive.name
+        if name == "all_gather" and atoms[0] in transposed:
+            found.add(operands[0])
+        elif name in _SLICES and operands[0] is not None:
+            sources[equation.outvars[0]] = operands[0]
+            if atoms[0] in transposed or (name == "transpose" and equation.params["permutation"][0] > 0):
+                transposed.add(equation.outvars[0])
+        for inside in inner_jaxprs(equation):
+            read = atoms[len(atoms) - len(inside.invars) :]  # a conditional has an index before what its branches read
+            if len(read) == len(inside.invars):
+                of_read = _relaid(inside, [index for index, atom in enumerate(read) if atom in transposed])
+                found |= {sources.get(read[index]) for index in of_read}
+    return {index for index in found if index is not None}
 
 
 def _peak(jaxpr: Jaxpr, owned: Collection[int] = ()) -> int:

@@ -1,4 +1,4 @@
-"""Counts the bytes that the operations of a traced program read and write, without compiling it.
+"""Counts what the operations of a traced program read, write and compute, without compiling it.
 
 Matrix products, convolutions and collectives are left out: `cost.flops` and `cost.traced` count those. Operations
 that compilers fuse count as one operation, which reads its arrays and writes its result, see `cost.flat`.
@@ -6,7 +6,7 @@ that compilers fuse count as one operation, which reads its arrays and writes it
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from meshpar.cost.flat import EXPENSIVE, VIEWS, Flat, Operation, bodies
 from meshpar.cost.flops import PRODUCTS
 from meshpar.cost.traced import COLLECTIVES
-from meshpar.cost.walk import Visit, repeats
+from meshpar.cost.walk import Visit, inner_jaxprs, repeats
 
 _ELSEWHERE = {*PRODUCTS, *COLLECTIVES, "axis_index", "optimization_barrier", "pallas_call", "pvary", "shard_map"}
 _PARTS = {"dynamic_slice": None, "gather": None, "dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
@@ -30,11 +30,16 @@ class Touch:
 
     Args:
       num_bytes: the bytes that it reads and writes.
-      is_expensive: whether it computes functions such as exp, which take longer than reading and writing.
+      functions: (name, number of elements) of every function that it computes, such as exp, see `flat.EXPENSIVE`.
     """
 
     num_bytes: int
-    is_expensive: bool = False
+    functions: tuple[tuple[str, int], ...] = ()
+
+    def divided(self, parts: int) -> Touch:
+        """The same operation on a part of the elements."""
+        functions = tuple((name, count // parts) for name, count in self.functions)
+        return Touch(self.num_bytes // parts, functions)
 
 
 Counts = dict[Touch, Fraction]
@@ -54,10 +59,24 @@ def touched_bytes(program: ClosedJaxpr, mean: bool = False) -> Counts:
     return found
 
 
+def functions_outside(program: ClosedJaxpr) -> Counter[str]:
+    """Functions -> the elements for which a program computes them outside of manual regions, in whole arrays."""
+    found: Counter[str] = Counter()
+    remaining = [program.jaxpr]
+    while remaining:
+        for equation in remaining.pop().eqns:
+            name = equation.primitive.name
+            if name in EXPENSIVE:
+                found[name] += equation.outvars[0].aval.size
+            elif name != "shard_map":
+                remaining += inner_jaxprs(equation)
+    return found
+
+
 def _add(jaxpr: Jaxpr, times: Fraction, found: Counts, mean: bool) -> None:
     flat = Flat(jaxpr)
     reads: dict[int, set[int]] = {}  # recomputed value -> the arrays from which it is computed
-    expensive: set[int] = set()  # recomputed values that are expensive
+    computes: dict[int, Counter[str]] = {}  # recomputed value -> the elements of the functions that compute it
     for operation in flat.operations:
         if operation.inside and operation.name not in _ELSEWHERE | _PARTS.keys():
             visit = Visit(operation.equation, scope=str(operation.equation.source_info.name_stack), mean=mean)
@@ -66,15 +85,21 @@ def _add(jaxpr: Jaxpr, times: Fraction, found: Counts, mean: bool) -> None:
                 _add(inside, times * (1 if repeat is None else repeat), found, mean)
             continue
         arrays = set().union(*(reads.get(value, {value}) for value in operation.reads))
-        is_expensive = operation.name in EXPENSIVE or not expensive.isdisjoint(operation.reads)
-        if len(operation.writes) == 1 and operation.writes[0] in flat.recomputed:
-            reads[operation.writes[0]] = {*operation.writes} if operation.name in _PARTS else arrays
-            if is_expensive:
-                expensive.add(operation.writes[0])
-        elif operation.name not in _ELSEWHERE and operation.name not in VIEWS:
+        pending = [computes[value] for value in {*operation.reads} & computes.keys()]
+        functions = sum(pending, Counter[str]())
+        if operation.name in EXPENSIVE:
+            functions[operation.name] += operation.equation.outvars[0].aval.size
+        computed = bool(pending) or operation.name not in VIEWS
+        written = operation.writes[0] if len(operation.writes) == 1 else None
+        # What several operations read is not computed for each of them if it takes functions.
+        if written in flat.fused or (written in flat.recomputed and not functions):
+            reads[written] = {written} if operation.name in _PARTS else arrays
+            if computed:
+                computes[written] = functions
+        elif computed and operation.name not in _ELSEWHERE:
             size = _touched(operation, arrays, flat)
             if size > _SCALARS:
-                found[Touch(size, is_expensive)] += times
+                found[Touch(size, tuple(sorted(functions.items())))] += times
 
 
 def _touched(operation: Operation, arrays: set[int], flat: Flat) -> int:

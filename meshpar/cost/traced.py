@@ -70,8 +70,8 @@ class Collective:
         """
         if self.kind == "collective_permute":
             return self.senders * self.full_bytes
-        share = Fraction(self.group_size - 1, self.group_size) * self.full_bytes
-        return 2 * share if self.kind == "all_reduce" else share
+        passes = 2 if self.kind == "all_reduce" else 1
+        return Fraction(passes * (self.group_size - 1) * self.full_bytes, self.group_size)
 
 
 def traced_collectives(program: ClosedJaxpr, float_bytes: int = 1) -> list[Collective]:

@@ -114,8 +114,13 @@ def repeats(visit: Visit, num_inside: int) -> Sequence[Fraction | None]:
 
 def inner_jaxprs(equation: Any) -> list[Jaxpr]:
     """The jaxprs in an equation: the body of a loop or a call, the branches of a conditional."""
-    leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
-    return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if _is_jaxpr(leaf)]
+    found: list[Jaxpr] = []
+    for value in equation.params.values():
+        if isinstance(value, (Jaxpr, ClosedJaxpr, tuple)):  # quicker than to flatten all of them
+            found += [
+                getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(value, is_leaf=_is_jaxpr) if _is_jaxpr(leaf)
+            ]
+    return found
 
 
 def _is_jaxpr(x: Any) -> bool:

@@ -2,7 +2,7 @@
 
 All programs of a kind run in turn, and a time is the median of its rounds, so that other jobs slow all of them alike.
 Simulated devices share the cores of one machine. Their times are the CPU seconds of the whole process over the number
-of cores: how long the cores are busy, whatever else runs on the machine.
+of cores that they use: how long these are busy, whatever else runs on the machine.
 """
 
 from __future__ import annotations
@@ -12,42 +12,77 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from meshpar.planning.measured import KINDS, CollectiveTimes, Kind, MeasuredMachine, Point, group_sizes
+from meshpar.planning.measured import KINDS, CollectiveTimes, FunctionTime, Kind, MeasuredMachine, Point, group_sizes
 
 GROUPS = "groups"
 AXIS = "x"
+MOST_IN_TURN = 5
+MOST_BYTES = 2**21
+"""The most operations in a turn of a loop, and the most bytes of their operands, but for two operations."""
+FLOATS_MORE = 16
 REPEATS = 32
 """How often a program repeats its operation, so that starting the program costs little."""
-SIDES = (16, 64, 128, 256, 512)
+SIDES = (16, 32, 64, 128, 256, 512)
 """Rows and columns of the matrices of a product."""
-BYTES = (2**10, 2**14, 2**17, 2**20, 2**22)
+BYTES = (2**10, 2**12, 2**14, 2**17, 2**20, 2**22)
 """Bytes of a buffer."""
+MEMORY = (2**17, 2**20, 2**21, 2**22, 2**23, 2**24)
+"""Bytes of memory that a program takes."""
+FUNCTION_FLOATS = 2**14
+"""Elements of which functions are computed."""
+LEAST_S = 1e-9
+FUNCTIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "div": lambda x: 0.5 / (x * 0.999 + 0.001),
+    "exp": lambda x: lax.exp(x * -0.999 + 0.001),
+    "integer_pow": lambda x: lax.integer_pow(x * 0.999 + 0.001, 3),
+    "log": lambda x: 1.0 + lax.log(x * 0.999 + 0.001),
+    "logistic": lambda x: lax.logistic(x * 0.999 + 0.001),
+    "pow": lambda x: lax.pow(x * 0.999 + 0.001, 0.7),
+    "rsqrt": lambda x: lax.rsqrt(x * 0.999 + 0.001),
+    "sqrt": lambda x: lax.sqrt(x * 0.999 + 0.001),
+    "tanh": lambda x: lax.tanh(x * 0.999 + 0.001),
+}
+"""Function -> an operation that computes it, and reads and writes as much as a sum."""
 Program = Callable[[], Any]
+Key = TypeVar("Key")
 
 
-def calibrate(sides: Iterable[int] = SIDES, sizes: Iterable[int] = BYTES, num_rounds: int = 7) -> MeasuredMachine:
+def calibrate(
+    sides: Iterable[int] = SIDES,
+    sizes: Iterable[int] = BYTES,
+    memory_sizes: Iterable[int] = MEMORY,
+    num_rounds: int = 7,
+) -> MeasuredMachine:
     """Measures all devices of this process.
 
     Args:
       sides: of the matrices of products.
       sizes: bytes of the buffers of elementwise operations and collectives.
+      memory_sizes: bytes that programs take from the system.
     """
     devices = jax.devices()
     platform: Any = devices[0].platform
     clock = _cpu_s if platform == "cpu" else time.perf_counter
     alone = _mesh(1)
-    loop_s = _times({4.0: _program(_scaled, alone, 1)}, num_rounds, clock)[0].seconds
+    sums = {
+        (2.0 * size, n): _program(_scaled, alone, size // 4, count=n) for size in sizes for n in (1, _several(size))
+    }
+    elementwise, loop_s = _differences(sums, num_rounds, clock)
+    chains = {
+        (2.0 * side**3, n): _program(partial(_products, count=n), alone, side * side)
+        for side in sides
+        for n in (1, _several(8 * side * side))
+    }
+    products, _ = _differences(chains, num_rounds, clock)
     times = partial(_times, num_rounds=num_rounds, clock=clock, loop_s=loop_s)
-    products = {2.0 * side**3: _program(_product, alone, side * side) for side in sides}
-    elementwise = {2.0 * size: _program(_scaled, alone, size // 4) for size in sizes}
-    expensive = {2.0 * size: _program(_sigmoid, alone, size // 4) for size in sizes}
+    functions = {name: _program(function, alone, FUNCTION_FLOATS) for name, function in FUNCTIONS.items()}
     collectives: list[CollectiveTimes] = []
     for group_size in group_sizes(len(devices)):
         mesh = _mesh(group_size)
@@ -62,33 +97,111 @@ def calibrate(sides: Iterable[int] = SIDES, sizes: Iterable[int] = BYTES, num_ro
         num_devices=len(devices),
         memory_bytes=_memory_bytes(),
         platform=platform,
-        products=times(products),
-        elementwise=times(elementwise),
-        expensive=times(expensive),
+        shares_cores=platform == "cpu" and len(devices) > _num_cores(),
+        products=products,
+        elementwise=elementwise,
+        functions=_function_times(functions, num_rounds, clock),
+        new_memory=_new_memory(memory_sizes, num_rounds, clock),
         collectives=tuple(collectives),
     )
 
 
 def _cpu_s() -> float:
-    return time.process_time() / (os.cpu_count() or 1)
+    return time.process_time() / min(_num_cores(), jax.device_count())
+
+
+def _num_cores() -> int:
+    return os.cpu_count() or 1
+
+
+def _medians(programs: Mapping[Key, Program], num_rounds: int, clock: Callable[[], float]) -> dict[Key, float]:
+    """Median seconds of programs that run in turn."""
+    found: dict[Key, list[float]] = {key: [] for key in programs}
+    for _ in range(num_rounds):
+        for key, program in programs.items():
+            start = clock()
+            jax.block_until_ready(program())
+            found[key].append(clock() - start)
+    return {key: statistics.median(times) for key, times in found.items()}
+
+
+def _several(num_bytes: int) -> int:
+    """The number of operations in a turn of a loop, by the bytes of an operand."""
+    return min(MOST_IN_TURN, max(2, MOST_BYTES // num_bytes))
+
+
+def _differences(
+    programs: Mapping[tuple[float, int], Program], num_rounds: int, clock: Callable[[], float]
+) -> tuple[tuple[Point, ...], float]:
+    """Seconds of an operation by size, and of a turn of the loop that repeats the smallest one, without it.
+
+    A turn with several operations takes longer than a turn with one by the time of operations alone.
+
+    Args:
+      programs: (size, number of operations in a turn) -> program; one and another number for each size.
+    """
+    turn_s = {key: total / REPEATS for key, total in _medians(programs, num_rounds, clock).items()}
+    points = []
+    for size, count in sorted(programs):
+        if count > 1:
+            seconds = (turn_s[size, count] - turn_s[size, 1]) / (count - 1)
+            points.append(Point(size=size, seconds=max(seconds, LEAST_S)))
+    return tuple(points), max(0.0, turn_s[points[0].size, 1] - points[0].seconds)
 
 
 def _times(
-    programs: Mapping[float, Program], num_rounds: int, clock: Callable[[], float], loop_s: float = 0.0
+    programs: Mapping[float, Program], num_rounds: int, clock: Callable[[], float], loop_s: float
 ) -> tuple[Point, ...]:
     """The median seconds of one operation of each program.
 
     Args:
       loop_s: of a turn of the loop that repeats it, which is no part of the operation.
     """
-    found: dict[float, list[float]] = {size: [] for size in programs}
-    for _ in range(num_rounds):
-        for size, program in programs.items():
-            start = clock()
-            jax.block_until_ready(program())
-            found[size].append((clock() - start) / REPEATS)
-    medians = {size: statistics.median(times) for size, times in sorted(found.items())}
-    return tuple(Point(size=size, seconds=max(median - loop_s, median / 10)) for size, median in medians.items())
+    medians = _medians(programs, num_rounds, clock)
+    each = {size: total / REPEATS for size, total in sorted(medians.items())}
+    return tuple(Point(size=size, seconds=max(one - loop_s, one / 10)) for size, one in each.items())
+
+
+def _function_times(
+    programs: Mapping[str, Program], num_rounds: int, clock: Callable[[], float]
+) -> tuple[FunctionTime, ...]:
+    """Seconds of a function of one element, beyond those of a sum."""
+    plain = _program(_scaled, _mesh(1), FUNCTION_FLOATS)
+    medians = _medians({"": plain, **programs}, num_rounds, clock)
+    least = medians[""] / 10
+    each = {name: max(medians[name] - medians[""], least) / REPEATS / FUNCTION_FLOATS for name in programs}
+    return tuple(FunctionTime.model_validate({"name": name, "seconds": seconds}) for name, seconds in each.items())
+
+
+def _new_memory(sizes: Iterable[int], num_rounds: int, clock: Callable[[], float]) -> tuple[Point, ...]:
+    """Seconds of taking memory from the system: one program writes a new array, another one overwrites its argument."""
+    programs: dict[tuple[float, bool], Program] = {}
+    for size in sizes:
+        for is_new in (False, True):
+            programs[float(size), is_new] = _written(size // 4, is_new)
+    medians = _medians(programs, num_rounds, clock)
+    found = {size: medians[size, True] - medians[size, False] for size, is_new in medians if is_new}
+    return tuple(Point(size=size, seconds=max(found[size], LEAST_S)) for size in sorted(found))
+
+
+def _written(num_floats: int, is_new: bool) -> Program:
+    """A program that writes an array, to new memory or over its argument."""
+    spec = PartitionSpec((GROUPS, AXIS))
+    struct = jax.ShapeDtypeStruct(
+        (jax.device_count() * num_floats,), jnp.float32, sharding=NamedSharding(_mesh(1), spec)
+    )
+    compiled = jax.jit(_scaled, donate_argnums=() if is_new else (0,)).lower(struct).compile()
+    x = jax.jit(lambda: jnp.ones(struct.shape, struct.dtype), out_shardings=struct.sharding)()
+
+    def run() -> Any:
+        nonlocal x
+        result = compiled(x)
+        if not is_new:
+            x = result
+        return result
+
+    run()
+    return run
 
 
 def _mesh(group_size: int) -> Mesh:
@@ -96,14 +209,21 @@ def _mesh(group_size: int) -> Mesh:
     return jax.make_mesh((groups, group_size), (GROUPS, AXIS), axis_types=(AxisType.Auto,) * 2)
 
 
-def _program(body: Callable[[jax.Array], jax.Array], mesh: Mesh, num_floats: int) -> Program:
-    """A compiled program in which each device repeats an operation on floats of its own."""
+def _program(body: Callable[[jax.Array], jax.Array], mesh: Mesh, num_floats: int, count: int = 1) -> Program:
+    """A compiled program in which each device repeats an operation on floats of its own.
 
-    def repeated(x: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, REPEATS, lambda _, x: body(x), x[0])[None]
+    Args:
+      count: of arrays in each turn, whose sizes differ so that compilers do not fuse their operations.
+    """
+    most = num_floats + FLOATS_MORE * (count - 1)
+
+    def repeated(x: jax.Array) -> tuple[jax.Array, ...]:
+        start = tuple(x[0, : num_floats + FLOATS_MORE * index] for index in range(count))
+        end = lax.fori_loop(0, REPEATS, lambda _, arrays: tuple(map(body, arrays)), start)
+        return tuple(one[None] for one in end)
 
     spec = PartitionSpec((GROUPS, AXIS))
-    struct = jax.ShapeDtypeStruct((jax.device_count(), num_floats), jnp.float32, sharding=NamedSharding(mesh, spec))
+    struct = jax.ShapeDtypeStruct((jax.device_count(), most), jnp.float32, sharding=NamedSharding(mesh, spec))
     ones = jax.jit(lambda: jnp.ones(struct.shape, struct.dtype), out_shardings=struct.sharding)
     region = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     compiled = jax.jit(region).lower(struct).compile()
@@ -112,18 +232,16 @@ def _program(body: Callable[[jax.Array], jax.Array], mesh: Mesh, num_floats: int
     return lambda: compiled(x)
 
 
-def _product(x: jax.Array) -> jax.Array:
+def _products(x: jax.Array, count: int) -> jax.Array:
     side = round(x.size**0.5)
     square = x.reshape(side, side)
-    return (square @ square * (1 / side)).reshape(-1)
+    for _ in range(count):
+        square = square @ square * (1 / side)
+    return square.reshape(-1)
 
 
 def _scaled(x: jax.Array) -> jax.Array:
     return x * 0.999 + 0.001
-
-
-def _sigmoid(x: jax.Array) -> jax.Array:
-    return x * jax.nn.sigmoid(x)
 
 
 def _collective(kind: Kind, mesh: Mesh, num_floats: int) -> Program:

@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr
 
 from meshpar.cost.flops import traced_products
 from meshpar.cost.live import peak_bytes
-from meshpar.cost.touched import Touch, touched_bytes
+from meshpar.cost.touched import Touch, functions_outside, touched_bytes
 from meshpar.cost.traced import Collective
 from meshpar.experiment.prepare import Prepared
 from meshpar.inspection.inspect import axes_name
@@ -160,6 +160,7 @@ class Work:
         beside = sum(machine.collective_s(one, self.mesh, self.dcn) for one in self.beside)
         exposed = max(0.0, beside - computes) if machine.overlaps else beside
         terms = {"products": busiest.products, "other operations": busiest.others, "weights and gradients": exposed}
+        terms["new memory"] = machine.new_memory_s(self.step_bytes)
         terms |= {f"waits for {axes_name(axes)}": seconds for axes, seconds in busiest.waits.items()}
         if len(every) > 1:  # while the schedule fills and empties, the busiest stage waits for the others
             others = (sum(one.total for one in every) - busiest.total) / (len(every) - 1)
@@ -258,21 +259,30 @@ def _seconds(of: Operations, machine: Machine) -> tuple[float, float]:
 
 
 def operations(step: ClosedJaxpr, prepared: Prepared, mean: bool = False) -> Operations:
-    """What a device computes in a traced step. GSPMD divides products outside of manual regions.
-
-    The optimizer's update is in no manual region: it reads the state and the gradients, and writes the state.
-    """
+    """What a device computes in a traced step. GSPMD divides products outside of manual regions."""
     products: dict[int, float] = defaultdict(float)
     for one in traced_products(step, mean):
         products[one.num_flops] += float(one.times * one.num_shards / prepared.mesh.size)
     touched = {one: float(times) for one, times in touched_bytes(step, mean).items()}
     if step is prepared.countable_step:
-        states = prepared.states
-        num_arrays = len(jax.tree.leaves(prepared.placement.sharded))
-        num_bytes = (2 * (states.parameters + states.optimizer) + states.gradients) // num_arrays
-        updated = Touch(num_bytes, is_expensive=True)
+        updated, num_arrays = _update(step, prepared)
         touched[updated] = touched.get(updated, 0.0) + num_arrays
     return Operations(products, touched)
+
+
+def _update(step: ClosedJaxpr, prepared: Prepared) -> tuple[Touch, int]:
+    """The optimizer's update of the mean array, and the number of arrays.
+
+    It is in no manual region. It reads the state and the gradients, and writes the state. A device computes functions
+    of the elements whose state it has.
+    """
+    sharded = jax.tree.leaves(prepared.placement.sharded)
+    num_arrays = len(sharded)
+    states = prepared.states
+    num_bytes = 2 * (states.parameters + states.optimizer) + states.gradients
+    share = sum(one.local_bytes for one in sharded) / sum(one.spec.num_bytes for one in sharded)
+    each = {name: round(count * share / num_arrays) for name, count in functions_outside(step).items()}
+    return Touch(num_bytes // num_arrays, tuple(sorted(each.items()))), num_arrays
 
 
 def carries_activations(one: Collective, prepared: Prepared) -> bool:

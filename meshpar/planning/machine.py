@@ -79,6 +79,10 @@ class Machine(Protocol):
         """Seconds of an operation beside products and collectives, on every device at once."""
         ...
 
+    def new_memory_s(self, num_bytes: float) -> float:
+        """Seconds of the memory that each step takes from the system, on every device at once."""
+        ...
+
     def collective_s(self, one: Collective, mesh: AnyMesh, dcn: Sizes = ()) -> float:
         """Seconds of all runs of a collective in a step.
 
@@ -168,6 +172,10 @@ class StatedMachine:
 
     def touch_s(self, one: Touch) -> float:
         """Nothing: a chip's kernels fuse operations, such as attention's, whose arrays the trace has in memory."""
+        return 0.0
+
+    def new_memory_s(self, num_bytes: float) -> float:
+        """Nothing: a chip's allocator keeps the memory of the last step."""
         return 0.0
 
     def stages(self, mesh: AnyMesh, dcn: Sizes = ()) -> Sequence[Machine]:

@@ -11,6 +11,7 @@ import numpy as np
 import pydantic
 
 from meshpar.config import Config, Positive, load
+from meshpar.cost.flat import EXPENSIVE
 from meshpar.cost.touched import Touch
 from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError, Problems
@@ -42,6 +43,15 @@ class CollectiveTimes(Config):
     """Bytes of the whole buffer of a group -> seconds, for a permute bytes of a message."""
 
 
+class FunctionTime(Config):
+    """The measured time of a function of elements."""
+
+    name: str
+    """The function, as jaxprs name it."""
+    seconds: _Real
+    """Of one element, beyond the time to read and write it."""
+
+
 class MeasuredMachine(Config):
     """The measured times of a machine with one host."""
 
@@ -52,13 +62,17 @@ class MeasuredMachine(Config):
     memory_bytes: Annotated[int, pydantic.Field(gt=0)]
     """Memory of a device, in bytes."""
     platform: Literal["cpu", "gpu", "tpu"]
-    """Their platform. CPU devices are simulated by the same cores: their times are CPU seconds over the cores."""
+    """Their platform."""
+    shares_cores: bool = False
+    """Whether more devices are simulated than the machine has cores: times are CPU seconds over cores then."""
     products: Annotated[tuple[Point, ...], pydantic.Field(min_length=1)]
     """Operations of a matrix product of float32 -> seconds."""
     elementwise: Annotated[tuple[Point, ...], pydantic.Field(min_length=1)]
     """Bytes that a sum or a product of elements reads and writes -> seconds."""
-    expensive: Annotated[tuple[Point, ...], pydantic.Field(min_length=1)]
-    """The same of an operation that computes functions of elements, such as a sigmoid."""
+    functions: tuple[FunctionTime, ...]
+    """Times of functions of elements, such as exp."""
+    new_memory: Annotated[tuple[Point, ...], pydantic.Field(min_length=1)]
+    """Bytes that a program takes from the system -> seconds, beyond those of writing them. CPUs clear each page."""
     collectives: tuple[CollectiveTimes, ...]
     """Times of every kind of collective, in groups of every size that divides the number of devices."""
 
@@ -71,12 +85,8 @@ class MeasuredMachine(Config):
         return self.num_devices
 
     @property
-    def shares_cores(self) -> bool:
-        return self.platform == "cpu"
-
-    @property
     def overlaps(self) -> bool:
-        return not self.shares_cores
+        return self.platform != "cpu"
 
     @property
     def figures(self) -> Sequence[Figure]:
@@ -101,7 +111,12 @@ class MeasuredMachine(Config):
 
     def touch_s(self, one: Touch) -> float:
         """Seconds of an operation beside products and collectives, on every device at once."""
-        return interpolated(self.expensive if one.is_expensive else self.elementwise, one.num_bytes)
+        computed = sum(count * self._function_s[name] for name, count in one.functions)
+        return interpolated(self.elementwise, one.num_bytes) + computed
+
+    def new_memory_s(self, num_bytes: float) -> float:
+        """Seconds of the memory that each step takes from the system, on every device at once."""
+        return interpolated(self.new_memory, num_bytes)
 
     def stages(self, mesh: AnyMesh, dcn: Sizes = ()) -> Sequence[MeasuredMachine]:
         return [self] * mesh.shape["pipe"]
@@ -116,18 +131,24 @@ class MeasuredMachine(Config):
     def _tables(self) -> dict[tuple[str, int], Sequence[Point]]:
         return {(one.kind, one.group_size): one.times for one in self.collectives}
 
+    @cached_property
+    def _function_s(self) -> dict[str, float]:
+        return {one.name: one.seconds for one in self.functions}
+
     def check(self, name: str) -> None:
-        """Checks that every collective of a layout has a table.
+        """Checks that every function, and every collective of a layout, has a time.
 
         Raises:
-          ConfigError: lists every table that is missing.
+          ConfigError: lists every time that is missing.
         """
         problems = Problems()
+        for function in sorted(EXPENSIVE - self._function_s.keys()):
+            problems.add(f"functions: {function}", "has no time", "measure it: meshpar calibrate FILE")
         for size in group_sizes(self.num_devices):
             for kind in KINDS:
                 if (kind, size) not in self._tables:
                     problems.add(f"{kind} in groups of {size}", "has no times", "measure them: meshpar calibrate FILE")
-        problems.raise_any(ConfigError, f"--target {name} lacks tables:")
+        problems.raise_any(ConfigError, f"--target {name} lacks times:")
 
 
 def read(path: Path) -> MeasuredMachine:

@@ -94,6 +94,10 @@ class MixedMachine:
         """Seconds of an operation beside products and collectives, on the slowest device."""
         return max(kind.touch_s(one) for kind in self.kinds)
 
+    def new_memory_s(self, num_bytes: float) -> float:
+        """Seconds of the memory that each step takes from the system, on the slowest device."""
+        return max(kind.new_memory_s(num_bytes) for kind in self.kinds)
+
     def collective_s(self, one: Collective, mesh: AnyMesh, dcn: Sizes = ()) -> float:
         """Seconds of all runs of a collective in a step, over the slowest links."""
         return max(kind.collective_s(one, mesh, dcn) for kind in self.kinds)

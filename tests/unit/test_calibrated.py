@@ -10,7 +10,8 @@ import pytest
 
 import meshpar
 from meshpar.config import to_yaml
-from meshpar.cost.touched import Touch, touched_bytes
+from meshpar.cost.flat import EXPENSIVE
+from meshpar.cost.touched import Touch, functions_outside, touched_bytes
 from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError
 from meshpar.mesh.hardware import Link, Links
@@ -20,12 +21,12 @@ from meshpar.planning import calibrate as calibrating
 from meshpar.planning import measured as measuring
 from meshpar.planning.alternatives import MARGIN, alternatives
 from meshpar.planning.compiled import table_of
-from meshpar.planning.estimate import Operations, Work, _idle, timeline
+from meshpar.planning.estimate import Operations, Stages, Work, _idle, timeline
 from meshpar.planning.machine import StatedMachine
-from meshpar.planning.measured import KINDS, CollectiveTimes, MeasuredMachine, Point, interpolated, read
+from meshpar.planning.measured import KINDS, CollectiveTimes, FunctionTime, MeasuredMachine, Point, interpolated, read
 from meshpar.planning.search import Candidate, pareto, trace
 from meshpar.planning.space import SCHEDULES, Layout
-from tests.unit.test_planning import RUN, region
+from tests.unit.test_planning import RUN, region, sharded
 
 MESH = MeshLayout(data=2).abstract()
 STATED = StatedMachine("one host", 2, 2, 1e9, 1e9, Links(Link(1e6, 0.0), Link(1e6, 0.0)), overlaps=False)
@@ -37,9 +38,16 @@ def points(seconds):
 
 def machine(num_devices=2, sizes=(2,), **changes):
     tables = [CollectiveTimes(kind=kind, group_size=size, times=points(1e-3)) for kind in KINDS for size in sizes]
-    known = {"device": "cpu", "num_devices": num_devices, "memory_bytes": 10**9, "platform": "cpu"}
-    operations = {"products": points(1e-4), "elementwise": points(1e-5), "expensive": points(1e-4)}
-    return MeasuredMachine(**known | operations | {"collectives": tables} | changes)
+    known = {
+        "device": "cpu",
+        "num_devices": num_devices,
+        "memory_bytes": 10**9,
+        "platform": "cpu",
+        "shares_cores": True,
+    }
+    functions = [FunctionTime(name=name, seconds=1e-7) for name in EXPENSIVE]
+    operations = {"products": points(1e-4), "elementwise": points(1e-5), "functions": functions}
+    return MeasuredMachine(**known | operations | {"collectives": tables, "new_memory": points(1e-6)} | changes)
 
 
 # What is counted --------------------------------------------------------------------------------------------------
@@ -51,11 +59,14 @@ W = jnp.ones((8, 8), jnp.float32)  # 256 bytes
 @pytest.mark.parametrize(
     ("fn", "expected"),
     [
-        (lambda x: jnp.exp(-x) + 1, {Touch(512, True): 1}),  # one fusion: reads 256, writes 256
+        (lambda x: jnp.exp(-x) + 1, {Touch(512, (("exp", 64),)): 1}),  # one fusion: reads 256, writes 256
         (lambda x: -x + 1, {Touch(512): 1}),
         (lambda x: x @ W, {}),  # a product
         (lambda x: (x @ W) * x, {Touch(768): 1}),  # two operands and a result
-        (lambda x: jax.lax.scan(lambda y, _: (jnp.exp(y), None), x, None, length=5)[0], {Touch(512, True): 5}),
+        (
+            lambda x: jax.lax.scan(lambda y, _: (jnp.exp(y), None), x, None, length=5)[0],
+            {Touch(512, (("exp", 64),)): 5},
+        ),
         (lambda x: x.at[jnp.arange(4)].add(x[:4]), {Touch(256): 1}),  # adds 128 bytes
         (lambda x: jax.lax.psum(x, "data") + x, {Touch(768): 1}),  # the collective is counted elsewhere
     ],
@@ -64,11 +75,19 @@ def test_operations_touch_what_they_read_and_write(fn, expected):
     assert touched_bytes(region(fn)(X)) == expected
 
 
+def test_functions_of_the_update_are_counted_outside_of_manual_regions():
+    def update(x):
+        return jnp.sqrt(sharded(jnp.exp)(x)) / x
+
+    assert functions_outside(jax.make_jaxpr(update)(X)) == {"sqrt": 128, "div": 128}
+
+
 def test_ends_of_a_pipeline_count_on_one_stage_in_the_mean():
     """All stages but one skip the head, so two stages together have the products of one device."""
     layout = Layout((("pipe", 2),), schedule="1f1b", num_microbatches=4, remat="none")
-    traced = [trace(RUN, layout, machine()), trace(RUN, layout, STATED), trace(RUN, Layout((), remat="none"), STATED)]
-    shared, busiest, one = (found.work.computes.flops for found in traced if found)
+    apart = machine(shares_cores=False)
+    traced = [trace(RUN, layout, machine()), trace(RUN, layout, apart), trace(RUN, Layout((), remat="none"), apart)]
+    shared, busiest, one = (found.estimate.terms["products"] for found in traced if found)  # in proportion to FLOPs
     assert busiest > shared
     assert 2 * shared == pytest.approx(one, rel=1e-6)
 
@@ -82,15 +101,25 @@ def test_a_collective_takes_what_its_table_says():
     assert interpolated(points(1.0), 6000) == 4.0
 
 
+def test_an_operation_takes_its_bytes_and_its_functions():
+    assert machine().touch_s(Touch(2000, (("exp", 10), ("div", 5)))) == pytest.approx(1.5e-5 + 15e-7)
+
+
 def test_no_core_of_simulated_devices_is_idle_and_nothing_is_hidden():
-    mesh = MeshLayout(data=2).abstract()
+    """Where each device has a core of its own, or is a chip, a pipeline waits while it fills and empties."""
+    mesh = MeshLayout(data=2, pipe=2).abstract()
     beside = [Collective("all_reduce", ("data",), 1000, 2)]
-    work = Work(mesh, Operations({1000: 1.0}, {Touch(1000): 1.0}), beside, [], 1.5, 0, 0)
+    stages = Stages((1, 1), 1, Operations({}, {}), 1)  # two equal ones
+    work = Work(mesh, Operations({1000: 1.0}, {Touch(1000): 1.0}), beside, [], 1.5, 0, 0, stages=stages)
     shared = work.on(machine())
-    assert shared.terms == pytest.approx({"products": 1e-4, "other operations": 1e-5, "weights and gradients": 1e-3})
-    apart = work.on(machine(platform="gpu"))
+    terms = {"products": 1e-4, "other operations": 1e-5, "new memory": 1e-6, "weights and gradients": 1e-3}
+    assert shared.terms == pytest.approx(terms)
+    apart = work.on(machine(platform="gpu", shares_cores=False))
     assert apart.terms["weights and gradients"] == pytest.approx(1e-3 - 1.1e-4)
-    assert apart.terms["bubble"] == pytest.approx(0.5e-3)
+    assert apart.terms["bubble"] == pytest.approx(0.5 * 1e-3)
+    on_cores = work.on(machine(shares_cores=False))  # each core copies what its device sends
+    assert on_cores.terms["weights and gradients"] == pytest.approx(1e-3)
+    assert on_cores.terms["bubble"] == pytest.approx(0.5 * (1.1e-4 + 1e-3))
 
 
 def test_a_calibration_is_written_and_read(tmp_path, monkeypatch):
@@ -98,11 +127,11 @@ def test_a_calibration_is_written_and_read(tmp_path, monkeypatch):
     for module in (calibrating, measuring):
         monkeypatch.setattr(module, "group_sizes", lambda num_devices: [2])
     monkeypatch.setattr(calibrating, "REPEATS", 8)
-    measured = calibrating.calibrate(sides=(8, 256), sizes=(2**10, 2**20), num_rounds=3)
+    measured = calibrating.calibrate(sides=(8, 256), sizes=(2**10, 2**20), memory_sizes=(2**20,), num_rounds=3)
     (tmp_path / "here.yaml").write_text(to_yaml(measured))
     assert read(tmp_path / "here.yaml") == measured
     assert measured.num_devices == jax.device_count()
-    tables = [measured.products, measured.elementwise, measured.expensive]
+    tables = [measured.products, measured.elementwise]
     for table in [*tables, *(one.times for one in measured.collectives)]:
         assert table[0].seconds < table[1].seconds
 
@@ -111,6 +140,7 @@ def test_a_calibration_is_written_and_read(tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"num_devices": 4}, "all_gather in groups of 4\n    has no times\n    measure them: meshpar calibrate FILE"),
+        ({"functions": []}, "functions: exp\n    has no time\n    measure it: meshpar calibrate FILE"),
         ({"products": []}, "products"),
         ({"memory_bytes": -1}, "memory_bytes"),
     ],

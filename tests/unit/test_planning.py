@@ -63,9 +63,13 @@ def test_a_collective_takes_its_messages_and_its_bytes(one, seconds):
     assert MACHINE.collective_s(one, MESH) == pytest.approx(seconds)
 
 
-def region(fn):
+def sharded(fn):
     mesh = MeshLayout(data=2).abstract()
-    return jax.make_jaxpr(jax.shard_map(fn, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")))
+    return jax.shard_map(fn, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+
+
+def region(fn):
+    return jax.make_jaxpr(sharded(fn))
 
 
 def test_the_peak_counts_what_is_held_at_once():
@@ -105,6 +109,20 @@ def test_what_is_read_last_is_overwritten(fn, arrays):
     w = jnp.ones((8, 8), jnp.float32)
     peak = peak_bytes(region(lambda x: fn(x @ w))(jnp.ones((16, 8), jnp.float32)))
     assert arrays * 256 <= peak <= arrays * 256 + 40  # beside scalars
+
+
+def test_a_parameter_that_is_gathered_along_a_later_dim_is_copied():
+    """XLA gathers along the first dim in memory, and stores all layers in that order before the loop over them."""
+
+    def gathered(is_later):
+        def layer(y, w):
+            shard = w.T if is_later else w
+            return y + jax.lax.all_gather(shard, "data", tiled=True), None
+
+        return region(lambda w: jax.lax.scan(layer, jnp.tile(w[0], (2, 1)), w)[0])
+
+    w = jnp.ones((8, 8, 8), jnp.float32)  # four layers of 256 bytes on each of two devices
+    assert peak_bytes(gathered(True)(w)) - peak_bytes(gathered(False)(w)) == 4 * 256
 
 
 @pytest.mark.parametrize(("platform", "has_kernel"), [("gpu", True), ("cpu", False)])
