@@ -149,12 +149,13 @@ class Probes:
     def narrower(self, layout: Layout, machine: Machine, share: float) -> Layout:
         """The layout with another cut, whose longest chunk has at most this share of the layers that it has now.
 
-        It has the default cut if no other has so few.
+        It stays as it is if no cut has so few.
         """
         schedule, _ = self._cut(layout)
-        even = replace(layout, cut=())
         most = math.floor(max(layout.cut) * share) * schedule.chunks_per_stage
-        return self.balanced(even, machine, most)[0] if most * layout.size("pipe") >= self.num_layers else even
+        if most * layout.size("pipe") < self.num_layers:
+            return layout
+        return self.balanced(replace(layout, cut=()), machine, most)[0]
 
     def _cut(self, layout: Layout) -> tuple[Schedule, StagePartition]:
         return _partition(*self._cut_of(layout), layout.size("pipe"), layout.cut)

@@ -26,7 +26,7 @@ KNOWN_UNDER_GSPMD = {"data", "fsdp"}
 TRACED = 8
 """How many layouts that fit are traced; twice as many if some do not fit."""
 PER_MESH = 2
-"""How many layouts of the same mesh are traced."""
+"""How many layouts that fit are traced of the same mesh."""
 SLACK = 1.25
 """Layouts that hold this much more than the machine has, by the rough estimate, may fit all the same. The first trace
 with a policy of remat and a kind of pipeline corrects the rough estimates of all others alike."""
@@ -93,21 +93,21 @@ def search(
     traced: dict[Layout, Candidate] = {}
     of_mesh: Counter[Any] = Counter()
     refused: set[tuple[Any, str]] = set()
-    corrections: dict[tuple[str | None, str], float] = {}
-    num_fitting = 0
+    corrections: dict[tuple[str | None, str, str], float] = {}
+    num_traced = 0
     for layout in dict.fromkeys(promising):
-        alike = (layout.remat, layout.schedule)
+        alike = (layout.remat, layout.schedule, layout.sharding)
         kind = (layout.sizes, layout.schedule)
         may_fit = held[layout] * corrections.get(alike, 1 / SLACK) <= at_most
-        if num_fitting == TRACED or len(traced) == 2 * TRACED:
+        if of_mesh.total() == TRACED or num_traced == 2 * TRACED:
             break
         if of_mesh[layout.sizes] == PER_MESH or kind in refused or not may_fit:
             continue
         if candidates := _cuts(run, layout, machine, probes, at_most):
             traced |= {one.layout: one for one in candidates}
             last = candidates[-1]
-            num_fitting += any(one.estimate.total_bytes <= at_most for one in candidates)
-            of_mesh[layout.sizes] += 1
+            num_traced += 1
+            of_mesh[layout.sizes] += any(one.estimate.total_bytes <= at_most for one in candidates)
             roughly = probes.states_bytes(last.layout) + probes.step_bytes(last.layout)
             corrections[alike] = last.estimate.total_bytes / roughly
         else:
