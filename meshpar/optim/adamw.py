@@ -14,10 +14,11 @@ class AdamW(Descent):
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101. Memory: two moments per parameter.
 
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> tx = AdamW(lr=0.5, weight_decay=0).build(10, {"w": ("embed", "mlp")})
     >>> params = {"w": jnp.ones((1, 2))}
-    >>> updates, _ = tx.update({"w": jnp.array([[3.0, -4.0]])}, tx.init(params), params)
+    >>> with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
+    ...     updates, _ = tx.update({"w": jnp.array([[3.0, -4.0]])}, tx.init(params), params)
     >>> print(updates["w"].round(3))  # the first update is as large as the learning rate
     [[-0.5  0.5]]
     """
