@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -82,10 +83,10 @@ def interleaved(programs: dict[str, Callable[[], float]], num_rounds: int) -> di
     """Medians of process CPU and wall seconds of each program, which are run in turn."""
     cpu_s: dict[str, list[float]] = {program: [] for program in programs}
     wall_s: dict[str, list[float]] = {program: [] for program in programs}
+    orders = list(itertools.permutations(programs))
     for i in range(num_rounds):
-        # The order rotates, because a program's time depends on the pages and caches that the previous one left.
-        order = list(programs)[i % len(programs) :] + list(programs)[: i % len(programs)]
-        for program in order:
+        # A program's time depends on the pages and caches that the previous one left: each follows each of the others.
+        for program in orders[i % len(orders)]:
             step = programs[program]
             cpu = time.process_time()
             wall = time.perf_counter()
