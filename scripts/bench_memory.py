@@ -2,7 +2,7 @@
 
     python scripts/bench_memory.py [--layouts 20]
 
-It needs XLA's compiler for GPUs (`pip install 'meshpar[gpu-target]'`), and no GPU. Printed are the estimate over the
+It needs XLA's compiler for GPUs (`pip install 'meshpar[gpu-target]'`), and no GPU. It prints the estimate over the
 compiled bytes of each layout, then the median and the largest error.
 """
 

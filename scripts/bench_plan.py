@@ -4,7 +4,7 @@
     python scripts/bench_plan.py here.yaml [wide|deep|vocabulary ...] [--layouts 40] [--rounds 5] [--times FOLDER]
 
 For each model a random sample of all layouts that fit, and the plan's own choice, are compiled and timed in turn.
-Printed are the rank correlation (Spearman) of estimates and measured times, and the measured time of the layout that
+It prints the rank correlation (Spearman) of estimates and measured times, and the measured time of the layout that
 the estimates put first over that of the fastest: once for the whole cost model, once for each control, a cost model
 that overlooks a term. A time is that of the second of two steps: the first one pays for the memory that other programs
 used. It is the process's CPU seconds over cores, as in the calibration. If each device has a core of its own

@@ -43,7 +43,7 @@ def plan(
 ) -> None:
     """Finds the layout of CONFIG on a machine that is fastest and fits, and says why the others lose.
 
-    Considered are the sizes of all axes, ZeRO's stages, schedules of pipelines, microbatches and remat. The estimates
+    It considers the sizes of all axes, ZeRO's stages, schedules of pipelines, microbatches and remat. The estimates
     are made from traced steps: without --compile nothing is compiled, nothing is run, and no devices are needed.
     """
     from meshpar.experiment.config import load

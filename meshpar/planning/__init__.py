@@ -1,1 +1,1 @@
-"""Finds the layout of a run on a machine: its mesh, rules, pipeline and microbatches, by what its traced steps cost."""
+"""Finds the fastest layout of a run on a machine by the cost of traced steps."""

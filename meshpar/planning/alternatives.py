@@ -1,4 +1,4 @@
-"""What would change a plan: the figures of the machine with which another of the traced layouts would win."""
+"""Finds the figures of a machine with which another traced layout would be the fastest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def alternatives(machine: Machine, candidates: Sequence[Candidate], best: Candid
     """The nearest change of each figure that makes another layout win, the nearest first.
 
     Args:
-      candidates: traced layouts, those too that need more than `at_most` bytes on a device.
+      candidates: traced layouts, including those that need more than `at_most` bytes on a device.
     """
 
     def winner(machine: Machine, limit: float) -> Candidate | None:

@@ -129,19 +129,19 @@ def _medians(programs: Mapping[Key, Program], num_rounds: int, clock: Callable[[
 
 
 def _several(num_bytes: int) -> int:
-    """The number of operations in a turn of a loop, by the bytes of an operand."""
+    """The number of operations in an iteration of a loop, by the bytes of an operand."""
     return min(MOST_IN_TURN, max(2, MOST_BYTES // num_bytes))
 
 
 def _differences(
     programs: Mapping[tuple[float, int], Program], num_rounds: int, clock: Callable[[], float]
 ) -> tuple[tuple[Point, ...], float]:
-    """Seconds of an operation by size, and of a turn of the loop that repeats the smallest one, without it.
+    """Seconds of an operation by size, and of an iteration of the loop that repeats the smallest one, without it.
 
-    A turn with several operations takes longer than a turn with one by the time of operations alone.
+    An iteration with several operations takes longer than one with a single operation by the time of operations alone.
 
     Args:
-      programs: (size, number of operations in a turn) -> program; one and another number for each size.
+      programs: (size, number of operations in an iteration) -> program; two numbers for each size.
     """
     turn_s = {key: total / REPEATS for key, total in _medians(programs, num_rounds, clock).items()}
     points = []
@@ -158,7 +158,7 @@ def _times(
     """The median seconds of one operation of each program.
 
     Args:
-      loop_s: of a turn of the loop that repeats it, which is no part of the operation.
+      loop_s: seconds of an iteration of the loop that repeats the operation, without the operation.
     """
     medians = _medians(programs, num_rounds, clock)
     each = {size: total / REPEATS for size, total in sorted(medians.items())}
@@ -216,7 +216,7 @@ def _program(body: Callable[[jax.Array], jax.Array], mesh: Mesh, num_floats: int
     """A compiled program in which each device repeats an operation on floats of its own.
 
     Args:
-      count: of arrays in each turn, whose sizes differ so that compilers do not fuse their operations.
+      count: number of arrays in each iteration, whose sizes differ so that compilers do not fuse their operations.
     """
     most = num_floats + FLOATS_MORE * (count - 1)
 

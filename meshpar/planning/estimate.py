@@ -1,12 +1,12 @@
-"""What a step takes and holds on a machine, by its trace: nothing is compiled.
+"""Estimates the time and the memory of a step on a machine from its trace; nothing is compiled.
 
     step = computation, or the communication beside it, whichever is longer, + exposed communication
            + the idle time of the schedule
 
-Products take their operations at the machine's rate, other operations the bytes that they read and write. Weights are
-gathered and gradients reduced while others are computed, and permutes, of attention's rings and of a pipeline's
-messages, travel beside products too: they are hidden where devices communicate while they compute. Activations that a
-product waits for are exposed.
+A product takes the time of its operations at the machine's rate, any other operation the time to read and write its
+bytes. Weights are gathered and gradients reduced while others are computed, and permutes, of attention's rings and of a
+pipeline's messages, travel beside products too: they are hidden where devices communicate while they compute.
+Activations that a product waits for are exposed.
 
 The trace of a pipeline's step has the products of as many layers as the longest stage has, and of both ends of the
 model. So the time of each stage is known, on its own chips. The busiest one decides. The simulation of the schedule
@@ -49,8 +49,8 @@ class Estimate:
     Args:
       terms: what the step spends its time on -> seconds; they add up to `total_s`.
       beside_s: seconds of the communication beside products, hidden or not.
-      states_bytes: of parameters and the optimizer's state.
-      step_bytes: of what the step holds beside them at its peak, see `cost.live`.
+      states_bytes: bytes of parameters and the optimizer's state.
+      step_bytes: bytes that the step holds beside them at its peak, see `cost.live`.
     """
 
     terms: Mapping[str, float]
@@ -128,10 +128,10 @@ class Work:
       computes: operations of a device; in a pipeline, of a stage with both ends of the model.
       beside: collectives that run beside products where a machine can do both.
       waits: collectives that products wait for.
-      outer: those of the outer steps of local updates.
-      outer_beside: the part of the steps beside which these run; 0 if the next step waits for them.
+      outer: collectives of the outer steps of local updates.
+      outer_beside: the fraction of the steps beside which these run; 0 if the next step waits for them.
       idle: the makespan of the schedule over its work, if all stages take equally long; 1 without a pipeline.
-      stages: those of a pipeline; None without one.
+      stages: the stages of a pipeline; None without one.
       dcn: (axis, size) of the part of the mesh's axes that is across hosts; empty where hosts follow the axes' order.
     """
 

@@ -45,12 +45,12 @@ class Machine(Protocol):
     Attributes:
       text: its name.
       platform: the one that steps are traced for: `cpu`, `gpu` or `tpu`.
-      num_devices: in all hosts.
+      num_devices: the number of devices in all hosts.
       per_host: devices that the fast network joins.
-      memory_bytes: of a device.
+      memory_bytes: memory of a device.
       overlaps: whether devices communicate while they compute.
       shares_cores: whether devices are simulated by the same cores: while one waits, others use the cores.
-      figures: what might change, see `alternatives`.
+      figures: the figures that `alternatives` changes.
     """
 
     @property
@@ -171,11 +171,11 @@ class StatedMachine:
         return flops / self.flops
 
     def touch_s(self, one: Touch) -> float:
-        """Nothing: a chip's kernels fuse operations, such as attention's, whose arrays the trace has in memory."""
+        """Zero: a chip's kernels fuse operations, such as attention's, whose arrays the trace has in memory."""
         return 0.0
 
     def new_memory_s(self, num_bytes: float) -> float:
-        """Nothing: a chip's allocator keeps the memory of the last step."""
+        """Zero: a chip's allocator keeps the memory of the last step."""
         return 0.0
 
     def stages(self, mesh: AnyMesh, dcn: Sizes = ()) -> Sequence[Machine]:

@@ -1,4 +1,4 @@
-"""Plans a run: the fastest layouts that fit a machine, what each second goes to, and why the others lose."""
+"""Plans a run: the fastest layouts that fit a machine, where their time goes, and why the others lose."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ def plan(
 ) -> Plan:
     """Finds the fastest layouts of a run on a machine, by estimates from traced steps. Nothing is compiled or run.
 
-    Considered are the sizes of all axes, ZeRO's stages, pipeline schedules, microbatches and remat. A rough estimate
-    ranks all layouts; the steps of the best ones are traced.
+    It considers the sizes of all axes, ZeRO's stages, pipeline schedules, microbatches and remat. A rough estimate
+    ranks all layouts, and the steps of the best ones are traced.
 
     Args:
       target: the machine, such as `h100:8x8` or `v5p:4x4x4`, hosts of different chips, such as `h100:4x8+a100:4x8`,

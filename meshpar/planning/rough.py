@@ -1,6 +1,6 @@
-"""The rough work of a layout, without a trace of its own: it says which layouts are worth one.
+"""Estimates the work of a layout roughly, without a trace of it, to select the layouts that are traced.
 
-Probes are scaled instead: traces of the step on one device, and on two along each axis that carries activations. What
+It scales probes: traces of the step on one device, and on two along each axis that carries activations. What
 is sent there grows with the tokens of a device, and over a ring with the number of hops. Gathers of weights and
 reductions of gradients are those of ZeRO's stages.
 """
@@ -40,7 +40,7 @@ class Step:
 
     Args:
       computes: operations of the step.
-      bytes_per_token: what it holds, without gradients.
+      bytes_per_token: bytes that it holds per token, without gradients.
     """
 
     computes: Operations
@@ -49,10 +49,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Probes:
-    """What the probes of a run say.
+    """Figures of a few traces of a run, from which the work of any layout is scaled.
 
     Args:
-      tokens: of a batch.
+      tokens: the tokens of a batch.
       steps: remat -> the step on one device.
       sent: axis -> the collectives over it, on two devices; None where GSPMD decides what is sent.
       stored: bytes of the parameters.
@@ -251,7 +251,7 @@ def _scaled(computes: Operations, share: float) -> Operations:
 
 @cache
 def _shared(alone: Operations, shares: int, passes: int) -> Operations:
-    """What a device does of one device's operations: smaller ones, once for each microbatch."""
+    """A device's share of the operations of one device: smaller ones, once for each microbatch."""
     parts = shares * passes
     products: dict[int, float] = defaultdict(float)
     for flops, count in alone.products.items():

@@ -30,7 +30,7 @@ REMAT = ("none", "full")
 
 @dataclass(frozen=True)
 class Layout:
-    """A point of the space.
+    """One layout, a point of the space that a plan searches.
 
     Args:
       sizes: (axis, size) of the axes larger than 1.
