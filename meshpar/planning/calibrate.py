@@ -23,12 +23,12 @@ from meshpar.planning.measured import KINDS, CollectiveTimes, FunctionTime, Kind
 
 GROUPS = "groups"
 AXIS = "x"
-MOST_IN_TURN = 5
-"""The most operations in a turn of a loop: XLA:CPU puts independent operations of longer programs into a queue."""
+MOST_IN_ITERATION = 5
+"""The most operations in an iteration of a loop: XLA:CPU queues independent operations of longer programs."""
 MOST_BYTES = 2**21
-"""The most bytes of the operands in a turn, but for two operations."""
+"""The most bytes of the operands in an iteration, but for two operations."""
 FLOATS_MORE = 16
-"""By how many elements the arrays of a turn differ."""
+"""By how many elements the arrays of an iteration differ."""
 REPEATS = 32
 """How often a program repeats its operation, so that starting the program costs little."""
 SIDES = (16, 32, 64, 128, 256, 512)
@@ -130,7 +130,7 @@ def _medians(programs: Mapping[Key, Program], num_rounds: int, clock: Callable[[
 
 def _several(num_bytes: int) -> int:
     """The number of operations in an iteration of a loop, by the bytes of an operand."""
-    return min(MOST_IN_TURN, max(2, MOST_BYTES // num_bytes))
+    return min(MOST_IN_ITERATION, max(2, MOST_BYTES // num_bytes))
 
 
 def _differences(
@@ -143,13 +143,13 @@ def _differences(
     Args:
       programs: (size, number of operations in an iteration) -> program; two numbers for each size.
     """
-    turn_s = {key: total / REPEATS for key, total in _medians(programs, num_rounds, clock).items()}
+    iteration_s = {key: total / REPEATS for key, total in _medians(programs, num_rounds, clock).items()}
     points = []
     for size, count in sorted(programs):
         if count > 1:
-            seconds = (turn_s[size, count] - turn_s[size, 1]) / (count - 1)
+            seconds = (iteration_s[size, count] - iteration_s[size, 1]) / (count - 1)
             points.append(Point(size=size, seconds=max(seconds, LEAST_S)))
-    return tuple(points), max(0.0, turn_s[points[0].size, 1] - points[0].seconds)
+    return tuple(points), max(0.0, iteration_s[points[0].size, 1] - points[0].seconds)
 
 
 def _times(
