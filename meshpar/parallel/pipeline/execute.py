@@ -20,10 +20,11 @@ from jax import lax
 
 from meshpar.collectives.permute import permute
 from meshpar.parallel.batch import Batch, split_off_shared
-from meshpar.parallel.context import ParallelContext, manual
+from meshpar.parallel.context import ParallelContext, manual, platform
 from meshpar.parallel.local import varying, varying_like, zeros_of
 from meshpar.parallel.outputs import Auxiliary, Scalars
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
+from meshpar.parallel.pipeline.in_turn import after
 from meshpar.parallel.pipeline.model import PipelineModel
 from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
@@ -189,8 +190,8 @@ class _Stage:
         slots = slots._replace(residuals=residuals, auxiliary=auxiliary)
         out, stash, sums = self._if("B", row, self._backward, (out, slots.stash, slots.sums), slots)
         slots = slots._replace(stash=stash, sums=sums)
-        layers = self._if("W", row, self._weights, slots.layers, slots)
-        return slots._replace(layers=layers, inbox=self._send(slots.inbox, out, row, pattern)), None
+        layers = self._if("W", row._replace(kind=after(row.kind, out)), self._weights, slots.layers, slots)
+        return slots._replace(layers=layers, inbox=self._send(slots.inbox, out, row, after(pattern, layers))), None
 
     def _forward_tick(self, carry: Any, tick: tuple[TableRow, jax.Array]) -> tuple[Any, None]:
         rows, pattern = tick
@@ -204,7 +205,7 @@ class _Stage:
         out, _, auxiliary = self._if("F", row, self._forward, (self.x, [], auxiliary), inbox)
         ended = (row.kind == KINDS["F"]) & (row.last == 1)
         sums = _if(ended, add_loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
-        return (self._send(inbox, out, row, pattern), sums, auxiliary), None
+        return (self._send(inbox, out, row, after(pattern, sums)), sums, auxiliary), None
 
     def _send(self, inbox: jax.Array, out: jax.Array, row: TableRow, pattern: jax.Array) -> jax.Array:
         """Sends the outputs that other stages need; each stage stores messages in the slots of its row.
@@ -291,8 +292,13 @@ class _Stage:
                 return run(carry), None
             return _if(self.indices[at] >= 0, run, carry, taken=(1, 1)), None
 
-        indices = jnp.arange(self.cut.longest, dtype=jnp.int32)
-        return lax.scan(step, carry, indices, reverse=reverse, unroll=min(self.parts.unroll, indices.size))[0]
+        def run_all(carry: Any) -> Any:
+            indices = jnp.arange(self.cut.longest, dtype=jnp.int32)
+            return lax.scan(step, carry, indices, reverse=reverse, unroll=min(self.parts.unroll, indices.size))[0]
+
+        if platform() != "cpu":
+            return run_all(carry)
+        return _if(after(jnp.int32(1), carry) == 1, run_all, carry, taken=(1, 1))
 
     # The ends of the model ---------------------------------------------------------------------------------------
 
