@@ -85,7 +85,7 @@ def parse(text: str) -> Target:
     """
     if "+" in text:
         why = "no compiler knows a machine of different chips"
-        raise MeshError(f"--target {text}: {why}; `meshpar plan` estimates one, without --compile")
+        raise MeshError(f"--target {text}: {why}; `meshpar plan` estimates one")
     match = _FORM.match(text)
     if not match:
         raise MeshError(f"--target {text}: not a machine; write chip:shape, as in v5e:4x4, v5p:4x4x4 or h100:4x8")

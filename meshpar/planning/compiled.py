@@ -10,9 +10,7 @@ from meshpar.experiment import actions
 from meshpar.experiment.config import Run
 from meshpar.inspection.program.hlo import total_sent_bytes
 from meshpar.inspection.report.table import table
-from meshpar.mesh import targets
 from meshpar.planning.machine import Machine
-from meshpar.planning.measured import MeasuredMachine
 from meshpar.planning.search import Candidate
 from meshpar.tree import human_bytes, human_flops
 
@@ -50,14 +48,14 @@ class Compiled:
 def compiled(run: Run, candidate: Candidate, machine: Machine, at_most: int) -> Compiled:
     """Compiles a run in a layout for a machine; for a measured one, on the devices of this process.
 
+    Where hosts have different chips, for each kind alone: the program that holds the most counts.
+
     Raises:
       MeshError: the machine's compiler is not installed, or this process has other devices.
     """
     changed = candidate.layout.applied(run)
-    if isinstance(machine, MeasuredMachine):
-        found = actions.inspect(changed)
-    else:
-        found = actions.inspect(changed, targets.parse(machine.text).text).inspection
+    every = [actions.inspect(changed, name).inspection for name in machine.targets] or [actions.inspect(changed)]
+    found = max(every, key=lambda one: one.memory.total)
     return Compiled(candidate, found.memory.total, found.flops, round(total_sent_bytes(found.collectives)), at_most)
 
 

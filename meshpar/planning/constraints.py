@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain, combinations
-from typing import Any
+from typing import Any, get_args
 
 from meshpar.config import flatten_json
 from meshpar.errors import ConfigError, Problems, nearest
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import AXES
+from meshpar.parallel.strategies import Overlap
 from meshpar.planning.machine import Machine
 from meshpar.planning.mixed import MixedMachine
-from meshpar.planning.space import Layout, layouts
+from meshpar.planning.space import OVERLAPS, Layout, layouts
 
-KEYS = (*(f"mesh.{axis}" for axis in AXES), "rules", "parallel.pipeline.kind", "num_microbatches", "model.remat")
+OVERLAP = "parallel.tensor.overlap"
+KEYS = (
+    *(f"mesh.{axis}" for axis in AXES), "rules", "parallel.pipeline.kind", OVERLAP, "num_microbatches", "model.remat"
+)  # fmt: skip
 """What a layout decides, and `fix` may hold."""
 
 
-def constrained(run: Run, machine: Machine, fix: list[str]) -> list[Layout]:
-    """The layouts that have every fixed value.
+def constrained(run: Run, machine: Machine, fix: list[str]) -> tuple[list[Layout], Sequence[Overlap]]:
+    """The layouts that have every fixed value, and the overlaps that they may have.
 
     Raises:
       ConfigError: lists unknown keys; or no layout is left.
@@ -36,8 +41,13 @@ def constrained(run: Run, machine: Machine, fix: list[str]) -> list[Layout]:
             )
         elif wanted.setdefault(key, value) != value:
             problems.add(f"--fix {text}", f"{key} is fixed to {wanted[key]}, too", "keep one of the two")
+    overlap: Any = wanted.get(OVERLAP)
+    if overlap not in (None, *get_args(Overlap)):
+        problems.add(f"--fix {OVERLAP}={overlap}", "not an overlap", ", ".join(get_args(Overlap)))
     problems.raise_any(ConfigError, "the constraints do not fit each other:")
     every = [*layouts(run, machine.num_devices, machine.per_host, isinstance(machine, MixedMachine))]
+    if overlap:
+        every = [replace(layout, overlap=overlap) if layout.can_overlap else layout for layout in every]
     met = [_met(layout, wanted) for layout in every]
     found = [layout for layout, keys in zip(every, met, strict=True) if len(keys) == len(wanted)]
     if not found:
@@ -45,11 +55,13 @@ def constrained(run: Run, machine: Machine, fix: list[str]) -> list[Layout]:
         why = f"a batch of {run.data.batch_size} rows of {run.data.seq_len} tokens, and the layers, must divide"
         of = f"no layout of {machine.num_devices} devices"
         raise ConfigError(f"{machine.text}: {of}{' has ' if what else ' fits'}{what}: {why}")
-    return found
+    return found, (overlap,) if overlap else OVERLAPS
 
 
 def _met(layout: Layout, wanted: dict[str, str]) -> set[str]:
     """The keys whose fixed values a layout has."""
+    if not wanted:
+        return set()
     own = flatten_json(layout.changes) | {f"mesh.{axis}": layout.size(axis) for axis in AXES}
     own["num_microbatches"] = layout.num_microbatches
     return {key for key, value in wanted.items() if _text(own.get(key)) == _text(value)}

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import Self, TypeVar
 
@@ -120,7 +121,7 @@ class Stages:
         return cls(layers, num_chunks * longest, ends, schedule.stage_of(num_stages * num_chunks - 1, num_stages))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Work:
     """What a step does, whatever the machine.
 
@@ -152,6 +153,22 @@ class Work:
         """Bytes that a device sends."""
         return float(sum(one.times * one.sent_bytes for one in [*self.beside, *self.waits, *self.outer]))
 
+    def overlapping(self) -> Work:
+        """The work if activations travel over `tensor` in chunks, beside products, see `parallel.linear`.
+
+        For the gradients of kernels the backward gathers their inputs again: half of all gathers are of inputs.
+        """
+        beside, waits = [*self.beside], []
+        again = {"all_gather": Fraction(3, 2), "reduce_scatter": Fraction(1)}
+        for one in self.waits:
+            if one.axes == ("tensor",) and one.kind in again:
+                size = one.group_size
+                times = one.times * (size - 1) * again[one.kind]
+                beside.append(Collective("collective_permute", one.axes, one.full_bytes // size, size, times))
+            else:
+                waits.append(one)
+        return replace(self, beside=beside, waits=waits)
+
     def on(self, machine: Machine) -> Estimate:
         """The estimate on a machine."""
         every = self.busy(machine)
@@ -177,34 +194,38 @@ class Work:
         Where devices share cores, one device's is the mean of all stages.
         """
         if self.stages is None:
-            return [self._busy(self.computes, self.waits, machine)]
+            return [_busy(self, self.computes, self.waits, machine)]
         alike: dict[tuple[int, int, int], Busy] = {}
         every: list[Busy] = []
-        for count, (layer, end) in zip(self.stages.layers, self.parts(machine), strict=True):
+        for count, (layer, end) in zip(self.stages.layers, parts(self, machine), strict=True):
             key = (count, id(layer), id(end))
             if key not in alike:
                 alike[key] = layer * count + end
             every.append(alike[key])
         return [sum(every, NOTHING) * (1 / len(every))] if machine.shares_cores else every
 
-    def parts(self, machine: Machine) -> list[tuple[Busy, Busy]]:
-        """For each stage of a pipeline, the time of one layer and of what it has beside layers, on its own chips."""
-        assert self.stages is not None, "only a pipeline has stages"
-        chips = machine.stages(self.mesh, self.dcn)
-        of_kind: dict[int, tuple[Busy, Busy]] = {}
-        for key, chip in {id(chip): chip for chip in chips}.items():
-            ends = self._busy(self.stages.ends, (), chip)
-            layers = self._busy(self.computes, self.waits, chip) + ends * -1.0
-            of_kind[key] = layers * (1 / self.stages.counted), ends
-        parts = [of_kind[id(chip)] for chip in chips]
-        return [(layer, ends if stage == self.stages.last else NOTHING) for stage, (layer, ends) in enumerate(parts)]
 
-    def _busy(self, computes: Operations, waits: Sequence[Collective], machine: Machine) -> Busy:
-        products, others = _seconds(computes, machine)
-        by_axes: dict[tuple[str, ...], float] = defaultdict(float)
-        for one in waits:
-            by_axes[one.axes] += machine.collective_s(one, self.mesh, self.dcn)
-        return Busy(products, others, by_axes)
+@lru_cache(maxsize=16)  # a search asks twice in a row
+def parts(work: Work, machine: Machine) -> Sequence[tuple[Busy, Busy]]:
+    """For each stage of a pipeline, the time of one layer and of what it has beside layers, on its own chips."""
+    stages = work.stages
+    assert stages is not None, "only a pipeline has stages"
+    chips = machine.stages(work.mesh, work.dcn)
+    of_kind: dict[int, tuple[Busy, Busy]] = {}
+    for key, chip in {id(chip): chip for chip in chips}.items():
+        ends = _busy(work, stages.ends, (), chip)
+        layers = _busy(work, work.computes, work.waits, chip) + ends * -1.0
+        of_kind[key] = layers * (1 / stages.counted), ends
+    each = [of_kind[id(chip)] for chip in chips]
+    return [(layer, ends if stage == stages.last else NOTHING) for stage, (layer, ends) in enumerate(each)]
+
+
+def _busy(work: Work, computes: Operations, waits: Sequence[Collective], machine: Machine) -> Busy:
+    products, others = _seconds(computes, machine)
+    by_axes: dict[tuple[str, ...], float] = defaultdict(float)
+    for one in waits:
+        by_axes[one.axes] += machine.collective_s(one, work.mesh, work.dcn)
+    return Busy(products, others, by_axes)
 
 
 def work_of(prepared: Prepared) -> Work | None:

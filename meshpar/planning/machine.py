@@ -51,6 +51,7 @@ class Machine(Protocol):
       overlaps: whether devices communicate while they compute.
       shares_cores: whether devices are simulated by the same cores: while one waits, others use the cores.
       figures: the figures that `alternatives` changes.
+      targets: the machines that programs are compiled for, see `mesh.targets`; none for the devices of this process.
     """
 
     @property
@@ -70,6 +71,8 @@ class Machine(Protocol):
 
     @property
     def figures(self) -> Sequence[Figure]: ...
+    @property
+    def targets(self) -> Sequence[str]: ...
 
     def product_s(self, flops: float) -> float:
         """Seconds of a matrix product with so many operations, on every device at once."""
@@ -141,6 +144,10 @@ class StatedMachine:
     @property
     def shares_cores(self) -> bool:
         return False
+
+    @property
+    def targets(self) -> Sequence[str]:
+        return [self.text]
 
     @property
     def figures(self) -> Sequence[Figure]:

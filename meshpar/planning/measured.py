@@ -89,6 +89,10 @@ class MeasuredMachine(Config):
         return self.platform != "cpu"
 
     @property
+    def targets(self) -> Sequence[str]:
+        return []
+
+    @property
     def figures(self) -> Sequence[Figure]:
         def with_products(factor: float) -> MeasuredMachine:
             return self._changed(products=_faster(self.products, factor))

@@ -73,6 +73,11 @@ class MixedMachine:
         return False
 
     @property
+    def targets(self) -> Sequence[str]:
+        """For each kind of chip, a machine of as many hosts: no compiler knows several kinds in one."""
+        return [f"{kind.text.split(':')[0]}:{sum(self.num_hosts)}x{self.per_host}" for kind in self.kinds]
+
+    @property
     def figures(self) -> Sequence[Figure]:
         """The figures of each kind."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -143,14 +145,14 @@ def plan(
 ) -> Plan:
     """Finds the fastest layouts of a run on a machine, by estimates from traced steps. Nothing is compiled or run.
 
-    It considers the sizes of all axes, ZeRO's stages, pipeline schedules, microbatches and remat. A rough estimate
-    ranks all layouts, and the steps of the best ones are traced.
+    It considers the sizes of all axes, ZeRO's stages, pipeline schedules and the hosts of their stages, microbatches,
+    remat and overlap. A rough estimate ranks all layouts, and the steps of the best ones are traced.
 
     Args:
       target: the machine, such as `h100:8x8` or `v5p:4x4x4`, hosts of different chips, such as `h100:4x8+a100:4x8`,
         or a file that `meshpar calibrate` wrote.
       fix: `key=value` of a layout that is given: `mesh.tensor=8`, `rules=[fsdp,megatron_sp]`, `num_microbatches=4`,
-        `parallel.pipeline.kind=1f1b`, `model.remat=full`.
+        `parallel.pipeline.kind=1f1b`, `parallel.tensor.overlap=none`, `model.remat=full`.
       at_most: bytes that a device may hold, such as `60GiB`. Default: 94 % of its memory.
       pareto: rank only layouts that no other beats in both time and memory.
 
@@ -170,11 +172,23 @@ def plan(
     """
     machine = _machine(target)
     limit = _limit(machine, at_most)
-    choices = constrained(run, machine, list(fix))
-    found = search(run, machine, limit, choices, pareto)
+    with _collecting_rarely():
+        choices, overlaps = constrained(run, machine, list(fix))
+        found = search(run, machine, limit, choices, pareto, overlaps)
     if not found.ranked:
         raise ConfigError(_nothing_fits(machine, found, limit))
     return Plan(run, machine, found, limit, is_pareto=pareto)
+
+
+@contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """Lets Python search for garbage rarely: nearly all objects of a search stay alive, and there are many."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(400_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def _machine(target: str) -> Machine:

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 
 from meshpar.cost.touched import Touch
-from meshpar.cost.traced import Collective
+from meshpar.cost.traced import Axes, Collective
 from meshpar.models.contract import LayerStack
 from meshpar.parallel.pipeline.get_schedule import KINDS
 from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
-from meshpar.planning.estimate import Operations, Stages, Work
+from meshpar.parallel.strategies import Overlap
+from meshpar.planning.estimate import Estimate, Operations, Stages, Work, parts
 from meshpar.planning.machine import Machine
-from meshpar.planning.space import Layout
+from meshpar.planning.space import Layout, variants
 from meshpar.planning.stages import balanced, cut_with
 
 ACTIVATION_AXES = ("expert", "context", "tensor")
@@ -48,6 +49,19 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """The probe of a pipeline, on two stages.
+
+    Args:
+      flops: operations of the output projection and the loss.
+      bytes_per_token: of a message between stages.
+    """
+
+    flops: float = 0.0
+    bytes_per_token: float = 0.0
+
+
+@dataclass(frozen=True)
 class Probes:
     """Figures of a few traces of a run, from which the work of any layout is scaled.
 
@@ -60,8 +74,9 @@ class Probes:
       summed: bytes of the gradients.
       optimizer: bytes of the optimizer's state.
       in_layers: the share of the parameters that a pipeline divides.
+      num_arrays: the number of parameters in layers, and of others.
       stack: the layers that a pipeline divides; None if it cannot.
-      head: operations of the output projection and the loss.
+      ends: what a pipeline has beside layers.
     """
 
     tokens: int
@@ -72,8 +87,13 @@ class Probes:
     summed: int
     optimizer: int
     in_layers: float
+    num_arrays: tuple[int, int]
     stack: LayerStack | None
-    head: float
+    ends: Ends
+
+    @property
+    def head(self) -> float:
+        return self.ends.flops
 
     @property
     def num_layers(self) -> int:
@@ -100,6 +120,9 @@ class Probes:
     def work(self, layout: Layout) -> Work:
         """The rough work of a layout."""
         shares = layout.batch_shards * layout.size("context") * layout.size("tensor")
+        activations = list(self._activations(layout))
+        beside = [one for one in activations if one.kind == "collective_permute"]
+        waits = [one for one in activations if one.kind != "collective_permute"]
         computes = _shared(self.steps[layout.remat].computes, shares, layout.num_microbatches)
         stages = None
         if layout.schedule:
@@ -108,17 +131,23 @@ class Probes:
             longest = cut.layers[0].size / self.num_layers
             computes, ends = _scaled(computes, share + (1 - share) * longest), _scaled(computes, share)
             stages = Stages.of(cut, schedule, ends)
-        return Work(
+        work = Work(
             mesh=layout.abstract_mesh,
             computes=computes,
-            beside=list(self._weights(layout)),
-            waits=list(self._activations(layout)),
+            beside=[*beside, *self._weights(layout), *self._messages(layout)],
+            waits=waits,
             idle=1 + _IDLE.get(layout.schedule, 0.0) * (layout.size("pipe") - 1) / layout.num_microbatches,
             states_bytes=self.states_bytes(layout),
             step_bytes=self.step_bytes(layout),
             stages=stages,
             dcn=layout.dcn,
         )
+        return work if layout.overlap == "none" else work.overlapping()
+
+    def best(self, layout: Layout, machine: Machine, overlaps: Sequence[Overlap]) -> tuple[Layout, Estimate]:
+        """The fastest variant of the layout, see `variants` and `balanced`, and the rough estimate of it."""
+        every = [self.balanced(one, machine) for one in variants(layout, machine, overlaps)]
+        return min(((one, work.on(machine)) for one, work in every), key=lambda pair: pair[1].order)
 
     def balanced(
         self, layout: Layout, machine: Machine, most: int | None = None, traced: Work | None = None
@@ -135,10 +164,10 @@ class Probes:
         work = traced or self.work(layout)
         if work.stages is None or machine.shares_cores:
             return layout, work
-        parts = work.parts(machine)
-        seconds = [layer.total for layer, _ in parts]
+        each = parts(work, machine)
+        seconds = [layer.total for layer, _ in each]
         unit = min(seconds)
-        end = sum(end.total for _, end in parts)
+        end = sum(end.total for _, end in each)
         relative = tuple(round(each / unit, 3) for each in seconds)
         better = _better_cut(*self._cut_of(layout), layout.cut, relative, round(end / unit, 3), most)
         if not better:
@@ -180,15 +209,28 @@ class Probes:
         gathered = round(self.gathered * self._share(layout))
         summed = round(self.summed * self._share(layout))
         fsdp = layout.size("fsdp")
+        stacks, others = self.num_arrays
         if fsdp > 1:
             in_layers = layout.sharding == "fsdp"
-            passes = Fraction(layout.num_microbatches if in_layers else 1)
-            yield Collective("all_gather", ("fsdp",), gathered, fsdp, passes * (2 if in_layers else 1))
-            yield Collective("reduce_scatter", ("fsdp",), summed, fsdp, passes)
+            passes = layout.num_microbatches if in_layers else 1
+            count = (stacks * max(1, self.num_layers // layout.size("pipe")) if in_layers else stacks) + others
+            yield _parts("all_gather", ("fsdp",), gathered, fsdp, passes * (2 if in_layers else 1), count)
+            yield _parts("reduce_scatter", ("fsdp",), summed, fsdp, passes, count)
         copied = tuple(axis for axis in ("data", "expert", "context") if layout.size(axis) > 1)
         if copied:
             copies = math.prod(map(layout.size, copied))
-            yield Collective("all_reduce", copied, summed // fsdp, copies)
+            yield _parts("all_reduce", copied, summed // fsdp, copies, 1, stacks + others)
+
+    def _messages(self, layout: Layout) -> Iterator[Collective]:
+        """The messages between stages: one forward and one backward for each microbatch and chunk."""
+        if not layout.schedule:
+            return
+        schedule, _ = self._cut(layout)
+        size = layout.size("pipe")
+        virtual = size * schedule.chunks_per_stage
+        full_bytes = round(self.ends.bytes_per_token * self._tokens_at_once(layout) / layout.size("tensor"))
+        times = Fraction(2 * layout.num_microbatches * schedule.chunks_per_stage)
+        yield Collective("collective_permute", ("pipe",), full_bytes, size, times, Fraction(virtual - 1, virtual))
 
     def _activations(self, layout: Layout) -> Iterator[Collective]:
         """The probes' collectives, for this layout's tokens and sizes."""
@@ -206,6 +248,11 @@ class Probes:
                 full_bytes = round(one.full_bytes * (2 / size if is_ring else 1) / shared)
                 times = float(one.times) * (size - 1 if is_ring else 1) * passes
                 yield Collective(one.kind, one.axes, full_bytes, size, Fraction(times))
+
+
+def _parts(kind: str, axes: Axes, full_bytes: int, size: int, times: int, count: int) -> Collective:
+    """A collective of this many equal parts of a buffer."""
+    return Collective(kind, axes, full_bytes // count, size, Fraction(times * count))
 
 
 @cache

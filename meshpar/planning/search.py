@@ -16,10 +16,11 @@ from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
+from meshpar.parallel.strategies import Overlap
 from meshpar.planning.estimate import Estimate, Work, carries_activations, operations, stages_of, work_of
 from meshpar.planning.machine import Machine
-from meshpar.planning.rough import ACTIVATION_AXES, Probes, Step
-from meshpar.planning.space import Layout
+from meshpar.planning.rough import ACTIVATION_AXES, Ends, Probes, Step
+from meshpar.planning.space import OVERLAPS, Layout, placements
 
 Point = TypeVar("Point")
 KNOWN_UNDER_GSPMD = {"data", "fsdp"}
@@ -61,8 +62,9 @@ class Found:
 
 
 def search(
-    run: Run, machine: Machine, at_most: float, everything: Sequence[Layout], along_memory: bool = False
-) -> Found:
+    run: Run, machine: Machine, at_most: float, everything: Sequence[Layout], along_memory: bool = False,
+    overlaps: Sequence[Overlap] = OVERLAPS,
+) -> Found:  # fmt: skip
     """Finds the fastest of the given layouts that hold no more than `at_most` bytes on a device.
 
     Where GSPMD decides what is sent, only weights and gradients are known: layouts over `data` and `fsdp` are ranked by
@@ -70,6 +72,7 @@ def search(
 
     Args:
       along_memory: trace layouts that no other beats in both time and memory, by the rough estimates.
+      overlaps: how activations may travel over `tensor`.
 
     Raises:
       ConfigError: none of the layouts is one that can be estimated.
@@ -82,9 +85,8 @@ def search(
             raise ConfigError(f"GSPMD decides what this run sends: only layouts over {known} can be planned")
     held = {layout: probes.states_bytes(layout) + probes.step_bytes(layout) for layout in everything}
     fitting = [layout for layout in everything if held[layout] <= SLACK * at_most]
-    works = dict(probes.balanced(layout, machine) for layout in fitting)
-    held |= {layout: work.states_bytes + work.step_bytes for layout, work in works.items()}
-    rough = {layout: work.on(machine) for layout, work in works.items()}
+    rough = dict(probes.best(layout, machine, overlaps) for layout in fitting)
+    held |= {layout: estimate.total_bytes for layout, estimate in rough.items()}
     promising = sorted(rough, key=lambda layout: rough[layout].order)
     if along_memory:
         front = pareto(promising, rough.__getitem__)
@@ -92,25 +94,27 @@ def search(
         promising = [*evenly, *front]
     traced: dict[Layout, Candidate] = {}
     of_mesh: Counter[Any] = Counter()
-    refused: set[tuple[Any, str]] = set()
+    refused: set[tuple[Any, str, str]] = set()
     corrections: dict[tuple[str | None, str, str], float] = {}
     num_traced = 0
     for layout in dict.fromkeys(promising):
         alike = (layout.remat, layout.schedule, layout.sharding)
-        kind = (layout.sizes, layout.schedule)
         may_fit = held[layout] * corrections.get(alike, 1 / SLACK) <= at_most
         if of_mesh.total() == TRACED or num_traced == 2 * TRACED:
             break
-        if of_mesh[layout.sizes] == PER_MESH or kind in refused or not may_fit:
+        if of_mesh[layout.sizes] == PER_MESH or not may_fit:
             continue
-        if candidates := _cuts(run, layout, machine, probes, at_most):
-            traced |= {one.layout: one for one in candidates}
-            last = candidates[-1]
-            num_traced += 1
-            of_mesh[layout.sizes] += any(one.estimate.total_bytes <= at_most for one in candidates)
-            roughly = probes.states_bytes(last.layout) + probes.step_bytes(last.layout)
-            corrections[alike] = last.estimate.total_bytes / roughly
-        else:
+        for one in dict.fromkeys((layout, replace(layout, overlap=overlaps[0]))):
+            kind = (one.sizes, one.schedule, one.overlap)
+            candidates = [] if kind in refused else _cuts(run, one, machine, probes, at_most)
+            if candidates:
+                traced |= {one.layout: one for one in candidates}
+                last = candidates[-1]
+                num_traced += 1
+                of_mesh[layout.sizes] += any(one.estimate.total_bytes <= at_most for one in candidates)
+                roughly = probes.states_bytes(last.layout) + probes.step_bytes(last.layout)
+                corrections[alike] = last.estimate.total_bytes / roughly
+                break
             refused.add(kind)
     if all(one.estimate.total_bytes > at_most for one in traced.values()):
         for layout in sorted(everything, key=held.__getitem__)[:SMALLEST]:
@@ -128,6 +132,7 @@ def _cuts(run: Run, layout: Layout, machine: Machine, probes: Probes, at_most: f
     found: list[Candidate] = []
     while layout not in [one.layout for one in found] and (candidate := trace(run, layout, machine, probes)):
         found.append(candidate)
+        layout = candidate.layout
         if candidate.estimate.total_bytes <= at_most:
             layout, _ = probes.balanced(layout, machine, traced=candidate.work)
         elif layout.cut:  # on every stage there is room for as many layers as on the longest
@@ -158,7 +163,15 @@ def trace(run: Run, layout: Layout, machine: Machine, probes: Probes | None = No
     if prepared is None:
         return None
     work = probes.work(layout) if probes and probes.sent is None else work_of(prepared)
-    return Candidate(layout, work, work.on(machine)) if work else None
+    return placed(layout, work, machine) if work else None
+
+
+def placed(layout: Layout, work: Work, machine: Machine) -> Candidate:
+    """A traced layout with its stages in the order of the axes, or across hosts, whichever is faster."""
+    parts = placements(layout.sizes, layout.dcn, machine.num_devices, machine.per_host)
+    works = [replace(work, dcn=dcn) for dcn in parts]
+    estimate, work = min(((one.on(machine), one) for one in works), key=lambda pair: pair[0].order)
+    return Candidate(replace(layout, dcn=work.dcn), work, estimate)
 
 
 def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
@@ -181,7 +194,7 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
     states = first.states
     elements = states.parameters // widths.params
     params = jax.tree.leaves(first.placement.params)
-    in_layers = sum(one.local_bytes for one in params if "layers" in one.spec.dims)
+    stacks = [one.local_bytes for one in params if "layers" in one.spec.dims]
     stack = run.model.layer_stack()
     summed = elements * widths.sums
     sent = None
@@ -189,19 +202,23 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
         sent = {axis: _sent(run, axis, platform) for axis in ACTIVATION_AXES if axis in axes}
     return Probes(
         tokens, {remat: _step(one, tokens, summed) for remat, one in alone.items() if one}, sent,
-        states.parameters, elements * widths.compute, summed, states.optimizer, in_layers / states.parameters,
-        stack or None, _head(run, platform) if "pipe" in axes else 0.0,
+        states.parameters, elements * widths.compute, summed, states.optimizer, sum(stacks) / states.parameters,
+        (len(stacks), len(params) - len(stacks)), stack or None,
+        _ends(run, tokens, platform) if "pipe" in axes else Ends(),
     )  # fmt: skip
 
 
-def _head(run: Run, platform: str) -> float:
-    """Operations of the output projection and the loss, by a trace on two stages; 0 if the run does not fit them."""
+def _ends(run: Run, tokens: int, platform: str) -> Ends:
+    """The probe of a pipeline, by a trace on two stages; nothing if the run does not fit them."""
     stack = run.model.layer_stack()
     padded_to = 2 if stack and stack.stacked_layers % 2 else 0
     pair = _prepared(run, Layout((("pipe", 2),), schedule="1f1b", num_microbatches=2, padded_to=padded_to), platform)
     step = pair.countable_step if pair else None
     stages = stages_of(operations(step, pair), step, pair) if pair and step else None
-    return stages.ends.flops if stages else 0.0
+    if not (pair and step and stages):
+        return Ends()
+    messages = [one.full_bytes for one in pair.collectives(step) if one.kind == "collective_permute"]
+    return Ends(stages.ends.flops, max(messages, default=0) / (tokens / 2))
 
 
 def _sent(run: Run, axis: str, platform: str) -> list[Collective]:

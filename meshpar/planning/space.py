@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 from typing import Any
@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh
 
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import MeshLayout
-from meshpar.planning.machine import Sizes
+from meshpar.parallel.strategies import Overlap
+from meshpar.planning.machine import Machine, Sizes, hosts
 
 SHARDING = ("zero1", "zero2", "fsdp")
 SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv")
@@ -26,6 +27,8 @@ ROWS = (1, 2, 4)
 PASSES = (1, 2, 4, 8, 16)
 """Microbatches without a pipeline, whose gradients are summed."""
 REMAT = ("none", "full")
+OVERLAPS: tuple[Overlap, ...] = ("none", "bidirectional")
+"""How activations travel over `tensor`."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Layout:
       padded_to: the number of stages that do not divide the stored layers, which are padded; 0 if they divide them.
       cut: the number of layers of each virtual stage; empty for the schedule's default.
       dcn: (axis, size) of the part of `sizes` that is across hosts; empty where hosts follow the axes' order.
+      overlap: whether activations travel over `tensor` in chunks, beside products.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -51,6 +55,7 @@ class Layout:
     padded_to: int = 0
     cut: tuple[int, ...] = ()
     dcn: Sizes = ()
+    overlap: Overlap = "none"
 
     @cached_property
     def mesh(self) -> dict[str, int]:
@@ -73,6 +78,11 @@ class Layout:
         return self.size("pipe") > 1 and self.size("context") > 1
 
     @property
+    def can_overlap(self) -> bool:
+        """Whether activations may travel in chunks: beside a pipeline that is refused."""
+        return self.size("tensor") > 1 and not self.schedule
+
+    @property
     def presets(self) -> list[str]:
         """The rules' presets, one for each axis that needs one."""
         of_axis = {"tensor": "megatron_sp", "context": "context", "expert": "experts", "pipe": "pipeline"}
@@ -91,6 +101,7 @@ class Layout:
         changes = {
             "mesh": inside | ({"dcn": across} if across else {}),
             "rules": self.presets,
+            "parallel.tensor": {"overlap": self.overlap},
             "parallel.pipeline": pipeline,
             "num_microbatches": 1 if self.schedule else self.num_microbatches,
         }
@@ -124,6 +135,8 @@ class Layout:
             words.append(f"'parallel.pipeline={_flow(changes['parallel.pipeline'])}'")
         elif self.num_microbatches > 1:
             words.append(f"num_microbatches={self.num_microbatches}")
+        if self.overlap != "none":
+            words.append(f"parallel.tensor.overlap={self.overlap}")
         if self.gathers_rows:
             words.append("parallel.context=all_gather")
         if self.padded_to:
@@ -175,7 +188,7 @@ def layouts(run: Run, num_devices: int, per_host: int, hosts_differ: bool = Fals
             if not stack or stack.num_layers < sizes["pipe"]:
                 continue
             padded_to = sizes["pipe"] if stack.stacked_layers % sizes["pipe"] else 0
-        dcn = _stages_across(sizes, num_devices // per_host) if hosts_differ else ()
+        dcn = stages_across(large, num_devices // per_host) if hosts_differ else ()
         shardings = SHARDING if sizes["fsdp"] > 1 else ("",)
         for sharding, remat, (schedule, count) in product(shardings, remats(run), _passes(sizes["pipe"], rows)):
             if schedule in TWO_CHUNKS and stack and stack.num_layers < 2 * sizes["pipe"]:
@@ -183,14 +196,33 @@ def layouts(run: Run, num_devices: int, per_host: int, hosts_differ: bool = Fals
             yield Layout(large, sharding, schedule, count, remat, padded_to, dcn=dcn)
 
 
-def _stages_across(sizes: Mapping[str, int], num_hosts: int) -> Sizes:
+def stages_across(sizes: Sizes, num_hosts: int) -> Sizes:
     """The part of the sizes that is across hosts, stages first; empty without stages, or if hosts cannot be divided."""
+    mesh = dict(sizes)
     across: dict[str, int] = {}
-    left = num_hosts if sizes["pipe"] > 1 else 1
+    left = num_hosts if "pipe" in mesh else 1
     for axis in ("pipe", "data", "fsdp", "expert", "context"):
-        across[axis] = math.gcd(left, sizes[axis])
+        across[axis] = math.gcd(left, mesh.get(axis, 1))
         left //= across[axis]
     return tuple((axis, size) for axis, size in across.items() if size > 1) if left == 1 else ()
+
+
+def variants(layout: Layout, machine: Machine, overlaps: Sequence[Overlap]) -> Iterator[Layout]:
+    """The layout with its stages across hosts, if they can be, and with each overlap that a plan may choose."""
+    *_, dcn = placements(layout.sizes, layout.dcn, machine.num_devices, machine.per_host)
+    for overlap in overlaps if machine.overlaps and layout.can_overlap else (layout.overlap,):
+        yield replace(layout, dcn=dcn, overlap=overlap) if (dcn, overlap) != (layout.dcn, layout.overlap) else layout
+
+
+@cache
+def placements(sizes: Sizes, dcn: Sizes, num_devices: int, per_host: int) -> list[Sizes]:
+    """The parts of the sizes that may be across hosts: `dcn`, and stages first if that numbers hosts in another way."""
+    across = stages_across(sizes, num_devices // per_host)
+    if not across or across == dcn:
+        return [dcn]
+    whole = tuple(_abstract(sizes).shape.items())
+    alike = (hosts(whole, dcn, per_host) == hosts(whole, across, per_host)).all()
+    return [dcn] if alike else [dcn, across]
 
 
 def _divided(count: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:

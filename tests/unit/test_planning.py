@@ -20,7 +20,7 @@ from meshpar.cost.walk import walk
 from meshpar.errors import ConfigError, MeshError
 from meshpar.experiment.config import Precision, Run
 from meshpar.mesh.hardware import Link, Links
-from meshpar.mesh.layout import MeshLayout
+from meshpar.mesh.layout import AxisSizes, MeshLayout
 from meshpar.planning import search as searching
 from meshpar.planning.estimate import work_of
 from meshpar.planning.machine import StatedMachine
@@ -152,11 +152,33 @@ def test_stages_that_do_not_divide_the_layers_are_planned():
 
 @cache
 def works():
-    """Layout -> the work of its traced step, for a sample of all layouts of eight devices."""
+    """Layout -> the work of its traced step, for a sample of all layouts of eight devices, with each overlap."""
     every = [layout for layout in layouts(RUN, 8, 8) if layout.num_microbatches in (1, 4) and layout.remat == "none"]
     sample = random.Random(0).sample(every, 16)
+    sample += [replace(layout, overlap="bidirectional") for layout in sample if layout.can_overlap]
     prepared = {layout: searching._prepared(RUN, layout, "gpu") for layout in sample}
     return {layout: work for layout, one in prepared.items() if one and (work := work_of(one))}
+
+
+def test_overlap_sends_about_as_much_beside_products_as_is_estimated_without_a_trace():
+    pairs = [(work, works()[replace(one, overlap="none")]) for one, work in works().items() if one.overlap != "none"]
+    assert len(pairs) > 1
+    for traced, without in pairs:
+        estimated = without.overlapping()
+        assert float(estimated.sent_bytes) == pytest.approx(float(traced.sent_bytes), rel=0.05)
+        waits = [sum(float(one.times * one.sent_bytes) for one in work.waits) for work in (traced, without)]
+        assert waits[0] < 0.1 * waits[1], "those of the embedding"
+
+
+def test_stages_are_on_hosts_of_their_own_where_that_is_faster():
+    """Gradients are reduced inside a host then, and only the messages of the pipeline are sent across."""
+    (layout, work), *_ = (one for one in works().items() if one[0].sizes == (("data", 4), ("pipe", 2)))
+    across = searching.placed(layout, work, MACHINE)
+    assert across.layout.dcn == (("pipe", 2),)
+    assert across.estimate.total_s < work.on(MACHINE).total_s
+    assert across.layout.applied(RUN).mesh == MeshLayout(data=4, dcn=AxisSizes(pipe=2))
+    alike = replace(MACHINE, links=Links(MACHINE.links.inside, MACHINE.links.inside))
+    assert not searching.placed(layout, work, alike).layout.dcn
 
 
 def machines():
@@ -174,15 +196,18 @@ def test_the_search_finds_the_best_of_all_layouts(monkeypatch):
     """The optimum of its own estimate on 90 of 100 machines, and never worse than 1.05."""
     probes = searching.probe(RUN, list(works()), "gpu")
     monkeypatch.setattr(searching, "probe", lambda run, everything, platform: probes)
-    monkeypatch.setattr(
-        searching,
-        "trace",
-        lambda run, layout, machine, probes: searching.Candidate(layout, works()[layout], works()[layout].on(machine)),
-    )
+
+    def trace(run, layout, machine, probes):
+        work = works().get(replace(layout, dcn=()))
+        return work and searching.placed(layout, work, machine)
+
+    monkeypatch.setattr(searching, "trace", trace)
+    everything = [layout for layout in works() if layout.overlap == "none"]
     ratios = []
     for machine in machines():
-        found = searching.search(RUN, machine, 1e12, list(works()))
-        best = min(work.on(machine).total_s for work in works().values())
+        found = searching.search(RUN, machine, 1e12, everything)
+        may = [one for one in works().items() if machine.overlaps or one[0].overlap == "none"]
+        best = min(searching.placed(*one, machine).estimate.total_s for one in may)
         ratios.append(found.ranked[0].estimate.total_s / best)
     assert len(works()) > searching.TRACED, "otherwise every layout is traced"
     assert sum(ratio < 1.001 for ratio in ratios) >= 90
@@ -258,6 +283,14 @@ def test_the_command_writes_the_config(command, tmp_path):
         (
             {"fix": ["model.remat=none", "mesh.pipe=1", "parallel.pipeline.kind=1f1b"]},
             "h100:1x4: no layout of 4 devices has mesh.pipe=1 with parallel.pipeline.kind=1f1b: a batch of",
+        ),
+        (
+            {"fix": ["parallel.tensor.overlap=both"]},
+            "--fix parallel.tensor.overlap=both\n    not an overlap\n    none, ring, bidirectional",
+        ),
+        (
+            {"fix": ["mesh.pipe=2", "parallel.tensor.overlap=ring"]},
+            "h100:1x4: no layout of 4 devices has mesh.pipe=2 with parallel.tensor.overlap=ring",
         ),
         ({"at_most": "much"}, "--at-most: 'much' is not a number of bytes; valid: 1000, 40MiB"),
         ({"at_most": "200GiB"}, "--at-most 200GiB: a device of h100:1x4 has 74.51 GiB"),

@@ -6,6 +6,7 @@ import random
 from functools import cache
 from itertools import combinations
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from meshpar.mesh.layout import AXES, AxisSizes, MeshLayout, _arrange
 from meshpar.parallel.pipeline.get_schedule import KINDS, get_schedule
 from meshpar.parallel.pipeline.schedule import OneFOneB
 from meshpar.parallel.pipeline.simulate import OpTimes, simulate
+from meshpar.planning import compiled as compiling
 from meshpar.planning.estimate import Operations, Stages, Work, timeline
 from meshpar.planning.machine import StatedMachine, hosts
 from meshpar.planning.mixed import MixedMachine
@@ -221,6 +223,18 @@ def test_a_machine_of_parts_that_do_not_fit_is_an_error(target, message):
     assert message in str(error.value)
 
 
-def test_no_compiler_knows_different_chips():
-    with pytest.raises(MeshError, match=r"--target h100:1x4\+a100:1x4: no compiler knows a machine of different chips"):
-        planned("h100:1x4+a100:1x4").compile()
+def test_a_layout_for_different_chips_is_compiled_for_each_kind(monkeypatch):
+    """The program that holds the most counts. No compiler knows several kinds of chips in one machine."""
+    held = {"h100:2x4": 60 * 2**30, "a100:2x4": 61 * 2**30}
+
+    def inspect(run, target):
+        memory = SimpleNamespace(total=held.pop(target))
+        return SimpleNamespace(inspection=SimpleNamespace(memory=memory, flops=1, collectives=[]))
+
+    monkeypatch.setattr(compiling.actions, "inspect", inspect)
+    mixed = planned("h100:1x4+a100:1x4")
+    found = mixed.compile(1)
+    assert not held
+    assert found.compiled[0].held_bytes == 61 * 2**30
+    with pytest.raises(MeshError, match=r"h100:1x4\+a100:1x4: no compiler knows a machine of different chips"):
+        targets.parse(mixed.machine.text)
