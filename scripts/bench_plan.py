@@ -40,7 +40,7 @@ from meshpar.planning.measured import FunctionTime, MeasuredMachine, Point, read
 from meshpar.planning.search import Candidate
 from meshpar.planning.space import Layout, layouts
 
-PER_PROCESS = 12
+PER_PROCESS = 6
 WANTED_CORRELATION = 0.8
 WANTED_RATIO = 1.10
 MODELS = {
@@ -187,6 +187,7 @@ def compiled(run: Run, layout: Layout) -> Callable[[], float]:
     # Parameters that are all zero take as long as others, and need no program to initialize them.
     structs = prepared.on_prepared_states.placement.structs
     state = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), structs)
+    state = step.prepare(state)  # once, as in training
     batch = {name: jax.device_put(x, prepared.batch[name].sharding) for name, x in run.data.train(run.seed)[0].items()}
 
     def one(state: Any) -> tuple[Any, Any]:
