@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from meshpar.train.data import grain_alone
 from meshpar.train.data.packing import Batch, PackedRows
 from meshpar.train.data.round_robin import WeightedRoundRobin
 
@@ -80,8 +81,7 @@ class Dataset:
         Args:
           rows: int[n]. The rows of each batch to read; default: all.
         """
-        import grain
-
+        grain = grain_alone.load()
         chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
         reads = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
         indices = grain.MapDataset.range(start, len(self)) if start < len(self) else grain.MapDataset.source([])
@@ -107,8 +107,7 @@ class Dataset:
     @cached_property
     def _orders(self) -> list[Any]:
         """For each part, turn -> row. Grain computes the shuffled order without storing a permutation."""
-        import grain
-
+        grain = grain_alone.load()
         # Grain adds the epoch to the seed, so seeds 0 and 1 used directly would share all orders but one.
         seeds = np.random.SeedSequence(self.seed).generate_state(len(self.parts))
         ranges = [grain.MapDataset.range(len(part)) for part in self.parts]

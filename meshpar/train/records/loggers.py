@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import sys
 import time
 import warnings
 from abc import abstractmethod
@@ -18,6 +17,7 @@ import pydantic
 
 from meshpar.config import Config
 from meshpar.errors import ConfigError
+from meshpar.hidden import hidden
 from meshpar.train.records.prometheus import serving
 from meshpar.train.records.writing import writing
 from meshpar.tree import flatten_with_paths
@@ -71,7 +71,7 @@ class Events:
     """
 
     def __init__(self, folder: Path, step: int):
-        with _without_torch():
+        with hidden("torch"):  # tensorboardX would import it for a second, for tensors that are not used
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import SessionLog  # pyright: ignore
 
@@ -232,19 +232,6 @@ def _guarded(name: str, begin: Callable[[dict[str, Any]], None], log: Sink) -> S
             warnings.warn(f"{name} fails, and gets no more records: {error}", stacklevel=2)
 
     return write
-
-
-@contextmanager
-def _without_torch() -> Iterator[None]:
-    """Hides torch from tensorboardX, which would import it for a second, for tensors that are not used."""
-    if "torch" in sys.modules:
-        yield
-        return
-    sys.modules["torch"] = None  # pyright: ignore
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]
 
 
 def _extra(package: str) -> Any:
