@@ -88,6 +88,7 @@ class Update:
         # ZeRO-1 stores parameters whole, but each device updates only its shard.
         old = jax.lax.with_sharding_constraint(trained, sharded)
 
+        @partial(jax.jit, inline=True)  # a second call does not trace it again
         def updated(sums: Any, opt_state: Any) -> tuple[Any, Any]:
             grads = jax.tree.map(scaled, sums, trained)
             with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
