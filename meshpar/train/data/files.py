@@ -8,7 +8,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path, PurePath
 
 from meshpar.errors import DataError, Problems
-from meshpar.regular import open_regular
+from meshpar.regular import check_regular
 from meshpar.train.data.documents import HEADING
 
 
@@ -31,7 +31,7 @@ def find(folder: Path, glob: str, without: Set[str] = frozenset(), what: str = "
     if not found:
         problems.add(f"data.glob = {glob!r}", f"matches no file below {str(folder)!r}", _other_glob(folder))
     problems.raise_any(DataError, HEADING)
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    return sorted(found, key=Path.as_posix)  # all begin with the folder
 
 
 def find_or_take(path: Path, glob: str) -> list[Path]:
@@ -95,6 +95,6 @@ def _other_glob(folder: Path) -> str:
 def _open(path: Path, problems: Problems) -> None:
     """Opens a file, so that all unreadable files are reported at once, before any is read."""
     try:
-        open_regular(path).close()
+        check_regular(path)
     except OSError as error:
         problems.add(str(path), f"cannot be read: {error.strerror}", "make it readable, or narrow data.glob")

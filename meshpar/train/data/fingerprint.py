@@ -6,8 +6,9 @@ import hashlib
 import json
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ MOST_FILES = 1000
 """More files share one checksum, because each checkpoint stores all of them."""
 MOST_NAMED = 10
 THREADS = 4  # hashing releases Python's lock
+TASKS = 32
+"""Many small files are hashed in few tasks: a task takes as long as such a file."""
+_SMALL = 2**20
 _SETTLED_NS = 2 * 10**9
 _known: dict[tuple[Any, ...], str] = {}
 
@@ -33,7 +37,9 @@ def checksum(path: Path) -> str:
     if key in _known:
         return _known[key]
     with open_regular(path) as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+        # `file_digest` allocates a buffer of 256 KiB, which takes longer than a small file.
+        digest = hashlib.sha256(file.read()) if stat.st_size < _SMALL else hashlib.file_digest(file, "sha256")
+    found = digest.hexdigest()
     if time.time_ns() - stat.st_ctime_ns > _SETTLED_NS:  # a later write might have the same time
         _known[key] = found
     return found
@@ -54,8 +60,14 @@ def fingerprint(files: Mapping[str, Path]) -> dict[str, str]:
             problems.add(str(path), f"cannot be read: {error.strerror}")
             return ""
 
+    def read_all(paths: Sequence[Path]) -> list[str]:
+        return [read(path) for path in paths]
+
+    paths = list(files.values())
+    size = -(-len(paths) // TASKS)
+    parts = [paths[start : start + size] for start in range(0, len(paths), max(1, size))]
     with ThreadPoolExecutor(THREADS) as threads:
-        found = dict(zip(files, threads.map(read, files.values()), strict=True))
+        found = dict(zip(files, chain.from_iterable(threads.map(read_all, parts)), strict=True))
     problems.raise_any(DataError, "the data cannot be read:")
     if len(found) <= MOST_FILES:
         return found
