@@ -43,10 +43,19 @@ class DecoderModel(Decoder, ModelContract):
                 task.adapter.adapt(built, rngs)
             return built
 
-        def init(key: jax.Array) -> dict:
-            return nnx.to_pure_dict(nnx.state(build(nnx.Rngs(key)), nnx.Param))
+        graphs: list[Any] = []
 
-        abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+        @partial(jax.jit, inline=True)  # the program of the first state does not trace it again
+        def init_arrays(key: jax.Array) -> Any:
+            graph, arrays = nnx.split(build(nnx.Rngs(key)))
+            graphs.append(graph)
+            return arrays
+
+        def init(key: jax.Array) -> dict:
+            return nnx.to_pure_dict(nnx.filter_state(init_arrays(key), nnx.Param))
+
+        structs = jax.eval_shape(init_arrays, jax.eval_shape(lambda: jax.random.key(0)))
+        abstract = nnx.merge(graphs[0], structs)
         forward = functional(abstract, "forward")
         each = task.loss.each(self.vocab_size, task.distill)
         plain = LossConfig().each(self.vocab_size)
