@@ -21,8 +21,13 @@ from meshpar.cli.app import app, leave
 from meshpar.errors import MeshparError, excerpt, printable
 from meshpar.interop import user_code
 
-for _file in pkgutil.iter_modules(__path__):  # importing a verb registers it with the app
-    importlib.import_module(f"{__name__}.{_file.name}")
+
+def verbs(word: str | None = None) -> typer.Typer:
+    """The application with the verb that a command line begins with; with all verbs if it begins with none."""
+    files = [file.name for file in pkgutil.iter_modules(__path__)]
+    for name in [word] if word in files else files:
+        importlib.import_module(f"{__name__}.{name}")  # which registers the verb
+    return app
 
 
 def _version(asked: bool) -> None:
@@ -53,8 +58,10 @@ def main() -> None:
     # Importing and tracing create millions of objects that are never freed. By default, Python would search them for
     # garbage after every 700 new ones.
     gc.set_threshold(400_000)
+    # The threads of NumPy's BLAS, which meshpar hardly uses, would spin for 2^26 cycles before they sleep.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     try:
-        app()
+        verbs(next(iter(sys.argv[1:]), None))()
     except MeshparError as error:
         _end(str(error), error.exit_code)
     except OSError as error:

@@ -148,7 +148,7 @@ def check_same(page: Path, program: list[Block], printed: list[str]) -> None:
 def check_command(line: str) -> None:
     """Parses a `meshpar` command and prepares its config without devices."""
     words = shlex.split(line, comments=True)[1:]
-    meshpar = typer.main.get_group(cli.app)
+    meshpar = typer.main.get_group(cli.verbs())
     name, verb, rest = meshpar.resolve_command(meshpar.context_class(meshpar), words)
     assert verb is not None, "resolve_command raises for an unknown verb"
     given = verb.make_context(name, rest).params

@@ -63,6 +63,6 @@ def test_each_written_example_belongs_to_a_key():
 def test_the_help_of_a_command_has_the_options_of_its_page(line):
     page = (pages.FOLDER / "commands.md").read_text()
     section = page.partition(f"\n## meshpar {line}\n")[2].partition("\n## ")[0]
-    shown = CliRunner().invoke(cli.app, [*line.split(), "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
+    shown = CliRunner().invoke(cli.verbs(), [*line.split(), "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
     options = set(re.findall(r"^\| `(--[\w-]+)`", section, re.M))
     assert options | {"--help"} == set(re.findall(r"^\W*(--[a-z0-9-]+)", shown, re.M))

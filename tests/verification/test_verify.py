@@ -9,7 +9,7 @@ from jax import lax
 from typer.testing import CliRunner
 
 from meshpar import GPT, AxisRules, Lion, MeshLayout, Run, Synthetic, verify
-from meshpar.cli import app
+from meshpar.cli import verbs
 from meshpar.parallel import data
 from meshpar.parallel.local import varying
 
@@ -22,7 +22,7 @@ def test_verify_exits_with_1_if_it_finds_a_fault(monkeypatch):
     summed = data.sum_gradient
     monkeypatch.setattr(data, "sum_gradient", twice)
     small = ["model.num_layers=1", "mesh.fsdp=1", "mesh.tensor=1", "rules=[replicated]", "mesh.data=8"]
-    result = CliRunner().invoke(app, ["verify", "configs/quickstart.yaml", *small, "--json"])
+    result = CliRunner().invoke(verbs(), ["verify", "configs/quickstart.yaml", *small, "--json"])
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
     report = json.loads(result.output)
     assert (report["equal"], report["culprits"]) == (False, ["data=8"])
@@ -54,5 +54,5 @@ def test_a_parameter_whose_gradient_is_only_rounding_is_not_compared():
 def test_verify_with_too_few_devices_is_refused(monkeypatch):
     found = jax.devices()[:1]
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: found)
-    result = CliRunner().invoke(app, ["verify", "configs/quickstart.yaml"])
+    result = CliRunner().invoke(verbs(), ["verify", "configs/quickstart.yaml"])
     assert str(result.exception) == "8 CPU devices are needed, 1 are available; call meshpar.simulate(8) first"
