@@ -73,9 +73,14 @@ class Operation:
 
 
 class Flat:
-    """A jaxpr in which the bodies of calls stand in place of the calls."""
+    """A jaxpr in which the bodies of calls stand in place of the calls.
 
-    def __init__(self, jaxpr: Jaxpr) -> None:
+    Args:
+      once: whether the body of a loop of one iteration stands in its place too.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, once: bool = False) -> None:
+        self._once = once
         self.operations: list[Operation] = []
         self.sizes: list[int] = []
         """Bytes of each value."""
@@ -99,7 +104,7 @@ class Flat:
         for equation in jaxpr.eqns:
             reads = [number(atom) for atom in equation.invars]
             inside = inner_jaxprs(equation)
-            if equation.primitive.name in _CALLS and len(inside) == 1 and len(inside[0].invars) == len(reads):
+            if self._is_call(equation) and len(inside) == 1 and len(inside[0].invars) == len(reads):
                 written = self._add(inside[0], dict(zip(inside[0].invars, reads, strict=True)))
                 known |= zip(equation.outvars, written, strict=True)
                 continue
@@ -107,6 +112,10 @@ class Flat:
             known |= zip(equation.outvars, writes, strict=True)
             self.operations.append(Operation(equation, reads, writes, inside))
         return [number(atom) for atom in jaxpr.outvars]
+
+    def _is_call(self, equation: Any) -> bool:
+        is_once = self._once and equation.primitive.name == "scan" and equation.params["length"] == 1
+        return is_once or equation.primitive.name in _CALLS
 
     @cached_property
     def last_reads(self) -> dict[int, int]:

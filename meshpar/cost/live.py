@@ -3,16 +3,23 @@
 A value is held from the equation that computes it to the last equation that reads it. An elementwise operation whose
 result is read once is fused with its reader: its result is not held, and its operands are held until the reader runs.
 An operation that can write in place, such as an update of a slice, overwrites an array of the same size that it reads
-last. A loop holds its results and the memory of one iteration, which overwrites the arrays of the previous one. XLA
-copies the initial carry of a loop, and the arrays that a branch of a conditional changes. It stores a parameter that is
-gathered along a later dim in another order, before the first loop. Compilers choose the order of operations, so this is
-an estimate; `inspection.program.memory` reads the memory of a compiled program.
+last. A loop holds its results and the memory of one iteration, which overwrites the arrays of the previous one; a loop
+of one iteration is none. XLA copies the initial carry of a loop, and the arrays that a branch of a conditional changes.
+
+What a conditional changes for the next iteration of a loop is copied back to the loop's array. XLA:GPU does that at the
+end of the iteration, or at once: then both are held while other conditionals read the changed array. It compares the
+peaks of both orders, and takes the second if they are equal (see `_peak`).
+
+Before its first loop, a program fills the arrays in which later loops collect slices, and it stores in another order
+the parameters that are gathered along a later dim. Compilers choose the order of operations, so this is an estimate;
+`inspection.program.memory` reads the memory of a compiled program.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
+from functools import cached_property
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
@@ -72,30 +79,91 @@ def _relaid(jaxpr: Jaxpr, transposed_arguments: Collection[int] = ()) -> set[int
     return {index for index in found if index is not None}
 
 
-def _peak(jaxpr: Jaxpr, owned: Collection[int] = ()) -> int:
+def _peak(jaxpr: Jaxpr, owned: Collection[int] = (), filled: bool = False) -> int:
     """The largest number of bytes that a program holds, in addition to its arguments.
 
     Args:
       owned: indices of the arguments that the program may overwrite.
+      filled: whether the results of loops after it are held too, see `_Body.filled`.
     """
-    flat = Flat(jaxpr)
-    now = most = 0
-    freed: dict[int, set[int]] = defaultdict(set)
-    for index in owned:
-        value = flat.arguments[jaxpr.invars[index]]
-        freed[flat.last_reads.get(value, len(flat.operations))].add(value)
-    for position, operation in enumerate(flat.operations):
-        written = [value for value in operation.writes if value not in flat.fused]
-        new = sum(flat.sizes[value] for value in written)
-        if operation.name in _IN_PLACE:
-            new -= _shared(map(flat.sizes.__getitem__, written), map(flat.sizes.__getitem__, freed[position]))
-        inside = max((_peak(one, _owned(operation, one)) for one in operation.inside), default=0)
-        # The results of a conditional are those of its branch.
-        most = max(most, now + (max(new, inside) if operation.name == "cond" else new + inside))
-        for value in written:
-            freed[flat.last_reads.get(value, position)].add(value)
-        now += sum(flat.sizes[value] for value in written) - sum(flat.sizes[value] for value in freed[position])
-    return most
+    body = _Body(jaxpr, owned, filled)
+    # XLA's count has the results of a conditional beside those of its branch. In the order with early copies all that a
+    # loop does not need is done before the loop, also filling the results of later ones: there that order holds more.
+    is_early = not filled and body.peak(early=True, beside=True) <= body.peak(early=False, beside=True)
+    return body.peak(early=is_early)
+
+
+class _Body:
+    """A program, or the body of a loop, and what its operations hold.
+
+    Args:
+      owned, filled: see `_peak`.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, owned: Collection[int], filled: bool) -> None:
+        self.flat = Flat(jaxpr, once=True)
+        self.owned = [self.flat.arguments[jaxpr.invars[index]] for index in owned]
+        self.inside = [
+            max((_peak(one, _owned(operation, one), filled or later > 0) for one in operation.inside), default=0)
+            for operation, later in zip(self.flat.operations, self.filled, strict=True)
+        ]
+
+    def peak(self, early: bool, beside: bool = False) -> int:
+        """The largest number of bytes that it holds.
+
+        Args:
+          early: whether what conditionals change is copied to the loop's arrays at once, and not at its end.
+          beside: whether the results of a conditional are beside those of its branch.
+        """
+        flat = self.flat
+        now = most = 0
+        freed: dict[int, set[int]] = defaultdict(set)
+        for value in self.owned:
+            freed[flat.last_reads.get(value, len(flat.operations))].add(value)
+        for position, operation in enumerate(flat.operations):
+            written = [value for value in operation.writes if value not in flat.fused]
+            new = sum(flat.sizes[value] for value in written)
+            if operation.name in _IN_PLACE:
+                new -= _shared(map(flat.sizes.__getitem__, written), map(flat.sizes.__getitem__, freed[position]))
+            inside = self.inside[position]
+            # The results of a conditional are those of its branch.
+            here = max(new, inside) if operation.name == "cond" and not beside else new + inside
+            most = max(most, now + here + (self.copied[position] if early else 0) + self.filled[position])
+            for value in written:
+                freed[flat.last_reads.get(value, position)].add(value)
+            now += sum(flat.sizes[value] for value in written) - sum(flat.sizes[value] for value in freed[position])
+        return most
+
+    @cached_property
+    def copied(self) -> list[int]:
+        """For each operation, bytes of what conditionals changed before it that it or a later one reads."""
+        flat = self.flat
+        last = dict.fromkeys(flat.results, -1) if self.owned else {}
+        for position, operation in enumerate(flat.operations):
+            last |= dict.fromkeys(last.keys() & set(operation.reads), position)
+        found = [0] * len(flat.operations)
+        for position, operation in enumerate(flat.operations):
+            for value in operation.writes if operation.name == "cond" else ():
+                for later in range(position + 1, last.get(value, -1) + 1):
+                    found[later] += flat.sizes[value]
+        return found
+
+    @cached_property
+    def filled(self) -> list[int]:
+        """For each operation, bytes of the arrays in which later loops collect a slice in each iteration."""
+        found: list[int] = []
+        later = 0
+        for operation in reversed(self.flat.operations):
+            found.append(0 if self.owned else later)
+            later += _collected(operation, self.flat) if operation.name == "scan" else 0
+        return found[::-1]
+
+
+def _collected(loop: Operation, flat: Flat) -> int:
+    """Bytes of the results of a loop to which each iteration adds a slice."""
+    outer = loop.equation
+    pairs = zip(outer.outvars, loop.inside[0].outvars, loop.writes, strict=True)
+    return sum(flat.sizes[value] for outside, inside, value in pairs if not _same_ndim(outside, inside))
 
 
 def _shared(written: Iterable[int], overwritten: Iterable[int]) -> int:

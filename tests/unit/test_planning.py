@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,7 @@ def test_a_loop_holds_its_results_and_one_turn():
     [
         (lambda y: y.at[0].set(0.0), 1),
         (lambda y: jax.lax.scan(lambda y, _: (y + 1, None), y, None, length=10)[0], 2),  # its start and its result
+        (lambda y: jax.lax.scan(lambda y, _: (y + 1, None), y, None, length=1)[0], 1),  # no loop
         (lambda y: jax.lax.while_loop(lambda y: y[0, 0] < 9, lambda y: y + 1, y), 2),
         # Controls: nothing overwrites what is read later, and neither products nor branches overwrite what they read.
         (lambda y: y.at[0].set(0.0) + y, 2),
@@ -123,6 +124,57 @@ def test_a_parameter_that_is_gathered_along_a_later_dim_is_copied():
 
     w = jnp.ones((8, 8, 8), jnp.float32)  # four layers of 256 bytes on each of two devices
     assert peak_bytes(gathered(True)(w)) - peak_bytes(gathered(False)(w)) == 4 * 256
+
+
+def ticks(first: int, second: int, reads: bool, collects: bool, x):
+    """A loop with two conditionals, like a pipeline's: each changes an array of so many rows, the second reads both."""
+
+    def tick(carry, i):
+        large, small = carry
+        large = jax.lax.cond(i % 3 == 0, jnp.sin, lambda a: a, large)
+        change = (lambda a, b: jnp.sin(a) + b[0]) if reads else (lambda a, b: jnp.sin(a))
+        small = jax.lax.cond(i % 3 == 1, change, lambda a, b: a, small, large)
+        return (large, small), None
+
+    start = tuple(jnp.broadcast_to(x[0, 0], (size, 8)) for size in (first, second))
+    large, small = jax.lax.scan(tick, start, jnp.arange(9))[0]
+    y = x + large[0] + small[0]
+    return jax.lax.scan(lambda y, _: (y, y[0]), y, None, length=1000)[1] if collects else y
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "collects", "rows"),
+    [
+        (400, 100, False, 100),  # the first conditional decides the peak: its array is copied before the second one
+        # Controls: copied at the end, since the copy would add to the peak, or since another order holds less.
+        (400, 300, False, 0),
+        (400, 100, True, 0),
+    ],
+)
+def test_what_a_conditional_changes_is_held_twice_while_it_is_read(first, second, collects, rows):
+    x = jnp.ones((16, 8), jnp.float32)
+    peak = {reads: peak_bytes(region(partial(ticks, first, second, reads, collects))(x)) for reads in (True, False)}
+    assert peak[True] - peak[False] == pytest.approx(rows * 8 * 4, abs=300)  # beside one row
+
+
+def test_the_results_of_later_loops_are_held_before_them():
+    """XLA fills the array in which a loop collects slices before the program's first loop."""
+    w = jnp.ones((8, 8), jnp.float32)
+    wide = jnp.ones((8, 1000), jnp.float32)
+
+    def busy(y):
+        return jax.lax.scan(lambda y, _: (jnp.sin(y @ wide) @ wide.T, None), y, None, length=9)[0]
+
+    def collected(y):
+        return jax.lax.scan(lambda y, _: (y @ w, y), y, None, length=10)[1].sum(0)
+
+    x = jnp.ones((16, 8), jnp.float32)
+    alone, before, after = (
+        peak_bytes(region(fn)(x)) for fn in (busy, lambda y: busy(collected(y)), lambda y: collected(busy(y)))
+    )
+    assert alone > 8 * 1000 * 4
+    assert after - alone == 10 * 256
+    assert before - alone <= 256  # the control: these are read before the other loop
 
 
 @pytest.mark.parametrize(("platform", "has_kernel"), [("gpu", True), ("cpu", False)])
