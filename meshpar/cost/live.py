@@ -79,14 +79,15 @@ def _relaid(jaxpr: Jaxpr, transposed_arguments: Collection[int] = ()) -> set[int
     return {index for index in found if index is not None}
 
 
-def _peak(jaxpr: Jaxpr, owned: Collection[int] = (), filled: bool = False) -> int:
+def _peak(jaxpr: Jaxpr, owned: Collection[int] = (), filled: bool = False, branch: bool = False) -> int:
     """The largest number of bytes that a program holds, in addition to its arguments.
 
     Args:
       owned: indices of the arguments that the program may overwrite.
       filled: whether the results of loops after it are held too, see `_Body.filled`.
+      branch: whether it is in a branch of a conditional, which has copies of all that it changes.
     """
-    body = _Body(jaxpr, owned, filled)
+    body = _Body(jaxpr, owned, filled, branch)
     # XLA's count has the results of a conditional beside those of its branch. In the order with early copies all that a
     # loop does not need is done before the loop, also filling the results of later ones: there that order holds more.
     is_early = not filled and body.peak(early=True, beside=True) <= body.peak(early=False, beside=True)
@@ -97,14 +98,21 @@ class _Body:
     """A program, or the body of a loop, and what its operations hold.
 
     Args:
-      owned, filled: see `_peak`.
+      owned, filled, branch: see `_peak`.
     """
 
-    def __init__(self, jaxpr: Jaxpr, owned: Collection[int], filled: bool) -> None:
+    def __init__(self, jaxpr: Jaxpr, owned: Collection[int], filled: bool, branch: bool) -> None:
         self.flat = Flat(jaxpr, once=True)
         self.owned = [self.flat.arguments[jaxpr.invars[index]] for index in owned]
+        self.in_place = _IN_PLACE | {"cond"} if branch else _IN_PLACE
         self.inside = [
-            max((_peak(one, _owned(operation, one), filled or later > 0) for one in operation.inside), default=0)
+            max(
+                (
+                    _peak(one, _owned(operation, one, branch), filled or later > 0, branch or operation.name == "cond")
+                    for one in operation.inside
+                ),
+                default=0,
+            )
             for operation, later in zip(self.flat.operations, self.filled, strict=True)
         ]
 
@@ -123,7 +131,7 @@ class _Body:
         for position, operation in enumerate(flat.operations):
             written = [value for value in operation.writes if value not in flat.fused]
             new = sum(flat.sizes[value] for value in written)
-            if operation.name in _IN_PLACE:
+            if operation.name in self.in_place:
                 new -= _shared(map(flat.sizes.__getitem__, written), map(flat.sizes.__getitem__, freed[position]))
             inside = self.inside[position]
             # The results of a conditional are those of its branch.
@@ -171,9 +179,12 @@ def _shared(written: Iterable[int], overwritten: Iterable[int]) -> int:
     return sum(size * count for size, count in (Counter(written) & Counter(overwritten)).items())
 
 
-def _owned(operation: Operation, inside: Jaxpr) -> range:
-    """The arguments that the body of a loop may overwrite: its carry."""
+def _owned(operation: Operation, inside: Jaxpr, branch: bool) -> Collection[int]:
+    """The arguments that the body of a loop may overwrite, its carry; of a conditional inside a branch, those that it
+    changes: the branch has copies of them."""
     end = len(inside.invars)
+    if operation.name == "cond":
+        return _changed(operation) if branch else ()
     if operation.name == "scan":
         outer = operation.equation
         num_carried = sum(map(_same_ndim, outer.outvars, inside.outvars))
@@ -181,6 +192,15 @@ def _owned(operation: Operation, inside: Jaxpr) -> range:
     else:
         num_carried = len(operation.writes) if operation.name == "while" else 0
     return range(end - num_carried, end)
+
+
+def _changed(conditional: Operation) -> set[int]:
+    """The arguments of the branches that one of them returns as they are."""
+    found: set[int] = set()
+    for one in conditional.inside:
+        indices = {var: index for index, var in enumerate(one.invars)}
+        found |= {indices[atom] for atom in one.outvars if not isinstance(atom, Literal) and atom in indices}
+    return found
 
 
 def _same_ndim(outside: Any, inside: Any) -> bool:

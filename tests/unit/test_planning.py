@@ -157,6 +157,29 @@ def test_what_a_conditional_changes_is_held_twice_while_it_is_read(first, second
     assert peak[True] - peak[False] == pytest.approx(rows * 8 * 4, abs=300)  # beside one row
 
 
+def layers(in_branch: bool, padded: bool, x):
+    """A loop over layers, which are conditionals if some are padding. It is in a branch, as a pipeline's W is, or not."""
+
+    def add(sums, i):
+        change = lambda sums: sums.at[i].add(x[0, 0])  # noqa: E731
+        return (jax.lax.cond(i < 3, change, lambda sums: sums, sums) if padded else change(sums)), None
+
+    def every(sums):
+        return jax.lax.scan(add, sums, jnp.arange(4))[0]
+
+    def tick(sums, i):
+        return (jax.lax.cond(i % 3 == 0, every, lambda sums: sums, sums) if in_branch else every(sums)), None
+
+    return x + jax.lax.scan(tick, jnp.broadcast_to(x[0, 0], (4, 1000)), jnp.arange(9))[0][0, 0]
+
+
+@pytest.mark.parametrize(("in_branch", "copies"), [(True, 0), (False, 1)])  # the control: no branch has copied it yet
+def test_what_a_branch_has_copied_is_not_copied_for_a_conditional_inside(in_branch, copies):
+    x = jnp.ones((16, 8), jnp.float32)
+    peak = {padded: peak_bytes(region(partial(layers, in_branch, padded))(x)) for padded in (True, False)}
+    assert peak[True] - peak[False] == pytest.approx(copies * 4 * 1000 * 4, abs=300)
+
+
 def test_the_results_of_later_loops_are_held_before_them():
     """XLA fills the array in which a loop collects slices before the program's first loop."""
     w = jnp.ones((8, 8), jnp.float32)
