@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,6 +52,7 @@ def parse(command: Sequence[str]) -> Program:
     if verb not in _PROGRAMS:
         *others, last = _PROGRAMS
         raise ConfigError(f"launch {verb}: only {', '.join(others)} and {last} run in several processes")
+    importlib.import_module(f"meshpar.cli.{verb}")  # which registers the verb
     parser: Any = typer.main.get_command(app)
     parser = parser.commands[verb]
     while hasattr(parser, "commands"):
