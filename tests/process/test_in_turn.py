@@ -26,7 +26,7 @@ run = meshpar.Run(
     mesh={"fsdp": 2, "pipe": 2, "tensor": 2},
     rules=["fsdp", "megatron_sp", "pipeline"],
     parallel={"pipeline": {"kind": "1f1b", "num_microbatches": 8}},
-    num_steps=40,
+    num_steps=20,
     run_dir="unused",
 )
 prepared = prepare(run)
@@ -38,7 +38,7 @@ for _ in range(run.num_steps):
     state, metrics = jax.block_until_ready(step(state, batch))
 print(f"loss {float(metrics['loss']):.4f}")
 """
-FLAGS = "--xla_cpu_collective_call_warn_stuck_timeout_seconds=2 --xla_cpu_collective_call_terminate_timeout_seconds=6"
+FLAGS = "--xla_cpu_collective_call_warn_stuck_timeout_seconds=1 --xla_cpu_collective_call_terminate_timeout_seconds=4"
 
 
 def run(*words):

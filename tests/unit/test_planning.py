@@ -158,10 +158,12 @@ def test_what_a_conditional_changes_is_held_twice_while_it_is_read(first, second
 
 
 def layers(in_branch: bool, padded: bool, x):
-    """A loop over layers, which are conditionals if some are padding. It is in a branch, as a pipeline's W is, or not."""
+    """A loop over layers, which are conditionals if some are padding. It may be in a branch, as a pipeline's W is."""
 
     def add(sums, i):
-        change = lambda sums: sums.at[i].add(x[0, 0])  # noqa: E731
+        def change(sums):
+            return sums.at[i].add(x[0, 0])
+
         return (jax.lax.cond(i < 3, change, lambda sums: sums, sums) if padded else change(sums)), None
 
     def every(sums):
