@@ -43,8 +43,9 @@ def plan(
 ) -> None:
     """Finds the layout of CONFIG on a machine that is fastest and fits, and says why the others lose.
 
-    It considers the sizes of all axes, ZeRO's stages, schedules of pipelines, microbatches and remat. The estimates
-    are made from traced steps: without --compile nothing is compiled, nothing is run, and no devices are needed.
+    It considers the sizes of all axes, ZeRO's stages, schedules of pipelines and the hosts of their stages,
+    microbatches, remat and overlap. The estimates are made from traced steps: without --compile nothing is compiled,
+    nothing is run, and no devices are needed.
     """
     from meshpar.experiment.config import load
     from meshpar.mesh import process

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from meshpar.cli.app import app
+from meshpar.cli import verbs
 from meshpar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ def parse(command: Sequence[str]) -> Program:
     if verb not in _PROGRAMS:
         *others, last = _PROGRAMS
         raise ConfigError(f"launch {verb}: only {', '.join(others)} and {last} run in several processes")
-    importlib.import_module(f"meshpar.cli.{verb}")  # which registers the verb
-    parser: Any = typer.main.get_command(app)
+    parser: Any = typer.main.get_command(verbs(verb))
     parser = parser.commands[verb]
     while hasattr(parser, "commands"):
         _, parser, arguments = parser.resolve_command(parser.make_context(verb, list(arguments)), arguments)

@@ -164,14 +164,13 @@ def _abstract(sizes: tuple[tuple[str, int], ...]) -> AbstractMesh:
     return MeshLayout.model_validate(dict(sizes)).abstract()
 
 
-def layouts(run: Run, num_devices: int, per_host: int, hosts_differ: bool = False) -> Iterator[Layout]:
+def layouts(run: Run, num_devices: int, per_host: int) -> Iterator[Layout]:
     """Every layout whose sizes divide the batch, the rows and the layers; `prepare` refuses those that do not fit.
 
     A tensor axis stays inside a host, where its activations travel fast.
 
     Args:
       per_host: devices that the fast network joins.
-      hosts_differ: whether stages of a pipeline are on hosts of their own, as far as hosts can be divided so.
     """
     stack = run.model.layer_stack()
     has_experts = getattr(run.model, "experts", None) is not None
@@ -188,15 +187,14 @@ def layouts(run: Run, num_devices: int, per_host: int, hosts_differ: bool = Fals
             if not stack or stack.num_layers < sizes["pipe"]:
                 continue
             padded_to = sizes["pipe"] if stack.stacked_layers % sizes["pipe"] else 0
-        dcn = stages_across(large, num_devices // per_host) if hosts_differ else ()
         shardings = SHARDING if sizes["fsdp"] > 1 else ("",)
         for sharding, remat, (schedule, count) in product(shardings, remats(run), _passes(sizes["pipe"], rows)):
             if schedule in TWO_CHUNKS and stack and stack.num_layers < 2 * sizes["pipe"]:
                 continue
-            yield Layout(large, sharding, schedule, count, remat, padded_to, dcn=dcn)
+            yield Layout(large, sharding, schedule, count, remat, padded_to)
 
 
-def stages_across(sizes: Sizes, num_hosts: int) -> Sizes:
+def _stages_across(sizes: Sizes, num_hosts: int) -> Sizes:
     """The part of the sizes that is across hosts, stages first; empty without stages, or if hosts cannot be divided."""
     mesh = dict(sizes)
     across: dict[str, int] = {}
@@ -209,20 +207,18 @@ def stages_across(sizes: Sizes, num_hosts: int) -> Sizes:
 
 def variants(layout: Layout, machine: Machine, overlaps: Sequence[Overlap]) -> Iterator[Layout]:
     """The layout with its stages across hosts, if they can be, and with each overlap that a plan may choose."""
-    *_, dcn = placements(layout.sizes, layout.dcn, machine.num_devices, machine.per_host)
+    *_, dcn = placements(layout.sizes, machine.num_devices // machine.per_host, machine.per_host)
     for overlap in overlaps if machine.overlaps and layout.can_overlap else (layout.overlap,):
         yield replace(layout, dcn=dcn, overlap=overlap) if (dcn, overlap) != (layout.dcn, layout.overlap) else layout
 
 
 @cache
-def placements(sizes: Sizes, dcn: Sizes, num_devices: int, per_host: int) -> list[Sizes]:
-    """The parts of the sizes that may be across hosts: `dcn`, and stages first if that numbers hosts in another way."""
-    across = stages_across(sizes, num_devices // per_host)
-    if not across or across == dcn:
-        return [dcn]
+def placements(sizes: Sizes, num_hosts: int, per_host: int) -> list[Sizes]:
+    """The parts of the sizes that may be across hosts: none, and stages first if that numbers hosts in another way."""
+    across = _stages_across(sizes, num_hosts)
     whole = tuple(_abstract(sizes).shape.items())
-    alike = (hosts(whole, dcn, per_host) == hosts(whole, across, per_host)).all()
-    return [dcn] if alike else [dcn, across]
+    alike = not across or (hosts(whole, (), per_host) == hosts(whole, across, per_host)).all()
+    return [()] if alike else [(), across]
 
 
 def _divided(count: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:

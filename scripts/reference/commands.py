@@ -24,8 +24,9 @@ TYPES = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 def commands_page() -> str:
     from meshpar import cli
 
-    found = dict(sorted(_commands(cli.verbs(), "meshpar")))
-    options = _table(_options(cli.verbs().registered_callback.callback))  # pyright: ignore
+    app = cli.verbs()
+    found = dict(sorted(_commands(app, "meshpar")))
+    options = _table(_options(app.registered_callback.callback))  # pyright: ignore
     return "\n".join([ABOUT, options, *(_section(name, function) for name, function in found.items())])
 
 
