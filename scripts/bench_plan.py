@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("target", type=Path, help="a file that `meshpar calibrate` wrote")
     parser.add_argument("models", nargs="*", help="default: all")
     parser.add_argument("--layouts", type=int, default=40, help="how many are timed")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--times", type=Path, help="a folder of measured times, as JSON")
     arguments = parser.parse_args()
     machine = read(arguments.target)
@@ -123,11 +123,12 @@ def run_of(name: str) -> Run:
 def sample(run: Run, machine: MeasuredMachine, target: str, num_layouts: int) -> list[Candidate]:
     """The plan's choice, then a sample of all layouts."""
     chosen = meshpar.plan(run, target).ranked[0]
-    every = [layout for layout in layouts(run, machine.num_devices, machine.per_host) if layout != chosen.layout]
+    every = [*layouts(run, machine.num_devices, machine.per_host)]
     random.Random(0).shuffle(every)
     found = [chosen]
     for layout in every:
-        if len(found) < num_layouts and (candidate := search.trace(run, layout, machine)):
+        is_wanted = layout != chosen.layout and len(found) < num_layouts
+        if is_wanted and (candidate := search.trace(run, layout, machine)):
             found.append(candidate)
     return found
 

@@ -27,13 +27,16 @@ MOST_IN_ITERATION = 5
 """The most operations in an iteration of a loop: XLA:CPU queues independent operations of longer programs."""
 MOST_BYTES = 2**21
 """The most bytes of the operands in an iteration, but for two operations."""
+WORKING_SET = 2**21
+"""Bytes of the arrays of which an elementwise operation reads and writes a part in turn: a step's arrays are not all in
+a core's cache either."""
 FLOATS_MORE = 16
 """By how many elements the arrays of an iteration differ."""
 REPEATS = 32
 """How often a program repeats its operation, so that starting the program costs little."""
 SIDES = (16, 32, 64, 128, 256, 512)
 """Rows and columns of the matrices of a product."""
-BYTES = (2**10, 2**12, 2**14, 2**17, 2**20, 2**22)
+BYTES = (2**10, 2**12, 2**14, 2**17, 2**20, 2**21, 2**22)
 """Bytes of a buffer."""
 MEMORY = (2**17, 2**20, 2**22, 2**24, 2**25, 2**26)
 """Bytes of memory that a program takes."""
@@ -56,6 +59,7 @@ FUNCTIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 }
 """Function -> an operation that computes it, and reads and writes as much as a sum."""
 Program = Callable[[], Any]
+Arrays = list[jax.Array]
 Key = TypeVar("Key")
 
 
@@ -76,9 +80,7 @@ def calibrate(
     platform: Any = devices[0].platform
     clock = _cpu_s if platform == "cpu" else time.perf_counter
     alone = _mesh(1)
-    sums = {
-        (2.0 * size, n): _program(_scaled, alone, size // 4, count=n) for size in sizes for n in (1, _several(size))
-    }
+    sums = {(2.0 * size, n): _streaming(size // 4, count=n) for size in sizes for n in (1, _several(size))}
     elementwise, loop_s = _differences(sums, num_rounds, clock)
     chains = {
         (2.0 * side**3, n): _program(partial(_products, count=n), alone, side * side)
@@ -229,21 +231,49 @@ def _mesh(group_size: int) -> Mesh:
     return jax.make_mesh((groups, group_size), (GROUPS, AXIS), axis_types=(AxisType.Auto,) * 2)
 
 
-def _program(body: Callable[[jax.Array], jax.Array], mesh: Mesh, num_floats: int, count: int = 1) -> Program:
-    """A compiled program in which each device repeats an operation on floats of its own.
+def _streaming(num_floats: int, count: int) -> Program:
+    """A compiled program in which each device repeats elementwise operations, each on parts of its own arrays in turn.
 
     Args:
-      count: number of arrays in each iteration, whose sizes differ so that compilers do not fuse their operations.
+      num_floats: of a part.
+      count: number of operations in each iteration, whose sizes differ so that compilers do not fuse them.
     """
-    most = num_floats + FLOATS_MORE * (count - 1)
+    lengths = [num_floats + FLOATS_MORE * index for index in range(count)]
+    num_parts = min(REPEATS, max(1, WORKING_SET // (8 * num_floats)))
 
-    def repeated(x: jax.Array) -> tuple[jax.Array, ...]:
-        start = tuple(x[0, : num_floats + FLOATS_MORE * index] for index in range(count))
-        end = lax.fori_loop(0, REPEATS, lambda _, arrays: tuple(map(body, arrays)), start)
-        return tuple(one[None] for one in end)
+    def repeated(read: Arrays, written: Arrays) -> Arrays:
+        def iteration(index: jax.Array, written: Arrays) -> Arrays:
+            part = index % num_parts
+            results = [_scaled(lax.dynamic_index_in_dim(one, part, axis=1)) for one in read]
+            pairs = zip(written, results, strict=True)
+            return [lax.dynamic_update_slice_in_dim(one, result, part, axis=1) for one, result in pairs]
+
+        return lax.fori_loop(0, REPEATS, iteration, written)
+
+    mesh, spec = _mesh(1), PartitionSpec((GROUPS, AXIS))
+    shapes = [(jax.device_count(), num_parts, length) for length in lengths]
+    ones = jax.jit(lambda: [jnp.ones(shape) for shape in shapes], out_shardings=NamedSharding(mesh, spec))
+    region = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    read, written = ones(), ones()
+    compiled = jax.jit(region, donate_argnums=1).lower(read, written).compile()
+
+    def run() -> Any:
+        nonlocal written
+        written = compiled(read, written)
+        return written
+
+    run()
+    return run
+
+
+def _program(body: Callable[[jax.Array], jax.Array], mesh: Mesh, num_floats: int) -> Program:
+    """A compiled program in which each device repeats an operation on floats of its own."""
+
+    def repeated(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, REPEATS, lambda _, array: body(array), x[0])[None]
 
     spec = PartitionSpec((GROUPS, AXIS))
-    struct = jax.ShapeDtypeStruct((jax.device_count(), most), jnp.float32, sharding=NamedSharding(mesh, spec))
+    struct = jax.ShapeDtypeStruct((jax.device_count(), num_floats), jnp.float32, sharding=NamedSharding(mesh, spec))
     ones = jax.jit(lambda: jnp.ones(struct.shape, struct.dtype), out_shardings=struct.sharding)
     region = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     compiled = jax.jit(region).lower(struct).compile()

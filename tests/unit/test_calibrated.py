@@ -21,7 +21,7 @@ from meshpar.planning import calibrate as calibrating
 from meshpar.planning import measured as measuring
 from meshpar.planning.alternatives import MARGIN, alternatives
 from meshpar.planning.compiled import table_of
-from meshpar.planning.estimate import Operations, Stages, Work, _idle, timeline
+from meshpar.planning.estimate import Operations, Stages, Work, idle, timeline
 from meshpar.planning.machine import StatedMachine
 from meshpar.planning.measured import KINDS, CollectiveTimes, FunctionTime, MeasuredMachine, Point, interpolated, read
 from meshpar.planning.search import Candidate, pareto, trace
@@ -210,11 +210,11 @@ def test_pareto_keeps_what_no_other_beats_in_time_and_memory():
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_the_idle_time_of_a_long_schedule_is_that_of_a_shorter_one(kind):
-    """`_idle` simulates four microbatches a stage; the whole schedule has the same bubble."""
+    """`idle` simulates four microbatches a stage; the whole schedule has the same bubble."""
     schedule = get_schedule(kind, 4, 64)
     whole = timeline(schedule, 4, recomputes=True)
-    assert _idle(schedule, 4, True) == pytest.approx(whole.makespan / whole.work, rel=1e-12)
-    assert _idle(schedule, 4, True) > 1.001
+    assert idle(schedule, 4, True) == pytest.approx(whole.makespan / whole.work, rel=1e-12)
+    assert idle(schedule, 4, True) > 1.001
 
 
 # Compiled -----------------------------------------------------------------------------------------------------------
