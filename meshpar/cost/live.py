@@ -131,7 +131,7 @@ class _Body:
         for position, operation in enumerate(flat.operations):
             written = [value for value in operation.writes if value not in flat.fused]
             new = sum(flat.sizes[value] for value in written)
-            if operation.name in self.in_place:
+            if freed[position] and operation.name in self.in_place:
                 new -= _shared(map(flat.sizes.__getitem__, written), map(flat.sizes.__getitem__, freed[position]))
             inside = self.inside[position]
             # The results of a conditional are those of its branch.

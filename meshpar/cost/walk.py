@@ -116,12 +116,9 @@ def inner_jaxprs(equation: Any) -> list[Jaxpr]:
     """The jaxprs in an equation: the body of a loop or a call, the branches of a conditional."""
     found: list[Jaxpr] = []
     for value in equation.params.values():
-        if isinstance(value, (Jaxpr, ClosedJaxpr, tuple)):  # quicker than to flatten all of them
-            found += [
-                getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(value, is_leaf=_is_jaxpr) if _is_jaxpr(leaf)
-            ]
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Jaxpr):
+                found.append(one)
+            elif isinstance(one, ClosedJaxpr):
+                found.append(one.jaxpr)
     return found
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, (Jaxpr, ClosedJaxpr))

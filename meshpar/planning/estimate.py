@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Self, TypeVar
 
 import jax
@@ -85,7 +85,7 @@ class Operations:
     products: Mapping[int, float]
     touched: Mapping[Touch, float]
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Operations of all products."""
         return sum(flops * times for flops, times in self.products.items())
@@ -244,7 +244,7 @@ def work_of(prepared: Prepared) -> Work | None:
         computes=computes,
         beside=[one for one in collectives if one not in waits],
         waits=waits,
-        idle=_idle(prepared.ctx.schedule, prepared.ctx.shards("stage"), getattr(remat, "policy", "") == "full"),
+        idle=idle(prepared.ctx.schedule, prepared.ctx.shards("stage"), getattr(remat, "policy", "") == "full"),
         states_bytes=prepared.states.parameters + prepared.states.optimizer,
         step_bytes=peak_bytes(step),
         outer=prepared.outer_collectives,
@@ -316,7 +316,7 @@ def carries_activations(one: Collective, prepared: Prepared) -> bool:
     return not activations.isdisjoint(one.axes)
 
 
-def _idle(schedule: Schedule | None, num_stages: int, recomputes: bool) -> float:
+def idle(schedule: Schedule | None, num_stages: int, recomputes: bool) -> float:
     """The makespan of a schedule over the work of its busiest stage; 1 without a pipeline.
 
     The idle time is that of filling and emptying the pipeline, so a shorter schedule has as much of it.

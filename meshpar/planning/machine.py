@@ -196,7 +196,7 @@ class StatedMachine:
         """
         size = one.group_size
         sent = float(one.sent_bytes)
-        together = _per_host(one.axes, tuple(mesh.shape.items()), dcn, self.per_host)
+        together = _per_host(one.axes, mesh.shape_tuple, dcn, self.per_host)
         inside = self.links.inside
         across = self.links.across
         link = inside if together == size else across

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 
 from meshpar.cost.touched import Touch
 from meshpar.cost.traced import Axes, Collective
@@ -21,7 +22,7 @@ from meshpar.parallel.pipeline.get_schedule import KINDS
 from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.strategies import Overlap
-from meshpar.planning.estimate import Estimate, Operations, Stages, Work, parts
+from meshpar.planning.estimate import Estimate, Operations, Stages, Work, idle, parts
 from meshpar.planning.machine import Machine
 from meshpar.planning.space import Layout, variants
 from meshpar.planning.stages import balanced, cut_with
@@ -29,10 +30,19 @@ from meshpar.planning.stages import balanced, cut_with
 ACTIVATION_AXES = ("expert", "context", "tensor")
 COPIES = 2
 """How often a pipeline holds its sums and activations: branches of its conditionals copy them, see `cost.live`."""
+COPIED = {"data", "expert", "context"}
+"""Axes whose devices have copies of parameters, and sum their gradients."""
+SCALARS = 3
+"""Sums of all devices in a step: the loss, the tokens, and the norm of the gradients."""
+PERMUTES = 2
+"""Permutes for a message where more than two stages send: a tick's permute carries the messages of some stages."""
 WORTH_A_CUT = 0.99
 """A cut that is not the default has a slowest stage of at most this share of the default's."""
-_IDLE: Mapping[str, float] = {"1f1b": 1.0, "interleaved": 1 / 2, "zb_h1": 1 / 3, "zbv": 1 / 12}
-"""Schedule -> its idle time as a share of that of 1F1B, which is (stages - 1) / microbatches of its work."""
+SIMULATED = 4
+"""The most stages of which a schedule is simulated. More are idle in proportion to (stages - 1) / microbatches."""
+ROTATING = 7 / 9
+"""The part of a ring's permutes that each hop repeats. By the others, rows change places so that causal attention is
+as much work on every device."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,19 @@ class Step:
 
     computes: Operations
     bytes_per_token: float
+
+
+@dataclass(frozen=True)
+class Divided:
+    """The probe of an axis that carries activations, on two devices.
+
+    Args:
+      sent: the collectives over the axis.
+      computes: operations of both devices over those of one device. Attention in smaller blocks computes fewer scores.
+    """
+
+    sent: Sequence[Collective] = ()
+    computes: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +91,7 @@ class Probes:
     Args:
       tokens: the tokens of a batch.
       steps: remat -> the step on one device.
-      sent: axis -> the collectives over it, on two devices; None where GSPMD decides what is sent.
+      divided: axis -> its probe; None where GSPMD decides what is sent.
       stored: bytes of the parameters.
       gathered: bytes of the parameters in the dtype that the step computes with.
       summed: bytes of the gradients.
@@ -81,7 +104,7 @@ class Probes:
 
     tokens: int
     steps: Mapping[str | None, Step]
-    sent: Mapping[str, list[Collective]] | None
+    divided: Mapping[str, Divided] | None
     stored: int
     gathered: int
     summed: int
@@ -122,8 +145,10 @@ class Probes:
         shares = layout.batch_shards * layout.size("context") * layout.size("tensor")
         activations = list(self._activations(layout))
         beside = [one for one in activations if one.kind == "collective_permute"]
-        waits = [one for one in activations if one.kind != "collective_permute"]
+        waits = [one for one in activations if one not in beside]
         computes = _shared(self.steps[layout.remat].computes, shares, layout.num_microbatches)
+        for axis in ACTIVATION_AXES:
+            computes = _scaled(computes, self._probe(axis).computes) if layout.size(axis) > 1 else computes
         stages = None
         if layout.schedule:
             schedule, cut = self._cut(layout)
@@ -136,7 +161,7 @@ class Probes:
             computes=computes,
             beside=[*beside, *self._weights(layout), *self._messages(layout)],
             waits=waits,
-            idle=1 + _IDLE.get(layout.schedule, 0.0) * (layout.size("pipe") - 1) / layout.num_microbatches,
+            idle=_idle(layout.schedule, layout.size("pipe"), layout.num_microbatches, layout.remat == "full"),
             states_bytes=self.states_bytes(layout),
             step_bytes=self.step_bytes(layout),
             stages=stages,
@@ -186,6 +211,10 @@ class Probes:
             return layout
         return self.balanced(replace(layout, cut=()), machine, most)[0]
 
+    def _probe(self, axis: str) -> Divided:
+        assert self.divided is not None, "without the probes only data and fsdp are planned"
+        return self.divided[axis]
+
     def _cut(self, layout: Layout) -> tuple[Schedule, StagePartition]:
         return _partition(*self._cut_of(layout), layout.size("pipe"), layout.cut)
 
@@ -205,21 +234,38 @@ class Probes:
         return (self.in_layers / layout.size("pipe") + 1 - self.in_layers) / layout.size("tensor")
 
     def _weights(self, layout: Layout) -> Iterator[Collective]:
-        """The gathers of parameters and the reductions of gradients."""
-        gathered = round(self.gathered * self._share(layout))
-        summed = round(self.summed * self._share(layout))
-        fsdp = layout.size("fsdp")
+        """The gathers of parameters and the reductions of gradients, and the sums of scalars."""
         stacks, others = self.num_arrays
-        if fsdp > 1:
-            in_layers = layout.sharding == "fsdp"
-            passes = layout.num_microbatches if in_layers else 1
-            count = (stacks * max(1, self.num_layers // layout.size("pipe")) if in_layers else stacks) + others
-            yield _parts("all_gather", ("fsdp",), gathered, fsdp, passes * (2 if in_layers else 1), count)
-            yield _parts("reduce_scatter", ("fsdp",), summed, fsdp, passes, count)
-        copied = tuple(axis for axis in ("data", "expert", "context") if layout.size(axis) > 1)
-        if copied:
-            copies = math.prod(map(layout.size, copied))
-            yield _parts("all_reduce", copied, summed // fsdp, copies, 1, stacks + others)
+        num_layers = max(1, self.num_layers // layout.size("pipe"))
+        yield from self._parameters(layout, self.in_layers / layout.size("pipe"), stacks, num_layers, COPIED)
+        yield from self._parameters(layout, 1 - self.in_layers, others, 0, {*COPIED, "pipe"})  # all stages have these
+        summing = tuple(axis for axis in layout.mesh if axis != "tensor")
+        if summing:
+            yield _parts("all_reduce", summing, 4 * SCALARS, math.prod(map(layout.size, summing)), 1, SCALARS)
+
+    def _parameters(
+        self, layout: Layout, share: float, num_arrays: int, num_layers: int, copied: Collection[str]
+    ) -> Iterator[Collective]:
+        """The collectives of a part of the parameters.
+
+        Args:
+          share: of all parameters.
+          num_layers: the layers of a device, which each array has; 0 if these parameters are in no layer.
+          copied: the axes whose devices have copies of them.
+        """
+        fsdp = layout.size("fsdp")
+        gathered = round(self.gathered * share / layout.size("tensor"))
+        summed = round(self.summed * share / layout.size("tensor"))
+        each = max(1, num_layers)
+        if fsdp > 1 and num_arrays:
+            by_layer = layout.sharding == "fsdp"
+            passes = layout.num_microbatches if by_layer else 1
+            gathers = 2 * passes if by_layer and num_layers else passes
+            yield _parts("all_gather", ("fsdp",), gathered, fsdp, gathers, num_arrays * (each if by_layer else 1))
+            yield _parts("reduce_scatter", ("fsdp",), summed, fsdp, passes, num_arrays * each)
+        axes = tuple(axis for axis in layout.mesh if axis in copied)
+        if axes and num_arrays:
+            yield _parts("all_reduce", axes, summed // fsdp, math.prod(map(layout.size, axes)), 1, num_arrays)
 
     def _messages(self, layout: Layout) -> Iterator[Collective]:
         """The messages between stages: one forward and one backward for each microbatch and chunk."""
@@ -228,9 +274,13 @@ class Probes:
         schedule, _ = self._cut(layout)
         size = layout.size("pipe")
         virtual = size * schedule.chunks_per_stage
+        stages = [schedule.stage_of(one, size) for one in range(virtual)]
+        sent = sum(one != following for one, following in pairwise(stages))
         full_bytes = round(self.ends.bytes_per_token * self._tokens_at_once(layout) / layout.size("tensor"))
-        times = Fraction(2 * layout.num_microbatches * schedule.chunks_per_stage)
-        yield Collective("collective_permute", ("pipe",), full_bytes, size, times, Fraction(virtual - 1, virtual))
+        permutes = 1 if size == 2 else PERMUTES
+        times = Fraction(2 * layout.num_microbatches * schedule.chunks_per_stage * permutes)
+        senders = Fraction(sent, virtual * permutes)
+        yield Collective("collective_permute", ("pipe",), full_bytes, size, times, senders)
 
     def _activations(self, layout: Layout) -> Iterator[Collective]:
         """The probes' collectives, for this layout's tokens and sizes."""
@@ -241,13 +291,16 @@ class Probes:
             shared = layout.batch_shards * layout.size("context") * layout.num_microbatches
             if axis != "tensor":  # in the probe, a group already shares its tokens
                 shared //= size
+            if axis == "context":  # keys and values of a device's heads
+                shared *= layout.size("tensor")
             passes = layout.num_microbatches / layout.size("pipe")
-            assert self.sent is not None, "without them only data and fsdp are planned"
-            for one in self.sent[axis]:
-                is_ring = one.kind == "collective_permute"
-                full_bytes = round(one.full_bytes * (2 / size if is_ring else 1) / shared)
-                times = float(one.times) * (size - 1 if is_ring else 1) * passes
-                yield Collective(one.kind, one.axes, full_bytes, size, Fraction(times))
+            for one in self._probe(axis).sent:
+                kind, whole, times = one.kind, one.full_bytes / shared, float(one.times) * passes
+                if kind == "collective_permute" and layout.gathers_rows:
+                    kind, whole, times = "all_gather", 2 * whole, times * ROTATING
+                elif kind == "collective_permute":
+                    whole, times = whole * 2 / size, times * (1 + ROTATING * (size - 2))
+                yield Collective(kind, one.axes, round(whole), size, Fraction(times))
 
 
 def _parts(kind: str, axes: Axes, full_bytes: int, size: int, times: int, count: int) -> Collective:
@@ -289,6 +342,17 @@ def _better_cut(
         for layers in (stages.layers, counts)
     )
     return cut_with(schedule, counts) if after < WORTH_A_CUT * before else ()
+
+
+@cache
+def _idle(kind: str, num_stages: int, num_microbatches: int, recomputes: bool) -> float:
+    """The makespan of a schedule over the work of a stage, see `estimate.idle`; 1 without a schedule."""
+    if not kind:
+        return 1.0
+    stages = min(num_stages, SIMULATED)
+    count = max(stages, num_microbatches * stages // num_stages)
+    simulated = idle(KINDS[kind](num_microbatches=count), stages, recomputes)
+    return 1 + (simulated - 1) * (num_stages - 1) / (stages - 1) * count / num_microbatches
 
 
 @cache

@@ -19,15 +19,13 @@ from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.parallel.strategies import Overlap
 from meshpar.planning.estimate import Estimate, Work, carries_activations, operations, stages_of, work_of
 from meshpar.planning.machine import Machine
-from meshpar.planning.rough import ACTIVATION_AXES, Ends, Probes, Step
+from meshpar.planning.rough import ACTIVATION_AXES, Divided, Ends, Probes, Step
 from meshpar.planning.space import OVERLAPS, Layout, placements
 
 Point = TypeVar("Point")
 KNOWN_UNDER_GSPMD = {"data", "fsdp"}
-TRACED = 8
-"""How many layouts that fit are traced; twice as many if some do not fit."""
-PER_MESH = 2
-"""How many layouts that fit are traced of the same mesh."""
+TRACED = 5
+"""How many layouts that fit are traced, each of another mesh; twice as many if some do not fit."""
 SLACK = 1.25
 """Layouts that hold this much more than the machine has, by the rough estimate, may fit all the same. The first trace
 with a policy of remat and a kind of pipeline corrects the rough estimates of all others alike."""
@@ -78,7 +76,7 @@ def search(
       ConfigError: none of the layouts is one that can be estimated.
     """
     probes = probe(run, everything, machine.platform)
-    if probes.sent is None:
+    if probes.divided is None:
         everything = [layout for layout in everything if KNOWN_UNDER_GSPMD.issuperset(layout.mesh)]
         if not everything:
             known = " and ".join(sorted(KNOWN_UNDER_GSPMD))
@@ -102,7 +100,7 @@ def search(
         may_fit = held[layout] * corrections.get(alike, 1 / SLACK) <= at_most
         if of_mesh.total() == TRACED or num_traced == 2 * TRACED:
             break
-        if of_mesh[layout.sizes] == PER_MESH or not may_fit:
+        if not may_fit or (of_mesh[layout.sizes] and not along_memory):
             continue
         for one in dict.fromkeys((layout, replace(layout, overlap=overlaps[0]))):
             kind = (one.sizes, one.schedule, one.overlap)
@@ -162,7 +160,7 @@ def trace(run: Run, layout: Layout, machine: Machine, probes: Probes | None = No
     prepared = _prepared(run, layout, machine.platform)
     if prepared is None:
         return None
-    work = probes.work(layout) if probes and probes.sent is None else work_of(prepared)
+    work = probes.work(layout) if probes and probes.divided is None else work_of(prepared)
     return placed(layout, work, machine) if work else None
 
 
@@ -197,11 +195,14 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
     stacks = [one.local_bytes for one in params if "layers" in one.spec.dims]
     stack = run.model.layer_stack()
     summed = elements * widths.sums
-    sent = None
+    steps = {remat: _step(one, tokens, summed) for remat, one in alone.items() if one}
+    divided = None
     if first.countable_step is not None:
-        sent = {axis: _sent(run, axis, platform) for axis in ACTIVATION_AXES if axis in axes}
+        remat, alone_step = next(iter(steps.items()))
+        pairs = {axis: Layout(((axis, 2),), remat=remat) for axis in ACTIVATION_AXES if axis in axes}
+        divided = {axis: _divided(_prepared(run, pair, platform), alone_step) for axis, pair in pairs.items()}
     return Probes(
-        tokens, {remat: _step(one, tokens, summed) for remat, one in alone.items() if one}, sent,
+        tokens, steps, divided,
         states.parameters, elements * widths.compute, summed, states.optimizer, sum(stacks) / states.parameters,
         (len(stacks), len(params) - len(stacks)), stack or None,
         _ends(run, tokens, platform) if "pipe" in axes else Ends(),
@@ -221,17 +222,17 @@ def _ends(run: Run, tokens: int, platform: str) -> Ends:
     return Ends(stages.ends.flops, max(messages, default=0) / (tokens / 2))
 
 
-def _sent(run: Run, axis: str, platform: str) -> list[Collective]:
-    """The collectives of activations over an axis of two devices; none if the run does not fit them."""
-    pair = _prepared(run, Layout(((axis, 2),)), platform)
+def _divided(pair: Prepared | None, alone: Step) -> Divided:
+    """The probe of an axis of two devices; nothing if the run does not fit them."""
     step = pair.countable_step if pair else None
     if pair is None or step is None:
-        return []
+        return Divided()
     by_kind: dict[str, list[Collective]] = defaultdict(list)
     for one in pair.collectives(step):
         if carries_activations(one, pair):
             by_kind[one.kind].append(one)
-    return [_merged(alike) for alike in by_kind.values()]
+    both = 2 * operations(step, pair).flops
+    return Divided([_merged(alike) for alike in by_kind.values()], both / alone.computes.flops)
 
 
 def _merged(alike: Sequence[Collective]) -> Collective:
