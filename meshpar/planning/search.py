@@ -25,7 +25,7 @@ from meshpar.planning.space import OVERLAPS, Layout, placements
 Point = TypeVar("Point")
 KNOWN_UNDER_GSPMD = {"data", "fsdp"}
 TRACED = 5
-"""How many layouts that fit are traced, each of another mesh; twice as many if some do not fit."""
+"""How many layouts that fit are traced, each of another mesh; three times as many if some do not fit."""
 SLACK = 1.25
 """Layouts that hold this much more than the machine has, by the rough estimate, may fit all the same. The first trace
 with a policy of remat and a kind of pipeline corrects the rough estimates of all others alike."""
@@ -98,7 +98,7 @@ def search(
     for layout in dict.fromkeys(promising):
         alike = (layout.remat, layout.schedule, layout.sharding)
         may_fit = held[layout] * corrections.get(alike, 1 / SLACK) <= at_most
-        if of_mesh.total() == TRACED or num_traced == 2 * TRACED:
+        if of_mesh.total() == TRACED or num_traced == 3 * TRACED:
             break
         if not may_fit or (of_mesh[layout.sizes] and not along_memory):
             continue
