@@ -131,7 +131,7 @@ class Probes:
     def step_bytes(self, layout: Layout) -> int:
         """Bytes that a step holds beside them: activations, gradients, gathered parameters."""
         share = self._share(layout)
-        in_layers = layout.sharding == "fsdp" or (layout.sharding == "zero2" and layout.num_microbatches == 1)
+        in_layers = _gathers_by_layer(layout)
         held = self._tokens_at_once(layout) * self.steps[layout.remat].bytes_per_token / layout.size("tensor")
         held += self.summed * share / (layout.size("fsdp") if in_layers else 1)
         if layout.schedule:  # each stage has room for as many layers as the longest
@@ -258,10 +258,10 @@ class Probes:
         summed = round(self.summed * share / layout.size("tensor"))
         each = max(1, num_layers)
         if fsdp > 1 and num_arrays:
-            by_layer = layout.sharding == "fsdp"
-            passes = layout.num_microbatches if by_layer else 1
-            gathers = 2 * passes if by_layer and num_layers else passes
-            yield _parts("all_gather", ("fsdp",), gathered, fsdp, gathers, num_arrays * (each if by_layer else 1))
+            again = layout.sharding == "fsdp"  # in each microbatch, and of layers in the backward too
+            passes = layout.num_microbatches if again else 1
+            parts = num_arrays * (each if _gathers_by_layer(layout) else 1)
+            yield _parts("all_gather", ("fsdp",), gathered, fsdp, passes * (2 if again and num_layers else 1), parts)
             yield _parts("reduce_scatter", ("fsdp",), summed, fsdp, passes, num_arrays * each)
         axes = tuple(axis for axis in layout.mesh if axis in copied)
         if axes and num_arrays:
@@ -301,6 +301,11 @@ class Probes:
                 elif kind == "collective_permute":
                     whole, times = whole * 2 / size, times * (1 + ROTATING * (size - 2))
                 yield Collective(kind, one.axes, round(whole), size, Fraction(times))
+
+
+def _gathers_by_layer(layout: Layout) -> bool:
+    """Whether the parameters of a layer are gathered where it runs, and not all before the first one."""
+    return layout.sharding == "fsdp" or (layout.sharding == "zero2" and layout.num_microbatches == 1)
 
 
 def _parts(kind: str, axes: Axes, full_bytes: int, size: int, times: int, count: int) -> Collective:

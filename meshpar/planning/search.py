@@ -231,8 +231,9 @@ def _divided(pair: Prepared | None, alone: Step) -> Divided:
     for one in pair.collectives(step):
         if carries_activations(one, pair):
             by_kind[one.kind].append(one)
-    both = 2 * operations(step, pair).flops
-    return Divided([_merged(alike) for alike in by_kind.values()], both / alone.computes.flops)
+    flops = alone.computes.flops
+    share = 2 * operations(step, pair).flops / flops if flops else 1.0
+    return Divided([_merged(alike) for alike in by_kind.values()], share)
 
 
 def _merged(alike: Sequence[Collective]) -> Collective:

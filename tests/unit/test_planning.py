@@ -238,6 +238,17 @@ def works(num_layouts=16):
     return {layout: work for layout, one in prepared.items() if one and (work := work_of(one))}
 
 
+def test_the_rough_estimate_sends_about_as_much_in_as_many_collectives_as_the_trace():
+    probes = searching.probe(RUN, list(works()), "gpu")
+    for layout, work in works().items():
+        rough = probes.work(layout)
+        assert rough.idle == pytest.approx(work.idle)
+        if layout.overlap == "none":
+            assert float(rough.sent_bytes) == pytest.approx(float(work.sent_bytes), rel=0.12)
+            counts = [float(sum(one.times for one in [*each.beside, *each.waits])) for each in (rough, work)]
+            assert counts[0] == pytest.approx(counts[1], rel=0.12), layout
+
+
 def test_overlap_sends_about_as_much_beside_products_as_is_estimated_without_a_trace():
     pairs = [(work, works()[replace(one, overlap="none")]) for one, work in works().items() if one.overlap != "none"]
     assert len(pairs) > 1
