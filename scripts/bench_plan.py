@@ -24,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,8 @@ def sample(run: Run, machine: MeasuredMachine, target: str, num_layouts: int) ->
     chosen = meshpar.plan(run, target).ranked[0]
     every = [*layouts(run, machine.num_devices, machine.per_host)]
     random.Random(0).shuffle(every)
-    found = [chosen]
-    for layout in every:
-        is_wanted = layout != chosen.layout and len(found) < num_layouts
-        if is_wanted and (candidate := search.trace(run, layout, machine)):
-            found.append(candidate)
-    return found
+    traced = (search.trace(run, layout, machine) for layout in every if layout != chosen.layout)
+    return [chosen, *islice(filter(None, traced), num_layouts - 1)]
 
 
 def timed(name: str, machine: MeasuredMachine, chosen: Sequence[Layout], num_rounds: int) -> Iterator[dict[str, float]]:

@@ -204,17 +204,14 @@ def _new_memory(sizes: Iterable[int], num_rounds: int, clock: Callable[[], float
 
 def _writing(num_floats: int, is_new: bool) -> Program:
     """A program that writes to a temporary array, or to an array that it is given."""
-    sharding = NamedSharding(_mesh(1), PartitionSpec((GROUPS, AXIS)))
-    struct = jax.ShapeDtypeStruct((jax.device_count(), num_floats), jnp.float32, sharding=sharding)
 
     def repeated(x: jax.Array, given: jax.Array) -> jax.Array:
         last = lax.fori_loop(0, 2, lambda _, x: _scaled(x), _scaled(x))
         return last[:, :1] if is_new else last
 
+    x, given = _ones(_mesh(1), num_floats), _ones(_mesh(1), num_floats)
     donated = () if is_new else (1,)
-    compiled = jax.jit(repeated, donate_argnums=donated, keep_unused=True).lower(struct, struct).compile()
-    ones = jax.jit(lambda: jnp.ones(struct.shape, struct.dtype), out_shardings=sharding)
-    x, given = ones(), ones()
+    compiled = jax.jit(repeated, donate_argnums=donated, keep_unused=True).lower(x, given).compile()
 
     def run() -> Any:
         nonlocal given
@@ -250,19 +247,15 @@ def _streaming(num_floats: int, count: int) -> Program:
 
         return lax.fori_loop(0, REPEATS, iteration, written)
 
-    mesh, spec = _mesh(1), PartitionSpec((GROUPS, AXIS))
-    shapes = [(jax.device_count(), num_parts, length) for length in lengths]
-    ones = jax.jit(lambda: [jnp.ones(shape) for shape in shapes], out_shardings=NamedSharding(mesh, spec))
-    region = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    read, written = ones(), ones()
-    compiled = jax.jit(region, donate_argnums=1).lower(read, written).compile()
+    read, written = ([_ones(_mesh(1), num_parts, length) for length in lengths] for _ in range(2))
+    compiled = jax.jit(_on_devices(repeated, _mesh(1)), donate_argnums=1).lower(read, written).compile()
 
     def run() -> Any:
         nonlocal written
         written = compiled(read, written)
         return written
 
-    run()
+    jax.block_until_ready(run())
     return run
 
 
@@ -272,14 +265,22 @@ def _program(body: Callable[[jax.Array], jax.Array], mesh: Mesh, num_floats: int
     def repeated(x: jax.Array) -> jax.Array:
         return lax.fori_loop(0, REPEATS, lambda _, array: body(array), x[0])[None]
 
-    spec = PartitionSpec((GROUPS, AXIS))
-    struct = jax.ShapeDtypeStruct((jax.device_count(), num_floats), jnp.float32, sharding=NamedSharding(mesh, spec))
-    ones = jax.jit(lambda: jnp.ones(struct.shape, struct.dtype), out_shardings=struct.sharding)
-    region = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    compiled = jax.jit(region).lower(struct).compile()
-    x = ones()
+    x = _ones(mesh, num_floats)
+    compiled = jax.jit(_on_devices(repeated, mesh)).lower(x).compile()
     jax.block_until_ready(compiled(x))
     return lambda: compiled(x)
+
+
+def _ones(mesh: Mesh, *shape: int) -> jax.Array:
+    """Ones of this shape on each device, in [devices, *shape]."""
+    sharding = NamedSharding(mesh, PartitionSpec((GROUPS, AXIS)))
+    return jax.jit(lambda: jnp.ones((jax.device_count(), *shape), jnp.float32), out_shardings=sharding)()
+
+
+def _on_devices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """The function, run by each device on its part of the arrays."""
+    spec = PartitionSpec((GROUPS, AXIS))
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
 def _products(x: jax.Array, count: int) -> jax.Array:

@@ -115,7 +115,7 @@ class MixedMachine:
         >>> [stage.text for stage in mixed.stages(MeshLayout(data=8, pipe=2).abstract(), (("pipe", 2),))]
         ['h100:1x8', 'a100:1x8']
         """
-        host_of = hosts(tuple(mesh.shape.items()), dcn, self.per_host)
+        host_of = hosts(mesh.shape_tuple, dcn, self.per_host)
         by_stage = np.moveaxis(host_of, list(mesh.shape).index("pipe"), 0).reshape(mesh.shape["pipe"], -1)
         kind_of = np.repeat(np.arange(len(self.kinds)), self.num_hosts)
         found = [tuple(sorted({*kind_of[stage].tolist()})) for stage in by_stage]

@@ -145,7 +145,7 @@ class Probes:
         shares = layout.batch_shards * layout.size("context") * layout.size("tensor")
         activations = list(self._activations(layout))
         beside = [one for one in activations if one.kind == "collective_permute"]
-        waits = [one for one in activations if one not in beside]
+        waits = [one for one in activations if one.kind != "collective_permute"]
         computes = _shared(self.steps[layout.remat].computes, shares, layout.num_microbatches)
         for axis in ACTIVATION_AXES:
             computes = _scaled(computes, self._probe(axis).computes) if layout.size(axis) > 1 else computes

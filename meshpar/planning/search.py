@@ -69,7 +69,8 @@ def search(
     the rough estimates.
 
     Args:
-      along_memory: trace layouts that no other beats in both time and memory, by the rough estimates.
+      along_memory: trace layouts that no other beats in both time and memory, by the rough estimates, also several of
+        the same mesh.
       overlaps: how activations may travel over `tensor`.
 
     Raises:
@@ -166,7 +167,7 @@ def trace(run: Run, layout: Layout, machine: Machine, probes: Probes | None = No
 
 def placed(layout: Layout, work: Work, machine: Machine) -> Candidate:
     """A traced layout with its stages in the order of the axes, or across hosts, whichever is faster."""
-    parts = placements(layout.sizes, machine.num_devices // machine.per_host, machine.per_host)
+    parts = placements(layout.sizes, machine.per_host)
     works = [replace(work, dcn=dcn) for dcn in parts]
     estimate, work = min(((one.on(machine), one) for one in works), key=lambda pair: pair[0].order)
     return Candidate(replace(layout, dcn=work.dcn), work, estimate)

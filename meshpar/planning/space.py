@@ -207,16 +207,16 @@ def _stages_across(sizes: Sizes, num_hosts: int) -> Sizes:
 
 def variants(layout: Layout, machine: Machine, overlaps: Sequence[Overlap]) -> Iterator[Layout]:
     """The layout with its stages across hosts, if they can be, and with each overlap that a plan may choose."""
-    *_, dcn = placements(layout.sizes, machine.num_devices // machine.per_host, machine.per_host)
+    *_, dcn = placements(layout.sizes, machine.per_host)
     for overlap in overlaps if machine.overlaps and layout.can_overlap else (layout.overlap,):
         yield replace(layout, dcn=dcn, overlap=overlap) if (dcn, overlap) != (layout.dcn, layout.overlap) else layout
 
 
 @cache
-def placements(sizes: Sizes, num_hosts: int, per_host: int) -> list[Sizes]:
+def placements(sizes: Sizes, per_host: int) -> list[Sizes]:
     """The parts of the sizes that may be across hosts: none, and stages first if that numbers hosts in another way."""
-    across = _stages_across(sizes, num_hosts)
-    whole = tuple(_abstract(sizes).shape.items())
+    across = _stages_across(sizes, math.prod(size for _, size in sizes) // per_host)
+    whole = _abstract(sizes).shape_tuple
     alike = not across or (hosts(whole, (), per_host) == hosts(whole, across, per_host)).all()
     return [()] if alike else [(), across]
 
