@@ -117,7 +117,9 @@ def cross_entropy(params, x, targets, vocab_size):
     logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
     counted = targets >= 0
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counted, targets, 0))
-    return jnp.where(counted, nll, 0).sum(), counted.sum()
+    # No nll is negative. Otherwise XLA:CPU would sum this over devices while the scan still runs on some, and hang.
+    count = (counted & (nll > -1)).sum()
+    return jnp.where(counted, nll, 0).sum(), count
 
 
 def compile_step(model, mesh, params, batch, learning_rate, compute=jnp.float32, loss=None):

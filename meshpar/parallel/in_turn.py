@@ -1,0 +1,29 @@
+"""Conditions that wait for a result, so that XLA:CPU runs the collectives of conditionals in one order.
+
+XLA:CPU begins the collectives of a program in the same order on every device. But a conditional counts as begun while
+its branch still computes what its collectives send. A later collective that needs no result of the branch may then run
+first, on some devices only. Equal collectives are told apart by their order alone, so devices wait for each other
+forever, or mix up their data. If the later one is in a conditional, too, and its condition is computed from a result of
+the earlier one, it waits. Other backends run collectives in the program's order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.parallel.context import platform
+
+
+def after(number: jax.Array, results: Any) -> jax.Array:
+    """`number`, int32[], which on CPUs is known only when the first of `results` is.
+
+    No compiler can know that the minimum is 0.
+    """
+    leaves = jax.tree.leaves(results)
+    if platform() != "cpu" or not leaves:
+        return number
+    is_negative = leaves[0][(0,) * leaves[0].ndim] < 0
+    return number + jnp.minimum(is_negative.astype(number.dtype), 0)
