@@ -14,16 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.parallel.context import platform
+from meshpar.parallel.context import manual, platform
 
 
 def after(number: jax.Array, results: Any) -> jax.Array:
-    """`number`, int32[], which on CPUs is known only when the first of `results` is.
+    """`number`, int32[], which on CPUs is known only when the first of `results` is, in the manual lowering.
 
     No compiler can know that the minimum is 0.
     """
     leaves = jax.tree.leaves(results)
-    if platform() != "cpu" or not leaves:
+    if manual() is None or platform() != "cpu" or not leaves:
         return number
     is_negative = leaves[0][(0,) * leaves[0].ndim] < 0
     return number + jnp.minimum(is_negative.astype(number.dtype), 0)

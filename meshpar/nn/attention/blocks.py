@@ -15,7 +15,7 @@ from meshpar.config import Config, Positive
 from meshpar.mesh.varying import varying_alike
 from meshpar.nn.attention.block_pairs import BlockGrid, visible_pairs
 from meshpar.nn.attention.core import Window, documents, known_window
-from meshpar.nn.attention.online_softmax import by_head, by_key_head
+from meshpar.nn.attention.online_softmax import by_key_head
 from meshpar.nn.attention.setting import Setting
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards, attend
@@ -76,5 +76,5 @@ def in_blocks(
     k_BKSh = named(k.swapaxes(1, 2), "k")
     v_BKSh = named(v.swapaxes(1, 2), "v")
     width = None if window is None else jnp.asarray(window, jnp.int32)
-    out_BKGSh: jax.Array = attend(shards, q_BKGSh, k_BKSh, v_BKSh, segments, width)
-    return by_head(out_BKGSh)
+    out_BSHh: jax.Array = attend(shards, q_BKGSh, k_BKSh, v_BKSh, segments, width)
+    return out_BSHh

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.core import causal_window
 from meshpar.parallel.local import varying_like
-from meshpar.parallel.precision import wide_dtype
+from meshpar.parallel.precision import wide, wide_dtype
 
 
 def by_key_head(q_BSHh: Float[Array, "B S H h"], num_key_heads: int) -> Float[Array, "B K G S h"]:
@@ -139,15 +139,14 @@ class Backward(NamedTuple):
     mean: Float[Array, "B K G S"]
 
 
-def backward_of(out: jax.Array, log_mass: jax.Array, grad: jax.Array) -> Backward:
+def backward_of(
+    out_BSHh: Float[Array, "B S H h"], log_mass: Float[Array, "B K G S"], grad_BSHh: Float[Array, "B S H h"]
+) -> Backward:
     """Computes the values of each query that the backward needs, from the result and its gradient."""
-
-    def by_head(x: jax.Array) -> jax.Array:
-        # XLA:CPU takes eight times as long for a sum of products with a dim of size 1 in front.
-        batch, kv_heads, groups, *rest = x.shape
-        return x.astype(log_mass.dtype).reshape(batch, kv_heads * groups, *rest)
-
-    return Backward(grad, log_mass, (by_head(grad) * by_head(out)).sum(-1).reshape(log_mass.shape))
+    mean_BSH = (wide(grad_BSHh) * wide(out_BSHh)).sum(-1)
+    batch, kv_heads, groups, seq = log_mass.shape
+    mean = mean_BSH.reshape(batch, seq, kv_heads, groups).transpose(0, 2, 3, 1)
+    return Backward(by_key_head(grad_BSHh, kv_heads), log_mass, mean)
 
 
 def add_gradients(

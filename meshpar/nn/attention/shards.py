@@ -25,9 +25,10 @@ from meshpar.collectives.permute import permute
 from meshpar.cost.flops import needed
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import BlockGrid
-from meshpar.nn.attention.online_softmax import Meeting, Tokens, add_gradients, backward_of, empty, extend
+from meshpar.nn.attention.online_softmax import Meeting, Tokens, add_gradients, backward_of, by_head, empty, extend
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.remat import named
+from meshpar.parallel.in_turn import after
 from meshpar.parallel.local import varying_like
 
 Run = Callable[[BlockGrid, jax.Array, Tokens, Any], Any]
@@ -184,7 +185,7 @@ def attend(
     v: Float[Array, "B K S h"],
     segments: Int[Array, "B S"],
     window: Int[Array, ""] | None,
-) -> Float[Array, "B K G S h"]:
+) -> Float[Array, "B S H h"]:
     """Computes `softmax(q k^T) v` of this device's queries, over the keys of all shards.
 
     Args:
@@ -214,18 +215,22 @@ def _attend_forward(shards: Shards, q, k, v, segments, window):
 
     with needed(shards.tables.needed):
         state, _ = shards.meet(visit, empty(q), (k, v, segments))
-    out = state.result().astype(v.dtype)
-    out = named(out, "attn")
+    out = named(by_head(state.result().astype(v.dtype)), "attn")
     return out, (q, k, v, segments, window, out, named(state.log_mass(), "log_mass"))
 
 
 def _attend_backward(shards: Shards, saved, grad):
     q, k, v, segments, window, out, log_mass = saved
+    # Otherwise XLA:CPU transposes them in the forward, and holds both forms until here.
+    q, k, v, out, grad = lax.optimization_barrier((q, k, v, out, grad))
     queries = shards.tokens(shards.rank, segments)
     known = backward_of(out, log_mass, grad)
 
+    # Otherwise XLA:CPU fills the zeros of all layers when the step begins.
+    zero = after(jnp.int32(0), grad).astype(log_mass.dtype)
+
     def zeros(x: jax.Array) -> jax.Array:
-        return varying_like(jnp.zeros(x.shape, log_mass.dtype), q)
+        return varying_like(jnp.broadcast_to(zero, x.shape), q)
 
     def visit(hop: Any, hops: Sequence[int], of_q: jax.Array, of_shard: Any) -> tuple[jax.Array, Any]:
         k, v, theirs = of_shard

@@ -21,10 +21,10 @@ from jax import lax
 from meshpar.collectives.permute import permute
 from meshpar.parallel.batch import Batch, split_off_shared
 from meshpar.parallel.context import ParallelContext, manual, platform
+from meshpar.parallel.in_turn import after
 from meshpar.parallel.local import varying, varying_like, zeros_of
 from meshpar.parallel.outputs import Auxiliary, Scalars
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
-from meshpar.parallel.pipeline.in_turn import after
 from meshpar.parallel.pipeline.model import PipelineModel
 from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
