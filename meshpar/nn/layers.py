@@ -198,15 +198,13 @@ class Projection(LinearMap):
         return y if self.bias is None else y + self.bias[...]
 
 
-def column_parallel(
-    x: Float[Array, "B R D"], maps: Sequence[Projection], dim: str
-) -> Iterator[Float[Array, "B S ..."]]:
+def column_parallel(x: linear.Input, maps: Sequence[Projection], dim: str) -> Iterator[Float[Array, "B S ..."]]:
     """Projects x by each map, where `dim` of the outputs is sharded. See `parallel.linear`."""
     products = linear.column_parallel(x, [projection.weights for projection in maps], dim)
     return (projection.finish(y) for projection, y in zip(maps, products, strict=True))
 
 
-def row_parallel(x: Float[Array, "B S ..."], down: Projection, dim: str) -> Float[Array, "B R D"]:
+def row_parallel(x: linear.Input, down: Projection, dim: str) -> Float[Array, "B R D"]:
     """Projects x by `down`, where `dim` of the inputs is sharded. See `parallel.linear`."""
     return down.finish(linear.row_parallel(x, down.weights, dim))
 
@@ -225,12 +223,15 @@ class SwiGLU(nnx.Module):
         self.up = Projection(embed, hidden, bias=bias, rngs=rngs)
         self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
 
-    def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
+    def __call__(self, x_BRD: linear.Input) -> Float[Array, "B R D"]:
         gate, up = column_parallel(x_BRD, [self.gate, self.up], "mlp")
         gate = named(gate, "gate")
         up = named(up, "up")
-        h_BSM = constrain(silu_product(gate, up), "batch", "seq", "mlp")
-        return row_parallel(h_BSM, self.down, "mlp")
+
+        def hidden() -> Float[Array, "B S M"]:
+            return constrain(silu_product(gate, up), "batch", "seq", "mlp")
+
+        return row_parallel(hidden, self.down, "mlp")
 
 
 @jax.custom_vjp
@@ -261,10 +262,14 @@ class GELU(nnx.Module):
         self.up = Projection(embed, hidden, bias=bias, rngs=rngs)
         self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
 
-    def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
+    def __call__(self, x_BRD: linear.Input) -> Float[Array, "B R D"]:
         (up,) = column_parallel(x_BRD, [self.up], "mlp")
-        h_BSM = constrain(jax.nn.gelu(named(up, "up")), "batch", "seq", "mlp")
-        return row_parallel(h_BSM, self.down, "mlp")
+        up = named(up, "up")
+
+        def hidden() -> Float[Array, "B S M"]:
+            return constrain(jax.nn.gelu(up), "batch", "seq", "mlp")
+
+        return row_parallel(hidden, self.down, "mlp")
 
 
 def dropout(

@@ -6,6 +6,7 @@ Shapes: B batch, S seq, R residual_seq, D embed, V vocab (local shards in the ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import jax
@@ -272,17 +273,17 @@ class Block(nnx.Module):
             return dropout(y, self.dropout, _fold(key, which), batch["rows"])
 
         x_BRD = named(x_BRD, "input")
-        normed_BRD = self.attn_norm(x_BRD)
-        attended, cache = self.attn(normed_BRD, core, batch["positions"], batch.get("segments"), rope, window)
+        normed = partial(self.attn_norm, x_BRD)
+        attended, cache = self.attn(normed, core, batch["positions"], batch.get("segments"), rope, window)
         x_BRD = named(x_BRD + drop(attended, 0), "residual")
-        mlp_out_BRD, auxiliary = self._mlp(self.mlp_norm(x_BRD), batch)
+        mlp_out_BRD, auxiliary = self._mlp(partial(self.mlp_norm, x_BRD), batch)
         x_BRD += drop(mlp_out_BRD, 1)
         return constrain(x_BRD, "batch", "residual_seq", "embed"), auxiliary, cache
 
-    def _mlp(self, x_BRD: Float[Array, "B R D"], batch: Batch) -> tuple[Float[Array, "B R D"], Auxiliary]:
+    def _mlp(self, normed: Callable[[], jax.Array], batch: Batch) -> tuple[Float[Array, "B R D"], Auxiliary]:
         if isinstance(self.mlp, MixtureOfExperts):
-            return self.mlp(x_BRD, batch.get("targets"))
-        return with_auxiliary(self.mlp(x_BRD))
+            return self.mlp(normed(), batch.get("targets"))
+        return with_auxiliary(self.mlp(normed))
 
 
 class Transformer(nnx.Module):

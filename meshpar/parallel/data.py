@@ -40,6 +40,12 @@ Stored = tuple[tuple[int, Axes], ...]
 """(position of a dim, the axes over which it is stored), for each dim that is stored in shards."""
 Policy = Callable[..., Any]
 _FREE = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "iota", "eq", "ge", "and"}
+_ELEMENTWISE = {
+    "add", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow", "sqrt", "rsqrt", "exp", "log", "logistic",
+    "tanh", "erf", "select_n", "convert_element_type", "reduce_sum",
+}  # fmt: skip
+_CHEAP = _FREE | _ELEMENTWISE
+"""Primitives whose results no layer saves: the backward computes them again from what is saved."""
 
 
 def gather_in_layer(params: Any, dims: Any) -> Any:
@@ -84,8 +90,9 @@ def gathering_again(policy: Policy) -> Policy:
     """A `jax.checkpoint` policy that saves what `policy` saves, except gathered parameters under ZeRO-3.
 
     Without it the scan over layers would stack the gathered parameters of all layers for the backward, as ZeRO-2 does.
-    Views and masks are not saved either: they cost nothing to recompute, and a view of a gathered parameter would hold
-    its memory. If `policy` saves products, a product that needs communication is saved after the communication.
+    Views, masks and elementwise operations are not saved either: they cost little to recompute, and a view of a
+    gathered parameter would hold its memory. If `policy` saves products, a product that needs communication is saved
+    after the communication.
     """
     ctx = manual()
 
@@ -97,11 +104,13 @@ def gathering_again(policy: Policy) -> Policy:
                 return ctx is not None and ctx.rules.zero_stage == 2
             if last.primitive is lax.dot_general_p:
                 return policy(last.primitive, *avals, **last.params)
+            if last.primitive.name in _CHEAP:
+                return False
         if primitive is lax.dot_general_p and avals[0].dtype.itemsize == 1:
             return False  # its scaled result has the name of a product
         if primitive.name == "name" and params["name"] == PRODUCT:
             return policy(lax.dot_general_p, *avals, dimension_numbers=(((), ()), ((), ())))
-        return primitive.name not in _FREE and policy(primitive, *avals, **params)
+        return primitive.name not in _CHEAP and policy(primitive, *avals, **params)
 
     return saves
 

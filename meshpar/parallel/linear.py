@@ -12,7 +12,7 @@ weights, in D or in N. Either communication can overlap the product, which is th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +35,11 @@ _INPUTS = "ijk"
 _OUTPUTS = "xyz"
 _RANK = "r"
 
+Input = jax.Array | Callable[[], jax.Array]
+"""An array, or a function that computes it from other arrays, such as a norm or an activation function.
+
+The backward calls the function again instead of saving its result, if that repeats no product and no communication.
+"""
 Products = tuple[jax.Array, ...]
 
 MANY_TOKENS = 1024
@@ -105,7 +110,7 @@ class Weights(NamedTuple):
         return f"{_BATCH}{_RANK},{_RANK}{outputs}->{_BATCH}{outputs}"
 
 
-def column_parallel(x: jax.Array, maps: Sequence[Weights], dim: str) -> tuple[jax.Array, ...]:
+def column_parallel(x: Input, maps: Sequence[Weights], dim: str) -> tuple[jax.Array, ...]:
     """Column parallel: multiplies x by each of several weights whose `dim` is sharded.
 
     Args:
@@ -121,7 +126,13 @@ def column_parallel(x: jax.Array, maps: Sequence[Weights], dim: str) -> tuple[ja
     """
     ring = _sequence_ring(dim)
     if ring is None:
-        return _with_adapters(tensor.enter_region(x, dim), maps, outputs=manual_axes(dim))
+
+        def entered() -> jax.Array:
+            return tensor.enter_region(_computed(x), dim)
+
+        is_gathered = bool(manual_axes("residual_seq"))  # then the backward would gather it again
+        return _products(entered if callable(x) and not is_gathered else entered(), maps, outputs=manual_axes(dim))
+    x = _computed(x)
     adapted = [one for one in maps if one.adapter]
     equations = [one.equation for one in maps] + [one.thin_equation for one in adapted]
     weights = [one.kernel for one in maps] + [one.adapter.a for one in adapted if one.adapter]
@@ -130,7 +141,7 @@ def column_parallel(x: jax.Array, maps: Sequence[Weights], dim: str) -> tuple[ja
     return tuple(y + one.adapter.of(next(found)) if one.adapter else y for one, y in zip(maps, products, strict=True))
 
 
-def row_parallel(x: jax.Array, weights: Weights, dim: str) -> jax.Array:
+def row_parallel(x: Input, weights: Weights, dim: str) -> jax.Array:
     """Row parallel: multiplies x by weights whose `dim` is sharded and contracted.
 
     Args:
@@ -143,14 +154,35 @@ def row_parallel(x: jax.Array, weights: Weights, dim: str) -> jax.Array:
     """
     ring = _sequence_ring(dim)
     if ring is None:
-        (product,) = _with_adapters(x, [weights], inputs=manual_axes(dim))
+        (product,) = _products(x, [weights], inputs=manual_axes(dim))
         # A policy that saves products saves this sum: partial sums are larger, and would be summed again.
         return checkpoint_name(tensor.exit_region(product, dim), PRODUCT)
+    x = _computed(x)
     plus = []
     if adapter := weights.adapter:
         thin = jnp.einsum(weights.thin_equation, x, adapter.a)
         plus = [(weights.rank_equation, adapter.scaled(thin), adapter.b)]
     return matmul_reduce_scatter(weights.equation, x, weights.kernel, ring, dim=_BATCH[tensor.SEQ], plus=plus)
+
+
+def _computed(x: Input) -> jax.Array:
+    return x() if callable(x) else x
+
+
+def _products(x: Input, maps: Sequence[Weights], *, inputs: Axes = (), outputs: Axes = ()) -> Products:
+    def products() -> Products:
+        return _with_adapters(_computed(x), maps, inputs=inputs, outputs=outputs)
+
+    return jax.checkpoint(products)() if _computes_again(x, maps) else products()
+
+
+def _computes_again(x: Input, maps: Sequence[Weights]) -> bool:
+    """Whether the backward computes x again, and nothing else but x.
+
+    With adapters it would compute their first product too, in 8 bits convert x, and under GSPMD XLA may gather x.
+    """
+    is_plain = not any(one.adapter or one.number_format or one.stored for one in maps)
+    return callable(x) and is_plain and manual() is not None
 
 
 def _with_adapters(x: jax.Array, maps: Sequence[Weights], *, inputs: Axes = (), outputs: Axes = ()) -> Products:

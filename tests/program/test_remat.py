@@ -10,7 +10,7 @@ from meshpar.cost.walk import walk
 from meshpar.models import Llama
 from meshpar.nn.attention.blocks import Blocks
 from meshpar.nn.remat import Remat
-from meshpar.parallel import linear
+from meshpar.parallel import data, linear
 from tests.program.test_bytes import cost_as_traced, cost_as_written, prepared
 
 LAYERS = 12
@@ -97,3 +97,19 @@ def test_the_compiled_step_holds_the_saved_activations():
 
     more = (*ATTENTION, "gate", "up")
     assert temporaries(*more) - temporaries() > 0.85 * (closed_form(more) - closed_form(()))
+
+
+# Without `jax.checkpoint` the product after attention saves its operands a second time, as matrices.
+MATRICES = {"data8": LAYERS * (ROWS // 8 * SEQ * WIDTH + WIDTH * WIDTH) * 4, "zero3": 0}
+
+
+@pytest.mark.parametrize("layout", MATRICES)
+def test_without_a_policy_no_norm_and_no_activation_function_is_saved(layout, monkeypatch):
+    """The forward saves the activations that have names, and nothing else."""
+    everything = closed_form((*ATTENTION, "gate", "up")) + MATRICES[layout]
+    assert saved_bytes(run_with(layout, policy="none")) == everything
+    monkeypatch.setattr(linear, "_computes_again", lambda x, maps: False)
+    monkeypatch.setattr(data, "_CHEAP", data._FREE)
+    control = run_with.__wrapped__(layout, policy="none")
+    norms_and_hidden = (2 * WIDTH + MLP) * LAYERS * ROWS // 8 * SEQ * 4
+    assert saved_bytes(control) >= everything + norms_and_hidden

@@ -60,8 +60,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
 
 
 def copied_arguments(text: str) -> list[str]:
-    """The arrays of the state that the program copies before it overwrites them."""
-    return re.findall(r"= f32\[\d\S* copy\(%(?:param|state)", text)
+    """The arrays of the state that the program copies before it overwrites them. Those of a fusion are `param_N`."""
+    return re.findall(r"= f32\[\d\S* copy\(%(?:param\.|state)", text)
 
 
 def test_the_update_copies_no_moment():

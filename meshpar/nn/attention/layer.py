@@ -18,6 +18,7 @@ from meshpar.nn.remat import named
 from meshpar.nn.rotary import RopeAngles, apply_rope
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel.context import constrain
+from meshpar.parallel.linear import Input
 
 Bias = Literal["none", "qkv", "all"]
 
@@ -52,7 +53,7 @@ class Attention(nnx.Module):
         self.k_norm = head_norm(qk_norm, kv_heads, head_dim, eps=eps, dim="kv_heads")
 
     def __call__(
-        self, x_BRD: Float[Array, "B R D"], core: Core, positions: Int[Array, "B S"],
+        self, x_BRD: Input, core: Core, positions: Int[Array, "B S"],
         segments: Int[Array, "B S"] | None = None, rope: RopeAngles | None = None, window: Window = None,
     ) -> tuple[Float[Array, "B R D"], Any]:  # fmt: skip
         """Returns the output and the core's new cache; see `Core` for the other arguments."""
