@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from byhand import attention, experts
 from byhand.axes import Axes
@@ -38,13 +39,17 @@ class Shared(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Values for the backward; `mlp` holds the MLP's two projections, or the values for the backward of its experts."""
+    """Values for the backward, which computes the norms again.
+
+    Args:
+      gathered: the results of both norms, if they were gathered.
+      mlp: the MLP's two projections, or the values for the backward of its experts.
+    """
 
     x: jax.Array
-    attn_in: jax.Array
     attn: attention.Saved
     middle: jax.Array
-    mlp_in: jax.Array
+    gathered: tuple[jax.Array, ...]
     mlp: Any
 
 
@@ -69,12 +74,14 @@ def forward(axes: Axes, weights: Weights, x: jax.Array, shared: Shared) -> tuple
     else:
         mlp = mlp_in @ w["gate_up"]
         y = axes.exit(hidden(mlp) @ w["down"].T)
-    return middle + y, Saved(x, attn_in, attn, middle, mlp_in, mlp)
+    return middle + y, Saved(x, attn, middle, (attn_in, mlp_in) if axes.sequence else (), mlp)
 
 
 def backward(axes: Axes, weights: Weights, saved: Saved, dy: jax.Array, shared: Shared) -> tuple[jax.Array, Weights]:
     """The gradient of x, and of the weights; the norms' is a partial sum over `tensor` with a sharded sequence."""
     w = axes.gather_again(weights, dy)
+    # Otherwise XLA:CPU computes and transposes in the forward what only the backward needs.
+    saved, dy = lax.optimization_barrier((saved, dy))
     grads: dict[str, Any] = {}
     if axes.per_token:
         dnormed, of_experts = experts.backward(axes, w, saved.mlp, dy)
@@ -83,17 +90,20 @@ def backward(axes: Axes, weights: Weights, saved: Saved, dy: jax.Array, shared: 
         dout = axes.enter(dy)
         grads["down"] = product_over_tokens(dout, hidden(saved.mlp))
         dgate_up = hidden_backward(saved.mlp, dout @ w["down"])
-        grads["gate_up"] = product_over_tokens(saved.mlp_in, dgate_up)
+        mlp_in = saved.gathered[1] if axes.sequence else norm(saved.middle, w["mlp_norm"])
+        grads["gate_up"] = product_over_tokens(mlp_in, dgate_up)
         dnormed = axes.exit(dgate_up @ w["gate_up"].T)
     dmiddle, grads["mlp_norm"] = norm_backward(saved.middle, w["mlp_norm"], dnormed)
     dmiddle += dy
+    attn, dmiddle = lax.optimization_barrier((saved.attn, dmiddle))  # else it computes weights before the MLP
     dout = axes.enter(dmiddle)
-    grads["o"] = product_over_tokens(dout, join_heads(saved.attn.out))
-    dattn = (dout @ w["o"]).reshape(*dout.shape[:2], -1, saved.attn.q.shape[-1]).swapaxes(1, 2)
-    dq, dk, dv = attention.backward(saved.attn, shared.masks, dattn)
+    grads["o"] = product_over_tokens(dout, join_heads(attn.out))
+    dattn = (dout @ w["o"]).reshape(*dout.shape[:2], -1, attn.q.shape[-1]).swapaxes(1, 2)
+    dq, dk, dv = attention.backward(attn, shared.masks, dattn)
     dq = rotate_back(dq.swapaxes(2, 3), shared) * dk.shape[-1] ** -0.5
     dqkv = jnp.concatenate([join_heads(dq), join_heads(rotate_back(dk, shared)), join_heads(dv)], -1)
-    grads["qkv"] = product_over_tokens(saved.attn_in, dqkv)
+    attn_in = saved.gathered[0] if axes.sequence else norm(saved.x, w["attn_norm"])
+    grads["qkv"] = product_over_tokens(attn_in, dqkv)
     dnormed = axes.exit(dqkv @ w["qkv"].T)
     dx, grads["attn_norm"] = norm_backward(saved.x, w["attn_norm"], dnormed)
     return dx + dmiddle, axes.reduce(grads)
