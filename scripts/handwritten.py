@@ -107,7 +107,9 @@ def whole_loss(params, batch, *, mesh, vocab_size, remat="none"):
             body, policy=jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims, prevent_cse=False
         )
     x, _ = jax.lax.scan(body, table[batch["tokens"]], params["layers"])
-    total, count = cross_entropy(params, x, batch["targets"], vocab_size)
+    # x is finite. Otherwise XLA:CPU would sum the count over devices while the scan still runs on some, and hang.
+    targets = jnp.where(jnp.isfinite(x[..., 0]), batch["targets"], -1)
+    total, count = cross_entropy(params, x, targets, vocab_size)
     return total / count
 
 
@@ -117,9 +119,7 @@ def cross_entropy(params, x, targets, vocab_size):
     logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
     counted = targets >= 0
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counted, targets, 0))
-    # No nll is negative. Otherwise XLA:CPU would sum this over devices while the scan still runs on some, and hang.
-    count = (counted & (nll > -1)).sum()
-    return jnp.where(counted, nll, 0).sum(), count
+    return jnp.where(counted, nll, 0).sum(), counted.sum()
 
 
 def compile_step(model, mesh, params, batch, learning_rate, compute=jnp.float32, loss=None):

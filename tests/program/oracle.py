@@ -380,12 +380,15 @@ def _gathered_again(path: str, placement: Placement, of: Activations, in_stages:
     """How often the backward gathers a parameter again under ZeRO-3.
 
     Parameters outside the layers are not gathered again: the backward of a lookup does not need its table, and the
-    backward of the output projection follows its forward. A bias is needed again only if the layer is recomputed, and
-    the last bias not even then. A stage computes the gradients of weights separately: if it keeps products but not
-    their inputs, it recomputes the inputs, for which it needs the scales of norms a second time.
+    backward of the output projection follows its forward. The bias of a norm is needed again because every norm is
+    computed again, another bias only if the layer is recomputed, and the last bias not even then. A stage computes the
+    gradients of weights separately: if it keeps products but not their inputs, it recomputes the inputs, for which it
+    needs the scales of norms a second time.
     """
     if "layers" not in placement.spec.dims:
         return 0
+    if path.endswith("_norm.bias"):
+        return 1
     if path.endswith(".bias"):
         return of.recomputed and not path.endswith("down.bias")
     makes_inputs = in_stages and of.recomputed and not of.with_products
