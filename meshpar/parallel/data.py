@@ -42,9 +42,9 @@ Policy = Callable[..., Any]
 _FREE = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "iota", "eq", "ge", "and"}
 _ELEMENTWISE = {
     "add", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow", "sqrt", "rsqrt", "exp", "log", "logistic",
-    "tanh", "erf", "select_n", "convert_element_type", "reduce_sum",
+    "tanh", "erf", "select_n", "convert_element_type",
 }  # fmt: skip
-_CHEAP = _FREE | _ELEMENTWISE
+_CHEAP = _FREE | _ELEMENTWISE | {"reduce_sum"}
 """Primitives whose results no layer saves: the backward computes them again from what is saved."""
 
 
@@ -90,7 +90,7 @@ def gathering_again(policy: Policy) -> Policy:
     """A `jax.checkpoint` policy that saves what `policy` saves, except gathered parameters under ZeRO-3.
 
     Without it the scan over layers would stack the gathered parameters of all layers for the backward, as ZeRO-2 does.
-    Views, masks and elementwise operations are not saved either: they cost little to recompute, and a view of a
+    Views, masks, elementwise operations and sums are not saved either: they cost little to recompute, and a view of a
     gathered parameter would hold its memory. If `policy` saves products, a product that needs communication is saved
     after the communication.
     """
