@@ -15,11 +15,9 @@ from meshpar.config import Config, Positive
 from meshpar.mesh.varying import varying_alike
 from meshpar.nn.attention.block_pairs import BlockGrid, visible_pairs
 from meshpar.nn.attention.core import Window, documents, known_window
-from meshpar.nn.attention.online_softmax import by_key_head
 from meshpar.nn.attention.setting import Setting
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards, attend
-from meshpar.nn.remat import named
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import constrain
 from meshpar.parallel.sequence import SequenceLayout
@@ -71,10 +69,6 @@ def in_blocks(
     k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
     v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
     q, k, v = varying_alike(q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype), k, v)
-    # `Attention` names q, k and v too. Named here, with heads in front, they need no second transpose in the backward.
-    q_BKGSh = named(by_key_head(q, k.shape[2]), "q")
-    k_BKSh = named(k.swapaxes(1, 2), "k")
-    v_BKSh = named(v.swapaxes(1, 2), "v")
     width = None if window is None else jnp.asarray(window, jnp.int32)
-    out_BSHh: jax.Array = attend(shards, q_BKGSh, k_BKSh, v_BKSh, segments, width)
+    out_BSHh: jax.Array = attend(shards, q, k, v, segments, width)
     return out_BSHh

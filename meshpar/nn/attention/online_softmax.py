@@ -2,18 +2,23 @@
 
 The forward keeps a running maximum and sum of exponentials for each query, and rescales the result when the maximum
 grows. The backward computes the scores of each pair again, from the log of the final sum. Both can process the keys in
-several parts, each with its own table, see `shards`. Each is one loop over its table: with separate operations for each
-of three pairs, XLA:CPU needed 1.3 times the time and memory.
+several parts, each with its own table, see `shards`.
 
 Source: Dao 2023 (FlashAttention-2), arXiv:2307.08691; Milakov and Gimelshein 2018, arXiv:1805.02867.
 
-Shapes: B batch, K kv_heads, G query heads for each of them, S queries, T keys, s and t of one block, h head_dim.
+Blocks are transposed when they are cut out, so that heads are in front of tokens: XLA:CPU would transpose whole arrays
+in one pass, and copy them for the loop in another. The query heads of a key head are rows of one matrix: a dim of
+their own, of size 1 without grouped queries, would be copied too.
+
+Shapes: B batch, H heads, K kv_heads, G query heads for each of them, S queries, T keys, s and t of one block, r = G s
+rows, h head_dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +30,9 @@ from meshpar.nn.attention.core import causal_window
 from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide, wide_dtype
 
-
-def by_key_head(q_BSHh: Float[Array, "B S H h"], num_key_heads: int) -> Float[Array, "B K G S h"]:
-    """The queries of each key head."""
-    batch, seq, _, size = q_BSHh.shape
-    return q_BSHh.reshape(batch, seq, num_key_heads, -1, size).transpose(0, 2, 3, 1, 4)
-
-
-def by_head(out_BKGSh: Float[Array, "B K G S h"]) -> Float[Array, "B S H h"]:
-    """Undoes `by_key_head`."""
-    batch, _, _, seq, size = out_BKGSh.shape
-    return out_BKGSh.transpose(0, 3, 1, 2, 4).reshape(batch, seq, -1, size)
+UNROLLED_PAIRS = 3
+"""A table of at most so many pairs, as that of two blocks, is no loop. A loop fills its carry with zeros, and cuts
+blocks out at places that XLA does not know. Longer tables without a loop take more memory, and no less time."""
 
 
 class Tokens(NamedTuple):
@@ -62,9 +59,9 @@ class Meeting(NamedTuple):
       window: how many tokens a query attends to, including its own; None for all up to its own.
     """
 
-    q: Float[Array, "B K G S h"]
-    k: Float[Array, "B K T h"]
-    v: Float[Array, "B K T h"]
+    q: Float[Array, "B S H h"]
+    k: Float[Array, "B T K h"]
+    v: Float[Array, "B T K h"]
     queries: Tokens
     keys: Tokens
     window: Int[Array, ""] | None
@@ -79,31 +76,36 @@ class Softmax(NamedTuple):
       mass: the sum of the exponentials, relative to `highest`.
     """
 
-    total: Float[Array, "B K G S h"]
-    highest: Float[Array, "B K G S"]
-    mass: Float[Array, "B K G S"]
+    total: Float[Array, "B H S h"]
+    highest: Float[Array, "B H S"]
+    mass: Float[Array, "B H S"]
 
-    def with_keys(self, scores: Float[Array, "B K G S t"], v: Float[Array, "B K t h"]) -> Softmax:
+    def with_keys(self, scores: Float[Array, "B H S t"], v: Float[Array, "B t K h"]) -> Softmax:
         """The state after further keys, see `masked_scores`."""
         highest = jnp.maximum(self.highest, scores.max(-1))
         shrunk = jnp.exp(self.highest - highest)
         weights = jnp.exp(scores - highest[..., None])
-        values = _product("bkgst,bkth->bkgsh", weights.astype(v.dtype), v)
-        return Softmax(self.total * shrunk[..., None] + values, highest, self.mass * shrunk + weights.sum(-1))
+        v_BKth = v.swapaxes(1, 2)
+        values = _product("bkrt,bkth->bkrh", _rows(weights.astype(v.dtype), v_BKth), v_BKth)
+        total = self.total * shrunk[..., None] + values.reshape(self.total.shape)
+        return Softmax(total, highest, self.mass * shrunk + weights.sum(-1))
 
-    def result(self) -> Float[Array, "B K G S h"]:
-        return self.total / self.mass[..., None]
+    def result(self) -> Float[Array, "B S H h"]:
+        return (self.total / self.mass[..., None]).swapaxes(1, 2)
 
-    def log_mass(self) -> Float[Array, "B K G S"]:
+    def log_mass(self) -> Float[Array, "B H S"]:
         """The log of the sum of the exponentials of all scores."""
         return self.highest + jnp.log(self.mass)
 
 
-def empty(q: Float[Array, "B K G S h"]) -> Softmax:
+def empty(q: Float[Array, "B S H h"]) -> Softmax:
     """The state of queries before the first key."""
     dtype = wide_dtype(q.dtype)
-    rows = q.shape[:-1]
-    state = Softmax(jnp.zeros(q.shape, dtype), jnp.full(rows, jnp.finfo(dtype).min, dtype), jnp.zeros(rows, dtype))
+    batch, seq, heads, size = q.shape
+    rows = (batch, heads, seq)
+    state = Softmax(
+        jnp.zeros((*rows, size), dtype), jnp.full(rows, jnp.finfo(dtype).min, dtype), jnp.zeros(rows, dtype)
+    )
     return jax.tree.map(lambda x: varying_like(x, q), state)
 
 
@@ -118,11 +120,11 @@ def extend(grid: BlockGrid, state: Softmax, met: Meeting, pairs: Int[Array, "P 4
     def step(state: Softmax, pair: jax.Array) -> tuple[Softmax, None]:
         visible = _visible(grid, pair, met)
         scores = masked_scores(_block(q, pair[0], grid), _block(k, pair[1], grid), visible)
-        old = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, pair[0], grid.size, 3), state)
+        old = jax.tree.map(lambda x: _block(x, pair[0], grid, 2), state)
         new = old.with_keys(scores, _block(v, pair[1], grid))
-        return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, pair[0], 3), state, new), None
+        return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, pair[0], 2), state, new), None
 
-    return lax.scan(step, state, _after(q, pairs))[0]
+    return _for_each(step, state, q, pairs)
 
 
 class Backward(NamedTuple):
@@ -134,19 +136,16 @@ class Backward(NamedTuple):
       mean: the mean over keys of the gradients of a query's attention weights, weighted by these weights.
     """
 
-    grad: Float[Array, "B K G S h"]
-    log_mass: Float[Array, "B K G S"]
-    mean: Float[Array, "B K G S"]
+    grad: Float[Array, "B S H h"]
+    log_mass: Float[Array, "B H S"]
+    mean: Float[Array, "B H S"]
 
 
 def backward_of(
-    out_BSHh: Float[Array, "B S H h"], log_mass: Float[Array, "B K G S"], grad_BSHh: Float[Array, "B S H h"]
+    out: Float[Array, "B S H h"], log_mass: Float[Array, "B H S"], grad: Float[Array, "B S H h"]
 ) -> Backward:
     """Computes the values of each query that the backward needs, from the result and its gradient."""
-    mean_BSH = (wide(grad_BSHh) * wide(out_BSHh)).sum(-1)
-    batch, kv_heads, groups, seq = log_mass.shape
-    mean = mean_BSH.reshape(batch, seq, kv_heads, groups).transpose(0, 2, 3, 1)
-    return Backward(by_key_head(grad_BSHh, kv_heads), log_mass, mean)
+    return Backward(grad, log_mass, (wide(grad) * wide(out)).sum(-1).swapaxes(1, 2))
 
 
 def add_gradients(
@@ -154,33 +153,41 @@ def add_gradients(
 ) -> tuple[jax.Array, ...]:
     """Adds the gradients of q, k and v from the pairs of a table. It computes their scores again. See `extend`."""
     q, k, v, *_ = met
-    # With keys before queries no product contracts the first dim of a score: XLA:CPU would copy the scores.
-    k_BKhT = k.swapaxes(2, 3)
+    num_groups = q.shape[2] // k.shape[2]
 
     def step(grads: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
-        def of_queries(x: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x, pair[0], grid.size, 3)
+        k_BKth = _block(k, pair[1], grid).swapaxes(1, 2)
+        v_BKth = _block(v, pair[1], grid).swapaxes(1, 2)
 
-        q_block = of_queries(q)
-        grad_block = of_queries(known.grad)
-        visible_Bts = _visible(grid, pair, met).swapaxes(1, 2)
-        scores = _product("bkth,bkgsh->bktgs", _block(k, pair[1], grid), q_block)
-        weights = jnp.exp(scores - of_queries(known.log_mass)[:, :, None])
-        weights = jnp.where(visible_Bts[:, None, :, None], weights, jnp.zeros_like(weights))
-        of_weights = _product("bkth,bkgsh->bktgs", _block(v, pair[1], grid), grad_block)
+        q_BKrh = _rows(_block(q, pair[0], grid).swapaxes(1, 2), k_BKth)
+        grad_BKrh = _rows(_block(known.grad, pair[0], grid).swapaxes(1, 2), k_BKth)
+        log_mass_BKr = _rows(_block(known.log_mass, pair[0], grid, 2), k_BKth)
+        mean_BKr = _rows(_block(known.mean, pair[0], grid, 2), k_BKth)
+        visible_Btr = jnp.tile(_visible(grid, pair, met).swapaxes(1, 2), num_groups)
+        # With keys before queries no product contracts the first dim of a score: XLA:CPU would copy the scores.
+        scores = _product("bkth,bkrh->bktr", k_BKth, q_BKrh)
+        logs = scores - log_mass_BKr[:, :, None]
+        weights = jnp.exp(jnp.where(visible_Btr[:, None], logs, jnp.finfo(logs.dtype).min))  # 0 where it is not visible
+        of_weights = _product("bkth,bkrh->bktr", v_BKth, grad_BKrh)
         # The gradient of a score is its weight times (the gradient of the weight - their mean over the keys).
-        of_scores = (weights * (of_weights - of_queries(known.mean)[:, :, None])).astype(q.dtype)
-        added = (
-            _product("bkht,bktgs->bkhgs", lax.dynamic_slice_in_dim(k_BKhT, pair[1], grid.size, 3), of_scores),
-            _product("bktgs,bkgsh->bkth", of_scores, q_block),
-            _product("bktgs,bkgsh->bkth", weights.astype(v.dtype), grad_block),
-        )
-        starts = ((pair[0], 4), (pair[1], 2), (pair[1], 2))
-        return tuple(_add(x, part, *start) for x, part, start in zip(grads, added, starts, strict=True)), None
+        of_scores = (weights * (of_weights - mean_BKr[:, :, None])).astype(q.dtype)
+        of_q_BKhr = _product("bkht,bktr->bkhr", k_BKth.swapaxes(2, 3), of_scores)
+        of_q_BKhGs = of_q_BKhr.reshape(*of_q_BKhr.shape[:3], num_groups, grid.size)
+        of_k_BKth = _product("bktr,bkrh->bkth", of_scores, q_BKrh)
+        of_v_BKth = _product("bktr,bkrh->bkth", weights.astype(v.dtype), grad_BKrh)
+        of_q_BsHh = of_q_BKhGs.transpose(0, 4, 1, 3, 2).reshape(*q.shape[:1], grid.size, *q.shape[2:])
+        added = (of_q_BsHh, of_k_BKth.swapaxes(1, 2), of_v_BKth.swapaxes(1, 2))
+        starts = (pair[0], pair[1], pair[1])
+        return tuple(_add(x, part, start) for x, part, start in zip(grads, added, starts, strict=True)), None
 
-    of_q, *of_keys = grads
-    (of_q, *of_keys), _ = lax.scan(step, (jnp.moveaxis(of_q, -1, 2), *of_keys), _after(q, pairs))
-    return jnp.moveaxis(of_q, 2, -1), *of_keys
+    return _for_each(step, grads, q, pairs)
+
+
+def _for_each(step: Callable[[Any, jax.Array], tuple[Any, None]], carry: Any, q: jax.Array, pairs: Int[Array, "P 4"]):
+    """The carry after the pairs of a table, which needs no loop if it is short."""
+    if len(pairs) <= UNROLLED_PAIRS:
+        return lax.scan(step, carry, pairs, unroll=True)[0]
+    return lax.scan(step, carry, _after(q, pairs))[0]
 
 
 def _after(q: jax.Array, pairs: Int[Array, "P 4"]) -> Int[Array, "P 4"]:
@@ -203,21 +210,28 @@ def _visible(grid: BlockGrid, pair, met: Meeting) -> Bool[Array, "B s t"]:
 
 
 def masked_scores(
-    q: Float[Array, "B K G S h"], k: Float[Array, "B K t h"], visible: Bool[Array, "B S t"]
-) -> Float[Array, "B K G S t"]:
+    q: Float[Array, "B S H h"], k: Float[Array, "B t K h"], visible: Bool[Array, "B S t"]
+) -> Float[Array, "B H S t"]:
     """The scores of queries and keys; the lowest finite number where a query does not attend to a key."""
-    scores = _product("bkgsh,bkth->bkgst", q, k)
-    return jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
+    q_BHSh = q.swapaxes(1, 2)
+    k_BKth = k.swapaxes(1, 2)
+    scores = _product("bkrh,bkth->bkrt", _rows(q_BHSh, k_BKth), k_BKth).reshape(*q_BHSh.shape[:3], -1)
+    return jnp.where(visible[:, None], scores, jnp.finfo(scores.dtype).min)
+
+
+def _rows(x_BHs: Float[Array, "B H s *rest"], like: Float[Array, "B K t h"]) -> Float[Array, "B K r *rest"]:
+    """The rows of all query heads of each key head."""
+    return x_BHs.reshape(*like.shape[:2], -1, *x_BHs.shape[3:])
 
 
 def _product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(equation, left, right, preferred_element_type=wide_dtype(left.dtype))
 
 
-def _block(x: jax.Array, start: jax.Array, grid: BlockGrid) -> jax.Array:
-    return lax.dynamic_slice_in_dim(x, start, grid.size, x.ndim - 2)
+def _block(x: jax.Array, start: jax.Array, grid: BlockGrid, dim: int = 1) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, start, grid.size, dim)
 
 
-def _add(x: jax.Array, part: jax.Array, start: jax.Array, dim: int) -> jax.Array:
-    old = lax.dynamic_slice_in_dim(x, start, part.shape[dim], dim)
-    return lax.dynamic_update_slice_in_dim(x, old + part, start, dim)
+def _add(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+    old = lax.dynamic_slice_in_dim(x, start, part.shape[1], 1)
+    return lax.dynamic_update_slice_in_dim(x, old + part, start, 1)

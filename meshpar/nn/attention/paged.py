@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from meshpar.nn.attention.blocks import BLOCK_SIZE
 from meshpar.nn.attention.codes import Stored, decoded, encoded
 from meshpar.nn.attention.core import Core, Window, causal_window, local_key_heads
-from meshpar.nn.attention.online_softmax import Softmax, by_head, by_key_head, empty, masked_scores
+from meshpar.nn.attention.online_softmax import Softmax, empty, masked_scores
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel.context import constrain
 
@@ -78,8 +78,7 @@ class PagedLayer:
         pages = max(1, BLOCK_SIZE // page_size)  # of a block
         num_slots = pages * page_size
         tables_Bnm = _blocks(table, pages)
-        heads = local_key_heads(k, q).shape[2]
-        q_BKGSh = by_key_head(q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype), heads)
+        scaled = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
 
         def meet(block: Int[Array, ""], state: Softmax) -> Softmax:
             slots = block * num_slots + jnp.arange(num_slots, dtype=jnp.int32)
@@ -90,11 +89,10 @@ class PagedLayer:
             is_filled = slots <= positions[:, -1:]
             values = jnp.where(is_filled[..., None, None], values, jnp.zeros((), v.dtype))
             visible = causal_window(positions, slots, window)
-            return state.with_keys(masked_scores(q_BKGSh, keys.swapaxes(1, 2), visible), values.swapaxes(1, 2))
+            return state.with_keys(masked_scores(scaled, keys, visible), values)
 
         num_blocks = jnp.minimum(positions.max() // num_slots + 1, tables_Bnm.shape[1])
-        out_BKGSh = jax.lax.fori_loop(0, num_blocks, meet, empty(q_BKGSh)).result().astype(q.dtype)
-        return by_head(out_BKGSh), cache
+        return jax.lax.fori_loop(0, num_blocks, meet, empty(q)).result().astype(q.dtype), cache
 
     def _put(self, stored: Stored, new_BSKh: Float[Array, "B S K h"], positions_BS: Int[Array, "B S"]) -> Stored:
         page_size = _page_size(stored)

@@ -5,7 +5,7 @@ own. The keys travel round a ring, or every device gathers all of them first.
 
 Source: Liu et al. 2023, arXiv:2310.01889 (ring attention).
 
-Shapes: B batch, K kv_heads, G query heads for each of them, S tokens of a shard, h head_dim.
+Shapes: B batch, H heads, K kv_heads, S tokens of a shard, h head_dim.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshpar.collectives.permute import permute
 from meshpar.cost.flops import needed
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import BlockGrid
-from meshpar.nn.attention.online_softmax import Meeting, Tokens, add_gradients, backward_of, by_head, empty, extend
+from meshpar.nn.attention.online_softmax import Meeting, Tokens, add_gradients, backward_of, empty, extend
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.remat import named
 from meshpar.parallel.in_turn import after
@@ -180,9 +180,9 @@ class Shards:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
     shards: Shards,
-    q: Float[Array, "B K G S h"],
-    k: Float[Array, "B K S h"],
-    v: Float[Array, "B K S h"],
+    q: Float[Array, "B S H h"],
+    k: Float[Array, "B S K h"],
+    v: Float[Array, "B S K h"],
     segments: Int[Array, "B S"],
     window: Int[Array, ""] | None,
 ) -> Float[Array, "B S H h"]:
@@ -215,7 +215,7 @@ def _attend_forward(shards: Shards, q, k, v, segments, window):
 
     with needed(shards.tables.needed):
         state, _ = shards.meet(visit, empty(q), (k, v, segments))
-    out = named(by_head(state.result().astype(v.dtype)), "attn")
+    out = named(state.result().astype(v.dtype), "attn")
     return out, (q, k, v, segments, window, out, named(state.log_mass(), "log_mass"))
 
 
