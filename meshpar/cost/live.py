@@ -8,7 +8,8 @@ of one iteration is none. XLA copies the initial carry of a loop, and the arrays
 
 What a conditional changes for the next iteration of a loop is copied back to the loop's array. XLA:GPU does that at the
 end of the iteration, or at once: then both are held while other conditionals read the changed array. It compares the
-peaks of both orders, and takes the second if they are equal (see `_peak`).
+peaks of both orders by its own estimate. Where they differ by a few percent here, the second counts, which holds more
+(see `_peak`).
 
 Before its first loop, a program fills the arrays in which later loops collect slices, and it stores in another order
 the parameters that are gathered along a later dim. Compilers choose the order of operations, so this is an estimate;
@@ -31,6 +32,11 @@ _IN_PLACE = ELEMENTWISE | VIEWS | {"dynamic_update_slice", "optimization_barrier
 """Operations whose results may overwrite an operand that no later operation reads."""
 _SLICES = {"convert_element_type", "copy", "dynamic_slice", "name", "pvary", "reshape", "slice", "squeeze", "transpose"}
 """Operations whose results are their operand, or a slice of it."""
+
+
+NEARLY_EQUAL = 1.07
+"""The ratio of two peaks up to which XLA's estimate may order them otherwise. For 26 pipelines compiled for H100s, it
+took the order of the larger peak up to a ratio of 1.065, and never above."""
 
 
 def peak_bytes(program: ClosedJaxpr) -> int:
@@ -90,7 +96,8 @@ def _peak(jaxpr: Jaxpr, owned: Collection[int] = (), filled: bool = False, branc
     body = _Body(jaxpr, owned, filled, branch)
     # XLA's count has the results of a conditional beside those of its branch. In the order with early copies all that a
     # loop does not need is done before the loop, also filling the results of later ones: there that order holds more.
-    is_early = not filled and body.peak(early=True, beside=True) <= body.peak(early=False, beside=True)
+    early = body.peak(early=True, beside=True)
+    is_early = not filled and early <= NEARLY_EQUAL * body.peak(early=False, beside=True)
     return body.peak(early=is_early)
 
 
