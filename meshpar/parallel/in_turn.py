@@ -1,10 +1,10 @@
-"""Conditions that wait for a result, so that XLA:CPU runs the collectives of conditionals in one order.
+"""Numbers that wait for a result, so that XLA:CPU runs the collectives of conditionals and loops in one order.
 
 XLA:CPU begins the collectives of a program in the same order on every device. But a conditional counts as begun while
-its branch still computes what its collectives send. A later collective that needs no result of the branch may then run
-first, on some devices only. Equal collectives are told apart by their order alone, so devices wait for each other
-forever, or mix up their data. If the later one is in a conditional, too, and its condition is computed from a result of
-the earlier one, it waits. Other backends run collectives in the program's order.
+its branch still computes what its collectives send, and a loop while it runs. A later collective that needs no result
+of it may then run first, on some devices only. Equal collectives are told apart by their order alone, so devices wait
+for each other forever, or mix up their data. A later collective waits if what it sends is computed from a result of the
+earlier one; in a conditional, if the condition is. Other backends run collectives in the program's order.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from meshpar.parallel.context import manual, platform
 
 
 def after(number: jax.Array, results: Any) -> jax.Array:
-    """`number`, int32[], which on CPUs is known only when the first of `results` is, in the manual lowering.
+    """`number`, integers of any shape, which on CPUs is known only when the first of `results` is.
 
-    No compiler can know that the minimum is 0.
+    Only the manual lowering makes it wait. No compiler can know that the minimum is 0.
     """
     leaves = jax.tree.leaves(results)
     if manual() is None or platform() != "cpu" or not leaves:

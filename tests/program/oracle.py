@@ -141,7 +141,8 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
 def _shared_rows(run: Prepared, tokens: int, widths: Widths) -> Fraction:
     """The bytes that attention sends over the axes that share a row, forward and backward, without windows.
 
-    The forward's segments are the same in all layers, so JAX moves their communication out of the loop over layers.
+    Segments travel with the keys. Those that devices gather for exchanged heads are the same in all layers, so JAX
+    moves that communication out of the loop over layers.
     """
     model = run.run.model
     ctx = run.ctx
@@ -151,13 +152,11 @@ def _shared_rows(run: Prepared, tokens: int, widths: Widths) -> Fraction:
     k = n // g  # shards whose keys meet
     of_head = tokens * model.head_size
     keys = 2 * model.kv_heads // ctx.shards("kv_heads") * of_head
-    again = model.num_layers * (
-        1 + (model.remat.policy == "full" and not model.remat.save)
-    )  # passes of layers that send as the forward does
-    passes = model.num_layers + again
+    is_repeated = model.remat.policy == "full" and not model.remat.save
+    passes = model.num_layers * (2 + is_repeated)  # of layers that send as the forward does
     exchanged = (2 * model.num_heads // ctx.shards("heads") * of_head + keys) * widths.compute
     sent = passes * share(g, exchanged) + (g - 1) * 4 * tokens
-    sent += passes * (k - 1) * keys * widths.compute + (again + 1) * (k - 1) * 4 * g * tokens
+    sent += passes * (k - 1) * (keys * widths.compute + 4 * g * tokens)
     # The gradients of the keys are scattered, or travel once round the ring.
     hops = k if context.kind in ("ring", "hybrid") else k - 1
     return sent + model.num_layers * hops * keys * widths.sums

@@ -121,6 +121,16 @@ class Shards:
             return visit(0, [0], carry, keys)
         return self._gather(visit, carry, keys) if self.gathers else self._travel(visit, carry, keys)
 
+    def sent_after(self, x: jax.Array, segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
+        """The documents of this shard's tokens, which are sent only when x is known.
+
+        They depend on no layer. JAX would send them round the ring in a loop of its own, before the layers, and XLA:CPU
+        would start other messages while that loop runs, see `in_turn`.
+        """
+        if not self.tables.hops:
+            return segments
+        return after(lax.optimization_barrier((segments, x))[0], x)
+
     def _gather(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
         gathered = jax.tree.map(lambda x: lax.all_gather(x, self.axes, axis_index_groups=self._groups), keys)
 
@@ -214,7 +224,7 @@ def _attend_forward(shards: Shards, q, k, v, segments, window):
         return shards.run(hop, hops, queries, theirs, run, state), ()
 
     with needed(shards.tables.needed):
-        state, _ = shards.meet(visit, empty(q), (k, v, segments))
+        state, _ = shards.meet(visit, empty(q), (k, v, shards.sent_after(q, segments)))
     out = named(state.result().astype(v.dtype), "attn")
     return out, (q, k, v, segments, window, out, named(state.log_mass(), "log_mass"))
 
@@ -242,7 +252,7 @@ def _attend_backward(shards: Shards, saved, grad):
         return of_q, tuple(added)
 
     with needed(shards.tables.needed):
-        of_q, added = shards.meet(visit, zeros(q), (k, v, segments))
+        of_q, added = shards.meet(visit, zeros(q), (k, v, shards.sent_after(grad, segments)))
     grads = (of_q, *added)
     return *(x.astype(like.dtype) for x, like in zip(grads, (q, k, v), strict=True)), None, None
 
