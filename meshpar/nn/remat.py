@@ -56,7 +56,7 @@ class Remat(Config):
     shorthand_is_whole: ClassVar = True
     policy: Literal["none", "dots", "dots_no_batch", "full"] = "full"
     """Which activations outside `save` and `offload` are recomputed: none, all but matmuls, all but weight matmuls, or
-    all."""
+    all. Norms and activation functions may be recomputed with `none` too, since that costs less than memory."""
     save: tuple[Activation, ...] = ()
     """Activations that are saved, on the device."""
     offload: tuple[Activation, ...] = ()

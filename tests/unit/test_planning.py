@@ -147,8 +147,9 @@ def ticks(first: int, second: int, reads: bool, collects: bool, x):
     ("first", "second", "collects", "rows"),
     [
         (400, 100, False, 100),  # the first conditional decides the peak: its array is copied before the second one
+        (400, 220, False, 220),  # that order holds 5 % more, which XLA may not see: see `live.NEARLY_EQUAL`
         # Controls: copied at the end, since the copy would add to the peak, or since another order holds less.
-        (400, 300, False, 0),
+        (400, 240, False, 0),
         (400, 100, True, 0),
     ],
 )
