@@ -5,8 +5,8 @@
 
 `step` compares process CPU seconds with two hand-written programs, in each layout of eight simulated devices, and on
 one: the fastest that we can write (`byhand/`), and the usual one (`handwritten.py`, a scan over layers). Ratios compare
-medians of interleaved runs in one process. Simulated devices share the cores of one machine, so the ratios show that
-the programs do the same work, not how fast they would be on real devices.
+medians of interleaved rounds in three processes; in a round each program runs for a second. Simulated devices share the
+cores of one machine, so the ratios show that the programs do the same work, not how fast they would be on real devices.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measures", nargs="*", help="default: all")
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of steps")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of steps, shared by three processes")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     results: dict[str, Any] = {}

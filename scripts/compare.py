@@ -18,6 +18,8 @@ ROWS = 2
 """Rows of 256 tokens per device."""
 NUM_MICROBATCHES = 8
 PIPELINE = f"parallel.pipeline={{kind: 1f1b, num_microbatches: {NUM_MICROBATCHES}}}"
+ROUND_S = 1.0
+"""How long a program runs in a round: a single step of 0.1 s is at the mercy of what else the machine does."""
 TOLERANCE = 1e-4
 """The largest relative difference of a hand-written step's losses from meshpar's, for the same parameters."""
 
@@ -67,8 +69,8 @@ LAYOUTS = {
 }
 
 
-def compare(name: str, num_rounds: int) -> dict[str, Any]:
-    """Medians of process CPU and wall seconds of a step, after a check that the hand-written one computes the same."""
+def compare(name: str, num_rounds: int) -> list[dict[str, list[float]]]:
+    """Times rounds of steps, see `interleaved`, after a check that the hand-written step computes the same."""
     layout = LAYOUTS[name]
     run = prepared(layout, ROWS * layout.num_devices)
     batch = _with_documents(run.run.data.train(run.run.seed)[0])
@@ -76,26 +78,48 @@ def compare(name: str, num_rounds: int) -> dict[str, Any]:
     _check_equal(name, [programs["meshpar"]() for _ in range(3)], [programs["by hand"]() for _ in range(3)])
     if "scan" in programs:
         programs["scan"]()
-    return interleaved(programs, num_rounds) | {"scan_limit": layout.scan_limit}
+    return interleaved(programs, num_rounds)
 
 
-def interleaved(programs: dict[str, Callable[[], float]], num_rounds: int) -> dict[str, dict[str, float]]:
-    """Medians of process CPU and wall seconds of each program, which are run in turn."""
-    cpu_s: dict[str, list[float]] = {program: [] for program in programs}
-    wall_s: dict[str, list[float]] = {program: [] for program in programs}
+def interleaved(programs: dict[str, Callable[[], float]], num_rounds: int) -> list[dict[str, list[float]]]:
+    """Program -> [process CPU, wall] seconds of a step, for each round. The programs run in turn."""
     orders = list(itertools.permutations(programs))
-    for i in range(num_rounds):
-        # A program's time depends on the pages and caches that the previous one left: each follows each of the others.
-        for program in orders[i % len(orders)]:
-            step = programs[program]
-            cpu = time.process_time()
-            wall = time.perf_counter()
-            step()
-            cpu_s[program].append(time.process_time() - cpu)
-            wall_s[program].append(time.perf_counter() - wall)
-    cpu_medians = {program: statistics.median(times) for program, times in cpu_s.items()}
-    wall_medians = {program: statistics.median(times) for program, times in wall_s.items()}
-    return {"cpu_s": cpu_medians, "wall_s": wall_medians}
+    # A program's time depends on the pages and caches that the previous one left: each follows each of the others.
+    return [
+        {program: _seconds_of_a_step(programs[program]) for program in orders[i % len(orders)]}
+        for i in range(num_rounds)
+    ]
+
+
+def medians(rounds: list[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """Program -> medians of process CPU and wall seconds of a step, see `interleaved`."""
+    return {
+        unit: {program: statistics.median(times[program][i] for times in rounds) for program in rounds[0]}
+        for i, unit in enumerate(("cpu_s", "wall_s"))
+    }
+
+
+def _seconds_of_a_step(step: Callable[[], float]) -> list[float]:
+    """CPU and wall seconds: the mean of consecutive steps, as in training, for `ROUND_S`."""
+    cpu = time.process_time()
+    start = time.perf_counter()
+    wall = 0.0
+    num_steps = 0
+    while wall < ROUND_S:
+        step()
+        num_steps += 1
+        wall = time.perf_counter() - start
+    return [(_cpu_seconds_when_idle() - cpu) / num_steps, wall / num_steps]
+
+
+def _cpu_seconds_when_idle() -> float:
+    """The process's CPU seconds once no thread is busy: XLA frees a step's memory after its result is ready."""
+    while True:
+        before = time.process_time()
+        time.sleep(0.005)
+        after = time.process_time()
+        if after - before < 0.001:
+            return after
 
 
 def prepared(layout: Layout, num_rows: int, *changes: str) -> Any:

@@ -37,7 +37,7 @@ def ratios(name: str, num_rows: int, seq_len: int, num_rounds: int = 9) -> dict[
         programs[kind] = _stepping(run, step)
         temporaries[kind] = step.compiled.memory_analysis().temp_size_in_bytes
         programs[kind]()
-    measured = compare.interleaved(programs, num_rounds)
+    measured = compare.medians(compare.interleaved(programs, num_rounds))
     return {
         "cpu": measured["cpu_s"]["blocks"] / measured["cpu_s"]["reference"],
         "wall": measured["wall_s"]["blocks"] / measured["wall_s"]["reference"],
