@@ -54,7 +54,10 @@ try:
         else:
             piped = {{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}}
             background.append(subprocess.Popen(shlex.split(code), env=shell, **piped))
-            print(*(background[-1].stdout.readline() for _ in range(num_lines)), sep="", end="")
+            lines = [background[-1].stdout.readline() for _ in range(num_lines)]
+            print(*lines, sep="", end="")
+            if "" in lines:  # it closed its output, so it is about to end
+                background[-1].wait(60)
         print({END!r}, flush=True)
 finally:
     for process in background:

@@ -72,7 +72,8 @@ WRONG = {
         r"ended with \[-15\]",
     ),
     "in the background, that ends early": (
-        "<!-- in the background -->\n```sh\necho a\n```\n```text\na\nb\n```\n", "but prints\n *a"
+        "<!-- in the background -->\n```sh\nbash -c 'echo a; exec >&- 2>&-; sleep 0.1'\n```\n```text\na\nb\n```\n",
+        "but prints\n *a",
     ),
     "not closed": ("```python\n1 / 0\n", "a fence that is indented"),
 }  # fmt: skip
