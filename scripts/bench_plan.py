@@ -1,16 +1,18 @@
 """Compares the planner's estimates with measured steps on simulated devices, for three small models.
 
     meshpar calibrate here.yaml
-    python scripts/bench_plan.py here.yaml [wide|deep|vocabulary ...] [--layouts 40] [--rounds 5] [--times FOLDER]
+    python scripts/bench_plan.py here.yaml [wide|deep|vocabulary ...] [--layouts 40] [--rounds 20] [--processes 2]
+                                 [--times FOLDER]
 
 For each model a random sample of all layouts that fit, and the plan's own choice, are compiled and timed in turn.
 It prints the rank correlation (Spearman) of estimates and measured times, and the measured time of the layout that
 the estimates put first over that of the fastest: once for the whole cost model, once for each control, a cost model
 that overlooks a term. A time is that of the second of two steps: the first one pays for the memory that other programs
-used. It is the process's CPU seconds over cores, as in the calibration. If each device has a core of its own
-(`meshpar calibrate here.yaml --devices 2`) it is the wall time, which bubbles of a pipeline make longer: then nothing
-else may run on the machine. With --times, measured times are written to FOLDER after every round, and read from there
-by later calls, so that a changed cost model is compared with the same measurements.
+used. Every layout is compiled in two processes, and its time is the mean of theirs, since the same program takes up to
+a fifth longer in one process than in another. It is the process's CPU seconds over cores, as in the calibration. If
+each device has a core of its own (`meshpar calibrate here.yaml --devices 2`) it is the wall time, which bubbles of a
+pipeline make longer: then nothing else may run on the machine. With --times, measured times are written to FOLDER, and
+read from there by later calls, so that a changed cost model is compared with the same measurements.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -34,6 +36,7 @@ import numpy as np
 
 import meshpar
 from compare import stepping
+from meshpar.cost.touched import TRANSPOSE
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
 from meshpar.planning import search
@@ -57,6 +60,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="default: all")
     parser.add_argument("--layouts", type=int, default=40, help="how many are timed")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--processes", type=int, default=2, help="in how many processes each layout is timed")
     parser.add_argument("--times", type=Path, help="a folder of measured times, as JSON")
     arguments = parser.parse_args()
     machine = read(arguments.target)
@@ -65,13 +69,14 @@ def main() -> None:
     for name in arguments.models or MODELS:
         chosen = sample(run_of(name), machine, str(arguments.target), arguments.layouts)
         path = arguments.times / f"{name}.json" if arguments.times else None
-        known = json.loads(path.read_text()) if path and path.exists() else {}
-        missing = [one.layout for one in chosen if str(one.layout) not in known]
-        for found in timed(name, machine, missing, arguments.rounds):
-            known |= found
+        known: dict[str, list[float]] = json.loads(path.read_text()) if path and path.exists() else {}
+        for process in range(arguments.processes):
+            missing = [one.layout for one in chosen if len(known.get(str(one.layout), ())) <= process]
+            for layout, seconds in timed(name, machine, missing, arguments.rounds).items():
+                known.setdefault(layout, []).append(seconds)
             if path:
                 path.write_text(json.dumps(known, indent=2))
-        measured = [known[str(one.layout)] for one in chosen]
+        measured = [statistics.mean(known[str(one.layout)]) for one in chosen]
         for cost_model, changed in cost_models(machine).items():
             works = [replace(one.work, idle=1.0) if cost_model == "no bubbles" else one.work for one in chosen]
             estimated = [work.on(changed).total_s for work in works]
@@ -91,6 +96,7 @@ def cost_models(machine: MeasuredMachine) -> dict[str, MeasuredMachine]:
         return (Point(size=last.size * 1e-9, seconds=last.seconds * 1e-9), last)
 
     functions = [FunctionTime(name=one.name, seconds=1e-15) for one in machine.functions]
+    others = [one for one in machine.functions if one.name != TRANSPOSE]
     collectives = [{**dict(one), "times": proportional(one.times)} for one in machine.collectives]
     no_latency = {
         "products": proportional(machine.products),
@@ -102,6 +108,7 @@ def cost_models(machine: MeasuredMachine) -> dict[str, MeasuredMachine]:
         "no latency": no_latency,
         "no latency of collectives": {"collectives": collectives},
         "no functions": {"functions": functions},
+        "no transpositions": {"functions": [*others, FunctionTime(name=TRANSPOSE, seconds=1e-15)]},
         "no new memory": {"new_memory": [Point(size=1, seconds=1e-15)]},
         "no bubbles": {},
     }
@@ -130,8 +137,8 @@ def sample(run: Run, machine: MeasuredMachine, target: str, num_layouts: int) ->
     return [chosen, *islice(filter(None, traced), num_layouts - 1)]
 
 
-def timed(name: str, machine: MeasuredMachine, chosen: Sequence[Layout], num_rounds: int) -> Iterator[dict[str, float]]:
-    """Seconds of a step in each layout, after each round: the median of the rounds so far, in which layouts take turns.
+def timed(name: str, machine: MeasuredMachine, chosen: Sequence[Layout], num_rounds: int) -> dict[str, float]:
+    """Seconds of a step in each layout: the median of the rounds, in which layouts take turns.
 
     Several processes hold a few of the programs each, two of which compile at once.
     """
@@ -154,9 +161,9 @@ def timed(name: str, machine: MeasuredMachine, chosen: Sequence[Layout], num_rou
             worker = workers[index // PER_PROCESS]
             worker.send(index % PER_PROCESS)
             found[str(layout)].append(worker.recv())
-        yield {layout: statistics.median(times) for layout, times in found.items()}
     for worker in workers:
         worker.send(None)
+    return {layout: statistics.median(times) for layout, times in found.items() if times}
 
 
 def work(requests: Connection, name: str, machine: MeasuredMachine, chosen: Sequence[Layout]) -> None:

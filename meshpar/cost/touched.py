@@ -2,6 +2,10 @@
 
 Matrix products, convolutions and collectives are left out: `cost.flops` and `cost.traced` count those. Operations
 that compilers fuse count as one operation, which reads its arrays and writes its result, see `cost.flat`.
+
+XLA gathers and scatters along the first dim in memory. So what is gathered or scattered along its last dim is
+transposed before and after, which counts as a function of its elements. Other transpositions count nothing: products
+read any order.
 """
 
 from __future__ import annotations
@@ -22,6 +26,14 @@ _PARTS = {"dynamic_slice": None, "gather": None, "dynamic_update_slice": 1, "sca
 """Operations that touch only a part of their first operand -> the operand of that size; None for the result."""
 _SCALARS = 128
 """Operations that touch at most this many bytes compute indices and counters, which cost nothing next to arrays."""
+_DIM_PARAMS = {
+    "all_gather": "all_gather_dimension",
+    "all_gather_invariant": "all_gather_dimension",
+    "reduce_scatter": "scatter_dimension",
+}
+"""Collectives along a dim -> the parameter that says which one."""
+TRANSPOSE = "transpose"
+"""The name under which transposed elements count among the functions."""
 
 
 @dataclass(frozen=True, order=True)
@@ -30,7 +42,8 @@ class Touch:
 
     Args:
       num_bytes: the bytes that it reads and writes.
-      functions: (name, number of elements) of every function that it computes, such as exp, see `flat.EXPENSIVE`.
+      functions: (name, number of elements) of every function that it computes, such as exp, see `flat.EXPENSIVE`, and
+        of `TRANSPOSE`.
     """
 
     num_bytes: int
@@ -75,6 +88,7 @@ def functions_outside(program: ClosedJaxpr) -> Counter[str]:
 
 def _add(jaxpr: Jaxpr, times: Fraction, found: Counts, mean: bool) -> None:
     flat = Flat(jaxpr)
+    moved = {value for one in flat.operations if one.name in _DIM_PARAMS for value in [*one.reads, *one.writes]}
     reads: dict[int, set[int]] = {}  # recomputed value -> the arrays from which it is computed
     computes: dict[int, Counter[str]] = {}  # recomputed value -> the elements of the functions that compute it
     for operation in flat.operations:
@@ -84,6 +98,8 @@ def _add(jaxpr: Jaxpr, times: Fraction, found: Counts, mean: bool) -> None:
             for inside, repeat in zip(operation.inside, each, strict=True):
                 _add(inside, times * (1 if repeat is None else repeat), found, mean)
             continue
+        if transposed := _transposed(operation, moved):
+            found[Touch(0, ((TRANSPOSE, transposed),))] += times
         arrays = set().union(*(reads.get(value, {value}) for value in operation.reads))
         pending = [computes[value] for value in {*operation.reads} & computes.keys()]
         functions = sum(pending, Counter[str]())
@@ -100,6 +116,22 @@ def _add(jaxpr: Jaxpr, times: Fraction, found: Counts, mean: bool) -> None:
             size = _touched(operation, arrays, flat)
             if size > _SCALARS:
                 found[Touch(size, tuple(sorted(functions.items())))] += times
+
+
+def _transposed(operation: Operation, moved: set[int]) -> int:
+    """The elements that are transposed in memory for a collective, by itself or by a transposition beside it.
+
+    Args:
+      moved: values that collectives along a dim read or write.
+    """
+    equation = operation.equation
+    if operation.name in _DIM_PARAMS:
+        around = 0 < equation.params[_DIM_PARAMS[operation.name]] == equation.outvars[0].aval.ndim - 1
+        return sum(var.aval.size for var in [*equation.invars, *equation.outvars]) if around else 0
+    if operation.name == "transpose" and not moved.isdisjoint([*operation.reads, *operation.writes]):
+        order = equation.params["permutation"]
+        return equation.outvars[0].aval.size if order[-1] != len(order) - 1 else 0
+    return 0
 
 
 def _touched(operation: Operation, arrays: set[int], flat: Flat) -> int:

@@ -98,10 +98,10 @@ def traced_collectives(program: ClosedJaxpr, float_bytes: int = 1) -> list[Colle
     return [one for visit in visits for one in _collectives(visit, float_bytes)]
 
 
-def gathers(before: Iterable[Placement], after: Iterable[Placement], float_bytes: int = 1) -> list[Collective]:
-    """The all-gathers with which GSPMD moves arrays to placements that are sharded over fewer axes."""
+def gathers(moves: Iterable[tuple[Placement, Placement]], float_bytes: int = 1) -> list[Collective]:
+    """The all-gathers with which GSPMD moves arrays from one placement to another one, sharded over fewer axes."""
     found = []
-    for old, new in zip(before, after, strict=True):
+    for old, new in moves:
         dropped = {axis for axes in old.axes for axis in axes} - {axis for axes in new.axes for axis in axes}
         axes = tuple(axis for axis in AXES if axis in dropped)
         if axes:

@@ -114,9 +114,7 @@ class Prepared(Training):
         return traced_collectives(step, self._float_bytes) + self._zero1_gathers()
 
     def _zero1_gathers(self) -> list[Collective]:
-        updated = jax.tree.leaves(self.placement.trained)
-        stored = jax.tree.leaves(without(self.placement.params, self.placement.frozen))
-        return gathers(updated, stored, self._float_bytes)
+        return gathers(self.placement.updated, self._float_bytes)
 
     @property
     def _float_bytes(self) -> int:

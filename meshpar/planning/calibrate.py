@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from meshpar.cost.touched import TRANSPOSE
 from meshpar.planning.measured import KINDS, CollectiveTimes, FunctionTime, Kind, MeasuredMachine, Point, group_sizes
 
 GROUPS = "groups"
@@ -44,6 +45,8 @@ RUNS_BEFORE = 4
 """How often a program runs before the C library keeps all memory that it will keep."""
 FUNCTION_FLOATS = 2**14
 """Elements of which functions are computed."""
+TRANSPOSED_SIDE = 512
+"""Rows and columns of the matrix that is transposed: more than a core's cache holds beside those of other devices."""
 LEAST_S = 1e-9
 """The least time that is written, for differences that are smaller than their noise."""
 FUNCTIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
@@ -79,17 +82,15 @@ def calibrate(
     devices = jax.devices()
     platform: Any = devices[0].platform
     clock = _cpu_s if platform == "cpu" else time.perf_counter
-    alone = _mesh(1)
     sums = {(2.0 * size, n): _streaming(size // 4, count=n) for size in sizes for n in (1, _several(size))}
     elementwise, loop_s = _differences(sums, num_rounds, clock)
     chains = {
-        (2.0 * side**3, n): _program(partial(_products, count=n), alone, side * side)
+        (2.0 * side**3, n): _program(partial(_products, count=n), _mesh(1), side * side)
         for side in sides
         for n in (1, _several(8 * side * side))
     }
     products, _ = _differences(chains, num_rounds, clock)
     times = partial(_times, num_rounds=num_rounds, clock=clock, loop_s=loop_s)
-    functions = {name: _program(function, alone, FUNCTION_FLOATS) for name, function in FUNCTIONS.items()}
     collectives: list[CollectiveTimes] = []
     for group_size in group_sizes(len(devices)):
         mesh = _mesh(group_size)
@@ -107,7 +108,10 @@ def calibrate(
         shares_cores=platform == "cpu" and len(devices) > _num_cores(),
         products=products,
         elementwise=elementwise,
-        functions=_function_times(functions, num_rounds, clock),
+        functions=(
+            *_function_times(FUNCTIONS, FUNCTION_FLOATS, num_rounds, clock),
+            *_function_times({TRANSPOSE: _transposed}, TRANSPOSED_SIDE**2, num_rounds, clock),
+        ),
         new_memory=_new_memory(memory_sizes, num_rounds, clock),
         collectives=tuple(collectives),
     )
@@ -178,13 +182,17 @@ def _times(
 
 
 def _function_times(
-    programs: Mapping[str, Program], num_rounds: int, clock: Callable[[], float]
+    functions: Mapping[str, Callable[[jax.Array], jax.Array]],
+    num_floats: int,
+    num_rounds: int,
+    clock: Callable[[], float],
 ) -> tuple[FunctionTime, ...]:
     """Seconds of a function of one element, beyond those of a sum."""
-    plain = _program(_scaled, _mesh(1), FUNCTION_FLOATS)
-    medians = _medians({"": plain, **programs}, num_rounds, clock)
+    alone = _mesh(1)
+    programs = {name: _program(function, alone, num_floats) for name, function in functions.items()}
+    medians = _medians({"": _program(_scaled, alone, num_floats), **programs}, num_rounds, clock)
     least = medians[""] / 10
-    each = {name: max(medians[name] - medians[""], least) / REPEATS / FUNCTION_FLOATS for name in programs}
+    each = {name: max(medians[name] - medians[""], least) / REPEATS / num_floats for name in programs}
     return tuple(FunctionTime.model_validate({"name": name, "seconds": seconds}) for name, seconds in each.items())
 
 
@@ -289,6 +297,11 @@ def _products(x: jax.Array, count: int) -> jax.Array:
     for _ in range(count):
         square = square @ square * (1 / side)
     return square.reshape(-1)
+
+
+def _transposed(x: jax.Array) -> jax.Array:
+    side = round(x.size**0.5)
+    return _scaled(lax.optimization_barrier(x.reshape(side, side).T).reshape(-1))
 
 
 def _scaled(x: jax.Array) -> jax.Array:

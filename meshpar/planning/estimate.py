@@ -15,6 +15,7 @@ says how long it is idle while others work. Simulated devices share cores: nothi
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from jax.extend.core import ClosedJaxpr
 
 from meshpar.cost.flops import traced_products
 from meshpar.cost.live import peak_bytes
-from meshpar.cost.touched import Touch, functions_outside, touched_bytes
+from meshpar.cost.touched import TRANSPOSE, Touch, functions_outside, touched_bytes
 from meshpar.cost.traced import Collective
 from meshpar.experiment.prepare import Prepared
 from meshpar.inspection.inspect import axes_name
@@ -288,6 +289,8 @@ def operations(step: ClosedJaxpr, prepared: Prepared, mean: bool = False) -> Ope
     if step is prepared.countable_step:
         updated, num_arrays = _update(step, prepared)
         touched[updated] = touched.get(updated, 0.0) + num_arrays
+        if transposed := _transposed(prepared):
+            touched[Touch(0, ((TRANSPOSE, transposed),))] = 1.0
     return Operations(products, touched)
 
 
@@ -304,6 +307,15 @@ def _update(step: ClosedJaxpr, prepared: Prepared) -> tuple[Touch, int]:
     share = sum(one.local_bytes for one in sharded) / sum(one.spec.num_bytes for one in sharded)
     each = {name: round(count * share / num_arrays) for name, count in functions_outside(step).items()}
     return Touch(num_bytes // num_arrays, tuple(sorted(each.items()))), num_arrays
+
+
+def _transposed(prepared: Prepared) -> int:
+    """The elements that ZeRO-1's gathers transpose: those of parameters that it updates in shards of their last dim."""
+    found = 0
+    for updated, stored in prepared.placement.updated:
+        if len(updated.axes) > 1 and updated.axes[-1] != stored.axes[-1]:
+            found += math.prod(updated.local_shape) + math.prod(stored.local_shape)
+    return found
 
 
 def carries_activations(one: Collective, prepared: Prepared) -> bool:

@@ -12,7 +12,7 @@ import pydantic
 
 from meshpar.config import Config, Positive, load
 from meshpar.cost.flat import EXPENSIVE
-from meshpar.cost.touched import Touch
+from meshpar.cost.touched import TRANSPOSE, Touch
 from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError, Problems
 from meshpar.planning.machine import Figure, Sizes
@@ -70,7 +70,7 @@ class MeasuredMachine(Config):
     elementwise: Annotated[tuple[Point, ...], pydantic.Field(min_length=1)]
     """Bytes that a sum or a product of elements reads and writes -> seconds."""
     functions: tuple[FunctionTime, ...]
-    """Times of functions of elements, such as exp."""
+    """Times of functions of elements, such as exp, and of transposing an element in memory."""
     new_memory: Annotated[tuple[Point, ...], pydantic.Field(min_length=1)]
     """Bytes that a program takes from the system -> seconds, beyond those of writing them. CPUs clear each page."""
     collectives: tuple[CollectiveTimes, ...]
@@ -146,7 +146,7 @@ class MeasuredMachine(Config):
           ConfigError: lists every time that is missing.
         """
         problems = Problems()
-        for function in sorted(EXPENSIVE - self._function_s.keys()):
+        for function in sorted({*EXPENSIVE, TRANSPOSE} - self._function_s.keys()):
             problems.add(f"functions: {function}", "has no time", "measure it: meshpar calibrate FILE")
         for size in group_sizes(self.num_devices):
             for kind in KINDS:

@@ -83,6 +83,12 @@ class StatePlacement:
         return without(self.sharded, self.frozen)
 
     @property
+    def updated(self) -> list[tuple[Placement, Placement]]:
+        """Each trained parameter, (as it is updated, as it is stored): under ZeRO-1 the one is a shard of the other."""
+        stored = without(self.params, self.frozen)
+        return list(zip(jax.tree.leaves(self.trained), jax.tree.leaves(stored), strict=True))
+
+    @property
     def structs(self) -> TrainState:
         """The state as `ShapeDtypeStruct`s with shardings, for compile, init and restore."""
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole(self.mesh))

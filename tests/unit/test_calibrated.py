@@ -11,7 +11,7 @@ import pytest
 import meshpar
 from meshpar.config import to_yaml
 from meshpar.cost.flat import EXPENSIVE
-from meshpar.cost.touched import Touch, functions_outside, touched_bytes
+from meshpar.cost.touched import TRANSPOSE, Touch, functions_outside, touched_bytes
 from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError
 from meshpar.mesh.hardware import Link, Links
@@ -45,7 +45,7 @@ def machine(num_devices=2, sizes=(2,), **changes):
         "platform": "cpu",
         "shares_cores": True,
     }
-    functions = [FunctionTime(name=name, seconds=1e-7) for name in EXPENSIVE]
+    functions = [FunctionTime(name=name, seconds=1e-7) for name in {*EXPENSIVE, TRANSPOSE}]
     operations = {"products": points(1e-4), "elementwise": points(1e-5), "functions": functions}
     return MeasuredMachine(**known | operations | {"collectives": tables, "new_memory": points(1e-6)} | changes)
 
@@ -73,6 +73,40 @@ W = jnp.ones((8, 8), jnp.float32)  # 256 bytes
 )
 def test_operations_touch_what_they_read_and_write(fn, expected):
     assert touched_bytes(region(fn)(X)) == expected
+
+
+def transposed(touched):
+    return sum(times * dict(one.functions).get(TRANSPOSE, 0) for one, times in touched.items())
+
+
+@pytest.mark.parametrize(
+    ("fn", "elements"),
+    [
+        (lambda x: jax.lax.all_gather(x, "data", axis=1, tiled=True), 64 + 128),  # before and after it
+        (lambda x: jax.lax.psum_scatter(x, "data", scatter_dimension=1, tiled=True), 64 + 32),
+        (lambda x: jax.lax.all_gather(x.T, "data", tiled=True).T, 64 + 128),  # as ZeRO-2 and ZeRO-3 do
+        # Controls: the first dim in memory, a dim whose elements are rows, and a product, which reads any order.
+        (lambda x: jax.lax.all_gather(x, "data", tiled=True), 0),
+        (lambda x: jax.lax.all_gather(x.reshape(2, 4, 8), "data", axis=1, tiled=True), 0),
+        (lambda x: x @ x.T, 0),
+    ],
+)
+def test_what_a_collective_moves_along_the_last_dim_is_transposed(fn, elements):
+    assert transposed(touched_bytes(region(fn)(X))) == elements
+
+
+@pytest.mark.parametrize(
+    ("sharding", "in_layers", "others"),
+    [("zero1", 2, 2), ("zero2", 2, 2), ("fsdp", 3, 2)],  # ZeRO-3 gathers layers again in the backward
+)
+def test_zero_transposes_the_parameters_that_it_stores_along_their_last_dim(sharding, in_layers, others):
+    """Each collective transposes what it reads and what it writes: a half and a whole parameter."""
+    traced = trace(RUN, Layout((("fsdp", 2),), sharding=sharding, remat="none"), machine())
+    assert traced
+    layer, embedding = 32 * 32 + 64 * 32, 288 * 32  # the output projections of attention and MLP
+    scales = 4 * 2 * 32 if sharding == "zero1" else 0  # its gathers are of all layers at once, so of matrices
+    expected = 1.5 * (in_layers * 4 * layer + scales + others * embedding)
+    assert transposed(traced.work.computes.touched) == expected
 
 
 def test_functions_of_the_update_are_counted_outside_of_manual_regions():
