@@ -11,6 +11,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from meshpar.errors import Problems, ShardingError
+from meshpar.parallel.precision import is_mixed
 from meshpar.sharding.spec import ArraySpec
 
 
@@ -44,8 +45,9 @@ def functional(model: nnx.Module, method: str = "__call__") -> Callable[..., Any
 
     def apply(params: Any, *args: Any) -> Any:
         pure = nnx.to_pure_dict(state)
-        assert jax.tree.structure(pure) == jax.tree.structure(params), "the parameters belong to another model"
-        filled = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(params))
+        leaves, structure = jax.tree.flatten(params, is_leaf=is_mixed)
+        assert jax.tree.structure(pure) == structure, "the parameters belong to another model"
+        filled = jax.tree.unflatten(jax.tree.structure(state), leaves)
         return getattr(nnx.merge(graph, filled), method)(*args)
 
     return apply

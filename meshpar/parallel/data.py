@@ -31,8 +31,8 @@ from meshpar.collectives.matmul import PRODUCT
 from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.buckets import Copied, sum_copies
 from meshpar.parallel.context import ParallelContext, current, manual
-from meshpar.parallel.local import Axes, varying
-from meshpar.parallel.precision import computed_in, summed_in, wide
+from meshpar.parallel.local import Axes, varying, varying_like
+from meshpar.parallel.precision import Mixed, computed_in, is_mixed, sum_dtype, wide
 from meshpar.sharding.resolve import sharding_axes
 
 Dims = tuple[str, ...]
@@ -63,7 +63,7 @@ def gather_in_layer(params: Any, dims: Any) -> Any:
     ctx = manual()
     if ctx is None or not ctx.gathers_in_layers:
         return params
-    return jax.tree.map(lambda x, names: _whole(x, names, ctx), params, dims)
+    return jax.tree.map(lambda x, names: _whole(x, names, ctx), params, dims, is_leaf=is_mixed)
 
 
 def streamed(dims: Dims, ctx: ParallelContext | None) -> Stored:
@@ -119,7 +119,7 @@ def gather_params(params: Any, dims: Any, trainable: Any = None) -> Any:
     """Prepares the parameters for the microbatches, in the compute dtype; runs once a step, before the loop.
 
     Args:
-      trainable: tree like the parameters: whether each has a gradient. Default: all have one.
+      trainable: tree like the parameters: whether each has a gradient. Default: none has one.
 
     Communication: with ZeRO-2 and several microbatches an all-gather in the manual lowering; else none.
     """
@@ -127,14 +127,14 @@ def gather_params(params: Any, dims: Any, trainable: Any = None) -> Any:
     if not ctx.manual:
         return jax.tree.map(lambda x: computed_in(x, ctx.compute_dtype or x.dtype), params)
 
-    def prepare(x: jax.Array, names: Dims, is_trainable: bool) -> jax.Array:
+    def prepare(x: jax.Array, names: Dims, is_trainable: bool) -> Any:
         if ctx.gathers_in_layers and _stored(names, ctx):
-            # Its cast to the compute dtype follows at the gather, so its gradient has the dtype of the sums.
-            return summed_in(x, ctx.accum_dtype) if is_trainable else x
+            return _mixed(x, ctx) if is_trainable else x
         return _whole(x, names, ctx) if ctx.rules.zero_stage == 2 else computed_in(x, ctx.compute_dtype or x.dtype)
 
-    trainable = jax.tree.map(lambda _: True, params) if trainable is None else trainable
-    return jax.tree.map(lambda x, *of: varying(prepare(x, *of), ctx.gradient_axes), params, dims, trainable)
+    trainable = jax.tree.map(lambda _: False, params) if trainable is None else trainable
+    prepared = jax.tree.map(prepare, params, dims, trainable)
+    return jax.tree.map(lambda x: varying(x, ctx.gradient_axes), prepared)
 
 
 def reduce_gradients(
@@ -229,7 +229,17 @@ def _stored(names: Dims, ctx: ParallelContext) -> Stored:
     return tuple((i, ctx.storage(name)) for i, name in enumerate(names) if ctx.storage(name))
 
 
-def _whole(x: jax.Array, names: Dims, ctx: ParallelContext) -> jax.Array:
+def _mixed(x: jax.Array, ctx: ParallelContext) -> jax.Array | Mixed:
+    """A shard whose gradient has the dtype of the sums. Its cast to the compute dtype follows where it is gathered."""
+    dtype = sum_dtype(x.dtype, ctx.accum_dtype)
+    # Stages of a pipeline, and products that gather in chunks, differentiate arrays.
+    if dtype == x.dtype or ctx.schedule or ctx.parallel.fsdp.in_chunks:
+        return x.astype(dtype)
+    return Mixed(x, varying_like(jnp.zeros(x.shape, dtype), x))
+
+
+def _whole(param: jax.Array | Mixed, names: Dims, ctx: ParallelContext) -> jax.Array:
+    x = param.stored if isinstance(param, Mixed) else param
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     to = np.dtype(ctx.compute_dtype or x.dtype) if is_float else np.dtype(x.dtype)
     stored = _stored(names, ctx)
@@ -239,13 +249,17 @@ def _whole(x: jax.Array, names: Dims, ctx: ParallelContext) -> jax.Array:
     # values that are saved for the backward. XLA:GPU held a second copy of all layers' output projections otherwise.
     order = [i for i, _ in stored] + [i for i in range(x.ndim) if i not in dict(stored)]
     front = tuple((place, axes) for place, (_, axes) in enumerate(stored))
-    whole: jax.Array = _all_gather(x.transpose(order), front, to, np.dtype(x.dtype), ctx.layer_reduction)
+    x = x.transpose(order)
+    variable = param.zeros.transpose(order) if isinstance(param, Mixed) else x
+    whole: jax.Array = _all_gather(x, variable, front, to, np.dtype(variable.dtype), ctx.layer_reduction)
     return whole.transpose(np.argsort(order))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _all_gather(x: jax.Array, stored: Stored, to: np.dtype, back: np.dtype, reduction: Reduce | None) -> jax.Array:
-    """Gathers in dtype `to`. The gradient is summed by `reduction` in dtype `back`, the dtype of x."""
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _all_gather(
+    x: jax.Array, variable: jax.Array, stored: Stored, to: np.dtype, back: np.dtype, reduction: Reduce | None
+) -> jax.Array:
+    """Gathers x in dtype `to`. The gradient is that of `variable`, and is summed by `reduction` in its dtype `back`."""
     x = x.astype(to)
     for dim, axes in stored:
         x = lax.all_gather(x, axes, axis=dim, tiled=True)
@@ -254,12 +268,12 @@ def _all_gather(x: jax.Array, stored: Stored, to: np.dtype, back: np.dtype, redu
 
 def _all_gather_backward(
     stored: Stored, to: np.dtype, back: np.dtype, reduction: Reduce | None, _: None, grad: jax.Array
-) -> tuple[jax.Array]:
+) -> tuple[None, jax.Array]:
     # bf16 has 8 bits of precision, too few for a sum over hundreds of devices.
-    return (_reduce_scatter(grad.astype(back), stored, reduction),)
+    return None, _reduce_scatter(grad.astype(back), stored, reduction)
 
 
-_all_gather.defvjp(lambda x, *settings: (_all_gather(x, *settings), None), _all_gather_backward)
+_all_gather.defvjp(lambda *arguments: (_all_gather(*arguments), None), _all_gather_backward)
 
 
 def _reduce_scatter_layers(ctx: ParallelContext, grad: jax.Array, names: Dims) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,9 +35,49 @@ def stored_in(specs: Any, dtype: Any, wide_paths: Collection[str] = ()) -> Any:
     return map_with_path(lambda path, spec: spec.stored_in(wide_dtype(dtype) if path in wide_paths else dtype), specs)
 
 
+def sum_dtype(dtype: Any, declared: Any) -> Any:
+    """The dtype in which gradients of this dtype are summed: as declared, or `wide_dtype` if that is None."""
+    return wide_dtype(dtype) if declared is None else jnp.dtype(declared)
+
+
 def summed_in(x: jax.Array, dtype: Any) -> jax.Array:
     """A gradient in the dtype in which it is summed over microbatches and devices; `wide` if that is None."""
-    return wide(x) if dtype is None else x.astype(dtype)
+    return x.astype(sum_dtype(x.dtype, dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mixed:
+    """A parameter whose gradient is summed in another dtype than the parameter is stored in.
+
+    JAX gives a gradient the dtype of its argument. So the argument is `zeros`, in the dtype of the sum: the function
+    that uses the parameter passes its gradient there. Nothing reads the zeros, so no program holds them.
+    """
+
+    stored: jax.Array
+    zeros: jax.Array
+
+    def __getitem__(self, index: Any) -> Mixed:
+        """As `nnx.Param` has it: `param[...]`."""
+        return Mixed(self.stored[index], self.zeros[index])
+
+
+def is_mixed(x: Any) -> bool:
+    return isinstance(x, Mixed)
+
+
+def variables(params: Any) -> Any:
+    """The arrays with respect to which a loss is differentiated: the zeros of each `Mixed`, else the parameter."""
+    return jax.tree.map(lambda x: x.zeros if is_mixed(x) else x, params, is_leaf=is_mixed)
+
+
+def with_variables(params: Any, variables: Any) -> Any:
+    """The parameters as a function of `variables(params)`."""
+
+    def one(x: Any, variable: jax.Array) -> Any:
+        return Mixed(x.stored, variable) if is_mixed(x) else variable
+
+    return jax.tree.map(one, params, variables, is_leaf=is_mixed)
 
 
 def computed_in(x: jax.Array, dtype: Any) -> jax.Array:

@@ -17,7 +17,7 @@ from meshpar.parallel.buckets import order_of
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.local import varying_like
 from meshpar.parallel.pipeline.execute import Pipeline
-from meshpar.parallel.precision import summed_in, wide
+from meshpar.parallel.precision import summed_in, variables, wide, with_variables
 from meshpar.parallel.trainable import filled, without
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.error_feedback import REDUCE, of_loss
@@ -148,17 +148,19 @@ def _accumulate(
 ) -> tuple[LossSums, Any]:
     """Sums losses and gradients over the microbatches. Each microbatch gets the carried state of the one before."""
     trained = without(params, for_good(objective.frozen))
+    differentiated = variables(trained)
 
     def of_microbatch(batch: Batch, carried: Any) -> tuple[LossSums, Any]:
         if objective.pipeline:
             sums, grads = objective.pipeline.gradients(params, trained, batch, objective.key(step), ctx.accum_dtype)
             return LossSums(*sums, carried), grads
 
-        def loss(trained: Any) -> tuple[jax.Array, LossSums]:
-            sums = objective.loss(filled(trained, params), batch, objective.key(step), carried)
+        def loss(differentiated: Any) -> tuple[jax.Array, LossSums]:
+            whole = filled(with_variables(trained, differentiated), params)
+            sums = objective.loss(whole, batch, objective.key(step), carried)
             return sums.loss, sums
 
-        grads, sums = jax.grad(loss, has_aux=True)(trained)
+        grads, sums = jax.grad(loss, has_aux=True)(differentiated)
         return sums, jax.tree.map(lambda g: summed_in(g, ctx.accum_dtype), grads)
 
     def add(sums: Any, batch: Batch) -> tuple[Any, tuple[jax.Array, dict[str, jax.Array]]]:
@@ -175,8 +177,8 @@ def _accumulate(
     if ctx.num_microbatches == 1:
         return of_microbatch(batch, carried)
     rows, shared = split_off_shared(batch)
-    grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, ctx.accum_dtype)), p), trained)
-    total = varying_like(wide(jnp.zeros((), jax.tree.leaves(trained)[0].dtype)), batch["rows"])
+    grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, ctx.accum_dtype)), p), differentiated)
+    total = varying_like(wide(jnp.zeros((), jax.tree.leaves(differentiated)[0].dtype)), batch["rows"])
     zeros = (data.partial_sum(total), grads, carried)
     (total, grads, carried), sums = lax.scan(add, zeros, jax.tree.map(split, rows))
     count, metrics = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), sums)

@@ -1,4 +1,4 @@
-"""Offloading to the host changes no number, and stochastic rounding is the same in any layout."""
+"""Offloading to the host changes no number, and parameters in bfloat16 have the gradients of one device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from meshpar.experiment.actions import fit
+from meshpar.cost.flat import bodies
 from meshpar.experiment.config import Offload, Precision, Run
 from meshpar.models import GPT
 from meshpar.nn.remat import Remat
 from meshpar.optim import AdamW
+from meshpar.parallel import data
 from meshpar.train.data import Synthetic
 from meshpar.tree import flatten_with_paths
 from tests.comparison import largest_difference
@@ -69,6 +71,35 @@ def test_an_offloaded_run_resumes_on_the_device(tmp_path):
 
 
 PRECISION = {"params": "bfloat16", "compute": "float64", "gradients": "float64"}
+
+
+def in_bfloat16(layout="zero3", lowering="manual", **more):
+    return prepared("llama", layout, lowering, 1, precision=Precision(**PRECISION), **more)
+
+
+def test_the_gradient_of_a_bfloat16_shard_is_that_of_one_device(monkeypatch):
+    """Control: where the stored array itself is differentiated, the gradient is rounded to bfloat16."""
+
+    def gradients(run):
+        return [np.asarray(x) for x in jax.tree.leaves(outcome(run).gradients)]
+
+    expected = gradients(in_bfloat16(None, "auto"))
+    assert largest_difference(gradients(in_bfloat16()), expected) < 1e-10
+    monkeypatch.setattr(data, "_mixed", lambda x, ctx: x)
+    assert largest_difference(gradients(in_bfloat16()), expected) > 1e-5
+
+
+def test_no_layer_is_held_in_the_dtype_of_its_gradient(monkeypatch):
+    """Control: a cast before the loop over layers, for the sake of the gradient's dtype, converts all of them."""
+
+    def converted():
+        (body,) = bodies(in_bfloat16().countable_step)
+        casts = [one for one in body.eqns if one.primitive.name == "convert_element_type"]
+        return [one for one in casts if one.invars[0].aval.dtype == "bfloat16" and one.outvars[0].aval.ndim > 2]
+
+    assert converted() == []
+    monkeypatch.setattr(data, "_mixed", lambda x, ctx: x.astype("float64"))
+    assert len(converted()) == 7  # the kernels of attention and MLP
 
 
 @pytest.mark.slow

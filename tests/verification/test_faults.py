@@ -191,13 +191,13 @@ def test_labels_shifted_within_a_shard_are_blamed_on_context(border):
 def test_a_wrong_transpose_is_blamed_on_fsdp(monkeypatch):
     """The backward of the gather scatters the shards in another order."""
 
-    def backward(stored, to, back, ctx, residual, grad):
-        (shard,) = right(stored, to, back, ctx, residual, grad)
-        return (lax.ppermute(shard, "fsdp", [(0, 1), (1, 0)]),)
+    def backward(*arguments):
+        _, shard = right(*arguments)
+        return None, lax.ppermute(shard, "fsdp", [(0, 1), (1, 0)])
 
     right = data._all_gather_backward
-    crossed = jax.custom_vjp(data._all_gather.__wrapped__, nondiff_argnums=(1, 2, 3, 4))
-    crossed.defvjp(lambda x, *ctx: (crossed(x, *ctx), None), backward)
+    crossed = jax.custom_vjp(data._all_gather.__wrapped__, nondiff_argnums=(2, 3, 4, 5))
+    crossed.defvjp(lambda *arguments: (crossed(*arguments), None), backward)
     monkeypatch.setattr(data, "_all_gather", crossed)
     proof = proof_of(toy(CUBE, *FSDP))
     message = "step 1, gradient of down: the same numbers in other places (and 3 more of 4 gradients)"
