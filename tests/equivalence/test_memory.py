@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from meshpar.experiment.actions import fit
 from meshpar.cost.flat import bodies
+from meshpar.experiment.actions import fit
 from meshpar.experiment.config import Offload, Precision, Run
 from meshpar.models import GPT
 from meshpar.nn.remat import Remat
