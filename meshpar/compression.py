@@ -50,7 +50,7 @@ class Compressed:
 
 
 def compress(
-    source: Path, folder: Path, *, weights: Quantized | None = None, low_rank_error: float | None = None
+    source: Path | str, folder: Path | str, *, weights: Quantized | None = None, low_rank_error: float | None = None
 ) -> Compressed:
     """Writes the last checkpoint of a run as a run whose model stores its projections compressed.
 
@@ -74,8 +74,9 @@ def compress(
     Numerics: see `Quantized`, and `nn.compressed.factorize`.
     """
     _check_settings(weights, low_rank_error)
+    folder = Path(folder)
     check_free(folder)
-    run, params, saved = trained(source)
+    run, params, saved = trained(Path(source))
     model = _plain_decoder(run)
     factors: dict[str, Factors] = {}
     before = _num_bytes(params)

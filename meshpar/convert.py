@@ -35,7 +35,7 @@ COMPANIONS = "hugging_face"
 RUN_CONFIG = "config.yaml"
 
 
-def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
+def from_hf(folder: Path | str, run_dir: Path | str, overrides: Sequence[str] = ()) -> Run:
     """Creates a run directory from a Hugging Face model. The run does not need the folder afterwards.
 
     The directory contains `config.yaml`, with the model's sizes; the checkpoint of step 0, from which `train` resumes;
@@ -69,6 +69,7 @@ def from_hf(folder: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Run:
       >>> again.model.hidden_size
       8
     """
+    folder, run_dir = Path(folder), Path(run_dir)
     check_free(run_dir)
     pretrained = open_pretrained(folder)
     with whole_or_not(run_dir) as made:
@@ -102,7 +103,7 @@ def run_of(pretrained: Pretrained, run_dir: Path) -> Run:
     )
 
 
-def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
+def to_hf(source: Path | str, folder: Path | str, largest_file: int = LARGEST_FILE) -> None:
     """Writes the last checkpoint of a run as a Hugging Face folder, with LoRA merged into the kernels.
 
     A compressed model is written with the kernels that its codes and factors stand for.
@@ -116,8 +117,9 @@ def to_hf(source: Path, folder: Path, largest_file: int = LARGEST_FILE) -> None:
 
     Example: see `from_hf`.
     """
+    folder = Path(folder)
     check_free(folder)
-    run, params, saved = trained(source)
+    run, params, saved = trained(Path(source))
     if not (model := run.model.hugging_face()):
         raise CheckpointError(f"{saved.folder} holds {model.because}")
     companions = run.init.from_hf if run.init else None

@@ -106,8 +106,10 @@ class Checkpoints:
       (3, Array([0., 1., 2., 3.], dtype=float32))
     """
 
-    def __init__(self, directory: Path, retention: Retention | None = None, about: CheckpointMetadata | None = None):
-        self.directory = directory.absolute()
+    def __init__(
+        self, directory: Path | str, retention: Retention | None = None, about: CheckpointMetadata | None = None
+    ):
+        self.directory = Path(directory).absolute()
         self.retention = retention or Retention()
         self.about = about or CheckpointMetadata()
         self.damaged: dict[Path, str] = {}
@@ -283,7 +285,7 @@ class Checkpoints:
 
 @contextmanager
 def checkpoints(
-    directory: Path, retention: Retention | None = None, about: CheckpointMetadata | None = None
+    directory: Path | str, retention: Retention | None = None, about: CheckpointMetadata | None = None
 ) -> Iterator[Checkpoints]:
     """`Checkpoints` for a `with` statement, at whose end every save is on disk.
 

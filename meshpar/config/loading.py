@@ -19,7 +19,7 @@ from meshpar.errors import Problems
 Root = TypeVar("Root", bound=Config)
 
 
-def load(root: type[Root], path: Path, overrides: Sequence[str] = ()) -> Root:
+def load(root: type[Root], path: Path | str, overrides: Sequence[str] = ()) -> Root:
     """Reads a config file.
 
     Args:
@@ -33,7 +33,7 @@ def load(root: type[Root], path: Path, overrides: Sequence[str] = ()) -> Root:
     """
     problems = Problems()
     sources: dict[str, str] = {}
-    data = read_file(root, path, sources, problems)
+    data = read_file(root, Path(path), sources, problems)
     return _built(root, data, overrides, str(path), sources, problems)
 
 

@@ -165,8 +165,8 @@ def fit(
     run: Run,
     *,
     json: bool = False,
-    profile: Path | None = None,
-    dump_hlo: Path | None = None,
+    profile: Path | str | None = None,
+    dump_hlo: Path | str | None = None,
     callbacks: Sequence[Callback] = (),
     signals: bool = False,
 ) -> TrainState:
@@ -206,7 +206,11 @@ def fit(
     check_joined()
     received = Signals()
     with received.listening() if signals else nullcontext():
-        return _fit(run, json, profile, dump_hlo, callbacks, received)
+        return _fit(run, json, _path(profile), _path(dump_hlo), callbacks, received)
+
+
+def _path(path: Path | str | None) -> Path | None:
+    return None if path is None else Path(path)
 
 
 def _fit(

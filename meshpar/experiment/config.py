@@ -193,14 +193,14 @@ class Run(Config):
         )
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Run:
+def load(path: Path | str, overrides: Sequence[str] = ()) -> Run:
     """Reads a config file, with `key=value` overrides.
 
     Raises:
       ConfigError: lists every problem of the config; or it names code that `interop.user_code` does not permit.
 
     Examples:
-      >>> run = load(Path("configs/quickstart.yaml"), ["num_steps=50", "optim.lr=1e-3"])
+      >>> run = load("configs/quickstart.yaml", ["num_steps=50", "optim.lr=1e-3"])
       >>> run.num_steps, run.optim.lr
       (50, 0.001)
     """
@@ -209,5 +209,5 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
     for keys, target in targets.items():
         if target:
             is_on_command_line = any(f"{key}={target}" in overrides for key in keys)
-            user_code.permit(target, None if is_on_command_line else path)
+            user_code.permit(target, None if is_on_command_line else Path(path))
     return loaded

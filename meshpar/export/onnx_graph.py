@@ -19,7 +19,7 @@ from meshpar.interop.export import check_free, whole_or_not
 NEEDED = ("torch", "transformers", "onnx", "onnxscript")
 
 
-def onnx(source: Path, folder: Path) -> None:
+def onnx(source: Path | str, folder: Path | str) -> None:
     """Exports the last checkpoint of a run as `model.onnx`, of any batch size and length of rows, in float32.
 
     The graph has the input `tokens`, int64[batch, seq], and the output `logits`, float32[batch, seq, vocab_size].
@@ -38,6 +38,7 @@ def onnx(source: Path, folder: Path) -> None:
         if not find_spec(package):
             problems.add(package, "is not installed", "pip install 'meshpar[onnx]'")
     problems.raise_any(ConfigError, "the model cannot be exported to ONNX:")
+    folder = Path(folder)
     check_free(folder)
     with TemporaryDirectory() as temporary:
         there = Path(temporary) / "model"

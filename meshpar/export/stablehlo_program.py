@@ -29,7 +29,7 @@ from meshpar.models.decoder import DecoderModel
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
-def stablehlo(source: Path, folder: Path, platforms: Sequence[str] = ("cpu",)) -> None:
+def stablehlo(source: Path | str, folder: Path | str, platforms: Sequence[str] = ("cpu",)) -> None:
     """Exports the last checkpoint of a run as a program for some platforms, of any batch size and length of rows.
 
     Args:
@@ -44,8 +44,9 @@ def stablehlo(source: Path, folder: Path, platforms: Sequence[str] = ("cpu",)) -
     Memory: the parameters, and a copy of one of them.
     """
     _check_platforms(platforms)
+    folder = Path(folder)
     check_free(folder)
-    run, model, params = open_model(source)
+    run, model, params = open_model(Path(source))
     exported = program_of(model, run.precision.compute, params, platforms)
     with whole_or_not(folder) as made:
         (made / "model.jax").write_bytes(exported.serialize())

@@ -19,7 +19,7 @@ PARAMS = "params.npz"
 """The file of the last parameters in a run directory."""
 
 
-def load(path: Path, overrides: Any = ()) -> Federated:
+def load(path: Path | str, overrides: Any = ()) -> Federated:
     """Reads a config file, with `key=value` overrides.
 
     Raises:
