@@ -74,7 +74,8 @@ PRECISION = {"params": "bfloat16", "compute": "float64", "gradients": "float64"}
 
 
 def in_bfloat16(layout="zero3", lowering="manual", **more):
-    return prepared("llama", layout, lowering, 1, precision=Precision(**PRECISION), **more)
+    """The optimizer's state is in float64, from which `outcome` reads the gradients."""
+    return prepared("llama", layout, lowering, 1, precision=Precision(**PRECISION, master="float64"), **more)
 
 
 def test_the_gradient_of_a_bfloat16_shard_is_that_of_one_device(monkeypatch):
