@@ -66,6 +66,8 @@ def main() -> None:
     machine = read(arguments.target)
     is_worse = False
     print(f"{'model':<12} {'cost model':<28} {'layouts':>8} {'correlation':>12} {'choice / best':>14}", flush=True)
+    if arguments.times:
+        arguments.times.mkdir(parents=True, exist_ok=True)
     for name in arguments.models or MODELS:
         chosen = sample(run_of(name), machine, str(arguments.target), arguments.layouts)
         path = arguments.times / f"{name}.json" if arguments.times else None
