@@ -290,7 +290,8 @@ def operations(step: ClosedJaxpr, prepared: Prepared, mean: bool = False) -> Ope
         updated, num_arrays = _update(step, prepared)
         touched[updated] = touched.get(updated, 0.0) + num_arrays
         if transposed := _transposed(prepared):
-            touched[Touch(0, ((TRANSPOSE, transposed),))] = 1.0
+            moved = Touch(0, ((TRANSPOSE, transposed),))
+            touched[moved] = touched.get(moved, 0.0) + 1
     return Operations(products, touched)
 
 

@@ -1,4 +1,4 @@
-"""Offloading to the host changes no number, and parameters in bfloat16 have the gradients of one device."""
+"""Offloading changes no number; bfloat16 parameters have one device's gradients, and round alike in any layout."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def test_an_offloaded_run_resumes_on_the_device(tmp_path):
 PRECISION = {"params": "bfloat16", "compute": "float64", "gradients": "float64"}
 
 
-def in_bfloat16(layout="zero3", lowering="manual", **more):
+def in_bfloat16(layout="zero3", lowering="manual"):
     """The optimizer's state is in float64, from which `outcome` reads the gradients."""
-    return prepared("llama", layout, lowering, 1, precision=Precision(**PRECISION, master="float64"), **more)
+    return prepared("llama", layout, lowering, 1, precision=Precision(**PRECISION, master="float64"))
 
 
 def test_the_gradient_of_a_bfloat16_shard_is_that_of_one_device(monkeypatch):
