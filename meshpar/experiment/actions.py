@@ -43,7 +43,7 @@ from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.copies.copies import CopiedBeginning, Copies, opened
 from meshpar.train.data import Ids
 from meshpar.train.data.fingerprint import changed_files
-from meshpar.train.evaluate import Callback
+from meshpar.train.evaluate import Callback, LazyEvaluation
 from meshpar.train.loop.loop import Loop
 from meshpar.train.loop.signals import Signals
 from meshpar.train.loss import Distill
@@ -239,7 +239,9 @@ def _fit(
             dump_hlo.write_text(step.text)
         if jax.process_count() > 1:
             check_same({"program": step.fingerprint})
-        _hold_to_contract(prepared, step)
+        if run.contract:
+            prepared.inspect(step)
+        checks = partial(_check_programs, prepared, step, evaluate)
         if prepared.taught_by and run.distill:
             step = _with_teacher(step, prepared.taught_by, run.distill)
         state = beginning.state() if beginning else prepared.compile_init()()
@@ -253,7 +255,7 @@ def _fit(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, _mfu(prepared), profile,
             run.early_stopping, callbacks, run.max_skipped_steps, run.check_replicas_every,
-            announce.source(run.data), signals, cursor, copies=copies,
+            announce.source(run.data), signals, cursor, copies=copies, meanwhile=checks,
         )  # fmt: skip
         state = loop.fit(state)
     end = int(state.step)
@@ -325,10 +327,13 @@ def _data_changed(run: Run, source: Checkpoint, saved: Checkpoints) -> list[str]
     return changed_files(before, saved.about.files, source.folder, run.data.if_changed == "allow")
 
 
-def _hold_to_contract(prepared: Prepared, step: Step) -> None:
-    """Checks the step against the run's contract. Without a contract, an unreadable program only causes a warning."""
+def _check_programs(prepared: Prepared, step: Step, evaluate: LazyEvaluation) -> None:
+    """Traces the evaluation, which the end of the run needs, and compares the step with its trace.
+
+    Without a contract, a program that cannot be read only causes a warning.
+    """
+    _ = evaluate.traced
     if prepared.run.contract:
-        prepared.inspect(step)
         return
     try:
         prepared.compare(step)

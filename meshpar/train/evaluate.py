@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,8 +20,10 @@ from meshpar.train.gradients import Objective
 from meshpar.train.loss import Batch, LossSums
 from meshpar.train.program import (
     WHOLE,
+    Program,
     batch_pspecs,
     batch_structs,
+    compile_program,
     on_shards,
     pspecs,
     structs,
@@ -33,6 +37,27 @@ Evaluation = Callable[[Any, Batch, Any], dict[str, jax.Array]]
 """(params, batch, carried) -> `loss` f32[], `tokens` int32[] and the loss's own metrics, summed over all devices.
 
 Nothing is donated."""
+
+
+@dataclass(frozen=True)
+class LazyEvaluation:
+    """An `Evaluation` that is traced and compiled at its first call, so that the first step does not wait for it."""
+
+    trace: Callable[[], jax.stages.Traced]
+
+    @cached_property
+    def traced(self) -> jax.stages.Traced:
+        """The traced evaluation. Tracing finds the model's errors before anything is compiled."""
+        with jax.transfer_guard("allow"):  # a model may compute constants while it is traced
+            return self.trace()
+
+    @cached_property
+    def _program(self) -> Program:
+        return compile_program(self.traced)
+
+    def __call__(self, params: Any, batch: Batch, carried: Any) -> dict[str, jax.Array]:
+        return self._program(params, batch, carried)
+
 
 Callback = Callable[[TrainState, int], Mapping[str, Any]]
 """(state, step) -> name -> a number to record with the evaluation. It runs on every process and may use collectives.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, Self
 
 import jax
@@ -26,7 +26,7 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import arranged, check_batch, token_order
 from meshpar.train.error_feedback import SLICES, place_error_feedback, zeros
-from meshpar.train.evaluate import Evaluation, trace_evaluation
+from meshpar.train.evaluate import Evaluation, LazyEvaluation, trace_evaluation
 from meshpar.train.gradients import Gradients, Objective, gradients, stale
 from meshpar.train.layer_arrays import LayerArrays, cut_specs, with_stacks
 from meshpar.train.layer_order import LAYERS, LayerOrder
@@ -274,15 +274,9 @@ class Training:
         """Compiles the loss of a batch without gradients; nothing is allocated."""
         return compile_program(self._evaluation(self.ctx))
 
-    def lazy_evaluation(self) -> Evaluation:
-        """The evaluation, traced now and compiled at its first call, so that the first step does not wait for it."""
-        traced = self._evaluation(self.ctx)
-        compiled = cache(lambda: compile_program(traced))
-
-        def evaluate(params: Any, batch: Batch, carried: Any) -> dict[str, jax.Array]:
-            return compiled()(params, batch, carried)
-
-        return evaluate
+    def lazy_evaluation(self) -> LazyEvaluation:
+        """The evaluation, traced and compiled at its first call."""
+        return LazyEvaluation(partial(self._evaluation, self.ctx))
 
     @cached_property
     def model_flops(self) -> Fraction:

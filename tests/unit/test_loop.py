@@ -136,6 +136,14 @@ def test_a_wrong_copy_ends_the_run_which_then_resumes_from_before_it(tmp_path: P
     np.testing.assert_array_equal(run(tmp_path, Retention(every=2), **settings).params["w"], expected)
 
 
+@pytest.mark.parametrize(("num_steps", "after"), [(10, 1), (1, 0)])
+def test_checks_run_once_after_the_record_of_the_first_step(tmp_path: Path, num_steps, after):
+    """With a single step, they run before its record: no later step hides them."""
+    seen = []
+    run(tmp_path, num_steps=num_steps, meanwhile=lambda: seen.append(len(recorded(tmp_path, "train"))))
+    assert seen == [after]
+
+
 def recorded(run_dir: Path, kind: str) -> list[Record]:
     return [record for record in read(run_dir / "metrics.jsonl") if record["kind"] == kind]
 

@@ -57,6 +57,7 @@ class Loop:
       cursor: where this process writes its step and phase.
       evaluated: the records of evaluations, including those of earlier processes.
       copies: copies of the state in the memory of the hosts; None without them.
+      meanwhile: called once, while the devices compute the second step: checks for which the first need not wait.
     """
 
     step: Step
@@ -80,6 +81,7 @@ class Loop:
     cursor: Cursor = field(default_factory=Cursor)
     evaluated: list[Record] = field(default_factory=list)
     copies: Copies | None = None
+    meanwhile: Callable[[], None] = lambda: None
 
     def fit(self, state: TrainState) -> TrainState:
         """Trains from the state's step to `num_steps`; evaluates, saves, and records a summary of the whole run.
@@ -127,6 +129,8 @@ class Loop:
                     state, metrics = self.step.at(index)(self.step.prepare(state), placed)
                     stopwatch.count(metrics["tokens"])
                     window.add(metrics)
+                if index == min(start + 2, self.num_steps):
+                    self.meanwhile()
 
                 is_logged = is_last or index == start + 1 or index % self.log_every == 0
                 if is_logged:
