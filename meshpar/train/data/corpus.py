@@ -190,7 +190,9 @@ class TextCorpus(FileCorpus):
 
     def documents(self) -> Documents:
         files = self.files()
-        dtype = np.min_scalar_type(self.vocab_size - 1)
+        # The id that opens a document is not stored, so bytes need no room for it.
+        is_bytes = isinstance(self.tokenizer, Bytes)
+        dtype = np.dtype(np.uint8) if is_bytes else np.min_scalar_type(self.vocab_size - 1)
 
         def encoded() -> Iterator[tuple[float, np.ndarray]]:
             return encode(self.read(files), self.tokenizer)

@@ -58,7 +58,7 @@ class Documents:
         bodies = []
         for share, tokens in documents:
             shares.append(share)
-            bodies.append(tokens.astype(dtype))
+            bodies.append(tokens.astype(dtype, copy=False))
         tokens = np.concatenate([np.zeros(0, dtype), *bodies])
         return cls.in_a_line(tokens, np.array([len(body) for body in bodies], np.int64), np.array(shares), bos)
 
