@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,21 +163,30 @@ def on_cpus(seq_len, **more):
     return Setting(seq_len=seq_len, head_dim=SIZE, dtype=np.dtype("float32"), platform="cpu", **more)
 
 
-def test_auto_selects_by_the_length_of_the_row():
-    core, why = Auto().select(on_cpus(128))
-    assert core == Reference() and "rows are one block" in why
-    core, why = Auto().select(on_cpus(129))
-    assert core == Blocks() and "more than 128 tokens" in why
+@pytest.mark.parametrize("platform", ["cpu", None])
+def test_auto_computes_in_blocks_on_cpus(platform):
+    assert {Auto().select(replace(on_cpus(seq_len), platform=platform))[0] for seq_len in (16, 128, 129)} == {Blocks()}
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_auto_holds_the_scores_of_short_rows_where_there_is_a_kernel(platform):
+    core, why = Auto().select(replace(on_cpus(128), platform=platform))
+    assert core == Reference() and "at most 128 tokens" in why
+    assert Auto().select(replace(on_cpus(129), platform=platform))[0] != Reference()
 
 
 def test_what_auto_selects_is_reported():
     long = Auto().describe(on_cpus(4096))
-    assert long == "blocks: 528 of 1024 pairs of blocks of 128 tokens; rows have more than 128 tokens"
+    assert long == "blocks: 528 of 1024 pairs of blocks of 128 tokens; CPUs have no kernel"
     assert Blocks(block_size=8).describe(on_cpus(32, window=1)) == "blocks: 4 of 16 pairs of blocks of 8 tokens"
-    assert Auto().describe(on_cpus(16)).startswith("reference: all 16 x 16 scores of a row and head")
+    anywhere = Auto().describe(replace(on_cpus(16), platform=None))
+    assert anywhere.startswith(
+        "blocks: 1 of 1 pairs of blocks of 16 tokens; CPUs have no kernel; on a GPU reference: rows"
+    )
 
 
 def test_a_small_run_for_verify_has_the_core_of_the_run():
     assert Auto().reference(4096, 16) == Blocks(block_size=2)
-    assert Auto().reference(128, 16) == Reference().reference(4096, 16) == Reference()
+    assert Auto().reference(128, 16) == Blocks(block_size=16)
+    assert Reference().reference(4096, 16) == Reference()
     assert Blocks(block_size=512).reference(512, 16) == Blocks(block_size=16)

@@ -323,7 +323,7 @@ def test_auto_selects_the_kernel_of_a_platform_within_its_limits():
 
 
 def test_what_auto_would_select_elsewhere_is_explained_without_devices():
-    blocks = "blocks: 36 of 64 pairs of blocks of 128 tokens; rows have more than 128 tokens"
+    blocks = "blocks: 36 of 64 pairs of blocks of 128 tokens; CPUs have no kernel"
     on_tpu = "on a TPU splash: 3 of 4 pairs of blocks of 512 tokens"
     assert Auto().describe(replace(TPU, platform=None, has_documents=False)) == (
         f"{blocks}; on a GPU cudnn: the visible scores, in tiles of cuDNN's choice; {on_tpu}"

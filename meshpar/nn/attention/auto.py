@@ -22,9 +22,9 @@ KERNELS: dict[str | None, Kernel] = {"gpu": Cudnn(), "tpu": Splash()}
 
 
 class Auto(Config):
-    """Selects `reference` for rows of at most 128 tokens, else `cudnn` on GPUs, `splash` on TPUs, `blocks` elsewhere.
+    """Selects `cudnn` on GPUs, `splash` on TPUs, and `blocks` beyond their limits and elsewhere.
 
-    It also selects `blocks` beyond the limits of a kernel.
+    On GPUs and TPUs it selects `reference` for rows of at most 128 tokens.
     """
 
     shorthand: ClassVar = "kind"
@@ -35,14 +35,11 @@ class Auto(Config):
 
     def select(self, setting: Setting) -> tuple[Reference | Blocks | Kernel, str]:
         """Returns the core, and the reason for it."""
-        if setting.seq_len <= BLOCK_SIZE:
-            return (
-                Reference(),
-                f"rows are one block of at most {BLOCK_SIZE} tokens, which blocks would compute twice",
-            )
         kernel = KERNELS.get(setting.platform)
         if kernel is None:
-            return Blocks(), f"rows have more than {BLOCK_SIZE} tokens"
+            return Blocks(), "CPUs have no kernel"
+        if setting.seq_len <= BLOCK_SIZE:
+            return Reference(), f"rows have at most {BLOCK_SIZE} tokens"
         if limits := kernel.limits(setting):
             return Blocks(), f"{kernel.kind} {' and '.join(limits)}"
         return kernel, f"the kernel for a {kernel.device}, whose limits hold"
@@ -57,14 +54,13 @@ class Auto(Config):
             other, why = self.select(replace(setting, platform=platform))
             if other == kernel:
                 text += f"; on a {kernel.device} {kernel.describe(setting)}"
-            elif other != core or isinstance(core, Blocks):
-                text += f"; on a {kernel.device} {other.kind} too: {why}"
+            else:
+                text += f"; on a {kernel.device} {other.kind}{' too' if other == core else ''}: {why}"
         return text
 
-    def reference(self, seq_len: int, small_seq_len: int) -> Reference | Blocks:
-        """Returns the core for a small copy of a run, selected by the run's `seq_len`, with `blocks` for any kernel."""
-        core = Reference() if seq_len <= BLOCK_SIZE else Blocks()
-        return core.reference(seq_len, small_seq_len)
+    def reference(self, seq_len: int, small_seq_len: int) -> Blocks:
+        """Returns the core for a small copy of a run, which computes on CPUs."""
+        return Blocks().reference(seq_len, small_seq_len)
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: Window

@@ -231,6 +231,7 @@ def _attend_forward(shards: Shards, q, k, v, segments, window):
 
 def _attend_backward(shards: Shards, saved, grad):
     q, k, v, segments, window, out, log_mass = saved
+    window = None if window is None else jnp.asarray(window)  # JAX returns a saved constant as a NumPy scalar
     # Otherwise XLA:CPU transposes them in the forward, and holds both forms until here.
     q, k, v, out, grad = lax.optimization_barrier((q, k, v, out, grad))
     queries = shards.tokens(shards.rank, segments)
