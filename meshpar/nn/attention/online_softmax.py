@@ -17,7 +17,6 @@ rows, h head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -46,9 +45,8 @@ class Tokens(NamedTuple):
     index: Int[Array, "S"]
     segments: Int[Array, "B S"]
 
-    def block(self, start: jax.Array, size: int) -> Tokens:
-        cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
-        return Tokens(cut(self.index, axis=0), cut(self.segments, axis=1))
+    def block(self, start: jax.Array, grid: BlockGrid) -> Tokens:
+        return Tokens(_block(self.index, start, grid, 0), _block(self.segments, start, grid))
 
 
 class Meeting(NamedTuple):
@@ -122,7 +120,7 @@ def extend(grid: BlockGrid, state: Softmax, met: Meeting, pairs: Int[Array, "P 4
         scores = masked_scores(_block(q, pair[0], grid), _block(k, pair[1], grid), visible)
         old = jax.tree.map(lambda x: _block(x, pair[0], grid, 2), state)
         new = old.with_keys(scores, _block(v, pair[1], grid))
-        return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, pair[0], 2), state, new), None
+        return jax.tree.map(lambda x, part: _with_block(x, part, pair[0], 2), state, new), None
 
     return _for_each(step, state, q, pairs)
 
@@ -178,7 +176,9 @@ def add_gradients(
         of_q_BsHh = of_q_BKhGs.transpose(0, 4, 1, 3, 2).reshape(*q.shape[:1], grid.size, *q.shape[2:])
         added = (of_q_BsHh, of_k_BKth.swapaxes(1, 2), of_v_BKth.swapaxes(1, 2))
         starts = (pair[0], pair[1], pair[1])
-        return tuple(_add(x, part, start) for x, part, start in zip(grads, added, starts, strict=True)), None
+        old = [_block(x, start, grid) for x, start in zip(grads, starts, strict=True)]
+        new = [x + part for x, part in zip(old, added, strict=True)]
+        return tuple(_with_block(x, part, start) for x, part, start in zip(grads, new, starts, strict=True)), None
 
     return _for_each(step, grads, q, pairs)
 
@@ -200,8 +200,8 @@ def _after(q: jax.Array, pairs: Int[Array, "P 4"]) -> Int[Array, "P 4"]:
 
 
 def _visible(grid: BlockGrid, pair, met: Meeting) -> Bool[Array, "B s t"]:
-    of_queries = met.queries.block(pair[0], grid.size)
-    of_keys = met.keys.block(pair[1], grid.size)
+    of_queries = met.queries.block(pair[0], grid)
+    of_keys = met.keys.block(pair[1], grid)
     visible = causal_window(of_queries.index, of_keys.index, met.window)
     if grid.is_ragged:
         place = jnp.arange(grid.size, dtype=jnp.int32)
@@ -229,9 +229,10 @@ def _product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _block(x: jax.Array, start: jax.Array, grid: BlockGrid, dim: int = 1) -> jax.Array:
-    return lax.dynamic_slice_in_dim(x, start, grid.size, dim)
+    """The tokens of one block. A row that is a single block is not cut."""
+    return x if x.shape[dim] == grid.size else lax.dynamic_slice_in_dim(x, start, grid.size, dim)
 
 
-def _add(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-    old = lax.dynamic_slice_in_dim(x, start, part.shape[1], 1)
-    return lax.dynamic_update_slice_in_dim(x, old + part, start, 1)
+def _with_block(x: jax.Array, part: jax.Array, start: jax.Array, dim: int = 1) -> jax.Array:
+    """The row with other tokens in one block."""
+    return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, start, dim)
