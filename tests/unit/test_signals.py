@@ -59,6 +59,14 @@ class Signalling(InPlace):
         return state, metrics
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell without job control starts what runs in the background with SIGINT ignored, which `Signals` respects."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupted(run_dir: Path, **changed: Any) -> str:
     signals = Signals()
     with pytest.raises(Interrupted) as ended, signals.listening():
