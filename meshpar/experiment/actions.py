@@ -255,7 +255,7 @@ def _fit(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, _mfu(prepared), profile,
             run.early_stopping, callbacks, run.max_skipped_steps, run.check_replicas_every,
-            announce.source(run.data), signals, cursor, copies=copies, meanwhile=checks,
+            announce.source(run.data), signals, cursor, copies=copies, after_first=checks,
         )  # fmt: skip
         state = loop.fit(state)
     end = int(state.step)

@@ -268,6 +268,13 @@ def test_text_reads_every_file_in_the_order_of_its_path(tmp_path):
     assert data.vocab_size == 257
 
 
+def test_every_byte_is_stored_in_a_byte_and_the_opening_id_is_not_stored(tmp_path: Path):
+    (tmp_path / "all.txt").write_bytes(bytes(range(256)))
+    documents = Text(path=str(tmp_path)).documents()
+    assert [array.dtype for array in documents.arrays] == [np.uint8]
+    assert documents.take(np.arange(257))[0].tolist() == [256, *range(256)]
+
+
 def test_the_standard_library_is_its_source_without_tests():
     data = StandardLibrary()
     contents = list(data.read(data.files()))

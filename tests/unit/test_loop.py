@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -136,12 +137,16 @@ def test_a_wrong_copy_ends_the_run_which_then_resumes_from_before_it(tmp_path: P
     np.testing.assert_array_equal(run(tmp_path, Retention(every=2), **settings).params["w"], expected)
 
 
-@pytest.mark.parametrize(("num_steps", "after"), [(10, 1), (1, 0)])
-def test_checks_run_once_after_the_record_of_the_first_step(tmp_path: Path, num_steps, after):
-    """With a single step, they run before its record: no later step hides them."""
+@pytest.mark.parametrize("num_steps", [10, 1])
+def test_checks_run_once_after_the_record_of_the_first_step(tmp_path: Path, num_steps):
     seen = []
-    run(tmp_path, num_steps=num_steps, meanwhile=lambda: seen.append(len(recorded(tmp_path, "train"))))
-    assert seen == [after]
+    run(tmp_path, num_steps=num_steps, after_first=lambda: seen.append(len(recorded(tmp_path, "train"))))
+    assert seen == [1]
+
+
+def test_the_speed_of_steps_does_not_contain_the_checks_after_the_first(tmp_path: Path):
+    run(tmp_path, log_every=1, num_steps=2, after_first=lambda: time.sleep(1))
+    assert recorded(tmp_path, "train")[1]["step_s"] < 0.5
 
 
 def recorded(run_dir: Path, kind: str) -> list[Record]:

@@ -57,7 +57,7 @@ class Loop:
       cursor: where this process writes its step and phase.
       evaluated: the records of evaluations, including those of earlier processes.
       copies: copies of the state in the memory of the hosts; None without them.
-      meanwhile: called once, while the devices compute the second step: checks for which the first need not wait.
+      after_first: called once, after the record of the first step: checks for which that step need not wait.
     """
 
     step: Step
@@ -81,7 +81,7 @@ class Loop:
     cursor: Cursor = field(default_factory=Cursor)
     evaluated: list[Record] = field(default_factory=list)
     copies: Copies | None = None
-    meanwhile: Callable[[], None] = lambda: None
+    after_first: Callable[[], None] = lambda: None
 
     def fit(self, state: TrainState) -> TrainState:
         """Trains from the state's step to `num_steps`; evaluates, saves, and records a summary of the whole run.
@@ -129,12 +129,13 @@ class Loop:
                     state, metrics = self.step.at(index)(self.step.prepare(state), placed)
                     stopwatch.count(metrics["tokens"])
                     window.add(metrics)
-                if index == min(start + 2, self.num_steps):
-                    self.meanwhile()
 
                 is_logged = is_last or index == start + 1 or index % self.log_every == 0
                 if is_logged:
                     self._log(index, metrics, stopwatch)
+                if index == start + 1:
+                    with stopwatch.paused():
+                        self.after_first()
 
                 means: dict[str, float] = {}
                 if is_last or self._is_due(index, self.eval_every):
