@@ -1,0 +1,134 @@
+"""The theorem for public models: what they compute on any mesh is what Flax computes on one device."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from meshpar import AxisRules, MeshLayout, training
+from meshpar.train.program import shardings
+from meshpar.train.state import TrainState
+from meshpar.train.training import Training, step_key
+from meshpar.tree import flatten_with_paths
+from meshpar.verification.trial import StepResult, Trial
+from tests.zoo import MODELS, Zoo
+from tests.zoo.reference import Reference, first, moved, reference, without_keys
+
+# name -> (sizes of the mesh, presets, further rules).
+LAYOUTS: dict[str, tuple[dict[str, int], list[str], dict[str, tuple[str, ...]]]] = {
+    "data8": ({"data": 8}, ["replicated"], {}),
+    "fsdp8": ({"fsdp": 8}, ["fsdp"], {}),
+    "zero1": ({"fsdp": 8}, ["zero1"], {}),
+    "zero2": ({"fsdp": 8}, ["zero2"], {}),
+    "hsdp2x4": ({"replica": 2, "fsdp": 4}, ["hsdp"], {}),
+    "tensor4": ({"tensor": 4}, ["megatron"], {}),
+    "tensor4_sp": ({"tensor": 4}, ["megatron_sp"], {}),
+    "data2_fsdp2_tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron"], {}),
+    "data2_fsdp2_tensor2_sp": ({"data": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron_sp"], {}),
+    "data2_tensor4_sp": ({"data": 2, "tensor": 4}, ["megatron_sp"], {}),
+    "fsdp4_tensor2_zero1": ({"fsdp": 4, "tensor": 2}, ["zero1", "megatron"], {}),
+    "fsdp2_tensor4_zero2": ({"fsdp": 2, "tensor": 4}, ["zero2", "megatron_sp"], {}),
+    "replica2_fsdp2_tensor2": ({"replica": 2, "fsdp": 2, "tensor": 2}, ["hsdp", "megatron"], {}),
+}
+LOWERINGS: dict[str, dict[str, Any]] = {"auto": {}}
+"""Arguments of `training` for each lowering."""
+SAMPLE = ("data8", "data2_fsdp2_tensor2")
+SLOW: frozenset[str] = frozenset()
+"""Models whose cases take more than six seconds each."""
+WRONG = {
+    (f"resnet-{layout}-auto"): "GSPMD's gradients of strided convolutions are wrong"
+    for layout in ("data2_fsdp2_tensor2", "data2_fsdp2_tensor2_sp", "replica2_fsdp2_tensor2")
+}
+"""Cases that XLA computes wrongly, also without meshpar."""
+LEARNING_RATE = 0.1
+
+
+def cases():
+    for lowering in LOWERINGS:
+        for model in MODELS:
+            for layout in LAYOUTS:
+                slow = layout not in SAMPLE or model in SLOW
+                name = f"{model}-{layout}-{lowering}"
+                marks = [pytest.mark.slow] if slow else []
+                if name in WRONG:
+                    marks.append(pytest.mark.xfail(strict=True, reason=WRONG[name]))
+                yield pytest.param(model, layout, lowering, marks=marks, id=name)
+
+
+@pytest.fixture(autouse=True)
+def _promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@lru_cache
+def on_one_device(model: str) -> tuple[Zoo, Any, Any, Reference]:
+    """The model, its first parameters and carried state, and what Flax computes from them."""
+    zoo = MODELS[model]()
+    params, carried = (moved(first(init, jax.random.key(0))) for init in (zoo.init, zoo.carried))
+    key = step_key(0, np.int32(0)) if zoo.draws else None
+    expected = reference(zoo, params, zoo.batch, key, carried)
+    return zoo, *jax.device_get((params, without_keys(carried))), expected
+
+
+def adopted(zoo: Zoo, layout: str, lowering: str) -> Training:
+    sizes, presets, extra = LAYOUTS[layout]
+    mesh = MeshLayout(**sizes)
+    mesh = mesh.build(jax.devices()[: mesh.requested()])
+    rules = AxisRules(preset=presets, **{**zoo.rules, **extra})
+    return training(
+        zoo.init, zoo.loss, optax.sgd(LEARNING_RATE), dict(zoo.batch), mesh=mesh, rules=rules, dims=zoo.dims,
+        carried=zoo.carried, draws=zoo.draws, compute_dtype=np.dtype("float64"), **LOWERINGS[lowering],
+    )  # fmt: skip
+
+
+def first_step(model: str, layout: str, lowering: str) -> StepResult:
+    """What the first step of a training computes."""
+    zoo, params, carried, _ = on_one_device(model)
+    trial = Trial(adopted(zoo, layout, lowering))
+    structs = trial.training.placement.structs
+    opt_state = optax.sgd(LEARNING_RATE).init(params)
+    state = TrainState(np.int32(0), params, opt_state, np.int32(0), carried)
+    _, (result,) = trial.run(jax.device_put(state, shardings(structs)), [dict(zoo.batch)])
+    return result
+
+
+def differences(result: StepResult, model: str) -> dict[str, float]:
+    """Kind and path of each array -> its largest difference from one device."""
+    _, params, _, expected = on_one_device(model)
+    updated = jax.tree.map(lambda p, g: p - LEARNING_RATE * g, params, expected.grads)
+    pairs = {
+        "loss": ({"loss": expected.loss}, result.loss),
+        "gradients": (flatten_with_paths(expected.grads), result.gradients),
+        "parameters": (flatten_with_paths(updated), result.parameters),
+        "carried": (flatten_with_paths(expected.carried), result.carried),
+    }
+    assert all(want.keys() == got.keys() for want, got in pairs.values())
+    return {
+        f"{kind}.{path}": float(np.abs(np.float64(x) - np.float64(got[path])).max())
+        for kind, (want, got) in pairs.items()
+        for path, x in want.items()
+    }
+
+
+@pytest.mark.parametrize(("model", "layout", "lowering"), list(cases()))
+def test_a_public_model_is_equal_to_one_device(model, layout, lowering):
+    on_one_device(model)
+    start = time.perf_counter()
+    found = differences(first_step(model, layout, lowering), model)
+    print(f"{model} {layout} {lowering}: {time.perf_counter() - start:.1f} s")
+    assert {path: x for path, x in found.items() if not x < 1e-10} == {}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_gradient_of_a_public_model_is_a_number_to_compare(model):
+    _, _, _, expected = on_one_device(model)
+    sizes = {path: np.abs(g).max() for path, g in flatten_with_paths(expected.grads).items()}
+    # A bias of keys adds the same to all scores of a query, which a softmax ignores.
+    assert {path: x for path, x in sizes.items() if not 1e-7 < x < 1e2 and not path.endswith("key.bias")} == {}
