@@ -41,11 +41,14 @@ LOWERINGS: dict[str, dict[str, Any]] = {"auto": {}}
 SAMPLE = ("data8", "data2_fsdp2_tensor2")
 SLOW: frozenset[str] = frozenset()
 """Models whose cases take more than six seconds each."""
-WRONG = {
-    (f"resnet-{layout}-auto"): "GSPMD's gradients of strided convolutions are wrong"
-    for layout in ("data2_fsdp2_tensor2", "data2_fsdp2_tensor2_sp", "replica2_fsdp2_tensor2")
-}
-"""Cases that XLA computes wrongly, also without meshpar."""
+CUBES = ("data2_fsdp2_tensor2", "data2_fsdp2_tensor2_sp", "replica2_fsdp2_tensor2")
+CONVOLUTIONS = "XLA partitions a convolution wrongly, also in a plain jit with these shardings"
+KNOWN = {f"{model}-{layout}-auto": CONVOLUTIONS for model in ("resnet", "unet") for layout in CUBES}
+VMAP = "the loss is under vmap, for which JAX has no rule of ragged_dot"
+KNOWN |= {f"ragged_mixture-{layout}-auto": VMAP for layout in LAYOUTS}
+"""Cases that fail, and why."""
+ZERO = ("key.bias", "middle.k.bias", "token_mixing.Dense_1.bias")
+"""Paths of parameters whose gradients are zero: a softmax or a norm that follows ignores them."""
 LEARNING_RATE = 0.1
 
 
@@ -56,8 +59,8 @@ def cases():
                 slow = layout not in SAMPLE or model in SLOW
                 name = f"{model}-{layout}-{lowering}"
                 marks = [pytest.mark.slow] if slow else []
-                if name in WRONG:
-                    marks.append(pytest.mark.xfail(strict=True, reason=WRONG[name]))
+                if name in KNOWN:
+                    marks.append(pytest.mark.xfail(strict=True, reason=KNOWN[name]))
                 yield pytest.param(model, layout, lowering, marks=marks, id=name)
 
 
@@ -130,5 +133,4 @@ def test_a_public_model_is_equal_to_one_device(model, layout, lowering):
 def test_every_gradient_of_a_public_model_is_a_number_to_compare(model):
     _, _, _, expected = on_one_device(model)
     sizes = {path: np.abs(g).max() for path, g in flatten_with_paths(expected.grads).items()}
-    # A bias of keys adds the same to all scores of a query, which a softmax ignores.
-    assert {path: x for path, x in sizes.items() if not 1e-7 < x < 1e2 and not path.endswith("key.bias")} == {}
+    assert {path: x for path, x in sizes.items() if not 1e-7 < x < 1e2 and not path.endswith(ZERO)} == {}

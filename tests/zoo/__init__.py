@@ -50,7 +50,17 @@ NAMES = (
     "seq2seq",
     "ppo",
     "vit",
+    "mixer",
+    "clip",
+    "whisper",
+    "unet",
+    "mamba",
+    "bert",
+    "dlrm",
+    "gshard",
+    "ragged_mixture",
     "llama",
+    "dit",
     "plain_mlp",
 )
 
