@@ -59,15 +59,19 @@ class Attention(nn.Module):
         return nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, kernel_init=init, name="o")(attended)
 
 
+class SwiGLU(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        gate = nn.Dense(HIDDEN, use_bias=False, kernel_init=kernel("embed", "mlp"), name="gate")(x)
+        up = nn.Dense(HIDDEN, use_bias=False, kernel_init=kernel("embed", "mlp"), name="up")(x)
+        return nn.Dense(WIDTH, use_bias=False, kernel_init=kernel("mlp", "embed"), name="down")(nn.silu(gate) * up)
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _):
         x = x + Attention(name="attn")(RMSNorm(name="attn_norm")(x))
-        h = RMSNorm(name="mlp_norm")(x)
-        gate = nn.Dense(HIDDEN, use_bias=False, kernel_init=kernel("embed", "mlp"), name="gate")(h)
-        up = nn.Dense(HIDDEN, use_bias=False, kernel_init=kernel("embed", "mlp"), name="up")(h)
-        down = nn.Dense(WIDTH, use_bias=False, kernel_init=kernel("mlp", "embed"), name="down")
-        return x + down(nn.silu(gate) * up), None
+        return x + SwiGLU(name="mlp")(RMSNorm(name="mlp_norm")(x)), None
 
 
 class Llama(nn.Module):
