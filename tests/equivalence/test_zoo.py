@@ -52,12 +52,15 @@ SAMPLE = ("data8", "data2_fsdp2_tensor2")
 SLOW: frozenset[str] = frozenset()
 """Models whose cases take more than six seconds each."""
 CUBES = ("data2_fsdp2_tensor2", "data2_fsdp2_tensor2_sp", "replica2_fsdp2_tensor2")
+CONVOLUTIONAL = ("resnet", "unet", "vqvae", "cnn_nnx")
 CONVOLUTIONS = AssertionError, "XLA partitions a convolution wrongly, also in a plain jit with these shardings"
-KNOWN = {f"{model}-{layout}-auto": CONVOLUTIONS for model in ("resnet", "unet") for layout in CUBES}
+KNOWN = {f"{model}-{layout}-auto": CONVOLUTIONS for model in CONVOLUTIONAL for layout in CUBES}
 VMAP = NotImplementedError, "the loss is under vmap, for which JAX has no rule of ragged_dot"
 KNOWN |= {f"ragged_mixture-{layout}-auto": VMAP for layout in LAYOUTS}
 """Cases that fail, and why."""
-ZERO = ("key.bias", "middle.k.bias", "token_mixing.Dense_1.bias")
+ABORTED = {f"fnet-{layout}-auto" for layout in LAYOUTS if layout not in SAMPLE}
+"""Cases in which XLA ends the process, because a dim of an FFT is sharded."""
+ZERO = ("key.bias", "middle.k.bias", "token_mixing.Dense_1.bias", "conv2.bias.value")
 """Paths of parameters whose gradients are zero: a softmax or a norm that follows ignores them."""
 LEARNING_RATE = 0.1
 
@@ -72,6 +75,8 @@ def cases():
                 if name in KNOWN:
                     raises, reason = KNOWN[name]
                     marks.append(pytest.mark.xfail(strict=True, raises=raises, reason=reason))
+                if name in ABORTED:
+                    marks.append(pytest.mark.skip(reason="XLA ends the process, because a dim of an FFT is sharded"))
                 yield pytest.param(model, layout, lowering, marks=marks, id=name)
 
 
@@ -172,19 +177,19 @@ def as_own(params):
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="XLA of jax 0.10.2")
-def test_xla_partitions_the_transpose_of_a_strided_convolution():
-    """Why the convolutional cases of `KNOWN` fail. It is right for strides of 1, or if one of these dims is whole."""
+def test_xla_partitions_the_gradient_of_a_convolution():
+    """Why the convolutional cases of `KNOWN` fail. Kernels of 1 x 1 without strides are right."""
     mesh = MeshLayout(data=2, fsdp=2, tensor=2).build()
-    shape, rng = (16, 4, 4, 32), np.random.default_rng(0)
-    cotangent, kernel = rng.normal(size=(16, 2, 2, 64)), rng.normal(size=(1, 1, 32, 64))
+    rng = np.random.default_rng(0)
+    cotangent, kernel = rng.normal(size=(16, 4, 4, 64)), rng.normal(size=(3, 3, 32, 64))
 
-    def transpose(cotangent, kernel):
+    def gradient(cotangent, kernel):
         def conv(x):
-            return jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-        return jax.linear_transpose(conv, jax.ShapeDtypeStruct(shape, np.float64))(cotangent)[0]
+        return jax.linear_transpose(conv, jax.ShapeDtypeStruct((16, 4, 4, 32), np.float64))(cotangent)[0]
 
     rows = NamedSharding(mesh, P(("data", "fsdp"), None, None, "tensor"))
     kernels = NamedSharding(mesh, P(None, None, "fsdp", "tensor"))
-    partitioned = jax.jit(transpose, in_shardings=(rows, kernels), out_shardings=rows)
-    assert largest_difference(partitioned(cotangent, kernel), jax.jit(transpose)(cotangent, kernel)) < 1e-10
+    partitioned = jax.jit(gradient, in_shardings=(rows, kernels), out_shardings=rows)
+    assert largest_difference(partitioned(cotangent, kernel), jax.jit(gradient)(cotangent, kernel)) < 1e-10

@@ -62,6 +62,10 @@ NAMES = (
     "llama",
     "dit",
     "plain_mlp",
+    "vqvae",
+    "cnn_nnx",
+    "fnet",
+    "swav",
 )
 
 
