@@ -66,6 +66,10 @@ NAMES = (
     "cnn_nnx",
     "fnet",
     "swav",
+    "gpt2",
+    "t5",
+    "convnext",
+    "gemma",
 )
 
 
