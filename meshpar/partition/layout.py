@@ -64,7 +64,9 @@ class Layout:
         return math.prod(self.local_shape(sizes)) * itemsize
 
     def __str__(self) -> str:
-        dims = [f"{size}/{'.'.join(axes)}" if axes else str(size) for size, axes in zip(self.shape, self.axes, strict=True)]
+        dims = [
+            f"{size}/{'.'.join(axes)}" if axes else str(size) for size, axes in zip(self.shape, self.axes, strict=True)
+        ]
         pending = f" + {'.'.join(self.pending)}" if self.pending else ""
         return f"{self.dtype}[{', '.join(dims)}]{pending}"
 

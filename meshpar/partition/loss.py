@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshpar.errors import ShardingError
-from meshpar.mesh.varying import invariant, untyped, varies_over
+from meshpar.mesh.varying import Axes, untyped, varies_over
 from meshpar.parallel.batch import Batch
 from meshpar.parallel.context import ParallelContext, manual, tracing
 from meshpar.parallel.precision import is_mixed
@@ -51,14 +51,12 @@ class PartitionedLoss:
         leaves, tree = jax.tree.flatten(arguments, is_leaf=is_mixed)
         layouts = self._layouts(ctx, arguments)
         program, result = planned(self.loss, layouts, tree, ctx)
-        found = jax.tree.unflatten(result, program.run(*leaves))
-        return replace(found, carried=jax.tree.map(_same_everywhere, found.carried, _copies(ctx, self.carried)))
+        return jax.tree.unflatten(result, program.run(*leaves))
 
     def plan(self, ctx: ParallelContext, structs: tuple[Any, Any, Any, Any]) -> Program:
         """The plan for arguments of these global shapes, without a device."""
-        leaves, tree = jax.tree.flatten(structs)
         layouts = self._layouts(ctx, structs, are_local=False)
-        return planned(self.loss, layouts, tree, ctx)[0]
+        return planned(self.loss, layouts, jax.tree.structure(structs), ctx)[0]
 
     def _layouts(self, ctx: ParallelContext, arguments: Any, are_local: bool = True) -> list[Layout]:
         params, batch, key, carried = arguments
@@ -87,20 +85,21 @@ def planned(loss: WholeLoss, layouts: list[Layout], tree: Any, ctx: ParallelCont
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
         scope = Scope(ctx)
         nodes = scope.plan(closed.jaxpr, closed.consts, [scope.input(layout) for layout in layouts])
-    sums = replace(jax.tree.map(lambda _: True, shapes), carried=jax.tree.map(lambda _: False, shapes.carried))
-    carried_layouts = iter(layouts[len(layouts) - len(jax.tree.leaves(shapes.carried)) :])
-    uses = []
-    for node, is_sum in zip(nodes, jax.tree.leaves(sums), strict=True):
-        node = scope.ready(node)
-        axes = () if is_sum else next(carried_layouts).axes
-        placed = scope.demand(node, axes)
-        uses.append(_as_sum(scope.use(placed, axes), ctx) if is_sum else scope.use(placed, axes))
-    scope.program.outputs = uses
+    num_carried = len(jax.tree.leaves(shapes.carried))
+    num_sums = len(nodes) - num_carried
+    carried = [layout.axes for layout in layouts[len(layouts) - num_carried :]]
+    scope.program.outputs = [
+        *(_returned(scope, node, (), ctx.loss_axes) for node in nodes[:num_sums]),
+        *(_returned(scope, node, axes) for node, axes in zip(nodes[num_sums:], carried, strict=True)),
+    ]
     return scope.program, jax.tree.structure(shapes)
 
 
-def _as_sum(use: Use, ctx: ParallelContext) -> Use:
-    return replace(use, partial=ctx.loss_axes, varies=use.varies | {*ctx.loss_axes})
+def _returned(scope: Scope, node: Any, axes: tuple[Axes, ...], partial: Axes = ()) -> Use:
+    """A result: sharded over `axes`, a sum of the devices' parts over `partial`, and the same over all other axes."""
+    placed = scope.demand(scope.ready(node), axes)
+    sharding = {axis for dim in axes for axis in dim}
+    return Use(placed.register, axes, frozenset({*sharding, *partial}), partial)
 
 
 def _pairs(tree: Any, specs: Any) -> list[tuple[Any, ArraySpec]]:
@@ -115,7 +114,9 @@ def _parameter(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_local: bo
     stored = stored if ctx.gathers_in_layers else ()
     axes = tuple(ctx.axes(dim) + ctx.dispatch(dim) for dim in dims)
     array = x.stored if is_mixed(x) else x
-    factors = [count(over, ctx.mesh.shape) * count(dict(stored).get(i, ()), ctx.mesh.shape) for i, over in enumerate(axes)]
+    factors = [
+        count(over, ctx.mesh.shape) * count(dict(stored).get(i, ()), ctx.mesh.shape) for i, over in enumerate(axes)
+    ]
     shape = tuple(size * (n if is_local else 1) for size, n in zip(array.shape, factors, strict=True))
     dtype = np.dtype(ctx.compute_dtype or array.dtype) if stored and array.dtype.kind == "f" else array.dtype
     varies = varies_over(array) if is_local else frozenset(ctx.gradient_axes) | {a for over in axes for a in over}
@@ -141,21 +142,8 @@ def _state(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_local: bool) 
 
 
 def _sharded(ctx: ParallelContext, x: Any, dims: tuple[str, ...], axes: Any, is_local: bool) -> Layout:
-    shape = tuple(size * (count(over, ctx.mesh.shape) if is_local else 1) for size, over in zip(x.shape, axes, strict=True))
+    shape = tuple(
+        size * (count(over, ctx.mesh.shape) if is_local else 1) for size, over in zip(x.shape, axes, strict=True)
+    )
     varies = varies_over(x) if is_local else frozenset(a for over in axes for a in over)
     return Layout(shape, x.dtype, axes, dims, (), varies)
-
-
-def _copies(ctx: ParallelContext, carried: Any) -> Any:
-    """The axes over which each array of the carried state is a copy."""
-
-    def one(spec: ArraySpec) -> tuple[str, ...]:
-        used = {axis for dim in spec.dims for axis in live(ctx.mesh, ctx.rules[dim])}
-        return tuple(axis for axis in ctx.mesh.axis_names if axis not in used)
-
-    return jax.tree.map(one, carried)
-
-
-def _same_everywhere(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """A copy, typed as one: what is computed from parameters is typed as varying over axes where it is equal."""
-    return invariant(x, axes)

@@ -7,7 +7,7 @@ from functools import partial
 import jax
 from jax import lax
 
-from meshpar.mesh.varying import Axes, varies_over, varying
+from meshpar.mesh.varying import Axes, invariant, varies_over, varying
 from meshpar.parallel.local import shard
 from meshpar.partition.layout import Layout, Move, Sizes, moves
 
@@ -16,13 +16,14 @@ def moved(x: jax.Array, layout: Layout, axes: tuple[Axes, ...], varies: frozense
     """Changes a local shard of `layout` to one without pending sums, sharded over `axes`.
 
     Args:
-      varies: the axes over which the result is typed as varying.
+      varies: the axes over which the result is typed as varying. A copy that is typed as varying over others is typed
+        as a copy: the plan knows that it is one.
 
     Communication: that of `layout.moves`; backward that of the transposes.
     """
     for move in moves(layout, axes, varies, sizes):
         x = _perform(move, x)
-    return varying(x, tuple(sorted(varies)))
+    return varying(invariant(x, tuple(sorted(varies_over(x) - varies))), tuple(sorted(varies)))
 
 
 def _perform(move: Move, x: jax.Array) -> jax.Array:

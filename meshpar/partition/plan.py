@@ -13,6 +13,7 @@ axes shard them, and notes what has to be moved. Three laws make a plain block s
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -187,8 +188,12 @@ class Scope:
         partial = self._passing(signature, nodes)
         if assigned is None:
             assigned = self.assigned(signature, nodes, bool(partial))
-        placed = [self.demand(node, sharded(labels, assigned)) for node, labels in zip(nodes, signature.ins, strict=True)]
-        uses = [self.use(one, sharded(labels, assigned), partial) for one, labels in zip(placed, signature.ins, strict=True)]
+        placed = [
+            self.demand(node, sharded(labels, assigned)) for node, labels in zip(nodes, signature.ins, strict=True)
+        ]
+        uses = [
+            self.use(one, sharded(labels, assigned), partial) for one, labels in zip(placed, signature.ins, strict=True)
+        ]
         varies = frozenset().union(*(use.varies for use in uses))
         uses = [replace(use, varies=varies) for use in uses]
         layouts = self._results(eqn, signature, nodes, assigned, varies, partial)
@@ -218,9 +223,13 @@ class Scope:
             return node
         if node.whole is None:
             stored = node.layout.stored
-            layout = replace(node.layout, stored=(), varies=node.layout.varies | {a for _, axes in stored for a in axes})
+            layout = replace(
+                node.layout, stored=(), varies=node.layout.varies | {a for _, axes in stored for a in axes}
+            )
             use = Use(node.register)
-            (node.whole,) = self.step(lambda x: [gathered(x, stored, self.ctx)], [use], [layout], Source("gather of a parameter"))
+            (node.whole,) = self.step(
+                lambda x: [gathered(x, stored, self.ctx)], [use], [layout], Source("gather of a parameter")
+            )
             self.made.append(partial(setattr, node, "whole", None))
         return node.whole
 
@@ -247,13 +256,15 @@ class Scope:
     def settled_axes(self, layout: Layout) -> tuple[Axes, ...]:
         """The axes that shard a value after its pending sums end.
 
-        Megatron's sequence parallelism: a sum that is pending over an axis of `residual_seq` ends in shards of `seq`.
+        Megatron's sequence parallelism: a sum that is pending over an axis of `residual_seq` ends in shards of `seq`,
+        if the value has features, as the residual stream does.
         """
         axes = list(layout.axes)
         for axis in layout.pending:
             if axis in self.ctx.axes("residual_seq") and "seq" in layout.names:
                 dim = layout.names.index("seq")
-                if layout.shape[dim] % count((*axes[dim], axis), self.sizes) == 0:
+                has_features = math.prod(layout.shape[dim + 1 :]) > 1
+                if has_features and layout.shape[dim] % count((*axes[dim], axis), self.sizes) == 0:
                     axes[dim] = (*axes[dim], axis)
         return tuple(axes)
 

@@ -42,8 +42,20 @@ def remat(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     return scope.step(again, arguments, [one.layout for one in outs], Source.of(eqn), ((inner.program, 1),))
 
 
+def linear_solve(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
+    """The solution of linear equations, such as `jnp.linalg.solve`, whose derivative is another solution."""
+    if not scope.is_derivative:
+        return with_own_derivative(scope, eqn, nodes)
+    lengths = eqn.params["const_lengths"]
+    solve = eqn.params["jaxprs"].solve
+    before = lengths.matvec + lengths.vecmat
+    consts = nodes[before : before + lengths.solve]
+    right = nodes[before + lengths.solve + lengths.transpose_solve :]
+    return scope.plan(solve.jaxpr, solve.consts, [*consts, *right])
+
+
 def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
-    """A function with a derivative of the user's own, `custom_jvp` or `custom_vjp`.
+    """A function with a derivative of its own, `custom_jvp` or `custom_vjp`.
 
     Its forward and its backward are traced with whole shapes, and each is planned: JAX differentiates the function on
     shards by calling the planned backward.
@@ -53,10 +65,9 @@ def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
     placed = [scope.settled(node) for node in nodes]
     layouts = [one.layout for one in placed]
     is_float = [jnp.issubdtype(layout.dtype, jnp.inexact) for layout in layouts]
-    closed = eqn.params["call_jaxpr"]
-    primal, outs = _planned(scope, closed.jaxpr, closed.consts, layouts)
-    out_layouts = [one.layout for one in outs]
     pair = _Derivative(eqn, layouts, is_float)
+    primal, outs = _planned(scope, pair.primal.jaxpr, pair.primal.consts, layouts)
+    out_layouts = [one.layout for one in outs]
     forward, results = _planned(scope, pair.forward.jaxpr, pair.forward.consts, layouts)
     out_layouts = [
         replace(layout, varies=layout.varies | again.layout.varies)
@@ -64,7 +75,8 @@ def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
     ]
     for program, ends in ((primal, outs), (forward, results)):
         program.outputs[: len(out_layouts)] = [
-            replace(scope.use(one, layout.axes), varies=layout.varies) for one, layout in zip(ends, out_layouts, strict=False)
+            replace(scope.use(one, layout.axes), varies=layout.varies)
+            for one, layout in zip(ends, out_layouts, strict=False)
         ]
     saved = [one.layout for one in results[len(out_layouts) :]]
     float_outs = [layout for layout in out_layouts if jnp.issubdtype(layout.dtype, jnp.inexact)]
@@ -72,7 +84,8 @@ def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
     backward, gradients = _planned(scope, pair.backward.jaxpr, pair.backward.consts, [*saved, *cotangents])
     inexact = [layout for layout, floats in zip(layouts, is_float, strict=True) if floats]
     backward.outputs = [
-        Use(one.register, layout.axes, layout.varies, _copies(layout)) for one, layout in zip(gradients, inexact, strict=True)
+        Use(one.register, layout.axes, layout.varies, _copies(layout))
+        for one, layout in zip(gradients, inexact, strict=True)
     ]
 
     @jax.custom_vjp
@@ -84,7 +97,9 @@ def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
         return tuple(found[: len(out_layouts)]), found[len(out_layouts) :]
 
     def run_backward(saved: Any, grads: Any) -> Any:
-        given = [grad for grad, layout in zip(grads, out_layouts, strict=True) if jnp.issubdtype(layout.dtype, jnp.inexact)]
+        given = [
+            grad for grad, layout in zip(grads, out_layouts, strict=True) if jnp.issubdtype(layout.dtype, jnp.inexact)
+        ]
         found = iter(backward.run(*saved, *given))
         return tuple(next(found) if floats else None for floats in is_float)
 
@@ -107,15 +122,15 @@ def _planned(scope: Scope, jaxpr: Any, consts: Any, layouts: Sequence[Layout]) -
 
 
 class _Derivative:
-    """The forward of an equation, which also returns what its backward needs, and the backward, as jaxprs."""
+    """An equation, its forward, which also returns what its backward needs, and the backward, as jaxprs."""
 
     def __init__(self, eqn: Any, layouts: Sequence[Layout], is_float: Sequence[bool]) -> None:
         structs = [jax.ShapeDtypeStruct(layout.shape, layout.dtype) for layout in layouts]
         saved: list[Any] = []
 
         def call(*arguments: Any) -> Any:
-            subfuns = eqn.primitive.get_bind_params(eqn.params)
-            return eqn.primitive.bind(*arguments, **subfuns)
+            results = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
+            return list(results)
 
         def forward(*arguments: Any) -> Any:
             floats = [x for x, flag in zip(arguments, is_float, strict=True) if flag]
@@ -130,6 +145,7 @@ class _Derivative:
             saved[:] = [tree, [jax.typeof(x) for x in leaves], [jax.typeof(x) for x in floats_out]]
             return [*outs, *leaves]
 
+        self.primal = jax.make_jaxpr(call)(*structs)
         self.forward = jax.make_jaxpr(forward)(*structs)
         tree, leaves, floats_out = saved
 
@@ -185,6 +201,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "custom_lin"), inlined),
     **dict.fromkeys(("remat2", "remat", "checkpoint"), remat),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), with_own_derivative),
+    "custom_linear_solve": linear_solve,
     "optimization_barrier": barrier,
     "shard_map": region,
     **dict.fromkeys(("debug_callback", "pure_callback", "io_callback", "debug_print"), callback),

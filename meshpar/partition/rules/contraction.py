@@ -34,9 +34,10 @@ def convolution(eqn: Any) -> Signature:
     lhs, rhs, out = ([None] * v.aval.ndim for v in (*eqn.invars, *eqn.outvars))
     if eqn.params["batch_group_count"] == 1:
         lhs[numbers.lhs_spec[0]] = out[numbers.out_spec[0]] = "rows"
-    per_channel = groups > 1 and groups == eqn.invars[0].aval.shape[numbers.lhs_spec[1]] == eqn.invars[1].aval.shape[
-        numbers.rhs_spec[0]
-    ]
+    per_channel = (
+        groups > 1
+        and groups == eqn.invars[0].aval.shape[numbers.lhs_spec[1]] == eqn.invars[1].aval.shape[numbers.rhs_spec[0]]
+    )
     if per_channel:
         lhs[numbers.lhs_spec[1]] = rhs[numbers.rhs_spec[0]] = out[numbers.out_spec[1]] = "channels"
     elif groups == 1 and eqn.params["batch_group_count"] == 1:
@@ -61,8 +62,13 @@ def ragged_dot(eqn: Any) -> Signature:
         right[i] = None
     shared = {*left} & {*right} - {None}
     if len(eqn.outvars[0].aval.shape) != 2 or batch[0] or left[contracting[0][0]] is None:
-        return Signature(tuple((None,) * v.aval.ndim for v in eqn.invars), ((None,) * eqn.outvars[0].aval.ndim,), same(eqn))
-    out = (*(x for x in left if x not in shared), *(x for i, x in enumerate(right) if x not in shared and x is not None))
+        return Signature(
+            tuple((None,) * v.aval.ndim for v in eqn.invars), ((None,) * eqn.outvars[0].aval.ndim,), same(eqn)
+        )
+    out = (
+        *(x for x in left if x not in shared),
+        *(x for i, x in enumerate(right) if x not in shared and x is not None),
+    )
     summed = tuple(left[i] for i in contracting[0])
     return Signature((tuple(left), tuple(right), (None,)), (out,), same(eqn), summed=summed)
 

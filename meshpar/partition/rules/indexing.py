@@ -55,7 +55,10 @@ def gather(eqn: Any) -> Signature:
 def _lookup(eqn: Any, operand: Any, x: Any, index: Any, sizes: Any, axes: dict[int, Any], numbers: Any) -> jax.Array:
     """This device's part of a lookup in dims that are sharded: dim -> its axes."""
     mode = eqn.params["mode"]
-    limits = jnp.array([operand.shape[d] - sizes[d] if d not in axes else operand.shape[d] - 1 for d in numbers.start_index_map], index.dtype)
+    limits = jnp.array(
+        [operand.shape[d] - sizes[d] if d not in axes else operand.shape[d] - 1 for d in numbers.start_index_map],
+        index.dtype,
+    )
     if mode == Mode.CLIP:
         index = jnp.clip(index, jnp.zeros_like(limits), limits)
     is_inside = ((index >= 0) & (index <= limits)).all(-1)
@@ -77,7 +80,13 @@ def _lookup(eqn: Any, operand: Any, x: Any, index: Any, sizes: Any, axes: dict[i
     # An index outside of the whole dim has the value that fills in; one device contributes it.
     fill = eqn.params["fill_value"]
     if fill is None:
-        fill = jnp.nan if jnp.issubdtype(found.dtype, jnp.inexact) else jnp.iinfo(found.dtype).min if jnp.issubdtype(found.dtype, jnp.signedinteger) else 0
+        fill = (
+            jnp.nan
+            if jnp.issubdtype(found.dtype, jnp.inexact)
+            else jnp.iinfo(found.dtype).min
+            if jnp.issubdtype(found.dtype, jnp.signedinteger)
+            else 0
+        )
     every = tuple(axis for over in axes.values() for axis in over)
     is_first = lax.axis_index(every) == 0
     return jnp.where(over_windows(~is_inside) & is_first, jnp.full_like(found, fill), result)
@@ -139,7 +148,9 @@ def _local_scatter(eqn: Any, operand: Any, looked_up: dict[int, Any], rows: tupl
         if eqn.params["mode"] == Mode.CLIP:
             limits = [operand.shape[d] - 1 for d in numbers.scatter_dims_to_operand_dims]
             index = jnp.clip(index, 0, jnp.array(limits, index.dtype))
-        starts = [lax.axis_index(axes[d]) * x.shape[d] if d in axes else 0 for d in numbers.scatter_dims_to_operand_dims]
+        starts = [
+            lax.axis_index(axes[d]) * x.shape[d] if d in axes else 0 for d in numbers.scatter_dims_to_operand_dims
+        ]
         index = index - jnp.stack([jnp.asarray(start, index.dtype) for start in starts])
         return bind(eqn, x, index, updates, mode=Mode.FILL_OR_DROP)
 
@@ -151,5 +162,7 @@ RULES: dict[str, Rule] = {
     "scatter": signed(scatter),
     "scatter_add": signed(scatter_add),
     "scatter-add": signed(scatter_add),
-    **dict.fromkeys(("scatter_mul", "scatter-mul", "scatter_min", "scatter-min", "scatter_max", "scatter-max"), signed(scatter)),
+    **dict.fromkeys(
+        ("scatter_mul", "scatter-mul", "scatter_min", "scatter-min", "scatter_max", "scatter-max"), signed(scatter)
+    ),
 }

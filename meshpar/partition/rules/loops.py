@@ -1,4 +1,7 @@
-"""Loops and branches. What a loop carries has one layout in all iterations, found by planning the body until it holds."""
+"""Loops and branches.
+
+What a loop carries has one layout in all iterations: the body is planned until it returns what it gets.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,9 @@ def _next(body: _Body, carried: Sequence[Layout], keeps_axes: bool) -> list[Layo
     return layouts
 
 
-def _fixed(scope: Scope, closed: Any, before: Sequence[Any], carried: list[Layout], after: Sequence[Any]) -> tuple[_Body, list[Layout]]:
+def _fixed(
+    scope: Scope, closed: Any, before: Sequence[Any], carried: list[Layout], after: Sequence[Any]
+) -> tuple[_Body, list[Layout]]:
     """Plans a body until what it carries has the same layout before and after."""
     for round_ in range(8 * ROUNDS):
         mark = scope.mark()
@@ -92,7 +97,9 @@ def scan(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     starts = nodes[num_consts : num_consts + num_carry]
     scanned = [_Scanned(scope, node) for node in nodes[num_consts + num_carry :]]
     before = [x if isinstance(x, Deferred) else x.layout for x in consts]
-    body, carried = _fixed(scope, params["jaxpr"], before, [_carried(scope, x) for x in starts], [x.layout for x in scanned])
+    body, carried = _fixed(
+        scope, params["jaxpr"], before, [_carried(scope, x) for x in starts], [x.layout for x in scanned]
+    )
     results = [body.scope.settled(node) for node in body.outs[num_carry:]]
     body.returning(carried, *results)
     arguments = [Use(one.register) for one in consts if isinstance(one, Placed)]
@@ -118,7 +125,9 @@ def scan(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
         return [*last, *stacked]
 
     stacks = [_stacked(one.layout, params["length"]) for one in results]
-    return scope.step(compute, arguments, [*carried, *stacks], Source.of(eqn), ((body.scope.program, params["length"]),))
+    return scope.step(
+        compute, arguments, [*carried, *stacks], Source.of(eqn), ((body.scope.program, params["length"]),)
+    )
 
 
 def _again(run: Any, program: Program, scope: Scope) -> Any:
@@ -194,7 +203,10 @@ def cond(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     results = []
     for i, v in enumerate(eqn.outvars):
         found = [body.scope.ready(body.outs[i]) for body in bodies]
-        axes = next((a for a in (body.scope.settled_axes(x.layout) for body, x in zip(bodies, found, strict=True)) if any(a)), ((),) * v.aval.ndim)
+        axes = next(
+            (a for a in (body.scope.settled_axes(x.layout) for body, x in zip(bodies, found, strict=True)) if any(a)),
+            ((),) * v.aval.ndim,
+        )
         uses = [body.scope.use(body.scope.demand(x, axes), axes) for body, x in zip(bodies, found, strict=True)]
         varies = frozenset().union(*(use.varies for use in uses)) | index.layout.varies
         results.append(replace(found[0].layout, axes=axes, pending=(), varies=varies, is_pinned=False))

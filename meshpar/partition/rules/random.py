@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from meshpar.mesh.varying import Axes, varying, varying_alike
+from meshpar.mesh.varying import Axes, varying_alike
 from meshpar.partition.layout import Layout
 from meshpar.partition.plan import Deferred, Placed, Scope
 from meshpar.partition.rules.rule import Rule, bind

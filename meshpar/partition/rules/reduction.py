@@ -68,13 +68,11 @@ def logical(eqn: Any) -> Signature:
 
 
 def over_whole(eqn: Any) -> Signature:
-    """A reduction whose dims have to be whole: an index, a product, a reduction by a function."""
-    axes = eqn.params.get("axes", eqn.params.get("dimensions"))
-    num_arrays = len(eqn.outvars)
+    """A reduction whose dims have to be whole: an index, a product."""
+    axes = eqn.params["axes"]
     labels = dims(eqn.invars[0].aval, *axes)
     out = tuple(label for i, label in enumerate(labels) if i not in axes)
-    scalars = ((),) * (len(eqn.invars) - num_arrays)
-    return Signature((labels,) * num_arrays + scalars, (out,) * num_arrays, same(eqn))
+    return Signature((labels,), (out,), same(eqn))
 
 
 def along(key: str) -> Callable[[Any], Signature]:
@@ -111,13 +109,13 @@ RULES: dict[str, Rule] = {
     "reduce_sum": signed(reduce_sum),
     **dict.fromkeys(("reduce_max", "reduce_min"), signed(extreme)),
     **dict.fromkeys(("reduce_or", "reduce_and"), signed(logical)),
-    **dict.fromkeys(("argmax", "argmin", "reduce_prod", "reduce_xor", "reduce"), signed(over_whole)),
+    **dict.fromkeys(("argmax", "argmin", "reduce_prod", "reduce_xor"), signed(over_whole)),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), signed(along("axis"))),
     "sort": signed(along("dimension")),
     **dict.fromkeys(("top_k", "approx_top_k"), signed(along_last)),
     **dict.fromkeys(
         (
-            "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
+            "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
             "select_and_gather_add",
         ),
         signed(window),

@@ -18,9 +18,12 @@ from meshpar.partition.signature import Call, Signature
 
 def broadcast_in_dim(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """A broadcast is made where it is used, so that no device makes more of it than it needs."""
+    return _broadcast(scope, eqn, nodes, eqn.params["broadcast_dimensions"])
+
+
+def _broadcast(scope: Scope, eqn: Any, nodes: list[Any], places: Sequence[int]) -> Sequence[Any]:
     (node,) = nodes
     out = eqn.outvars[0].aval
-    places = eqn.params["broadcast_dimensions"]
     labels = tuple(d if node.layout.shape[i] == out.shape[d] else None for i, d in enumerate(places))
 
     def compute(call: Call, x: jax.Array) -> list[jax.Array]:
@@ -96,7 +99,10 @@ def _deferred_view(scope: Scope, eqn: Any, signature: Signature, node: Deferred,
     out = eqn.outvars[0].aval
     axes = tuple(assigned.get(label, ()) for label in labels)
     names = dict(zip(signature.ins[0], node.layout.names, strict=True))
-    return Deferred(Layout(tuple(out.shape), out.dtype, axes, tuple(names.get(x, "") if x is not None else "" for x in labels)), make)
+    return Deferred(
+        Layout(tuple(out.shape), out.dtype, axes, tuple(names.get(x, "") if x is not None else "" for x in labels)),
+        make,
+    )
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -152,6 +158,16 @@ def stack(eqn: Any) -> Signature:
     return Signature((labels,) * len(eqn.invars), ((*labels[:axis], None, *labels[axis:]),), same(eqn))
 
 
+def tile(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
+    """Dims that are repeated have to be whole. To repeat dims of size 1 is a broadcast."""
+    shape = eqn.invars[0].aval.shape
+    repeated = [i for i, times in enumerate(eqn.params["reps"]) if times != 1]
+    if all(shape[i] == 1 for i in repeated):
+        return _broadcast(scope, eqn, nodes, range(len(shape)))
+    labels = dims(eqn.invars[0].aval, *repeated)
+    return scope.operation(eqn, Signature((labels,), (labels,), same(eqn)), nodes)
+
+
 def pad(eqn: Any) -> Signature:
     padded = [i for i, config in enumerate(eqn.params["padding_config"]) if tuple(config) != (0, 0, 0)]
     labels = dims(eqn.outvars[0].aval, *padded)
@@ -186,14 +202,18 @@ def reshard(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     spec = eqn.params["dst_sharding"].spec
     if not any(_axes(part, scope) for part in spec):
         return nodes
-    return [scope.settled(nodes[0], tuple(_axes(spec[i] if i < len(spec) else None, scope) for i in range(len(nodes[0].layout.shape))))]
+    return [
+        scope.settled(
+            nodes[0], tuple(_axes(spec[i] if i < len(spec) else None, scope) for i in range(len(nodes[0].layout.shape)))
+        )
+    ]
 
 
 def sharding_constraint(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """A value is sharded as the user says, by `with_sharding_constraint` or by names."""
     node = scope.ready(nodes[0])
     spec = tuple(eqn.params["sharding"].spec)
-    free = {i for i in eqn.params.get("unconstrained_dims", ())}
+    free = set(eqn.params.get("unconstrained_dims", ()))
     now = scope.settled_axes(node.layout)
     axes = []
     for i in range(len(node.layout.shape)):
@@ -218,6 +238,7 @@ RULES: dict[str, Rule] = {
     "split": signed(split),
     "concatenate": signed(concatenate),
     "stack": signed(stack),
+    "tile": tile,
     "pad": signed(pad),
     "rev": signed(rev),
     "dynamic_slice": signed(dynamic_slice),

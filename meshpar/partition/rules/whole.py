@@ -33,8 +33,13 @@ def fft(eqn: Any) -> Signature:
     return of_matrices(len(eqn.params["fft_lengths"]))(eqn)
 
 
-KEYS = "random_seed random_wrap random_unwrap random_fold_in random_split random_gamma threefry2x32 rng_bit_generator"
-MATRICES = "cholesky eigh eig lu qr geqrf householder_product svd triangular_solve schur tridiagonal lu_pivots_to_permutation"
+KEYS = (
+    "random_seed random_wrap random_unwrap random_fold_in random_split random_clone random_gamma threefry2x32 "
+    "rng_bit_generator"
+)
+MATRICES = (
+    "cholesky eigh eig lu qr geqrf householder_product svd triangular_solve schur tridiagonal lu_pivots_to_permutation"
+)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(KEYS.split(), signed(whole)),
