@@ -117,7 +117,7 @@ class ParallelContext:
     @property
     def sequence(self) -> SequenceLayout:
         """Which tokens of a row each of these devices holds. GSPMD shards rows contiguously."""
-        return self.parallel.context.arranged(self.row_shards)
+        return self.parallel.attention.arranged(self.row_shards)
 
     @property
     def loss_axes(self) -> Axes:
