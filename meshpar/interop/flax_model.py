@@ -89,12 +89,9 @@ class Import(ModelContract):
         return Unsupported(f"{self.target} is imported")
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
-        what = "only meshpar's own layers communicate in chunks, not those of an imported model"
         if isinstance(task.loss.chunk, int):
             whole = "an imported model computes all logits at once, so that its loss has no chunks"
             problems.add("loss.chunk", whole, "loss.chunk=none")
-        for key in ctx.parallel.overlaps:
-            problems.add(key, what, f"{key}=none")
 
     def manual_lowering(self) -> Literal[True] | Unsupported:
         if self.manual:

@@ -162,6 +162,11 @@ class ModelContract(Config):
         """Whether the model's code computes with local shards, and contains the communication for them."""
         return Unsupported(f"a model of kind {self._name} is not written for local shards")
 
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether its layers are meshpar's own, which contain every strategy; see `parallel.checks`."""
+        return False
+
     def layer_stack(self) -> LayerStack | Unsupported:
         """The layers that a pipeline divides into stages."""
         return Unsupported(f"a model of kind {self._name} has no stack of layers to divide into pipeline stages")
