@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from inspect import signature
-from typing import Any, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +87,7 @@ def training(
     evaluation: Callable[..., Any] | None = None,
     draws: bool = False,
     seed: int = 0,
+    lowering: Literal["manual", "auto"] = "manual",
     manual: bool = False,
     parallel: Parallel = Parallel(),  # noqa: B008 - a frozen value
     compute_dtype: Any = jnp.float32,
@@ -121,6 +122,8 @@ def training(
       evaluation: the loss of an evaluation, if it differs, for example because of batch statistics.
       draws: whether the loss draws random numbers. If so, its key is new at each step, else None.
       seed: for the initial parameters, for the keys of `draws`, and for stochastic rounding.
+      lowering: `manual`: the trace of the loss is partitioned, so that communication is explicit and every strategy is
+        available; `auto`: XLA's GSPMD partitions the step, and chooses what it sends.
       manual: whether the loss is written for local shards. It then gets a device's rows of the batch, and its shards of
         the parameters and of the carried state; it returns a `LossSums` of its rows, or their mean.
       parallel: the strategies of the lowering `manual`, as in a config. A strategy without effect is an error.
@@ -154,7 +157,7 @@ def training(
     ctx = ParallelContext(
         mesh=mesh,
         rules=rules,
-        manual=manual,
+        manual=lowering == "manual",
         parallel=parallel,
         compute_dtype=compute_dtype,
         accum_dtype=accum_dtype,
@@ -162,6 +165,8 @@ def training(
         dcn_axes=tuple(axis for axis, size in dcn.items() if size > 1),
         activation_dims=tuple(activation_dims),
     )
+    if manual and not ctx.manual:
+        raise ConfigError("manual=True: a loss for local shards runs in the manual lowering; lowering='manual'")
     _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None)
     specs, carried_specs, keys = specs_of(init, carried, seed, dims or {})
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
@@ -179,6 +184,7 @@ def training(
         ctx=replace(ctx, rules=with_axes(rules, axes or {}, (specs, carried_specs))),
         key=partial(step_key, seed) if draws else None,
         seed=seed,
+        is_of_whole_arrays=not manual,
     )
     _ = made.placement
     return made

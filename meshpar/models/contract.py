@@ -116,6 +116,7 @@ class ModelProgram:
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     activation_dims: tuple[str, ...] | None = None
     has_own_arrays: Callable[[str], bool] = lambda platform: False
+    is_of_whole_arrays: bool = False
 
 
 class ModelContract(Config):

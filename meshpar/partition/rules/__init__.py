@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from meshpar.partition.rules import calls, contraction, elementwise, indexing, loops, random, reduction, shape, whole
+from meshpar.partition.rules import (
+    calls,
+    constraints,
+    contraction,
+    elementwise,
+    indexing,
+    loops,
+    random,
+    reduction,
+    shape,
+    whole,
+)
 from meshpar.partition.rules.rule import Rule
 
 RULES: dict[str, Rule] = {}
 """Name of a primitive -> (scope, equation, nodes of its operands) -> nodes of its results."""
 
-for family in (elementwise, contraction, reduction, shape, indexing, random, loops, calls, whole):
+for family in (elementwise, contraction, reduction, shape, indexing, random, constraints, loops, calls, whole):
     RULES |= family.RULES

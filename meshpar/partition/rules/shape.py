@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -197,38 +196,6 @@ def dynamic_update_slice(eqn: Any) -> Signature:
     return Signature((labels, labels, *((),) * (len(eqn.invars) - 2)), (labels,), same(eqn))
 
 
-def reshard(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
-    """JAX's change of an explicit sharding. Without axes of its own it leaves the value as it is."""
-    spec = eqn.params["dst_sharding"].spec
-    if not any(_axes(part, scope) for part in spec):
-        return nodes
-    return [
-        scope.settled(
-            nodes[0], tuple(_axes(spec[i] if i < len(spec) else None, scope) for i in range(len(nodes[0].layout.shape)))
-        )
-    ]
-
-
-def sharding_constraint(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
-    """A value is sharded as the user says, by `with_sharding_constraint` or by names."""
-    node = scope.ready(nodes[0])
-    spec = tuple(eqn.params["sharding"].spec)
-    free = set(eqn.params.get("unconstrained_dims", ()))
-    now = scope.settled_axes(node.layout)
-    axes = []
-    for i in range(len(node.layout.shape)):
-        part = spec[i] if i < len(spec) else None
-        over = now[i] if i in free or part is jax.sharding.PartitionSpec.UNCONSTRAINED else _axes(part, scope)
-        axes.append(over)
-    placed = scope.settled(node, tuple(axes))
-    return [replace(placed)]
-
-
-def _axes(part: Any, scope: Scope) -> tuple[str, ...]:
-    names = () if part is None else (part,) if isinstance(part, str) else tuple(part)
-    return tuple(name for name in names if scope.sizes.get(name, 1) > 1)
-
-
 RULES: dict[str, Rule] = {
     "broadcast_in_dim": broadcast_in_dim,
     "reshape": reshape,
@@ -243,6 +210,4 @@ RULES: dict[str, Rule] = {
     "rev": signed(rev),
     "dynamic_slice": signed(dynamic_slice),
     "dynamic_update_slice": signed(dynamic_update_slice),
-    "sharding_constraint": sharding_constraint,
-    "reshard": reshard,
 }
