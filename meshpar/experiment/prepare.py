@@ -294,6 +294,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         key=partial(step_key, run.seed) if model.uses_rng else None,
         stages=model.parts,
         has_own_arrays=model.has_own_arrays,
+        is_of_whole_arrays=model.is_of_whole_arrays,
         frozen=frozen,
         update=Update(
             tx,

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-import jax
 import numpy as np
 
-from meshpar.collectives.reduction import Exact
 from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.experiment.config import Run
 from meshpar.models.contract import LayerStack, Task
 from meshpar.nn.experts import Experts
+from meshpar.parallel.checks import check_float64, check_own_layers, check_strategies
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.pipeline.partition import cut_layers
@@ -88,9 +87,12 @@ def check(run: Run, mesh: AnyMesh) -> None:
     if ctx.manual and not is_manual:
         problems.add("lowering", is_manual.because, "lowering=auto")
     run.model.check(task_of(run), ctx, problems)
-    run.parallel.check(run.rules, ctx.manual, problems)
-    _check_reduction(run, ctx, problems)
-    _check_pipeline(run, ctx, problems)
+    if not run.model.has_own_layers:
+        ctx = check_own_layers(ctx, "an imported model", problems)
+    check_strategies(ctx, problems)
+    _check_cache(run, problems)
+    if run.model.has_own_layers:
+        _check_pipeline(run, ctx, problems)
     _check_local(run, ctx, problems)
     _check_keep_best(run, problems)
     _check_prune(run, problems)
@@ -136,11 +138,8 @@ def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:
 
 def _check_precision(run: Run, problems: Problems) -> None:
     """Adds each dtype that JAX would silently replace by float32."""
-    for name, dtype in run.precision.model_dump().items():
-        if dtype == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-            what = "JAX would compute in float32, because its 64-bit mode is off"
-            fix = f"precision.{name}=float32, or JAX_ENABLE_X64=1 in the environment"
-            problems.add(f"precision.{name}", what, fix)
+    for name in ("params", "compute", "gradients", "master"):
+        check_float64(f"precision.{name}", getattr(run.precision, name), problems)
 
 
 def _check_matmul(run: Run, ctx: ParallelContext, problems: Problems) -> None:
@@ -150,11 +149,16 @@ def _check_matmul(run: Run, ctx: ParallelContext, problems: Problems) -> None:
         return
     if not find_spec("qwix"):
         problems.add(key, "the package qwix is not installed", f"pip install 'meshpar[quantized]', or {key}=null")
-    if not run.model.manual_lowering():
+    if not run.model.has_own_layers:
         problems.add(key, "only meshpar's own layers multiply in 8 bits", f"{key}=null")
     elif ctx.axes("heads") != ctx.axes("kv_heads"):
         what = "each device has a partial sum of the gradients of a key head, and cannot find the scale of the total"
         problems.add(key, what, f"{key}=null, or rules.kv_heads as rules.heads")
+
+
+def _check_cache(run: Run, problems: Problems) -> None:
+    if run.precision.cache and not (model := run.model.generation()):
+        problems.add("precision.cache", model.because, "precision.cache=null")
 
 
 def _check_combinations(run: Run, problems: Problems) -> None:
@@ -167,22 +171,6 @@ def _check_combinations(run: Run, problems: Problems) -> None:
         for why, others in others_by_reason.items():
             fix = " and ".join(f"{other}={_OFF[other]}" for other in others)
             problems.add(key, why, f"no {key}, or {fix}")
-
-
-def _check_reduction(run: Run, ctx: ParallelContext, problems: Problems) -> None:
-    """Checks the format in which layers scatter gradients, where another strategy has its own way to scatter them."""
-    reduction = ctx.gradient_reduction
-    if reduction is None or isinstance(reduction.within, Exact) or not ctx.gathers_in_layers:
-        return
-    if not any(ctx.storage(dim) for dim in ctx.rules.table if dim != "batch"):
-        return
-    where = "parallel.gradient_reduction.within"
-    if ctx.schedule:
-        what = "a rounded reduce-scatter consists of permutes, which wait for all devices, also those in other stages"
-        problems.add(where, what, f"{where}=exact, rules.zero=2, or parallel.pipeline=null")
-    elif run.parallel.fsdp.in_chunks:
-        what = "parallel.fsdp.overlap scatters gradients while it multiplies, and adds them unrounded"
-        problems.add(where, what, f"{where}=exact, or parallel.fsdp.overlap=none")
 
 
 def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:
@@ -211,7 +199,6 @@ def _check_local(run: Run, ctx: ParallelContext, problems: Problems) -> None:
     local = run.parallel.local
     if local is None:
         return
-    local.check(run.rules, ctx.mesh.shape, ctx.manual, problems)
     local.check_steps(run.num_steps, problems)
     is_resized = run.elastic and run.elastic.resized(run.mesh).sizes[local.axis] != run.mesh.sizes[local.axis]
     if is_resized and local.resize == "refuse":

@@ -46,9 +46,9 @@ class Import(ModelContract):
     axes: dict[str, str] = Field(default_factory=dict)
     """The model's own name of a mesh axis -> meshpar's, `{tp: tensor}`, for a model that names axes instead of dims."""
     manual: bool = False
-    """Whether the model and its loss are written for local shards, so that `lowering: manual` can run them. They get
-    a device's rows. Parameters sharded over axes of the batch are gathered first; parameters sharded over other axes
-    are local shards, and the model communicates over these axes itself."""
+    """Whether the model and its loss are written for local shards. In `lowering: manual` they get a device's rows then.
+    Parameters sharded over axes of the batch are gathered first; parameters sharded over other axes are local shards,
+    and the model communicates over these axes itself. Other models are partitioned."""
 
     def program(self, task: Task) -> ModelProgram:
         """Imports the model, and its own loss if the config names one.
@@ -67,7 +67,7 @@ class Import(ModelContract):
         with user_code.blamed(self.target):
             user = _built(self, task.seq_len)
             specs, carried, keys = specs_of(user.init, user.carried, task.seed, self.dims)
-        dims = jax.tree.map(lambda spec: spec.dims, specs)
+        on_shards = partial(_gathered, dims=jax.tree.map(lambda spec: spec.dims, specs)) if self.manual else _as_is
         as_sums = partial(with_loss_sums, arrays=set(ARRAYS), carries=bool(carried), keys=keys, axes=self.axes)
         if task.loss.target is None:
             loss, evaluation = self._next_token_losses(user, task, carried)
@@ -76,31 +76,26 @@ class Import(ModelContract):
         return ModelProgram(
             specs=specs,
             init=arrays_of(user.init),
-            loss=as_sums(_gathered(loss, dims)),
-            evaluation=as_sums(_gathered(evaluation, dims), returns_carried=task.loss.target is None),
+            loss=as_sums(on_shards(loss)),
+            evaluation=as_sums(on_shards(evaluation), returns_carried=task.loss.target is None),
             rules=with_axes(task.rules, self.axes, (specs, carried)),
             uses_rng=task.loss.target is not None,
             carried=carried,
             init_carried=arrays_of(user.carried),
             activation_dims=self.activation_dims,
+            is_of_whole_arrays=not self.manual,
         )
 
     def vocabulary(self) -> Vocabulary | Unsupported:
         return Unsupported(f"{self.target} is imported")
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
-        what = "only meshpar's own layers communicate in chunks, not those of an imported model"
         if isinstance(task.loss.chunk, int):
             whole = "an imported model computes all logits at once, so that its loss has no chunks"
             problems.add("loss.chunk", whole, "loss.chunk=none")
-        for key in ctx.parallel.overlaps:
-            problems.add(key, what, f"{key}=none")
 
-    def manual_lowering(self) -> Literal[True] | Unsupported:
-        if self.manual:
-            return True
-        why = "GSPMD lowers an imported model, unless model.manual=true declares that it is written for local shards"
-        return Unsupported(why)
+    def manual_lowering(self) -> Literal[True]:
+        return True
 
     def hugging_face(self) -> Unsupported:
         return Unsupported("an imported model, for which Hugging Face has no architecture")
@@ -134,6 +129,10 @@ class _Model:
     init: Init
     carried: Init
     apply: Callable[[Any, Any, jax.Array, bool], tuple[jax.Array, Any]]
+
+
+def _as_is(loss: Callable[..., Any]) -> Callable[..., Any]:
+    return loss
 
 
 def _gathered(loss: Callable[..., Any], dims: Any) -> Callable[..., Any]:

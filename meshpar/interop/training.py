@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import replace
+from functools import partial, wraps
 from inspect import signature
-from typing import Any
+from typing import Any, Literal, ParamSpec
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
-from meshpar.errors import ConfigError, Problems, suggestion
+from meshpar.errors import ConfigError, Problem, Problems, suggestion
 from meshpar.interop.declared import changing, declared_dims, flax_rules, lazily, unboxed
 from meshpar.interop.keys import KEY_DATA, as_data, as_keys, key_implementations
 from meshpar.mesh.layout import AXES, MeshLayout
+from meshpar.mesh.varying import varies_over
+from meshpar.parallel.checks import check_float64, check_own_layers, check_strategies
 from meshpar.parallel.context import ParallelContext, current
+from meshpar.parallel.context import manual as manual_context
+from meshpar.parallel.local_updates import KEY
+from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -34,6 +41,9 @@ UNNAMED = "unnamed"
 AXIS_NAME = "batch"
 """An axis name of size 1 for losses that need one, as in `BatchNorm(axis_name="batch")`. The batch has all rows."""
 
+_SHARDS = re.compile(r"For parameter .* has shape .*?\)|dot_general requires contracting .*|incompatible shapes .*")
+"""Matches the errors of Flax and JAX for a parameter whose shape is not the one that the model computes with."""
+
 CARRY = (
     "pass carried=lambda key: nnx.state(Model(nnx.Rngs(key)), nnx.Not(nnx.Param)), merge it in the loss, "
     "nnx.merge(graph, params, carried), and return (mean, metrics, nnx.state(model, nnx.Not(nnx.Param)))"
@@ -41,8 +51,26 @@ CARRY = (
 
 Dims = Mapping[str, tuple[str, ...]]
 Init = Callable[[jax.Array], Any]
+Parameters = ParamSpec("Parameters")
 
 
+def _explains_unknown(function: Callable[Parameters, Training]) -> Callable[Parameters, Training]:
+    """Wraps a function so that an argument that it does not have is an error with the nearest name."""
+    known = [name for name, one in signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
+
+    @wraps(function)
+    def called(*args: Parameters.args, **arguments: Parameters.kwargs) -> Training:
+        problems = Problems()
+        for name in (name for name in arguments if name not in signature(function).parameters):
+            fix = suggestion(name, signature(function).parameters, f"there are {', '.join(known)}")
+            problems.add(name, "training has no such argument", fix)
+        problems.raise_any(ConfigError, "these arguments of training are wrong:")
+        return function(*args, **arguments)
+
+    return called
+
+
+@_explains_unknown
 def training(
     init: Init,
     loss: Callable[..., Any],
@@ -58,7 +86,13 @@ def training(
     carried: Init | None = None,
     evaluation: Callable[..., Any] | None = None,
     draws: bool = False,
-    **more: Any,
+    seed: int = 0,
+    lowering: Literal["manual", "auto"] = "manual",
+    manual: bool = False,
+    parallel: Parallel = Parallel(),  # noqa: B008 - a frozen value
+    compute_dtype: Any = jnp.float32,
+    accum_dtype: Any = None,
+    num_microbatches: int = 1,
 ) -> Training:
     """Shards a model of your own on a mesh: any pytree of parameters, a loss and an Optax optimizer.
 
@@ -87,15 +121,23 @@ def training(
         then (params, batch, key, carried), and returns (mean, metrics, carried) or a `LossSums`.
       evaluation: the loss of an evaluation, if it differs, for example because of batch statistics.
       draws: whether the loss draws random numbers. If so, its key is new at each step, else None.
-      more: `seed`, and fields of `ParallelContext`: manual, parallel, compute_dtype (float32 by default), accum_dtype,
-        num_microbatches.
+      seed: for the initial parameters, for the keys of `draws`, and for stochastic rounding.
+      lowering: `manual`: the trace of the loss is partitioned, so that communication is explicit and every strategy is
+        available; `auto`: XLA's GSPMD partitions the step, and chooses what it sends.
+      manual: whether the loss is written for local shards. It then gets a device's rows of the batch, and its shards of
+        the parameters and of the carried state; it returns a `LossSums` of its rows, or their mean.
+      parallel: the strategies of the lowering `manual`, as in a config. A strategy without effect is an error.
+      compute_dtype: the dtype in which the loss gets the floating parameters.
+      accum_dtype: the dtype in which gradients are summed over microbatches and devices. Default: at least float32.
+      num_microbatches: equal parts of a batch that are computed one after another.
 
     Returns:
       A `Training`. Nothing is compiled or allocated yet.
 
     Raises:
-      ConfigError: an argument is unknown, a glob matches nothing, or a loss has the wrong parameters.
+      ConfigError: an argument is unknown or has no effect, a glob matches nothing, or a loss has the wrong parameters.
       DataError: the arrays of the batch differ in their number of rows, or the rows cannot be split equally.
+      ShardingError: the rules do not fit the arrays or the mesh.
 
     Examples:
       >>> rows = {"x": jnp.ones((8, 4)), "y": jnp.ones(8)}
@@ -109,18 +151,28 @@ def training(
       >>> int(state.step)
       1
     """
+    dcn = mesh.dcn.sizes if isinstance(mesh, MeshLayout) and mesh.dcn else {}
     mesh = mesh.build() if isinstance(mesh, MeshLayout) else mesh  # before JAX is used: build() may simulate devices
     check_axes(axes or {})
-    _check_arguments(more, {"loss": loss, "evaluation": evaluation}, carried is not None)
-    seed = more.pop("seed", 0)
     ctx = ParallelContext(
-        mesh=mesh, rules=rules, activation_dims=tuple(activation_dims), **{"compute_dtype": jnp.float32} | more
+        mesh=mesh,
+        rules=rules,
+        manual=lowering == "manual",
+        parallel=parallel,
+        compute_dtype=compute_dtype,
+        accum_dtype=accum_dtype,
+        num_microbatches=num_microbatches,
+        dcn_axes=tuple(axis for axis, size in dcn.items() if size > 1),
+        activation_dims=tuple(activation_dims),
     )
+    if manual and not ctx.manual:
+        raise ConfigError("manual=True: a loss for local shards runs in the manual lowering; lowering='manual'")
+    _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None)
     specs, carried_specs, keys = specs_of(init, carried, seed, dims or {})
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
         raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have this dim too; remove it")
     names = set(batch)
-    return Training(
+    made = Training(
         specs=specs,
         init=arrays_of(init),
         carried=carried_specs,
@@ -132,7 +184,10 @@ def training(
         ctx=replace(ctx, rules=with_axes(rules, axes or {}, (specs, carried_specs))),
         key=partial(step_key, seed) if draws else None,
         seed=seed,
+        is_of_whole_arrays=not manual,
     )
+    _ = made.placement
+    return made
 
 
 def specs_of(init: Init, carried: Init | None, seed: int, dims: Dims) -> tuple[Any, Any, dict[str, Any]]:
@@ -246,16 +301,54 @@ def with_loss_sums(
                 more = (as_keys(carried, keys),) if carries else ()
                 result = loss(params, inputs, key, *more)
             num_microbatches = getattr(current(), "num_microbatches", 1)
-            if returns_carried and num_microbatches > 1 and not isinstance(result, LossSums):
-                warn_of_masks(arrays, num_microbatches)
+            if returns_carried and num_microbatches > 1:
+                _warn_of_statistics(carried, num_microbatches)
+                if not isinstance(result, LossSums):
+                    warn_of_masks(arrays, num_microbatches)
             return as_loss_sums(as_data(result), batch["rows"], carried, returns_carried)
 
-        if getattr(current(), "manual", False):
-            return of_batch(params, carried)
+        if ctx := manual_context():
+            sums = of_batch(params, carried)
+            _check_same(sums, carried, ctx)
+            return sums
         bound = jax.vmap(of_batch, in_axes=None, out_axes=None, axis_size=1, axis_name=AXIS_NAME)
         return bound(params, carried)
 
     return wrapped
+
+
+def _warn_of_statistics(carried: Any, num_microbatches: int) -> None:
+    """Warns that batch norm normalizes each microbatch by its own statistics."""
+    statistics = [path for path, kind in changing(carried).items() if kind == nnx.BatchStat.__name__]
+    statistics += [path for path in flatten_with_paths(carried) if path.startswith("batch_stats.")]
+    if statistics:
+        what = f"{statistics[0]} is a statistic of the batch: each of {num_microbatches} microbatches is normalized"
+        what += " by its own, so the step differs from that of the whole batch"
+        warnings.warn(f"{what}; num_microbatches=1 is exact", UserWarning, stacklevel=2)
+
+
+def _check_same(sums: LossSums, carried: Any, ctx: ParallelContext) -> None:
+    """Checks that the results of a loss for local shards differ only between devices that have different rows.
+
+    Raises:
+      ConfigError: lists each result that differs over other axes, or carried state that does so more than before.
+    """
+    problems = Problems()
+
+    def check(where: str, x: jax.Array, allowed: Iterable[str], fix: str) -> None:
+        if axes := sorted(varies_over(x) - {*allowed}):
+            what = f"differs from device to device along {', '.join(axes)}: with manual=True each has its own shards"
+            names = repr(axes[0] if len(axes) == 1 else tuple(axes))
+            problems.add(where, what, f"{fix.format(names)}, or manual=False")
+
+    numbers = {"the loss": sums.loss, "the count": sums.count}
+    for name, x in (numbers | {f"metrics[{name!r}]": x for name, x in sums.metrics.items()}).items():
+        check(name, x, ctx.loss_axes + ctx.slice_axes, "sum what is partial, jax.lax.psum(x, {}), in the loss")
+    before = flatten_with_paths(carried)
+    for path, x in flatten_with_paths(sums.carried).items():
+        fix = "jax.lax.pmean(x, {0}) in the loss, BatchNorm(axis_name={0})"
+        check(f"carried.{path.removesuffix('.value')}", x, varies_over(before[path]), fix)
+    problems.raise_any(ConfigError, "the results of the loss are not those of all devices:")
 
 
 @contextmanager
@@ -277,6 +370,14 @@ def _explained() -> Iterator[None]:
         elif "different trace level" in message:
             what = "the loss changes NNX state that was created outside of it, so the change would be lost"
             fix = CARRY
+        elif manual_context() and (shapes := _SHARDS.search(message)):
+            what = (
+                f"with manual=True the loss gets a device's shards of the parameters, and uses them whole: {shapes[0]}"
+            )
+            fix = (
+                "manual=False; or gather what is only stored in shards with meshpar.parallel.data.gather_in_layer, and "
+                "give the model the sizes of a shard of what other axes shard"
+            )
         elif "Incorrect number of leaves" in message:
             what = "the NNX model has state besides its parameters, but the loss merges only the parameters"
             fix = CARRY
@@ -285,18 +386,42 @@ def _explained() -> Iterator[None]:
         raise ConfigError(f"{what}; {fix}") from error
 
 
-def _check_arguments(more: Mapping[str, Any], losses: Mapping[str, Callable[..., Any] | None], carries: bool) -> None:
+def _check_arguments(ctx: ParallelContext, losses: Mapping[str, Callable[..., Any] | None], carries: bool) -> None:
     problems = Problems()
-    known = [field.name for field in fields(ParallelContext) if field.name not in signature(training).parameters]
-    known.append("seed")
-    for name in (name for name in more if name not in known):
-        fix = suggestion(name, [*known, *signature(training).parameters], f"there are {', '.join(known)}")
-        problems.add(name, "training has no such argument", fix)
     arguments = ("params", "batch", "key", *(["carried"] if carries else []))
     for name, loss in losses.items():
         if loss and not takes(loss, len(arguments)):
             problems.add(name, f"is called with {len(arguments)} arguments", f"def {name}({', '.join(arguments)})")
+    for name in ("compute_dtype", "accum_dtype"):
+        check_float64(name, getattr(ctx, name), problems)
+    ctx = check_own_layers(ctx, "your model", problems)
+    if ctx.parallel.local:
+        what = "a training has no number of steps, from which the ends of the rounds follow"
+        problems.add(KEY, what, f"{KEY}=null; or a config, whose model has kind: import and manual: true")
+        ctx = replace(ctx, parallel=ctx.parallel.model_copy(update={"local": None}))
+    check_strategies(ctx, problems)
+    problems.found = [in_python(problem) for problem in problems.found]
     problems.raise_any(ConfigError, "these arguments of training are wrong:")
+
+
+def in_python(problem: Problem) -> Problem:
+    """A problem of a config in the words of `training`'s arguments."""
+
+    def said(text: str) -> str:
+        for key, argument in _ARGUMENTS.items():
+            text = text.replace(key, argument)
+        return text
+
+    return Problem(said(problem.where), said(problem.what), said(problem.fix))
+
+
+_ARGUMENTS = {
+    "lowering=manual": "manual=True",
+    "under lowering: auto": "without manual=True",
+    "=null": "=None",
+    "rules.zero=": "AxisRules zero=",
+}
+"""A key of a config, in an error -> the argument of `training` in its place."""
 
 
 def takes(loss: Callable[..., Any], count: int) -> bool:

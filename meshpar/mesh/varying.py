@@ -79,6 +79,11 @@ def _to_first_device(grad: Any, _: Any, *, axes: Axes) -> tuple[jax.Array]:
     return (jnp.where(lax.axis_index(axes) == 0, grad, jnp.zeros_like(grad)),)
 
 
+def untyped() -> Any:
+    """A context in which values have no such types: to trace a program of whole arrays inside a `shard_map`."""
+    return _check_vma(False)
+
+
 def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function that does not type the axes over which its results vary, such as a Pallas kernel of JAX.
 

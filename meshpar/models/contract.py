@@ -116,6 +116,7 @@ class ModelProgram:
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     activation_dims: tuple[str, ...] | None = None
     has_own_arrays: Callable[[str], bool] = lambda platform: False
+    is_of_whole_arrays: bool = False
 
 
 class ModelContract(Config):
@@ -161,6 +162,11 @@ class ModelContract(Config):
     def manual_lowering(self) -> Literal[True] | Unsupported:
         """Whether the model's code computes with local shards, and contains the communication for them."""
         return Unsupported(f"a model of kind {self._name} is not written for local shards")
+
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether its layers are meshpar's own, which contain every strategy; see `parallel.checks`."""
+        return False
 
     def layer_stack(self) -> LayerStack | Unsupported:
         """The layers that a pipeline divides into stages."""

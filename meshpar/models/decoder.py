@@ -148,6 +148,10 @@ class DecoderModel(Decoder, ModelContract):
     def manual_lowering(self) -> Literal[True]:
         return True
 
+    @property
+    def has_own_layers(self) -> bool:
+        return True
+
     def layer_stack(self) -> LayerStack:
         return LayerStack(self.num_layers, self.pad_layers_to_multiple)
 

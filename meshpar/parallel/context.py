@@ -117,7 +117,7 @@ class ParallelContext:
     @property
     def sequence(self) -> SequenceLayout:
         """Which tokens of a row each of these devices holds. GSPMD shards rows contiguously."""
-        return self.parallel.context.arranged(self.row_shards)
+        return self.parallel.attention.arranged(self.row_shards)
 
     @property
     def loss_axes(self) -> Axes:
@@ -228,6 +228,9 @@ def prefetch_option(platform: str | None) -> dict[str, str | bool]:
 
 
 _current: ContextVar[ParallelContext | None] = ContextVar("meshpar_context", default=None)
+_in_cache_keys = jax.make_user_context(None)
+"""The same context as a part of the keys of JAX's caches. Otherwise a function that was traced for one context, such as
+a `jax.jit` or the body of a `lax.scan`, would be reused for another one, with the constraints of the first."""
 
 
 @contextmanager
@@ -235,7 +238,8 @@ def tracing(ctx: ParallelContext | None) -> Iterator[None]:
     """Traces the code inside the `with` block for this context, or for one device if it is None."""
     token = _current.set(ctx)
     try:
-        yield
+        with _in_cache_keys(ctx):
+            yield
     finally:
         _current.reset(token)
 

@@ -239,10 +239,17 @@ def _mixed(x: jax.Array, ctx: ParallelContext) -> jax.Array | Mixed:
 
 
 def _whole(param: jax.Array | Mixed, names: Dims, ctx: ParallelContext) -> jax.Array:
+    return gathered(param, _stored(names, ctx), ctx)
+
+
+def gathered(param: jax.Array | Mixed, stored: Stored, ctx: ParallelContext) -> jax.Array:
+    """A parameter in the compute dtype, gathered over the axes over which its dims are stored in shards.
+
+    Communication: as `gather_in_layer`.
+    """
     x = param.stored if isinstance(param, Mixed) else param
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     to = np.dtype(ctx.compute_dtype or x.dtype) if is_float else np.dtype(x.dtype)
-    stored = _stored(names, ctx)
     if not stored:
         return x.astype(to)
     # Collectives run along the slowest dim. With the gathered dims in front, the compiler need not change the layout of

@@ -123,8 +123,8 @@ class Parallel(Config):
     """How tensor parallelism communicates activations."""
     fsdp: Section[FullySharded] = default(FullySharded())
     """How ZeRO-3 gathers weights."""
-    context: Coerced[ContextParallel, str | dict[str, Any]] = default(ContextParallel())
-    """How devices that share a row attend to each other's tokens."""
+    context: Coerced[ContextParallel | None, str | dict[str, Any]] = default(None)
+    """How devices that share a row attend to each other's tokens. Default: `ring`."""
     expert: Coerced[ExpertParallel | None, str | dict[str, Any]] = default(None)
     """How tokens reach the devices of their experts. Default: `auto`."""
     pipeline: Section[Schedule | None] = default(None)
@@ -133,6 +133,11 @@ class Parallel(Config):
     """How gradients are summed over devices. Default: XLA's own collectives."""
     local: Section[LocalUpdates | None] = default(None)
     """Slices that train alone for some steps, such as `{axis: replica, every: 32, outer: nesterov}`. Default: none."""
+
+    @property
+    def attention(self) -> ContextParallel:
+        """How devices that share a row attend to each other's tokens: `context`, or its default."""
+        return self.context or ContextParallel()
 
     @property
     def num_microbatches(self) -> int:
@@ -160,7 +165,7 @@ class Parallel(Config):
         if tensor in self.overlaps and self.fsdp.in_chunks and has_sequence and gathers_weights:
             what = f"{tensor} is on too, but only one operand of a product can travel in chunks"
             problems.add(fsdp, what, f"{tensor}=none, or {fsdp}=none")
-        context = self.context != ContextParallel()
+        context = self.context is not None
         if context and not rules["seq"]:
             what = "nothing to share: the rules do not shard seq, so each device has whole rows"
             problems.add("parallel.context", what, "the preset context, or no parallel.context")

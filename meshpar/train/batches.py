@@ -43,7 +43,8 @@ def batch_specs(
             shape = f"{np.dtype(x.dtype)}{list(x.shape)}"
             problems.add(f"batch_dims[{name!r}]", f"{len(dims)} names for {shape}", "a name for each dim")
         else:
-            specs[name] = ArraySpec(tuple(x.shape), np.dtype(x.dtype), tuple(dims))
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype)  # `put` stores 64 bits as 32, if JAX's 64-bit mode is off
+            specs[name] = ArraySpec(tuple(x.shape), np.dtype(dtype), tuple(dims))
             _check_dims(name, specs[name], ctx, problems)
     for name in (name for name in batch_dims if name not in batch):
         fix = suggestion(name, batch, f"the arrays are {', '.join(batch)}")

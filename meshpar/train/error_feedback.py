@@ -59,7 +59,8 @@ def of_loss(carried: Any) -> Any:
     """The carried state of the loss: without error feedback, and without the arrays of slices."""
     if REDUCE not in carried and SLICES not in carried:
         return carried
-    return {key: value for key, value in carried.items() if key not in (REDUCE, SLICES)}
+    kept = {key: value for key, value in carried.items() if key not in (REDUCE, SLICES)}
+    return type(carried)(kept)  # an NNX state stays one
 
 
 def _place(gradient: Placement, name: str, reduction: Reduce, axes: tuple[str, ...]) -> Placement | None:

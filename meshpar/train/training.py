@@ -21,6 +21,7 @@ from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.pipeline.model import PipelineModel
 from meshpar.parallel.rounds import Rounds
 from meshpar.parallel.trainable import without
+from meshpar.partition.loss import PartitionedLoss
 from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -63,6 +64,8 @@ class Training:
         see `on_prepared_states`.
       rounds: when the rounds of local updates end; None without them.
       has_own_arrays: platform -> whether its steps are faster with arrays for each layer, see `layer_arrays`.
+      is_of_whole_arrays: whether the losses are written for whole arrays, as a user's own are: in the manual lowering
+        `partition` makes them ones of local shards.
     """
 
     specs: Any
@@ -83,6 +86,7 @@ class Training:
     in_schedule_order: bool = False
     rounds: Rounds | None = None
     has_own_arrays: Callable[[str], bool] = lambda platform: False
+    is_of_whole_arrays: bool = False
 
     def on(self, **changes: Any) -> Self:
         """Returns the same training with changes to its context, `ctx`, such as another mesh or lowering."""
@@ -189,7 +193,12 @@ class Training:
     @property
     def objective(self) -> Objective:
         """The loss that a step minimizes, with its key, frozen parameters and pipeline."""
-        return Objective(self.loss, self.key or (lambda step: None), self.frozen, self.pipeline)
+        return self._objective(self.loss)
+
+    def _objective(self, loss: Loss) -> Objective:
+        if self.is_of_whole_arrays:
+            loss = PartitionedLoss(loss, self.specs, self.batch_specs, self.carried)
+        return Objective(loss, self.key or (lambda step: None), self.frozen, self.pipeline)
 
     @property
     def gradients(self) -> Callable[..., Gradients]:
@@ -293,7 +302,7 @@ class Training:
         return 3 * needed_flops(traced_products(forward))
 
     def _evaluation(self, ctx: ParallelContext) -> jax.stages.Traced:
-        objective = replace(replace(self, ctx=ctx).objective, loss=self.evaluation or self.loss)
+        objective = replace(self, ctx=ctx)._objective(self.evaluation or self.loss)
         return trace_evaluation(objective, ctx, self.placement, self.batch_specs)
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:

@@ -127,7 +127,7 @@ def conv_net(mesh, rules):
 
 def filters(rules):
     """The axes over which a convolution's filters are sharded: all that shard the other kernels."""
-    return rules["embed"] + rules["mlp"]
+    return rules["mlp"] + rules["embed"]
 
 
 # --- a decoder of layers stacked by nn.scan, in Linen

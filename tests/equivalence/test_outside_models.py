@@ -73,7 +73,7 @@ def test_an_outside_model_is_equal_to_one_device(model, layout):
 
 def traced(model, layout="data2_fsdp2_tensor2"):
     sizes, preset = LAYOUTS[layout]
-    adopted = MODELS[model][0](MeshLayout(**sizes).build(), AxisRules(preset=preset))
+    adopted = MODELS[model][0](MeshLayout(**sizes).build(), AxisRules(preset=preset)).on(manual=False)
     return adopted, str(jax.make_jaxpr(adopted.step)(adopted.placement.structs, adopted.batch))
 
 

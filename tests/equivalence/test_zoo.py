@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], list[str], dict[str, tuple[str, ...]]]]
     "fsdp2_tensor4_zero2": ({"fsdp": 2, "tensor": 4}, ["zero2", "megatron_sp"], {}),
     "replica2_fsdp2_tensor2": ({"replica": 2, "fsdp": 2, "tensor": 2}, ["hsdp", "megatron"], {}),
 }
-LOWERINGS: dict[str, dict[str, Any]] = {"auto": {}}
+LOWERINGS: dict[str, dict[str, Any]] = {"manual": {}, "auto": {"lowering": "auto"}}
 """Arguments of `training` for each lowering."""
 CUBE = "data2_fsdp2_tensor2"
 SAMPLE = {(model, layout) for i, model in enumerate(MODELS) for layout in (CUBE, list(LAYOUTS)[i % len(LAYOUTS)])}

@@ -14,7 +14,21 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from meshpar import AxisRules, ConfigError, DataError, LossSums, MeshLayout, ShardingError, Synthetic, training
+from meshpar import (
+    AxisRules,
+    ConfigError,
+    DataError,
+    LocalUpdates,
+    LossSums,
+    MeshLayout,
+    OneFOneB,
+    Parallel,
+    Reduce,
+    ShardingError,
+    Synthetic,
+    TensorParallel,
+    training,
+)
 
 ROWS = {"x": np.ones((16, 4), "f"), "y": np.ones(16, "f")}
 RULES = AxisRules(preset="replicated", unnamed=())
@@ -150,7 +164,7 @@ ARGUMENTS = {
     ),
     "one of Training's own": (
         {"specs": {}},
-        "specs\n    training has no such argument\n    there are manual, parallel",
+        "specs\n    training has no such argument\n    there are mesh, rules, dims",
     ),
     "a loss without a key": (
         {"loss": lambda params, batch: 0.0},
@@ -169,6 +183,60 @@ ARGUMENTS = {
     ),
     "a counter": ({"init": lambda key: {"w": jnp.ones(4), "n": jnp.int32(0)}}, "n\n    is int32[], which has no"),
 }
+
+
+LOCAL = Parallel(local=LocalUpdates(axis="data", every=2))
+REDUCED = Parallel(gradient_reduction=Reduce(across="int8"))
+STRATEGIES = {
+    "a pipeline": (
+        {"parallel": Parallel(pipeline=OneFOneB(num_microbatches=4))},
+        "parallel.pipeline\n    your model has no stack of layers to divide into pipeline stages\n"
+        "    parallel.pipeline=None",
+    ),
+    "a reduction": (
+        {"parallel": REDUCED},
+        "parallel.gradient_reduction\n    without manual=True, XLA reduces gradients as it chooses\n"
+        "    manual=True, or",
+    ),
+    "local updates": ({"parallel": LOCAL}, "parallel.local\n    a training has no number of steps, from which the"),
+    "an overlap": (
+        {"parallel": Parallel(tensor=TensorParallel(overlap="ring"))},
+        "parallel.tensor.overlap\n    only meshpar's own layers communicate in chunks, not those of your model",
+    ),
+    "the ring, written out": (
+        {"parallel": Parallel(context="ring")},
+        "parallel.context\n    only meshpar's own attention meets the other shards of a row, not that of your model",
+    ),
+    "an exchange of experts": (
+        {"parallel": Parallel(expert="gather")},
+        "parallel.expert\n    no tokens travel: the rules do not shard experts",
+    ),
+    "eight bits": ({"number_format": "int8"}, "number_format\n    training has no such argument"),
+    "axes across slices": ({"dcn_axes": ("data",)}, "dcn_axes\n    training has no such argument"),
+    "64 bits": ({"accum_dtype": jnp.float64}, "accum_dtype\n    JAX would compute in float32, because its 64-bit mode"),
+}
+"""What a model of the user's own cannot use; see `parallel.checks`."""
+
+
+@pytest.mark.parametrize("case", STRATEGIES)
+@pytest.mark.parametrize("manual", [False, True], ids=["auto", "manual"])
+def test_a_strategy_without_effect_is_refused(case, manual):
+    more, message = STRATEGIES[case]
+    if manual and case == "a reduction":
+        traced(manual=True, **more)
+        return
+    with pytest.raises(ConfigError) as error:
+        made(manual=manual, **more)
+    assert message in str(error.value)
+
+
+def test_all_strategies_without_effect_are_refused_at_once():
+    parallel = REDUCED.model_copy(update={"pipeline": OneFOneB(num_microbatches=4), "local": LOCAL.local})
+    with pytest.raises(ConfigError) as error:
+        made(parallel=parallel)
+    assert [line for line in str(error.value).splitlines() if line.startswith("  parallel")] == [
+        "  parallel.pipeline", "  parallel.local", "  parallel.gradient_reduction",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
@@ -301,6 +369,107 @@ def test_carried_state_must_keep_its_names_and_shapes():
         traced(loss=loss, carried=lambda key: {"sum": jnp.ones(2), "n": jnp.ones(())})
     assert "carried.n\n    is not returned" in str(error.value)
     assert "carried.sum\n    is float32[2] before the step and float32[3] after it" in str(error.value)
+
+
+# Local shards -------------------------------------------------------------------------------------------------------
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        def kernel(*dims):
+            return nn.with_logical_partitioning(nn.initializers.ones, dims)
+
+        hidden = nn.Dense(8, use_bias=False, kernel_init=kernel("embed", "mlp"))(x)
+        return nn.Dense(1, use_bias=False, kernel_init=kernel("mlp", "out"))(hidden)
+
+
+class NNXDense(nnx.Module):
+    def __init__(self, rngs):
+        def linear(width, num_outputs, *dims):
+            kernel_init = nnx.with_partitioning(nnx.initializers.ones, dims)
+            return nnx.Linear(width, num_outputs, use_bias=False, kernel_init=kernel_init, rngs=rngs)
+
+        self.up = linear(4, 8, "embed", "mlp")
+        self.down = linear(8, 1, "mlp", "out")
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+
+with nnx.use_eager_sharding(False):
+    DENSE = nnx.graphdef(nnx.eval_shape(lambda: NNXDense(nnx.Rngs(0))))
+FLAX = {
+    "linen": (
+        lambda key: Dense().init(key, ROWS["x"])["params"],
+        lambda p, b, key: Dense().apply({"params": p}, b["x"]).mean(),
+    ),
+    "nnx": (
+        lambda key: nnx.state(NNXDense(nnx.Rngs(key)), nnx.Param),
+        lambda p, b, k: nnx.merge(DENSE, p)(b["x"]).mean(),
+    ),
+}
+
+
+@pytest.mark.parametrize("api", FLAX)
+@pytest.mark.parametrize(("preset", "axis"), [("fsdp", "fsdp"), ("megatron", "tensor")])
+def test_a_model_of_whole_parameters_gets_no_shards(api, preset, axis):
+    init, loss = FLAX[api]
+    mesh = MeshLayout(data=4, **{axis: 2})
+    new = training(init, loss, optax.sgd(0.1), ROWS, mesh=mesh, rules=AxisRules(preset=preset, out=()), manual=True)
+    with pytest.raises(ConfigError, match=r"with manual=True (the loss gets a device's|each has its own) shards"):
+        jax.eval_shape(new.step, new.placement.structs, new.batch)
+
+
+def batch_statistic(mean_over):
+    def loss(params, batch, key, carried):
+        mean = batch["x"].mean(0)
+        mean = jax.lax.pmean(mean, mean_over) if mean_over else mean
+        error = jnp.square((batch["x"] - mean) @ params["w"]).mean()
+        return error, {}, {"batch_stats": {"mean": 0.9 * carried["batch_stats"]["mean"] + 0.1 * mean}}
+
+    return {"loss": loss, "carried": lambda key: {"batch_stats": {"mean": jnp.zeros(4)}}}
+
+
+@pytest.mark.parametrize("parallel", [Parallel(), REDUCED], ids=["plain", "int8"])
+def test_statistics_of_a_devices_rows_are_refused(parallel):
+    with pytest.raises(ConfigError) as error:
+        traced(manual=True, parallel=parallel, **batch_statistic(mean_over=()))
+    assert str(error.value) == (
+        "the results of the loss are not those of all devices:\n"
+        "  carried.batch_stats.mean\n"
+        "    differs from device to device along data: with manual=True each has its own shards\n"
+        "    jax.lax.pmean(x, 'data') in the loss, BatchNorm(axis_name='data'), or manual=False"
+    )
+    traced(manual=True, parallel=parallel, **batch_statistic(mean_over="data"))
+
+
+def test_carried_nnx_state_goes_with_error_feedback():
+    reduction = Reduce(across={"kind": "int8", "error_feedback": True})
+
+    def loss(params, batch, key, carried):
+        return nnx.merge(GRAPH, params, jax.tree.map(jnp.copy, carried))(batch["x"]), {}, carried
+
+    parallel = Parallel(gradient_reduction=reduction)
+    traced(manual=True, parallel=parallel, init=state(nnx.Param), loss=loss, carried=state(nnx.BatchStat))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_statistics_of_microbatches_are_warned_of(num_microbatches):
+    with warnings.catch_warnings(record=True, action="always") as found:
+        traced(num_microbatches=num_microbatches, **batch_statistic(mean_over=()))
+    said = [str(one.message) for one in found]
+    assert said == [
+        "batch_stats.mean is a statistic of the batch: each of 2 microbatches is normalized by its own, so the step "
+        "differs from that of the whole batch; num_microbatches=1 is exact"
+    ] * (num_microbatches > 1)
+
+
+def test_rows_in_64_bits_are_stored_in_32_without_jaxs_64_bit_mode():
+    wide = {name: x.astype(np.float64) for name, x in ROWS.items()}
+    with jax.enable_x64(False):
+        new = made(batch=wide)
+        assert {name: x.dtype.name for name, x in new.put(wide).items()} == {"x": "float32", "y": "float32"}
 
 
 # Others -------------------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def _shared_rows(run: Prepared, tokens: int, widths: Widths) -> Fraction:
     """
     model = run.run.model
     ctx = run.ctx
-    context = ctx.parallel.context
+    context = ctx.parallel.attention
     n = ctx.shards("seq")
     g = n if context.kind == "ulysses" else context.group or 1  # devices that exchange tokens for heads
     k = n // g  # shards whose keys meet

@@ -106,7 +106,7 @@ def test_the_exchange_and_the_balance_of_context_parallelism_are_reported():
     )
     assert "after 2 devices exchange 128 tokens for 3 of 6 heads" in described(kind="hybrid", group=2)
     assert described(layout="contiguous").endswith("computes 1.88 times an equal share of the needed scores")
-    assert "parallel.context" not in declared({}, {"fsdp": 8}, ["fsdp"]).selected
+    assert "parallel.context" not in declared(None, {"fsdp": 8}, ["fsdp"]).selected
 
 
 @pytest.mark.parametrize("layout", [SequenceLayout(3), SequenceLayout(4, is_zigzag=True)])

@@ -43,7 +43,7 @@ def across_shards(
     axes = ctx.axes("seq") if ctx else ()
     if ctx is None or not axes:
         return core(q, k, v, positions, segments, window)
-    context = ctx.parallel.context
+    context = ctx.parallel.attention
     group = context.exchange(ctx.shards("seq"))
     exchange = Exchange(axes, ctx.shards("seq"), group)
     segments = None if segments is None else exchange.whole(segments)
@@ -62,7 +62,7 @@ def check(core: Core, num_heads: int, ctx: ParallelContext, problems: Problems) 
     num_devices = ctx.row_shards
     if num_devices == 1:
         return
-    context = ctx.parallel.context
+    context = ctx.parallel.attention
     group = context.exchange(num_devices)
     heads = num_heads // ctx.shards("heads")
     if num_devices % group:
@@ -88,7 +88,7 @@ def describe(core: Core, num_heads: int, ctx: ParallelContext, seq_len: int, win
     num_devices = ctx.row_shards
     if num_devices == 1:
         return ""
-    context = ctx.parallel.context
+    context = ctx.parallel.attention
     group = context.exchange(num_devices)
     heads = num_heads // ctx.shards("heads")
     tokens = seq_len // num_devices

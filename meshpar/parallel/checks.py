@@ -1,0 +1,110 @@
+"""Checks that a context's strategies have an effect, and that a model's code contains them.
+
+A config and `meshpar.training` run the same checks. They ask only the context: its mesh, rules and lowering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshpar.collectives.reduction import Exact
+from meshpar.errors import Problems
+from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.strategies import ContextParallel, FullySharded, TensorParallel
+
+
+@dataclass(frozen=True)
+class _OwnLayers:
+    """A strategy that only meshpar's own layers contain.
+
+    Args:
+      is_used: whether a context uses it.
+      off: the value of the field of `Parallel` that turns it off.
+      why: what a model of the user's own lacks.
+      fix: how to turn it off.
+    """
+
+    is_used: Callable[[ParallelContext], bool]
+    off: Any
+    why: str
+    fix: str
+
+
+def _meets_in_attention(ctx: ParallelContext) -> bool:
+    """Whether `parallel.context` selects more than the order of the tokens in the manual lowering."""
+    declared = ctx.parallel.context
+    return declared is not None and not (ctx.manual and declared == ContextParallel(layout="contiguous"))
+
+
+_CHUNKS = "only meshpar's own layers communicate in chunks, not those of {model}"
+OWN_LAYERS = {
+    "tensor": _OwnLayers(
+        lambda ctx: ctx.parallel.tensor.overlap != "none", TensorParallel(), _CHUNKS, "parallel.tensor.overlap=none"
+    ),
+    "fsdp": _OwnLayers(
+        lambda ctx: ctx.parallel.fsdp.overlap != "none", FullySharded(), _CHUNKS, "parallel.fsdp.overlap=none"
+    ),
+    "context": _OwnLayers(
+        _meets_in_attention, None,
+        "only meshpar's own attention meets the other shards of a row, not that of {model}", "no parallel.context",
+    ),
+    "pipeline": _OwnLayers(
+        lambda ctx: ctx.parallel.pipeline is not None, None,
+        "{model} has no stack of layers to divide into pipeline stages",
+        "parallel.pipeline=null",
+    ),
+}  # fmt: skip
+"""Field of `Parallel` -> why a model of the user's own cannot use it. To support a strategy, remove its entry."""
+
+
+def check_strategies(ctx: ParallelContext, problems: Problems) -> None:
+    """Adds each strategy that would have no effect under the rules, the mesh and the lowering of a context."""
+    ctx.parallel.check(ctx.rules, ctx.manual, problems)
+    if ctx.parallel.local:
+        ctx.parallel.local.check(ctx.rules, ctx.mesh.shape, ctx.manual, problems)
+    _check_reduction(ctx, problems)
+
+
+def check_own_layers(ctx: ParallelContext, model: str, problems: Problems) -> ParallelContext:
+    """Adds each strategy that needs meshpar's own layers, for a model that has others.
+
+    Args:
+      model: what the messages call it.
+
+    Returns:
+      The context without these strategies, for further checks.
+    """
+    used = {name: one for name, one in OWN_LAYERS.items() if one.is_used(ctx)}
+    for name, one in used.items():
+        where = f"parallel.{name}.overlap" if name in ("tensor", "fsdp") else f"parallel.{name}"
+        problems.add(where, one.why.format(model=model), one.fix)
+    return replace(ctx, parallel=ctx.parallel.model_copy(update={name: one.off for name, one in used.items()}))
+
+
+def check_float64(where: str, dtype: Any, problems: Problems) -> None:
+    """Adds a dtype that JAX would silently replace by float32."""
+    if dtype is None or np.dtype(dtype) != np.float64 or jax.config.jax_enable_x64:  # pyright: ignore
+        return
+    what = "JAX would compute in float32, because its 64-bit mode is off"
+    problems.add(where, what, f"{where}=float32, or JAX_ENABLE_X64=1 in the environment")
+
+
+def _check_reduction(ctx: ParallelContext, problems: Problems) -> None:
+    """Checks the format in which layers scatter gradients, where another strategy has its own way to scatter them."""
+    reduction = ctx.gradient_reduction
+    if reduction is None or isinstance(reduction.within, Exact) or not ctx.gathers_in_layers:
+        return
+    if not any(ctx.storage(dim) for dim in ctx.rules.table if dim != "batch"):
+        return
+    where = "parallel.gradient_reduction.within"
+    if ctx.schedule:
+        what = "a rounded reduce-scatter consists of permutes, which wait for all devices, also those in other stages"
+        problems.add(where, what, f"{where}=exact, rules.zero=2, or parallel.pipeline=null")
+    elif ctx.parallel.fsdp.in_chunks:
+        what = "parallel.fsdp.overlap scatters gradients while it multiplies, and adds them unrounded"
+        problems.add(where, what, f"{where}=exact, or parallel.fsdp.overlap=none")

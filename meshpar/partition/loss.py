@@ -1,0 +1,149 @@
+"""Turns a loss of whole arrays, of any model, into one of local shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from meshpar.errors import ShardingError
+from meshpar.mesh.varying import Axes, untyped, varies_over
+from meshpar.parallel.batch import Batch
+from meshpar.parallel.context import ParallelContext, manual, tracing
+from meshpar.parallel.precision import is_mixed
+from meshpar.partition.layout import Layout, count
+from meshpar.partition.plan import Scope
+from meshpar.partition.program import Program, Use
+from meshpar.sharding.resolve import live
+from meshpar.sharding.spec import ArraySpec
+
+WholeLoss = Callable[[Any, Batch, Any, Any], Any]
+"""(params, batch, key, carried) -> `LossSums`, of whole arrays."""
+
+
+@dataclass(frozen=True)
+class PartitionedLoss:
+    """A loss of whole arrays as one of local shards in the manual lowering; under GSPMD the loss itself.
+
+    It is traced with whole shapes, and planned and evaluated on shards inside the step's `shard_map`. So JAX
+    differentiates the local program, and its types prove that no sum is missing.
+
+    Args:
+      loss: the user's.
+      params, carried: trees of `ArraySpec`.
+      batch: name -> `ArraySpec`.
+    """
+
+    loss: WholeLoss
+    params: Any
+    batch: dict[str, ArraySpec]
+    carried: Any
+
+    def __call__(self, params: Any, batch: Batch, key: Any, carried: Any) -> Any:
+        ctx = manual()
+        if ctx is None:
+            return self.loss(params, batch, key, carried)
+        arguments = (params, batch, key, carried)
+        leaves, tree = jax.tree.flatten(arguments, is_leaf=is_mixed)
+        layouts = self._layouts(ctx, arguments)
+        program, result = planned(self.loss, layouts, tree, ctx)
+        return jax.tree.unflatten(result, program.run(*leaves))
+
+    def plan(self, ctx: ParallelContext, structs: tuple[Any, Any, Any, Any]) -> Program:
+        """The plan for arguments of these global shapes, without a device."""
+        layouts = self._layouts(ctx, structs, are_local=False)
+        return planned(self.loss, layouts, jax.tree.structure(structs), ctx)[0]
+
+    def _layouts(self, ctx: ParallelContext, arguments: Any, are_local: bool = True) -> list[Layout]:
+        params, batch, key, carried = arguments
+        specs = self.batch | {"rows": ArraySpec((0,), np.dtype("int32"), ("batch",))}
+
+        def of(x: Any, dims: tuple[str, ...], kind: Any) -> Layout:
+            return kind(ctx, x, dims, are_local)
+
+        return [
+            *(of(x, spec.dims, _parameter) for x, spec in _pairs(params, self.params)),
+            *(of(batch[name], specs[name].dims, _activation) for name in sorted(batch)),
+            *(Layout.whole(x.shape, x.dtype) for x in jax.tree.leaves(key)),
+            *(of(x, spec.dims, _state) for x, spec in _pairs(carried, self.carried)),
+        ]
+
+
+def planned(loss: WholeLoss, layouts: list[Layout], tree: Any, ctx: ParallelContext) -> tuple[Program, Any]:
+    """Traces a loss with whole shapes and plans it: the program, and the structure of its result."""
+    structs = [jax.ShapeDtypeStruct(layout.shape, layout.dtype) for layout in layouts]
+    mesh = ctx.mesh.abstract_mesh if isinstance(ctx.mesh, Mesh) else ctx.mesh
+
+    def flat(*leaves: Any) -> Any:
+        return loss(*jax.tree.unflatten(tree, leaves))
+
+    with untyped(), jax.sharding.use_abstract_mesh(mesh), tracing(replace(ctx, manual=False)):
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
+        scope = Scope(ctx)
+        nodes = scope.plan(closed.jaxpr, closed.consts, [scope.input(layout) for layout in layouts])
+    num_carried = len(jax.tree.leaves(shapes.carried))
+    num_sums = len(nodes) - num_carried
+    carried = [layout.axes for layout in layouts[len(layouts) - num_carried :]]
+    scope.program.outputs = [
+        *(_returned(scope, node, (), ctx.loss_axes) for node in nodes[:num_sums]),
+        *(_returned(scope, node, axes) for node, axes in zip(nodes[num_sums:], carried, strict=True)),
+    ]
+    return scope.program, jax.tree.structure(shapes)
+
+
+def _returned(scope: Scope, node: Any, axes: tuple[Axes, ...], partial: Axes = ()) -> Use:
+    """A result: sharded over `axes`, a sum of the devices' parts over `partial`, and the same over all other axes."""
+    placed = scope.demand(scope.ready(node), axes)
+    sharding = {axis for dim in axes for axis in dim}
+    return Use(placed.register, axes, frozenset({*sharding, *partial}), partial)
+
+
+def _pairs(tree: Any, specs: Any) -> list[tuple[Any, ArraySpec]]:
+    return list(zip(jax.tree.leaves(tree, is_leaf=is_mixed), jax.tree.leaves(specs), strict=True))
+
+
+def _parameter(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_local: bool) -> Layout:
+    """A parameter: stored in shards where layers gather it; sharded by its partition rules."""
+    stored = tuple((i, ctx.storage(dim)) for i, dim in enumerate(dims) if ctx.storage(dim))
+    for dim in dims:
+        _check_order(dim, ctx)
+    stored = stored if ctx.gathers_in_layers else ()
+    axes = tuple(ctx.axes(dim) + ctx.dispatch(dim) for dim in dims)
+    array = x.stored if is_mixed(x) else x
+    factors = [
+        count(over, ctx.mesh.shape) * count(dict(stored).get(i, ()), ctx.mesh.shape) for i, over in enumerate(axes)
+    ]
+    shape = tuple(size * (n if is_local else 1) for size, n in zip(array.shape, factors, strict=True))
+    dtype = np.dtype(ctx.compute_dtype or array.dtype) if stored and array.dtype.kind == "f" else array.dtype
+    varies = varies_over(array) if is_local else frozenset(ctx.gradient_axes) | {a for over in axes for a in over}
+    return Layout(shape, dtype, axes, dims, (), varies, any(axes), stored)
+
+
+def _check_order(dim: str, ctx: ParallelContext) -> None:
+    """A gather over the slower of two axes would put a dim's parts in another order."""
+    axes = live(ctx.mesh, ctx.rules[dim])
+    stored = ctx.storage(dim)
+    if stored and axes[len(axes) - len(stored) :] != stored:
+        inner = (*(axis for axis in axes if axis not in stored), *stored)
+        what = f"rules.{dim}=[{', '.join(axes)}]: {', '.join(stored)} stores shards, which are gathered before use"
+        raise ShardingError(f"{what}, so it comes after axes that do not; rules.{dim}=[{', '.join(inner)}]")
+
+
+def _activation(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_local: bool) -> Layout:
+    return _sharded(ctx, x, dims, tuple((dim and ctx.axes(dim)) or () for dim in dims), is_local)
+
+
+def _state(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_local: bool) -> Layout:
+    return _sharded(ctx, x, dims, tuple(live(ctx.mesh, ctx.rules[dim]) for dim in dims), is_local)
+
+
+def _sharded(ctx: ParallelContext, x: Any, dims: tuple[str, ...], axes: Any, is_local: bool) -> Layout:
+    shape = tuple(
+        size * (count(over, ctx.mesh.shape) if is_local else 1) for size, over in zip(x.shape, axes, strict=True)
+    )
+    varies = varies_over(x) if is_local else frozenset(a for over in axes for a in over)
+    return Layout(shape, x.dtype, axes, dims, (), varies)

@@ -1,0 +1,333 @@
+"""Plans a traced program on a mesh: for every operation the layout of its operands and results.
+
+The idea is Mesh-TensorFlow's (arXiv:1811.02084), on jaxprs. `Scope.plan` walks the operations in order. A rule for
+each primitive says, by a `Signature` mostly, which dims correspond; `Scope.operation` lets the operands decide which
+axes shard them, and notes what has to be moved. Three laws make a plain block send what a hand-written one sends:
+
+- A sum over a sharded dim stays *pending* until its value is needed. It ends as an all-reduce, or as a reduce-scatter
+  where the value is sharded over the axis next; Megatron's sequence parallelism is the rule that it is.
+- A value that depends on no data, such as a mask, a table of positions or random bits, is *deferred*: it is computed
+  where it is used, in the layout of that use, so that no device computes more of it than it needs.
+- A parameter that is stored in shards is gathered by the operation that uses it first, inside a loop's body.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+from meshpar.errors import ShardingError
+from meshpar.mesh.varying import Axes
+from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.data import gathered
+from meshpar.partition.layout import Layout, count
+from meshpar.partition.program import Program, Step, Use
+from meshpar.partition.signature import Assigned, Call, Operand, Signature, assign, sharded
+from meshpar.partition.source import Source
+
+MANY = 2
+
+
+@dataclass(eq=False)
+class Placed:
+    """A value that a register holds.
+
+    Args:
+      uses: how many operations read it; only the sum of a value that one operation reads may stay pending in it.
+    """
+
+    register: int
+    layout: Layout
+    uses: int = MANY
+    whole: Placed | None = None
+
+
+@dataclass(eq=False)
+class Deferred:
+    """A value that is computed where it is used, in the layout of that use.
+
+    Args:
+      layout: its shape, and the axes that what it is made of would like.
+      make: axes -> the value, sharded over them.
+    """
+
+    layout: Layout
+    make: Callable[[tuple[Axes, ...]], Placed]
+    uses: int = MANY
+    made: dict[tuple[Axes, ...], Placed] = field(default_factory=dict)
+
+
+class Unknown(ShardingError):
+    """An operation that the partitioner has no rule for."""
+
+
+class Scope:
+    """The plan of one jaxpr: the whole program, or the body of a loop.
+
+    Args:
+      ctx: the mesh, the rules and the roles of axes.
+      outer: the scope that this one's program is in.
+      is_derivative: whether the program is a forward or backward of a derivative, which JAX does not differentiate.
+    """
+
+    def __init__(self, ctx: ParallelContext, outer: Scope | None = None, is_derivative: bool = False) -> None:
+        self.ctx = ctx
+        self.outer = outer
+        self.is_derivative = is_derivative or bool(outer and outer.is_derivative)
+        self.program = Program(dict(ctx.mesh.shape))
+        self.captured: list[tuple[Placed, int]] = []
+        """Values of the outer scope that this one reads, and the registers in which it gets them."""
+        self.made: list[Callable[[], Any]] = []
+        """For each value that a node keeps because it was made once, what forgets it."""
+
+    @property
+    def sizes(self) -> Any:
+        return self.program.sizes
+
+    # Registers ---------------------------------------------------------------------------------------------------
+
+    def register(self, layout: Layout) -> Placed:
+        self.program.layouts.append(layout)
+        return Placed(len(self.program.layouts) - 1, layout)
+
+    def input(self, layout: Layout) -> Placed:
+        """A new argument of the program."""
+        placed = self.register(layout)
+        self.program.inputs.append(placed.register)
+        return placed
+
+    def constant(self, x: Any) -> Placed:
+        aval = jax.typeof(x)
+        placed = self.register(Layout.whole(aval.shape, aval.dtype))
+        self.program.constants[placed.register] = x
+        return placed
+
+    def step(
+        self,
+        compute: Callable[..., Any],
+        uses: Sequence[Use],
+        layouts: Sequence[Layout],
+        source: Source,
+        inner: tuple[tuple[Program, int], ...] = (),
+    ) -> list[Placed]:
+        placed = [self.register(layout) for layout in layouts]
+        outs = tuple(one.register for one in placed)
+        self.program.steps.append(Step(compute, tuple(uses), outs, source, inner))
+        return placed
+
+    def mark(self) -> tuple[Any, ...]:
+        """The state of the plan, for `reset`."""
+        program = self.program
+        own = (len(program.layouts), len(program.inputs), len(program.steps), len(self.captured), len(self.made))
+        return (*own, self.outer.mark() if self.outer else None)
+
+    def reset(self, mark: tuple[Any, ...]) -> None:
+        """Forgets what was planned since `mark`."""
+        layouts, inputs, steps, captured, made, outer = mark
+        for forget in self.made[made:]:
+            forget()
+        del self.program.layouts[layouts:]
+        del self.program.inputs[inputs:]
+        del self.program.steps[steps:]
+        del self.captured[captured:]
+        del self.made[made:]
+        if self.outer:
+            self.outer.reset(outer)
+
+    # Walking -----------------------------------------------------------------------------------------------------
+
+    def plan(self, jaxpr: Any, consts: Sequence[Any], nodes: Sequence[Any]) -> list[Any]:
+        """Plans a jaxpr within this scope: nodes of its arguments -> nodes of its results."""
+        uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
+        uses.update(v for v in jaxpr.outvars if not isinstance(v, Literal))
+        env: dict[Any, Any] = {}
+
+        def read(v: Any) -> Any:
+            return self.constant(v.val) if isinstance(v, Literal) else env[v]
+
+        def write(v: Any, node: Any, is_new: bool = True) -> None:
+            if is_new or node.uses == 1:
+                node.uses = uses[v]
+            env[v] = node
+
+        for v, x in zip(jaxpr.constvars, consts, strict=True):
+            write(v, x if isinstance(x, (Placed, Deferred)) else self.constant(x))
+        for v, node in zip(jaxpr.invars, nodes, strict=True):
+            write(v, node, is_new=False)
+        for eqn in jaxpr.eqns:
+            for v, node in zip(eqn.outvars, self.planned(eqn, [read(v) for v in eqn.invars]), strict=True):
+                write(v, node)
+        return [read(v) for v in jaxpr.outvars]
+
+    def planned(self, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
+        from meshpar.partition.rules import RULES
+
+        rule = RULES.get(eqn.primitive.name)
+        if rule is None:
+            raise Unknown(_unknown(eqn))
+        return rule(self, eqn, nodes)
+
+    # Operations --------------------------------------------------------------------------------------------------
+
+    def operation(
+        self, eqn: Any, signature: Signature, nodes: Sequence[Any], assigned: Assigned | None = None
+    ) -> list[Placed]:
+        """Plans an operation by its signature.
+
+        Args:
+          assigned: the axes that shard its labels. Default: the operands decide.
+        """
+        nodes = [self.ready(node) for node in nodes]
+        partial = self._passing(signature, nodes)
+        if assigned is None:
+            assigned = self.assigned(signature, nodes, bool(partial))
+        placed = [
+            self.demand(node, sharded(labels, assigned)) for node, labels in zip(nodes, signature.ins, strict=True)
+        ]
+        uses = [
+            self.use(one, sharded(labels, assigned), partial) for one, labels in zip(placed, signature.ins, strict=True)
+        ]
+        varies = frozenset().union(*(use.varies for use in uses))
+        uses = [replace(use, varies=varies) for use in uses]
+        layouts = self._results(eqn, signature, nodes, assigned, varies, partial)
+        local_shapes = tuple(layout.local_shape(self.sizes) for layout in layouts)
+        call = Call(assigned, local_shapes, self.sizes)
+
+        def compute(*shards: Any) -> Sequence[Any]:
+            return signature.compute(call, *shards)
+
+        return self.step(compute, uses, layouts, Source.of(eqn))
+
+    def assigned(self, signature: Signature, nodes: Sequence[Any], passes: bool = False) -> Assigned:
+        """The axes that the operands decide on."""
+        return assign(signature, [self._operand(node, passes) for node in nodes])
+
+    def use(self, placed: Placed, axes: tuple[Axes, ...], partial: Axes = ()) -> Use:
+        """The use of a value sharded over `axes`, typed as varying over no more axes than it has to be."""
+        layout = placed.layout
+        partial = tuple(axis for axis in partial if axis in layout.pending)
+        left = {axis for axis in layout.varies if axis not in layout.used and axis not in layout.pending}
+        sharding = {axis for dim in axes for axis in dim}
+        return Use(placed.register, axes, frozenset(left | sharding | {*partial}), partial)
+
+    def ready(self, node: Any) -> Any:
+        """The node, gathered if it is a parameter that is stored in shards."""
+        if isinstance(node, Deferred) or not node.layout.stored:
+            return node
+        if node.whole is None:
+            stored = node.layout.stored
+            layout = replace(
+                node.layout, stored=(), varies=node.layout.varies | {a for _, axes in stored for a in axes}
+            )
+            use = Use(node.register)
+            (node.whole,) = self.step(
+                lambda x: [gathered(x, stored, self.ctx)], [use], [layout], Source("gather of a parameter")
+            )
+            self.made.append(partial(setattr, node, "whole", None))
+        return node.whole
+
+    def demand(self, node: Any, axes: tuple[Axes, ...]) -> Placed:
+        """The value of a node; one that is deferred is computed sharded over `axes`."""
+        if isinstance(node, Placed):
+            return node
+        if axes not in node.made:
+            node.made[axes] = node.make(axes)
+            self.made.append(partial(node.made.pop, axes))
+        return node.made[axes]
+
+    def settled(self, node: Any, axes: tuple[Axes, ...] | None = None) -> Placed:
+        """The value, without pending sums, as a register: sharded over `axes`, or as it is."""
+        node = self.ready(node)
+        axes = self.settled_axes(node.layout) if axes is None else axes
+        placed = self.demand(node, axes)
+        if placed.layout.axes == axes and not placed.layout.pending:
+            return placed
+        use = self.use(placed, axes)
+        layout = replace(placed.layout, axes=axes, pending=(), varies=use.varies)
+        return self.step(lambda x: [x], [use], [layout], Source("move"))[0]
+
+    def settled_axes(self, layout: Layout) -> tuple[Axes, ...]:
+        """The axes that shard a value after its pending sums end.
+
+        Megatron's sequence parallelism: a sum that is pending over an axis of `residual_seq` ends in shards of `seq`,
+        if the value has features, as the residual stream does.
+        """
+        axes = list(layout.axes)
+        for axis in layout.pending:
+            if axis in self.ctx.axes("residual_seq") and "seq" in layout.names:
+                dim = layout.names.index("seq")
+                has_features = math.prod(layout.shape[dim + 1 :]) > 1
+                if has_features and layout.shape[dim] % count((*axes[dim], axis), self.sizes) == 0:
+                    axes[dim] = (*axes[dim], axis)
+        return tuple(axes)
+
+    def _operand(self, node: Any, passes: bool) -> Operand:
+        layout = node.layout
+        wanted = layout.axes if passes else self.settled_axes(layout)
+        return Operand(layout, wanted, isinstance(node, Placed))
+
+    def _passing(self, signature: Signature, nodes: Sequence[Any]) -> Axes:
+        """The axes over which the operation's result stays a pending sum of its operands'."""
+        pending = [node.layout.pending for node in nodes]
+        if signature.linear == "no" or not any(pending):
+            return ()
+        if any(over and node.uses != 1 for over, node in zip(pending, nodes, strict=True)):
+            return ()
+        if signature.linear == "all":
+            return pending[0] if all({*over} == {*pending[0]} for over in pending) else ()
+        if signature.linear == "first":
+            return pending[0] if not any(pending[1:]) else ()
+        (first, *others) = [over for over in pending if over]
+        return first if not others else ()
+
+    def _results(
+        self,
+        eqn: Any,
+        signature: Signature,
+        nodes: Sequence[Any],
+        assigned: Assigned,
+        varies: frozenset[str],
+        partial: Axes,
+    ) -> list[Layout]:
+        names = dict(signature.names)
+        for node, labels in zip(nodes, signature.ins, strict=True):
+            for label, name in zip(labels, node.layout.names, strict=True):
+                if label is not None and name:
+                    names.setdefault(label, name)
+        summed = tuple(axis for label in signature.summed for axis in assigned.get(label, ()))
+        closed = {axis for label in signature.closed for axis in assigned.get(label, ())}
+        pinned = signature.views and nodes[0].layout.is_pinned
+        return [
+            Layout(
+                tuple(v.aval.shape), v.aval.dtype, sharded(labels, assigned), tuple(names.get(x, "") for x in labels),
+                (*partial, *summed), varies - closed, pinned,
+            )
+            for v, labels in zip(eqn.outvars, signature.outs, strict=True)
+        ]  # fmt: skip
+
+    # Other scopes ------------------------------------------------------------------------------------------------
+
+    def entered(self, inner: Scope, node: Any, layout: Layout | None = None) -> Any:
+        """A node of this scope as a node of an inner one, of which it becomes an argument."""
+        if isinstance(node, Placed):
+            return inner.input(layout or node.layout)
+
+        def make(axes: tuple[Axes, ...]) -> Placed:
+            placed = self.demand(node, axes)
+            argument = inner.input(placed.layout)
+            inner.captured.append((placed, argument.register))
+            return argument
+
+        return Deferred(node.layout, make)
+
+
+def _unknown(eqn: Any) -> str:
+    what = f"{Source.of(eqn).line}: meshpar has no rule that partitions the operation {eqn.primitive.name!r}"
+    return f"{what}; declare what it does with meshpar.partitioned, or use lowering=auto"

@@ -1,0 +1,23 @@
+"""The rules of the partitioner: primitive -> how it is planned. One file a family."""
+
+from __future__ import annotations
+
+from meshpar.partition.rules import (
+    calls,
+    constraints,
+    contraction,
+    elementwise,
+    indexing,
+    loops,
+    random,
+    reduction,
+    shape,
+    whole,
+)
+from meshpar.partition.rules.rule import Rule
+
+RULES: dict[str, Rule] = {}
+"""Name of a primitive -> (scope, equation, nodes of its operands) -> nodes of its results."""
+
+for family in (elementwise, contraction, reduction, shape, indexing, random, constraints, loops, calls, whole):
+    RULES |= family.RULES

@@ -1,0 +1,224 @@
+"""Loops and branches.
+
+What a loop carries has one layout in all iterations: the body is planned until it returns what it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax import lax
+
+from meshpar.mesh.varying import Axes
+from meshpar.parallel.data import gathering_again
+from meshpar.partition.layout import Layout
+from meshpar.partition.plan import Deferred, Placed, Scope
+from meshpar.partition.program import Program, Use
+from meshpar.partition.rules.rule import Rule
+from meshpar.partition.source import Source
+
+ROUNDS = 4
+"""How often a body is planned with the layouts that it returned; then its results move to those that it got."""
+
+
+@dataclass(frozen=True)
+class _Body:
+    """A planned body and its results. Its arguments are those that were given, then those that it captured."""
+
+    scope: Scope
+    outs: list[Any]
+
+    def run(self, *shards: Any) -> list[Any]:
+        return self.scope.program.run(*shards)
+
+    def returning(self, layouts: Sequence[Layout], *more: Placed) -> None:
+        """Makes the body return its first results in these layouts, and `more` as they are."""
+        uses = [_use(self.scope, node, layout) for node, layout in zip(self.outs, layouts, strict=False)]
+        self.scope.program.outputs = uses + [Use(one.register) for one in more]
+
+
+def _use(scope: Scope, node: Any, layout: Layout) -> Use:
+    placed = scope.demand(scope.ready(node), layout.axes)
+    return replace(scope.use(placed, layout.axes), varies=layout.varies)
+
+
+def _body(scope: Scope, closed: Any, layouts: Sequence[Any]) -> _Body:
+    """Plans a body for arguments with these layouts; a node that is deferred stays so."""
+    inner = Scope(scope.ctx, scope)
+    nodes = [scope.entered(inner, x) if isinstance(x, Deferred) else inner.input(x) for x in layouts]
+    return _Body(inner, inner.plan(closed.jaxpr, closed.consts, nodes))
+
+
+def _carried(scope: Scope, node: Any) -> Layout:
+    """The layout in which a loop starts to carry a value: without pending sums."""
+    node = scope.ready(node)
+    axes = scope.settled_axes(node.layout) if isinstance(node, Placed) else ((),) * len(node.layout.shape)
+    left = node.layout.varies - node.layout.used - {*node.layout.pending}
+    return replace(node.layout, axes=axes, pending=(), varies=left | {a for dim in axes for a in dim}, is_pinned=False)
+
+
+def _next(body: _Body, carried: Sequence[Layout], keeps_axes: bool) -> list[Layout]:
+    """The layouts that the body returns for what it carries."""
+    layouts = []
+    for node, before in zip(body.outs, carried, strict=False):
+        returned = body.scope.ready(node).layout
+        axes = before.axes if keeps_axes or isinstance(node, Deferred) else body.scope.settled_axes(returned)
+        placed = body.scope.demand(body.scope.ready(node), axes)
+        use = body.scope.use(placed, axes)
+        names = tuple(a if a == b else "" for a, b in zip(before.names, returned.names, strict=True))
+        names = returned.names if keeps_axes is False and not any(before.names) else names
+        layouts.append(replace(before, axes=axes, varies=before.varies | use.varies, names=names))
+    return layouts
+
+
+def _fixed(
+    scope: Scope, closed: Any, before: Sequence[Any], carried: list[Layout], after: Sequence[Any]
+) -> tuple[_Body, list[Layout]]:
+    """Plans a body until what it carries has the same layout before and after."""
+    for round_ in range(8 * ROUNDS):
+        mark = scope.mark()
+        body = _body(scope, closed, [*before, *carried, *after])
+        found = _next(body, carried, keeps_axes=round_ >= ROUNDS)
+        if [(x.axes, x.varies) for x in found] == [(x.axes, x.varies) for x in carried]:
+            return body, found
+        carried = found
+        scope.reset(mark)
+    raise AssertionError("the layouts that a loop carries did not settle")
+
+
+def scan(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
+    """A loop over layers or time. Parameters that it scans are gathered inside, those of all iterations before it."""
+    params = eqn.params
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts = [_constant(scope, node) for node in nodes[:num_consts]]
+    starts = nodes[num_consts : num_consts + num_carry]
+    scanned = [_Scanned(scope, node) for node in nodes[num_consts + num_carry :]]
+    before = [x if isinstance(x, Deferred) else x.layout for x in consts]
+    body, carried = _fixed(
+        scope, params["jaxpr"], before, [_carried(scope, x) for x in starts], [x.layout for x in scanned]
+    )
+    results = [body.scope.settled(node) for node in body.outs[num_carry:]]
+    body.returning(carried, *results)
+    arguments = [Use(one.register) for one in consts if isinstance(one, Placed)]
+    arguments += [Use(placed.register) for placed, _ in body.scope.captured]
+    num_fixed = len(arguments)
+    arguments += [_use(scope, node, layout) for node, layout in zip(starts, carried, strict=True)]
+    arguments += [x.use for x in scanned]
+    run = _again(body.run, body.scope.program, scope)
+    num_given = sum(isinstance(one, Placed) for one in consts)
+
+    def compute(*shards: Any) -> list[Any]:
+        fixed = shards[:num_fixed]
+
+        def iterate(carry: Any, xs: Any) -> Any:
+            found = run(*fixed[:num_given], *carry, *xs, *fixed[num_given:])
+            return found[:num_carry], found[num_carry:]
+
+        start = list(shards[num_fixed : num_fixed + num_carry])
+        last, stacked = lax.scan(
+            iterate, start, list(shards[num_fixed + num_carry :]), length=params["length"], reverse=params["reverse"],
+            unroll=params["unroll"],
+        )  # fmt: skip
+        return [*last, *stacked]
+
+    stacks = [_stacked(one.layout, params["length"]) for one in results]
+    return scope.step(
+        compute, arguments, [*carried, *stacks], Source.of(eqn), ((body.scope.program, params["length"]),)
+    )
+
+
+def _again(run: Any, program: Program, scope: Scope) -> Any:
+    """Under ZeRO-3 the backward gathers a layer's parameters again instead of holding those of all layers."""
+    gathers = any(layout.stored for layout in program.layouts)
+    if not gathers or scope.ctx.rules.zero_stage != 3:
+        return run
+    return jax.checkpoint(run, policy=gathering_again(jax.checkpoint_policies.everything_saveable))
+
+
+def _constant(scope: Scope, node: Any) -> Any:
+    return scope.settled(node) if isinstance(node, Placed) else node
+
+
+class _Scanned:
+    """What a loop scans over: its first dim is whole."""
+
+    def __init__(self, scope: Scope, node: Any) -> None:
+        if node.layout.stored and node.layout.stored[0][0] == 0:
+            node = scope.ready(node)
+        if node.layout.stored:
+            self.use = Use(node.register)
+            layout = node.layout
+        else:
+            axes: tuple[Axes, ...] = ((), *scope.settled_axes(node.layout)[1:])
+            placed = scope.settled(node, axes)
+            self.use = Use(placed.register)
+            layout = replace(placed.layout, is_pinned=node.layout.is_pinned)
+        self.layout = replace(
+            layout, shape=layout.shape[1:], axes=layout.axes[1:], names=layout.names[1:],
+            stored=tuple((dim - 1, axes) for dim, axes in layout.stored),
+        )  # fmt: skip
+
+
+def _stacked(layout: Layout, length: int) -> Layout:
+    return replace(
+        layout, shape=(length, *layout.shape), axes=((), *layout.axes), names=("", *layout.names), is_pinned=False
+    )
+
+
+def while_(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
+    """A loop of unknown length. All devices decide alike, for the condition is computed whole."""
+    params = eqn.params
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    consts = [scope.settled(node) for node in nodes[: num_cond + num_body]]
+    starts = nodes[num_cond + num_body :]
+    layouts = [one.layout for one in consts]
+    body, carried = _fixed(scope, params["body_jaxpr"], layouts[num_cond:], [_carried(scope, x) for x in starts], ())
+    body.returning(carried)
+    condition = _body(scope, params["cond_jaxpr"], [*layouts[:num_cond], *carried])
+    decided = condition.scope.settled(condition.outs[0])
+    condition.scope.program.outputs = [Use(decided.register)]
+    arguments = [Use(one.register) for one in consts]
+    arguments += [_use(scope, node, layout) for node, layout in zip(starts, carried, strict=True)]
+
+    def compute(*shards: Any) -> list[Any]:
+        of_condition, of_body = shards[:num_cond], shards[num_cond : num_cond + num_body]
+        return lax.while_loop(
+            lambda carry: condition.run(*of_condition, *carry)[0],
+            lambda carry: body.run(*of_body, *carry),
+            list(shards[num_cond + num_body :]),
+        )
+
+    return scope.step(compute, arguments, carried, Source.of(eqn), ((body.scope.program, 1),))
+
+
+def cond(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
+    """Branches, whose results have one layout: that of the first branch that shards them."""
+    index = scope.settled(nodes[0])
+    operands = [scope.settled(node) for node in nodes[1:]]
+    layouts = [one.layout for one in operands]
+    bodies = [_body(scope, branch, layouts) for branch in eqn.params["branches"]]
+    results = []
+    for i, v in enumerate(eqn.outvars):
+        found = [body.scope.ready(body.outs[i]) for body in bodies]
+        axes = next(
+            (a for a in (body.scope.settled_axes(x.layout) for body, x in zip(bodies, found, strict=True)) if any(a)),
+            ((),) * v.aval.ndim,
+        )
+        uses = [body.scope.use(body.scope.demand(x, axes), axes) for body, x in zip(bodies, found, strict=True)]
+        varies = frozenset().union(*(use.varies for use in uses)) | index.layout.varies
+        results.append(replace(found[0].layout, axes=axes, pending=(), varies=varies, is_pinned=False))
+    for body in bodies:
+        body.returning(results)
+    arguments = [Use(one.register) for one in (index, *operands)]
+
+    def compute(index: Any, *shards: Any) -> list[Any]:
+        return lax.switch(index, [body.run for body in bodies], *shards)
+
+    inner = tuple((body.scope.program, 1) for body in bodies)
+    return scope.step(compute, arguments, results, Source.of(eqn), inner)
+
+
+RULES: dict[str, Rule] = {"scan": scan, "while": while_, "cond": cond}

@@ -1,0 +1,114 @@
+"""A signature says which dims of an operation's operands and results correspond, as an einsum does.
+
+From it and the operands' layouts `assign` decides which axes shard each dim while the operation runs. The order is
+fixed: operands that a rule of the user shards come first, then larger ones, then earlier ones. The first operand that
+shards a dim decides for all, and an axis shards one dim only. Whatever disagrees is moved: sliced, which is free, or
+exchanged, or gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import jax
+
+from meshpar.mesh.varying import Axes
+from meshpar.partition.layout import Layout
+
+Label: TypeAlias = Hashable
+Labels: TypeAlias = tuple[Label | None, ...]
+"""A label for each dim of an array; None for a dim that has to be whole."""
+Assigned = dict[Label, Axes]
+"""Label -> the axes that shard the dims with it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a `compute` gets beside the local shards.
+
+    Args:
+      assigned: label -> the axes that shard it.
+      local_shapes: the shape of each local result.
+      sizes: mesh axis -> its size.
+    """
+
+    assigned: Assigned
+    local_shapes: tuple[tuple[int, ...], ...]
+    sizes: Any
+
+    def axes(self, *labels: Label) -> Axes:
+        """The axes that shard any of these labels."""
+        return tuple(axis for label in labels for axis in self.assigned.get(label, ()))
+
+
+Compute = Callable[..., Sequence[jax.Array]]
+"""(call, *local shards) -> local results."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The labels of an operation's operands and results, and what it computes on local shards.
+
+    Args:
+      ins, outs: the labels of each operand and of each result.
+      compute: what each device computes.
+      summed: labels of operands over whose axes the results are partial sums.
+      closed: labels over whose axes `compute` communicates itself, so that its results are the same on all of them.
+      linear: whether pending sums may pass to the result: `one` if at most one operand has any, `all` if all operands
+        have the same, `no` if the operation needs their values.
+      views: whether the result is its only operand in another form, so that it stays pinned.
+    """
+
+    ins: tuple[Labels, ...]
+    outs: tuple[Labels, ...]
+    compute: Compute
+    summed: tuple[Label, ...] = ()
+    closed: tuple[Label, ...] = ()
+    linear: Literal["no", "one", "first", "all"] = "no"
+    views: bool = False
+    names: dict[Label, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What is known of an operand before its dims are assigned.
+
+    Args:
+      layout: its layout; that which it would have for a value that is not computed yet.
+      wanted: the axes that it would shard, where its pending sums end.
+      is_made: whether the value exists. One that does not takes any layout at no cost, so that it decides last.
+    """
+
+    layout: Layout
+    wanted: tuple[Axes, ...]
+    is_made: bool = True
+
+    @property
+    def priority(self) -> tuple[bool, bool, int]:
+        size = self.layout.dtype.itemsize if hasattr(self.layout.dtype, "itemsize") else 0
+        for dim in self.layout.shape:
+            size *= dim
+        return (not self.layout.is_pinned, not self.is_made, -size)
+
+
+def assign(signature: Signature, operands: Sequence[Operand]) -> Assigned:
+    """Decides which axes shard each label."""
+    assigned: Assigned = {}
+    taken: set[str] = set()
+    order = sorted(range(len(operands)), key=lambda i: (*operands[i].priority, i))
+    for i in order:
+        for label, axes in zip(signature.ins[i], operands[i].wanted, strict=True):
+            if label is None or label in assigned:
+                continue
+            free = tuple(axis for axis in axes if axis not in taken)
+            if free and free == axes[: len(free)]:
+                assigned[label] = free
+                taken |= {*free}
+    return assigned
+
+
+def sharded(labels: Labels, assigned: Assigned) -> tuple[Axes, ...]:
+    """The axes that shard each dim of an array with these labels."""
+    return tuple(assigned.get(label, ()) if label is not None else () for label in labels)
