@@ -17,6 +17,7 @@ def explain(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[PATH] [KEY=VALUE]...", show_default=False)] = None,
     devices: Devices = None,
     json: AsJson = False,
+    activations: Annotated[bool, typer.Option(help="Also list the activations that an imported model moves.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the arrays.")] = None,
 ) -> None:
     """Prints dims, rules, sharding, local shape and bytes per device of every parameter. Needs no devices.
@@ -31,7 +32,7 @@ def explain(
         raise ConfigError(f"explain takes one PATH, got {' and '.join(paths)}")
     from meshpar.experiment import actions
 
-    explanation = actions.explain(loaded, paths[0] if paths else None, devices)
+    explanation = actions.explain(loaded, paths[0] if paths else None, devices, activations)
     if svg:
         write("--svg", svg, explanation.svg())
     echo(explanation, json)

@@ -57,12 +57,15 @@ FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
 """Environment variables that may change the collectives of XLA or NCCL. All processes must have the same values."""
 
 
-def explain(run: Run, path: str | None = None, num_devices: int | None = None) -> Report:
+def explain(
+    run: Run, path: str | None = None, num_devices: int | None = None, activations: bool = False
+) -> Report:
     """Reports the shards that every device would hold, without any devices. `meshpar explain` prints the report.
 
     Args:
       path: a glob; only the parameters that match it are reported and drawn.
       num_devices: size of the mesh, needed if one of its axes is -1. Default: the product of the sizes, or one.
+      activations: whether to list the activations that a forward pass of an imported model moves.
 
     Raises:
       ConfigError: no parameter matches `path`, or keys of the run do not fit each other.
@@ -81,6 +84,7 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None) -
     """
     prepared = prepare(run, run.mesh.abstract(num_devices))
     found = report(prepared.placement.params, prepared.states.on_device, prepared.selected, prepared.states.host)
+    found = replace(found, activations=tuple(prepared.activations)) if activations else found
     return found if path is None else found.only(path)
 
 

@@ -135,6 +135,9 @@ class Run(Config):
     """The axes that shard each dim: presets, and rules of your own."""
     lowering: Literal["manual", "auto"] = "manual"
     """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses the communication."""
+    strict: bool = False
+    """Whether an imported model may move only the activations that a rule or a constraint of the model declares. What
+    it moves besides is an error then; `meshpar explain --activations` lists it."""
     parallel: Section[Parallel] = default(Parallel())
     """Strategies of the manual lowering: overlaps, a pipeline, the reduction of gradients."""
     precision: Section[Precision] = default(Precision())
@@ -190,6 +193,7 @@ class Run(Config):
             num_microbatches=self.num_microbatches,
             number_format=self.precision.matmul,
             dcn_axes=tuple(axis for axis, size in dcn.items() if size > 1),
+            strict=self.strict,
         )
 
 

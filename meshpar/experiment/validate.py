@@ -83,6 +83,9 @@ def check(run: Run, mesh: AnyMesh) -> None:
     _check_batch(run, ctx, problems)
     _check_precision(run, problems)
     _check_matmul(run, ctx, problems)
+    if run.strict and (run.model.has_own_layers or not ctx.manual or getattr(run.model, "manual", False)):
+        what = "only an imported model in the manual lowering is partitioned, and moves activations by itself"
+        problems.add("strict", what, "strict=false")
     is_manual = run.model.manual_lowering()
     if ctx.manual and not is_manual:
         problems.add("lowering", is_manual.because, "lowering=auto")

@@ -22,7 +22,7 @@ from meshpar.interop.declared import changing, declared_dims, flax_rules, lazily
 from meshpar.interop.keys import KEY_DATA, as_data, as_keys, key_implementations
 from meshpar.mesh.layout import AXES, MeshLayout
 from meshpar.mesh.varying import varies_over
-from meshpar.parallel.checks import check_float64, check_own_layers, check_strategies
+from meshpar.parallel.checks import check_float64, check_own_layers, check_partitioned, check_strategies
 from meshpar.parallel.context import ParallelContext, current
 from meshpar.parallel.context import manual as manual_context
 from meshpar.parallel.local_updates import KEY
@@ -88,6 +88,7 @@ def training(
     draws: bool = False,
     seed: int = 0,
     lowering: Literal["manual", "auto"] = "manual",
+    strict: bool = False,
     manual: bool = False,
     parallel: Parallel = Parallel(),  # noqa: B008 - a frozen value
     compute_dtype: Any = jnp.float32,
@@ -124,6 +125,7 @@ def training(
       seed: for the initial parameters, for the keys of `draws`, and for stochastic rounding.
       lowering: `manual`: the trace of the loss is partitioned, so that communication is explicit and every strategy is
         available; `auto`: XLA's GSPMD partitions the step, and chooses what it sends.
+      strict: whether an activation may be moved only where a rule or a constraint declares it, in the manual lowering.
       manual: whether the loss is written for local shards. It then gets a device's rows of the batch, and its shards of
         the parameters and of the carried state; it returns a `LossSums` of its rows, or their mean.
       parallel: the strategies of the lowering `manual`, as in a config. A strategy without effect is an error.
@@ -158,6 +160,7 @@ def training(
         mesh=mesh,
         rules=rules,
         manual=lowering == "manual",
+        strict=strict,
         parallel=parallel,
         compute_dtype=compute_dtype,
         accum_dtype=accum_dtype,
@@ -165,8 +168,7 @@ def training(
         dcn_axes=tuple(axis for axis, size in dcn.items() if size > 1),
         activation_dims=tuple(activation_dims),
     )
-    if manual and not ctx.manual:
-        raise ConfigError("manual=True: a loss for local shards runs in the manual lowering; lowering='manual'")
+    check_partitioned(ctx, manual)
     _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None)
     specs, carried_specs, keys = specs_of(init, carried, seed, dims or {})
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from meshpar.collectives.reduction import Exact
-from meshpar.errors import Problems
+from meshpar.errors import ConfigError, Problems
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.strategies import ContextParallel, FullySharded, TensorParallel
 
@@ -84,6 +84,21 @@ def check_own_layers(ctx: ParallelContext, model: str, problems: Problems) -> Pa
         where = f"parallel.{name}.overlap" if name in ("tensor", "fsdp") else f"parallel.{name}"
         problems.add(where, one.why.format(model=model), one.fix)
     return replace(ctx, parallel=ctx.parallel.model_copy(update={name: one.off for name, one in used.items()}))
+
+
+def check_partitioned(ctx: ParallelContext, is_local: bool) -> None:
+    """Checks the arguments of `training` that say who partitions a loss.
+
+    Args:
+      is_local: whether the loss is written for local shards.
+    """
+    problems = Problems()
+    if is_local and not ctx.manual:
+        problems.add("manual", "a loss for local shards runs in the manual lowering", "lowering='manual'")
+    if ctx.strict and (is_local or not ctx.manual):
+        what = "only a loss that meshpar partitions has activations that it moves"
+        problems.add("strict", what, "strict=False, or lowering='manual' and manual=False")
+    problems.raise_any(ConfigError, "these arguments of training do not fit each other:")
 
 
 def check_float64(where: str, dtype: Any, problems: Problems) -> None:

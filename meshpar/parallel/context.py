@@ -46,6 +46,7 @@ class ParallelContext:
       slice_axes: axes whose devices train alone, see `in_slice`: values differ over them, and no sum runs over them.
       activation_dims: dims that only activations of a user's model have; their axes may carry the batch. None for
         meshpar's own models.
+      strict: whether a partitioned model may move only the activations that a rule or a constraint declares.
 
     >>> from meshpar.mesh.layout import MeshLayout
     >>> mesh = MeshLayout(fsdp=4, tensor=2).abstract()
@@ -65,6 +66,7 @@ class ParallelContext:
     dcn_axes: Axes = ()
     slice_axes: Axes = ()
     activation_dims: tuple[str, ...] | None = None
+    strict: bool = False
 
     @property
     def lowering(self) -> str:

@@ -16,6 +16,7 @@ from meshpar.parallel.batch import Batch
 from meshpar.parallel.context import ParallelContext, manual, tracing
 from meshpar.parallel.precision import is_mixed
 from meshpar.partition.layout import Layout, count
+from meshpar.partition.moved_values import check_declared, moved_values
 from meshpar.partition.plan import Scope
 from meshpar.partition.program import Program, Use
 from meshpar.sharding.resolve import live
@@ -92,6 +93,8 @@ def planned(loss: WholeLoss, layouts: list[Layout], tree: Any, ctx: ParallelCont
         *(_returned(scope, node, (), ctx.loss_axes) for node in nodes[:num_sums]),
         *(_returned(scope, node, axes) for node, axes in zip(nodes[num_sums:], carried, strict=True)),
     ]
+    if ctx.strict:
+        check_declared(moved_values(scope.program, ctx.axes("residual_seq")))
     return scope.program, jax.tree.structure(shapes)
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -80,6 +81,7 @@ class Scope:
     def __init__(self, ctx: ParallelContext, outer: Scope | None = None, is_derivative: bool = False) -> None:
         self.ctx = ctx
         self.outer = outer
+        self.caller: Source | None = outer.caller if outer else None
         self.is_derivative = is_derivative or bool(outer and outer.is_derivative)
         self.program = Program(dict(ctx.mesh.shape))
         self.captured: list[tuple[Placed, int]] = []
@@ -171,8 +173,22 @@ class Scope:
 
         rule = RULES.get(eqn.primitive.name)
         if rule is None:
-            raise Unknown(_unknown(eqn))
+            raise Unknown(_unknown(self.source(eqn)))
         return rule(self, eqn, nodes)
+
+    def source(self, eqn: Any) -> Source:
+        """The line of the user's code that an operation of this scope stands for."""
+        return Source.of(eqn, self.caller)
+
+    @contextmanager
+    def called(self, eqn: Any) -> Iterator[None]:
+        """Plans what is in the `with` block as the operations of a function that this equation calls."""
+        before = self.caller
+        self.caller = self.source(eqn)
+        try:
+            yield
+        finally:
+            self.caller = before
 
     # Operations --------------------------------------------------------------------------------------------------
 
@@ -203,7 +219,7 @@ class Scope:
         def compute(*shards: Any) -> Sequence[Any]:
             return signature.compute(call, *shards)
 
-        return self.step(compute, uses, layouts, Source.of(eqn))
+        return self.step(compute, uses, layouts, self.source(eqn))
 
     def assigned(self, signature: Signature, nodes: Sequence[Any], passes: bool = False) -> Assigned:
         """The axes that the operands decide on."""
@@ -242,8 +258,12 @@ class Scope:
             self.made.append(partial(node.made.pop, axes))
         return node.made[axes]
 
-    def settled(self, node: Any, axes: tuple[Axes, ...] | None = None) -> Placed:
-        """The value, without pending sums, as a register: sharded over `axes`, or as it is."""
+    def settled(self, node: Any, axes: tuple[Axes, ...] | None = None, source: Source | None = None) -> Placed:
+        """The value, without pending sums, as a register: sharded over `axes`, or as it is.
+
+        Args:
+          source: what needs it so.
+        """
         node = self.ready(node)
         axes = self.settled_axes(node.layout) if axes is None else axes
         placed = self.demand(node, axes)
@@ -251,7 +271,7 @@ class Scope:
             return placed
         use = self.use(placed, axes)
         layout = replace(placed.layout, axes=axes, pending=(), varies=use.varies)
-        return self.step(lambda x: [x], [use], [layout], Source("move"))[0]
+        return self.step(lambda x: [x], [use], [layout], source or Source("move"))[0]
 
     def settled_axes(self, layout: Layout) -> tuple[Axes, ...]:
         """The axes that shard a value after its pending sums end.
@@ -328,6 +348,6 @@ class Scope:
         return Deferred(node.layout, make)
 
 
-def _unknown(eqn: Any) -> str:
-    what = f"{Source.of(eqn).line}: meshpar has no rule that partitions the operation {eqn.primitive.name!r}"
-    return f"{what}; declare what it does with meshpar.partitioned, or use lowering=auto"
+def _unknown(source: Source) -> str:
+    what = f"{source.line}: meshpar has no rule that partitions the operation {source.name!r}"
+    return f"{what}; write it with other operations, or use lowering=auto, where XLA partitions it"

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jax._src import source_info_util
+
+_LIBRARIES = {"site-packages", "meshpar"}
 
 
 @dataclass(frozen=True)
@@ -19,18 +22,26 @@ class Source:
     Args:
       name: of the primitive.
       info: JAX's record of where it was traced; None for an operation that no line stands for.
+      caller: the function that it is in, where that is known.
     """
 
     name: str
     info: Any = None
+    caller: Source | None = None
 
     @classmethod
-    def of(cls, eqn: Any) -> Source:
-        return cls(eqn.primitive.name, eqn.source_info)
+    def of(cls, eqn: Any, caller: Source | None = None) -> Source:
+        return cls(eqn.primitive.name, eqn.source_info, caller)
 
     @property
     def line(self) -> str:
-        """File, line and function, outside of JAX and Flax."""
+        """File, line and function of the user's own code, outside of libraries, that called the operation."""
+        frames = source_info_util.user_frames(self.info.traceback) if self.info is not None else []
+        own = next((frame for frame in frames if not _LIBRARIES & {*Path(frame.file_name).parts}), None)
+        if own is not None:
+            return f"{own.file_name}:{own.start_line} ({own.function_name})"
+        if self.caller is not None:
+            return self.caller.line
         return source_info_util.summarize(self.info) if self.info is not None else "unknown"
 
     def naming(self) -> AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -22,6 +23,7 @@ from meshpar.parallel.pipeline.model import PipelineModel
 from meshpar.parallel.rounds import Rounds
 from meshpar.parallel.trainable import without
 from meshpar.partition.loss import PartitionedLoss
+from meshpar.partition.moved_values import MovedValue, moved_values
 from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -33,7 +35,7 @@ from meshpar.train.layer_arrays import LayerArrays, cut_specs, with_stacks
 from meshpar.train.layer_order import LAYERS, LayerOrder
 from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Loss
-from meshpar.train.program import batch_structs, compile_program
+from meshpar.train.program import batch_structs, compile_program, with_rows
 from meshpar.train.slices import Slices, place_slices, slice_gradients
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place, place_opt_state
 from meshpar.train.step import Metrics, Step, Update, compile_step, step_function
@@ -199,6 +201,24 @@ class Training:
         if self.is_of_whole_arrays:
             loss = PartitionedLoss(loss, self.specs, self.batch_specs, self.carried)
         return Objective(loss, self.key or (lambda step: None), self.frozen, self.pipeline)
+
+    @cached_property
+    def activations(self) -> list[MovedValue]:
+        """The activations that a forward pass moves between devices, in the manual lowering. Needs no devices.
+
+        Raises:
+          ConfigError: the loss is not partitioned: it is one of meshpar's own, or is written for local shards.
+        """
+        if not self.is_of_whole_arrays:
+            what = "meshpar's own layers, and a loss for local shards, move activations by collectives of their own"
+            raise ConfigError(f"{what}; meshpar inspect lists them")
+        ctx = replace(self.ctx, manual=True, num_microbatches=1, strict=False)
+        loss = PartitionedLoss(self.loss, self.specs, self.batch_specs, self.carried)
+        key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
+        batch = jax.eval_shape(with_rows, self.batch)
+        structs = (self.placement.params, self.placement.carried)
+        params, carried = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype), structs)
+        return moved_values(loss.plan(ctx, (params, batch, key, carried)), ctx.axes("residual_seq"))
 
     @property
     def gradients(self) -> Callable[..., Gradients]:

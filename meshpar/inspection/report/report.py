@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from meshpar.errors import ConfigError, nearest
 from meshpar.inspection.report.picture import Picture, stacked
 from meshpar.inspection.report.text import selected_lines
 from meshpar.mesh.layout import AXES, describe_sizes
+from meshpar.partition.moved_values import MovedValue
 from meshpar.sharding.resolve import Placement
 from meshpar.tree import flatten_with_paths, human_bytes, matching
 
@@ -24,6 +25,7 @@ class Report:
       selected: key of the config -> the implementation that it selects on this mesh.
       host: the bytes that a device stores in its host's memory.
       drawn: whether the text draws the arrays.
+      activations: the activations of a partitioned model that a forward pass moves; None if they are not reported.
     """
 
     arrays: Mapping[str, Placement]
@@ -31,6 +33,7 @@ class Report:
     selected: Mapping[str, str] = field(default_factory=dict)
     host: int = 0
     drawn: bool = False
+    activations: tuple[MovedValue, ...] | None = None
 
     def only(self, glob: str) -> Report:
         """The report on the arrays whose paths match a glob, with a picture of each.
@@ -57,6 +60,7 @@ class Report:
             "bytes_per_device": dict(self.held),
             "host_bytes_per_device": self.host,
             "selected": dict(self.selected),
+            **({} if self.activations is None else {"activations": [one.as_json() for one in self.activations]}),
         }
 
     def __str__(self) -> str:
@@ -74,6 +78,8 @@ class Report:
         lines += [f"  {'total':<12}{human_bytes(sum(self.held.values())):>12}"]
         if self.host:
             lines += ["and in its host's memory", f"  {'optimizer':<12}{human_bytes(self.host):>12}"]
+        if self.activations is not None:
+            lines += ["", *activation_lines(self.activations)]
         return "\n".join(lines)
 
     @property
@@ -85,6 +91,14 @@ class Report:
 def report(params: Any, held: Mapping[str, int], selected: Mapping[str, str], host: int = 0) -> Report:
     """A `Report` on a tree of placements, the bytes on a device by name, and the implementations that are selected."""
     return Report(flatten_with_paths(params), {name: size for name, size in held.items() if size}, selected, host)
+
+
+def activation_lines(activations: Sequence[MovedValue]) -> list[str]:
+    """The activations that a forward pass moves, each with its line in the user's code."""
+    if not activations:
+        return ["a forward pass moves no activations"]
+    total = human_bytes(sum(one.sent for one in activations))
+    return [f"a forward pass moves these activations, {total} sent by a device", *map(str, activations)]
 
 
 def _details(placement: Placement) -> list[str]:

@@ -16,13 +16,13 @@ from meshpar.partition.layout import Layout
 from meshpar.partition.plan import Placed, Scope
 from meshpar.partition.program import Program, Use
 from meshpar.partition.rules.rule import Rule
-from meshpar.partition.source import Source
 
 
 def inlined(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """A function that was only named, by `jax.jit`: its operations are planned as if they stood here."""
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    return scope.plan(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), nodes)
+    with scope.called(eqn):
+        return scope.plan(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), nodes)
 
 
 def remat(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
@@ -39,7 +39,7 @@ def remat(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     )
     arguments = [Use(node.register) for node in nodes if isinstance(node, Placed)]
     arguments += [Use(placed.register) for placed, _ in inner.captured]
-    return scope.step(again, arguments, [one.layout for one in outs], Source.of(eqn), ((inner.program, 1),))
+    return scope.step(again, arguments, [one.layout for one in outs], scope.source(eqn), ((inner.program, 1),))
 
 
 def linear_solve(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
@@ -62,7 +62,7 @@ def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
     """
     if scope.is_derivative:
         return inlined(scope, eqn, nodes)
-    placed = [scope.settled(node) for node in nodes]
+    placed = [scope.settled(node, source=scope.source(eqn)) for node in nodes]
     layouts = [one.layout for one in placed]
     is_float = [jnp.issubdtype(layout.dtype, jnp.inexact) for layout in layouts]
     pair = _Derivative(eqn, layouts, is_float)
@@ -105,7 +105,7 @@ def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
 
     function.defvjp(run_forward, run_backward)
     uses = [Use(one.register, one.layout.axes, one.layout.varies) for one in placed]
-    return scope.step(function, uses, out_layouts, Source.of(eqn), ((primal, 1),))
+    return scope.step(function, uses, out_layouts, scope.source(eqn), ((primal, 1),))
 
 
 def _copies(layout: Layout) -> tuple[str, ...]:
@@ -161,17 +161,17 @@ class _Derivative:
 
 def barrier(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """An `optimization_barrier`: the values as they are."""
-    placed = [scope.settled(node) for node in nodes]
+    placed = [scope.settled(node, source=scope.source(eqn)) for node in nodes]
     uses = [Use(one.register) for one in placed]
-    return scope.step(jax.lax.optimization_barrier_p.bind, uses, [one.layout for one in placed], Source.of(eqn))
+    return scope.step(jax.lax.optimization_barrier_p.bind, uses, [one.layout for one in placed], scope.source(eqn))
 
 
 def region(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """A `shard_map` of the user's own: its program computes shards already."""
     params = eqn.params
-    if left := {*map(str, params["manual_axes"])} ^ {*scope.sizes}:
+    if left := {*map(str, params["newly_manual_axes"])} ^ {*scope.sizes}:
         what = f"a shard_map that leaves axes to the compiler ({', '.join(sorted(left))})"
-        raise ShardingError(f"{Source.of(eqn).line}: {what}; name all axes of the mesh, or use lowering=auto")
+        raise ShardingError(f"{scope.source(eqn).line}: {what}; name all axes of the mesh, or use lowering=auto")
 
     def axes(spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
         parts = [*spec, *[None] * (ndim - len(spec))]
@@ -182,18 +182,18 @@ def region(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     uses, outs = [], []
     for node, spec, v in zip(nodes, params["in_specs"], inner.invars, strict=True):
         wanted = axes(spec, len(node.layout.shape))
-        placed = scope.settled(node, wanted)
+        placed = scope.settled(node, wanted, scope.source(eqn))
         uses.append(Use(placed.register, wanted, frozenset(v.aval.manual_axis_type.varying)))
     for v, spec, own in zip(eqn.outvars, params["out_specs"], inner.outvars, strict=True):
         over = axes(spec, v.aval.ndim)
         varies = frozenset(own.aval.manual_axis_type.varying) | {a for dim in over for a in dim}
         outs.append(Layout(tuple(v.aval.shape), v.aval.dtype, over, ("",) * v.aval.ndim, (), varies))
     run = jaxpr_as_fun(jax.extend.core.ClosedJaxpr(inner, ()))
-    return scope.step(run, uses, outs, Source.of(eqn))
+    return scope.step(run, uses, outs, scope.source(eqn))
 
 
 def callback(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
-    what = f"{Source.of(eqn).line}: {eqn.primitive.name} calls Python from the program, once on each device's shard"
+    what = f"{scope.source(eqn).line}: {eqn.primitive.name} calls Python from the program, once on each device's shard"
     raise ShardingError(f"{what}; call it outside of the loss, return the value as a metric, or use lowering=auto")
 
 

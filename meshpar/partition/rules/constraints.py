@@ -13,7 +13,6 @@ from meshpar.mesh.varying import Axes
 from meshpar.partition.layout import count
 from meshpar.partition.plan import Scope
 from meshpar.partition.rules.rule import Rule
-from meshpar.partition.source import Source
 
 
 def sharding_constraint(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
@@ -23,13 +22,13 @@ def sharding_constraint(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
     free = set(eqn.params.get("unconstrained_dims", ()))
     now = scope.settled_axes(node.layout)
     axes = tuple(now[i] if i in free or over is None else over for i, over in enumerate(declared))
-    return [replace(scope.settled(node, axes))]
+    return [replace(scope.settled(node, axes, scope.source(eqn)))]
 
 
 def reshard(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """JAX's change of an explicit sharding. One without axes leaves the value as it is."""
     axes = tuple(over or () for over in _declared(scope, eqn, eqn.params["dst_sharding"]))
-    return [replace(scope.settled(nodes[0], axes))] if any(axes) else nodes
+    return [replace(scope.settled(nodes[0], axes, scope.source(eqn)))] if any(axes) else nodes
 
 
 def _declared(scope: Scope, eqn: Any, sharding: Any) -> list[Axes | None]:
@@ -43,7 +42,7 @@ def _declared(scope: Scope, eqn: Any, sharding: Any) -> list[Axes | None]:
     shape = eqn.outvars[0].aval.shape
     spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
     problems = Problems()
-    where = Source.of(eqn).line
+    where = scope.source(eqn).line
     used: list[str] = []
     found: list[Axes | None] = []
     for size, part in zip(shape, spec, strict=True):

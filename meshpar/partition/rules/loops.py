@@ -93,14 +93,14 @@ def scan(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """A loop over layers or time. Parameters that it scans are gathered inside, those of all iterations before it."""
     params = eqn.params
     num_consts, num_carry = params["num_consts"], params["num_carry"]
-    consts = [_constant(scope, node) for node in nodes[:num_consts]]
+    consts = [_constant(scope, node, scope.source(eqn)) for node in nodes[:num_consts]]
     starts = nodes[num_consts : num_consts + num_carry]
-    scanned = [_Scanned(scope, node) for node in nodes[num_consts + num_carry :]]
+    scanned = [_Scanned(scope, node, scope.source(eqn)) for node in nodes[num_consts + num_carry :]]
     before = [x if isinstance(x, Deferred) else x.layout for x in consts]
     body, carried = _fixed(
         scope, params["jaxpr"], before, [_carried(scope, x) for x in starts], [x.layout for x in scanned]
     )
-    results = [body.scope.settled(node) for node in body.outs[num_carry:]]
+    results = [body.scope.settled(node, source=scope.source(eqn)) for node in body.outs[num_carry:]]
     body.returning(carried, *results)
     arguments = [Use(one.register) for one in consts if isinstance(one, Placed)]
     arguments += [Use(placed.register) for placed, _ in body.scope.captured]
@@ -126,7 +126,7 @@ def scan(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
 
     stacks = [_stacked(one.layout, params["length"]) for one in results]
     return scope.step(
-        compute, arguments, [*carried, *stacks], Source.of(eqn), ((body.scope.program, params["length"]),)
+        compute, arguments, [*carried, *stacks], scope.source(eqn), ((body.scope.program, params["length"]),)
     )
 
 
@@ -138,14 +138,14 @@ def _again(run: Any, program: Program, scope: Scope) -> Any:
     return jax.checkpoint(run, policy=gathering_again(jax.checkpoint_policies.everything_saveable))
 
 
-def _constant(scope: Scope, node: Any) -> Any:
-    return scope.settled(node) if isinstance(node, Placed) else node
+def _constant(scope: Scope, node: Any, source: Source) -> Any:
+    return scope.settled(node, source=source) if isinstance(node, Placed) else node
 
 
 class _Scanned:
     """What a loop scans over: its first dim is whole."""
 
-    def __init__(self, scope: Scope, node: Any) -> None:
+    def __init__(self, scope: Scope, node: Any, source: Source) -> None:
         if node.layout.stored and node.layout.stored[0][0] == 0:
             node = scope.ready(node)
         if node.layout.stored:
@@ -153,7 +153,7 @@ class _Scanned:
             layout = node.layout
         else:
             axes: tuple[Axes, ...] = ((), *scope.settled_axes(node.layout)[1:])
-            placed = scope.settled(node, axes)
+            placed = scope.settled(node, axes, source)
             self.use = Use(placed.register)
             layout = replace(placed.layout, is_pinned=node.layout.is_pinned)
         self.layout = replace(
@@ -172,7 +172,7 @@ def while_(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """A loop of unknown length. All devices decide alike, for the condition is computed whole."""
     params = eqn.params
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-    consts = [scope.settled(node) for node in nodes[: num_cond + num_body]]
+    consts = [scope.settled(node, source=scope.source(eqn)) for node in nodes[: num_cond + num_body]]
     starts = nodes[num_cond + num_body :]
     layouts = [one.layout for one in consts]
     body, carried = _fixed(scope, params["body_jaxpr"], layouts[num_cond:], [_carried(scope, x) for x in starts], ())
@@ -191,13 +191,13 @@ def while_(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
             list(shards[num_cond + num_body :]),
         )
 
-    return scope.step(compute, arguments, carried, Source.of(eqn), ((body.scope.program, 1),))
+    return scope.step(compute, arguments, carried, scope.source(eqn), ((body.scope.program, 1),))
 
 
 def cond(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """Branches, whose results have one layout: that of the first branch that shards them."""
-    index = scope.settled(nodes[0])
-    operands = [scope.settled(node) for node in nodes[1:]]
+    index = scope.settled(nodes[0], source=scope.source(eqn))
+    operands = [scope.settled(node, source=scope.source(eqn)) for node in nodes[1:]]
     layouts = [one.layout for one in operands]
     bodies = [_body(scope, branch, layouts) for branch in eqn.params["branches"]]
     results = []
@@ -218,7 +218,7 @@ def cond(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
         return lax.switch(index, [body.run for body in bodies], *shards)
 
     inner = tuple((body.scope.program, 1) for body in bodies)
-    return scope.step(compute, arguments, results, Source.of(eqn), inner)
+    return scope.step(compute, arguments, results, scope.source(eqn), inner)
 
 
 RULES: dict[str, Rule] = {"scan": scan, "while": while_, "cond": cond}
