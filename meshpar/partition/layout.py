@@ -44,6 +44,11 @@ class Layout:
     is_pinned: bool = False
     stored: Stored = ()
 
+    def __post_init__(self) -> None:
+        used = [axis for axes in self.axes for axis in axes] + [*self.pending]
+        if len(used) != len({*used}):
+            raise AssertionError(f"an axis is used twice in {self}")
+
     @classmethod
     def whole(cls, shape: tuple[int, ...], dtype: Any) -> Self:
         """The layout of a value that every device holds whole."""

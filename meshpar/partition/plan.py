@@ -316,7 +316,8 @@ class Scope:
         varies: frozenset[str],
         partial: Axes,
     ) -> list[Layout]:
-        names = dict(signature.names)
+        signature.check(assigned)
+        names: dict[Any, str] = {}
         for node, labels in zip(nodes, signature.ins, strict=True):
             for label, name in zip(labels, node.layout.names, strict=True):
                 if label is not None and name:

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.mesh.varying import Axes, varying
+from meshpar.mesh.varying import Axes, varies_over, varying
 from meshpar.partition.layout import Layout, Move, Sizes, moves
 from meshpar.partition.moved import moved
 from meshpar.partition.source import Source
@@ -110,4 +110,8 @@ class Program:
 
     def _typed(self, register: Register, x: Any) -> Any:
         layout = self.layouts[register]
-        return x if layout.stored else varying(x, tuple(sorted(layout.varies)))
+        if layout.stored:
+            return x
+        if unplanned := varies_over(x) - layout.varies:
+            raise AssertionError(f"a result differs over {', '.join(sorted(unplanned))}, as {layout} must not")
+        return varying(x, tuple(sorted(layout.varies)))

@@ -9,7 +9,7 @@ exchanged, or gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -68,7 +68,17 @@ class Signature:
     closed: tuple[Label, ...] = ()
     linear: Literal["no", "one", "first", "all"] = "no"
     views: bool = False
-    names: dict[Label, str] = field(default_factory=dict)
+
+    def check(self, assigned: Assigned) -> None:
+        """Raises AssertionError if an axis that shards an operand neither shards a result nor ends in it as a sum.
+
+        With this law a value that is typed as varying over an axis, and is neither sharded nor pending there, is a copy.
+        """
+        for labels in self.outs:
+            ends = {*labels, *self.summed, *self.closed}
+            lost = {label for label in assigned if label not in ends and assigned[label]}
+            if lost and any(label in ins for ins in self.ins for label in lost):
+                raise AssertionError(f"results lose the axes that shard {lost}")
 
 
 @dataclass(frozen=True)
