@@ -57,9 +57,7 @@ FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
 """Environment variables that may change the collectives of XLA or NCCL. All processes must have the same values."""
 
 
-def explain(
-    run: Run, path: str | None = None, num_devices: int | None = None, activations: bool = False
-) -> Report:
+def explain(run: Run, path: str | None = None, num_devices: int | None = None, activations: bool = False) -> Report:
     """Reports the shards that every device would hold, without any devices. `meshpar explain` prints the report.
 
     Args:

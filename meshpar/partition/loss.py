@@ -18,7 +18,7 @@ from meshpar.parallel.precision import is_mixed
 from meshpar.partition.layout import Layout, count
 from meshpar.partition.moved_values import check_declared, moved_values
 from meshpar.partition.plan import Scope
-from meshpar.partition.program import Program, Use
+from meshpar.partition.program import Program, Use, gathering_again_in
 from meshpar.sharding.resolve import live
 from meshpar.sharding.spec import ArraySpec
 
@@ -52,7 +52,7 @@ class PartitionedLoss:
         leaves, tree = jax.tree.flatten(arguments, is_leaf=is_mixed)
         layouts = self._layouts(ctx, arguments)
         program, result = planned(self.loss, layouts, tree, ctx)
-        return jax.tree.unflatten(result, program.run(*leaves))
+        return jax.tree.unflatten(result, gathering_again_in(program, ctx)(*leaves))
 
     def plan(self, ctx: ParallelContext, structs: tuple[Any, Any, Any, Any]) -> Program:
         """The plan for arguments of these global shapes, without a device."""

@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from meshpar.mesh.varying import Axes, varies_over, varying
+from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.data import gathering_again
 from meshpar.partition.layout import Layout, Move, Sizes, moves
 from meshpar.partition.moved import moved
 from meshpar.partition.source import Source
@@ -115,3 +118,18 @@ class Program:
         if unplanned := varies_over(x) - layout.varies:
             raise AssertionError(f"a result differs over {', '.join(sorted(unplanned))}, as {layout} must not")
         return varying(x, tuple(sorted(layout.varies)))
+
+
+def gathering_again_in(program: Program, ctx: ParallelContext) -> Callable[..., list[Any]]:
+    """A program that, under ZeRO-3, gathers its parameters again in the backward instead of holding them for it.
+
+    If its loops gather layers again, it holds its other parameters, which are those of the model's ends.
+    """
+    loops = (inner for step in program.steps for inner, _ in step.inner)
+    if ctx.rules.zero_stage != 3 or not _gathers(program) or any(map(_gathers, loops)):
+        return program.run
+    return jax.checkpoint(program.run, policy=gathering_again(jax.checkpoint_policies.everything_saveable))
+
+
+def _gathers(program: Program) -> bool:
+    return any(layout.stored for layout in program.layouts)

@@ -72,7 +72,7 @@ class Signature:
     def check(self, assigned: Assigned) -> None:
         """Raises AssertionError if an axis that shards an operand neither shards a result nor ends in it as a sum.
 
-        With this law a value that is typed as varying over an axis, and is neither sharded nor pending there, is a copy.
+        By this law a value that is typed as varying over an axis, and is neither sharded nor pending there, is a copy.
         """
         for labels in self.outs:
             ends = {*labels, *self.summed, *self.closed}

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from jax import lax
 
 from meshpar.mesh.varying import Axes
-from meshpar.parallel.data import gathering_again
 from meshpar.partition.layout import Layout
 from meshpar.partition.plan import Deferred, Placed, Scope
-from meshpar.partition.program import Program, Use
+from meshpar.partition.program import Use, gathering_again_in
 from meshpar.partition.rules.rule import Rule
 from meshpar.partition.source import Source
 
@@ -107,7 +105,7 @@ def scan(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     num_fixed = len(arguments)
     arguments += [_use(scope, node, layout) for node, layout in zip(starts, carried, strict=True)]
     arguments += [x.use for x in scanned]
-    run = _again(body.run, body.scope.program, scope)
+    run = gathering_again_in(body.scope.program, scope.ctx)
     num_given = sum(isinstance(one, Placed) for one in consts)
 
     def compute(*shards: Any) -> list[Any]:
@@ -128,14 +126,6 @@ def scan(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     return scope.step(
         compute, arguments, [*carried, *stacks], scope.source(eqn), ((body.scope.program, params["length"]),)
     )
-
-
-def _again(run: Any, program: Program, scope: Scope) -> Any:
-    """Under ZeRO-3 the backward gathers a layer's parameters again instead of holding those of all layers."""
-    gathers = any(layout.stored for layout in program.layouts)
-    if not gathers or scope.ctx.rules.zero_stage != 3:
-        return run
-    return jax.checkpoint(run, policy=gathering_again(jax.checkpoint_policies.everything_saveable))
 
 
 def _constant(scope: Scope, node: Any, source: Source) -> Any:
