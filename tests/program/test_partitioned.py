@@ -1,0 +1,105 @@
+"""The bytes of a partitioned model: those of the compiled step, of meshpar's own llama, and at most GSPMD's."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from meshpar import AxisRules, MeshLayout, training
+from meshpar.cost.traced import gathers, traced_collectives, traffic
+from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
+from meshpar.models import Llama
+from meshpar.partition.program import Use
+from meshpar.train.training import Training
+from meshpar.verification.trial import QUICK
+from tests.layouts import LAYOUTS
+from tests.program.test_bytes import CODE_MOTION, ROWS, SEQ, prepared, sent_over
+from tests.zoo import MODELS
+from tests.zoo import llama as plain
+from tests.zoo.parts import SEQ as ZOO_SEQ
+from tests.zoo.parts import VOCAB, sentences
+
+OWN = Llama(
+    num_layers=plain.LAYERS, hidden_size=plain.WIDTH, num_heads=plain.HEADS, num_kv_heads=plain.KV_HEADS,
+    intermediate_size=plain.HIDDEN, vocab_size=VOCAB, max_seq_len=SEQ,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@lru_cache
+def zoo(model: str) -> Any:
+    return MODELS[model]()
+
+
+@lru_cache
+def adopted(model: str, layout: str, lowering: str = "manual") -> Training:
+    found = zoo(model)
+    arrays = sentences(ROWS, SEQ, 32) if model == "llama" else found.batch
+    sizes, presets = LAYOUTS[layout]
+    mesh = MeshLayout(**sizes).build(jax.devices()[:8])
+    batch = {name: np.asarray(x, x.dtype if x.dtype.kind != "f" else "float32") for name, x in arrays.items()}
+    named = {name: ("batch", "seq") for name, x in batch.items() if x.shape[1:] in ((SEQ,), (ZOO_SEQ,))}
+    return training(
+        found.init, found.loss, optax.adamw(1e-3), batch, mesh=mesh, rules=AxisRules(preset=presets, **found.rules),
+        dims=found.dims, batch_dims=named, carried=found.carried, draws=found.draws, lowering=lowering,
+    )  # fmt: skip
+
+
+def traced(model: str, layout: str) -> dict[Any, Any]:
+    step = adopted(model, layout)
+    found = traced_collectives(jax.make_jaxpr(step.step)(step.placement.structs, step.batch))
+    return traffic(found + gathers(step.placement.updated))
+
+
+def by_axes(found: Any) -> dict[Any, float]:
+    return {axes: float(num_bytes) for axes, num_bytes in found.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plain_llama_sends_what_our_own_sends(layout):
+    """Eighty lines of Linen that know of no mesh send the bytes of the layers that were written for one."""
+    assert by_axes(traced("llama", layout)) == by_axes(prepared(layout, model=OWN).traced_bytes)
+
+
+def test_planted_a_value_that_each_use_gathers_is_sent_more_often(monkeypatch):
+    expected = by_axes(prepared("tensor4_sp", model=OWN).traced_bytes)
+    monkeypatch.setattr(Use, "__hash__", object.__hash__)
+    monkeypatch.setattr(Use, "__eq__", object.__eq__)
+    assert by_axes(traced("llama", "tensor4_sp"))["tensor",] > 1.3 * expected["tensor",]
+
+
+COMPILED = [("llama", "data2_fsdp2_tensor2"), ("vit", "tensor4"), ("resnet", "zero3"), ("gshard", "hsdp2x4")]
+
+
+@pytest.mark.parametrize(("model", "layout"), COMPILED)
+def test_the_bytes_of_a_compiled_step_equal_the_traced_ones(model, layout):
+    step = adopted(model, layout).compile_step(QUICK | {"xla_disable_hlo_passes": CODE_MOTION})
+    found = collectives_of(step.compiled.as_text(), adopted(model, layout).mesh)
+    assert by_axes(sent_over(found)) == by_axes(traced(model, layout))
+
+
+AGAINST_GSPMD = [
+    pytest.param(model, layout, marks=[] if (model, layout) in COMPILED else [pytest.mark.slow], id=f"{model}-{layout}")
+    for model in ("llama", "vit", "gshard", "whisper", "bert")
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), AGAINST_GSPMD)
+def test_a_partitioned_step_sends_no_more_than_gspmds(model, layout):
+    sent = {}
+    for lowering in ("manual", "auto"):
+        step = adopted(model, layout, lowering).compile_step(QUICK)
+        sent[lowering] = total_sent_bytes(collectives_of(step.compiled.as_text(), adopted(model, layout).mesh))
+    print(f"{model} {layout}: {float(sent['manual'] / sent['auto']):.3f} of GSPMD's bytes")
+    assert sent["manual"] <= sent["auto"]
