@@ -325,12 +325,13 @@ class Scope:
         summed = tuple(axis for label in signature.summed for axis in assigned.get(label, ()))
         closed = {axis for label in signature.closed for axis in assigned.get(label, ())}
         pinned = signature.views and nodes[0].layout.is_pinned
+        axes = [sharded(labels, assigned) for labels in signature.outs]
         return [
             Layout(
-                tuple(v.aval.shape), v.aval.dtype, sharded(labels, assigned), tuple(names.get(x, "") for x in labels),
-                (*partial, *summed), varies - closed, pinned,
+                tuple(v.aval.shape), v.aval.dtype, over, tuple(names.get(x, "") for x in labels), (*partial, *summed),
+                varies - closed | {axis for dim in over for axis in dim}, pinned,
             )
-            for v, labels in zip(eqn.outvars, signature.outs, strict=True)
+            for v, labels, over in zip(eqn.outvars, signature.outs, axes, strict=True)
         ]  # fmt: skip
 
     # Other scopes ------------------------------------------------------------------------------------------------

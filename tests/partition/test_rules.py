@@ -8,6 +8,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from meshpar.partition.rules import RULES
+from tests.comparison import largest_difference
 from tests.partition.functions import on_one_device, on_shards, some_layouts
 from tests.partition.operations import BINARY, OPERATIONS, UNARY
 
@@ -62,6 +63,18 @@ def test_an_operation_on_shards_equals_one_device(name, index):
 def test_an_operation_on_shards_equals_one_device_in_thirty_layouts(name, index):
     for axes in some_layouts(OPERATIONS[name][index][1], 30, seed=100 + index):
         assert difference(name, index, axes) < 1e-10, axes
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 8)])
+def test_positions_that_are_made_in_shards_equal_one_device(shape):
+    """Positions, such as those of a one-hot table, have no operand that says over which axes they differ."""
+    x = np.random.default_rng(0).normal(size=(4, 8))
+    axes = ((("data",), ("tensor",)),)
+
+    def function(x):
+        return x * jax.lax.broadcasted_iota(int, shape, len(shape) - 1)
+
+    assert largest_difference(on_shards(function, (x,), axes)[0], on_one_device(function, (x,))[0]) < 1e-10
 
 
 def used(function, arguments) -> set[str]:
