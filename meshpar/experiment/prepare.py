@@ -260,7 +260,7 @@ def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
 
 
 def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
-    model = run.model.program(task_of(run))
+    model = run.model.program(replace(task_of(run), mesh=mesh))
     dtype = np.dtype(run.precision.params)
     state_paths = model.state.paths if model.state else ()
     specs = stored_in(model.specs, dtype, state_paths)
