@@ -81,7 +81,8 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None, a
       (2, 257)
     """
     prepared = prepare(run, run.mesh.abstract(num_devices))
-    found = report(prepared.placement.params, prepared.states.on_device, prepared.selected, prepared.states.host)
+    states = prepared.states
+    found = report(prepared.placement.params, states.on_device, prepared.selected, states.host, prepared.updates)
     found = replace(found, activations=tuple(prepared.activations)) if activations else found
     return found if path is None else found.only(path)
 
