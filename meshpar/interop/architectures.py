@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import pydantic
 
 from meshpar.errors import Problems, excerpt, nearest
 from meshpar.models import KINDS
+from meshpar.models.config_classes import CONFIG_CLASSES
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import LARGEST, Architecture, Json
+from meshpar.models.foreign import LARGEST, REQUIRED, WITHOUT_EFFECT, Architecture, Json
 from meshpar.nn.transformer import TRAINING_FIELDS
 
 MODELS: dict[str, type[DecoderModel]] = {
@@ -30,7 +32,7 @@ def read(config: Json, where: str, problems: Problems, most_layers: int = LARGES
       where: the file's name in the problems.
       most_layers: an upper bound on the number of layers: 1e9 layers are refused before their tensors are listed.
     """
-    kind = config.get("model_type")
+    kind = kind_of(config)
     found = Problems()
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         near = nearest(str(kind), ARCHITECTURES)
@@ -38,8 +40,8 @@ def read(config: Json, where: str, problems: Problems, most_layers: int = LARGES
         problems.add(f"{where}: model_type", f"{kind!r} is not supported", fix)
         return None
     architecture = ARCHITECTURES[kind]
-    given = {key: value for key, value in config.items() if value is not None}
-    sizes = {field: given[key] for key, field in architecture.keys.items() if key in given}
+    given = completed(config, kind, found)
+    sizes = {field: given[key] for key, field in architecture.keys.items() if given.get(key) is not None}
     _check_sizes(sizes, architecture, most_layers, found)
     extra = _extra(architecture, given, found) if not found else {}
     model = None
@@ -50,6 +52,40 @@ def read(config: Json, where: str, problems: Problems, most_layers: int = LARGES
     for problem in found.found:
         problems.add(f"{where}: {problem.where}", problem.what, problem.fix)
     return None if found else model
+
+
+def kind_of(config: Json) -> Any:
+    """The kind of model that transformers makes of a `config.json`: Mistral with `layer_types` is Ministral."""
+    kind = config.get("model_type")
+    return "ministral" if kind == "mistral" and "layer_types" in config else kind
+
+
+def completed(config: Json, kind: str, found: Problems) -> Json:
+    """The values that transformers' config class has after it read a `config.json`.
+
+    Other names of a key are replaced by its own name, and a missing key has the default of the class. Keys that the
+    class does not have are left out: transformers does not read them either.
+    """
+    own = CONFIG_CLASSES[kind]
+    defaults = own.defaults
+    called = {alias: key for alias, key in own.aliases.items() if key in defaults}
+    called |= {key: alias for alias, key in own.aliases.items() if key not in defaults}
+    given: Json = {}
+    for key, value in config.items():
+        name = called.get(key, key)
+        if name not in defaults and name not in own.beside:
+            continue
+        if name in given and given[name] != value:
+            found.add(key, f"is {excerpt(repr(value))}, and {name}, the same setting, is {excerpt(repr(given[name]))}")
+        if value is None and name in defaults and name not in own.nullable and name not in WITHOUT_EFFECT:
+            found.add(key, f"is null, which {own.called} does not allow", f"{key}: {json.dumps(defaults[name])}")
+        given[name] = value
+    for key, value in REQUIRED.items():
+        if key in given and given[key] != value:
+            what = f"is {excerpt(repr(given[key]))}, and only {json.dumps(value)} is supported"
+            fix = "download the checkpoint in bfloat16" if key == "quantization_config" else ""
+            found.add(key, what, fix)
+    return {**defaults, **given}
 
 
 def _check_sizes(sizes: Json, architecture: Architecture, most_layers: int, found: Problems) -> None:
@@ -71,8 +107,6 @@ def _extra(architecture: Architecture, given: Json, found: Problems) -> Json:
     except pydantic.ValidationError as invalid:
         _report(invalid, {}, found)
         return {}
-    if read.quantization_config:
-        found.add("quantization_config", "quantized checkpoints are not supported", "download the one in bfloat16")
     return architecture.read(read, found)
 
 

@@ -184,24 +184,25 @@ meshpar: hf does not hold what its config.json describes:
 meshpar: hf cannot be imported:
   hf/config.json: model_type
     'lama' is not supported
-    supported: llama, mistral, qwen2, qwen3, phi3, mixtral, qwen3_moe, olmoe, gpt2; did you mean llama?
+    supported: llama, mistral, ministral, qwen2, qwen3, phi3, mixtral, qwen3_moe, olmoe, gpt2; did you mean llama?
 """),
     "rope, activation and quantization": (
         config(rope_parameters={"rope_type": "yarn"}, hidden_act="gelu", quantization_config={"bits": 4}), """\
 meshpar: hf cannot be imported:
   hf/config.json: quantization_config
-    quantized checkpoints are not supported
-    download the one in bfloat16
+    is {'bits': 4}, and only null is supported
+    download the checkpoint in bfloat16
   hf/config.json: hidden_act
     'gelu' is not supported for this model, only silu
   hf/config.json: rope_parameters
-    rope_type 'yarn' is not supported
+    rope_type 'yarn' is not supported for llama
     supported: default, linear, llama3
 """),
     "a key of another type": (config(hidden_size="32", num_hidden_layers=None), """\
 meshpar: hf cannot be imported:
   hf/config.json: num_hidden_layers
-    required, but missing
+    is null, which LlamaConfig does not allow
+    num_hidden_layers: 32
   hf/config.json: hidden_size
     Input should be a valid integer, got '32'
 """),
