@@ -20,7 +20,7 @@ from meshpar.checkpoint.checkpoints import CheckpointMetadata, Checkpoints, chec
 from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
-from meshpar.errors import ContractWarning, MeshparError, ProgramError
+from meshpar.errors import ConfigError, ContractWarning, MeshparError, ProgramError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
@@ -30,7 +30,7 @@ from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.inspect import inspect as inspect_program
 from meshpar.inspection.report.report import Report, report
 from meshpar.interop.huggingface import open_pretrained
-from meshpar.interop.pretrained import PretrainedBeginning
+from meshpar.interop.pretrained import PretrainedBeginning, keep, model_files
 from meshpar.mesh import compilation_cache, process, targets
 from meshpar.mesh.cursor import of_process as cursor_of
 from meshpar.mesh.hardware import chip_of
@@ -227,6 +227,7 @@ def _fit(
     recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
     with hold(run.run_dir), recording as records, saving as saved, _copies(prepared, about) as copies:
         beginning = _beginning(prepared, saved, copies)
+        _keep_model_files(run)
         if shows:
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed)
@@ -265,6 +266,14 @@ def _fit(
         generates = bool(run.model.generation()) and not isinstance(run.data.tokenizer, Ids)
         say(announce.end(run.run_dir, end, generates))
     return state
+
+
+def _keep_model_files(run: Run) -> None:
+    """Copies the tokenizer and the templates of the model that `init` names, in the first process."""
+    init = run.init
+    folder = model_files(init.from_hf, init.from_checkpoint, run.run_dir) if init else None
+    if folder and jax.process_index() == 0:
+        keep(folder, run.run_dir, run.data.tokenizer)
 
 
 def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:
@@ -312,11 +321,27 @@ def _beginning(
         include = init.include
         exclude = init.exclude
     if source is None:
+        _check_not_random(prepared.run)
         return None
     data_changed = _data_changed(prepared.run, source, saved)
     beginning = Beginning(prepared, source, include, exclude, saved.about.config, data_changed)
     _ = beginning.selection
     return beginning
+
+
+def _check_not_random(run: Run) -> None:
+    """Refuses to freeze random parameters for the whole run.
+
+    Raises:
+      ConfigError: the run has LoRA or `freeze`, and starts from no checkpoint.
+    """
+    frozen = [one for one in run.freeze if one.until is None]
+    if run.lora or frozen:
+        key = "lora" if run.lora else "freeze"
+        what = (
+            f"{key} freezes parameters, which would stay random: {run.run_dir} has no checkpoint, and init is not set"
+        )
+        raise ConfigError(f"{what}; init.from_checkpoint=RUN, or init.from_hf=FOLDER")
 
 
 def _data_changed(run: Run, source: Checkpoint, saved: Checkpoints) -> list[str]:

@@ -114,7 +114,7 @@ class Run(Config):
     """A training run: everything that a config file specifies."""
 
     model: Section[Model]
-    """The model: one of meshpar's, or a Flax model of your own."""
+    """The model: one of meshpar's, or a Flax model of your own. Sizes that are missing are those of `init`."""
     loss: Coerced[LossConfig, str | dict[str, Any]] = default(LossConfig())
     """The loss to minimize."""
     data: Section[Data]
@@ -170,6 +170,20 @@ class Run(Config):
     loggers: Coerced[tuple[Logger, ...], Sequence[Logger | str | dict[str, Any]]] = default((TensorBoard(),))
     """Loggers that receive the records besides `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow, prometheus."""
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _model_of_init(cls, data: Any) -> Any:
+        """Takes the keys of `model` that are missing from the source that `init` names, if any size is missing."""
+        if not isinstance(data, dict) or isinstance(data.get("model"), pydantic.BaseModel):
+            return data
+        model = data.get("model") or {}
+        init = data.get("init")
+        init = init.model_dump() if isinstance(init, Init) else init
+        if not isinstance(init, dict) or not isinstance(model, dict) or not SIZES - model.keys():
+            return data
+        found = _model_in(init)
+        return data | {"model": found | model} if model.get("kind", found.get("kind")) == found.get("kind") else data
+
     @pydantic.model_validator(mode="after")
     def _evaluates_before_it_stops(self) -> Run:
         if self.early_stopping and not self.eval_every:
@@ -191,6 +205,23 @@ class Run(Config):
             number_format=self.precision.matmul,
             dcn_axes=tuple(axis for axis, size in dcn.items() if size > 1),
         )
+
+
+SIZES = {"num_layers", "hidden_size", "num_heads", "intermediate_size"}
+"""Keys that a `model` of meshpar's needs; where one is missing, `init` may name a model that has them."""
+
+
+def _model_in(init: dict[str, Any]) -> dict[str, Any]:
+    """The `model` of the folder or of the checkpoint that `init` names; empty if it names none."""
+    if isinstance(folder := init.get("from_hf"), (str, Path)):
+        from meshpar.interop.huggingface import open_pretrained
+
+        return open_pretrained(Path(folder)).model.model_dump(mode="json")
+    if isinstance(path := init.get("from_checkpoint"), (str, Path)):
+        from meshpar.checkpoint.saved import find
+
+        return find(Path(path), include=()).meta["config"]["model"]
+    return {}
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> Run:

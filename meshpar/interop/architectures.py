@@ -22,6 +22,8 @@ MODELS: dict[str, type[DecoderModel]] = {
     for model_type in kind.architectures()
 }
 """`model_type` -> the kind of model that computes it. Exports write the first of several that compute the same."""
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of `config.json` that belong to the tokenizer."""
 ARCHITECTURES = {model_type: kind.architectures()[model_type] for model_type, kind in MODELS.items()}
 
 
@@ -42,8 +44,9 @@ def read(config: Json, where: str, problems: Problems, most_layers: int = LARGES
     architecture = ARCHITECTURES[kind]
     given = completed(config, kind, found)
     sizes = {field: given[key] for key, field in architecture.keys.items() if given.get(key) is not None}
+    num_found = len(found)
     _check_sizes(sizes, architecture, most_layers, found)
-    extra = _extra(architecture, given, found) if not found else {}
+    extra = _extra(architecture, given, found) if len(found) == num_found else {}
     model = None
     try:
         model = pydantic.TypeAdapter(MODELS[kind]).validate_json(json.dumps(extra | sizes), strict=True)
@@ -126,9 +129,11 @@ def write(model: DecoderModel, original: Json | None = None) -> Json | None:
     """Returns a `config.json` for a model; None if no architecture computes the same.
 
     Args:
-      original: the config that the model may have been read from. If it still describes the model, it is returned.
+      original: the config that the model may have been read from. If it still describes the model, it is returned;
+        otherwise its special ids are kept.
     """
-    for config in [original or {}, *(_written(model, kind) for kind in model.architectures())]:
+    ids = {key: value for key, value in (original or {}).items() if key in IDS}
+    for config in [original or {}, *(_written(model, kind) | ids for kind in model.architectures())]:
         described = read(config, "", Problems(), model.num_layers)
         if described is not None and canonical(described) == canonical(model):
             return config

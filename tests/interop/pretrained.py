@@ -47,7 +47,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
     "olmoe": lambda: transformers.OlmoeConfig(**SIZES, num_experts=6, num_experts_per_tok=3),
     "ministral": lambda: transformers.MinistralConfig(
-        **SIZES, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+        **SIZES, head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
     ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None

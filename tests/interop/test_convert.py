@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -53,12 +54,9 @@ def meshpar(command, monkeypatch, tmp_path):
 def test_a_run_is_made_and_written_back_bit_for_bit(original, meshpar, tmp_path):
     assert meshpar("convert", "run", "mesh.fsdp=8", "rules=[fsdp]", "--from-hf", original) == (0, "")
     run = load(tmp_path / "run/config.yaml")
-    assert (run.model.vocab_size, run.model.tie_embeddings, run.precision.params, run.init) == (
-        VOCAB,
-        True,
-        "bfloat16",
-        None,
-    )
+    assert (run.model.vocab_size, run.model.tie_embeddings, run.precision.params) == (VOCAB, True, "bfloat16")
+    assert run.init == Init(from_checkpoint=Path("run"))
+    assert run.data.kind == "none"
     assert meshpar("convert", "run", "--to-hf", "back") == (0, "")
     _same_bits(original, tmp_path / "back")
     for name in ("config.json", "tokenizer.json"):
