@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.train.data import Ids, NoData, TokenizerFile
 from meshpar.train.data.corpus import Batching
 from meshpar.train.data.special_tokens import end_ids
+from meshpar.train.data.tokenizer import Tokenizer
 from meshpar.tree import flatten_with_paths, map_with_path
 
 __all__ = ["from_hf", "to_hf"]
@@ -147,7 +149,21 @@ def to_hf(source: Path | str, folder: Path | str, largest_file: int = LARGEST_FI
     if (saved.run_dir / MODEL_FILES).is_dir():
         companions = saved.run_dir / MODEL_FILES
     plain = model.model_copy(update={"weights": None, "low_rank": ()})
-    export(folder, plain, dense(model.abstract(), params), companions, largest_file)
+    with TemporaryDirectory() as own:
+        if companions is None:
+            companions = Path(own)
+            _write_language(run.data.tokenizer, model.vocab_size, companions)
+        export(folder, plain, dense(model.abstract(), params), companions, largest_file)
+
+
+def _write_language(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:
+    """Writes the tokenizer of a run's data as that of a model: it opens prompts, and ends answers, as the run does."""
+    last = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
+    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": last}
+    (folder / CONFIG).write_text(json.dumps({key: one for key, one in ids.items() if one < vocab_size} or {"": None}))
+    if isinstance(tokenizer, TokenizerFile) and Path(tokenizer.path).is_file():
+        copy_companions(tokenizer.folder, folder)
+        (folder / TOKENIZER).write_text(tokenizer.opening_with_bos())
 
 
 class Saved(NamedTuple):
@@ -171,7 +187,8 @@ def trained(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
     run_dir = load(source).run_dir if source.is_file() else source
     saved = find(run_dir, (*PARAMS, *AVERAGES))
     run = _saved_run(saved)
-    params = flatten_with_paths(restore_params(saved, on_one_device(run).placement.structs.params))
+    without_files = run.model_copy(update={"data": NoData(**_batches(run))})  # they may not be there any more
+    params = flatten_with_paths(restore_params(saved, on_one_device(without_files).placement.structs.params))
     return run, run.lora.merged(params) if run.lora else params, Saved(run_dir, saved.folder)
 
 

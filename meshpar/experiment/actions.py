@@ -35,6 +35,7 @@ from meshpar.mesh import compilation_cache, process, targets
 from meshpar.mesh.cursor import of_process as cursor_of
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.join import check_joined
+from meshpar.nn.lora import is_lora
 from meshpar.optim.ema import averaged
 from meshpar.parallel.batch import TEACHER
 from meshpar.progress import busy, say
@@ -309,7 +310,7 @@ def _beginning(
     init = prepared.run.init
     if copies and (copy := copies.newest(saved.latest() or 0)):
         return CopiedBeginning(copies, copy)
-    source = saved.newest(partial(saved_structs, prepared))
+    source = None if _is_converted(prepared.run) else saved.newest(partial(saved_structs, prepared))
     include: Sequence[str] = EVERYTHING
     exclude: Sequence[str] = ()
     if source is None and init and init.from_hf:
@@ -320,6 +321,8 @@ def _beginning(
         source = find(init.from_checkpoint, init.include)
         include = init.include
         exclude = init.exclude
+        if prepared.run.lora and not any(map(is_lora, source.described)):
+            exclude = (*exclude, "params.**.lora.*")  # a model without LoRA is where LoRA begins
     if source is None:
         _check_not_random(prepared.run)
         return None
@@ -327,6 +330,16 @@ def _beginning(
     beginning = Beginning(prepared, source, include, exclude, saved.about.config, data_changed)
     _ = beginning.selection
     return beginning
+
+
+def _is_converted(run: Run) -> bool:
+    """Whether the run directory holds the model that `init` names, and no step of training.
+
+    Its optimizer state is not restored: LoRA, `freeze` and another optimizer have another one.
+    """
+    init = run.init
+    is_own = init and init.from_checkpoint and init.from_checkpoint.resolve() == run.run_dir.resolve()
+    return bool(is_own) and steps(run.run_dir / FOLDER) == [0]
 
 
 def _check_not_random(run: Run) -> None:

@@ -262,6 +262,8 @@ def open_pretrained(folder: Path) -> Pretrained:
         unknown tensor, or a shape that differs from the config's.
     """
     problems = Problems()
+    if not folder.exists():
+        raise CheckpointError(f"{folder} cannot be imported: there is no such folder{hub_hint(folder)}")
     config = read_json(folder, CONFIG, problems)
     found = _tensors(folder, problems)
     most_layers = len(found) or architectures.LARGEST  # a layer has at least one
@@ -281,6 +283,15 @@ def open_pretrained(folder: Path) -> Pretrained:
     _compare(folder, tensors, expected, model, problems)
     problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
     return Pretrained(folder, config, model, {name: tensors[name] for name in expected})
+
+
+def hub_hint(path: Path) -> str:
+    """How to get a model that is named as on the Hugging Face Hub, `owner/name`; empty for other paths."""
+    owner, _, name = str(path).partition("/")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) or Path(owner).exists():
+        return ""
+    get = f"hf download {path} --local-dir {name}"
+    return f". Nothing is downloaded: if it is a name on the Hugging Face Hub, run {get}, and name the folder {name}"
 
 
 def _with_own_head(model: DecoderModel, tensors: dict[str, Tensor], embedding: str) -> DecoderModel:

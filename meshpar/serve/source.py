@@ -15,7 +15,7 @@ from meshpar.convert import TOKENIZER, restore_params, run_of
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Run
 from meshpar.interop.folder import MODEL_FILES, check_inside, read_json
-from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
+from meshpar.interop.huggingface import CONFIG, Pretrained, hub_hint, open_pretrained
 from meshpar.models.decoder import DecoderModel
 from meshpar.parallel.context import ParallelContext
 from meshpar.serve.merged import restore_merged
@@ -71,8 +71,10 @@ class Source:
     @property
     def ends(self) -> frozenset[int]:
         """The ids that end an answer; default: those that open and close a document of the run's data."""
-        own = (self.run.data.tokenizer.bos, self.run.data.tokenizer.eos)
-        return self.language.ends if self.language else frozenset(one for one in own if one is not None)
+        if self.language:
+            return self.language.ends
+        tokenizer = self.run.data.tokenizer
+        return frozenset(one for one in (tokenizer.bos, tokenizer.eos) if one is not None)
 
     def encode(self, prompt: str, parse_special: bool = True) -> list[int]:
         """The tokens of a prompt, with those that open it.
@@ -97,6 +99,8 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> Source:
     Raises:
       ConfigError, CheckpointError: there is no model, or it was not trained.
     """
+    if not path.exists() and (hint := hub_hint(path)):
+        raise CheckpointError(f"{path}: there is no such config or folder{hint}")
     if not path.is_dir():
         return of_run(config.load(Run, path, overrides), f"meshpar train {path}")
     if (path / CONFIG).is_file():
@@ -119,15 +123,20 @@ def _of_checkpoint(path: Path, run: Run) -> Source:
     vocabulary = run.model.vocabulary()
     language = _language(folder, vocabulary.size) if folder and vocabulary else None
     if language and not isinstance(run.data, (Synthetic, NoData)):
-        tokenizer = run.data.tokenizer
-        closing = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
-        language = replace(language, ends=language.ends | {closing})
+        language = replace(language, ends=language.ends | _closing(run.data.tokenizer))
 
     def restore(structs: Any) -> Any:
         saved = find(path, (*PARAMS, *AVERAGES))
         return restore_merged(run, run.lora, saved, structs) if run.lora else restore_params(saved, structs)
 
     return Source(run, restore, language, folder if language else None)
+
+
+def _closing(tokenizer: Tokenizer) -> set[int]:
+    """The id that ended the documents of a training; none if its tokenizer is not there any more."""
+    if isinstance(tokenizer, TokenizerFile) and not Path(tokenizer.path).exists():
+        return set()
+    return {tokenizer.bos if tokenizer.eos is None else tokenizer.eos}
 
 
 def _of_pretrained(pretrained: Pretrained, overrides: Sequence[str]) -> Source:

@@ -162,6 +162,17 @@ class TokenizerFile(Config):
         special = takewhile(lambda one: one[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
         return tuple(i for i, _ in special)
 
+    def opening_with_bos(self) -> str:
+        """The content of a `tokenizer.json` like this one, which opens each text with `bos`, if the file has it."""
+        token = self.token(self.bos)
+        if token is None or self.opening == (self.bos,):
+            return self._library.to_str()
+        from tokenizers.processors import TemplateProcessing
+
+        copy = type(self._library).from_str(self._library.to_str())
+        copy.post_processor = TemplateProcessing(single=[token, "$A"], special_tokens=[(token, self.bos)])
+        return copy.to_str()
+
     @property
     def special_tokens(self) -> tuple[str, ...]:
         """The texts of the special tokens."""
