@@ -29,8 +29,9 @@ from meshpar.inspection.fit import FitReport, compile_for, judge
 from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.inspect import inspect as inspect_program
 from meshpar.inspection.report.report import Report, report
+from meshpar.interop.export import keep_model_files
 from meshpar.interop.huggingface import open_pretrained
-from meshpar.interop.pretrained import PretrainedBeginning, keep, model_files
+from meshpar.interop.pretrained import PretrainedBeginning, check_ids, model_files
 from meshpar.mesh import compilation_cache, process, targets
 from meshpar.mesh.cursor import of_process as cursor_of
 from meshpar.mesh.hardware import chip_of
@@ -270,11 +271,18 @@ def _fit(
 
 
 def _keep_model_files(run: Run) -> None:
-    """Copies the tokenizer and the templates of the model that `init` names, in the first process."""
+    """Copies the tokenizer and the templates of the model that `init` names, in the first process.
+
+    Raises:
+      ConfigError: the data are encoded as other ids than those of the model.
+    """
     init = run.init
     folder = model_files(init.from_hf, init.from_checkpoint, run.run_dir) if init else None
-    if folder and jax.process_index() == 0:
-        keep(folder, run.run_dir, run.data.tokenizer)
+    if folder is None:
+        return
+    check_ids(folder, run.data.tokenizer)
+    if jax.process_index() == 0:
+        keep_model_files(folder, run.run_dir)
 
 
 def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:

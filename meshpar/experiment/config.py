@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from meshpar import config
 from meshpar.checkpoint.retention import Retention
 from meshpar.config import Coerced, Config, FilePath, Positive, Section, Seed, Strings, default
 from meshpar.cost.memory import Widths
+from meshpar.errors import CheckpointError
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
 from meshpar.interop.flax_model import Import
@@ -181,7 +183,7 @@ class Run(Config):
         init = init.model_dump() if isinstance(init, Init) else init
         if not isinstance(init, dict) or not isinstance(model, dict) or not SIZES - model.keys():
             return data
-        found = _model_in(init)
+        found = _model_in(init, data.get("run_dir"))
         return data | {"model": found | model} if model.get("kind", found.get("kind")) == found.get("kind") else data
 
     @pydantic.model_validator(mode="after")
@@ -211,17 +213,30 @@ SIZES = {"num_layers", "hidden_size", "num_heads", "intermediate_size"}
 """Keys that a `model` of meshpar's needs; where one is missing, `init` may name a model that has them."""
 
 
-def _model_in(init: dict[str, Any]) -> dict[str, Any]:
-    """The `model` of the folder or of the checkpoint that `init` names; empty if it names none."""
-    if isinstance(folder := init.get("from_hf"), (str, Path)):
-        from meshpar.interop.huggingface import open_pretrained
+def _model_in(init: dict[str, Any], run_dir: Any) -> dict[str, Any]:
+    """The `model` of the folder or of the checkpoint that `init` names; empty if it names none.
 
-        return open_pretrained(Path(folder)).model.model_dump(mode="json")
-    if isinstance(path := init.get("from_checkpoint"), (str, Path)):
-        from meshpar.checkpoint.saved import find
+    Raises:
+      CheckpointError: it is not there, and there is no checkpoint in `run_dir`: a run that resumes needs no source.
+    """
+    folder, checkpoint = init.get("from_hf"), init.get("from_checkpoint")
+    try:
+        if isinstance(folder, (str, Path)):
+            from meshpar.interop.huggingface import open_pretrained
 
-        return find(Path(path), include=()).meta["config"]["model"]
-    return {}
+            return open_pretrained(Path(folder)).model.model_dump(mode="json")
+        return _model_of(checkpoint) if isinstance(checkpoint, (str, Path)) else {}
+    except CheckpointError:
+        if isinstance(run_dir, (str, Path)):
+            with suppress(CheckpointError):
+                return _model_of(run_dir)
+        raise
+
+
+def _model_of(checkpoint: str | Path) -> dict[str, Any]:
+    from meshpar.checkpoint.saved import find
+
+    return find(Path(checkpoint), include=()).meta["config"]["model"]
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> Run:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshpar.checkpoint.saved import find
-from meshpar.errors import ConfigError
-from meshpar.interop.export import keep_model_files
+from meshpar.errors import CheckpointError, ConfigError
 from meshpar.interop.folder import MODEL_FILES
 from meshpar.interop.huggingface import Pretrained
 from meshpar.train.data.tokenizer import Bytes, Tokenizer
@@ -42,18 +42,18 @@ def model_files(from_hf: Path | None, from_checkpoint: Path | None, run_dir: Pat
     folders = [run_dir / MODEL_FILES]
     if from_hf:
         folders.append(from_hf)
-    elif from_checkpoint and not folders[0].is_dir():
-        folders.append(find(from_checkpoint, include=()).folder.parents[1] / MODEL_FILES)
+    elif from_checkpoint:
+        with suppress(CheckpointError):  # a run that resumes does not need its source any more
+            folders.append(find(from_checkpoint, include=()).folder.parents[1] / MODEL_FILES)
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def keep(folder: Path, run_dir: Path, tokenizer: Tokenizer) -> None:
-    """Copies the files of a model into a run directory: a model without its tokenizer answers nobody.
+def check_ids(folder: Path, tokenizer: Tokenizer) -> None:
+    """Checks that data are not encoded as bytes if the model in the folder has a tokenizer.
 
     Raises:
-      ConfigError: the data are encoded as bytes, which are other ids than those of the model.
+      ConfigError: they are: the ids of bytes are other ids than those of the model.
     """
     if isinstance(tokenizer, Bytes) and (folder / "tokenizer.json").is_file():
         what = f"bytes are not the ids of the model, whose tokenizer is in {folder}"
         raise ConfigError(f"data.tokenizer: {what}; data.tokenizer={folder / 'tokenizer.json'}")
-    keep_model_files(folder, run_dir)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from meshpar.checkpoint.saved import find, steps
 from meshpar.convert import on_one_device, restore_params, trained
 from meshpar.errors import ConfigError
 from meshpar.experiment.config import Run, load
-from meshpar.interop.pretrained import keep
+from meshpar.interop.pretrained import check_ids
 from meshpar.serve.http.chat import encode_chat, read_template
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.source import Source, open_source
@@ -176,7 +177,7 @@ def test_convert_then_train_as_printed_without_data_is_refused_and_says_what_to_
 
 def test_a_model_with_a_tokenizer_is_not_trained_on_bytes(converted):
     with pytest.raises(ConfigError, match=r"bytes are not the ids of the model.*data.tokenizer=hf/tokenizer.json"):
-        keep(Path("hf"), Path("nowhere"), Bytes())
+        check_ids(Path("hf"), Bytes())
     kept = load("run/config.yaml", ["data.kind=jsonl", "data.path=texts.jsonl"])
     assert kept.data.tokenizer == TokenizerFile(path="run/hugging_face/tokenizer.json")
 
@@ -319,6 +320,19 @@ def test_init_brings_the_sizes_and_the_language_of_its_model(converted, module_c
     assert module_command("train", "alone.yaml").code == 0
     assert {path.name for path in Path("alone/hugging_face").iterdir()} == {*LANGUAGE, "config.json"}
     check_language(open_source(Path("alone")), Path("hf"))
+
+
+@pytest.mark.slow
+def test_a_run_resumes_without_the_folder_that_it_started_from(converted, module_command):
+    shutil.copytree("hf", "gone")
+    words = ["train", "alone.yaml", "init={from_hf: gone}", "run_dir=from-gone", "data.tokenizer=hf/tokenizer.json"]
+    Path("alone.yaml").write_text(ALONE)
+    assert module_command(*words).code == 0
+    shutil.rmtree("gone")
+    said = module_command(*words, "num_steps=2")
+    assert said.code == 0, said.err
+    said = module_command(*words[:3], "run_dir=another")
+    assert said.code == 2 and "gone cannot be imported: there is no such folder" in said.err
 
 
 def test_a_model_that_is_imported_by_init_in_python_needs_no_sizes(converted):
