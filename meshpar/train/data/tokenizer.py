@@ -157,7 +157,10 @@ class TokenizerFile(Config):
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """The special ids that the file's template inserts before a text; some models were trained without any."""
+        """The special ids that the file's template inserts before a text; some models were trained without any.
+
+        As in transformers, `add_bos_token` in `tokenizer_config.json` changes nothing where there is this file.
+        """
         encoded = self._library.encode("a")
         special = takewhile(lambda one: one[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
         return tuple(i for i, _ in special)
