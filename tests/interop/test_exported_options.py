@@ -90,7 +90,7 @@ def numbers(begin: int, end: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "number", [*numbers(0, 8), *(pytest.param(n, marks=pytest.mark.slow) for n in numbers(8, 300))]
+    "number", [*numbers(0, 4), *(pytest.param(n, marks=pytest.mark.slow) for n in numbers(4, 300))]
 )
 def test_options_are_exported_with_their_logits_or_refused(number, tmp_path):
     model = drawn(number)

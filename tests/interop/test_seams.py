@@ -428,7 +428,9 @@ def test_answers_end_where_transformers_ends_them(adds_bos, tmp_path):
 
     whole = answers(None, {})
     assert {len(answer) for answer in whole} == {10}
-    for case, (ends, generation) in some(whole[0][3], whole[1][5]).items():
+    cases = some(whole[0][3], whole[1][5])
+    for case in cases if adds_bos else ("a list in config.json", "one in each"):
+        ends, generation = cases[case]
         want = answers(ends, generation)
         source = open_source(folder, MESH)
         found = generate(source, prompts, max_tokens=10).completions
@@ -446,6 +448,52 @@ def test_a_head_beside_a_tied_config_is_kept_through_convert_and_export(tmp_path
     np.testing.assert_array_equal(logits(loaded(tmp_path / "out"), tokens), logits(loaded(folder), tokens))
     assert {*load_file(tmp_path / "out/model.safetensors")} == {*load_file(folder / "model.safetensors")}
     check_language(open_source(tmp_path / "out"), folder)
+
+
+# every other command on a converted or a trained run -----------------------------------------------------------------
+
+
+OTHERS = [
+    "explain run/config.yaml",
+    "checkpoint ls run",
+    "checkpoint verify run",
+    "checkpoint diff run run",
+    "generate run --draft run --prompt go --max-tokens 4 --json",
+    "generate run --ngrams 2 --prompt go --max-tokens 4 --json",
+    "inspect run/config.yaml",
+    "verify run/config.yaml",
+    "export run stablehlo",
+]
+IN_CI = OTHERS[:3]
+
+
+@pytest.mark.parametrize(
+    "line", [line if line in IN_CI else pytest.param(line, marks=pytest.mark.slow) for line in OTHERS]
+)
+def test_each_command_takes_a_run_of_a_converted_model(line, tuned, module_command):
+    said = module_command(*split(line))
+    assert said.code == 0, said.err
+
+
+@pytest.mark.slow
+def test_drafts_of_a_converted_run_do_not_change_its_answers(tuned, module_command):
+    lines = [line for line in OTHERS if line.startswith("generate")] + [
+        "generate run --prompt go --max-tokens 4 --json"
+    ]
+    answers = [json.loads(module_command(*split(line)).out)["completions"] for line in lines]
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.slow
+def test_convert_then_distill(tuned, module_command):
+    """The teacher's run names other data than the student's, or none."""
+    words = ["train", "alone.yaml", "run_dir=student", "init=null", "distill={teacher: run}"]
+    Path("alone.yaml").write_text(ALONE)
+    said = module_command(
+        *words,
+        "model={kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32, vocab_size: 24}",
+    )
+    assert said.code == 0, said.err
 
 
 # a model of one's own ------------------------------------------------------------------------------------------------
