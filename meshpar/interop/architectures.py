@@ -52,9 +52,21 @@ def read(config: Json, where: str, problems: Problems, most_layers: int = LARGES
         model = pydantic.TypeAdapter(MODELS[kind]).validate_json(json.dumps(extra | sizes), strict=True)
     except pydantic.ValidationError as invalid:
         _report(invalid, {field: key for key, field in architecture.keys.items()}, found)
+    if model is not None:
+        _check_layer_types(config, kind, model, found)
     for problem in found.found:
         problems.add(f"{where}: {problem.where}", problem.what, problem.fix)
     return None if found else model
+
+
+def _check_layer_types(config: Json, kind: str, model: DecoderModel, found: Problems) -> None:
+    """Reports types of layers that the class does not have: its layers have one window, or none."""
+    types = config.get("layer_types")
+    own = "full_attention" if model.window is None else "sliding_attention"
+    if "layer_types" in CONFIG_CLASSES[kind].defaults or not isinstance(types, list) or {*map(str, types)} <= {own}:
+        return
+    what = f"is {excerpt(repr(types))}, and {CONFIG_CLASSES[kind].called} computes {own} in every layer"
+    found.add("layer_types", what, "leave it out, to compute what transformers does")
 
 
 def kind_of(config: Json) -> Any:
@@ -84,7 +96,7 @@ def completed(config: Json, kind: str, found: Problems) -> Json:
             found.add(key, f"is null, which {own.called} does not allow", f"{key}: {json.dumps(defaults[name])}")
         given[name] = value
     for key, value in REQUIRED.items():
-        if key in given and given[key] != value:
+        if given.get(key) is not None and given[key] != value:
             what = f"is {excerpt(repr(given[key]))}, and only {json.dumps(value)} is supported"
             fix = "download the checkpoint in bfloat16" if key == "quantization_config" else ""
             found.add(key, what, fix)

@@ -126,6 +126,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "qwen3_of_layers": {"use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, FULL]},
     "qwen3_from_a_layer_on": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 5},
+    "qwen3_moe_all_layers": {"use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, SLIDING]},
     "qwen3_moe_unused": {"use_sliding_window": False, "sliding_window": 5},
     "llama_has_none": {"sliding_window": 5},
 }
@@ -152,6 +153,9 @@ def test_windows_are_those_of_transformers(case, tmp_path):
         ("ministral", {"layer_types": [FULL, SLIDING], "sliding_window": None}, "sliding_window"),
         ("qwen3", {"layer_types": [FULL, "linear_attention"]}, "layer_types"),
         ("mistral", {"layer_types": [FULL]}, "layer_types"),
+        ("qwen3_moe", {"layer_types": [FULL, SLIDING], "use_sliding_window": True, "sliding_window": 5}, "layer_types"),
+        ("qwen3_moe", {"layer_types": [FULL, SLIDING]}, "layer_types"),
+        ("llama", {"layer_types": [SLIDING, SLIDING], "sliding_window": 5}, "layer_types"),
         ("olmoe", {"sliding_window": 5}, "sliding_window"),
         ("olmoe", {"head_dim": 16}, "head_dim"),
         ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
