@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pydantic
@@ -114,6 +114,8 @@ class Init(Config):
 
 class Run(Config):
     """A training run: everything that a config file specifies."""
+
+    supplied: ClassVar = {"model": "init"}
 
     model: Section[Model]
     """The model: one of meshpar's, or a Flax model of your own. Sizes that are missing are those of `init`."""
