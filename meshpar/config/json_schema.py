@@ -30,7 +30,8 @@ def schema(root: type[Config]) -> dict[str, Any]:
             definition["properties"][field]["description"] = text
     inherited = {"type": "string", "description": "A file that supplies the keys which this one leaves out."}
     described["properties"]["extends"] = inherited
-    described["anyOf"] = [{"required": ["extends"]}, {"required": required}]
+    supplied = [[by if key == other else key for key in required] for other, by in root.supplied.items()]
+    described["anyOf"] = [{"required": keys} for keys in (["extends"], required, *supplied)]
     written = {name: _as_written(definition, models[name]) for name, definition in definitions.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

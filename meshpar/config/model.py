@@ -45,6 +45,9 @@ class Config(pydantic.BaseModel):
     shorthand_is_whole: ClassVar[bool] = False
     """Whether a bare value replaces the mapping of a lower layer, and not only that key of it."""
 
+    supplied: ClassVar[Mapping[str, str]] = {}
+    """Required keys that may be missing where another key supplies them."""
+
     def __init__(self, /, **data: Any) -> None:
         """Checks the keys as those of a file.
 

@@ -20,7 +20,7 @@ from meshpar.checkpoint.checkpoints import CheckpointMetadata, Checkpoints, chec
 from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
-from meshpar.errors import ContractWarning, MeshparError, ProgramError
+from meshpar.errors import ConfigError, ContractWarning, MeshparError, ProgramError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
@@ -29,12 +29,14 @@ from meshpar.inspection.fit import FitReport, compile_for, judge
 from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.inspect import inspect as inspect_program
 from meshpar.inspection.report.report import Report, report
+from meshpar.interop.export import keep_model_files
 from meshpar.interop.huggingface import open_pretrained
-from meshpar.interop.pretrained import PretrainedBeginning
+from meshpar.interop.pretrained import PretrainedBeginning, check_ids, model_files
 from meshpar.mesh import compilation_cache, process, targets
 from meshpar.mesh.cursor import of_process as cursor_of
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.join import check_joined
+from meshpar.nn.lora import is_lora
 from meshpar.optim.ema import averaged
 from meshpar.parallel.batch import TEACHER
 from meshpar.progress import busy, say
@@ -230,6 +232,7 @@ def _fit(
     recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
     with hold(run.run_dir), recording as records, saving as saved, _copies(prepared, about) as copies:
         beginning = _beginning(prepared, saved, copies)
+        _keep_model_files(run)
         if shows:
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed)
@@ -270,6 +273,21 @@ def _fit(
     return state
 
 
+def _keep_model_files(run: Run) -> None:
+    """Copies the tokenizer and the templates of the model that `init` names, in the first process.
+
+    Raises:
+      ConfigError: the data are encoded as other ids than those of the model.
+    """
+    init = run.init
+    folder = model_files(init.from_hf, init.from_checkpoint, run.run_dir) if init else None
+    if folder is None:
+        return
+    check_ids(folder, run.data.tokenizer)
+    if jax.process_index() == 0:
+        keep_model_files(folder, run.run_dir)
+
+
 def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:
     """Gives a step the teacher's parameters, and reads nothing else from the teacher's checkpoint."""
     include = ["opt_state.ema.**"] if teacher.run.optim.ema else ["params.**"]
@@ -303,7 +321,7 @@ def _beginning(
     init = prepared.run.init
     if copies and (copy := copies.newest(saved.latest() or 0)):
         return CopiedBeginning(copies, copy)
-    source = saved.newest(partial(saved_structs, prepared))
+    source = None if _is_converted(prepared.run) else saved.newest(partial(saved_structs, prepared))
     include: Sequence[str] = EVERYTHING
     exclude: Sequence[str] = ()
     if source is None and init and init.from_hf:
@@ -314,12 +332,40 @@ def _beginning(
         source = find(init.from_checkpoint, init.include)
         include = init.include
         exclude = init.exclude
+        if prepared.run.lora and not any(map(is_lora, source.described)):
+            exclude = (*exclude, "params.**.lora.*")  # a model without LoRA is where LoRA begins
     if source is None:
+        _check_not_random(prepared.run)
         return None
     data_changed = _data_changed(prepared.run, source, saved)
     beginning = Beginning(prepared, source, include, exclude, saved.about.config, data_changed)
     _ = beginning.selection
     return beginning
+
+
+def _is_converted(run: Run) -> bool:
+    """Whether the run directory holds the model that `init` names, and no step of training.
+
+    Its optimizer state is not restored: LoRA, `freeze` and another optimizer have another one.
+    """
+    init = run.init
+    is_own = init and init.from_checkpoint and init.from_checkpoint.resolve() == run.run_dir.resolve()
+    return bool(is_own) and steps(run.run_dir / FOLDER) == [0]
+
+
+def _check_not_random(run: Run) -> None:
+    """Refuses to freeze random parameters for the whole run.
+
+    Raises:
+      ConfigError: the run has LoRA or `freeze`, and starts from no checkpoint.
+    """
+    frozen = [one for one in run.freeze if one.until is None]
+    if run.lora or frozen:
+        key = "lora" if run.lora else "freeze"
+        what = (
+            f"{key} freezes parameters, which would stay random: {run.run_dir} has no checkpoint, and init is not set"
+        )
+        raise ConfigError(f"{what}; init.from_checkpoint=RUN, or init.from_hf=FOLDER")
 
 
 def _data_changed(run: Run, source: Checkpoint, saved: Checkpoints) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pydantic
@@ -13,6 +14,7 @@ from meshpar import config
 from meshpar.checkpoint.retention import Retention
 from meshpar.config import Coerced, Config, FilePath, Positive, Section, Seed, Strings, default
 from meshpar.cost.memory import Widths
+from meshpar.errors import CheckpointError
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
 from meshpar.interop.flax_model import Import
@@ -113,8 +115,10 @@ class Init(Config):
 class Run(Config):
     """A training run: everything that a config file specifies."""
 
+    supplied: ClassVar = {"model": "init"}
+
     model: Section[Model]
-    """The model: one of meshpar's, or a Flax model of your own."""
+    """The model: one of meshpar's, or a Flax model of your own. Sizes that are missing are those of `init`."""
     loss: Coerced[LossConfig, str | dict[str, Any]] = default(LossConfig())
     """The loss to minimize."""
     data: Section[Data]
@@ -173,6 +177,20 @@ class Run(Config):
     loggers: Coerced[tuple[Logger, ...], Sequence[Logger | str | dict[str, Any]]] = default((TensorBoard(),))
     """Loggers that receive the records besides `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow, prometheus."""
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _model_of_init(cls, data: Any) -> Any:
+        """Takes the keys of `model` that are missing from the source that `init` names, if any size is missing."""
+        if not isinstance(data, dict) or isinstance(data.get("model"), pydantic.BaseModel):
+            return data
+        model = data.get("model") or {}
+        init = data.get("init")
+        init = init.model_dump() if isinstance(init, Init) else init
+        if not isinstance(init, dict) or not isinstance(model, dict) or not SIZES - model.keys():
+            return data
+        found = _model_in(init, data.get("run_dir"))
+        return data | {"model": found | model} if model.get("kind", found.get("kind")) == found.get("kind") else data
+
     @pydantic.model_validator(mode="after")
     def _evaluates_before_it_stops(self) -> Run:
         if self.early_stopping and not self.eval_every:
@@ -195,6 +213,36 @@ class Run(Config):
             dcn_axes=tuple(axis for axis, size in dcn.items() if size > 1),
             strict=self.strict,
         )
+
+
+SIZES = {"num_layers", "hidden_size", "num_heads", "intermediate_size"}
+"""Keys that a `model` of meshpar's needs; where one is missing, `init` may name a model that has them."""
+
+
+def _model_in(init: dict[str, Any], run_dir: Any) -> dict[str, Any]:
+    """The `model` of the folder or of the checkpoint that `init` names; empty if it names none.
+
+    Raises:
+      CheckpointError: it is not there, and there is no checkpoint in `run_dir`: a run that resumes needs no source.
+    """
+    folder, checkpoint = init.get("from_hf"), init.get("from_checkpoint")
+    try:
+        if isinstance(folder, (str, Path)):
+            from meshpar.interop.huggingface import open_pretrained
+
+            return open_pretrained(Path(folder)).model.model_dump(mode="json")
+        return _model_of(checkpoint) if isinstance(checkpoint, (str, Path)) else {}
+    except CheckpointError:
+        if isinstance(run_dir, (str, Path)):
+            with suppress(CheckpointError):
+                return _model_of(run_dir)
+        raise
+
+
+def _model_of(checkpoint: str | Path) -> dict[str, Any]:
+    from meshpar.checkpoint.saved import find
+
+    return find(Path(checkpoint), include=()).meta["config"]["model"]
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> Run:

@@ -251,6 +251,39 @@ class StandardLibrary(WholeFiles):
         return find(self.root, "**/*.py", without)
 
 
+class NoData(Corpus):
+    """No documents: the config of a converted model, which trains as soon as `data` names some.
+
+    >>> NoData().documents()
+    Traceback (most recent call last):
+        ...
+    meshpar.errors.DataError: there is no data to train on:
+      data
+        is not set: the model was converted, and trains on no data but yours
+        data.kind=jsonl data.path=FILE, or another kind
+    """
+
+    kind: Literal["none"] = "none"
+    tokenizer: Coerced[Tokenizer, str | dict[str, Any]] = default(Bytes())
+    """The tokenizer of the model, which another `kind` of data keeps."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One: there is no token, so the data fit every model."""
+        return 1
+
+    def named_files(self) -> dict[str, Path]:
+        raise _no_data_named()
+
+    def documents(self) -> Documents:
+        raise _no_data_named()
+
+
+def _no_data_named() -> DataError:
+    what = "is not set: the model was converted, and trains on no data but yours"
+    return no_data("data", what, "data.kind=jsonl data.path=FILE, or another kind")
+
+
 class Synthetic(Corpus):
     """Generated documents with a rule to learn: a symbol is its predecessor plus 1, modulo their number, or noise.
 
