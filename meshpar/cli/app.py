@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from meshpar.errors import ConfigError
+from meshpar.errors import ConfigError, printable
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -84,7 +84,7 @@ def check_folder(option: str, path: Path, folder: Path) -> None:
 
 def leave(code: int, text: str) -> NoReturn:
     """Prints a last message and ends the process at once, without waiting for threads that read data."""
-    typer.echo(f"meshpar: {text}", err=True)
+    typer.echo(f"meshpar: {printable(text)}", err=True)
     sys.stdout.flush()
     os._exit(code)
 

@@ -107,6 +107,7 @@ class TokenizerFile(Config):
     """
 
     shorthand: ClassVar[str] = "path"
+    any_text: ClassVar = ("bos_token", "eos_token")
 
     kind: Literal["file"] = "file"
     path: PathText
