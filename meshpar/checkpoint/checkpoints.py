@@ -40,6 +40,7 @@ from meshpar.checkpoint.meta import FORMAT
 from meshpar.checkpoint.retention import Retention
 from meshpar.checkpoint.saved import META, STATE, Checkpoint, newest_whole, steps
 from meshpar.errors import CheckpointError
+from meshpar.regular import remote
 from meshpar.tree import flatten_with_paths
 
 
@@ -94,7 +95,7 @@ class Checkpoints:
       about: the description of the run in each checkpoint.
 
     Raises:
-      CheckpointError: the directory cannot be written.
+      CheckpointError: the directory cannot be written, or is a remote address.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -109,6 +110,8 @@ class Checkpoints:
     def __init__(
         self, directory: Path | str, retention: Retention | None = None, about: CheckpointMetadata | None = None
     ):
+        if problem := remote(directory):
+            raise CheckpointError("; ".join(problem))
         self.directory = Path(directory).absolute()
         self.retention = retention or Retention()
         self.about = about or CheckpointMetadata()

@@ -10,10 +10,11 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 import pydantic
 from pydantic_core import from_json
 
-from meshpar.config.annotations import fields
+from meshpar.config.annotations import fields, is_path
 from meshpar.config.explaining import explain
 from meshpar.config.shorthand import expand, typed
 from meshpar.errors import ConfigError, Problems, control_character, excerpt
+from meshpar.regular import remote
 
 T = TypeVar("T")
 
@@ -75,11 +76,17 @@ class Config(pydantic.BaseModel):
 
     @pydantic.field_validator("*", mode="after")
     @classmethod
-    def _has_no_control_characters(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        """Names and paths go to scripts, logs and terminals, so a character that would command these is refused."""
-        is_own = cls.model_fields[str(info.field_name)].annotation == dict[str, Any]  # data of the user's own code
+    def _has_plain_texts(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Names and paths go to scripts, logs and terminals, so a character that would command these is refused.
+
+        So is a remote address where a path is expected.
+        """
+        field = cls.model_fields[str(info.field_name)]
+        is_own = field.annotation == dict[str, Any]  # data of the user's own code
         if not is_own and info.field_name not in cls.any_text:
             _check_printable(value)
+        if value is not None and is_path(field) and (problem := remote(value)):
+            raise ValueError("\n".join(problem))
         return value
 
     @pydantic.model_validator(mode="before")

@@ -20,7 +20,7 @@ from meshpar.checkpoint.checkpoints import CheckpointMetadata, Checkpoints, chec
 from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
-from meshpar.errors import ContractWarning, MeshparError, ProgramError
+from meshpar.errors import ConfigError, ContractWarning, MeshparError, ProgramError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
@@ -38,6 +38,7 @@ from meshpar.mesh.join import check_joined
 from meshpar.optim.ema import averaged
 from meshpar.parallel.batch import TEACHER
 from meshpar.progress import busy, say
+from meshpar.regular import nearby, remote
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.copies.copies import CopiedBeginning, Copies, opened
@@ -210,6 +211,8 @@ def fit(
 
 
 def _path(path: Path | str | None) -> Path | None:
+    if path is not None and (problem := remote(path)):
+        raise ConfigError("; ".join(problem))
     return None if path is None else Path(path)
 
 
@@ -304,6 +307,8 @@ def _beginning(
     include: Sequence[str] = EVERYTHING
     exclude: Sequence[str] = ()
     if source is None and init and init.from_hf:
+        if not init.from_hf.is_dir():
+            raise ConfigError(_no_folder(init.from_hf))
         pretrained = replace(open_pretrained(init.from_hf), is_upcycled=init.upcycle)
         pretrained.check(prepared.run.model)
         return PretrainedBeginning(prepared, pretrained)
@@ -317,6 +322,14 @@ def _beginning(
     beginning = Beginning(prepared, source, include, exclude, saved.about.config, data_changed)
     _ = beginning.selection
     return beginning
+
+
+def _no_folder(from_hf: Path) -> str:
+    """The error for `init.from_hf` where there is no folder; a name of the Hub is a likely mistake."""
+    problems = [f"init.from_hf: there is no folder {from_hf}", nearby(from_hf)]
+    if len(from_hf.parts) == 2 and not from_hf.parent.exists():
+        problems.append(f"nothing is downloaded: `hf download {from_hf} --local-dir FOLDER`, then init.from_hf=FOLDER")
+    return "\n  ".join(filter(None, problems))
 
 
 def _data_changed(run: Run, source: Checkpoint, saved: Checkpoints) -> list[str]:

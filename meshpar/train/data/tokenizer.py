@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from meshpar.config import Config, Count, PathText, Positive
 from meshpar.errors import DataError, Problem, nearest
-from meshpar.regular import open_regular
+from meshpar.regular import nearby, open_regular
 
 HEADING = "the tokenizer cannot be used:"
 LARGEST_ID = 2**31 - 2
@@ -111,7 +111,7 @@ class TokenizerFile(Config):
 
     kind: Literal["file"] = "file"
     path: PathText
-    """The file, relative to the working directory."""
+    """The local file, relative to the working directory."""
     bos_token: str | None = None
     """The token that opens a document. Default: `<s>` or another customary token of the file; if it has none, one id is
     added."""
@@ -185,8 +185,8 @@ class TokenizerFile(Config):
             with open_regular(Path(self.path)) as file:
                 stat = os.fstat(file.fileno())
         except OSError as error:
-            fix = f"it is relative to the working directory, {Path.cwd()}"
-            raise _unusable(f"tokenizer = {self.path!r}", f"cannot be read: {error.strerror}", fix) from None
+            what = f"cannot be read: {error.strerror}"
+            raise _unusable(f"tokenizer = {self.path!r}", what, nearby(Path(self.path))) from None
         return _open(self.path, stat.st_mtime_ns, stat.st_size)
 
     def _id(self, key: str, token: str | None, customary: Sequence[str]) -> int | None:
