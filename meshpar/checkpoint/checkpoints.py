@@ -54,6 +54,8 @@ class CheckpointMetadata:
       seed: the seed of the data order and of the random keys.
       batch_size: rows per batch.
       files: name -> checksum of each data file.
+      first_row: the row with which step 0 would begin, if all steps had had this batch size.
+      order: further data that determine which row is read when, as JSON data.
 
     >>> CheckpointMetadata(batch_size=4).at(3, {})["data"]
     {'next_batch': 3, 'rows_read': 12, 'seed': None}
@@ -64,6 +66,8 @@ class CheckpointMetadata:
     seed: int | None = None
     batch_size: int | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    first_row: int = 0
+    order: Mapping[str, Any] | None = None
 
     def at(self, step: int, state: Any) -> dict[str, Any]:
         """The content of `meta.json` for a step, without the metric."""
@@ -71,8 +75,10 @@ class CheckpointMetadata:
             path: {"dtype": str(np.dtype(x.dtype)), "shape": list(x.shape), "dims": self.dims.get(path)}
             for path, x in flatten_with_paths(state).items()
         }
-        rows = None if self.batch_size is None else step * self.batch_size
+        rows = None if self.batch_size is None else self.first_row + step * self.batch_size
         data: dict[str, Any] = {"next_batch": step, "rows_read": rows, "seed": self.seed}
+        if self.order:
+            data["order"] = self.order
         if self.files:
             data["files"] = self.files
         return {

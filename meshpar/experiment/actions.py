@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -20,7 +20,7 @@ from meshpar.checkpoint.checkpoints import CheckpointMetadata, Checkpoints, chec
 from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
-from meshpar.errors import ConfigError, ContractWarning, MeshparError, ProgramError
+from meshpar.errors import CheckpointError, ConfigError, ContractWarning, MeshparError, ProgramError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
@@ -44,6 +44,7 @@ from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.copies.copies import CopiedBeginning, Copies, opened
 from meshpar.train.data import Ids
 from meshpar.train.data.fingerprint import changed_files
+from meshpar.train.data.order import Order, resumed
 from meshpar.train.evaluate import Callback, LazyEvaluation
 from meshpar.train.loop.loop import Loop
 from meshpar.train.loop.signals import Signals
@@ -228,11 +229,16 @@ def _fit(
     shows = not json and jax.process_index() == 0
     saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about)
     recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
-    with hold(run.run_dir), recording as records, saving as saved, _copies(prepared, about) as copies:
+    order = _order(run, _newest_described(run.run_dir / FOLDER))
+    with hold(run.run_dir), recording as records, saving as saved, _copies(prepared, about, order) as copies:
         beginning = _beginning(prepared, saved, copies)
+        if isinstance(beginning, Beginning) and beginning.is_resumed(saved.directory):
+            order = _order(run, beginning.source)
+        saved.about = replace(about, first_row=order.first, order=order.as_json())
         if shows:
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed)
+        train_data = replace(train_data, order=order)
         cursor = cursor_of(run.run_dir)
         cursor.at(0, "compiles")
         with busy("compiling the step") if shows else nullcontext():
@@ -281,12 +287,35 @@ def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:
     return replace(step, given={TEACHER: jax.tree.map(put, averaged(state), step.given[TEACHER])})
 
 
-def _copies(prepared: Prepared, about: CheckpointMetadata) -> AbstractContextManager[Copies | None]:
+def _newest_described(folder: Path) -> Checkpoint | None:
+    """The run's last checkpoint whose metadata can be read; a damaged one is reported later."""
+    for step in reversed(steps(folder)):
+        with suppress(CheckpointError):
+            _ = (checkpoint := Checkpoint(folder / str(step))).meta
+            return checkpoint
+    return None
+
+
+def _order(run: Run, source: Checkpoint | None) -> Order:
+    """Which row of the data is read when, by a run that goes on from one of its checkpoints.
+
+    Raises:
+      DataError: rows would be read twice, or not at all; see `order.resumed`.
+    """
+    if source is None or not source.step or source.step >= run.num_steps:
+        return Order()
+    now = run.data.model_dump(mode="json")
+    return resumed(source.meta["data"], source.meta["config"]["data"], now, source.step, run.seed)
+
+
+def _copies(
+    prepared: Prepared, about: CheckpointMetadata, order: Order
+) -> AbstractContextManager[Copies | None]:  # fmt: skip
     """The copies of the state in the memory of the hosts, if the run makes any."""
     run = prepared.run
     if run.checkpoints.memory_every is None:
         return nullcontext()
-    fixed = {"config": about.config, "data files": about.files}
+    fixed = {"config": about.config, "data files": about.files, "order": order.as_json()}
     return opened(run.run_dir, run.run_dir / FILE, prepared.placement.structs, fixed)
 
 
