@@ -238,7 +238,7 @@ def _fit(
         if shows:
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed)
-        train_data = replace(train_data, order=order)
+        train_data = train_data.in_order(order)
         cursor = cursor_of(run.run_dir)
         cursor.at(0, "compiles")
         with busy("compiling the step") if shows else nullcontext():

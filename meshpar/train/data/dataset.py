@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -92,6 +92,10 @@ class Dataset:
             yield from iterator
         finally:
             iterator.close()
+
+    def in_order(self, order: Order) -> Dataset:
+        """The same rows, each read when the order says."""
+        return replace(self, order=order)
 
     def _places(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part, and the row within the part, of each index int64[n] into the sequence of all rows."""
