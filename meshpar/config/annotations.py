@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import pydantic
+from pydantic.fields import FieldInfo
 
 
 def models(annotation: Any) -> list[type[pydantic.BaseModel]]:
@@ -38,6 +40,11 @@ def is_sequence(annotation: Any) -> bool:
 def item_of(annotation: Any) -> Any:
     """The annotation of a sequence's items."""
     return get_args(annotation)[0] if is_sequence(annotation) else Any
+
+
+def is_path(field: FieldInfo) -> bool:
+    """Whether a field holds the path of a file or a folder: `FilePath`, `PathText`, or one of them or nothing."""
+    return Path in (*alternatives(field.annotation), *field.metadata)
 
 
 def kind_of(model: type[pydantic.BaseModel]) -> str | None:

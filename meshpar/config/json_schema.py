@@ -53,15 +53,16 @@ def _as_written(definition: dict[str, Any], model: type[Config]) -> dict[str, An
 
 
 def _lenient(described: Any) -> Any:
-    """Allows numbers as YAML 1.1 reads them, and a section without `kind`, which an extended file may supply."""
+    """Allows numbers as YAML 1.1 reads them, a kind alone, and a section without `kind`, which an extended file may
+    supply."""
     if isinstance(described, list):
         return [_lenient(item) for item in described]
     if not isinstance(described, dict):
         return described
     lenient = {key: _lenient(value) for key, value in described.items()}
     if "discriminator" in lenient:
-        lenient["anyOf"] = lenient.pop("oneOf")
-        del lenient["discriminator"]
+        kinds = list(lenient.pop("discriminator")["mapping"])
+        lenient["anyOf"] = [*lenient.pop("oneOf"), {"enum": kinds}]
     if lenient.get("type") == "number":
         about = {key: lenient.pop(key) for key in ("default", "description", "title") if key in lenient}
         return {"anyOf": [lenient, {"type": "string", "pattern": _E_NOTATION}], **about}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
 import pydantic
 from pydantic_core import from_json
 
-from meshpar.config.annotations import fields
+from meshpar.config.annotations import fields, is_path
 from meshpar.config.explaining import explain
 from meshpar.config.shorthand import expand, typed
-from meshpar.errors import ConfigError, Problems
+from meshpar.errors import ConfigError, Problems, control_character, excerpt
+from meshpar.regular import remote
 
 T = TypeVar("T")
 
@@ -44,6 +46,8 @@ class Config(pydantic.BaseModel):
     """The key that a bare value stands for, where a mapping is expected."""
     shorthand_is_whole: ClassVar[bool] = False
     """Whether a bare value replaces the mapping of a lower layer, and not only that key of it."""
+    any_text: ClassVar[tuple[str, ...]] = ()
+    """The keys whose texts may contain control characters, because no name, path or line is made of them."""
 
     supplied: ClassVar[Mapping[str, str]] = {}
     """Required keys that may be missing where another key supplies them."""
@@ -73,6 +77,21 @@ class Config(pydantic.BaseModel):
             data = None  # pydantic reports why it is not JSON
         return _checked(cls, data, partial(super().model_validate_json, json_data, **options))
 
+    @pydantic.field_validator("*", mode="after")
+    @classmethod
+    def _has_plain_texts(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Names and paths go to scripts, logs and terminals, so a character that would command these is refused.
+
+        So is a remote address where a path is expected.
+        """
+        field = cls.model_fields[str(info.field_name)]
+        is_own = field.annotation == dict[str, Any]  # data of the user's own code
+        if not is_own and info.field_name not in cls.any_text:
+            _check_printable(value)
+        if value is not None and is_path(field) and (problem := remote(value)):
+            raise ValueError("\n".join(problem))
+        return value
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _from_plain_data(cls, data: Any, info: pydantic.ValidationInfo) -> Any:
@@ -80,7 +99,19 @@ class Config(pydantic.BaseModel):
         if not isinstance(data, dict):
             return data
         known = fields(cls)
+        _check_printable([*data, *(value for key, value in data.items() if key not in known)])
         return {key: typed(known.get(key), value, info.mode == "json") for key, value in data.items()}
+
+
+def _check_printable(value: Any) -> None:
+    """Raises ValueError for a text with a control character, at any depth of plain data."""
+    if isinstance(value, (str, PurePath)) and (found := control_character(str(value))):
+        raise ValueError(f"{excerpt(repr(str(value)))} contains the control character {found}: leave it out")
+    if isinstance(value, Mapping):
+        _check_printable([*value.keys(), *value.values()])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_printable(item)
 
 
 def _checked(model: type[Config], data: Any, validate: Callable[[], T]) -> T:

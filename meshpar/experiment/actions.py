@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -20,7 +20,7 @@ from meshpar.checkpoint.checkpoints import CheckpointMetadata, Checkpoints, chec
 from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
-from meshpar.errors import ConfigError, ContractWarning, MeshparError, ProgramError
+from meshpar.errors import CheckpointError, ConfigError, ContractWarning, MeshparError, ProgramError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
@@ -40,11 +40,13 @@ from meshpar.nn.lora import is_lora
 from meshpar.optim.ema import averaged
 from meshpar.parallel.batch import TEACHER
 from meshpar.progress import busy, say
+from meshpar.regular import nearby, remote
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.copies.copies import CopiedBeginning, Copies, opened
 from meshpar.train.data import Ids
 from meshpar.train.data.fingerprint import changed_files
+from meshpar.train.data.order import Order, resumed
 from meshpar.train.evaluate import Callback, LazyEvaluation
 from meshpar.train.loop.loop import Loop
 from meshpar.train.loop.signals import Signals
@@ -215,6 +217,8 @@ def fit(
 
 
 def _path(path: Path | str | None) -> Path | None:
+    if path is not None and (problem := remote(path)):
+        raise ConfigError("; ".join(problem))
     return None if path is None else Path(path)
 
 
@@ -230,12 +234,17 @@ def _fit(
     shows = not json and jax.process_index() == 0
     saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about)
     recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
-    with hold(run.run_dir), recording as records, saving as saved, _copies(prepared, about) as copies:
+    order = _order(run, _newest_described(run.run_dir / FOLDER))
+    with hold(run.run_dir), recording as records, saving as saved, _copies(prepared, about, order) as copies:
         beginning = _beginning(prepared, saved, copies)
         _keep_model_files(run)
+        if isinstance(beginning, Beginning) and beginning.is_resumed(saved.directory):
+            order = _order(run, beginning.source)
+        saved.about = replace(about, first_row=order.first, order=order.as_json())
         if shows:
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed)
+        train_data = train_data.in_order(order)
         cursor = cursor_of(run.run_dir)
         cursor.at(0, "compiles")
         with busy("compiling the step") if shows else nullcontext():
@@ -299,12 +308,35 @@ def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:
     return replace(step, given={TEACHER: jax.tree.map(put, averaged(state), step.given[TEACHER])})
 
 
-def _copies(prepared: Prepared, about: CheckpointMetadata) -> AbstractContextManager[Copies | None]:
+def _newest_described(folder: Path) -> Checkpoint | None:
+    """The run's last checkpoint whose metadata can be read; a damaged one is reported later."""
+    for step in reversed(steps(folder)):
+        with suppress(CheckpointError):
+            _ = (checkpoint := Checkpoint(folder / str(step))).meta
+            return checkpoint
+    return None
+
+
+def _order(run: Run, source: Checkpoint | None) -> Order:
+    """Which row of the data is read when, by a run that goes on from one of its checkpoints.
+
+    Raises:
+      DataError: rows would be read twice, or not at all; see `order.resumed`.
+    """
+    if source is None or not source.step or source.step >= run.num_steps:
+        return Order()
+    now = run.data.model_dump(mode="json")
+    return resumed(source.meta["data"], source.meta["config"]["data"], now, source.step, run.seed)
+
+
+def _copies(
+    prepared: Prepared, about: CheckpointMetadata, order: Order
+) -> AbstractContextManager[Copies | None]:  # fmt: skip
     """The copies of the state in the memory of the hosts, if the run makes any."""
     run = prepared.run
     if run.checkpoints.memory_every is None:
         return nullcontext()
-    fixed = {"config": about.config, "data files": about.files}
+    fixed = {"config": about.config, "data files": about.files, "order": order.as_json()}
     return opened(run.run_dir, run.run_dir / FILE, prepared.placement.structs, fixed)
 
 
@@ -325,6 +357,8 @@ def _beginning(
     include: Sequence[str] = EVERYTHING
     exclude: Sequence[str] = ()
     if source is None and init and init.from_hf:
+        if not init.from_hf.is_dir():
+            raise ConfigError(_no_folder(init.from_hf))
         pretrained = replace(open_pretrained(init.from_hf), is_upcycled=init.upcycle)
         pretrained.check(prepared.run.model)
         return PretrainedBeginning(prepared, pretrained)
@@ -366,6 +400,14 @@ def _check_not_random(run: Run) -> None:
             f"{key} freezes parameters, which would stay random: {run.run_dir} has no checkpoint, and init is not set"
         )
         raise ConfigError(f"{what}; init.from_checkpoint=RUN, or init.from_hf=FOLDER")
+
+
+def _no_folder(from_hf: Path) -> str:
+    """The error for `init.from_hf` where there is no folder; a name of the Hub is a likely mistake."""
+    problems = [f"init.from_hf: there is no folder {from_hf}", nearby(from_hf)]
+    if len(from_hf.parts) == 2 and not from_hf.parent.exists():
+        problems.append(f"nothing is downloaded: `hf download {from_hf} --local-dir FOLDER`, then init.from_hf=FOLDER")
+    return "\n  ".join(filter(None, problems))
 
 
 def _data_changed(run: Run, source: Checkpoint, saved: Checkpoints) -> list[str]:

@@ -91,13 +91,14 @@ class Init(Config):
     """The source of the initial parameters: a checkpoint or a Hugging Face folder. Others are initialized at random."""
 
     from_checkpoint: Coerced[Path | None, str] = default(None)
-    """A checkpoint; or a run directory, whose last checkpoint is used."""
+    """A local checkpoint; or a run directory, whose last checkpoint is used. Relative to the working directory."""
     include: Strings = default(("params.**",))
     """Globs of the paths in the train state to restore."""
     exclude: Strings = default(())
     """Globs of paths not to restore although `include` matches them, such as a new head: `params.head.**`."""
     from_hf: Coerced[Path | None, str] = default(None)
-    """A folder with `config.json` and safetensors files, as Hugging Face's libraries write it. It is read in place."""
+    """A local folder with `config.json` and safetensors files, as Hugging Face's libraries write it. Relative to the
+    working directory. It is read in place; nothing is downloaded."""
 
     upcycle: bool = False
     """Copies the MLP of each block of the dense model in `from_hf` into each of its experts (Komatsuzaki et al. 2022,
@@ -157,7 +158,8 @@ class Run(Config):
     seed: Seed = 0
     """Determines the initial parameters, dropout and the order of the data."""
     run_dir: FilePath
-    """Directory for metrics and checkpoints. A run resumes from the last checkpoint in it."""
+    """Local directory for metrics and checkpoints, relative to the working directory. A run resumes from the last
+    checkpoint in it."""
     log_every: Positive = 10
     """Steps between records of the training loss."""
     eval_every: Positive | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,17 @@ def test_a_command_of_a_page_is_valid(line):
 
 def test_each_training_of_the_pages_has_its_own_run_dir():
     check_folders(line for page in [README, *DOCS, *CONFIGS] for line in commands(page))
+
+
+def test_each_page_that_writes_a_config_has_its_own_run_dir():
+    """A reader may try one page after the other in one folder."""
+    of_pages: dict[str, set[str]] = {}
+    for page in [README, *DOCS]:
+        for written in re.findall(r"<<'?END'?\n(.*?)^END$", page.read_text(), re.MULTILINE | re.DOTALL):
+            for folder in re.findall(r"^run_dir: *(\S+)", written, re.MULTILINE):
+                of_pages.setdefault(folder, set()).add(page.name)
+    assert len(of_pages) > 1
+    assert {folder: pages for folder, pages in of_pages.items() if len(pages) > 1} == {}
 
 
 @pytest.mark.parametrize("text", [text for page in [README, *DOCS] for text in configs(page)])

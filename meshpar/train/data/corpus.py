@@ -160,7 +160,7 @@ class AtPath(Config):
     """Files at a path of the user's choice."""
 
     path: PathText
-    """A file, or a folder, relative to the working directory."""
+    """A local file or folder, relative to the working directory."""
     glob: str
     """The pattern of the files below the folder."""
 
@@ -178,7 +178,8 @@ class TextCorpus(FileCorpus):
     tokenizer: Coerced[Tokenizer, str | dict[str, Any]] = default(Bytes())
     """`path/to/tokenizer.json`, in the format of the tokenizers library. Default: bytes."""
     cache: Coerced[str | None, Path] = default(None)
-    """A folder that stores the token ids, which later starts map into memory. Default: each start encodes again."""
+    """A local folder that stores the token ids, which later starts map into memory, relative to the working directory.
+    Default: each start encodes again."""
 
     @abstractmethod
     def read(self, files: list[Path]) -> Iterator[Content]:
@@ -222,7 +223,7 @@ class Text(WholeFiles):
 
     kind: Literal["text"] = "text"
     path: PathText
-    """The folder, relative to the working directory."""
+    """The local folder, relative to the working directory."""
     glob: str = "**/*.txt"
     """The pattern of the files below `path`; `**` matches any number of folders."""
 

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from meshpar.config import Config, Count, PathText, Positive
 from meshpar.errors import DataError, Problem, nearest
-from meshpar.regular import open_regular
+from meshpar.regular import nearby, open_regular
 from meshpar.train.data.special_tokens import end_ids, first_ids, special_tokens
 
 HEADING = "the tokenizer cannot be used:"
@@ -108,10 +108,11 @@ class TokenizerFile(Config):
     """
 
     shorthand: ClassVar[str] = "path"
+    any_text: ClassVar = ("bos_token", "eos_token")
 
     kind: Literal["file"] = "file"
     path: PathText
-    """The file, relative to the working directory."""
+    """The local file, relative to the working directory."""
     bos_token: str | None = None
     """The token that opens a document. Default: that of `tokenizer_config.json`, `special_tokens_map.json` or
     `config.json` in the file's folder; or else `<s>` or another customary token of the file; or else one more id."""
@@ -200,8 +201,8 @@ class TokenizerFile(Config):
             with open_regular(Path(self.path)) as file:
                 stat = os.fstat(file.fileno())
         except OSError as error:
-            fix = f"it is relative to the working directory, {Path.cwd()}"
-            raise _unusable(f"tokenizer = {self.path!r}", f"cannot be read: {error.strerror}", fix) from None
+            what = f"cannot be read: {error.strerror}"
+            raise _unusable(f"tokenizer = {self.path!r}", what, nearby(Path(self.path))) from None
         return _open(self.path, stat.st_mtime_ns, stat.st_size)
 
     @property
