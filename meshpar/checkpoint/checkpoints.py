@@ -38,7 +38,7 @@ from meshpar.checkpoint.arrays import Writer
 from meshpar.checkpoint.durable import make_folder, sync, sync_tree
 from meshpar.checkpoint.meta import FORMAT
 from meshpar.checkpoint.retention import Retention
-from meshpar.checkpoint.saved import META, STATE, Checkpoint, newest_whole, steps
+from meshpar.checkpoint.saved import FOLDER, META, STATE, Checkpoint, newest_whole, steps
 from meshpar.errors import CheckpointError
 from meshpar.tree import flatten_with_paths
 
@@ -89,7 +89,7 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-      directory: created if missing; on a file system that all processes share.
+      directory: created if missing; on a file system that all processes share. Of the folder of a run, its checkpoints.
       retention: which checkpoints to keep.
       about: the description of the run in each checkpoint.
 
@@ -110,6 +110,8 @@ class Checkpoints:
         self, directory: Path | str, retention: Retention | None = None, about: CheckpointMetadata | None = None
     ):
         self.directory = Path(directory).absolute()
+        if (self.directory / FOLDER).is_dir():
+            self.directory /= FOLDER
         self.retention = retention or Retention()
         self.about = about or CheckpointMetadata()
         self.damaged: dict[Path, str] = {}
