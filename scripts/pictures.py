@@ -1,6 +1,6 @@
 """Draws the pictures of the docs that no command draws, each for light and for dark pages.
 
-    python scripts/pictures.py
+    python scripts/pictures.py    # draws; `make pictures` computes the table first
 
 `layouts`: the table of `docs/guides/which-layout.md` as bars. `tree`: its questions and answers.
 """
@@ -45,6 +45,13 @@ class Row(NamedTuple):
 
 def number(size: str) -> float:
     return float(parse_bytes(size))
+
+
+def table_of(page: str) -> str:
+    """The table of layouts of a page, as text."""
+    found = re.search(r"^\| layout \| loss .*?\|(?=\n\n)", page, re.MULTILINE | re.DOTALL)
+    assert found
+    return found[0]
 
 
 def rows(page: str) -> list[Row]:
@@ -93,7 +100,7 @@ def bars(y: int, row: Row, most_sent: float, most_held: float, ink: str) -> Iter
 QUESTIONS = {
     "Does a step fit/on one device?": "data parallelism/rules=[replicated]",
     "Does it fit if the/optimizer is sharded?": "ZeRO-1/rules=[zero1]",
-    "... and parameters, with/one layer gathered?": "ZeRO-3; in groups if hosts are slow/rules=[fsdp], rules=[hsdp]",
+    "... and parameters, with/one layer gathered?": "ZeRO-3; in groups with microbatches/rules=[fsdp], rules=[hsdp]",
     "Are a layer's matrices or/activations too large?": "and tensor parallelism in a host/rules=[fsdp,megatron_sp]",
     "Is one row too long/for a device?": "and context parallelism/rules=[fsdp,context]",
     "Do devices wait for gathers/across hosts?": "and a pipeline across hosts/rules=[pipeline,zero1,megatron_sp]",
@@ -159,6 +166,10 @@ def pictures() -> dict[Path, str]:
     return drawn | {folder / f"tree-{mode}.svg": tree(mode) for mode in MODES}
 
 
-if __name__ == "__main__":
+def draw() -> None:
     for path, picture in pictures().items():
         path.write_text(picture)
+
+
+if __name__ == "__main__":
+    draw()
