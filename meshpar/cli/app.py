@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from meshpar.errors import ConfigError
+from meshpar.errors import ConfigError, printable
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -36,6 +36,16 @@ def echo_either(text: str, data: Any, json: bool, err: bool = False) -> None:
     """Prints a text, or its data as JSON, in the first process."""
     if is_first():
         typer.echo(json_format.dumps(data, indent=2) if json else text, err=err)
+
+
+def origin() -> str:
+    """The command line with the versions and the date, for the foot of a page."""
+    from datetime import UTC, datetime
+    from importlib.metadata import version
+    from shlex import join
+
+    command = printable(join(["meshpar", *sys.argv[1:]]), keep="")
+    return f"{command} - meshpar {version('meshpar')}, jax {version('jax')}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def is_first() -> bool:
