@@ -3,6 +3,7 @@
     python scripts/pictures.py    # draws; `make pictures` computes the table first
 
 `layouts`: the table of `docs/guides/which-layout.md` as bars. `tree`: its questions and answers.
+Also the schedules of pipelines in `docs/concepts/pipelines.md`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from meshpar.parallel.pipeline import gantt
+from meshpar.parallel.pipeline.get_schedule import get_schedule
+from meshpar.parallel.pipeline.simulate import OpTimes, simulate
 from meshpar.tree import human_bytes, parse_bytes
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -128,6 +132,12 @@ def tree(mode: str) -> str:
     return document(width, height, [*drawn, text(left, height - 16, LAST, ink)], mode)
 
 
+def schedule(name: str, stages: int = 4, microbatches: int = 8) -> str:
+    """A pipeline's schedule, as `meshpar schedule NAME --svg` draws it."""
+    timeline = simulate(get_schedule(name, stages, microbatches, None), stages, OpTimes(1.0, 1.0, 1.0, 0.0))
+    return gantt.svg(timeline, f"{name}: {stages} stages, {microbatches} microbatches")
+
+
 def text(
     x: float, y: float, words: str, ink: str, size: int = 12, weight: str = "normal", family: str = "sans-serif"
 ) -> str:
@@ -162,7 +172,8 @@ def pictures() -> dict[Path, str]:
     """Path -> the picture."""
     table = rows(PAGE.read_text())
     folder = DOCS / "pictures"
-    drawn = {folder / f"layouts-{mode}.svg": layouts(table, mode) for mode in MODES}
+    schedules = {DOCS / "concepts" / f"pipeline-{name}.svg": schedule(name) for name in ("1f1b", "zb_h1", "zbv")}
+    drawn = schedules | {folder / f"layouts-{mode}.svg": layouts(table, mode) for mode in MODES}
     return drawn | {folder / f"tree-{mode}.svg": tree(mode) for mode in MODES}
 
 
