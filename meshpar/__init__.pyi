@@ -88,6 +88,8 @@ from .train.training import Training
 from .verification.report import Verification
 from .verification.verify import verify
 
+__version__: str
+
 __all__ = [
     "GPT",
     "SGD",

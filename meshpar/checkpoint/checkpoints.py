@@ -38,7 +38,7 @@ from meshpar.checkpoint.arrays import Writer
 from meshpar.checkpoint.durable import make_folder, sync, sync_tree
 from meshpar.checkpoint.meta import FORMAT
 from meshpar.checkpoint.retention import Retention
-from meshpar.checkpoint.saved import META, STATE, Checkpoint, newest_whole, steps
+from meshpar.checkpoint.saved import FOLDER, META, STATE, Checkpoint, newest_whole, steps
 from meshpar.errors import CheckpointError
 from meshpar.regular import remote
 from meshpar.tree import flatten_with_paths
@@ -96,7 +96,7 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-      directory: created if missing; on a file system that all processes share.
+      directory: created if missing; on a file system that all processes share. Of the folder of a run, its checkpoints.
       retention: which checkpoints to keep.
       about: the description of the run in each checkpoint.
 
@@ -119,6 +119,8 @@ class Checkpoints:
         if problem := remote(directory):
             raise CheckpointError("; ".join(problem))
         self.directory = Path(directory).absolute()
+        if (self.directory / FOLDER).is_dir():
+            self.directory /= FOLDER
         self.retention = retention or Retention()
         self.about = about or CheckpointMetadata()
         self.damaged: dict[Path, str] = {}

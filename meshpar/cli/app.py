@@ -61,6 +61,16 @@ def echo_either(text: str, data: Any, json: bool, err: bool = False) -> None:
         typer.echo(json_format.dumps(data, indent=2) if json else text, err=err)
 
 
+def origin() -> str:
+    """The command line with the versions and the date, for the foot of a page."""
+    from datetime import UTC, datetime
+    from importlib.metadata import version
+    from shlex import join
+
+    command = printable(join(["meshpar", *sys.argv[1:]]), keep="")
+    return f"{command} - meshpar {version('meshpar')}, jax {version('jax')}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+
+
 def is_first() -> bool:
     """Whether this process prints, because it is the first that a launcher started, or the only one."""
     from meshpar.mesh.join import place

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from itertools import pairwise
 from typing import Any
 
-from meshpar.config.annotations import kind_of, reachable
-from meshpar.config.model import Config
+from meshpar.config.annotations import field_docs, kind_of, reachable
+from meshpar.config.model import Config, without_fields
 
 _E_NOTATION = r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"
 """`1e-3` is a string in YAML 1.1, which some editors use, and a number here."""
@@ -26,7 +22,9 @@ def schema(root: type[Config]) -> dict[str, Any]:
     definitions = described.pop("$defs", {})
     for name, definition in [*definitions.items(), (root.__name__, described)]:
         definition.pop("required", None)
-        for field, text in _field_docs(models[name]).items():
+        if "description" in definition:
+            definition["description"] = without_fields(definition["description"])
+        for field, text in field_docs(models[name]).items():
             definition["properties"][field]["description"] = text
     inherited = {"type": "string", "description": "A file that supplies the keys which this one leaves out."}
     described["properties"]["extends"] = inherited
@@ -67,14 +65,3 @@ def _lenient(described: Any) -> Any:
         about = {key: lenient.pop(key) for key in ("default", "description", "title") if key in lenient}
         return {"anyOf": [lenient, {"type": "string", "pattern": _E_NOTATION}], **about}
     return lenient
-
-
-def _field_docs(model: type[Config]) -> dict[str, str]:
-    """Field -> the docstring below it, in the source of the class or of a base class."""
-    docs: dict[str, str] = {}
-    for cls in reversed([c for c in model.__mro__ if issubclass(c, Config)]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # pyright: ignore
-        for field, text in pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                docs[field.target.id] = inspect.cleandoc(str(text.value.value))  # pyright: ignore
-    return {field: text for field, text in docs.items() if field in model.model_fields}

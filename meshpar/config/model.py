@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
+from textwrap import indent
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
 import pydantic
+from pydantic.fields import FieldInfo
 from pydantic_core import from_json
 
-from meshpar.config.annotations import fields, is_path
+from meshpar.config.annotations import field_docs, fields, is_path
 from meshpar.config.explaining import explain
 from meshpar.config.shorthand import expand, typed
 from meshpar.errors import ConfigError, Problems, control_character, excerpt
@@ -31,7 +34,48 @@ Target = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-
 """`package.module:name` of a user's own code; `meshpar.interop.user_code` imports it."""
 
 
-class Config(pydantic.BaseModel):
+FIELDS = "\n\nFields:\n"
+_PYDANTIC = {*dir(pydantic.BaseModel)} - {"__init__", "model_copy", "model_dump", "model_dump_json", "model_fields"}
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(pydantic.Field, pydantic.PrivateAttr))
+class _Documented(type(pydantic.BaseModel)):
+    """Makes `help` list the fields of a config, and not what pydantic has in each class."""
+
+    @property
+    def __doc__(cls: Any) -> str | None:  # pyright: ignore
+        about = vars(cls).get("__doc__")
+        if not about or cls is Config:
+            return about
+        docs = field_docs(cls)
+        lines = (
+            f"  {_with_default(name, field)}\n{indent(docs.get(name, ''), ' ' * 6)}"
+            for name, field in cls.model_fields.items()
+        )
+        return f"{inspect.cleandoc(about)}{FIELDS}" + "\n".join(lines)
+
+    def __dir__(cls) -> list[str]:
+        return [name for name in super().__dir__() if name not in _PYDANTIC and not name.startswith("__pydantic")]
+
+
+def _with_default(name: str, field: FieldInfo) -> str:
+    if field.is_required():
+        return f"{name} (required)"
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, Config):
+        changed = (
+            f"{key}={getattr(default, key)!r}" for key in type(default).model_fields if key in default.model_fields_set
+        )
+        return f"{name} = {type(default).__name__}({', '.join(changed)})"
+    return f"{name} = {default!r}"
+
+
+def without_fields(about: str) -> str:
+    """A docstring as it was written."""
+    return about.partition(FIELDS)[0]
+
+
+class Config(pydantic.BaseModel, metaclass=_Documented):
     """The base of everything that a config file can contain: frozen, keyword-only, without unknown keys.
 
     Python code may pass what a file may contain: a bare value for a mapping, a mapping with its `kind` for a config, a

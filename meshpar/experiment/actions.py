@@ -21,7 +21,7 @@ from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.errors import CheckpointError, ConfigError, ContractWarning, MeshparError, ProgramError
-from meshpar.experiment.config import Run
+from meshpar.experiment.config import Run, as_run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
 from meshpar.inspection.findings.planned import Planned
@@ -61,10 +61,13 @@ FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
 """Environment variables that may change the collectives of XLA or NCCL. All processes must have the same values."""
 
 
-def explain(run: Run, path: str | None = None, num_devices: int | None = None, activations: bool = False) -> Report:
+def explain(
+    run: Run | Path | str, path: str | None = None, num_devices: int | None = None, activations: bool = False
+) -> Report:
     """Reports the shards that every device would hold, without any devices. `meshpar explain` prints the report.
 
     Args:
+      run: a run, or the path of a config file.
       path: a glob; only the parameters that match it are reported and drawn.
       num_devices: size of the mesh, needed if one of its axes is -1. Default: the product of the sizes, or one.
       activations: whether to list the activations that a forward pass of an imported model moves.
@@ -84,6 +87,7 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None, a
       >>> explain(run).arrays["head"].local_shape
       (2, 257)
     """
+    run = as_run(run)
     prepared = prepare(run, run.mesh.abstract(num_devices))
     states = prepared.states
     found = report(prepared.placement.params, states.on_device, prepared.selected, states.host, prepared.updates)
@@ -92,11 +96,11 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None, a
 
 
 @overload
-def inspect(run: Run, /, target: None = None, num_devices: int | None = None) -> Inspection: ...
+def inspect(run: Run | Path | str, /, target: None = None, num_devices: int | None = None) -> Inspection: ...
 
 
 @overload
-def inspect(run: Run, /, target: str, num_devices: int | None = None) -> FitReport: ...
+def inspect(run: Run | Path | str, /, target: str, num_devices: int | None = None) -> FitReport: ...
 
 
 @overload
@@ -113,7 +117,7 @@ def inspect(
 def inspect(*program: Any, **options: Any) -> Inspection | FitReport:
     """Reports the communication, FLOPs and memory of a run's step, or of any compiled program. Nothing is run.
 
-    `inspect(run, target=None, num_devices=None)` compiles the step of a run, as `meshpar inspect` does.
+    `inspect(run, target=None, num_devices=None)` compiles the step of a run or config file, as `meshpar inspect` does.
     `inspect(compiled, mesh=None, *, warnings=(), planned=None, threshold_bytes=...)` reads a program that you compiled.
 
     Args:
@@ -151,9 +155,14 @@ def inspect(*program: Any, **options: Any) -> Inspection | FitReport:
       >>> meshpar.inspect(jax.jit(lambda x: x @ x).lower(jax.numpy.ones((16, 16))).compile()).flops
       8192
     """
-    if program and isinstance(program[0], Run):
-        return _inspect_run(*program, **options)
+    if program and (isinstance(program[0], (Run, Path)) or _is_path(program[0])):
+        return _inspect_run(as_run(program[0]), *program[1:], **options)
     return inspect_program(*program, **options)
+
+
+def _is_path(program: Any) -> bool:
+    """Whether a text names a config file. The text of a program has several lines."""
+    return isinstance(program, str) and "\n" not in program
 
 
 def _inspect_run(run: Run, target: str | None = None, num_devices: int | None = None) -> Inspection | FitReport:
@@ -169,7 +178,7 @@ def _inspect_run(run: Run, target: str | None = None, num_devices: int | None = 
 
 
 def fit(
-    run: Run,
+    run: Run | Path | str,
     *,
     json: bool = False,
     profile: Path | str | None = None,
@@ -180,6 +189,7 @@ def fit(
     """Trains a run, or resumes it from the last checkpoint in its directory.
 
     Args:
+      run: a run, or the path of a config file.
       json: print records as JSON instead of a progress bar.
       profile: a folder for a trace of a few steps.
       dump_hlo: a file for the compiled step's text.
@@ -213,7 +223,7 @@ def fit(
     check_joined()
     received = Signals()
     with received.listening() if signals else nullcontext():
-        return _fit(run, json, _path(profile), _path(dump_hlo), callbacks, received)
+        return _fit(as_run(run), json, _path(profile), _path(dump_hlo), callbacks, received)
 
 
 def _path(path: Path | str | None) -> Path | None:

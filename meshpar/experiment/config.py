@@ -14,7 +14,7 @@ from meshpar import config
 from meshpar.checkpoint.retention import Retention
 from meshpar.config import Coerced, Config, FilePath, Positive, Section, Seed, Strings, default
 from meshpar.cost.memory import Widths
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, ConfigError
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
 from meshpar.interop.flax_model import Import
@@ -247,8 +247,8 @@ def _model_of(checkpoint: str | Path) -> dict[str, Any]:
     return find(Path(checkpoint), include=()).meta["config"]["model"]
 
 
-def load(path: Path | str, overrides: Sequence[str] = ()) -> Run:
-    """Reads a config file, with `key=value` overrides.
+def load(path: Path | str, overrides: Sequence[str] | str = ()) -> Run:
+    """Reads a config file, with `key=value` overrides: a list, or a single one.
 
     Raises:
       ConfigError: lists every problem of the config; or it names code that `interop.user_code` does not permit.
@@ -258,6 +258,7 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Run:
       >>> run.num_steps, run.optim.lr
       (50, 0.001)
     """
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     loaded = config.load(Run, path, overrides)
     targets = {("model.target",): getattr(loaded.model, "target", None), ("loss", "loss.target"): loaded.loss.target}
     for keys, target in targets.items():
@@ -265,3 +266,16 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Run:
             is_on_command_line = any(f"{key}={target}" in overrides for key in keys)
             user_code.permit(target, None if is_on_command_line else Path(path))
     return loaded
+
+
+def as_run(run: Run | Path | str) -> Run:
+    """The run itself, or the one in a config file.
+
+    Raises:
+      ConfigError: see `load`; or `run` is something else.
+    """
+    if isinstance(run, Run):
+        return run
+    if isinstance(run, (Path, str)):
+        return load(run)
+    raise ConfigError(f"expected a Run or the path of a config file, not {type(run).__name__}")

@@ -75,8 +75,8 @@ def training(
     tx: optax.GradientTransformation,
     batch: Mapping[str, Any],
     *,
-    mesh: MeshLayout | AnyMesh,
-    rules: AxisRules,
+    mesh: MeshLayout | AnyMesh | dict[str, Any] | str,
+    rules: AxisRules | Sequence[str] | str,
     dims: Dims | None = None,
     batch_dims: Dims | None = None,
     activation_dims: Sequence[str] = (),
@@ -107,9 +107,9 @@ def training(
       tx: any Optax transformation. Its update also gets `value`, `grad`, `value_fn`, `grad_fn` and `step`, if it has
         such arguments.
       batch: an example batch: name -> array or struct. The first dim of each array is its rows.
-      mesh: the mesh; a `MeshLayout` is built on the available devices.
-      rules: dim -> mesh axes. The rule `largest=[axes]` shards the largest dim of each parameter without names that the
-        axes divide, as PyTorch's FSDP does; the rule `unnamed=[]` replicates such parameters.
+      mesh: the mesh; a `MeshLayout`, or its sizes as in `"data=2 tensor=4"`, is built on the available devices.
+      rules: dim -> mesh axes, or the names of presets. The rule `largest=[axes]` shards the largest dim of each parameter
+        without names that the axes divide, as PyTorch's FSDP does; the rule `unnamed=[]` replicates such parameters.
       dims: path glob -> a name for each dim of the arrays that it matches. The first match applies, and overrides the
         model's declaration. A dim without a name is called `unnamed`.
       batch_dims: array of the batch -> a name for each of its dims; by default only the first dim is sharded, as
@@ -152,8 +152,10 @@ def training(
       >>> int(state.step)
       1
     """
-    dcn = mesh.dcn.sizes if isinstance(mesh, MeshLayout) and mesh.dcn else {}
-    mesh = mesh.build() if isinstance(mesh, MeshLayout) else mesh  # before JAX is used: build() may simulate devices
+    layout = MeshLayout.of(mesh) if isinstance(mesh, (MeshLayout, dict, str)) else None
+    dcn = layout.dcn.sizes if layout and layout.dcn else {}
+    mesh = layout.build() if layout else mesh  # before JAX is used: build() may simulate devices
+    rules = AxisRules.model_validate(rules)
     check_axes(axes or {})
     ctx = ParallelContext(
         mesh=mesh,
