@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from meshpar.errors import ShardingError
 from meshpar.parallel.data import gathering_again
@@ -188,7 +188,7 @@ def region(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
         over = axes(spec, v.aval.ndim)
         varies = frozenset(own.aval.manual_axis_type.varying) | {a for dim in over for a in dim}
         outs.append(Layout(tuple(v.aval.shape), v.aval.dtype, over, ("",) * v.aval.ndim, (), varies))
-    run = jaxpr_as_fun(jax.extend.core.ClosedJaxpr(inner, ()))
+    run = jaxpr_as_fun(ClosedJaxpr(inner, ()))
     return scope.step(run, uses, outs, scope.source(eqn))
 
 
