@@ -19,7 +19,6 @@ from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.models import Llama
 from meshpar.optim import SGD
-from meshpar.partition.plan import Unknown
 from meshpar.train.data import Synthetic
 from meshpar.train.program import shardings
 from meshpar.train.state import TrainState
