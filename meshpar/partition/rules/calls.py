@@ -25,7 +25,7 @@ def inlined(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
 
 def remat(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """A part of the program that the backward computes again, under the user's policy."""
-    inner = Scope(scope.ctx, scope)
+    inner = Scope(scope.ctx, scope.rules, scope)
     results = inner.plan(eqn.params["jaxpr"], (), [scope.entered(inner, node) for node in nodes])
     outs = [inner.demand(inner.ready(node), inner.settled_axes(node.layout)) for node in results]
     inner.program.outputs = [Use(one.register) for one in outs]

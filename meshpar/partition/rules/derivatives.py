@@ -84,7 +84,7 @@ class _Half:
 
     @classmethod
     def planned(cls, scope: Scope, closed: ClosedJaxpr, ins: Sequence[Layout]) -> _Half:
-        inner = Scope(scope.ctx, is_derivative=True)
+        inner = Scope(scope.ctx, scope.rules, is_derivative=True)
         results = inner.plan(closed.jaxpr, closed.consts, [inner.input(layout) for layout in ins])
         placed = [inner.settled(node) for node in results]
         inner.program.outputs = [Use(one.register) for one in placed]
