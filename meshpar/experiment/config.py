@@ -188,7 +188,9 @@ class Run(Config):
         if model.get("kind") not in (None, "llama", "gpt"):
             return data
         found = _model_in(init, data.get("run_dir"))
-        return data | {"model": found | model} if model.get("kind", found.get("kind")) == found.get("kind") else data
+        if not found or model.get("kind", found["kind"]) != found["kind"]:
+            return data
+        return data | {"model": found | model}
 
     @pydantic.model_validator(mode="after")
     def _evaluates_before_it_stops(self) -> Run:
