@@ -188,7 +188,8 @@ class Run(Config):
         if model.get("kind") not in (None, "llama", "gpt"):
             return data
         found = _model_in(init, data.get("run_dir"))
-        if not found or model.get("kind", found["kind"]) != found["kind"]:
+        kind = found.get("kind")
+        if kind is None or model.get("kind", kind) != kind:
             return data
         return data | {"model": found | model}
 
