@@ -76,7 +76,7 @@ def training(
     batch: Mapping[str, Any],
     *,
     mesh: MeshLayout | AnyMesh | dict[str, Any] | str,
-    rules: AxisRules | Sequence[str] | str,
+    rules: AxisRules | Sequence[str] | dict[str, Any] | str,
     dims: Dims | None = None,
     batch_dims: Dims | None = None,
     activation_dims: Sequence[str] = (),
