@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: train test check reference docs clean
+.PHONY: train test check reference pictures docs clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/meshpar train configs/quickstart.yaml $(ARGS)
@@ -15,6 +15,10 @@ check: $(VENV)/installed-dev
 
 reference: $(VENV)/installed
 	PYTHONPATH=scripts $(VENV)/bin/python -m reference
+
+# The table of docs/guides/which-layout.md, and the pictures that the README and the site open with.
+pictures: $(VENV)/installed
+	PYTHONPATH=scripts $(VENV)/bin/python scripts/compare_layouts.py --write
 
 docs: $(VENV)/installed-docs
 	$(VENV)/bin/mkdocs build --strict

@@ -72,6 +72,7 @@ from .train.data import (
     Jsonl,
     Mixture,
     MixtureComponent,
+    NoData,
     Numpy,
     Parquet,
     StandardLibrary,
@@ -86,6 +87,8 @@ from .train.records.loggers import MLflow, Prometheus, TensorBoard, WandB
 from .train.training import Training
 from .verification.report import Verification
 from .verification.verify import verify
+
+__version__: str
 
 __all__ = [
     "GPT",
@@ -146,6 +149,7 @@ __all__ = [
     "Mixture",
     "MixtureComponent",
     "Muon",
+    "NoData",
     "Numpy",
     "Offload",
     "OneFOneB",

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from meshpar import config
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.saved import FOLDER
-from meshpar.convert import COMPANIONS, RUN_CONFIG, on_one_device, trained
+from meshpar.convert import RUN_CONFIG, on_one_device, trained
 from meshpar.errors import ConfigError, Problems
-from meshpar.experiment.config import Run
+from meshpar.experiment.config import Init, Run
 from meshpar.experiment.prepare import Prepared
 from meshpar.inspection.report.table import table
 from meshpar.interop.export import check_free, whole_or_not
+from meshpar.interop.folder import MODEL_FILES
 from meshpar.models.decoder import DecoderModel
 from meshpar.nn.compressed import Factors, LowRankKernel, factorize, quantize
 from meshpar.nn.quantized_kernel import Quantized
@@ -91,10 +92,12 @@ def compress(
         params = quantize(model.abstract(), params, weights)
         model = quantized
     with whole_or_not(folder) as made:
-        if (saved.run_dir / COMPANIONS).is_dir():
-            shutil.copytree(saved.run_dir / COMPANIONS, made / COMPANIONS)
+        if (saved.run_dir / MODEL_FILES).is_dir():
+            shutil.copytree(saved.run_dir / MODEL_FILES, made / MODEL_FILES)
         # Kernels that LoRA adapted or that were pruned may be codes or factors now.
-        fields = {"model": model, "lora": None, "prune": None, "init": None, "run_dir": folder}
+        # Another run directory starts from this one: its codes are frozen, and must not be random.
+        init = Init(from_checkpoint=folder)
+        fields = {"model": model, "lora": None, "prune": None, "init": init, "run_dir": folder}
         after = run.model_copy(update=fields)
         (made / RUN_CONFIG).write_text(config.to_yaml(after))
         _save(after, params, made)

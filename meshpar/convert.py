@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +16,10 @@ from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find
 from meshpar.checkpoint.selection import AVERAGES, PARAMS
 from meshpar.errors import CheckpointError
-from meshpar.experiment.config import Precision, Run, load
+from meshpar.experiment.config import Init, Precision, Run, load
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
+from meshpar.interop.folder import MODEL_FILES
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
 from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh.layout import MeshLayout
@@ -26,20 +28,25 @@ from meshpar.optim import AdamW
 from meshpar.parallel.precision import wide_dtype
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Synthetic
+from meshpar.train.data import Ids, NoData, TokenizerFile
+from meshpar.train.data.corpus import Batching
+from meshpar.train.data.special_tokens import end_ids
+from meshpar.train.data.tokenizer import Tokenizer
 from meshpar.tree import flatten_with_paths, map_with_path
 
 __all__ = ["from_hf", "to_hf"]
 
-COMPANIONS = "hugging_face"
 RUN_CONFIG = "config.yaml"
+TOKENIZER = "tokenizer.json"
 
 
 def from_hf(folder: Path | str, run_dir: Path | str, overrides: Sequence[str] = ()) -> Run:
     """Creates a run directory from a Hugging Face model. The run does not need the folder afterwards.
 
     The directory contains `config.yaml`, with the model's sizes; the checkpoint of step 0, from which `train` resumes;
-    and `hugging_face`, with the `config.json` and the tokenizer for `to_hf`.
+    and `hugging_face`, with the `config.json`, the tokenizer and the chat template of the model. The config names no
+    data, so it does not train before you set `data`. A config that `extends` it into another `run_dir` starts from this
+    run's last checkpoint, which its `init` names.
 
     Args:
       overrides: `key=value` changes to the config: `mesh.fsdp=8`, `optim.lr=1e-5`.
@@ -73,13 +80,16 @@ def from_hf(folder: Path | str, run_dir: Path | str, overrides: Sequence[str] = 
     check_free(run_dir)
     pretrained = open_pretrained(folder)
     with whole_or_not(run_dir) as made:
-        (made / COMPANIONS).mkdir()
-        (made / COMPANIONS / CONFIG).write_text(json.dumps(pretrained.config, indent=2) + "\n")
-        copy_companions(folder, made / COMPANIONS)
-        (made / RUN_CONFIG).write_text(config.to_yaml(run_of(pretrained, run_dir)))
+        (made / MODEL_FILES).mkdir()
+        (made / MODEL_FILES / CONFIG).write_text(json.dumps(pretrained.config, indent=2) + "\n")
+        copy_companions(folder, made / MODEL_FILES)
+        plain = run_of(pretrained, run_dir, run_dir / MODEL_FILES).model_copy(
+            update={"init": Init(from_checkpoint=run_dir)}
+        )
+        (made / RUN_CONFIG).write_text(config.to_yaml(plain))
         run = load(made / RUN_CONFIG, overrides)
         run.mesh.simulate(None)
-        prepared = prepare(run)
+        prepared = prepare(run.model_copy(update={"data": NoData(**_batches(run))}))
         state = PretrainedBeginning(prepared, pretrained).state()
         (made / RUN_CONFIG).write_text(config.to_yaml(run))
         with checkpoints(made / FOLDER, about=prepared.about) as saved:
@@ -87,20 +97,33 @@ def from_hf(folder: Path | str, run_dir: Path | str, overrides: Sequence[str] = 
     return run
 
 
-def run_of(pretrained: Pretrained, run_dir: Path) -> Run:
-    """A run of the model in the dtype of its files; for bfloat16 the optimizer keeps a float32 copy."""
+def run_of(pretrained: Pretrained, run_dir: Path, files: Path) -> Run:
+    """A run of the model in the dtype of its files; for bfloat16 the optimizer keeps a float32 copy. It has no data.
+
+    Args:
+      files: the folder in which the tokenizer is.
+    """
     model = pretrained.model
+    size = model.vocab_size
+    path = files / TOKENIZER
+    ends = [one for one in end_ids(pretrained.folder) if one < size]
+    own = Ids(vocab_size=size, bos=ends[0] if ends else size - 1, eos=ends[0] if ends else None)
+    has_file = (pretrained.folder / TOKENIZER).is_file()
     precision = Precision()
     if pretrained.dtype == np.dtype("bfloat16"):
         precision = Precision(params="bfloat16", compute="bfloat16", master="float32")
     return Run(
         model=model,  # pyright: ignore[reportArgumentType]  one of those in ARCHITECTURES
-        data=Synthetic(vocab_size=model.vocab_size, seq_len=min(256, model.max_seq_len)),
+        data=NoData(seq_len=min(256, model.max_seq_len), tokenizer=TokenizerFile(path=str(path)) if has_file else own),
         optim=AdamW(lr=1e-5),
         precision=precision,
         num_steps=1000,
         run_dir=run_dir,
     )
+
+
+def _batches(run: Run) -> dict[str, Any]:
+    return run.data.model_dump(include={*Batching.model_fields})
 
 
 def to_hf(source: Path | str, folder: Path | str, largest_file: int = LARGEST_FILE) -> None:
@@ -123,10 +146,24 @@ def to_hf(source: Path | str, folder: Path | str, largest_file: int = LARGEST_FI
     if not (model := run.model.hugging_face()):
         raise CheckpointError(f"{saved.folder} holds {model.because}")
     companions = run.init.from_hf if run.init else None
-    if (saved.run_dir / COMPANIONS).is_dir():
-        companions = saved.run_dir / COMPANIONS
+    if (saved.run_dir / MODEL_FILES).is_dir():
+        companions = saved.run_dir / MODEL_FILES
     plain = model.model_copy(update={"weights": None, "low_rank": ()})
-    export(folder, plain, dense(model.abstract(), params), companions, largest_file)
+    with TemporaryDirectory() as own:
+        if companions is None:
+            companions = Path(own)
+            _write_language(run.data.tokenizer, model.vocab_size, companions)
+        export(folder, plain, dense(model.abstract(), params), companions, largest_file)
+
+
+def _write_language(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:
+    """Writes the tokenizer of a run's data as that of a model: it opens prompts, and ends answers, as the run does."""
+    last = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
+    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": last}
+    (folder / CONFIG).write_text(json.dumps({key: one for key, one in ids.items() if one < vocab_size} or {"": None}))
+    if isinstance(tokenizer, TokenizerFile) and Path(tokenizer.path).is_file():
+        copy_companions(tokenizer.folder, folder)
+        (folder / TOKENIZER).write_text(tokenizer.opening_with_bos())
 
 
 class Saved(NamedTuple):
@@ -150,7 +187,8 @@ def trained(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
     run_dir = load(source).run_dir if source.is_file() else source
     saved = find(run_dir, (*PARAMS, *AVERAGES))
     run = _saved_run(saved)
-    params = flatten_with_paths(restore_params(saved, on_one_device(run).placement.structs.params))
+    without_files = run.model_copy(update={"data": NoData(**_batches(run))})  # they may not be there any more
+    params = flatten_with_paths(restore_params(saved, on_one_device(without_files).placement.structs.params))
     return run, run.lora.merged(params) if run.lora else params, Saved(run_dir, saved.folder)
 
 

@@ -12,6 +12,7 @@ from meshpar.train.data import (
     Jsonl,
     Mixture,
     MixtureComponent,
+    NoData,
     Numpy,
     Parquet,
     StandardLibrary,
@@ -21,6 +22,6 @@ from meshpar.train.data import (
 )
 
 __all__ = [
-    "Arrow", "Bytes", "Ids", "Jsonl", "Mixture", "MixtureComponent", "Numpy", "Parquet", "StandardLibrary", "Synthetic",
-    "Text", "TokenizerFile",
+    "Arrow", "Bytes", "Ids", "Jsonl", "Mixture", "MixtureComponent", "NoData", "Numpy", "Parquet", "StandardLibrary",
+    "Synthetic", "Text", "TokenizerFile",
 ]  # fmt: skip

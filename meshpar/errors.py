@@ -7,6 +7,7 @@ checks collects `Problem`s in a `Problems`, and raises a single error at the end
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -14,6 +15,7 @@ from typing import ClassVar
 from meshpar.synonyms import meant
 
 MAX_PROBLEMS = 100
+_CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class MeshparError(Exception):
@@ -173,6 +175,17 @@ def printable(text: str, keep: str = "\n\t") -> str:
     """
     shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
     return "".join(shown)
+
+
+def control_character(text: str) -> str | None:
+    """The first character of a name or a path that would end a line, command a terminal or reorder a text, as its
+    escape; None if there is none. Such a name could become a line of its own in a script or a log.
+
+    >>> control_character("run/x\\ntouch FILE #"), control_character("Läufe 1/\u200dz"), control_character("\\x1b[2J")
+    ('\\\\n', None, '\\\\x1b')
+    """
+    found = _CONTROL.search(text)
+    return found and printable(found.group(), keep="")
 
 
 def excerpt(text: str, length: int = 80) -> str:

@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from meshpar.errors import printable
+
 
 def say(text: str) -> None:
-    """Prints a line on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """Prints a line on standard error. Control characters, which a path may contain, are escaped."""
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 @contextmanager

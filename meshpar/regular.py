@@ -1,12 +1,21 @@
-"""Opens files that may not be regular files: reading a pipe could block for ever, and a device has no end."""
+"""Opens files that may not be regular files, and says of a path what it cannot be and what may have been meant.
+
+Reading a pipe could block for ever, and a device has no end.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from io import BufferedReader
-from pathlib import Path
+from pathlib import Path, PurePath
+
+from meshpar.errors import nearest
+
+_REMOTE = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
+_MOUNTS = {"gs": "mount it with gcsfuse", "s3": "mount it with mount-s3", "hf": "download it with `hf download`"}
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -40,3 +49,32 @@ def _opened(path: Path) -> int:
     os.close(file)
     kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device"
     raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+
+
+def remote(path: PurePath | str) -> tuple[str, str] | None:
+    """What is wrong with an address such as `s3://bucket/run`, and the fix; None for a local path.
+
+    Without this a folder called `s3:` would be made. A local folder of such a name is written with a folder before it.
+
+    >>> remote(Path("s3://bucket/run"))
+    ('s3://bucket/run is a remote address, and only local paths are read and written', 'mount it with mount-s3')
+    >>> remote("runs/s3:/x") is remote("C:/x") is None
+    True
+    """
+    if not (found := _REMOTE.fullmatch(str(path))):
+        return None
+    scheme, rest = found.groups()
+    fix = f"leave out {scheme}://" if scheme == "file" else _MOUNTS.get(scheme.lower(), "copy it here, or mount it")
+    return f"{scheme}://{rest} is a remote address, and only local paths are read and written", fix
+
+
+def nearby(path: Path) -> str:
+    """For a path that does not exist: the folder that it is relative to, and the nearest name that is there."""
+    there = [] if path.is_absolute() else [f"it is relative to the working directory, {Path.cwd()}"]
+    parent = next((folder for folder in path.parents if os.path.isdir(folder)), Path())
+    rest = path.relative_to(parent).parts if path.is_relative_to(parent) else ()
+    try:
+        near = nearest(rest[0], os.listdir(parent)) if rest and not os.path.lexists(parent / rest[0]) else None
+    except OSError:
+        near = None
+    return "; ".join([*there, *([f"did you mean {parent / near}?"] if near else [])])

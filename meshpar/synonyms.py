@@ -103,6 +103,54 @@ RENAMED: Mapping[str, str] = {
     "init.leave": "init.exclude",
 }
 
+_PUBLIC = {
+    # Names that people guess or bring along -> what meshpar has for them.
+    "make_mesh create_mesh mesh device_mesh init_device_mesh": "use MeshLayout(data=2, tensor=4)",
+    "trainer train training_arguments accelerator train_loop run_training experiment": (
+        "use fit(run) for a config, and training(...) for a model of your own"
+    ),
+    "config train_config load_config from_yaml trainer_config": "use Run(...), or load(path) for a file",
+    "from_pretrained auto_model auto_model_for_causal_lm pretrained load_model from_hf hf": (
+        "a run begins with a Hugging Face folder by Run(init={'from_hf': folder}); convert makes a run of one"
+    ),
+    "tokenizer auto_tokenizer": "use data.TokenizerFile, or data.Bytes",
+    "data_loader dataset dataloaders load_dataset batch_loader": (
+        "a run reads data.Text, data.Jsonl or data.Numpy; a training takes your batches: step(state, model.put(batch))"
+    ),
+    "partition_spec p named_sharding sharding shard shard_map pjit shard_params shard_model parallelize xmap": (
+        "name the dims of arrays, and map them to axes: training(..., dims=..., rules=AxisRules(preset='fsdp'))"
+    ),
+    "rules logical_axis_rules axis_rule": "use AxisRules(preset=['fsdp', 'megatron'], mlp=('tensor',))",
+    "fsdp fully_shard fully_sharded_data_parallel zero zero3": "use AxisRules(preset='fsdp') and MeshLayout(fsdp=8)",
+    "ddp distributed_data_parallel data_parallel": "use AxisRules(preset='replicated') and MeshLayout(data=8)",
+    "tp megatron parallelize_module": "use AxisRules(preset='megatron') and MeshLayout(tensor=8)",
+    "pp pipeline_parallel": "use AxisRules(preset='pipeline') and Parallel(pipeline=OneFOneB(num_microbatches=8))",
+    "checkpointer checkpoint_manager save save_checkpoint load_checkpoint restore restore_checkpoint save_pretrained": (
+        "use Checkpoints(folder): save, latest, restore; export writes Hugging Face folders"
+    ),
+    "initialize init_process_group init_distributed setup": (
+        "use join() in each process of several, and simulate(8) for devices on the CPU"
+    ),
+    "with_sharding_constraint with_logical_constraint logical_constraint shard_constraint": (
+        "use constrain(x, 'batch', 'embed')"
+    ),
+    "adam optimizer": "use AdamW(lr=1e-3) in a run; a training takes any Optax optimizer",
+    "train_state state create_train_state": "model.compile_init()() makes the state of a training",
+    "server": "run `meshpar serve RUN` in a shell; generate(...) completes prompts in Python",
+    "estimate estimate_memory memory": "use inspect(run, target='h100:1x8')",
+    "launch spawn": "run `meshpar launch` in a shell",
+}
+PUBLIC: Mapping[str, str] = {name.replace("_", ""): ours for names, ours in _PUBLIC.items() for name in names.split()}
+
+
+def public_name(name: str) -> str | None:
+    """What `meshpar` has for a public name that it lacks.
+
+    >>> public_name("DeviceMesh")
+    'use MeshLayout(data=2, tensor=4)'
+    """
+    return PUBLIC.get(name.replace("_", "").lower())
+
 
 def new_name(path: str, known: Collection[str]) -> str | None:
     """The current name of an old key; None if no known key replaced it.

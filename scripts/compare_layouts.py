@@ -1,9 +1,10 @@
 """Trains the quickstart for three steps in thirteen layouts, and prints loss, communication and memory of each.
 
     python scripts/compare_layouts.py [NAME ...]
+    python scripts/compare_layouts.py --write    # all, into docs/guides/which-layout.md and its pictures: make pictures
 
 Bytes of each axis and memory are read from the compiled step, on eight simulated CPU devices. All layouts see the same
-batches. `docs/guides/which-layout.md` shows the table; `scripts/pictures.py` draws it.
+batches.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 
+import pictures
 from meshpar import load, prepare, simulate
 from meshpar.tree import human_bytes
 
@@ -41,6 +43,10 @@ LAYOUTS = {
     ],
 }  # fmt: skip
 """Name -> overrides of the quickstart."""
+RECOMPUTED = {
+    f"{name}, recomputed": [*LAYOUTS[name], "model.remat=full"] for name in ("tensor 4", "tensor 4, sequence")
+}
+"""What the page says of them beside the table."""
 
 
 class Row(NamedTuple):
@@ -54,7 +60,7 @@ class Row(NamedTuple):
 
 def measured(name: str, changes: Sequence[str] = ()) -> Row:
     """Compiles and trains one layout."""
-    run = load(CONFIG, [*LAYOUTS[name], *changes])
+    run = load(CONFIG, [*(LAYOUTS | RECOMPUTED)[name], *changes])
     prepared = prepare(run, run.mesh.build(jax.devices()[: run.mesh.requested()]))
     step = prepared.compile_step()
     state = step.prepare(prepared.compile_init()())
@@ -84,8 +90,15 @@ def sent(by_axes: Mapping[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(LAYOUTS), help="default: all")
+    parser.add_argument("--write", action="store_true", help="replace the table of the page, and its pictures")
+    given = parser.parse_args()
     simulate(8)
-    print(table(map(measured, parser.parse_args().names)))
+    made = table(map(measured, given.names))
+    print(made)
+    if given.write:
+        page = pictures.PAGE.read_text()
+        pictures.PAGE.write_text(page.replace(pictures.table_of(page), made))
+        pictures.draw()
 
 
 if __name__ == "__main__":

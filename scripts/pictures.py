@@ -1,8 +1,9 @@
 """Draws the pictures of the docs that no command draws, each for light and for dark pages.
 
-    python scripts/pictures.py
+    python scripts/pictures.py    # draws; `make pictures` computes the table first
 
 `layouts`: the table of `docs/guides/which-layout.md` as bars. `tree`: its questions and answers.
+Also the schedules of pipelines in `docs/concepts/pipelines.md`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from meshpar.parallel.pipeline import gantt
+from meshpar.parallel.pipeline.get_schedule import get_schedule
+from meshpar.parallel.pipeline.simulate import OpTimes, simulate
 from meshpar.tree import human_bytes, parse_bytes
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -45,6 +49,13 @@ class Row(NamedTuple):
 
 def number(size: str) -> float:
     return float(parse_bytes(size))
+
+
+def table_of(page: str) -> str:
+    """The table of layouts of a page, as text."""
+    found = re.search(r"^\| layout \| loss .*?\|(?=\n\n)", page, re.MULTILINE | re.DOTALL)
+    assert found
+    return found[0]
 
 
 def rows(page: str) -> list[Row]:
@@ -93,7 +104,7 @@ def bars(y: int, row: Row, most_sent: float, most_held: float, ink: str) -> Iter
 QUESTIONS = {
     "Does a step fit/on one device?": "data parallelism/rules=[replicated]",
     "Does it fit if the/optimizer is sharded?": "ZeRO-1/rules=[zero1]",
-    "... and parameters, with/one layer gathered?": "ZeRO-3; in groups if hosts are slow/rules=[fsdp], rules=[hsdp]",
+    "... and parameters, with/one layer gathered?": "ZeRO-3; in groups with microbatches/rules=[fsdp], rules=[hsdp]",
     "Are a layer's matrices or/activations too large?": "and tensor parallelism in a host/rules=[fsdp,megatron_sp]",
     "Is one row too long/for a device?": "and context parallelism/rules=[fsdp,context]",
     "Do devices wait for gathers/across hosts?": "and a pipeline across hosts/rules=[pipeline,zero1,megatron_sp]",
@@ -119,6 +130,12 @@ def tree(mode: str) -> str:
             drawn += [arrow(130, y + 46, 130, y + step, ink), text(140, y + 65, "no", ink)]
     height = 12 + step * len(QUESTIONS) + 22
     return document(width, height, [*drawn, text(left, height - 16, LAST, ink)], mode)
+
+
+def schedule(name: str, stages: int = 4, microbatches: int = 8) -> str:
+    """A pipeline's schedule, as `meshpar schedule NAME --svg` draws it."""
+    timeline = simulate(get_schedule(name, stages, microbatches, None), stages, OpTimes(1.0, 1.0, 1.0, 0.0))
+    return gantt.svg(timeline, f"{name}: {stages} stages, {microbatches} microbatches")
 
 
 def text(
@@ -155,10 +172,15 @@ def pictures() -> dict[Path, str]:
     """Path -> the picture."""
     table = rows(PAGE.read_text())
     folder = DOCS / "pictures"
-    drawn = {folder / f"layouts-{mode}.svg": layouts(table, mode) for mode in MODES}
+    schedules = {DOCS / "concepts" / f"pipeline-{name}.svg": schedule(name) for name in ("1f1b", "zb_h1", "zbv")}
+    drawn = schedules | {folder / f"layouts-{mode}.svg": layouts(table, mode) for mode in MODES}
     return drawn | {folder / f"tree-{mode}.svg": tree(mode) for mode in MODES}
 
 
-if __name__ == "__main__":
+def draw() -> None:
     for path, picture in pictures().items():
         path.write_text(picture)
+
+
+if __name__ == "__main__":
+    draw()

@@ -22,6 +22,7 @@ from meshpar.launch.supervise import supervise
 from meshpar.launch.workers import Ended, Group
 from meshpar.mesh.join import INTERRUPTED
 from meshpar.progress import say
+from meshpar.train.loop.signals import Interrupted
 from meshpar.train.records.file import FILE, read
 
 TOLERANCE = 1e-5
@@ -84,14 +85,24 @@ class Result:
 
 
 def undisturbed(setup: Setup) -> Result:
+    """Runs the training without faults.
+
+    Raises:
+      Interrupted: a signal came to this process.
+    """
     run_dir = setup.folder / "undisturbed"
     began = time.monotonic()
     ended = setup.group(run_dir).run()
+    _check_signals(ended)
     return Result(run_dir, time.monotonic() - began, ended)
 
 
 def disturbed(setup: Setup, faults: Sequence[Planned], seed: int) -> Result:
-    """Runs the training under faults. After a signal it starts again, as under a scheduler."""
+    """Runs the training under faults. After a signal to a process of it, it starts again, as under a scheduler.
+
+    Raises:
+      Interrupted: a signal came to this process.
+    """
     run_dir = setup.folder / f"seed-{seed}"
     injector = Injector(run_dir, list(faults), random.Random(seed))
     end_s: list[float] = []
@@ -101,6 +112,7 @@ def disturbed(setup: Setup, faults: Sequence[Planned], seed: int) -> Result:
     def attempt(size: int) -> Ended:
         num_before = len(injector.injected)
         ended = attempts(size)
+        _check_signals(ended)
         for fault, when in injector.injected[num_before:]:
             say(f"meshpar: {fault.kind} at step {fault.step}, in process {fault.process % size}")
             if fault.kind in DEADLY:
@@ -114,6 +126,14 @@ def disturbed(setup: Setup, faults: Sequence[Planned], seed: int) -> Result:
             break
     came = [fault for fault, _ in injector.injected]
     return Result(run_dir, time.monotonic() - began, ended, came, end_s)
+
+
+def _check_signals(ended: Ended) -> None:
+    """A signal to this process is the user's, and no fault of the trial."""
+    if ended.signals:
+        raise Interrupted(
+            "stopped by a signal: nothing was compared; chaos starts from the beginning, in an empty run_dir"
+        )
 
 
 @dataclass(frozen=True)

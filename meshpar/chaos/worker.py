@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from meshpar.experiment.actions import fit
 from meshpar.experiment.config import Run
 from meshpar.train.data import Dataset
+from meshpar.train.data.order import Order
 from meshpar.train.replicas import copied_over
 from meshpar.train.state import TrainState
 
@@ -53,6 +54,9 @@ class WatchedDataset:
 
     dataset: Dataset
     log: IO[str]
+
+    def in_order(self, order: Order) -> WatchedDataset:
+        return replace(self, dataset=self.dataset.in_order(order))
 
     def batches(self, start: int, rows: np.ndarray) -> Iterator[Any]:
         with closing(self.dataset.batches(start, rows)) as batches:

@@ -38,8 +38,9 @@ from meshpar.checkpoint.arrays import Writer
 from meshpar.checkpoint.durable import make_folder, sync, sync_tree
 from meshpar.checkpoint.meta import FORMAT
 from meshpar.checkpoint.retention import Retention
-from meshpar.checkpoint.saved import META, STATE, Checkpoint, newest_whole, steps
+from meshpar.checkpoint.saved import FOLDER, META, STATE, Checkpoint, newest_whole, steps
 from meshpar.errors import CheckpointError
+from meshpar.regular import remote
 from meshpar.tree import flatten_with_paths
 
 
@@ -53,6 +54,8 @@ class CheckpointMetadata:
       seed: the seed of the data order and of the random keys.
       batch_size: rows per batch.
       files: name -> checksum of each data file.
+      first_row: the row with which step 0 would begin, if all steps had had this batch size.
+      order: further data that determine which row is read when, as JSON data.
 
     >>> CheckpointMetadata(batch_size=4).at(3, {})["data"]
     {'next_batch': 3, 'rows_read': 12, 'seed': None}
@@ -63,6 +66,8 @@ class CheckpointMetadata:
     seed: int | None = None
     batch_size: int | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    first_row: int = 0
+    order: Mapping[str, Any] | None = None
 
     def at(self, step: int, state: Any) -> dict[str, Any]:
         """The content of `meta.json` for a step, without the metric."""
@@ -70,8 +75,10 @@ class CheckpointMetadata:
             path: {"dtype": str(np.dtype(x.dtype)), "shape": list(x.shape), "dims": self.dims.get(path)}
             for path, x in flatten_with_paths(state).items()
         }
-        rows = None if self.batch_size is None else step * self.batch_size
+        rows = None if self.batch_size is None else self.first_row + step * self.batch_size
         data: dict[str, Any] = {"next_batch": step, "rows_read": rows, "seed": self.seed}
+        if self.order:
+            data["order"] = self.order
         if self.files:
             data["files"] = self.files
         return {
@@ -89,12 +96,12 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-      directory: created if missing; on a file system that all processes share.
+      directory: created if missing; on a file system that all processes share. Of the folder of a run, its checkpoints.
       retention: which checkpoints to keep.
       about: the description of the run in each checkpoint.
 
     Raises:
-      CheckpointError: the directory cannot be written.
+      CheckpointError: the directory cannot be written, or is a remote address.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -109,7 +116,11 @@ class Checkpoints:
     def __init__(
         self, directory: Path | str, retention: Retention | None = None, about: CheckpointMetadata | None = None
     ):
+        if problem := remote(directory):
+            raise CheckpointError("; ".join(problem))
         self.directory = Path(directory).absolute()
+        if (self.directory / FOLDER).is_dir():
+            self.directory /= FOLDER
         self.retention = retention or Retention()
         self.about = about or CheckpointMetadata()
         self.damaged: dict[Path, str] = {}

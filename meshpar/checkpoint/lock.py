@@ -43,6 +43,15 @@ def hold(folder: Path) -> Iterator[bool]:
         yield locked
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a process holds the folder, as far as its file system has locks."""
+    try:
+        check_unheld(folder)
+    except CheckpointError:
+        return True
+    return False
+
+
 def check_unheld(folder: Path) -> None:
     """Raises CheckpointError if a process holds the folder. Nothing is created."""
     try:

@@ -18,6 +18,7 @@ from meshpar.checkpoint.agree import on_all
 from meshpar.checkpoint.selection import EVERYTHING, Selection, select
 from meshpar.config import changed
 from meshpar.errors import CheckpointError, DamagedError, DamagedWarning, Problems
+from meshpar.regular import nearby, remote
 from meshpar.tree import flatten_with_paths, map_with_path, matching
 
 STATE = "state"
@@ -225,6 +226,8 @@ def find_all(folder: Path) -> list[Checkpoint]:
     Raises:
       CheckpointError: there is none.
     """
+    if problem := remote(folder):
+        raise CheckpointError("; ".join(problem))
     folder = folder.absolute()
     if (folder / META).is_file() or (folder / checksums.FILE).is_file():
         return [Checkpoint(folder)]
@@ -232,7 +235,8 @@ def find_all(folder: Path) -> list[Checkpoint]:
         if found := steps(directory):
             return [Checkpoint(directory / str(step)) for step in found]
     there = "is no checkpoint, and holds none" if folder.exists() else "does not exist"
-    raise CheckpointError(f"{folder} {there}")
+    near = "" if folder.exists() else nearby(folder)
+    raise CheckpointError(f"{folder} {there}" + (f"; {near}" if near else ""))
 
 
 def find(folder: Path, include: Sequence[str] = EVERYTHING) -> Checkpoint:

@@ -84,6 +84,6 @@ def _end(text: str, code: int = 2) -> None:
     """Prints an error and exits. Control characters, which a config may contain, are escaped."""
     jax = sys.modules.get("jax")  # a verb that failed before it needed JAX did not import it
     if jax and jax.distributed.is_initialized():
-        leave(code, printable(text))  # at a normal exit JAX waits for the other processes
+        leave(code, text)  # at a normal exit JAX waits for the other processes
     typer.echo(f"meshpar: {printable(text)}", err=True)
     sys.exit(code)

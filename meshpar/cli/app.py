@@ -7,15 +7,38 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from tempfile import TemporaryFile
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
-from meshpar.errors import ConfigError
+from meshpar.errors import ConfigError, printable
+from meshpar.regular import remote
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+class _Command(typer.core.TyperCommand):
+    """A verb whose paths are local: a remote address would become a folder called `s3:`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for param in self.params:
+            given = ctx.params.get(param.name or "")
+            for path in given if isinstance(given, (list, tuple)) else [given]:
+                if isinstance(path, PurePath) and (problem := remote(path)):
+                    where = str(param.opts[0] if param.param_type_name == "option" else param.name)
+                    raise ConfigError(f"{where}: {'; '.join(problem)}")
+        return super().invoke(ctx)
+
+
+class Verbs(typer.Typer):
+    """Verbs that take only local paths."""
+
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        return super().command(name, **{"cls": _Command} | options)
+
+
+app = Verbs(no_args_is_help=True, pretty_exceptions_enable=False)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)]
@@ -36,6 +59,16 @@ def echo_either(text: str, data: Any, json: bool, err: bool = False) -> None:
     """Prints a text, or its data as JSON, in the first process."""
     if is_first():
         typer.echo(json_format.dumps(data, indent=2) if json else text, err=err)
+
+
+def origin() -> str:
+    """The command line with the versions and the date, for the foot of a page."""
+    from datetime import UTC, datetime
+    from importlib.metadata import version
+    from shlex import join
+
+    command = printable(join(["meshpar", *sys.argv[1:]]), keep="")
+    return f"{command} - meshpar {version('meshpar')}, jax {version('jax')}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def is_first() -> bool:
@@ -84,7 +117,7 @@ def check_folder(option: str, path: Path, folder: Path) -> None:
 
 def leave(code: int, text: str) -> NoReturn:
     """Prints a last message and ends the process at once, without waiting for threads that read data."""
-    typer.echo(f"meshpar: {text}", err=True)
+    typer.echo(f"meshpar: {printable(text)}", err=True)
     sys.stdout.flush()
     os._exit(code)
 

@@ -7,12 +7,24 @@ from typing import Annotated, Any
 
 import typer
 
-from meshpar.cli.app import AsJson, Devices, NoCache, Overrides, app, check_file, echo, is_first, use_cache, writing
+from meshpar.cli.app import (
+    AsJson,
+    Devices,
+    NoCache,
+    Overrides,
+    Verbs,
+    app,
+    check_file,
+    echo,
+    is_first,
+    use_cache,
+    writing,
+)
 from meshpar.cli.generate import Draft, Ngrams, NumDrafts
 from meshpar.cli.serve import Chunk, PageSize, Slots
 from meshpar.errors import ConfigError
 
-bench = typer.Typer(no_args_is_help=True, help="Measures this machine.")
+bench = Verbs(no_args_is_help=True, help="Measures this machine.")
 app.add_typer(bench, name="bench")
 
 

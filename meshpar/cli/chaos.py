@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, echo, use_cache
+from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, echo, leave, use_cache
 from meshpar.errors import ConfigError
 
 WORKER = "chaos-worker"
@@ -29,11 +29,12 @@ def chaos(
     """Trains CONFIG in several processes, undisturbed and under random faults, and compares the two runs.
 
     Both runs are written below the config's run_dir. The exit code is 1 if losses, parameters or batches differ, or if
-    a process outlives a dead one by more than 15 s.
+    a process outlives a dead one by more than 15 s. SIGINT or SIGTERM ends it.
     """
     from meshpar.chaos import trial
     from meshpar.chaos.faults import FAULTS, plan
     from meshpar.experiment.config import load
+    from meshpar.train.loop.signals import Interrupted
 
     kinds = faults.split(",")
     unknown = sorted(set(kinds) - FAULTS.keys())
@@ -56,8 +57,11 @@ def chaos(
     command = [WORKER, str(config), *(overrides or []), *settings, f"--devices={total}"]
     setup = trial.Setup(run, command, processes, total, run.run_dir)
     planned = plan(kinds, run.num_steps, seed)
-    expected = trial.undisturbed(setup)
-    result = trial.compare(expected, trial.disturbed(setup, planned, seed), len(planned))
+    try:
+        expected = trial.undisturbed(setup)
+        result = trial.compare(expected, trial.disturbed(setup, planned, seed), len(planned))
+    except Interrupted as ended:
+        leave(ended.exit_code, str(ended))
     echo(result, json)
     raise typer.Exit(1 if result.differences else 0)
 
@@ -65,7 +69,6 @@ def chaos(
 @app.command(WORKER, hidden=True)
 def chaos_worker(config: ConfigFile, overrides: Overrides = None, devices: Devices = None) -> None:
     """A process of `meshpar chaos`."""
-    from meshpar.cli.app import leave
     from meshpar.errors import RunError
     from meshpar.experiment.config import load
     from meshpar.mesh.join import join

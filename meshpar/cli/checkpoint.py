@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshpar.cli.app import AsJson, app, echo_either
+from meshpar.cli.app import AsJson, Verbs, app, echo_either
 
 if TYPE_CHECKING:
     from meshpar.checkpoint.difference import Change, Difference
     from meshpar.checkpoint.saved import Checkpoint
 
-verbs = typer.Typer(no_args_is_help=True)
+verbs = Verbs(no_args_is_help=True)
 app.add_typer(verbs, name="checkpoint", help="Lists, shows, verifies and compares checkpoints.")
 
 NOT_VERIFIED = "The arrays were not verified: `meshpar checkpoint verify` reads them."

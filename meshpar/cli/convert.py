@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -31,9 +32,11 @@ def convert(
     from meshpar import convert
 
     if from_hf is not None:
-        convert.from_hf(from_hf, run, overrides or [])
+        written = convert.from_hf(from_hf, run, overrides or [])
+        named = "" if written.data.kind != "none" else " data.kind=jsonl data.path=FILE"
         typer.echo(
-            f"{run}: {convert.RUN_CONFIG} and the checkpoint of step 0; meshpar train {run}/{convert.RUN_CONFIG}"
+            f"{run}: {convert.RUN_CONFIG} and the checkpoint of step 0\n"
+            f"to train it on your data: meshpar train {shlex.quote(f'{run}/{convert.RUN_CONFIG}')}{named}"
         )
     elif to_hf is not None:
         convert.to_hf(run, to_hf, largest_file)

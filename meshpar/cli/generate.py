@@ -37,6 +37,9 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End an answer before TEXT; can be repeated.")
     ] = None,
+    no_parse_special: Annotated[
+        bool, typer.Option("--no-parse-special", help="Take <s> in a prompt as its characters, not as a special token.")
+    ] = False,
     draft: Draft = None,
     ngrams: Ngrams = None,
     num_drafts: NumDrafts = 4,
@@ -61,7 +64,7 @@ def generate(
     use_cache(no_cache)
     result = generated(
         opened, texts, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-        stop=stop or [], draft=draft, ngrams=ngrams, num_drafts=num_drafts,
+        stop=stop or [], draft=draft, ngrams=ngrams, num_drafts=num_drafts, parse_special=not no_parse_special,
         show=Terminal(texts).show if is_first() and not json else (lambda piece: None),
     )  # fmt: skip
     echo(result, json, err=not json)

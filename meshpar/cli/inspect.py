@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, check_file, echo, is_first, write
+from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, check_file, echo, is_first, origin, write
 from meshpar.errors import ConfigError
 from meshpar.progress import busy
 
@@ -51,9 +51,11 @@ def inspect(
         with busy("compiling the step" if target is None else f"compiling the step for {target}", quiet=True):
             report = _inspection(config, overrides or [], devices, target)
     if html and is_first():
+        from meshpar.config import to_yaml
+        from meshpar.experiment.config import load
         from meshpar.inspection.report.page import page
 
-        write("--html", html, page(report.as_json()))
+        write("--html", html, page(report.as_json(), origin(), to_yaml(load(config, overrides or []))))
     echo(report, json)
 
 

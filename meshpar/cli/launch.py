@@ -40,8 +40,13 @@ def launch(
         int, typer.Option(min=0, help="The most restarts from the last checkpoint after a process died or hung.")
     ] = 0,
     hang_after: Annotated[
-        float, typer.Option(min=1, help="Seconds without a step after which processes count as hung.")
-    ] = 300.0,
+        float | None,
+        typer.Option(
+            min=1,
+            help="Seconds without a step after which processes count as hung.",
+            show_default="10 times the median step, at least 30; 300 until it is known",
+        ),
+    ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit a job to Slurm instead.")] = False,
     k8s: Annotated[bool, typer.Option("--k8s", help="Create a JobSet in Kubernetes instead.")] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Number of hosts of the job.")] = 1,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshpar.cli.app import AsJson, ConfigFile, Overrides, app, check_file, echo, write
+from meshpar.cli.app import AsJson, ConfigFile, Overrides, app, check_file, echo, origin, write
 from meshpar.errors import ConfigError
 from meshpar.progress import busy
 
@@ -74,5 +74,5 @@ def plan(
     if html:
         from meshpar.planning.page import page
 
-        write("--html", html, page(found))
+        write("--html", html, page(found, origin()))
     echo(found, json)

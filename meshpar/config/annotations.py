@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import types
 from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import pydantic
+from pydantic.fields import FieldInfo
 
 
 def models(annotation: Any) -> list[type[pydantic.BaseModel]]:
@@ -40,6 +46,11 @@ def item_of(annotation: Any) -> Any:
     return get_args(annotation)[0] if is_sequence(annotation) else Any
 
 
+def is_path(field: FieldInfo) -> bool:
+    """Whether a field holds the path of a file or a folder: `FilePath`, `PathText`, or one of them or nothing."""
+    return Path in (*alternatives(field.annotation), *field.metadata)
+
+
 def kind_of(model: type[pydantic.BaseModel]) -> str | None:
     return model.model_fields["kind"].default if "kind" in model.model_fields else None
 
@@ -64,3 +75,15 @@ def reachable(model: type[pydantic.BaseModel]) -> set[type[pydantic.BaseModel]]:
     """The model, and all models that its fields allow, at any depth."""
     inner = (found for annotation in fields(model).values() for found in models(annotation))
     return {model}.union(*map(reachable, inner))
+
+
+def field_docs(model: type[pydantic.BaseModel]) -> dict[str, str]:
+    """Field -> the docstring below it, in the source of the class or of a base class."""
+    docs: dict[str, str] = {}
+    bases = [cls for cls in model.__mro__ if issubclass(cls, pydantic.BaseModel) and cls is not pydantic.BaseModel]
+    for cls in reversed(bases):
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # pyright: ignore
+        for field, text in pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                docs[field.target.id] = inspect.cleandoc(str(text.value.value))  # pyright: ignore
+    return {field: text for field, text in docs.items() if field in model.model_fields}

@@ -70,7 +70,17 @@ def _words(root: type[pydantic.BaseModel], data: Any, error: Any, keys: list[str
         relation, bound = _BOUNDS[kind]
         return f"must be {relation} {context[bound]}, got {got}", ""
     expected = _EXPECTED.get(kind.split("_")[0])
+    if expected == "a mapping":
+        return f"expected a mapping, got {got}", _form(model if kinds(model) else fields(model).get(keys[-1]))
     return (f"expected {expected}, got {got}" if expected else error["msg"]), ""
+
+
+def _form(section: Any) -> str:
+    """How the mapping of a section is written."""
+    if of_section := kinds(section):
+        return f"{{kind: {of_section[0]}, ...}}; there are {', '.join(of_section)}"
+    known = fields(chosen(section, {}))
+    return f"{{{next(iter(known))}: ..., ...}}; its keys are {', '.join(known)}" if known else ""
 
 
 def _known_key(root: type[pydantic.BaseModel], data: Any, keys: list[str], model: Any) -> str:

@@ -10,7 +10,7 @@ from meshpar.config.merging import merge
 from meshpar.config.model import Config
 from meshpar.config.yaml_text import UnreadableYaml, read
 from meshpar.errors import ConfigError, Problems
-from meshpar.regular import open_regular
+from meshpar.regular import nearby, open_regular
 
 MAX_BYTES = 256 * 1024
 
@@ -70,6 +70,9 @@ def read_text(path: Path) -> str:
         if len(content) > MAX_BYTES:
             raise ConfigError(f"{path} cannot be read: it has more than {MAX_BYTES // 1024} KiB")
         return content.decode("utf-8")
+    except FileNotFoundError as error:
+        where = f"\n  {fix}" if (fix := nearby(path)) else ""
+        raise ConfigError(f"{path} cannot be read: {error.strerror}{where}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

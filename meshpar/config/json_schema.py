@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from itertools import pairwise
 from typing import Any
 
-from meshpar.config.annotations import kind_of, reachable
-from meshpar.config.model import Config
+from meshpar.config.annotations import field_docs, kind_of, reachable
+from meshpar.config.model import Config, without_fields
 
 _E_NOTATION = r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"
 """`1e-3` is a string in YAML 1.1, which some editors use, and a number here."""
@@ -26,11 +22,14 @@ def schema(root: type[Config]) -> dict[str, Any]:
     definitions = described.pop("$defs", {})
     for name, definition in [*definitions.items(), (root.__name__, described)]:
         definition.pop("required", None)
-        for field, text in _field_docs(models[name]).items():
+        if "description" in definition:
+            definition["description"] = without_fields(definition["description"])
+        for field, text in field_docs(models[name]).items():
             definition["properties"][field]["description"] = text
     inherited = {"type": "string", "description": "A file that supplies the keys which this one leaves out."}
     described["properties"]["extends"] = inherited
-    described["anyOf"] = [{"required": ["extends"]}, {"required": required}]
+    supplied = [[by if key == other else key for key in required] for other, by in root.supplied.items()]
+    described["anyOf"] = [{"required": keys} for keys in (["extends"], required, *supplied)]
     written = {name: _as_written(definition, models[name]) for name, definition in definitions.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -52,27 +51,17 @@ def _as_written(definition: dict[str, Any], model: type[Config]) -> dict[str, An
 
 
 def _lenient(described: Any) -> Any:
-    """Allows numbers as YAML 1.1 reads them, and a section without `kind`, which an extended file may supply."""
+    """Allows numbers as YAML 1.1 reads them, a kind alone, and a section without `kind`, which an extended file may
+    supply."""
     if isinstance(described, list):
         return [_lenient(item) for item in described]
     if not isinstance(described, dict):
         return described
     lenient = {key: _lenient(value) for key, value in described.items()}
     if "discriminator" in lenient:
-        lenient["anyOf"] = lenient.pop("oneOf")
-        del lenient["discriminator"]
+        kinds = list(lenient.pop("discriminator")["mapping"])
+        lenient["anyOf"] = [*lenient.pop("oneOf"), {"enum": kinds}]
     if lenient.get("type") == "number":
         about = {key: lenient.pop(key) for key in ("default", "description", "title") if key in lenient}
         return {"anyOf": [lenient, {"type": "string", "pattern": _E_NOTATION}], **about}
     return lenient
-
-
-def _field_docs(model: type[Config]) -> dict[str, str]:
-    """Field -> the docstring below it, in the source of the class or of a base class."""
-    docs: dict[str, str] = {}
-    for cls in reversed([c for c in model.__mro__ if issubclass(c, Config)]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # pyright: ignore
-        for field, text in pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                docs[field.target.id] = inspect.cleandoc(str(text.value.value))  # pyright: ignore
-    return {field: text for field, text in docs.items() if field in model.model_fields}

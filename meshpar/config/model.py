@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
+from pathlib import PurePath
+from textwrap import indent
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
 import pydantic
+from pydantic.fields import FieldInfo
 from pydantic_core import from_json
 
-from meshpar.config.annotations import fields
+from meshpar.config.annotations import field_docs, fields, is_path
 from meshpar.config.explaining import explain
 from meshpar.config.shorthand import expand, typed
-from meshpar.errors import ConfigError, Problems
+from meshpar.errors import ConfigError, Problems, control_character, excerpt
+from meshpar.regular import remote
 
 T = TypeVar("T")
 
@@ -29,7 +34,48 @@ Target = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-
 """`package.module:name` of a user's own code; `meshpar.interop.user_code` imports it."""
 
 
-class Config(pydantic.BaseModel):
+FIELDS = "\n\nFields:\n"
+_PYDANTIC = {*dir(pydantic.BaseModel)} - {"__init__", "model_copy", "model_dump", "model_dump_json", "model_fields"}
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(pydantic.Field, pydantic.PrivateAttr))
+class _Documented(type(pydantic.BaseModel)):
+    """Makes `help` list the fields of a config, and not what pydantic has in each class."""
+
+    @property
+    def __doc__(cls: Any) -> str | None:  # pyright: ignore
+        about = vars(cls).get("__doc__")
+        if not about or cls is Config:
+            return about
+        docs = field_docs(cls)
+        lines = (
+            f"  {_with_default(name, field)}\n{indent(docs.get(name, ''), ' ' * 6)}"
+            for name, field in cls.model_fields.items()
+        )
+        return f"{inspect.cleandoc(about)}{FIELDS}" + "\n".join(lines)
+
+    def __dir__(cls) -> list[str]:
+        return [name for name in super().__dir__() if name not in _PYDANTIC and not name.startswith("__pydantic")]
+
+
+def _with_default(name: str, field: FieldInfo) -> str:
+    if field.is_required():
+        return f"{name} (required)"
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, Config):
+        changed = (
+            f"{key}={getattr(default, key)!r}" for key in type(default).model_fields if key in default.model_fields_set
+        )
+        return f"{name} = {type(default).__name__}({', '.join(changed)})"
+    return f"{name} = {default!r}"
+
+
+def without_fields(about: str) -> str:
+    """A docstring as it was written."""
+    return about.partition(FIELDS)[0]
+
+
+class Config(pydantic.BaseModel, metaclass=_Documented):
     """The base of everything that a config file can contain: frozen, keyword-only, without unknown keys.
 
     Python code may pass what a file may contain: a bare value for a mapping, a mapping with its `kind` for a config, a
@@ -44,6 +90,11 @@ class Config(pydantic.BaseModel):
     """The key that a bare value stands for, where a mapping is expected."""
     shorthand_is_whole: ClassVar[bool] = False
     """Whether a bare value replaces the mapping of a lower layer, and not only that key of it."""
+    any_text: ClassVar[tuple[str, ...]] = ()
+    """The keys whose texts may contain control characters, because no name, path or line is made of them."""
+
+    supplied: ClassVar[Mapping[str, str]] = {}
+    """Required keys that may be missing where another key supplies them."""
 
     def __init__(self, /, **data: Any) -> None:
         """Checks the keys as those of a file.
@@ -70,6 +121,21 @@ class Config(pydantic.BaseModel):
             data = None  # pydantic reports why it is not JSON
         return _checked(cls, data, partial(super().model_validate_json, json_data, **options))
 
+    @pydantic.field_validator("*", mode="after")
+    @classmethod
+    def _has_plain_texts(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Names and paths go to scripts, logs and terminals, so a character that would command these is refused.
+
+        So is a remote address where a path is expected.
+        """
+        field = cls.model_fields[str(info.field_name)]
+        is_own = field.annotation == dict[str, Any]  # data of the user's own code
+        if not is_own and info.field_name not in cls.any_text:
+            _check_printable(value)
+        if value is not None and is_path(field) and (problem := remote(value)):
+            raise ValueError("\n".join(problem))
+        return value
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _from_plain_data(cls, data: Any, info: pydantic.ValidationInfo) -> Any:
@@ -77,7 +143,19 @@ class Config(pydantic.BaseModel):
         if not isinstance(data, dict):
             return data
         known = fields(cls)
+        _check_printable([*data, *(value for key, value in data.items() if key not in known)])
         return {key: typed(known.get(key), value, info.mode == "json") for key, value in data.items()}
+
+
+def _check_printable(value: Any) -> None:
+    """Raises ValueError for a text with a control character, at any depth of plain data."""
+    if isinstance(value, (str, PurePath)) and (found := control_character(str(value))):
+        raise ValueError(f"{excerpt(repr(str(value)))} contains the control character {found}: leave it out")
+    if isinstance(value, Mapping):
+        _check_printable([*value.keys(), *value.values()])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_printable(item)
 
 
 def _checked(model: type[Config], data: Any, validate: Callable[[], T]) -> T:

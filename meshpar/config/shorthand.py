@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 
 import pydantic
 
-from meshpar.config.annotations import alternatives, chosen, fields, is_sequence, item_of, kind_of, models
+from meshpar.config.annotations import alternatives, chosen, fields, is_sequence, item_of, kind_of, kinds, models
 
 
 def expand(annotation: Any, data: Any) -> Any:
@@ -27,13 +27,16 @@ def expand(annotation: Any, data: Any) -> Any:
 
 
 def unfold(annotation: Any, data: Any) -> Any:
-    """Expands the outermost level: a bare value to the mapping that it stands for, a single string to a list."""
+    """Expands the outermost level: a bare value to the mapping that it stands for, a single string to a list.
+
+    Where kinds are expected, a word is a kind: `schedule: cosine`. Some kinds let a bare value stand for another key.
+    """
     model = chosen(annotation, data)
     if model is None or is_sequence(annotation) or data is None or isinstance(data, pydantic.BaseModel):
         return data
     short = getattr(model, "shorthand", None)
     if short is None:
-        return data
+        return {"kind": data} if isinstance(data, str) and kinds(annotation) else data
     if not isinstance(data, dict):
         kind = {"kind": kind_of(model)} if len(models(annotation)) > 1 else {}
         data = kind | {short: data}

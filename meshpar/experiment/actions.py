@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -20,8 +20,8 @@ from meshpar.checkpoint.checkpoints import CheckpointMetadata, Checkpoints, chec
 from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
-from meshpar.errors import ContractWarning, MeshparError, ProgramError
-from meshpar.experiment.config import Run
+from meshpar.errors import CheckpointError, ConfigError, ContractWarning, MeshparError, ProgramError
+from meshpar.experiment.config import Run, as_run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
 from meshpar.inspection.findings.planned import Planned
@@ -29,20 +29,24 @@ from meshpar.inspection.fit import FitReport, compile_for, judge
 from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.inspect import inspect as inspect_program
 from meshpar.inspection.report.report import Report, report
+from meshpar.interop.export import keep_model_files
 from meshpar.interop.huggingface import open_pretrained
-from meshpar.interop.pretrained import PretrainedBeginning
+from meshpar.interop.pretrained import PretrainedBeginning, check_ids, model_files
 from meshpar.mesh import compilation_cache, process, targets
 from meshpar.mesh.cursor import of_process as cursor_of
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.join import check_joined
+from meshpar.nn.lora import is_lora
 from meshpar.optim.ema import averaged
 from meshpar.parallel.batch import TEACHER
 from meshpar.progress import busy, say
+from meshpar.regular import nearby, remote
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.copies.copies import CopiedBeginning, Copies, opened
 from meshpar.train.data import Ids
 from meshpar.train.data.fingerprint import changed_files
+from meshpar.train.data.order import Order, resumed
 from meshpar.train.evaluate import Callback, LazyEvaluation
 from meshpar.train.loop.loop import Loop
 from meshpar.train.loop.signals import Signals
@@ -57,10 +61,13 @@ FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
 """Environment variables that may change the collectives of XLA or NCCL. All processes must have the same values."""
 
 
-def explain(run: Run, path: str | None = None, num_devices: int | None = None, activations: bool = False) -> Report:
+def explain(
+    run: Run | Path | str, path: str | None = None, num_devices: int | None = None, activations: bool = False
+) -> Report:
     """Reports the shards that every device would hold, without any devices. `meshpar explain` prints the report.
 
     Args:
+      run: a run, or the path of a config file.
       path: a glob; only the parameters that match it are reported and drawn.
       num_devices: size of the mesh, needed if one of its axes is -1. Default: the product of the sizes, or one.
       activations: whether to list the activations that a forward pass of an imported model moves.
@@ -80,18 +87,20 @@ def explain(run: Run, path: str | None = None, num_devices: int | None = None, a
       >>> explain(run).arrays["head"].local_shape
       (2, 257)
     """
+    run = as_run(run)
     prepared = prepare(run, run.mesh.abstract(num_devices))
-    found = report(prepared.placement.params, prepared.states.on_device, prepared.selected, prepared.states.host)
+    states = prepared.states
+    found = report(prepared.placement.params, states.on_device, prepared.selected, states.host, prepared.updates)
     found = replace(found, activations=tuple(prepared.activations)) if activations else found
     return found if path is None else found.only(path)
 
 
 @overload
-def inspect(run: Run, /, target: None = None, num_devices: int | None = None) -> Inspection: ...
+def inspect(run: Run | Path | str, /, target: None = None, num_devices: int | None = None) -> Inspection: ...
 
 
 @overload
-def inspect(run: Run, /, target: str, num_devices: int | None = None) -> FitReport: ...
+def inspect(run: Run | Path | str, /, target: str, num_devices: int | None = None) -> FitReport: ...
 
 
 @overload
@@ -108,7 +117,7 @@ def inspect(
 def inspect(*program: Any, **options: Any) -> Inspection | FitReport:
     """Reports the communication, FLOPs and memory of a run's step, or of any compiled program. Nothing is run.
 
-    `inspect(run, target=None, num_devices=None)` compiles the step of a run, as `meshpar inspect` does.
+    `inspect(run, target=None, num_devices=None)` compiles the step of a run or config file, as `meshpar inspect` does.
     `inspect(compiled, mesh=None, *, warnings=(), planned=None, threshold_bytes=...)` reads a program that you compiled.
 
     Args:
@@ -146,9 +155,14 @@ def inspect(*program: Any, **options: Any) -> Inspection | FitReport:
       >>> meshpar.inspect(jax.jit(lambda x: x @ x).lower(jax.numpy.ones((16, 16))).compile()).flops
       8192
     """
-    if program and isinstance(program[0], Run):
-        return _inspect_run(*program, **options)
+    if program and (isinstance(program[0], (Run, Path)) or _is_path(program[0])):
+        return _inspect_run(as_run(program[0]), *program[1:], **options)
     return inspect_program(*program, **options)
+
+
+def _is_path(program: Any) -> bool:
+    """Whether a text names a config file. The text of a program has several lines."""
+    return isinstance(program, str) and "\n" not in program
 
 
 def _inspect_run(run: Run, target: str | None = None, num_devices: int | None = None) -> Inspection | FitReport:
@@ -164,7 +178,7 @@ def _inspect_run(run: Run, target: str | None = None, num_devices: int | None = 
 
 
 def fit(
-    run: Run,
+    run: Run | Path | str,
     *,
     json: bool = False,
     profile: Path | str | None = None,
@@ -175,6 +189,7 @@ def fit(
     """Trains a run, or resumes it from the last checkpoint in its directory.
 
     Args:
+      run: a run, or the path of a config file.
       json: print records as JSON instead of a progress bar.
       profile: a folder for a trace of a few steps.
       dump_hlo: a file for the compiled step's text.
@@ -208,10 +223,12 @@ def fit(
     check_joined()
     received = Signals()
     with received.listening() if signals else nullcontext():
-        return _fit(run, json, _path(profile), _path(dump_hlo), callbacks, received)
+        return _fit(as_run(run), json, _path(profile), _path(dump_hlo), callbacks, received)
 
 
 def _path(path: Path | str | None) -> Path | None:
+    if path is not None and (problem := remote(path)):
+        raise ConfigError("; ".join(problem))
     return None if path is None else Path(path)
 
 
@@ -227,11 +244,17 @@ def _fit(
     shows = not json and jax.process_index() == 0
     saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about)
     recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
-    with hold(run.run_dir), recording as records, saving as saved, _copies(prepared, about) as copies:
+    order = _order(run, _newest_described(run.run_dir / FOLDER))
+    with hold(run.run_dir), recording as records, saving as saved, _copies(prepared, about, order) as copies:
         beginning = _beginning(prepared, saved, copies)
+        _keep_model_files(run)
+        if isinstance(beginning, Beginning) and beginning.is_resumed(saved.directory):
+            order = _order(run, beginning.source)
+        saved.about = replace(about, first_row=order.first, order=order.as_json())
         if shows:
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed)
+        train_data = train_data.in_order(order)
         cursor = cursor_of(run.run_dir)
         cursor.at(0, "compiles")
         with busy("compiling the step") if shows else nullcontext():
@@ -269,6 +292,21 @@ def _fit(
     return state
 
 
+def _keep_model_files(run: Run) -> None:
+    """Copies the tokenizer and the templates of the model that `init` names, in the first process.
+
+    Raises:
+      ConfigError: the data are encoded as other ids than those of the model.
+    """
+    init = run.init
+    folder = model_files(init.from_hf, init.from_checkpoint, run.run_dir) if init else None
+    if folder is None:
+        return
+    check_ids(folder, run.data.tokenizer)
+    if jax.process_index() == 0:
+        keep_model_files(folder, run.run_dir)
+
+
 def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:
     """Gives a step the teacher's parameters, and reads nothing else from the teacher's checkpoint."""
     include = ["opt_state.ema.**"] if teacher.run.optim.ema else ["params.**"]
@@ -280,12 +318,35 @@ def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:
     return replace(step, given={TEACHER: jax.tree.map(put, averaged(state), step.given[TEACHER])})
 
 
-def _copies(prepared: Prepared, about: CheckpointMetadata) -> AbstractContextManager[Copies | None]:
+def _newest_described(folder: Path) -> Checkpoint | None:
+    """The run's last checkpoint whose metadata can be read; a damaged one is reported later."""
+    for step in reversed(steps(folder)):
+        with suppress(CheckpointError):
+            _ = (checkpoint := Checkpoint(folder / str(step))).meta
+            return checkpoint
+    return None
+
+
+def _order(run: Run, source: Checkpoint | None) -> Order:
+    """Which row of the data is read when, by a run that goes on from one of its checkpoints.
+
+    Raises:
+      DataError: rows would be read twice, or not at all; see `order.resumed`.
+    """
+    if source is None or not source.step or source.step >= run.num_steps:
+        return Order()
+    now = run.data.model_dump(mode="json")
+    return resumed(source.meta["data"], source.meta["config"]["data"], now, source.step, run.seed)
+
+
+def _copies(
+    prepared: Prepared, about: CheckpointMetadata, order: Order
+) -> AbstractContextManager[Copies | None]:  # fmt: skip
     """The copies of the state in the memory of the hosts, if the run makes any."""
     run = prepared.run
     if run.checkpoints.memory_every is None:
         return nullcontext()
-    fixed = {"config": about.config, "data files": about.files}
+    fixed = {"config": about.config, "data files": about.files, "order": order.as_json()}
     return opened(run.run_dir, run.run_dir / FILE, prepared.placement.structs, fixed)
 
 
@@ -302,10 +363,12 @@ def _beginning(
     init = prepared.run.init
     if copies and (copy := copies.newest(saved.latest() or 0)):
         return CopiedBeginning(copies, copy)
-    source = saved.newest(partial(saved_structs, prepared))
+    source = None if _is_converted(prepared.run) else saved.newest(partial(saved_structs, prepared))
     include: Sequence[str] = EVERYTHING
     exclude: Sequence[str] = ()
     if source is None and init and init.from_hf:
+        if not init.from_hf.is_dir():
+            raise ConfigError(_no_folder(init.from_hf))
         pretrained = replace(open_pretrained(init.from_hf), is_upcycled=init.upcycle)
         pretrained.check(prepared.run.model)
         return PretrainedBeginning(prepared, pretrained)
@@ -313,12 +376,48 @@ def _beginning(
         source = find(init.from_checkpoint, init.include)
         include = init.include
         exclude = init.exclude
+        if prepared.run.lora and not any(map(is_lora, source.described)):
+            exclude = (*exclude, "params.**.lora.*")  # a model without LoRA is where LoRA begins
     if source is None:
+        _check_not_random(prepared.run)
         return None
     data_changed = _data_changed(prepared.run, source, saved)
     beginning = Beginning(prepared, source, include, exclude, saved.about.config, data_changed)
     _ = beginning.selection
     return beginning
+
+
+def _is_converted(run: Run) -> bool:
+    """Whether the run directory holds the model that `init` names, and no step of training.
+
+    Its optimizer state is not restored: LoRA, `freeze` and another optimizer have another one.
+    """
+    init = run.init
+    is_own = init and init.from_checkpoint and init.from_checkpoint.resolve() == run.run_dir.resolve()
+    return bool(is_own) and steps(run.run_dir / FOLDER) == [0]
+
+
+def _check_not_random(run: Run) -> None:
+    """Refuses to freeze random parameters for the whole run.
+
+    Raises:
+      ConfigError: the run has LoRA or `freeze`, and starts from no checkpoint.
+    """
+    frozen = [one for one in run.freeze if one.until is None]
+    if run.lora or frozen:
+        key = "lora" if run.lora else "freeze"
+        what = (
+            f"{key} freezes parameters, which would stay random: {run.run_dir} has no checkpoint, and init is not set"
+        )
+        raise ConfigError(f"{what}; init.from_checkpoint=RUN, or init.from_hf=FOLDER")
+
+
+def _no_folder(from_hf: Path) -> str:
+    """The error for `init.from_hf` where there is no folder; a name of the Hub is a likely mistake."""
+    problems = [f"init.from_hf: there is no folder {from_hf}", nearby(from_hf)]
+    if len(from_hf.parts) == 2 and not from_hf.parent.exists():
+        problems.append(f"nothing is downloaded: `hf download {from_hf} --local-dir FOLDER`, then init.from_hf=FOLDER")
+    return "\n  ".join(filter(None, problems))
 
 
 def _data_changed(run: Run, source: Checkpoint, saved: Checkpoints) -> list[str]:

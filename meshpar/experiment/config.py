@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pydantic
@@ -13,6 +14,7 @@ from meshpar import config
 from meshpar.checkpoint.retention import Retention
 from meshpar.config import Coerced, Config, FilePath, Positive, Section, Seed, Strings, default
 from meshpar.cost.memory import Widths
+from meshpar.errors import CheckpointError, ConfigError
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
 from meshpar.interop.flax_model import Import
@@ -89,13 +91,14 @@ class Init(Config):
     """The source of the initial parameters: a checkpoint or a Hugging Face folder. Others are initialized at random."""
 
     from_checkpoint: Coerced[Path | None, str] = default(None)
-    """A checkpoint; or a run directory, whose last checkpoint is used."""
+    """A local checkpoint; or a run directory, whose last checkpoint is used. Relative to the working directory."""
     include: Strings = default(("params.**",))
     """Globs of the paths in the train state to restore."""
     exclude: Strings = default(())
     """Globs of paths not to restore although `include` matches them, such as a new head: `params.head.**`."""
     from_hf: Coerced[Path | None, str] = default(None)
-    """A folder with `config.json` and safetensors files, as Hugging Face's libraries write it. It is read in place."""
+    """A local folder with `config.json` and safetensors files, as Hugging Face's libraries write it. Relative to the
+    working directory. It is read in place; nothing is downloaded."""
 
     upcycle: bool = False
     """Copies the MLP of each block of the dense model in `from_hf` into each of its experts (Komatsuzaki et al. 2022,
@@ -113,8 +116,10 @@ class Init(Config):
 class Run(Config):
     """A training run: everything that a config file specifies."""
 
+    supplied: ClassVar = {"model": "init"}
+
     model: Section[Model]
-    """The model: one of meshpar's, or a Flax model of your own."""
+    """The model: one of meshpar's, or a Flax model of your own. Sizes that are missing are those of `init`."""
     loss: Coerced[LossConfig, str | dict[str, Any]] = default(LossConfig())
     """The loss to minimize."""
     data: Section[Data]
@@ -153,7 +158,8 @@ class Run(Config):
     seed: Seed = 0
     """Determines the initial parameters, dropout and the order of the data."""
     run_dir: FilePath
-    """Directory for metrics and checkpoints. A run resumes from the last checkpoint in it."""
+    """Local directory for metrics and checkpoints, relative to the working directory. A run resumes from the last
+    checkpoint in it."""
     log_every: Positive = 10
     """Steps between records of the training loss."""
     eval_every: Positive | None = None
@@ -172,6 +178,20 @@ class Run(Config):
     """Steps between comparisons of replicated state on all its devices, which find silent corruption; null for none."""
     loggers: Coerced[tuple[Logger, ...], Sequence[Logger | str | dict[str, Any]]] = default((TensorBoard(),))
     """Loggers that receive the records besides `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow, prometheus."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _model_of_init(cls, data: Any) -> Any:
+        """Takes the keys of `model` that are missing from the source that `init` names, if any size is missing."""
+        if not isinstance(data, dict) or isinstance(data.get("model"), pydantic.BaseModel):
+            return data
+        model = data.get("model") or {}
+        init = data.get("init")
+        init = init.model_dump() if isinstance(init, Init) else init
+        if not isinstance(init, dict) or not isinstance(model, dict) or not SIZES - model.keys():
+            return data
+        found = _model_in(init, data.get("run_dir"))
+        return data | {"model": found | model} if model.get("kind", found.get("kind")) == found.get("kind") else data
 
     @pydantic.model_validator(mode="after")
     def _evaluates_before_it_stops(self) -> Run:
@@ -197,8 +217,38 @@ class Run(Config):
         )
 
 
-def load(path: Path | str, overrides: Sequence[str] = ()) -> Run:
-    """Reads a config file, with `key=value` overrides.
+SIZES = {"num_layers", "hidden_size", "num_heads", "intermediate_size"}
+"""Keys that a `model` of meshpar's needs; where one is missing, `init` may name a model that has them."""
+
+
+def _model_in(init: dict[str, Any], run_dir: Any) -> dict[str, Any]:
+    """The `model` of the folder or of the checkpoint that `init` names; empty if it names none.
+
+    Raises:
+      CheckpointError: it is not there, and there is no checkpoint in `run_dir`: a run that resumes needs no source.
+    """
+    folder, checkpoint = init.get("from_hf"), init.get("from_checkpoint")
+    try:
+        if isinstance(folder, (str, Path)):
+            from meshpar.interop.huggingface import open_pretrained
+
+            return open_pretrained(Path(folder)).model.model_dump(mode="json")
+        return _model_of(checkpoint) if isinstance(checkpoint, (str, Path)) else {}
+    except CheckpointError:
+        if isinstance(run_dir, (str, Path)):
+            with suppress(CheckpointError):
+                return _model_of(run_dir)
+        raise
+
+
+def _model_of(checkpoint: str | Path) -> dict[str, Any]:
+    from meshpar.checkpoint.saved import find
+
+    return find(Path(checkpoint), include=()).meta["config"]["model"]
+
+
+def load(path: Path | str, overrides: Sequence[str] | str = ()) -> Run:
+    """Reads a config file, with `key=value` overrides: a list, or a single one.
 
     Raises:
       ConfigError: lists every problem of the config; or it names code that `interop.user_code` does not permit.
@@ -208,6 +258,7 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Run:
       >>> run.num_steps, run.optim.lr
       (50, 0.001)
     """
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     loaded = config.load(Run, path, overrides)
     targets = {("model.target",): getattr(loaded.model, "target", None), ("loss", "loss.target"): loaded.loss.target}
     for keys, target in targets.items():
@@ -215,3 +266,16 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Run:
             is_on_command_line = any(f"{key}={target}" in overrides for key in keys)
             user_code.permit(target, None if is_on_command_line else Path(path))
     return loaded
+
+
+def as_run(run: Run | Path | str) -> Run:
+    """The run itself, or the one in a config file.
+
+    Raises:
+      ConfigError: see `load`; or `run` is something else.
+    """
+    if isinstance(run, Run):
+        return run
+    if isinstance(run, (Path, str)):
+        return load(run)
+    raise ConfigError(f"expected a Run or the path of a config file, not {type(run).__name__}")

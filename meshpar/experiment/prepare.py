@@ -28,25 +28,29 @@ from meshpar.inspection.findings.planned import planned_by
 from meshpar.inspection.inspect import Inspection, axes_name
 from meshpar.inspection.program.hlo import Collective as Sent
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
-from meshpar.models.contract import Vocabulary
+from meshpar.models.contract import ModelProgram, Vocabulary
 from meshpar.nn.lora import is_lora
 from meshpar.nn.quantized_kernel import is_quantized
 from meshpar.nn.supported import check_supported
+from meshpar.optim.base import Matrix
 from meshpar.optim.ema import with_ema
 from meshpar.optim.freeze import Freeze, for_good, frozen_until
 from meshpar.optim.master import with_master
 from meshpar.optim.pruning import with_pruning
 from meshpar.optim.rounding import with_stochastic_rounding
+from meshpar.optim.uses import matrices
+from meshpar.parallel.context import tracing
 from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.precision import stored_in, wide_dtype
 from meshpar.parallel.strategies import Parallel
 from meshpar.parallel.trainable import without
 from meshpar.sharding.resolve import AnyMesh, platform_of
+from meshpar.sharding.spec import ArraySpec
 from meshpar.train.error_feedback import SLICES
 from meshpar.train.gradients import STALE
 from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Distill
-from meshpar.train.step import Step, Update
+from meshpar.train.step import Step, Update, with_rows
 from meshpar.train.teacher import Teacher, unstaged
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths, human_bytes
@@ -57,6 +61,8 @@ class Prepared(Training):
     """A run that was checked against a mesh: its placements, and the communication and FLOPs of its traced step."""
 
     run: Run
+    kinds: Any
+    """Tree of `Matrix` like the parameters: by the names of dims, or by the use in an imported model's loss."""
     taught_by: Prepared | None = None
     """The training of the teacher, on the same mesh."""
 
@@ -160,6 +166,13 @@ class Prepared(Training):
         return found
 
     @property
+    def updates(self) -> dict[str, str]:
+        """Path -> what updates the parameter, and whether its weight decays, as text."""
+        never = for_good(self.frozen)
+        kinds = dict(zip(flatten_with_paths(self.specs), jax.tree.leaves(self.kinds), strict=True))
+        return {path: "frozen" if path in never else self.run.optim.describe(kind) for path, kind in kinds.items()}
+
+    @property
     def about(self) -> CheckpointMetadata:
         """The description of the run in its checkpoints."""
         run = self.run
@@ -260,7 +273,7 @@ def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
 
 
 def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
-    model = run.model.program(task_of(run))
+    model = run.model.program(replace(task_of(run), mesh=mesh))
     dtype = np.dtype(run.precision.params)
     state_paths = model.state.paths if model.state else ()
     specs = stored_in(model.specs, dtype, state_paths)
@@ -279,7 +292,9 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     is_stochastic = run.precision.rounding == "stochastic"
     computed = wide_dtype(np.dtype(run.precision.compute)) if is_stochastic else master
     ctx = replace(run.context(mesh), rules=model.rules, activation_dims=model.activation_dims)
-    tx = _optimizer(run, specs, frozen, computed)
+    by_name = jax.tree.map(lambda spec: Matrix.of(spec.dims), specs)
+    kinds = by_name if run.model.has_own_layers else jax.tree.map(_is_table_by_either, _by_use(run, model), by_name)
+    tx = _optimizer(run, specs, frozen, computed, kinds)
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
     batch_specs = run.model.batch_specs(run.data.batch_size, run.data.seq_len)
     local = run.parallel.local
@@ -310,18 +325,40 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         is_offloaded=run.offload.optimizer == "host",
         taught_by=taught_by,
         rounds=local.rounds(run.num_steps, run.optim.learning_rate(run.num_steps)) if local else None,
+        kinds=kinds,
     )
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 
 
-def _optimizer(run: Run, specs: Any, frozen: Any, computed: Any) -> optax.GradientTransformation:
+def _by_use(run: Run, model: ModelProgram) -> Any:
+    """How an imported model's loss uses each parameter, see `optim.uses`: a tree of `Matrix`."""
+
+    def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+
+    params, carried = jax.tree.map(struct, (model.specs, model.carried))
+    batch = {name: struct(spec) for name, spec in run.model.batch_specs(run.data.batch_size, run.data.seq_len).items()}
+    rows = jax.eval_shape(with_rows, {name: x for name, x in batch.items() if name not in run.data.omitted})
+    key = jax.eval_shape(partial(step_key, run.seed), 0) if model.uses_rng else None
+    with tracing(None):
+        loss = jax.make_jaxpr(lambda *arguments: model.loss(*arguments).loss)(params, rows, key, carried)
+    return matrices(loss, params)
+
+
+def _is_table_by_either(by_use: Matrix, by_name: Matrix) -> Matrix:
+    """The head of a model is a table too, which its names say, but its use does not."""
+    return replace(by_use, is_table=by_use.is_table or by_name.is_table)
+
+
+def _optimizer(run: Run, specs: Any, frozen: Any, computed: Any, kinds: Any) -> optax.GradientTransformation:
     """The optimizer of all parameters that are not frozen for good.
 
     Args:
       computed: the dtype in which the optimizer computes; None for the dtype of the parameters.
+      kinds: see `Prepared`.
     """
     never = for_good(frozen)
-    dims = jax.tree.map(lambda spec: spec.dims, without(specs, never))
+    dims = without(kinds, never)
     until = without(frozen, never) if frozen else None
     tx = run.optim.build(run.num_steps, dims, until if any(jax.tree.leaves(until)) else None)
     if run.prune:

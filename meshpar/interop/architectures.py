@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import pydantic
 
 from meshpar.errors import Problems, excerpt, nearest
 from meshpar.models import KINDS
+from meshpar.models.config_classes import CONFIG_CLASSES
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import LARGEST, Architecture, Json
+from meshpar.models.foreign import LARGEST, REQUIRED, WITHOUT_EFFECT, Architecture, Json
 from meshpar.nn.transformer import TRAINING_FIELDS
 
 MODELS: dict[str, type[DecoderModel]] = {
@@ -20,6 +22,8 @@ MODELS: dict[str, type[DecoderModel]] = {
     for model_type in kind.architectures()
 }
 """`model_type` -> the kind of model that computes it. Exports write the first of several that compute the same."""
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of `config.json` that belong to the tokenizer."""
 ARCHITECTURES = {model_type: kind.architectures()[model_type] for model_type, kind in MODELS.items()}
 
 
@@ -30,7 +34,7 @@ def read(config: Json, where: str, problems: Problems, most_layers: int = LARGES
       where: the file's name in the problems.
       most_layers: an upper bound on the number of layers: 1e9 layers are refused before their tensors are listed.
     """
-    kind = config.get("model_type")
+    kind = kind_of(config)
     found = Problems()
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         near = nearest(str(kind), ARCHITECTURES)
@@ -38,18 +42,65 @@ def read(config: Json, where: str, problems: Problems, most_layers: int = LARGES
         problems.add(f"{where}: model_type", f"{kind!r} is not supported", fix)
         return None
     architecture = ARCHITECTURES[kind]
-    given = {key: value for key, value in config.items() if value is not None}
-    sizes = {field: given[key] for key, field in architecture.keys.items() if key in given}
+    given = completed(config, kind, found)
+    sizes = {field: given[key] for key, field in architecture.keys.items() if given.get(key) is not None}
+    num_found = len(found)
     _check_sizes(sizes, architecture, most_layers, found)
-    extra = _extra(architecture, given, found) if not found else {}
+    extra = _extra(architecture, given, found) if len(found) == num_found else {}
     model = None
     try:
         model = pydantic.TypeAdapter(MODELS[kind]).validate_json(json.dumps(extra | sizes), strict=True)
     except pydantic.ValidationError as invalid:
         _report(invalid, {field: key for key, field in architecture.keys.items()}, found)
+    if model is not None:
+        _check_layer_types(config, kind, model, found)
     for problem in found.found:
         problems.add(f"{where}: {problem.where}", problem.what, problem.fix)
     return None if found else model
+
+
+def _check_layer_types(config: Json, kind: str, model: DecoderModel, found: Problems) -> None:
+    """Reports types of layers that the class does not have: its layers have one window, or none."""
+    types = config.get("layer_types")
+    own = "full_attention" if model.window is None else "sliding_attention"
+    if "layer_types" in CONFIG_CLASSES[kind].defaults or not isinstance(types, list) or {*map(str, types)} <= {own}:
+        return
+    what = f"is {excerpt(repr(types))}, and {CONFIG_CLASSES[kind].called} computes {own} in every layer"
+    found.add("layer_types", what, "leave it out, to compute what transformers does")
+
+
+def kind_of(config: Json) -> Any:
+    """The kind of model that transformers makes of a `config.json`: Mistral with `layer_types` is Ministral."""
+    kind = config.get("model_type")
+    return "ministral" if kind == "mistral" and "layer_types" in config else kind
+
+
+def completed(config: Json, kind: str, found: Problems) -> Json:
+    """The values that transformers' config class has after it read a `config.json`.
+
+    Other names of a key are replaced by its own name, and a missing key has the default of the class. Keys that the
+    class does not have are left out: transformers does not read them either.
+    """
+    own = CONFIG_CLASSES[kind]
+    defaults = own.defaults
+    called = {alias: key for alias, key in own.aliases.items() if key in defaults}
+    called |= {key: alias for alias, key in own.aliases.items() if key not in defaults}
+    given: Json = {}
+    for key, value in config.items():
+        name = called.get(key, key)
+        if name not in defaults and name not in own.beside:
+            continue
+        if name in given and given[name] != value:
+            found.add(key, f"is {excerpt(repr(value))}, and {name}, the same setting, is {excerpt(repr(given[name]))}")
+        if value is None and name in defaults and name not in own.nullable and name not in WITHOUT_EFFECT:
+            found.add(key, f"is null, which {own.called} does not allow", f"{key}: {json.dumps(defaults[name])}")
+        given[name] = value
+    for key, value in REQUIRED.items():
+        if given.get(key) is not None and given[key] != value:
+            what = f"is {excerpt(repr(given[key]))}, and only {json.dumps(value)} is supported"
+            fix = "download the checkpoint in bfloat16" if key == "quantization_config" else ""
+            found.add(key, what, fix)
+    return {**defaults, **given}
 
 
 def _check_sizes(sizes: Json, architecture: Architecture, most_layers: int, found: Problems) -> None:
@@ -71,8 +122,6 @@ def _extra(architecture: Architecture, given: Json, found: Problems) -> Json:
     except pydantic.ValidationError as invalid:
         _report(invalid, {}, found)
         return {}
-    if read.quantization_config:
-        found.add("quantization_config", "quantized checkpoints are not supported", "download the one in bfloat16")
     return architecture.read(read, found)
 
 
@@ -92,9 +141,11 @@ def write(model: DecoderModel, original: Json | None = None) -> Json | None:
     """Returns a `config.json` for a model; None if no architecture computes the same.
 
     Args:
-      original: the config that the model may have been read from. If it still describes the model, it is returned.
+      original: the config that the model may have been read from. If it still describes the model, it is returned;
+        otherwise its special ids are kept.
     """
-    for config in [original or {}, *(_written(model, kind) for kind in model.architectures())]:
+    ids = {key: value for key, value in (original or {}).items() if key in IDS}
+    for config in [original or {}, *(_written(model, kind) | ids for kind in model.architectures())]:
         described = read(config, "", Problems(), model.num_layers)
         if described is not None and canonical(described) == canonical(model):
             return config

@@ -18,7 +18,7 @@ import numpy as np
 from meshpar.checkpoint.durable import sync, sync_tree
 from meshpar.errors import CheckpointError, Problems
 from meshpar.interop import architectures
-from meshpar.interop.folder import check_inside, read_json
+from meshpar.interop.folder import MODEL_FILES, check_inside, read_json
 from meshpar.interop.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, names_of, numbered
 from meshpar.interop.safetensors import Written, write
 from meshpar.models.decoder import DecoderModel
@@ -90,6 +90,16 @@ def check_free(folder: Path) -> None:
     """Raises CheckpointError if the folder exists."""
     if os.path.lexists(folder):
         raise CheckpointError(f"{folder} exists, and nothing is overwritten: choose another name, or remove it")
+
+
+def keep_model_files(source: Path, run_dir: Path) -> None:
+    """Copies the `config.json`, the tokenizer and the templates of a model into a run directory, if it has none yet."""
+    kept = run_dir / MODEL_FILES
+    if kept.exists() or not (source / CONFIG).is_file():
+        return
+    with whole_or_not(kept) as made:
+        copy_companions(source, made)
+        shutil.copyfile(source / CONFIG, made / CONFIG)
 
 
 def copy_companions(source: Path | None, to: Path) -> None:

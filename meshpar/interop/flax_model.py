@@ -22,6 +22,7 @@ from meshpar.interop.training import Init, arrays_of, check_axes, specs_of, take
 from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupported, Vocabulary
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.data import gather_in_layer
+from meshpar.sharding.resolve import with_largest
 from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loss import Batch, Loss, LossSums, next_token_loss
 
@@ -67,6 +68,7 @@ class Import(ModelContract):
         with user_code.blamed(self.target):
             user = _built(self, task.seq_len)
             specs, carried, keys = specs_of(user.init, user.carried, task.seed, self.dims)
+        specs = with_largest(specs, task.rules, task.mesh) if task.mesh else specs
         on_shards = partial(_gathered, dims=jax.tree.map(lambda spec: spec.dims, specs)) if self.manual else _as_is
         as_sums = partial(with_loss_sums, arrays=set(ARRAYS), carries=bool(carried), keys=keys, axes=self.axes)
         if task.loss.target is None:

@@ -11,6 +11,8 @@ from meshpar.errors import Problems
 from meshpar.regular import open_regular
 
 LONGEST_JSON = 100_000_000
+MODEL_FILES = "hugging_face"
+"""The folder in a run directory with the `config.json`, the tokenizer and the chat template of the run's model."""
 
 
 def check_inside(folder: Path, name: str) -> None:

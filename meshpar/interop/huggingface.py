@@ -32,6 +32,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+HEAD = "lm_head.weight"
 # Buffers that older versions of transformers saved with the parameters: masks and rotary frequencies. They are ignored.
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -261,6 +262,8 @@ def open_pretrained(folder: Path) -> Pretrained:
         unknown tensor, or a shape that differs from the config's.
     """
     problems = Problems()
+    if not folder.exists():
+        raise CheckpointError(f"{folder} cannot be imported: there is no such folder{hub_hint(folder)}")
     config = read_json(folder, CONFIG, problems)
     found = _tensors(folder, problems)
     most_layers = len(found) or architectures.LARGEST  # a layer has at least one
@@ -274,10 +277,45 @@ def open_pretrained(folder: Path) -> Pretrained:
     }
     _check_num_experts(tensors, names, model, problems)
     problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
+    model = _with_own_head(model, tensors, names[0][0])
+    names = names_of(model, config["model_type"])
     expected = dict(_expected(model, names))
     _compare(folder, tensors, expected, model, problems)
     problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
     return Pretrained(folder, config, model, {name: tensors[name] for name in expected})
+
+
+def hub_hint(path: Path) -> str:
+    """How to get a model that is named as on the Hugging Face Hub, `owner/name`; empty for other paths."""
+    owner, _, name = str(path).partition("/")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) or Path(owner).exists():
+        return ""
+    get = f"hf download {path} --local-dir {name}"
+    return f". Nothing is downloaded: if it is a name on the Hugging Face Hub, run {get}, and name the folder {name}"
+
+
+def _with_own_head(model: DecoderModel, tensors: dict[str, Tensor], embedding: str) -> DecoderModel:
+    """The model as transformers loads it if its config ties the output projection to the embedding.
+
+    If the file has both, and they differ, neither is replaced. If it has only the output projection, that is both.
+    """
+    if not model.tie_embeddings or HEAD not in tensors:
+        return model
+    if embedding not in tensors:
+        tensors[embedding] = tensors[HEAD]
+        return model
+    return (
+        model if _are_equal(tensors[HEAD], tensors[embedding]) else model.model_copy(update={"tie_embeddings": False})
+    )
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two matrices are equal. They are compared by some rows at a time."""
+    if one.shape != other.shape or len(one.shape) != 2:
+        return False
+    step = max(1, 2**24 // max(1, one.shape[1]))
+    blocks = (slice(begin, min(begin + step, one.shape[0])) for begin in range(0, one.shape[0], step))
+    return all(np.array_equal(one.read(rows), other.read(rows)) for rows in blocks)
 
 
 def _tensors(folder: Path, problems: Problems) -> dict[str, Tensor]:
@@ -347,7 +385,7 @@ def _compare(
     for name, shape in expected.items():
         tensor = tensors.get(name)
         if tensor is None:
-            fix = "or tie_word_embeddings: true is missing there" if name == "lm_head.weight" else ""
+            fix = "or tie_word_embeddings: true is missing there" if name == HEAD else ""
             problems.add(name, f"is missing; {CONFIG} requires {list(shape)}", fix)
         elif tensor.shape != shape:
             of_vocabulary = model.vocab_size in shape and model.vocab_size not in tensor.shape
@@ -355,7 +393,7 @@ def _compare(
             problems.add(name, f"is {list(tensor.shape)} in {tensor.file.name}, {CONFIG} requires {list(shape)}", fix)
         elif tensor.dtype.name not in FLOATS:
             problems.add(name, f"is {tensor.dtype} in {tensor.file.name}, and only {', '.join(FLOATS)} are read")
-    tied = {"lm_head.weight"} if model.tie_embeddings else set()
+    tied = {HEAD} if model.tie_embeddings else set()
     for name in tensors.keys() - expected.keys() - tied:
         if not name.endswith(BUFFERS):
             problems.add(name, f"is in {tensors[name].file.name}, but is no parameter of this model")

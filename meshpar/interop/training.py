@@ -27,8 +27,8 @@ from meshpar.parallel.context import ParallelContext, current
 from meshpar.parallel.context import manual as manual_context
 from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.strategies import Parallel
-from meshpar.sharding.resolve import AnyMesh
-from meshpar.sharding.rules import AxisRules
+from meshpar.sharding.resolve import AnyMesh, with_largest
+from meshpar.sharding.rules import UNNAMED, AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import batch_specs
 from meshpar.train.loss import Batch, Loss, LossSums, as_loss_sums, warn_of_masks
@@ -36,8 +36,6 @@ from meshpar.train.step import Update
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths, map_with_path, matching
 
-UNNAMED = "unnamed"
-"""The name of dims that neither the model nor the user names. `AxisRules(..., unnamed=())` replicates them."""
 AXIS_NAME = "batch"
 """An axis name of size 1 for losses that need one, as in `BatchNorm(axis_name="batch")`. The batch has all rows."""
 
@@ -77,8 +75,8 @@ def training(
     tx: optax.GradientTransformation,
     batch: Mapping[str, Any],
     *,
-    mesh: MeshLayout | AnyMesh,
-    rules: AxisRules,
+    mesh: MeshLayout | AnyMesh | dict[str, Any] | str,
+    rules: AxisRules | Sequence[str] | str,
     dims: Dims | None = None,
     batch_dims: Dims | None = None,
     activation_dims: Sequence[str] = (),
@@ -109,8 +107,9 @@ def training(
       tx: any Optax transformation. Its update also gets `value`, `grad`, `value_fn`, `grad_fn` and `step`, if it has
         such arguments.
       batch: an example batch: name -> array or struct. The first dim of each array is its rows.
-      mesh: the mesh; a `MeshLayout` is built on the available devices.
-      rules: dim -> mesh axes.
+      mesh: the mesh; a `MeshLayout`, or its sizes as in `"data=2 tensor=4"`, is built on the available devices.
+      rules: dim -> mesh axes, or the names of presets. The rule `largest=[axes]` shards the largest dim of each parameter
+        without names that the axes divide, as PyTorch's FSDP does; the rule `unnamed=[]` replicates such parameters.
       dims: path glob -> a name for each dim of the arrays that it matches. The first match applies, and overrides the
         model's declaration. A dim without a name is called `unnamed`.
       batch_dims: array of the batch -> a name for each of its dims; by default only the first dim is sharded, as
@@ -153,8 +152,10 @@ def training(
       >>> int(state.step)
       1
     """
-    dcn = mesh.dcn.sizes if isinstance(mesh, MeshLayout) and mesh.dcn else {}
-    mesh = mesh.build() if isinstance(mesh, MeshLayout) else mesh  # before JAX is used: build() may simulate devices
+    layout = MeshLayout.of(mesh) if isinstance(mesh, (MeshLayout, dict, str)) else None
+    dcn = layout.dcn.sizes if layout and layout.dcn else {}
+    mesh = layout.build() if layout else mesh  # before JAX is used: build() may simulate devices
+    rules = AxisRules.model_validate(rules)
     check_axes(axes or {})
     ctx = ParallelContext(
         mesh=mesh,
@@ -173,6 +174,7 @@ def training(
     specs, carried_specs, keys = specs_of(init, carried, seed, dims or {})
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
         raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have this dim too; remove it")
+    specs = with_largest(specs, rules, mesh)
     names = set(batch)
     made = Training(
         specs=specs,

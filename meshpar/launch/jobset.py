@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from meshpar.config import to_yaml
-from meshpar.errors import ConfigError, Problems
+from meshpar.errors import ConfigError, Problems, control_character
 from meshpar.mesh.join import BIND, INTERRUPTED, PROCESS, Place
 
 WORKERS = "worker"
@@ -60,6 +60,12 @@ class JobSet:
         if len(self.name) > LONGEST_NAME or not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", self.name):
             fix = f"at most {LONGEST_NAME} of a-z, 0-9 and -; it begins with a letter and ends with a letter or digit"
             problems.add("--name", f"{self.name} is not a name of Kubernetes", fix)
+        volumes = [f"{claim}:{path}" for claim, path in self.volumes.items()]
+        limits = [f"{resource}={quantity}" for resource, quantity in self.limits.items()]
+        for option, texts in {"--image": [self.image], "--volume": volumes, "--limit": limits}.items():
+            for text in texts:
+                if control := control_character(text):
+                    problems.add(f"{option} {text}", f"contains the control character {control}", "leave it out")
         if self.run_dir and not any(self.run_dir.is_relative_to(path) for path in self.volumes.values()):
             fix = "--volume CLAIM:PATH, and a run_dir in PATH"
             problems.add("run_dir", f"{self.run_dir} is in no volume: it would be lost with its pod", fix)
@@ -113,7 +119,8 @@ class JobSet:
         container: dict[str, Any] = {
             "name": CONTAINER,
             "image": self.image,
-            "command": ["meshpar", *self.command],
+            # Kubernetes replaces $(NAME) by the value of a variable, and $$ by $.
+            "command": ["meshpar", *(word.replace("$", "$$") for word in self.command)],
             "env": self._variables(),
             "ports": [{"containerPort": PORT}],
         }

@@ -1,4 +1,7 @@
-"""Copies the output of a process to the terminal as it arrives, and to a log line by line."""
+"""Copies the output of a process to the terminal as it arrives, and to a log line by line.
+
+Only the log has what XLA's libraries print about themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,13 @@ from pathlib import Path
 CHUNK_BYTES = 2**16
 END_S = 2.0
 """Seconds for which children of the process may hold its output open after its end."""
+_GLOO = b"[Gloo] Rank "
+_NOISE = re.compile(
+    rb"\[Gloo\] Rank [^\n]*\n"
+    rb"|WARNING: All log messages before absl::InitializeLog[^\n]*\n"
+    rb"|[IW]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [\w./-]+:\d+\] [^\n]*\n"
+)
+"""What XLA's libraries print about themselves: each connection of Gloo, and absl's messages below an error."""
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -48,16 +58,40 @@ def _connection(target: int) -> tuple[int, int]:
     return source, end
 
 
+def without_noise(text: bytes) -> bytes:
+    """The output of a process without the lines that XLA's libraries print about themselves.
+
+    >>> without_noise(b"[Gloo] Rank 0 is connected to 1 peer ranks.\\nW0000 00:00:01.2  7 a.cc:3] x\\nloss 3\\n")
+    b'loss 3\\n'
+    """
+    return _NOISE.sub(b"", text)
+
+
 def _pass_on(source: int, target: int, lines: FileIO) -> None:
     begun = b""
+    held = b""
     with open(source, "rb", buffering=0) as output, suppress(OSError):  # a terminal ends with an error
         while chunk := output.read(CHUNK_BYTES):
             begun += chunk
             *complete, begun = begun.split(b"\n")
             _log(complete, lines)
-            while chunk:
-                chunk = chunk[os.write(target, chunk) :]
+            shown, held = _without_begun_noise(without_noise(held + chunk))
+            _write(target, shown)
+        _write(target, held)
     _log([begun] if begun else [], lines)
+
+
+def _without_begun_noise(text: bytes) -> tuple[bytes, bytes]:
+    """A text without the line of Gloo that it ends in, and that line: Gloo writes it in pieces."""
+    start = text.rfind(_GLOO)
+    if start < 0 or b"\n" in text[start:]:
+        start = next((len(text) - n for n in range(len(_GLOO), 0, -1) if text.endswith(_GLOO[:n])), len(text))
+    return text[:start], text[start:]
+
+
+def _write(target: int, text: bytes) -> None:
+    while text:
+        text = text[os.write(target, text) :]
 
 
 def _log(complete: list[bytes], lines: FileIO) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -9,11 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshpar.errors import ConfigError
+from meshpar.errors import ConfigError, Problems, control_character
 from meshpar.mesh.join import INTERRUPTED
 
 WARNING_S = 120
 """Seconds before the end of its time at which a job receives SIGUSR1, to save a checkpoint."""
+
+
+_OPTION = re.compile(r"--[a-z][a-z-]*(=.*)?|-[A-Za-z]( ?[^\s-].*)?")
+_SAFE = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,9 @@ class Job:
       processes: number of processes on each host.
       logs: the folder of the job's output, with one file per process.
       options: further options of sbatch, such as "--partition=long".
+
+    Raises:
+      ConfigError: lists the options, and the folder, that a batch script cannot contain.
     """
 
     command: Sequence[str]
@@ -33,6 +42,18 @@ class Job:
     processes: int
     logs: Path
     options: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        for option in self.options:
+            if control := control_character(option):
+                problems.add(f"--sbatch {option}", f"contains the control character {control}", "leave it out")
+            elif not _OPTION.fullmatch(option):
+                problems.add(f"--sbatch {option}", "is not one option of sbatch", "write it like --partition=long")
+        if "\\" in str(self.logs) or control_character(str(self.logs)):
+            what = "Slurm cannot write to a file whose name contains a backslash or a control character"
+            problems.add(f"--logs {self.logs}", what, "--logs DIR, or another run_dir")
+        problems.raise_any(ConfigError, "the Slurm job cannot run:")
 
     def __str__(self) -> str:
         """The script, for sbatch.
@@ -58,6 +79,7 @@ class Job:
         exit $code
         <BLANKLINE>
         """
+        logs = str(self.logs).replace("%", "%%")
         options = [
             "--job-name=meshpar",
             f"--nodes={self.nodes}",
@@ -65,14 +87,14 @@ class Job:
             f"--signal=USR1@{WARNING_S}",
             "--requeue",
             "--open-mode=append",
-            f"--output={self.logs}/slurm-%j.log",
+            f"--output={logs}/slurm-%j.log",
             *self.options,
         ]
-        step = ["srun", "--kill-on-bad-exit=1", f"--output={self.logs}/process-%t.log", "meshpar", *self.command]
+        step = ["srun", "--kill-on-bad-exit=1", f"--output={logs}/process-%t.log", "meshpar", *self.command]
         lines = [
             "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in options),
-            shlex.join(step),
+            *(f"#SBATCH {_sbatch_word(option)}" for option in options),
+            " ".join(map(_bash_word, step)),
             "code=$?",
             f"if [ $code -eq {INTERRUPTED} ]; then",
             '  scontrol requeue "$SLURM_JOB_ID"',
@@ -94,3 +116,31 @@ class Job:
         if done.returncode:
             raise ConfigError(f"--slurm: sbatch refuses the job: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout.strip()
+
+
+def _sbatch_word(option: str) -> str:
+    """An option for an `#SBATCH` line. sbatch reads quotes there as a shell does, and a backslash in all quotes.
+
+    >>> print(_sbatch_word("--partition=long"), _sbatch_word('--comment=my "first" job'), _sbatch_word("-p long"))
+    --partition=long --comment="my \\"first\\" job" -p long
+    """
+    name, separator, value = re.fullmatch(r"(--[^=]*|-.)(=| |)(.*)", option).groups()  # pyright: ignore
+    if _SAFE.fullmatch(value) or not value:
+        return option
+    quoted = re.sub(r'(["\\])', r"\\\1", value)
+    return f'{name}{separator}"{quoted}"'
+
+
+def _bash_word(word: str) -> str:
+    """A word for bash. One that would write a control character into the script has it as an escape.
+
+    >>> print(_bash_word("my run.yaml"), _bash_word("two\\nlines"))
+    'my run.yaml' $'two\\nlines'
+    """
+    if not control_character(word):
+        return shlex.quote(word)
+    escapes = {"\n": "\\n", "\t": "\\t", "'": "\\'", "\\": "\\\\"}
+    shown = (
+        escapes.get(c) or (c if c.isprintable() else "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))) for c in word
+    )
+    return f"$'{''.join(shown)}'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from meshpar.launch.elastic import Membership
 from meshpar.launch.workers import Ended
@@ -43,19 +44,27 @@ def supervise(
             size = members.size()
             say(f"meshpar: processes returned; the run continues from checkpoint {newest()} with {size} of them")
             continue
-        if ended.code in FINAL or not restarts:
+        if ended.code in FINAL:
             return ended
         last = newest()
+        if ended.signals or not restarts:
+            return replace(ended, why=f"{ended.why}\n{_way_on(last)}")
         num_alike = num_alike + 1 if last == before else 1
         before = last
         where = "the beginning" if last is None else f"checkpoint {last}"
         if num_alike > ALIKE:
             why = f"{num_alike} attempts in a row failed and none came beyond {where}: the failure is not by chance"
-            return Ended(ended.code, f"{ended.why}\n{why}")
+            return replace(ended, why=f"{ended.why}\n{why}")
         restarts -= 1
         members.lose(ended.num_lost)
         what = _what_follows(members)
         say(f"meshpar: {ended.why}\n  starts again from {where}{what}; {restarts} more restarts are left")
+
+
+def _way_on(last: int | None) -> str:
+    if last is None:
+        return "there is no checkpoint: the same command begins again"
+    return f"the same command resumes from checkpoint {last}"
 
 
 def _what_follows(members: Membership) -> str:

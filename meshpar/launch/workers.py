@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
-from meshpar.launch.relay import relayed
+from meshpar.launch.pace import Pace
+from meshpar.launch.relay import relayed, without_noise
 from meshpar.mesh import cursor
 from meshpar.mesh.cursor import Position
 from meshpar.mesh.join import DUMP, INTERRUPTED, LIFELINE, LOOPBACK, SIGNALS, STACKS, Place
@@ -85,12 +86,14 @@ class Ended:
       why: the process that failed and the reason, in several lines.
       num_lost: how many processes were killed by others, or no longer answered.
       is_asked: whether `each_poll` of `Group.run` ended it.
+      signals: how many signals came to this process meanwhile.
     """
 
     code: int
     why: str = ""
     num_lost: int = 0
     is_asked: bool = False
+    signals: int = 0
 
 
 def never(workers: Sequence[Worker]) -> bool:
@@ -109,7 +112,7 @@ class Group:
       logs: an existing folder.
       port: the port at which the first process listens; None for a free one.
       host: the address of the interface at which the first process listens.
-      hang_s: seconds without a new step after which the program counts as hung.
+      hang_s: seconds without a new step after which the program counts as hung; None to learn it, see `Pace`.
       is_quiet: whether the first process prints nothing to the terminal.
       num_gpus: GPUs of this machine that each process uses; 0 leaves it to JAX.
     """
@@ -118,7 +121,7 @@ class Group:
     num_processes: int
     logs: Path
     port: int | None = None
-    hang_s: float = 300.0
+    hang_s: float | None = None
     host: str = LOOPBACK
     is_quiet: bool = False
     num_gpus: int = 0
@@ -144,7 +147,8 @@ class Group:
                     workers.append(self._start(place, lifeline, stack))
             finally:
                 os.close(lifeline)
-            return self._wait(workers, signals, each_poll)
+            ended = self._wait(workers, signals, each_poll)
+            return replace(ended, signals=len(signals))
 
     @property
     def _cursors(self) -> Path:
@@ -183,10 +187,11 @@ class Group:
         """Waits until all processes have ended, and ends the others when one fails."""
         num_sent = 0
         is_asked = False
+        pace = Pace(self.hang_s)
         while any(worker.code is None for worker in workers):
             # After a signal to all, the first process may take longer than the others to write the checkpoint.
             if failed := _failed([worker for worker in workers if worker.code != INTERRUPTED]):
-                return _end_others(failed, workers)
+                return _killed_by_user(failed) if num_sent > 1 else _end_others(failed, workers)
             if not is_asked and each_poll(workers):
                 is_asked = True
                 _send(workers, signal.SIGTERM)
@@ -195,10 +200,13 @@ class Group:
                 _send(workers, signal.SIGKILL if num_sent else signals[0])
                 num_sent += 1
             positions = [worker.position for worker in workers]
-            if is_hung(positions, self.hang_s):
+            pace.look(positions, time.monotonic())
+            if is_hung(positions, pace.limit_s):
                 return _end_hung(workers, positions)
             time.sleep(POLL_S)
         failed = _failed(workers)
+        if failed and num_sent > 1:
+            return _killed_by_user(failed)
         return replace(_end_others(failed, workers), is_asked=is_asked and not signals) if failed else Ended(0)
 
 
@@ -228,6 +236,12 @@ def _failed(workers: Sequence[Worker]) -> Worker | None:
     return max(failed, key=lambda worker: worker.is_killed, default=None)
 
 
+def _killed_by_user(failed: Worker) -> Ended:
+    """The end of processes that a second signal to this process killed. It is no failure of theirs."""
+    for_all = "a second signal came before the processes had ended, and killed them"
+    return Ended(failed.code or 0, f"{for_all}: the steps since the last checkpoint are lost")
+
+
 def _end_others(failed: Worker, workers: Sequence[Worker]) -> Ended:
     """Ends the peers of a failed process: they wait for it, or are ending after the same signal."""
     num_lost = sum(worker.is_killed for worker in workers)
@@ -242,9 +256,10 @@ def _end_others(failed: Worker, workers: Sequence[Worker]) -> Ended:
     if stayed:
         lines[0] += f"; {_named(stayed)} did not end within {grace_s:.0f} s and got SIGKILL"
     if not failed.is_shown:
-        of_attempt = failed.log.read_text(errors="replace").rpartition(ATTEMPT)[2]
-        quoted = of_attempt.splitlines()[1:][-QUOTED_LINES:]
-        lines += [f"the last lines of {failed.log}:", *(f"  | {line}" for line in quoted)]
+        of_attempt = failed.log.read_bytes().rpartition(ATTEMPT.encode())[2]
+        quoted = without_noise(of_attempt).decode(errors="replace").splitlines()[1:][-QUOTED_LINES:]
+        what = "the last lines of" if quoted else "it printed nothing to"
+        lines += [f"{what} {failed.log}{':' if quoted else ''}", *(f"  | {line}" for line in quoted)]
     return Ended(failed.code or 0, "\n".join(lines), num_lost)
 
 

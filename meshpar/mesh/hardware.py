@@ -74,7 +74,9 @@ class Links:
 
 
 # TPU: jax-ml.github.io/scaling-book/tpus (bandwidths, one way) and /sharding (1 us a hop). GPU: half of NVLink's
-# bidirectional bandwidth as nvidia.com states it, and 400 Gb/s InfiniBand per GPU in DGX systems. Latencies of NVLink
+# bidirectional bandwidth as nvidia.com states it. Across hosts, a DGX has a network adapter for each of its eight GPUs
+# (nvidia.com/en-us/data-center/dgx-h100: 8 of 400 Gb/s; dgx-a100: 8 of 200 Gb/s): the figure is that of one GPU, and
+# a group with m devices on a host has m of them, see `planning.machine`. Latencies of NVLink
 # and networks: the hwLat table of NCCL's tuning model (github.com/NVIDIA/nccl), Ring/Simple.
 _NVLINK_S = 3.4e-6
 _NETWORK_S = 14e-6

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ import pydantic
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from meshpar.config import Config, Section, default
+from meshpar.config import Config, Section, build, default
 from meshpar.errors import MeshError, Problem, Problems
 from meshpar.mesh import process
 
@@ -66,6 +66,18 @@ class MeshLayout(AxisSizes):
 
     dcn: Section[AxisSizes | None] = default(None)
     """Sizes across slices; default: one slice."""
+
+    @classmethod
+    def of(cls, sizes: MeshLayout | dict[str, Any] | str) -> MeshLayout:
+        """The layout of sizes in a mapping, or in a text as on the command line.
+
+        >>> MeshLayout.of("data=2, tensor=4") == MeshLayout.of({"data": 2, "tensor": 4})
+        True
+        """
+        if isinstance(sizes, str):
+            changes = [change.removeprefix("mesh.") for change in sizes.replace(",", " ").split()]
+            return build(cls, {}, f"mesh {sizes!r}", changes)
+        return cls.model_validate(sizes)
 
     @property
     def _across(self) -> dict[str, int]:

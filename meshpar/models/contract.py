@@ -22,6 +22,7 @@ from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.outputs import Outputs
 from meshpar.parallel.pipeline.model import PipelineModel
+from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.data.packing import ARRAYS
@@ -79,6 +80,7 @@ class Task:
       has_documents: whether a row may contain several documents, between which there is no attention.
       adapter: LoRA matrices that are trained instead of the model, which is frozen.
       distill: a teacher model, for distillation.
+      mesh: the mesh of the program that is made; None where none is.
     """
 
     loss: LossConfig
@@ -89,6 +91,7 @@ class Task:
     has_documents: bool = True
     adapter: LoRA | None = None
     distill: Distill | None = None
+    mesh: AnyMesh | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,28 +94,62 @@ class Rope(pydantic.BaseModel):
 
 
 class Given(pydantic.BaseModel):
-    """The keys of a `config.json` that an `Architecture` reads, except sizes. A key that is null counts as missing."""
+    """The keys of a `config.json` that an `Architecture` reads, except sizes.
+
+    The values are those of transformers' config class, with its defaults: see `architectures.completed`. A default here
+    is for keys that a class does not have.
+    """
 
     model_config = pydantic.ConfigDict(strict=True)
 
-    quantization_config: Any = None
     hidden_act: str = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
+    clip_qkv: Number | None = None
+    hidden_size: Size = 0
     num_hidden_layers: Size = 0
+    num_attention_heads: Size = 0
+    head_dim: Size | None = None
     max_position_embeddings: Size | None = None
     sliding_window: Size | None = None
     use_sliding_window: bool = False
-    max_window_layers: Size = 28
-    layer_types: list[Literal["full_attention", "sliding_attention"]] = []
+    max_window_layers: Size = 0
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     rope_parameters: Rope | None = None
     rope_scaling: Rope | None = None
     rope_theta: Number = 10000.0
-    partial_rotary_factor: Number = 1.0
-    n_embd: Size | None = None
+    partial_rotary_factor: Number | None = None
+    n_embd: Size = 0
+    n_inner: Size | None = None
     activation_function: str = "gelu_new"
-    scale_attn_weights: bool = True
-    scale_attn_by_inverse_layer_idx: bool = False
+
+
+REQUIRED: Json = {
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "per_layer_config": None,
+    "quantization_config": None,
+}
+"""Keys of `config.json` of which only one value is supported. Any other value is refused."""
+WITHOUT_EFFECT = frozenset({
+    # of the file, and of what a model returns
+    "transformers_version", "architectures", "dtype", "output_hidden_states", "return_dict", "use_cache",
+    "output_router_logits", "id2label", "label2id", "problem_type",
+    # of training: dropout, the first weights, losses beside that of the next token
+    "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "initializer_range", "router_aux_loss_coef",
+    "router_jitter_noise",
+    # of the way in which the same numbers are computed
+    "chunk_size_feed_forward", "pretraining_tp", "reorder_and_upcast_attn",
+    # of classifiers
+    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    # of `longrope`, which is refused
+    "original_max_position_embeddings",
+    # of generation: `interop.ends` reads the end ids
+    "bos_token_id", "eos_token_id", "pad_token_id",
+})  # fmt: skip
+"""Keys of transformers' config classes that do not change the logits of a model that generates text."""
 
 
 @dataclass(frozen=True)

@@ -67,11 +67,7 @@ def _gpt2(given: Given, found: Problems) -> Json:
     if given.activation_function not in ("gelu_new", "gelu_pytorch_tanh"):
         what = f"{excerpt(repr(given.activation_function))} is not supported for this model, only gelu_new"
         found.add("activation_function", what)
-    if not given.scale_attn_weights:
-        found.add("scale_attn_weights", "only true is supported")
-    if given.scale_attn_by_inverse_layer_idx:
-        found.add("scale_attn_by_inverse_layer_idx", "only false is supported")
-    return {"tie_embeddings": True} | ({"intermediate_size": 4 * given.n_embd} if given.n_embd else {})
+    return {} if given.n_inner else {"intermediate_size": 4 * given.n_embd}
 
 
 WRITTEN: Json = {"activation_function": "gelu_new", "bos_token_id": None, "eos_token_id": None}

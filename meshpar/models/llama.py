@@ -109,7 +109,9 @@ MOST_EXPERTS = 2**16
 
 # Hugging Face's config -------------------------------------------------------------------------------------------
 
-QK_NORMS: Mapping[str, QKNorm] = {"qwen3": True, "olmoe": "all_heads"}
+QK_NORMS: Mapping[str, QKNorm] = {"qwen3": True, "qwen3_moe": True, "olmoe": "all_heads"}
+NEEDS_HEADS_THAT_DIVIDE = ("llama",)
+"""Kinds whose class in transformers refuses a `hidden_size` that is no multiple of the heads, also with `head_dim`."""
 LLAMA_KEYS = {
     "vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
     "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
@@ -126,8 +128,15 @@ def _llama(kind: str) -> Callable[[Given, Problems], Json]:
     def read(given: Given, found: Problems) -> Json:
         if given.hidden_act not in ("silu", "swish"):
             found.add("hidden_act", f"{excerpt(repr(given.hidden_act))} is not supported for this model, only silu")
-        attn_bias = "qkv" if kind == "qwen2" else "all" if kind != "mistral" and given.attention_bias else "none"
-        biases = {"attn_bias": attn_bias, "mlp_bias": kind == "llama" and given.mlp_bias}
+        if (
+            kind in NEEDS_HEADS_THAT_DIVIDE
+            and given.num_attention_heads
+            and given.hidden_size % given.num_attention_heads
+        ):
+            what = f"{given.hidden_size} is not a multiple of num_attention_heads = {given.num_attention_heads}"
+            found.add("hidden_size", f"{what}, as transformers requires for {kind}")
+        attn_bias = "qkv" if kind == "qwen2" else "all" if given.attention_bias else "none"
+        biases = {"attn_bias": attn_bias, "mlp_bias": given.mlp_bias}
         qk_norm = QK_NORMS.get(kind, False)
         return biases | {"qk_norm": qk_norm} | _window(kind, given, found) | _rope(kind, given, found)
 
@@ -141,40 +150,45 @@ class GivenExperts(Given):
     moe_intermediate_size: Annotated[int, pydantic.Field(ge=1, le=LARGEST)] | None = None
     num_local_experts: Annotated[int, pydantic.Field(ge=1, le=MOST_EXPERTS)] | None = None
     num_experts: Annotated[int, pydantic.Field(ge=1, le=MOST_EXPERTS)] | None = None
-    num_experts_per_tok: Annotated[int, pydantic.Field(ge=1, le=MOST_EXPERTS)] = 2
-    norm_topk_prob: bool = False
-    clip_qkv: float | None = None
+    num_experts_per_tok: Annotated[int, pydantic.Field(ge=1, le=MOST_EXPERTS)]
+    norm_topk_prob: bool = True
     decoder_sparse_step: Annotated[int, pydantic.Field(ge=1, le=LARGEST)] = 1
-    mlp_only_layers: list[int] = pydantic.Field(default_factory=list)
+    mlp_only_layers: list[int] | None = None
 
 
 def _experts(kind: str) -> Callable[[Given, Problems], Json]:
-    dense = {"mixtral": "mistral", "qwen3_moe": "qwen3", "olmoe": "olmoe"}[kind]
-    is_mixtral = kind == "mixtral"
-    has_dense = kind == "qwen3_moe"
-
     def read(given: Given, found: Problems) -> Json:
         assert isinstance(given, GivenExperts)
-        if has_dense and sorted(given.mlp_only_layers) != [*range(len(given.mlp_only_layers))]:
-            found.add("mlp_only_layers", f"is {excerpt(repr(given.mlp_only_layers))}; only first layers are supported")
+        dense = given.mlp_only_layers or []
+        if sorted(dense) != [*range(len(dense))]:
+            found.add("mlp_only_layers", f"is {excerpt(repr(dense))}; only first layers are supported")
         num = given.num_local_experts or given.num_experts
-        if num is None:
-            found.add("num_local_experts" if is_mixtral else "num_experts", "required, but missing")
-        elif given.num_experts_per_tok > num:
+        if num and given.num_experts_per_tok > num:
             found.add("num_experts_per_tok", f"is {given.num_experts_per_tok}, but there are only {num} experts")
         if given.clip_qkv is not None:
             found.add("clip_qkv", f"is {given.clip_qkv}, and only null is supported")
+        if kind == "olmoe":
+            _check_olmoe(given, found)
         experts = {
             "num": num,
             "per_token": given.num_experts_per_tok,
-            "intermediate_size": (None if is_mixtral else given.moe_intermediate_size) or given.intermediate_size,
-            "normalize": is_mixtral or given.norm_topk_prob,
-            "first_dense": len(given.mlp_only_layers) if has_dense else 0,
-            "every": given.decoder_sparse_step if has_dense else 1,
+            "intermediate_size": given.moe_intermediate_size or given.intermediate_size,
+            "normalize": given.norm_topk_prob,
+            "first_dense": len(dense),
+            "every": given.decoder_sparse_step,
         }
-        return _llama(dense)(given, found) | {"experts": experts}
+        return _llama(kind)(given, found) | {"experts": experts}
 
     return read
+
+
+def _check_olmoe(given: Given, found: Problems) -> None:
+    """Checks what transformers cannot load, or computes differently with each of its attention kernels."""
+    if given.head_dim and given.head_dim * given.num_attention_heads != given.hidden_size:
+        what = f"is {given.head_dim}; the norm over all heads has hidden_size / num_attention_heads for each"
+        found.add("head_dim", what, f"head_dim: {given.hidden_size // max(1, given.num_attention_heads)}")
+    if given.sliding_window is not None:
+        found.add("sliding_window", f"is {given.sliding_window}, and only null is supported for olmoe")
 
 
 def _write_experts(experts: Experts | None) -> Json:
@@ -193,36 +207,50 @@ def _write_experts(experts: Experts | None) -> Json:
 
 def _window(kind: str, given: Given, found: Problems) -> Json:
     window = given.sliding_window
-    if kind in ("mistral", "phi3"):
-        return {"window": window}
-    if kind == "llama" or not given.use_sliding_window or window is None:
+    if kind in ("llama", "olmoe"):
         return {}
+    if kind in ("mistral", "phi3", "mixtral"):
+        return {"window": window}
+    if kind != "ministral" and not given.use_sliding_window:
+        window = None
+    if kind == "qwen3_moe":
+        return {"window": window}
+    first = given.max_window_layers if kind in ("qwen2", "qwen3") else 0
     layers = range(given.num_hidden_layers)
-    if given.layer_types and len(given.layer_types) != len(layers):
-        found.add("layer_types", f"has {len(given.layer_types)} entries for {len(layers)} layers")
-    types = given.layer_types or [
-        "full_attention" if i < given.max_window_layers else "sliding_attention" for i in layers
-    ]
+    types = given.layer_types
+    if types is None:
+        types = ["sliding_attention" if window is not None and i >= first else "full_attention" for i in layers]
+    if len(types) != len(layers):
+        found.add("layer_types", f"has {len(types)} entries for {len(layers)} layers")
+    elif window is None and "sliding_attention" in types:
+        key = "sliding_window" if kind == "ministral" or given.sliding_window is None else "use_sliding_window"
+        found.add(key, "is not set, and layer_types has sliding_attention", "layer_types: null, for no window")
     global_layers = [i for i, type_ in enumerate(types) if type_ == "full_attention"]
     return {} if len(global_layers) == len(layers) else {"window": window, "global_layers": global_layers}
 
 
 def _rope(kind: str, given: Given, found: Problems) -> Json:
-    key = "rope_parameters" if given.rope_parameters else "rope_scaling"
-    rope = given.rope_parameters or given.rope_scaling or Rope()
+    key = "rope_scaling" if given.rope_scaling else "rope_parameters"  # transformers prefers the older name
+    rope = given.rope_scaling or given.rope_parameters or Rope()
     type_ = rope.rope_type or rope.type or "default"
+    supported = ("default",) if kind == "phi3" else ("default", "linear", "llama3")
     scaling = None
-    if type_ == "linear":
+    if type_ not in supported:
+        fix = f"supported: {', '.join(supported)}"
+        found.add(key, f"rope_type {excerpt(repr(type_))} is not supported for {kind}", fix)
+    elif type_ == "linear":
         scaling = {"kind": "linear", "factor": rope.factor}
     elif type_ == "llama3":
         original = rope.original_max_position_embeddings or given.max_position_embeddings
         parts = rope.model_dump() | {"original_max_position_embeddings": original}
         scaling = {"kind": "llama3"} | {field: parts[key] for key, field in LLAMA3_KEYS.items()}
-    elif type_ != "default":
-        found.add(key, f"rope_type {excerpt(repr(type_))} is not supported", "supported: default, linear, llama3")
-    fraction = given.partial_rotary_factor if rope.partial_rotary_factor is None else rope.partial_rotary_factor
+    given_fractions = (rope.partial_rotary_factor, given.partial_rotary_factor, 1.0)
+    fraction = next(one for one in given_fractions if one is not None)
     if fraction != 1 and kind != "phi3":
         found.add("partial_rotary_factor", f"is {fraction}, but only 1 is supported for {kind}")
+    head_dim = given.head_dim or given.hidden_size // max(1, given.num_attention_heads)
+    if (rotated := int(head_dim * fraction)) % 2:
+        found.add("head_dim", f"{rotated} elements of a head are rotated, in pairs, and {rotated} is odd")
     theta = given.rope_theta if rope.rope_theta is None else rope.rope_theta
     return {"rope_theta": theta, "rope_scaling": scaling, "rotary_fraction": fraction}
 
@@ -259,6 +287,7 @@ def _sparse(kind: str, called: str, names: Names) -> Architecture:
 ARCHITECTURES = {
     "llama": _architecture("llama", "LlamaForCausalLM"),
     "mistral": _architecture("mistral", "MistralForCausalLM"),
+    "ministral": _architecture("ministral", "MinistralForCausalLM"),
     "qwen2": _architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": _architecture("qwen3", "Qwen3ForCausalLM"),
     "phi3": _architecture("phi3", "Phi3ForCausalLM", PHI3),

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import jax
 import optax
@@ -47,14 +47,20 @@ class Matrix:
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    is_table: bool = field(default=False, compare=False, repr=False)
+    """Whether its rows belong to tokens: an embedding, or the projection of the logits."""
 
     @classmethod
-    def of(cls, dims: Sequence[str]) -> Self:
+    def of(cls, dims: Sequence[str] | Matrix) -> Matrix:
+        """The matrix of a parameter with these dims, or the one that was found already, see `uses`."""
+        if isinstance(dims, Matrix):
+            return dims
+        is_table = bool({*dims} & {*TOKENS})
         start = num_stacked(dims)
         split = len(dims) - (2 if tuple(dims[-2:]) in HEADS else 1)
         if split <= start:
-            return cls(tuple(range(start, len(dims))), ())
-        return cls(tuple(range(start, split)), tuple(range(split, len(dims))))
+            return cls(tuple(range(start, len(dims))), (), is_table)
+        return cls(tuple(range(start, split)), tuple(range(split, len(dims))), is_table)
 
 
 def num_stacked(dims: Sequence[str]) -> int:
@@ -84,7 +90,7 @@ class Descent(Config):
 
         Args:
           num_steps: length of the run.
-          dims: tree like the parameters; each leaf is a tuple of the names of its dims.
+          dims: tree like the parameters; each leaf is a tuple of the names of its dims, or a `Matrix`.
           frozen: for how many steps each parameter is frozen, see `freeze.frozen_until`; a tree like the parameters,
             without those that are never trained. The update then needs the keyword `step`.
 
@@ -113,6 +119,16 @@ class Descent(Config):
         groups = {f"from_{int(first)}": transform(first) for first in sorted(set(jax.tree.leaves(frozen)))}
         return optax.partition(groups, jax.tree.map(lambda first: f"from_{int(first)}", frozen))  # pyright: ignore
 
+    def describe(self, dims: Sequence[str] | Matrix) -> str:
+        """What updates a parameter with these dims, as text."""
+        decays = self.weight_decay and Matrix.of(dims).outputs
+        return (
+            f"{self._rule(Matrix.of(dims))}, {f'weight decay {self.weight_decay:g}' if decays else 'no weight decay'}"
+        )
+
+    def _rule(self, matrix: Matrix) -> str:
+        return getattr(self, "kind", type(self).__name__)
+
     def learning_rate(self, num_steps: int) -> optax.Schedule:
         """Returns a function: number of updates made -> learning rate, float32[]."""
         return self.schedule.build(self.lr, num_steps)
@@ -122,8 +138,8 @@ class Descent(Config):
         """Returns a transformation: gradients -> the uphill direction, which the learning rate scales."""
 
 
-def map_dims(fn: Callable[[tuple[str, ...]], Any], dims: Any) -> Any:
-    """Maps a function over a tree of tuples of names."""
+def map_dims(fn: Callable[[Any], Any], dims: Any) -> Any:
+    """Maps a function over a tree of tuples of names, or of `Matrix`."""
     return jax.tree.map(fn, dims, is_leaf=_is_dims)
 
 

@@ -12,7 +12,7 @@ import optax
 import optax.contrib
 
 from meshpar import config
-from meshpar.optim.base import TOKENS, Beta, Descent, Matrix, Positive, map_dims
+from meshpar.optim.base import Beta, Descent, Matrix, Positive, map_dims
 
 # Quintic Newton-Schulz coefficients of Keller Jordan, github.com/KellerJordan/Muon.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -53,8 +53,11 @@ class Muon(Descent):
             map_dims(lambda d: "muon" if _is_hidden(d) else "adam", dims),
         )
 
+    def _rule(self, matrix: Matrix) -> str:
+        return "muon" if _is_hidden(matrix) else "adam, as muon does for embeddings, the head, norms and biases"
+
     def _orthogonal(self, dims: Any) -> optax.GradientTransformation:
-        def matrix(names: Sequence[str]) -> Any:
+        def matrix(names: Sequence[str] | Matrix) -> Any:
             if not _is_hidden(names):
                 return optax.MaskedNode()
             return optax.contrib.MuonDimensionNumbers(Matrix.of(names).inputs, Matrix.of(names).outputs)
@@ -73,8 +76,9 @@ class Muon(Descent):
         return optax.chain(_without_coefficients(muon), scaled)
 
 
-def _is_hidden(dims: Sequence[str]) -> bool:
-    return bool(Matrix.of(dims).outputs) and not set(dims) & set(TOKENS)
+def _is_hidden(dims: Sequence[str] | Matrix) -> bool:
+    matrix = Matrix.of(dims)
+    return bool(matrix.outputs) and not matrix.is_table
 
 
 def _without_coefficients(muon: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -285,12 +285,16 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
       dims: a name for each dim.
 
     Raises:
-      ShardingError: a dim has no name or no rule, or is not divisible (JAX would silently replicate it).
+      ShardingError: a dim has no name; or, within a training, no rule, or is not divisible (JAX would silently
+        replicate it).
 
     Examples:
       >>> constrain(jax.numpy.ones((4, 8)), "batch", "embed").shape
       (4, 8)
     """
+    if len(dims) != x.ndim or not all(isinstance(dim, str) for dim in dims):
+        fix = "give a name for each dim, as in constrain(x, 'batch', 'embed')"
+        raise ShardingError(f"constrain{dims}: the array has {x.ndim} dims, {x.shape}; {fix}")
     ctx = _current.get()
     if ctx is None or ctx.manual:
         return x
@@ -300,9 +304,7 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
 
 def _check(shape: tuple[int, ...], dims: tuple[str, ...], ctx: ParallelContext) -> None:
     problems = Problems()
-    if len(shape) != len(dims):
-        problems.add(f"{len(shape)} dims {shape}", f"{len(dims)} names", "give a name for each dim")
-    for size, dim in zip(shape, dims, strict=False):
+    for size, dim in zip(shape, dims, strict=True):
         if dim not in ctx.rules.table and dim not in ACTIVATION_DIMS:
             near = nearest(dim, set(ctx.rules.table))
             problems.add(dim, "no rule covers it", f"rules.{dim}=[]" + (f", or did you mean {near}?" if near else ""))

@@ -164,7 +164,7 @@ class StatedMachine:
         if self.per_host < self.num_devices:
             found.append(
                 Figure(
-                    "GB/s across hosts",
+                    "GB/s a device across hosts",
                     across.bytes_per_s / 1e9,
                     lambda factor: self._with(across=replace(across, bytes_per_s=across.bytes_per_s * factor)),
                 )

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ _WIDTH = 90.0
 _TOP = 12.0
 _HEIGHT = 320.0
 _COLOURS = ("m0", "m2", "m4", "m1", "m3", "m5", "temporaries", "outputs", "rest")
+_SECOND = 1.0
 _MOST_MICROBATCHES = 32
 """A schedule with more microbatches is drawn with this many."""
 
@@ -46,14 +47,28 @@ class _Scale:
         span = math.log(self.most / self.least) or 1.0
         return round(self.start + self.length * math.log(value / self.least) / span, 1)
 
-    @property
-    def ticks(self) -> list[float]:
-        """Five values, evenly spaced."""
-        return [self.least * (self.most / self.least) ** (i / 4) for i in range(5)]
+    def ticks(self, unit: float) -> list[float]:
+        """Two to nine round values, in a unit: 1, 2, 5, 10, ... of it, or multiples of one of these."""
+        powers = [unit * digit * 10.0**power for power in range(-9, 10) for digit in (1, 2, 5)]
+        if len(found := self._inside(powers)) > 2:
+            return found
+        multiples = (
+            [step * i for i in range(math.ceil(self.least / step), math.floor(self.most / step) + 1)]
+            for step in powers
+            if self.most / step < 1000
+        )
+        return next((found for found in multiples if 1 < len(found) < 10), [self.least])
+
+    def _inside(self, values: Iterable[float]) -> list[float]:
+        return [value for value in values if self.least <= value <= self.most]
 
 
-def page(plan: Plan) -> str:
-    """The page of a plan, a whole HTML document."""
+def page(plan: Plan, origin: str = "") -> str:
+    """The page of a plan, a whole HTML document.
+
+    Args:
+      origin: the command, version and date of the plan.
+    """
     found = plan.found
     traced = {one.layout: one.estimate for one in [*found.ranked, *found.too_big]}
     every = {**found.rough, **traced}
@@ -70,17 +85,33 @@ def page(plan: Plan) -> str:
             num_layouts=found.num_layouts,
             num_too_big=len(found.too_big),
             at_most=human_bytes(plan.at_most),
-            rows=[_row(one, colours) for one in plan.ranked],
+            rows=[_row(one, colours, plan.ranked[0].estimate.total_s) for one in plan.ranked],
             slowest=max(one.estimate.total_s for one in plan.ranked),
             colours=colours,
             points=list(_points(plan, every, traced, times, memory)),
-            time_ticks=[{"at": times.at(value), "text": human_time(value)} for value in times.ticks],
-            memory_ticks=[{"at": memory.at(value), "text": human_bytes(value)} for value in memory.ticks],
+            time_ticks=[{"at": times.at(value), "text": _round(human_time(value))} for value in times.ticks(_SECOND)],
+            memory_ticks=[
+                {"at": memory.at(value), "text": _round(human_bytes(value))}
+                for value in memory.ticks(_unit(memory.most))
+            ],
             limit_y=memory.at(plan.at_most) if memory.least <= plan.at_most <= memory.most else None,
             alternatives=plan.alternatives,
             schedule=_schedule(plan.ranked[0], plan.machine),
+            origin=origin,
+            config=plan.yaml(),
         )
     )
+
+
+def _unit(num_bytes: float) -> float:
+    """The unit in which bytes are printed."""
+    return 1024.0 ** min(3, math.floor(math.log(num_bytes, 1024)))
+
+
+def _round(text: str) -> str:
+    """A round value without decimals that are zero: 10.00 GiB as 10 GiB."""
+    number, _, unit = text.partition(" ")
+    return f"{float(number):g} {unit}"
 
 
 def _points(
@@ -104,7 +135,7 @@ def _points(
         yield {"x": x, "y": y, "kind": kind.strip(), "title": title}
 
 
-def _row(one: Candidate, colours: dict[str, str]) -> dict[str, Any]:
+def _row(one: Candidate, colours: dict[str, str], fastest_s: float) -> dict[str, Any]:
     start = 0.0
     parts: list[dict[str, Any]] = []
     for term, seconds in one.estimate.terms.items():
@@ -116,6 +147,10 @@ def _row(one: Candidate, colours: dict[str, str]) -> dict[str, Any]:
         "mesh": ", ".join(f"{axis} {size}" for axis, size in one.layout.sizes) or "one device",
         "more": f"{', '.join(one.layout.presets)}; {one.layout.num_microbatches} microbatches",
         "step": human_time(one.estimate.total_s),
+        "behind": f"{one.estimate.total_s / fastest_s - 1:+.1%}" if one.estimate.total_s > fastest_s else "",
+        "beside": f"{human_time(one.estimate.beside_s)} of communication beside products; "
+        if one.estimate.beside_s
+        else "",
         "holds": human_bytes(one.estimate.total_bytes),
         "parts": parts,
     }

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from meshpar.config import to_yaml
 from meshpar.errors import ConfigError
-from meshpar.experiment.config import Run
+from meshpar.experiment.config import Run, as_run
 from meshpar.mesh import targets
 from meshpar.planning import measured
 from meshpar.planning.alternatives import FARTHEST, Alternative, alternatives
@@ -141,7 +141,12 @@ class Plan:
 
 
 def plan(
-    run: Run, target: str, *, fix: Iterable[str] = (), at_most: str | int | None = None, pareto: bool = False
+    run: Run | Path | str,
+    target: str,
+    *,
+    fix: Iterable[str] = (),
+    at_most: str | int | None = None,
+    pareto: bool = False,
 ) -> Plan:
     """Finds the fastest layouts of a run on a machine, by estimates from traced steps. Nothing is compiled or run.
 
@@ -149,6 +154,7 @@ def plan(
     remat and overlap. A rough estimate ranks all layouts, and the steps of the best ones are traced.
 
     Args:
+      run: a run, or the path of a config file.
       target: the machine, such as `h100:8x8` or `v5p:4x4x4`, hosts of different chips, such as `h100:4x8+a100:4x8`,
         or a file that `meshpar calibrate` wrote.
       fix: `key=value` of a layout that is given: `mesh.tensor=8`, `rules=[fsdp,megatron_sp]`, `num_microbatches=4`,
@@ -170,6 +176,7 @@ def plan(
       >>> plan(run, "h100:1x4", fix=["mesh.data=4", "model.remat=none"]).best.mesh.data
       4
     """
+    run = as_run(run)
     machine = _machine(target)
     limit = _limit(machine, at_most)
     with _collecting_rarely():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
-from meshpar.train.data.tokenizer import Tokenizer
+from meshpar.train.data.tokenizer import Tokenizer, TokenizerFile
 
 Finish = Literal["stop", "end", "length"]
-"""Why an answer ended: at a stop string, at the end of the document, or at `max_tokens`."""
+"""Why an answer ended: at a stop string, at an end id, or at `max_tokens`."""
+CONTEXT = 16
+"""Tokens of a prompt that are decoded with the first ones of its answer: some decoders drop a text's first space."""
 
 
 class Answer:
@@ -20,6 +22,8 @@ class Answer:
     Args:
       stop: texts before which the answer ends.
       max_tokens: largest number of tokens.
+      ends: ids that end the answer. Default: those that open and close a document.
+      prompt: the tokens before the answer.
 
     Examples:
       >>> from meshpar.train.data.tokenizer import Bytes
@@ -30,21 +34,26 @@ class Answer:
       ('né. EN ', 'stop')
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], max_tokens: int):
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str], max_tokens: int, ends: Collection[int | None] | None = None,
+        prompt: Sequence[int] = (),
+    ):  # fmt: skip
         self.tokens: list[int] = []
         self.text = ""
         self.finish: Finish | None = None
         self._tokenizer = tokenizer
         self._stop = stop
         self._max_tokens = max_tokens
+        self._ends = (tokenizer.bos, tokenizer.eos) if ends is None else ends
+        self._before = _context(tokenizer, prompt)
         self._shown = 0  # characters
-        self._context = 0  # tokens before which nothing is decoded again
+        self._context = -len(self._before)  # tokens before which nothing is decoded again; those of the prompt are < 0
         self._read = 0  # tokens whose text is complete
 
     def add(self, token: int) -> str:
         """Adds the next token; returns the text that can be shown now."""
         assert self.finish is None, "the answer has ended"
-        if token in (self._tokenizer.bos, self._tokenizer.eos):
+        if token in self._ends:
             self.finish = "end"
         else:
             self.tokens.append(token)
@@ -67,13 +76,21 @@ class Answer:
 
         They are decoded together with the tokens read last, because the text of a token may depend on the one before.
         """
-        before = self._tokenizer.decode(self.tokens[self._context : self._read])
-        text = self._tokenizer.decode(self.tokens[self._context :])
+        first = self._before if self._context < 0 else []
+        begin = max(0, self._context)
+        before = self._tokenizer.decode([*first, *self.tokens[begin : self._read]])
+        text = self._tokenizer.decode([*first, *self.tokens[begin:]])
         if text.endswith("\ufffd") and self.finish is None:
             return ""
         self._context = self._read
         self._read = len(self.tokens)
         return text[len(before) :]
+
+
+def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """The last tokens of a prompt, unless they end within a character."""
+    last = list(prompt[-CONTEXT:]) if isinstance(tokenizer, TokenizerFile) else []
+    return [] if tokenizer.decode(last).endswith("\ufffd") else last
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -31,7 +31,7 @@ class Completion:
       prompt: as it was passed.
       text: the answer, without the prompt and without a stop string.
       tokens: all sampled tokens, including those of a stop string.
-      finish: `stop` at a stop string, `end` of the document, or `length`.
+      finish: `stop` at a stop string, `end` at an end id of the model, or `length`.
     """
 
     prompt: Prompt
@@ -91,6 +91,7 @@ def generate(
     draft: Source | Path | str | None = None,
     ngrams: int | None = None,
     num_drafts: int = 4,
+    parse_special: bool = True,
     show: Callable[[Piece], None] = lambda piece: None,
 ) -> Generated:
     """Answers all prompts in one batch. The tokens are the same on any mesh.
@@ -106,6 +107,8 @@ def generate(
         to the rounding of floats.
       ngrams: drafts the tokens that followed the newest `ngrams` tokens of the row where those occurred before.
       num_drafts: tokens that are drafted at a time.
+      parse_special: whether the text of a special token in a prompt, such as `<s>`, is that token, as in transformers;
+        or its characters, for texts of people whom you do not trust. In training data it is always its characters.
       show: called with each `Piece` of an answer as soon as it is known.
 
     Raises:
@@ -121,12 +124,12 @@ def generate(
     prompts = [prompts] if isinstance(prompts, str) else prompts
     stop = [stop] if isinstance(stop, str) else stop
     drafting = None if draft is None else _opened(draft, ())
-    _check(opened, prompts, max_tokens, stop)
+    ids = [_encoded(opened, prompt, parse_special) for prompt in prompts]
+    _check(opened, prompts, ids, max_tokens, stop)
     check_drafts(opened, drafting, ngrams, num_drafts)
-    ids = [_encoded(opened, prompt) for prompt in prompts]
     decoding = _decoding(opened, ids, max_tokens, sampling)
     generator = _generator(opened, decoding, drafting, ngrams, num_drafts)
-    answers = [Answer(opened.tokenizer, stop, max_tokens) for _ in prompts]
+    answers = [Answer(opened.tokenizer, stop, max_tokens, opened.ends, prompt) for prompt in ids]
     for piece in generator.stream(ids, answers):
         show(piece)
     return Generated(
@@ -191,11 +194,13 @@ def check_drafts(source: Source, draft: Source | None, ngrams: int | None, num_d
     problems.raise_any(ConfigError, "these drafts cannot be used:")
 
 
-def _encoded(source: Source, prompt: Prompt) -> list[int]:
-    return source.encode(prompt) if isinstance(prompt, str) else list(prompt)
+def _encoded(source: Source, prompt: Prompt, parse_special: bool) -> list[int]:
+    return source.encode(prompt, parse_special) if isinstance(prompt, str) else list(prompt)
 
 
-def _check(source: Source, prompts: Sequence[Prompt], max_tokens: int, stop: Sequence[str]) -> None:
+def _check(
+    source: Source, prompts: Sequence[Prompt], ids: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[str]
+) -> None:
     problems = Problems()
     model = source.model
     if (size := source.tokenizer.vocab_size) > model.vocab_size:
@@ -207,16 +212,17 @@ def _check(source: Source, prompts: Sequence[Prompt], max_tokens: int, stop: Seq
         problems.add("stop", "an empty text occurs everywhere", "leave it out")
     if not prompts:
         problems.add("prompts", "there is none", "pass at least one")
-    for number, prompt in enumerate(prompts, 1):
-        _check_prompt(f"prompt {number}", source, prompt, max_tokens, problems)
+    for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
+        _check_prompt(f"prompt {number}", source, prompt, tokens, max_tokens, problems)
     problems.raise_any(ConfigError, "these prompts cannot be answered:")
 
 
-def _check_prompt(where: str, source: Source, prompt: Prompt, max_tokens: int, problems: Problems) -> None:
+def _check_prompt(
+    where: str, source: Source, prompt: Prompt, ids: Sequence[int], max_tokens: int, problems: Problems
+) -> None:
     if not prompt:
         problems.add(where, "is empty", "write at least one character")
         return
-    ids = _encoded(source, prompt)
     model = source.model
     if not isinstance(prompt, str) and not all(0 <= token < model.vocab_size for token in ids):
         problems.add(where, f"has token ids outside of the model's vocabulary of {model.vocab_size}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -53,6 +53,7 @@ class Answers:
 
     Args:
       last_s: when each answer got its newest token; before the first one, when the request was submitted.
+      per_prompt: how many requests in a row have the same prompt.
       num_reused: how many tokens of the prompts were in the cache already.
     """
 
@@ -60,6 +61,7 @@ class Answers:
     requests: list[Request]
     answers: list[Answer]
     last_s: list[float]
+    per_prompt: int = 1
     num_reused: int = 0
     pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
 
@@ -92,14 +94,19 @@ class Service:
     Args:
       engine: computes turns.
       capacity: the sizes of its programs.
+      ends: ids that end an answer, see `Answer`.
     """
 
-    def __init__(self, engine: Computes, capacity: Capacity, tokenizer: Tokenizer, observer: Observer | None = None):
+    def __init__(
+        self, engine: Computes, capacity: Capacity, tokenizer: Tokenizer, observer: Observer | None = None,
+        ends: Collection[int] | None = None,
+    ):  # fmt: skip
         self.scheduler = Scheduler(capacity)
         self.is_draining = False
         self.failure: Exception | None = None
         self._engine = engine
         self._tokenizer = tokenizer
+        self._ends = ends
         self._observer = observer or Observer()
         self._running: dict[Request, tuple[Answers, int]] = {}
         self._submitted = asyncio.Event()
@@ -112,11 +119,12 @@ class Service:
             return "failed"
         return "draining" if self.is_draining else "ok"
 
-    def submit(self, requests: Sequence[Request], stop: Sequence[str] = ()) -> Answers:
+    def submit(self, requests: Sequence[Request], stop: Sequence[str] = (), per_prompt: int = 1) -> Answers:
         """Adds requests to the queue, all or none.
 
         Args:
           stop: texts before which each answer ends.
+          per_prompt: see `Answers`.
 
         Raises:
           QueueFullError: they do not fit into the queue.
@@ -125,8 +133,8 @@ class Service:
         if self.status != "ok":
             raise UnavailableError(f"the server is {self.status}")
         self.scheduler.submit(requests)
-        answers = [Answer(self._tokenizer, stop, request.max_tokens) for request in requests]
-        group = Answers(self, list(requests), answers, [time.perf_counter()] * len(requests))
+        answers = [Answer(self._tokenizer, stop, one.max_tokens, self._ends, one.prompt) for one in requests]
+        group = Answers(self, list(requests), answers, [time.perf_counter()] * len(requests), per_prompt)
         self._running.update({request: (group, i) for i, request in enumerate(requests)})
         self._submitted.set()
         return group
@@ -173,7 +181,7 @@ class Service:
         now = time.perf_counter()
         if not answer.tokens:
             row = self.scheduler.row_of(request)
-            group.num_reused += row.num_reused if row else 0
+            group.num_reused += row.num_reused if row and not i % group.per_prompt else 0
             self._observer.first_token(now - group.last_s[i])
         else:
             self._observer.next_token(now - group.last_s[i])

@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from meshpar import config
 from meshpar.checkpoint.saved import META, find, find_all
 from meshpar.checkpoint.selection import AVERAGES, PARAMS
-from meshpar.convert import COMPANIONS, restore_params, run_of
+from meshpar.convert import TOKENIZER, restore_params, run_of
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Run
-from meshpar.interop.folder import check_inside, read_json
-from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
+from meshpar.interop.folder import MODEL_FILES, check_inside, read_json
+from meshpar.interop.huggingface import CONFIG, Pretrained, hub_hint, open_pretrained
 from meshpar.models.decoder import DecoderModel
 from meshpar.parallel.context import ParallelContext
 from meshpar.serve.merged import restore_merged
 from meshpar.serve.on_mesh import for_tokens
 from meshpar.sharding.resolve import AnyMesh
-from meshpar.train.data import Synthetic
+from meshpar.train.data import NoData, Synthetic
+from meshpar.train.data.fingerprint import checksum
+from meshpar.train.data.special_tokens import FILES, end_ids
 from meshpar.train.data.tokenizer import Ids, Tokenizer, TokenizerFile
 from meshpar.tree import flatten_with_paths, map_with_path
-
-TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
 class Language:
-    """A tokenizer, and the ids before every prompt."""
+    """A tokenizer, the ids before every prompt, and the ids that end an answer."""
 
     tokenizer: Tokenizer
     opening: tuple[int, ...]
+    ends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,25 @@ class Source:
     def tokenizer(self) -> Tokenizer:
         return self.language.tokenizer if self.language else self.run.data.tokenizer
 
-    def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt, with those that open it."""
-        opening = self.language.opening if self.language else (self.tokenizer.bos,)
-        return [*opening, *self.tokenizer.encode(prompt).tolist()]
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end an answer; default: those that open and close a document of the run's data."""
+        if self.language:
+            return self.language.ends
+        tokenizer = self.run.data.tokenizer
+        return frozenset(one for one in (tokenizer.bos, tokenizer.eos) if one is not None)
+
+    def encode(self, prompt: str, parse_special: bool = True) -> list[int]:
+        """The tokens of a prompt, with those that open it.
+
+        Args:
+          parse_special: whether the text of a special token is that token; otherwise it is its characters.
+        """
+        tokenizer = self.tokenizer
+        opening = self.language.opening if self.language else (tokenizer.bos,)
+        is_file = isinstance(tokenizer, TokenizerFile)
+        ids = tokenizer.encode_special(prompt) if is_file and parse_special else tokenizer.encode(prompt)
+        return [*opening, *ids.tolist()]
 
     def ctx(self, mesh: AnyMesh) -> ParallelContext:
         """The run's parallel context, for decoding; see `for_tokens`."""
@@ -83,6 +99,8 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> Source:
     Raises:
       ConfigError, CheckpointError: there is no model, or it was not trained.
     """
+    if not path.exists() and (hint := hub_hint(path)):
+        raise CheckpointError(f"{path}: there is no such config or folder{hint}")
     if not path.is_dir():
         return of_run(config.load(Run, path, overrides), f"meshpar train {path}")
     if (path / CONFIG).is_file():
@@ -101,21 +119,28 @@ def of_run(run: Run, train: str = "train it first") -> Source:
 
 def _of_checkpoint(path: Path, run: Run) -> Source:
     """The files of parameters are checked in `restore`, after everything that is cheaper to check."""
-    converted = find_all(path)[-1].folder.parents[1] / COMPANIONS
-    # A converted run that has no data of its own uses the tokenizer of the model it was converted from.
-    has_language = converted.is_dir() and isinstance(run.data, Synthetic)
+    folder = _model_files(run, find_all(path)[-1].folder.parents[1])
     vocabulary = run.model.vocabulary()
-    language = _language(converted, vocabulary.size) if has_language and vocabulary else None
+    language = _language(folder, vocabulary.size) if folder and vocabulary else None
+    if language and not isinstance(run.data, (Synthetic, NoData)):
+        language = replace(language, ends=language.ends | _closing(run.data.tokenizer))
 
     def restore(structs: Any) -> Any:
         saved = find(path, (*PARAMS, *AVERAGES))
         return restore_merged(run, run.lora, saved, structs) if run.lora else restore_params(saved, structs)
 
-    return Source(run, restore, language, converted if language else None)
+    return Source(run, restore, language, folder if language else None)
+
+
+def _closing(tokenizer: Tokenizer) -> set[int]:
+    """The id that ended the documents of a training; none if its tokenizer is not there any more."""
+    if isinstance(tokenizer, TokenizerFile) and not Path(tokenizer.path).exists():
+        return set()
+    return {tokenizer.bos if tokenizer.eos is None else tokenizer.eos}
 
 
 def _of_pretrained(pretrained: Pretrained, overrides: Sequence[str]) -> Source:
-    plain = run_of(pretrained, pretrained.folder).model_dump(mode="json")
+    plain = run_of(pretrained, pretrained.folder, pretrained.folder).model_dump(mode="json")
     run = config.build(Run, plain, str(pretrained.folder / CONFIG), overrides)
 
     def restore(structs: Any) -> Any:
@@ -125,25 +150,42 @@ def _of_pretrained(pretrained: Pretrained, overrides: Sequence[str]) -> Source:
     return Source(run, restore, _language(pretrained.folder, pretrained.model.vocab_size), pretrained.folder)
 
 
+def _model_files(run: Run, run_dir: Path) -> Path | None:
+    """The folder with the tokenizer of the model that a run started from, unless its data have another tokenizer."""
+    folders = [run_dir / MODEL_FILES, *([run.init.from_hf] if run.init and run.init.from_hf else [])]
+    folder = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+    tokenizer = run.data.tokenizer
+    if folder is None or isinstance(run.data, (Synthetic, NoData)) or isinstance(tokenizer, Ids):
+        return folder
+    return folder if isinstance(tokenizer, TokenizerFile) and _is_copy(Path(tokenizer.path), folder) else None
+
+
+def _is_copy(path: Path, folder: Path) -> bool:
+    """Whether a tokenizer file is that of the folder. A file that is not there any more counts as one."""
+    try:
+        return checksum(path) == checksum(folder / TOKENIZER)
+    except OSError:
+        return (folder / TOKENIZER).is_file()
+
+
 def _language(folder: Path, vocab_size: int) -> Language:
-    """The tokenizer of a Hugging Face folder; without one, prompts are ids.
+    """The tokenizer and the end ids of a Hugging Face folder; without a tokenizer, prompts are ids.
 
     Raises:
-      CheckpointError: the config cannot be read, or the tokenizer is a link out of the folder.
+      CheckpointError: one of the files cannot be read, or is a link out of the folder.
     """
     problems = Problems()
-    end = read_json(folder, CONFIG, problems).get("eos_token_id")
-    end = end if isinstance(end, int) and 0 <= end < vocab_size else None
-    path = folder / TOKENIZER
-    has_tokenizer = os.path.lexists(path)
-    if has_tokenizer:
+    there = [name for name in (TOKENIZER, *FILES) if os.path.lexists(folder / name)]
+    for name in there:
         try:
-            check_inside(folder, TOKENIZER)
+            check_inside(folder, name)
         except OSError as error:
-            problems.add(str(path), f"cannot be read: {error.strerror}")
+            problems.add(str(folder / name), f"cannot be read: {error.strerror}")
+    read_json(folder, CONFIG, problems)
     problems.raise_any(CheckpointError, f"the tokenizer of {folder} cannot be read:")
-    if not has_tokenizer:
-        return Language(Ids(vocab_size=vocab_size, bos=vocab_size - 1 if end is None else end, eos=end), ())
-    tokenizer = TokenizerFile(path=str(path))
-    named = None if end is None else tokenizer.token(end)
-    return Language(TokenizerFile(path=str(path), eos_token=named), tokenizer.opening)
+    ends = frozenset(one for one in end_ids(folder) if one < vocab_size)
+    if TOKENIZER not in there:
+        first = min(ends, default=vocab_size - 1)
+        return Language(Ids(vocab_size=vocab_size, bos=first, eos=first if ends else None), (), ends)
+    tokenizer = TokenizerFile(path=str(folder / TOKENIZER))
+    return Language(tokenizer, tokenizer.opening, ends)

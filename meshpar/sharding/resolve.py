@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import Problems, ShardingError, nearest
 from meshpar.mesh.layout import AXES, describe_sizes
-from meshpar.sharding.rules import ACTIVATION_DIMS, AxisRules
+from meshpar.sharding.rules import ACTIVATION_DIMS, LARGEST, UNNAMED, AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.tree import flatten_with_paths, human_bytes, map_with_path
 
@@ -167,7 +167,10 @@ def _check_rules(
     problems: Problems,
     activation_dims: Collection[str] | None,
 ) -> None:
-    dims = {dim for spec in arrays.values() for dim in spec.dims} | {*ACTIVATION_DIMS, *(activation_dims or ())}
+    """Adds rules that match nothing, and axes and presets without effect."""
+    of_arrays = {dim for spec in arrays.values() for dim in spec.dims}
+    of_activations = {*ACTIVATION_DIMS} if activation_dims is None else {"batch", *activation_dims}
+    dims = of_arrays | of_activations
     for dim, axes in rules.explicit.items():
         if dim not in dims:
             near = nearest(dim, dims)
@@ -178,22 +181,53 @@ def _check_rules(
             problems.add(f"rules.{dim}", "no parameter has such a dim", fix)
         for axis in (a for a in axes if a not in AXES):
             problems.add(f"rules.{dim}", f"the mesh has no axis {axis!r}", f"its axes are {', '.join(AXES)}")
+    _check_axes(dims, rules, mesh, problems)
+    _check_storage(of_arrays, of_activations, rules, mesh, problems)
+
+
+def _check_axes(dims: set[str], rules: AxisRules, mesh: AnyMesh, problems: Problems) -> None:
+    """Adds each axis over which nothing is sharded, and each rule of a preset for an activation that no model has."""
     used = {axis for dim in dims & rules.table.keys() for axis in rules[dim]}
     for axis, size in mesh.shape.items():
         if size > 1 and axis not in used:
-            what = f"no rule uses this axis: its {size} devices would all do the same work"
+            lacking = [f"{dim} ({rules.source(dim)})" for dim, axes in rules.table.items() if axis in axes]
+            why = f"nothing in the model has the dim {' or '.join(lacking)}" if lacking else "no rule uses this axis"
+            what = f"{why}: its {size} devices would all do the same work"
             problems.add(f"mesh.{axis} = {size}", what, f"mesh.{axis}=1, or a rule or preset that uses it")
+    for dim in (dim for dim in ACTIVATION_DIMS if dim not in dims and dim not in rules.explicit):
+        if axes := [axis for axis in live(mesh, rules[dim]) if axis in used]:
+            what = f"{rules.source(dim)} shards it over {', '.join(axes)}, and nothing in the model has this dim"
+            fix = f"rules.{dim}=[]; or, if activations have it, declare it: activation_dims=[{dim}]"
+            problems.add(f"rules.{dim}", what, fix)
+
+
+def _check_storage(
+    of_arrays: set[str], of_activations: set[str], rules: AxisRules, mesh: AnyMesh, problems: Problems
+) -> None:
+    """Adds a preset of ZeRO that finds no parameter to store in shards."""
+    if of_arrays - rules.table.keys():
+        return  # `check_array` reports dims without a rule
+    storing = {dim: live(mesh, rules.storage_axes(dim)) for dim in rules.table if dim not in of_activations}
+    storing = {dim: axes for dim, axes in storing.items() if axes}
+    idle = [dim for dim in storing if dim not in of_arrays and dim not in rules.explicit]
+    if idle and not storing.keys() & of_arrays:
+        dim, axis = idle[0], storing[idle[0]][0]
+        what = f"{rules.source(dim)} stores it in shards over {axis}, and no parameter has this dim"
+        fix = f"rules.{LARGEST}=[{axis}] to shard the largest dim of each parameter without names, or rules=replicated"
+        problems.add(f"rules.{dim}", what, fix)
 
 
 def check_array(path: str, spec: ArraySpec, rules: AxisRules, mesh: AnyMesh, problems: Problems) -> bool:
     """Adds the problems of one array under its path; returns whether there are any."""
     found: list[tuple[str, str]] = []
     owner: dict[str, str] = {}
-    for size, dim in zip(spec.shape, spec.dims, strict=True):
+    for dim in dict.fromkeys(spec.dims):
         if dim not in rules.table:
             near = nearest(dim, set(rules.table))
             hint = f" (there is one for {near})" if near else ""
-            found.append((f"no rule covers {dim}{hint}", f"rules.{dim}=[] to leave it whole, or a preset"))
+            found.append((f"no rule covers {dim}{hint}", _uncovered(dim, rules, mesh)))
+    for size, dim in zip(spec.shape, spec.dims, strict=True):
+        if dim not in rules.table:
             continue
         for axis in live(mesh, rules[dim]):
             if owner.setdefault(axis, dim) != dim:
@@ -206,6 +240,38 @@ def check_array(path: str, spec: ArraySpec, rules: AxisRules, mesh: AnyMesh, pro
     for what, fix in found:
         problems.add(f"{path}  {spec}", what, fix)
     return bool(found)
+
+
+def _uncovered(dim: str, rules: AxisRules, mesh: AnyMesh) -> str:
+    """The fix for a dim without a rule."""
+    stored = [axis for axis in live(mesh, ("fsdp",)) if axis in rules["batch"]]
+    if dim == UNNAMED and stored:
+        largest = f"rules.{LARGEST}=[{stored[0]}] to shard the largest dim of each parameter without names"
+        return f"{largest}, or rules.{dim}=[] to leave it whole"
+    return f"rules.{dim}=[] to leave it whole, or a preset"
+
+
+def with_largest(specs: Any, rules: AxisRules, mesh: AnyMesh) -> Any:
+    """Renames the largest dim of each array without names, of those that the axes of its rule divide, to `largest`.
+
+    >>> from jax.numpy import dtype
+    >>> from meshpar.mesh.layout import MeshLayout
+    >>> spec = ArraySpec((3, 8, 16), dtype("float32"), ("unnamed", "unnamed", "unnamed"))
+    >>> print(with_largest(spec, AxisRules(preset="fsdp", largest=["fsdp"]), MeshLayout(fsdp=8).abstract()))
+    float32[3, 8, 16]  (unnamed, unnamed, largest)
+    """
+    shards = math.prod(mesh.shape[axis] for axis in live(mesh, rules.explicit.get(LARGEST, ())))
+    if shards == 1 and LARGEST not in rules.explicit:
+        return specs
+
+    def rename(_: str, spec: ArraySpec) -> ArraySpec:
+        fitting = [dim for dim, size in enumerate(spec.shape) if size % shards == 0]
+        if not fitting or {*spec.dims} != {UNNAMED}:
+            return spec
+        largest = max(fitting, key=lambda dim: spec.shape[dim])
+        return replace(spec, dims=tuple(LARGEST if dim == largest else UNNAMED for dim in range(len(spec.shape))))
+
+    return map_with_path(rename, specs)
 
 
 def _indivisible(size: int, dim: str, spec: ArraySpec, rules: AxisRules, mesh: AnyMesh) -> list[tuple[str, str]]:

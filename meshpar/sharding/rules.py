@@ -23,13 +23,18 @@ from meshpar.synonyms import new_name
 
 DIMS = (
     "batch", "seq", "residual_seq", "positions", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts",
-    "router", "rank", "layers", "stage", "key_data",
+    "router", "rank", "layers", "stage", "key_data", "largest",
 )  # fmt: skip
 ACTIVATION_DIMS = ("batch", "seq", "residual_seq", "stage")
 TOKENS = ("batch", "seq")
 """Dims of activations over whose axes devices hold different tokens."""
 DISPATCHED = ("experts",)
 """Dims whose shards are not gathered: devices send tokens to them."""
+
+UNNAMED = "unnamed"
+"""The name of dims that neither a model nor its user names."""
+LARGEST = "largest"
+"""With a rule `largest=[axes]`: the largest dim, of those that the axes divide, of each parameter without names."""
 
 Use = Literal["partition", "storage", "dispatch"]
 
@@ -65,8 +70,9 @@ class AxisRules(Config):
     """Presets, and rules `dim=[axes]` that override them. In a config: `rules: [fsdp, megatron]`.
 
     `seq` is the sequence in attention, `residual_seq` the sequence in norms, residuals and dropout. Megatron's
-    sequence parallelism is a rule for `residual_seq`. With a preset, standard `DIMS` without a rule are not sharded;
-    without a preset, every dim of every parameter needs a rule.
+    sequence parallelism is a rule for `residual_seq`. `largest` is the largest dim of a parameter without names, in a
+    model of your own. With a preset, standard `DIMS` without a rule are not sharded; without a preset, every dim of
+    every parameter needs a rule.
 
     Raises:
       ShardingError: two presets, or two rules joined by `|`, disagree on a dim.
@@ -130,6 +136,8 @@ class AxisRules(Config):
         """Every dim that has a rule, and its axes."""
         joined = {dim: axes for dim, (axes, _) in _join(self.preset).items() if dim != "zero"}
         standard = dict.fromkeys(DIMS, ()) if self.preset else {}
+        if LARGEST in self.explicit:
+            standard[UNNAMED] = ()
         return standard | joined | self.explicit
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from meshpar.checkpoint.saved import Checkpoint
@@ -43,6 +44,10 @@ class Beginning:
     def selection(self) -> Selection:
         """The arrays to restore. It reads none, so problems are reported before anything is compiled."""
         return self.source.select(self.structs, self.include, self.exclude, self.config)
+
+    def is_resumed(self, directory: Path) -> bool:
+        """Whether the source is a checkpoint of the run itself, whose checkpoints are in this folder."""
+        return self.source.folder.parent == directory
 
     def state(self) -> TrainState:
         """Restores the selected arrays, and initializes the rest.

@@ -160,7 +160,7 @@ class Distill(Config):
     """
 
     teacher: FilePath
-    """The run directory of the teacher, with its last checkpoint and config."""
+    """The teacher's run directory, with its config and last checkpoint. Local; relative to the working directory."""
     temperature: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 1.0
     """Divides the logits of both models in the divergence."""
     weight: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.5

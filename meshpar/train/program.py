@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.errors import RunError
 from meshpar.parallel.batch import Batch
 from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.sharding.spec import ArraySpec
+from meshpar.tree import flatten_with_paths
 
 WHOLE = PartitionSpec()
 """Every device holds the whole array."""
@@ -123,7 +125,20 @@ class Program:
     lowered: jax.stages.Lowered | None = None
 
     def __call__(self, *args: Any) -> Any:
+        """Runs the program.
+
+        Raises:
+          RunError: an array was donated to an earlier call. With several CPU devices, jax 0.10 would end in SIGSEGV.
+        """
+        if any(_is_gone(x) for x in jax.tree.leaves(args)):
+            path = next(path for path, x in flatten_with_paths(args).items() if _is_gone(x)).partition(".")[2]
+            fix = "go on with the state that it returned: `state, metrics = step(state, batch)`"
+            raise RunError(f"{path} was donated to an earlier call, which uses its memory again; {fix}")
         return self.compiled(*args)
+
+
+def _is_gone(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.is_deleted()
 
 
 def trace(

@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshpar.checkpoint.lock import is_held
 from meshpar.checkpoint.saved import FOLDER, steps
 from meshpar.mesh import cursor
 from meshpar.mesh.cursor import CURSORS, Position
@@ -113,14 +114,16 @@ def chart(values: Sequence[float]) -> str:
 
 
 def _heading(run_dir: Path, records: Sequence[Record], train: Sequence[Record]) -> str:
-    """The step, the time that is left, restarts and goodput."""
+    """The step, the time that is left of a run that runs, restarts and goodput."""
     config = next((record["config"] for record in reversed(records) if record["kind"] == "run"), {})
     step = max((record["step"] for record in records), default=0)
     num_steps = config.get("num_steps", step)
     parts = [f"{run_dir}: step {step:,} of {num_steps:,}"]
     if any(record["kind"] == "summary" and record["step"] == step for record in records[-1:]):
         parts.append("ended")
-    elif train and "step_s" in train[-1]:
+    elif not is_held(run_dir):
+        parts.append("not running")
+    elif step < num_steps and train and "step_s" in train[-1]:
         parts.append(f"{timedelta(seconds=round((num_steps - step) * train[-1]['step_s']))} left")
     if count := restarts(records):
         parts.append(FORMATS["restarts"].format(count))

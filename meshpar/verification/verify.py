@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 
 from meshpar.config import flatten
 from meshpar.errors import MeshError, VerificationError
-from meshpar.experiment.config import Run
+from meshpar.experiment.config import Run, as_run
 from meshpar.experiment.prepare import prepare
 from meshpar.mesh.join import share
 from meshpar.mesh.layout import MeshLayout, describe_sizes
@@ -29,7 +30,7 @@ from meshpar.verification.trial import Batches, StepResult, Trial
 NUM_STEPS = 4
 
 
-def verify(subject: Run | Training, batches: Batches | None = None) -> Verification:
+def verify(subject: Run | Training | Path | str, batches: Batches | None = None) -> Verification:
     """Checks that a training computes the same on its mesh as on one device, in float64 on simulated devices.
 
     It trains on the mesh, on one device, and on one axis at a time, and compares the loss, every gradient, the norm of
@@ -38,7 +39,7 @@ def verify(subject: Run | Training, batches: Batches | None = None) -> Verificat
     and on one axis by itself.
 
     Args:
-      subject: a run, which is shrunk first; or a training, which is verified in its own size.
+      subject: a run or the path of its config, which is shrunk first; or a training, verified in its own size.
       batches: for a training only: a batch for each step, name -> array.
 
     Raises:
@@ -60,6 +61,7 @@ def verify(subject: Run | Training, batches: Batches | None = None) -> Verificat
       >>> verify(run).is_equal
       True
     """
+    subject = subject if isinstance(subject, Training) else as_run(subject)
     parallel = subject.parallel if isinstance(subject, Run) else subject.ctx.parallel
     if (reduction := parallel.gradient_reduction) and reduction.rounds:
         key = "parallel.gradient_reduction"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import inspect
 import pkgutil
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import meshpar
+from meshpar import synonyms
 from meshpar.config import Config
 from meshpar.config.annotations import reachable
 
@@ -85,3 +87,35 @@ def test_nothing_that_needs_jax_or_pydantic_is_imported_before_it_is_used():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     control = code.replace("dir(meshpar)", "meshpar.optim.AdamW")
     assert subprocess.run([sys.executable, "-c", control]).returncode == 1
+
+
+# Names that are not there --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*map(str.capitalize, synonyms.PUBLIC), "DeviceMesh", "TrainingArguments"])
+def test_a_guessed_name_is_answered_with_ours(name):
+    """Every word of the answer that looks like a public name is one."""
+    assert not hasattr(meshpar, name)
+    with pytest.raises(AttributeError, match=f"meshpar has no {name}: ") as raised:
+        getattr(meshpar, name)
+    words = re.findall(r"\b([A-Z]\w+|\w+(?=\())", str(raised.value).partition(": ")[2])
+    unknown = {word for word in words if word not in meshpar.__all__ and not hasattr(meshpar.data, word)}
+    assert unknown <= {"Hugging", "Face", "Python", "CPU", "RUN", "Optax", "put", "step", "compile_init"}
+
+
+def test_an_import_of_a_guessed_name_is_answered_too():
+    with pytest.raises(ImportError, match=r"^meshpar has no Trainer: use fit\(run\)"):
+        exec_import("Trainer")
+    with pytest.raises(ImportError, match=r"^meshpar has no chekpoints: did you mean checkpoints"):
+        exec_import("chekpoints")
+    exec_import("planning")  # a module
+
+
+def exec_import(name: str) -> None:
+    importlib.__import__("meshpar", fromlist=[name])
+
+
+def test_each_module_is_imported_from_meshpar_as_before():
+    code = "from meshpar import chaos, cost; import meshpar.cli; print(meshpar.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == f"{importlib.metadata.version('meshpar')}\n", done.stderr

@@ -72,3 +72,5 @@ def test_control_a_section_is_required_unless_the_file_extends_another(editor):
     lacks = {key: value for key, value in yaml.safe_load(QUICKSTART.read_text()).items() if key != "model"}
     assert not editor(lacks)
     assert editor(lacks | {"extends": "quickstart.yaml"})
+    assert editor(lacks | {"init": {"from_hf": "models/qwen"}})
+    assert not editor({key: value for key, value in lacks.items() if key != "data"} | {"init": {"from_hf": "qwen"}})

@@ -1,7 +1,8 @@
 """The docs and the README do what they say: their code runs, and prints what they show.
 
 - The `python` blocks of a page run in order, as one program in a fresh folder with `configs/` in it, and with nothing
-  that a reader's shell does not have: no variable of JAX or XLA says how many devices there are.
+  that a reader's shell does not have: no variable of JAX or XLA says how many devices there are. They are read as the
+  prompt of Python reads lines that are pasted: a blank line ends a suite, so that there is one below it and none in it.
 - A `text` block directly below a block is that block's output; a line `...` in it stands for any lines.
 - An `sh` block runs if its output is shown; if not, each of its `meshpar` commands must fit the command line,
   its config load, and its arrays fit the mesh.
@@ -41,14 +42,31 @@ BLOCK = re.compile(
 )
 LANGUAGES = {"python", "sh", "text", "yaml"}
 END = "=== end of block ==="
+PASTE = '''
+import codeop
+
+def pasted(code, page, line):
+    """The programs that Python's prompt makes of the lines of a block and the enter key."""
+    compiler, begin, lines = codeop.CommandCompiler(), line, []
+    for number, text in enumerate([*code.splitlines(), ""], line + 1):
+        lines.append(text)
+        if (program := compiler("\\n" * begin + "\\n".join(lines), page, "single")) is not None:
+            yield program
+            begin, lines = number, []
+    if any(lines):
+        raise SyntaxError(f"{page}:{line}: the block is not complete")
+'''
 RUNNER = f"""
+{PASTE}
 import json, os, shlex, subprocess, sys
+sys.displayhook = lambda value: None  # the pages do not show the value of each line
 names, shell = {{"__name__": "__main__"}}, dict(os.environ)
 background = []
 try:
     for language, line, code, num_lines in json.load(sys.stdin):
         if language == "python":
-            exec(compile("\\n" * line + code, sys.argv[1], "exec"), names)
+            for program in pasted(code, sys.argv[1], line):
+                exec(program, names)
         elif num_lines is None:
             subprocess.run(["bash", "-c", code], stderr=subprocess.STDOUT, env=shell)
         else:

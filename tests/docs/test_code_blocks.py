@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.docs.page import ROOT, check_command, check_config, check_folders, check_outputs, commands, configs
+from tests.docs.page import (
+    PASTE,
+    ROOT,
+    blocks,
+    check_command,
+    check_config,
+    check_folders,
+    check_outputs,
+    commands,
+    configs,
+)
 
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -23,6 +38,36 @@ def test_a_page_prints_what_it_shows(page, tmp_path):
     check_outputs(page, tmp_path)
 
 
+@pytest.mark.parametrize("page", [README, *DOCS], ids=_id)
+def test_each_block_of_python_can_be_pasted(page):
+    """The blocks that are not run, too."""
+    reader: dict[str, Any] = {}
+    exec(PASTE, reader)  # noqa: S102
+    for block in blocks(page):
+        if block.language == "python":
+            assert list(reader["pasted"](block.code, str(page), block.line))
+
+
+def test_the_blocks_are_formatted_but_for_empty_lines(tmp_path):
+    """Ruff would put some into suites."""
+    for page in [README, *DOCS]:
+        assert unformatted(page.read_text(), tmp_path) == []
+
+
+def unformatted(text: str, folder: Path) -> list[str]:
+    """The lines, of the page or of what Ruff makes of it, that the other does not have."""
+    copy = folder / "copy.md"
+    copy.write_text(text)
+    ruff = [sys.executable, "-m", "ruff", "format", "-q", "--config", ROOT / "pyproject.toml"]
+    subprocess.run([*ruff, copy], check=True)
+    before, after = (list(filter(None, page.splitlines())) for page in (text, copy.read_text()))
+    return [line for line in difflib.ndiff(before, after) if line.startswith(("-", "+"))]
+
+
+def test_control_a_block_that_is_not_formatted_is_seen(tmp_path):
+    assert unformatted("```python\nx =  1\n```\n", tmp_path) == ["- x =  1", "+ x = 1"]
+
+
 @pytest.mark.parametrize("line", [line for page in [README, *DOCS, *CONFIGS] for line in commands(page)])
 def test_a_command_of_a_page_is_valid(line):
     check_command(line)
@@ -30,6 +75,17 @@ def test_a_command_of_a_page_is_valid(line):
 
 def test_each_training_of_the_pages_has_its_own_run_dir():
     check_folders(line for page in [README, *DOCS, *CONFIGS] for line in commands(page))
+
+
+def test_each_page_that_writes_a_config_has_its_own_run_dir():
+    """A reader may try one page after the other in one folder."""
+    of_pages: dict[str, set[str]] = {}
+    for page in [README, *DOCS]:
+        for written in re.findall(r"<<'?END'?\n(.*?)^END$", page.read_text(), re.MULTILINE | re.DOTALL):
+            for folder in re.findall(r"^run_dir: *(\S+)", written, re.MULTILINE):
+                of_pages.setdefault(folder, set()).add(page.name)
+    assert len(of_pages) > 1
+    assert {folder: pages for folder, pages in of_pages.items() if len(pages) > 1} == {}
 
 
 @pytest.mark.parametrize("text", [text for page in [README, *DOCS] for text in configs(page)])
@@ -55,6 +111,9 @@ WRONG = {
     "output": ("```python\nprint(2)\n```\n```text\n3\n```\n", "but prints\n *2"),
     "output of sh": ("```sh\necho a\n```\n```text\nb\n```\n", "but prints\n *a"),
     "python, by its line": ("words\n\n```python\nx = 1\n1 / 0\n```\n", "page.md\", line 5.*ZeroDivisionError"),
+    "a suite with no line below it": ("```python\nfor x in range(2):\n    x\nprint(x)\n```\n", "line 4.*SyntaxError"),
+    "a suite with an empty line": ("```python\nif True:\n    x = 1\n\n    y = 2\n```\n", "line 5.*IndentationError"),
+    "an open bracket": ("```python\nx = (\n```\n", "the block is not complete|was never closed"),
     "language": ("```py\n1 / 0\n```\n", "languages that nothing checks"),
     "between two exempt blocks": (
         "<!-- not run: a -->\n```sh\na\n```\n```python\n1 / 0\n```\n<!-- not run: b -->\n```sh\nb\n```\n",

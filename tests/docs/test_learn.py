@@ -13,6 +13,7 @@ from nbclient import NotebookClient
 
 from scripts.notebooks import CHAPTERS, notebook, write
 from tests.docs.page import ROOT, blocks, check_same, shell
+from tests.process.test_newcomer import pasted
 
 INDEX = ROOT / "docs" / "learn" / "index.md"
 IMAGE = re.compile(r"!\[[^\]]+\]\(([\w.-]+)\)")
@@ -60,13 +61,23 @@ def test_a_notebook_has_the_code_of_its_page_and_no_outputs(page):
 
 
 SAMPLE = {"03-collectives", "11-pipelines"}
-"""The cheapest notebooks, of 3 CPU seconds each; the others are executed by slow tests."""
-
-
-@pytest.mark.parametrize(
+"""The cheapest chapters, of 3 CPU seconds each; the others are executed by slow tests."""
+chapters = pytest.mark.parametrize(
     "page",
     [pytest.param(page, id=page.stem, marks=[] if page.stem in SAMPLE else pytest.mark.slow) for page in CHAPTERS],
 )
+
+
+@chapters
+def test_a_chapter_pasted_into_python_prints_what_it_shows(page, tmp_path):
+    """Python's own prompt; `test_code_blocks.py` reads lines as it does. It shows no values of lines."""
+    program = [block for block in blocks(page) if block.language == "python"]
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    quiet = "import sys\nsys.displayhook = lambda value: None"
+    check_same(page, program, pasted([quiet, *(block.code for block in program)], tmp_path)[1:])
+
+
+@chapters
 def test_a_notebook_prints_what_its_page_shows(page, tmp_path):
     path = next(path for path in write(tmp_path) if path.stem == page.stem)
     client = NotebookClient(

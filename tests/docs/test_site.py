@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,11 @@ def build(config: Path, site: Path) -> str:
 
 def test_the_site_builds_without_warnings(tmp_path):
     assert build(CONFIG, tmp_path) == ""
-    assert 'id="meshpar.fit"' in (tmp_path / "reference" / "api" / "index.html").read_text()
+    fit = (tmp_path / "reference" / "api" / "index.html").read_text().partition('id="meshpar.fit"')[2]
+    lines = re.sub(r"<[^>]+>", "", fit.partition("</code>")[0]).splitlines()
+    assert [line.strip() for line in lines if "json" in line] == ["json: bool = False,"]  # each argument on its line
+    page = (tmp_path / "guides" / "plan" / "index.html").read_text()
+    assert "md-footer__link--next" in page and "Choose a layout" in page
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_a_folder_that_does_not_exist_is_refused(folder: Path):
 there is no data to train on:
   data.path = 'corpsu'
     there is no such folder
-    it is relative to the working directory, {folder.parent}"""
+    it is relative to the working directory, {folder.parent}; did you mean corpus?"""
     )
 
 
@@ -205,7 +205,7 @@ def test_a_path_that_does_not_exist_is_refused(folder: Path, kind: str):
 there is no data to train on:
   data.path = 'corpsu'
     there is no such file or folder
-    it is relative to the working directory, {folder.parent}"""
+    it is relative to the working directory, {folder.parent}; did you mean corpus?"""
     )
 
 
@@ -329,7 +329,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(folder: Path):
 the tokenizer cannot be used:
   data.tokenizer = 'corpus/none.json'
     cannot be read: No such file or directory
-    it is relative to the working directory, {folder.parent}"""
+    it is relative to the working directory, {folder.parent}; did you mean corpus/broken.json?"""
     )
     assert refusal(text | {"tokenizer": tokenizer | {"path": "corpus/broken.json"}}).startswith(
         "the tokenizer cannot be used:\n  data.tokenizer = 'corpus/broken.json'\n    is not a tokenizer: "

@@ -272,7 +272,8 @@ two rules disagree:
 
 def test_a_file_that_is_missing_or_no_mapping_or_no_yaml_is_refused(meshpar):
     Path("config.yaml").unlink()
-    assert meshpar("train")[::2] == (2, "meshpar: config.yaml cannot be read: No such file or directory\n")
+    where = f"  it is relative to the working directory, {Path.cwd()}"
+    assert meshpar("train")[::2] == (2, f"meshpar: config.yaml cannot be read: No such file or directory\n{where}\n")
     Path("config.yaml").write_text("- a\n- b\n")
     assert meshpar("train")[::2] == (2, "meshpar: config.yaml holds a list, not a mapping of keys\n")
     Path("config.yaml").write_text("model: {kind: llama\n")
@@ -367,14 +368,18 @@ kept.json was not written by `meshpar inspect --json`:
 @pytest.mark.parametrize("case", NOT_DRAWN)
 def test_a_page_that_cannot_be_written_is_refused(meshpar, case):
     options, message = NOT_DRAWN[case]
-    assert meshpar("inspect", EXTRA, *options) == (2, "", f"meshpar: {message}\n")
+    code, out, err = meshpar("inspect", EXTRA, *options)
+    assert (code, out) == (2, "")
+    assert err.partition("\n  it is relative to")[0].rstrip("\n") == f"meshpar: {message}"
 
 
 @pytest.mark.parametrize("case", NOT_COMPARED)
 def test_programs_that_cannot_be_compared_are_refused(meshpar, case):
     options, message = NOT_COMPARED[case]
     Path(KEPT).write_text('{"flops": "many"}')
-    assert meshpar("inspect", EXTRA, *options) == (2, "", f"meshpar: {message}\n")
+    code, out, err = meshpar("inspect", EXTRA, *options)
+    assert (code, out) == (2, "")
+    assert err.partition("\n  it is relative to")[0].rstrip("\n") == f"meshpar: {message}"
 
 
 def test_diff_may_stand_before_the_programs(command, monkeypatch, tmp_path):

@@ -28,6 +28,7 @@ from meshpar import (
     ShardingError,
     Synthetic,
     TensorParallel,
+    inspect,
     training,
 )
 
@@ -51,7 +52,8 @@ def mean_loss(params, batch, key):
 
 
 def made(batch=ROWS, loss=mean_loss, tx=None, init=lambda key: {"w": jnp.ones(4)}, rules=RULES, **more):
-    return training(init, loss, tx or optax.sgd(0.1), batch, mesh=MeshLayout(data=8), rules=rules, **more)
+    more = {"mesh": MeshLayout(data=8)} | more
+    return training(init, loss, tx or optax.sgd(0.1), batch, rules=rules, **more)
 
 
 def traced(**more):
@@ -269,6 +271,26 @@ def test_a_rule_for_an_unknown_dim_is_refused_unless_the_dim_is_declared():
         _ = made(rules=rules).placement
     _ = made(rules=rules, activation_dims=["height"]).placement
     _ = made(rules=rules, batch_dims={"x": ("batch", "height")}).placement
+
+
+def test_a_model_without_names_is_sharded_by_its_largest_dims():
+    wide = {"w": jnp.ones((4, 16)), "b": jnp.ones(3)}
+    loss = lambda p, b, key: jnp.square(b["x"] @ p["w"]).mean() + p["b"].sum()
+    arguments = {"init": lambda key: wide, "loss": loss, "mesh": MeshLayout(fsdp=8)}
+    with pytest.raises(
+        ShardingError, match=r"unnamed\n    rules.largest=\[fsdp\] to shard the largest dim of each param"
+    ):
+        made(rules=AxisRules(preset="fsdp"), **arguments)
+    new = made(rules=AxisRules(preset="fsdp", largest=("fsdp",)), **arguments)
+    assert {name: x.sharding.spec for name, x in new.placement.structs.params.items()} == {
+        "w": P(None, "fsdp"),
+        "b": P(None),
+    }
+    step = new.compile_step()
+    one = made(mesh=MeshLayout(data=1).build(jax.devices()[:1]), init=lambda key: wide, loss=loss)
+    got, expected = (float(t.compile_step()(t.compile_init()(), t.put(ROWS))[1]["loss"]) for t in (new, one))
+    assert got == pytest.approx(expected, rel=1e-6)
+    assert inspect(step.compiled, new.mesh).bytes_per_axis["fsdp"] > 0
 
 
 # Masks --------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -45,6 +46,9 @@ KINDS: dict[str, Callable[[], Any]] = {
         mlp_only_layers=[0, 1, 2], decoder_sparse_step=2,
     ),
     "olmoe": lambda: transformers.OlmoeConfig(**SIZES, num_experts=6, num_experts_per_tok=3),
+    "ministral": lambda: transformers.MinistralConfig(
+        **SIZES, head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
     ),
@@ -53,8 +57,13 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 def made(kind: str) -> Any:
     """A model with random weights, biases and norms, so that each of them changes the logits."""
+    return randomized(KINDS[kind]())
+
+
+def randomized(config: Any) -> Any:
+    """The model of a config, with random weights, biases and norms."""
     generator = torch.Generator().manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(KINDS[kind](), attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for param in model.parameters():
             noise = torch.randn(param.shape, generator=generator) * 0.15
@@ -65,6 +74,24 @@ def made(kind: str) -> Any:
 def saved(kind: str, folder: Path, dtype: str = "float32", **options: Any) -> Path:
     made(kind).to(getattr(torch, dtype)).save_pretrained(folder, **options)
     return folder
+
+
+def saved_with(config: dict[str, Any], folder: Path) -> Path:
+    """Random weights for a `config.json`, which is written as given, and not as transformers would complete it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    randomized(transformers.AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def loaded(folder: Path) -> Any:
+    """The model of a folder, as transformers loads it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        ).eval()
 
 
 def logits(model: Any, tokens: Any) -> Any:

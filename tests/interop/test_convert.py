@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -53,12 +54,9 @@ def meshpar(command, monkeypatch, tmp_path):
 def test_a_run_is_made_and_written_back_bit_for_bit(original, meshpar, tmp_path):
     assert meshpar("convert", "run", "mesh.fsdp=8", "rules=[fsdp]", "--from-hf", original) == (0, "")
     run = load(tmp_path / "run/config.yaml")
-    assert (run.model.vocab_size, run.model.tie_embeddings, run.precision.params, run.init) == (
-        VOCAB,
-        True,
-        "bfloat16",
-        None,
-    )
+    assert (run.model.vocab_size, run.model.tie_embeddings, run.precision.params) == (VOCAB, True, "bfloat16")
+    assert run.init == Init(from_checkpoint=Path("run"))
+    assert run.data.kind == "none"
     assert meshpar("convert", "run", "--to-hf", "back") == (0, "")
     _same_bits(original, tmp_path / "back")
     for name in ("config.json", "tokenizer.json"):
@@ -184,24 +182,25 @@ meshpar: hf does not hold what its config.json describes:
 meshpar: hf cannot be imported:
   hf/config.json: model_type
     'lama' is not supported
-    supported: llama, mistral, qwen2, qwen3, phi3, mixtral, qwen3_moe, olmoe, gpt2; did you mean llama?
+    supported: llama, mistral, ministral, qwen2, qwen3, phi3, mixtral, qwen3_moe, olmoe, gpt2; did you mean llama?
 """),
     "rope, activation and quantization": (
         config(rope_parameters={"rope_type": "yarn"}, hidden_act="gelu", quantization_config={"bits": 4}), """\
 meshpar: hf cannot be imported:
   hf/config.json: quantization_config
-    quantized checkpoints are not supported
-    download the one in bfloat16
+    is {'bits': 4}, and only null is supported
+    download the checkpoint in bfloat16
   hf/config.json: hidden_act
     'gelu' is not supported for this model, only silu
   hf/config.json: rope_parameters
-    rope_type 'yarn' is not supported
+    rope_type 'yarn' is not supported for llama
     supported: default, linear, llama3
 """),
     "a key of another type": (config(hidden_size="32", num_hidden_layers=None), """\
 meshpar: hf cannot be imported:
   hf/config.json: num_hidden_layers
-    required, but missing
+    is null, which LlamaConfig does not allow
+    num_hidden_layers: 32
   hf/config.json: hidden_size
     Input should be a valid integer, got '32'
 """),

@@ -256,7 +256,7 @@ def test_a_run_goes_on_with_the_processes_that_are_left_until_others_return(conf
             "3 attempts in a row failed and none came beyond the beginning: the failure is not by chance",
         ),
         ([5] * 9, 9, 3, "3 attempts in a row failed and none came beyond checkpoint 5: the failure is not by chance"),
-        (list(range(9)), 4, 5, "it fails"),
+        (list(range(9)), 4, 5, "it fails\nthe same command resumes from checkpoint 5"),
     ],
 )
 def test_restarts_are_bounded_and_a_failure_that_is_not_by_chance_ends_the_run(checkpoints, restarts, attempts, told):

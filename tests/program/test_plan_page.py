@@ -8,7 +8,7 @@ import re
 import pytest
 
 import meshpar
-from meshpar.planning.page import page
+from meshpar.planning.page import _Scale, page
 from tests.program.chromium import chromium
 from tests.program.look import shown_faults
 from tests.unit.test_planning import RUN
@@ -57,7 +57,8 @@ def faults(browser, html, planned, folder, width=1280, scheme="light"):
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (400, "light")])
 def test_a_plan_is_drawn_to_scale_and_fits_the_screen(browser, planned, tmp_path, width, scheme):
-    assert faults(browser, page(planned), planned, tmp_path, width, scheme) == set()
+    html = page(planned, f"meshpar plan {'long' * 40}.yaml - meshpar 0").replace("<details>", "<details open>")
+    assert faults(browser, html, planned, tmp_path, width, scheme) == set()
 
 
 BROKEN = {
@@ -75,3 +76,38 @@ def test_control_a_broken_page_is_seen(browser, planned, tmp_path, broken):
     changed = re.sub(old, new, page(planned), flags=re.DOTALL)
     assert changed != page(planned)
     assert fault in faults(browser, changed, planned, tmp_path)
+
+
+def ticks(html: str) -> list[str]:
+    return re.findall(r'<text x="[^"]*" y="[^"]*"[^>]*>([^<]*)</text>', html.partition("</g>")[0])
+
+
+def test_the_ticks_of_a_plan_are_round_and_in_place(planned):
+    times, sizes = (
+        [text.split() for text in ticks(page(planned)) if text.split()[1] in units]
+        for units in (("ms", "s"), ("B", "KiB", "MiB", "GiB"))
+    )
+    for shown in (times, sizes):
+        assert 2 <= len(shown) <= 12
+        assert all(len(number.replace(".", "").strip("0")) <= 2 for number, _ in shown), shown
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "unit", "expected"),
+    [
+        (40.1, 46.24, 1, [41, 42, 43, 44, 45, 46]),
+        (3, 60, 1, [5, 10, 20, 50]),
+        (0.0013, 0.9, 1, [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5]),
+        (10 * 2**20, 12 * 2**20, 2**20, [i * 2**19 for i in range(20, 25)]),
+        (5, 5, 1, [5]),
+    ],
+)
+def test_ticks_are_round_in_their_unit(least, most, unit, expected):
+    assert _Scale(least, most, 0, 1).ticks(unit) == pytest.approx(expected)
+
+
+def test_a_page_tells_its_origin_and_its_config(planned):
+    html = page(planned, "meshpar plan <a.yaml> - meshpar 0")
+    assert "meshpar plan &lt;a.yaml&gt; - meshpar 0" in html
+    assert "parallel:" in html.partition("<details>")[2]
+    assert "<footer" not in page(planned)

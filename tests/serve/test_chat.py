@@ -7,8 +7,10 @@ import json
 import pytest
 
 from meshpar.errors import CheckpointError, ConfigError
+from meshpar.serve.http import chat
 from meshpar.serve.http.chat import ChatTemplate, encode_chat, read_template
 from meshpar.train.data.tokenizer import TokenizerFile
+from tests.damage import at_most
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -58,6 +60,47 @@ def test_special_tokens_of_the_template_are_special_and_those_of_messages_are_re
 def test_a_template_that_fails_or_breaks_out_is_an_error_of_the_request(text, message):
     with pytest.raises(ConfigError, match=f"the model's chat template fails: .*{message}"):
         ChatTemplate(text, {}).render(MESSAGES)
+
+
+def test_a_template_that_does_not_end_is_interrupted(monkeypatch):
+    monkeypatch.setattr(chat, "LONGEST_S", 0.3)
+    forever = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with at_most(20), pytest.raises(ConfigError, match=r"takes longer than 0\.3 s"):
+        ChatTemplate(forever, {}).render(MESSAGES)
+    assert ChatTemplate(TEMPLATE, {"bos_token": "<s>"}).render(MESSAGES).startswith("<s>user")
+
+
+FEATURES = {
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
+    "trimmed generation": "a {%- generation -%} {{ messages[0].content }} {%- endgeneration -%} b",
+    "tojson": "{{ messages | tojson(separators=(',', ':'), sort_keys=True) }}",
+    "tojson of ASCII": "{{ {'b': '<né>', 'a': [1, none]} | tojson(ensure_ascii=True, indent=2) }}",
+    "tojson as it is": "{{ {'b': '<né>', 'a': true} | tojson }}",
+    "tokens": "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ mask_token is defined }}",
+    "a namespace": "{% set n = namespace(x=0) %}{% for m in messages %}{% set n.x = n.x + 1 %}{% endfor %}{{ n.x }}",
+    "loop controls": "{% for m in messages %}{% continue %}{{ m.content }}{% endfor %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("named_in", ["tokenizer_config.json", "special_tokens_map.json", "both"])
+@pytest.mark.parametrize("case", FEATURES)
+def test_templates_render_as_in_transformers(case, named_in, tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "chat_template.jinja").write_text(FEATURES[case])
+    named = {"bos_token": "<s>", "eos_token": {"content": "<end>", "__type": "AddedToken"}}
+    other = {"bos_token": "<end>", "unk_token": "<unk>"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    in_config = {"tokenizer_config.json": named, "special_tokens_map.json": {}, "both": other}[named_in]
+    named = {"bos_token": "<s>", "eos_token": {"content": "<end>"}}
+    in_map = {"tokenizer_config.json": None, "special_tokens_map.json": named, "both": named}[named_in]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | in_config))
+    if in_map is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(in_map))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    want = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    template = read_template(tmp_path)
+    assert template is not None
+    assert template.render(MESSAGES) == want
 
 
 def test_a_template_is_read_from_the_folder(tmp_path):

@@ -243,7 +243,8 @@ def test_a_request_has_several_prompts_and_several_answers(one):
         texts = [choice["text"] for choice in reply["choices"]]
         assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
         assert texts[0] != texts[1]
-        assert reply["usage"]["prompt_tokens"] == 8
+        assert reply["usage"]["prompt_tokens"] == 4, "a prompt counts once, however many answers it has"
+        assert reply["usage"]["completion_tokens"] == 32
 
     run(one, scene)
 

@@ -81,3 +81,51 @@ def test_pieces_of_a_learned_tokenizer_are_the_text(learned, text):
     answer = Answer(learned, (), 99)
     pieces = [answer.add(token) for token in [*learned.encode(text).tolist(), learned.bos]]
     assert "".join(pieces) == answer.text == text
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    """A tokenizer whose decoder drops the first space of a text, as those made of SentencePiece models do."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["<unk>", "▁the", "▁capital", "▁is", "▁paris", "▁Rome", "<s>"]
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    library.decoder = tokenizers.decoders.Metaspace()
+    library.add_special_tokens(["<s>"])
+    path = tmp_path_factory.mktemp("pieces") / "tokenizer.json"
+    library.save(str(path))
+    return TokenizerFile(path=str(path))
+
+
+def test_the_first_space_of_an_answer_is_kept(pieces):
+    """The prompt and its answer together are the text of all tokens."""
+    prompt = pieces.encode("the capital is").tolist()
+    answer = Answer(pieces, (), 9, prompt=prompt)
+    assert [answer.add(4), answer.add(1), answer.add(5), answer.add(pieces.bos)] == [" paris", " the", " Rome", ""]
+    assert "the capital is" + answer.text == pieces.decode([*prompt, 4, 1, 5])
+    alone = Answer(pieces, (), 9)
+    assert [alone.add(4), alone.add(1)] == ["paris", " the"]
+
+
+@given(text=st.text("né€😀 ur", max_size=20), cut=st.integers(0, 20))
+def test_a_prompt_and_its_answer_are_the_text_of_all_tokens(learned, text, cut):
+    ids = learned.encode(text).tolist()
+    prompt, rest = ids[:cut], ids[cut:]
+    answer = Answer(learned, (), 99, prompt=prompt)
+    for token in [*rest, learned.bos]:
+        answer.add(token)
+    if not learned.decode(prompt).endswith("\ufffd"):  # a prompt of ids may end within a character
+        assert learned.decode(prompt) + answer.text == text
+    else:
+        assert answer.text == learned.decode(rest)
+
+
+def test_an_answer_ends_at_each_of_its_end_ids_and_no_other():
+    for ends in ((3,), (3, 5), ()):
+        answer = Answer(Ids(vocab_size=20, bos=7), (), 4, ends)
+        for token in (1, 7, 5, 3):
+            if not answer.finish:
+                answer.add(token)
+        assert (answer.tokens, answer.finish) == {
+            (3,): ([1, 7, 5], "end"), (3, 5): ([1, 7], "end"), (): ([1, 7, 5, 3], "length")
+        }[ends]  # fmt: skip

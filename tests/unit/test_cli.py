@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
+from importlib.metadata import version
 from xml.etree import ElementTree
 
 import numpy as np
@@ -59,7 +61,15 @@ def test_inspect_trains_nothing_and_its_json_has_the_same_total(meshpar, tmp_pat
 
 def test_inspect_writes_the_page_of_its_json(meshpar, tmp_path):
     plain = json.loads(meshpar("inspect", "--json", "--html", "step.html"))
-    assert (tmp_path / "step.html").read_text(encoding="utf-8") == page(plain)
+    written = (tmp_path / "step.html").read_text(encoding="utf-8")
+    body, _, foot = written.partition("<footer")
+    assert body.split() == page(plain).partition("</main>")[0].split()
+    for told in (
+        f"inspect config.yaml --json --html step.html - meshpar {version('meshpar')}",
+        f"{datetime.now(UTC):%Y-%m}",
+        "num_layers: ",
+    ):
+        assert told in foot
 
 
 def test_inspect_compares_a_config_with_a_saved_inspection(meshpar, tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshpar.config import Config, build, flatten, load, schema, to_yaml
-from meshpar.errors import ConfigError
+from meshpar.errors import ConfigError, control_character
 
 
 class Circle(Config):
@@ -54,15 +54,16 @@ def write(tmp_path):
     return write
 
 
+texts = st.text(max_size=8).filter(lambda text: not control_character(text))
 CIRCLE = "shape: {kind: circle}\n"
 drawings = st.builds(
     Drawing,
     shape=st.builds(Circle, radius=st.floats(allow_nan=False, allow_infinity=False))
-    | st.builds(Square, side=st.integers(1, 10**9), tags=st.lists(st.text(max_size=5), max_size=3).map(tuple)),
-    pen=st.builds(Pen, colour=st.text(max_size=8)),
+    | st.builds(Square, side=st.integers(1, 10**9), tags=st.lists(texts, max_size=3).map(tuple)),
+    pen=st.builds(Pen, colour=texts),
     scale=st.floats(allow_nan=False, allow_infinity=False),
     copies=st.integers(-(2**60), 2**60),
-    title=st.none() | st.text(max_size=8),
+    title=st.none() | texts,
     filled=st.booleans(),
 )
 

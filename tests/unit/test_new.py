@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from meshpar import load
 from meshpar.cli.new import FILES
 from tests.docs.page import ROOT
 
@@ -62,6 +63,41 @@ def test_a_new_project_trains_from_its_config(project):
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["lower_by"] > 0
+
+
+def test_a_config_comes_with_those_that_it_extends(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert command("new", "--config", "configs/fsdp.yaml") == (0, "configs/fsdp.yaml\nconfigs/quickstart.yaml\n", "")
+    assert load("configs/fsdp.yaml") == load(ROOT / "configs" / "fsdp.yaml")
+    assert command("new", "--config", "fsdp").code == 0  # nothing to overwrite
+    Path("configs/quickstart.yaml").write_text("mine\n")
+    message = "meshpar: new: configs/quickstart.yaml already exists with other contents, and is not overwritten\n"
+    assert command("new", "--config", "gspmd") == (2, "", message)
+    assert not Path("configs/gspmd.yaml").exists()
+
+
+def test_every_config_of_the_repository_can_be_copied(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    configs = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml"))
+    for config in configs:
+        assert command("new", "--config", config.removeprefix("configs/").removesuffix(".yaml")).code == 0
+        assert Path(config).read_bytes() == (ROOT / config).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "quikstart"], "new: there is no config quikstart; did you mean quickstart?"),
+        (["--config", "../x"], "new: there is no config ../x; there are bloom-176b, data-parallel, "),
+        (["first", "--config", "fsdp"], "new: name a folder for a project, as in `meshpar new mymodel`, or a config"),
+        ([], "new: name a folder for a project"),
+    ],
+)
+def test_a_wrong_name_of_a_config_is_refused(words, message, command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command("new", *words)
+    assert (code, out) == (2, "") and err.startswith(f"meshpar: {message}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_overwritten_and_nothing_is_written_elsewhere(project, command):

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pydoc
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pydantic
 import pytest
 import yaml
 
 import meshpar
 from meshpar.collectives import Int8
-from meshpar.config import Config, load, to_yaml
-from meshpar.errors import ConfigError
+from meshpar.config import Config, load, schema, to_yaml
+from meshpar.errors import ConfigError, ShardingError
 from meshpar.experiment.config import Run
 from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import PRESETS
+from tests.command import CONFIG
 from tests.config import checked_types
 
 PLAIN = {
@@ -226,3 +232,103 @@ def test_configs_without_a_type_error_are_accepted_and_those_with_one_are_refuse
     for construct in checked_types.refused():
         with pytest.raises(ConfigError):
             construct()
+
+
+# What the command line takes, Python takes ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path) -> str:
+    """The path of a small config whose run is in a new folder."""
+    (tmp_path / "config.yaml").write_text(CONFIG + f"run_dir: {tmp_path / 'run'}\n")
+    return str(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("as_type", [str, Path])
+def test_a_verb_takes_the_path_of_a_config(as_type, path):
+    config = as_type(path)
+    run = meshpar.load(path)
+    assert str(meshpar.explain(config)) == str(meshpar.explain(run))
+    assert meshpar.inspect(config).bytes_per_axis == meshpar.inspect(run).bytes_per_axis
+    assert str(meshpar.plan(config, "h100:1x8")) == str(meshpar.plan(run, "h100:1x8"))
+
+
+def test_verify_and_fit_take_the_path_of_a_config(path, tmp_path):
+    assert meshpar.verify(path).is_equal
+    assert meshpar.fit(path, json=True).step == 2
+    assert meshpar.Checkpoints(tmp_path / "run").latest() == 2  # the folder of the run
+    assert meshpar.Checkpoints(tmp_path / "run" / "checkpoints").latest() == 2
+    assert not (tmp_path / "run" / "2").exists()
+
+
+@pytest.mark.parametrize("verb", [meshpar.explain, meshpar.inspect, meshpar.fit, meshpar.verify])
+def test_a_verb_says_what_it_cannot_read(verb, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
+        verb("none.yaml")
+
+
+@pytest.mark.parametrize("verb", [meshpar.explain, meshpar.fit, meshpar.verify])
+def test_a_verb_says_what_is_no_run(verb):
+    with pytest.raises(ConfigError, match="expected a Run or the path of a config file, not dict"):
+        verb(PLAIN)
+
+
+def test_one_override_needs_no_list(path):
+    assert meshpar.load(path, "mesh.fsdp=4") == meshpar.load(path, ["mesh.fsdp=4"])
+
+
+ROWS = {"x": jnp.ones((8, 4)), "y": jnp.ones(8)}
+
+
+def linear(**given) -> meshpar.Training:
+    def loss(params, batch, key):
+        return jnp.square(batch["x"] @ params["w"] - batch["y"]).mean()
+
+    def init(key):
+        return {"w": jax.random.normal(key, (4,))}
+
+    return meshpar.training(init, loss, optax.sgd(0.1), ROWS, dims={"w": ("embed",)}, **given)
+
+
+@pytest.mark.parametrize(
+    "mesh", ["data=2 fsdp=4", "data=2,fsdp=4", "mesh.data=2, mesh.fsdp=-1", {"data": 2, "fsdp": 4}]
+)
+@pytest.mark.parametrize("rules", ["fsdp", ["fsdp"], {"preset": "fsdp"}])
+def test_a_training_takes_sizes_and_presets_as_the_command_line_does(mesh, rules):
+    made = linear(mesh=mesh, rules=rules)
+    layout = meshpar.MeshLayout(data=2, fsdp=4)
+    assert made.ctx == linear(mesh=layout, rules=meshpar.AxisRules(preset="fsdp")).ctx
+    assert made.placement.params["w"].pspec == jax.P("fsdp")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mesh": "dta=8", "rules": "fsdp"}, r"1 problem in mesh 'dta=8':\n  dta .*\n.*\n *did you mean data\?"),
+        ({"mesh": "data", "rules": "fsdp"}, r"in mesh 'data':\n  data "),
+        ({"mesh": {"dta": 8}, "rules": "fsdp"}, r"did you mean data\?"),
+        ({"mesh": "data=8", "rules": "fsdb"}, r"no preset is called 'fsdb'; did you mean fsdp\?"),
+    ],
+)
+def test_wrong_sizes_or_presets_of_a_training_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        linear(**given)
+
+
+@pytest.mark.parametrize("dims", [(("batch", "embed"),), ("batch",), (["batch", "embed"],), ("batch", None)])
+def test_constrain_is_told_its_dims_in_the_same_way_everywhere(dims):
+    """Outside a training too, where there is no mesh."""
+    with pytest.raises(
+        ShardingError, match=r"the array has 2 dims, \(4, 8\); give a name for each dim, as in constrain"
+    ):
+        inspect.unwrap(meshpar.constrain)(jnp.ones((4, 8)), *dims)  # without the tests' own check of types
+
+
+def test_help_lists_the_fields_of_a_config_and_nothing_of_pydantics():
+    shown = pydoc.plain(pydoc.render_doc(Run))
+    for field in Run.model_fields:
+        assert re.search(rf"^ \|    {field} (=|\(required\))", shown, re.MULTILINE), field
+    assert " |    num_microbatches = 1\n |        Equal parts of a batch that are computed one after another" in shown
+    assert "__pydantic" not in shown
+    assert "Fields:" not in json.dumps(schema(Run))

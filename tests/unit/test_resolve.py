@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshpar.errors import ShardingError
 from meshpar.mesh.layout import MeshLayout
 from meshpar.parallel.context import ParallelContext, constrain, tracing
-from meshpar.sharding.resolve import resolve
+from meshpar.sharding.resolve import resolve, with_largest
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 
@@ -103,3 +103,71 @@ def test_constrain_pins_under_gspmd_and_raises_where_jax_would_replicate():
     assert out.sharding.shard_shape(out.shape) == (1, 3)
     with pytest.raises(ShardingError, match="mlp = 5\n    is not divisible by tensor = 2"):
         jax.jit(f)(np.ones((4, 5), np.float32))
+
+
+# Axes and presets without effect ------------------------------------------------------------------------------------
+
+DENSE = {"up": spec((8, 16), "embed", "mlp"), "down": spec((16, 8), "mlp", "embed")}
+PLAIN = {"w": spec((3, 8, 16), "unnamed", "unnamed", "unnamed"), "b": spec((3,), "unnamed")}
+IDLE = {
+    "stages": (
+        "pipeline",
+        {"data": 2, "pipe": 4},
+        "the dim layers (preset pipeline) or stage (preset pipeline): its 4",
+    ),
+    "parts of a row": (
+        "context",
+        {"data": 2, "context": 2},
+        "mesh.context = 2\n    nothing in the model has the dim seq",
+    ),
+    "norms": (
+        "megatron_sp",
+        {"data": 2, "tensor": 2},
+        "rules.residual_seq\n    preset megatron_sp shards it over tensor, and nothing in the model has this dim\n"
+        "    rules.residual_seq=[]; or, if activations have it, declare it: activation_dims=[residual_seq]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IDLE)
+def test_a_preset_without_effect_on_a_users_model_is_refused(case):
+    preset, sizes, message = IDLE[case]
+    rules = AxisRules(preset=preset)
+    with pytest.raises(ShardingError) as error:
+        resolve(DENSE, rules, MeshLayout(**sizes).abstract(), activation_dims=())
+    assert message in str(error.value)
+    dims = ("seq", "residual_seq", "stage")
+    resolve(DENSE, rules, MeshLayout(**sizes).abstract(), activation_dims=dims)
+    resolve(DENSE, rules, MeshLayout(**sizes).abstract())  # meshpar's own models have them all
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2", "fsdp", "hsdp"])
+def test_zero_that_stores_nothing_in_shards_is_refused(preset):
+    mesh = MeshLayout(fsdp=8).abstract()
+    with pytest.raises(ShardingError) as error:
+        resolve(PLAIN, AxisRules(preset=preset, unnamed=()), mesh, activation_dims=())
+    assert str(error.value).splitlines()[1:] == [
+        "  rules.embed",
+        f"    preset {preset} stores it in shards over fsdp, and no parameter has this dim",
+        "    rules.largest=[fsdp] to shard the largest dim of each parameter without names, or rules=replicated",
+    ]
+    resolve(PLAIN, AxisRules(preset=preset, unnamed=()), MeshLayout(data=8).abstract(), activation_dims=())
+
+
+def test_the_largest_dim_that_the_axes_divide_is_sharded():
+    mesh = MeshLayout(data=2, fsdp=4).abstract()
+    rules = AxisRules(preset="fsdp", largest=("fsdp",))
+    arrays = PLAIN | {"odd": spec((8, 99), "unnamed", "unnamed"), "named": spec((8, 16), "embed", "unnamed")}
+    placed = resolve(with_largest(arrays, rules, mesh), rules, mesh, activation_dims=())
+    assert {name: placement.local_shape for name, placement in placed.items()} == {
+        "w": (3, 8, 4), "b": (3,), "odd": (2, 99), "named": (2, 16),
+    }  # fmt: skip
+    assert placed["w"].reason[2] == "largest -> fsdp   (rules.largest, storage)"
+    assert with_largest(arrays, AxisRules(preset="fsdp", unnamed=()), mesh) == arrays
+
+
+def test_a_rule_for_the_largest_dim_that_shards_nothing_is_refused():
+    mesh = MeshLayout(fsdp=4).abstract()
+    rules = AxisRules(preset="fsdp", largest=("fsdp",))
+    with pytest.raises(ShardingError, match=r"rules.largest\n    no parameter has such a dim"):
+        resolve(with_largest(DENSE, rules, mesh), rules, mesh, activation_dims=())

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshpar.errors import RunError
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.mesh.layout import MeshLayout
@@ -47,6 +48,18 @@ def batch_of(run: Prepared, index: int = 0):
 def compiled():
     run = prepared()
     return run, run.compile_step(), run.compile_init()
+
+
+def test_a_state_that_was_donated_is_refused_by_name():
+    """On several CPU devices jax 0.10 ends in SIGSEGV."""
+    run, step, init = compiled()
+    state, batch = init(), batch_of(run)
+    after, _ = step(state, batch)
+    with pytest.raises(RunError, match=r"^step was donated .* `state, metrics = step\(state, batch\)`"):
+        step(state, batch)
+    with pytest.raises(RunError, match=r"^params\.blocks\.attn\.k\.kernel was donated to an earlier call"):
+        step(replace(after, params=state.params), batch)
+    assert int(step(after, batch)[0].step) == 2
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():

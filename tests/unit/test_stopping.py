@@ -51,6 +51,15 @@ def test_patience_min_delta_and_best_decide_when_a_run_ends(tmp_path, values, se
     assert stopped(tmp_path, scores(*values), **settings) == end
 
 
+def test_the_best_is_the_best_of_all_although_it_gained_too_little(tmp_path):
+    """Waiting is counted from the last gain of more than min_delta; the record names the best evaluation of all."""
+    assert stopped(tmp_path, scores(3.0, 2.0, 1.95, 1.97, 9), min_delta=0.1) == 8
+    (record,) = recorded(tmp_path, "stop")
+    assert (record["best"], record["best_step"]) == (1.95, 6)
+    since = "no better by more than 0.1 than at step 4, 2.0000, in 2 evaluations since"
+    assert record["why"] == f"score was best at step 6, 1.9500, and {since}"
+
+
 def test_a_resumed_run_remembers_how_long_it_has_waited(tmp_path):
     rule: dict[str, Any] = {"early_stopping": EarlyStopping(metric="score", patience=2), "eval_every": 2}
     rule["callbacks"] = [scores(1, 2, 3, 4, 5)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,44 @@ def test_bos_and_eos_are_named_or_customary_or_added(tmp_path: Path):
     assert plain.eos is None
     assert plain.bos == plain.vocab_size - 1 == len(plain._library.get_vocab())
     assert plain.decode([plain.bos, *plain.encode("a mesh")]) == "a mesh"
+
+
+SAID = [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": False}, {"bos_token": "<open>"}]
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("said", SAID)
+def test_prompts_are_opened_as_transformers_opens_them(said: dict, adds: bool, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import processors
+
+    file = write_tokenizer(tmp_path / "tokenizer.json", ("<open>", "</s>", "<s>"))
+    if adds:
+        library = file._library
+        library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+        library.save(file.path)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | said))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)("a mesh").input_ids
+    again = TokenizerFile(path=file.path)
+    assert [*again.opening, *again.encode("a mesh").tolist()] == theirs
+
+
+def test_special_tokens_are_those_of_the_files_beside(tmp_path: Path):
+    file = write_tokenizer(tmp_path / "tokenizer.json", ("<s>", "</s>", "<open>", "<end>", "<turn>"))
+    assert (file.bos, file.eos) == (0, 1)
+    (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 2, "eos_token_id": [4, 3]}))
+    assert (file.bos, file.eos) == (2, 4)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    assert file.eos == 3
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "<turn>"}))
+    assert (file.bos, file.eos) == (0, 4)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<open>"}}))
+    assert file.bos == 2
+    assert file.model_copy(update={"bos_token": "<s>", "eos_token": "</s>"}).eos == 1
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"generation_config\.json is not JSON"):
+        _ = file.eos
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from meshpar.checkpoint import lock
 from meshpar.mesh.cursor import CURSORS, Cursor, Position
 from meshpar.train import watch
 from meshpar.train.watch import Watch, chart, straggler
@@ -31,7 +32,9 @@ def write_run(run_dir: Path, ends: bool = False) -> None:
 def test_a_run_is_shown_by_its_files(command, tmp_path: Path, monkeypatch):
     write_run(tmp_path)
     monkeypatch.chdir(tmp_path)
-    shown = command("watch", ".", "--once").out
+    assert command("watch", ".", "--once").out.startswith(".: step 30 of 50, not running, 1 restarts, goodput ")
+    with lock.hold(tmp_path):
+        shown = command("watch", ".", "--once").out
     assert shown.startswith(".: step 30 of 50, 0:00:40 left, 1 restarts, goodput ")
     assert "loss 1.0000  2.000 s/step" in shown
     assert "last checkpoint: step 20, 0:00:0" in shown

@@ -80,6 +80,7 @@ def toy(sizes: dict[str, int], *presets: str, **more) -> Training:
         mesh=MeshLayout(**sizes).build(jax.devices()[:count]),
         rules=more.pop("rules", AxisRules(preset=presets)),
         dims=DIMS,
+        activation_dims=("residual_seq",),
         manual=True,
         **more,
     )

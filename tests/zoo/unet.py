@@ -48,7 +48,7 @@ class AttnBlock(nn.Module):
 
 class UNet(nn.Module):
     features: int = 16
-    channel_multipliers: tuple[int, ...] = (1, 2, 2)
+    channel_multipliers: tuple[int, ...] = (1, 2)
 
     @nn.compact
     def __call__(self, x, timesteps):
@@ -56,7 +56,7 @@ class UNet(nn.Module):
         temb = timestep_embedding(timesteps, self.features)
         temb = nn.Dense(2 * self.features, name="temb0")(temb)
         temb = nn.Dense(2 * self.features, name="temb1")(nn.swish(temb))
-        x = nn.Conv(self.features, (3, 3), name="conv_in")(x)
+        x = nn.Conv(self.features, (4, 4), strides=(2, 2), name="conv_in")(x)
         skips = []
         for i, multiplier in enumerate(self.channel_multipliers):
             x = ResnetBlock(self.features * multiplier, name=f"down{i}")(x, temb)
@@ -67,14 +67,12 @@ class UNet(nn.Module):
         for i, multiplier in reversed(list(enumerate(self.channel_multipliers))):
             x = jnp.concatenate([x, skips.pop()], axis=-1)
             x = ResnetBlock(self.features * multiplier, name=f"up{i}")(x, temb)
-            if i == 2:
-                x = nn.ConvTranspose(x.shape[-1], (4, 4), strides=(2, 2), name=f"upsample{i}")(x)
-            elif i == 1:
+            if i > 0:
                 n, height, width, c = x.shape
                 x = jax.image.resize(x, (n, 2 * height, 2 * width, c), "nearest")
                 x = nn.Conv(c, (3, 3), name=f"upsample{i}")(x)
         x = nn.swish(nn.GroupNorm(num_groups=4, name="norm_out")(x))
-        return nn.Conv(channels, (3, 3), name="conv_out")(x)
+        return nn.ConvTranspose(channels, (4, 4), strides=(2, 2), name="conv_out")(x)
 
 
 def build() -> Zoo:

@@ -23,11 +23,14 @@ _NARROW_PX = 340
 _WIDE_PX = 700
 
 
-def page(inspection: Mapping[str, Any]) -> str:
+def page(inspection: Mapping[str, Any], origin: str = "", config: str = "") -> str:
     """Renders the page of an `Inspection` or a `FitReport`.
 
     Args:
       inspection: the plain data of `as_json()`, or of a file that `meshpar inspect --json` wrote.
+
+      origin: the command, version and date of the program.
+      config: the config of its run.
 
     Returns:
       A whole HTML document. All names from the user's program are escaped.
@@ -47,6 +50,8 @@ def page(inspection: Mapping[str, Any]) -> str:
         memory=_memory(report),
         places=places(report.collectives),
         human_bytes=human_bytes,
+        origin=origin,
+        config=config,
     )
 
 

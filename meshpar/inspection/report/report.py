@@ -24,6 +24,7 @@ class Report:
       held: name (parameters, gathered, gradients, optimizer) -> the largest number of bytes on a device.
       selected: key of the config -> the implementation that it selects on this mesh.
       host: the bytes that a device stores in its host's memory.
+      updates: path -> what updates the parameter, as text.
       drawn: whether the text draws the arrays.
       activations: the activations of a partitioned model that a forward pass moves; None if they are not reported.
     """
@@ -32,6 +33,7 @@ class Report:
     held: Mapping[str, int]
     selected: Mapping[str, str] = field(default_factory=dict)
     host: int = 0
+    updates: Mapping[str, str] = field(default_factory=dict)
     drawn: bool = False
     activations: tuple[MovedValue, ...] | None = None
 
@@ -53,7 +55,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        arrays = {path: _entry(placement) for path, placement in self.arrays.items()}
+        arrays = {path: _entry(placement) | self._update(path) for path, placement in self.arrays.items()}
         return {
             "mesh": self._sizes,
             "arrays": arrays,
@@ -67,6 +69,8 @@ class Report:
         lines = [f"mesh: {describe_sizes(self._sizes)}", ""]
         for path, placement in self.arrays.items():
             lines += [f"{path}  {placement.spec}", *_details(placement)]
+            if path in self.updates:
+                lines.append(f"    {self.updates[path]}")
             if self.drawn:
                 lines += ["", Picture(path, placement).text(), ""]
         if lines[-1]:
@@ -82,15 +86,25 @@ class Report:
             lines += ["", *activation_lines(self.activations)]
         return "\n".join(lines)
 
+    def _update(self, path: str) -> dict[str, str]:
+        return {"update": self.updates[path]} if path in self.updates else {}
+
     @property
     def _sizes(self) -> dict[str, int]:
         """The sizes of the mesh's axes."""
         return dict(next(iter(self.arrays.values())).mesh.shape)
 
 
-def report(params: Any, held: Mapping[str, int], selected: Mapping[str, str], host: int = 0) -> Report:
+def report(
+    params: Any,
+    held: Mapping[str, int],
+    selected: Mapping[str, str],
+    host: int = 0,
+    updates: Mapping[str, str] | None = None,
+) -> Report:
     """A `Report` on a tree of placements, the bytes on a device by name, and the implementations that are selected."""
-    return Report(flatten_with_paths(params), {name: size for name, size in held.items() if size}, selected, host)
+    held = {name: size for name, size in held.items() if size}
+    return Report(flatten_with_paths(params), held, selected, host, updates or {})
 
 
 def activation_lines(activations: Sequence[MovedValue]) -> list[str]:

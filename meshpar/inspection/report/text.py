@@ -38,7 +38,8 @@ def text(report: PlainInspection) -> str:
 
 def selected_lines(selected: Mapping[str, str]) -> list[str]:
     """The implementations that keys of a config select, under a heading."""
-    return ["selected", *(f"  {key}  {what}" for key, what in selected.items())]
+    each = (f"  {key}  {what}".replace("; on a ", "\n    on a ").splitlines() for key, what in selected.items())
+    return ["selected", *(line for lines in each for line in lines)]
 
 
 def _collectives(report: PlainInspection) -> str:

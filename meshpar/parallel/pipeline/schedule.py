@@ -230,7 +230,7 @@ class ScheduleFile(Schedule):
 
     kind: Literal["written"] = "written"
     path: FilePath
-    """The text file."""
+    """The local text file, relative to the working directory."""
     num_chunks: Positive = 1
     """Parts of the model on each stage."""
     fold: bool = False

@@ -7,6 +7,7 @@ import hmac
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -72,7 +73,7 @@ class Endpoints:
         """`/v1/completions`."""
         self._authorize(http)
         body = parse(CompletionBody, await _body(http))
-        encode = self.source.encode
+        encode = partial(self.source.encode, parse_special=body.parse_special)
         prompts = await asyncio.to_thread(lambda: [encode(x) if isinstance(x, str) else x for x in body.prompt])
         return await self._answer(http, body, prompts, CompletionShape(self.name), body.max_tokens)
 
@@ -123,7 +124,7 @@ class Endpoints:
         if body.model not in (None, self.name):
             raise ApiError(404, f"there is no model {body.model!r}, only {self.name!r}", "model", "model_not_found")
         requests = self._requests(body, prompts, max_tokens)
-        answers = self.service.submit(requests, body.stop)
+        answers = self.service.submit(requests, body.stop, body.n or 1)
         if body.stream:
             return Stream(answers, shape, with_usage=bool(body.stream_options and body.stream_options.include_usage))
         await complete(http, answers)
@@ -182,7 +183,7 @@ def endpoints_of(
       CheckpointError: the chat template cannot be read.
     """
     metrics = Metrics()
-    service = Service(engine, engine.decoding.capacity, source.tokenizer, metrics)
+    service = Service(engine, engine.decoding.capacity, source.tokenizer, metrics, source.ends)
     metrics.watch(service.scheduler)
     template = read_template(source.folder) if source.folder else None
     return Endpoints(service, metrics, source, name, template, token, hosts)

@@ -83,9 +83,10 @@ class Body(BaseModel):
 
 
 class CompletionBody(Body):
-    """The body of `/v1/completions`."""
+    """The body of `/v1/completions`. `parse_special` is not OpenAI's: see `generate`."""
 
     prompt: list[str | list[int]]
+    parse_special: bool = True
     max_tokens: Annotated[int | None, Field(ge=1)] = 16
 
     @field_validator("prompt", mode="before")

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.interop.folder import read_json
 from meshpar.regular import open_regular
+from meshpar.train.data.special_tokens import special_tokens
 from meshpar.train.data.tokenizer import TokenizerFile
 
 CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
+LONGEST_S = 5.0
+"""The longest time that a template may take for a chat."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +46,11 @@ class ChatTemplate:
         """The prompt, up to where the answer begins.
 
         Raises:
-          ConfigError: the template refuses the messages, or has an error.
+          ConfigError: the template refuses the messages, has an error, or takes longer than `LONGEST_S`.
         """
+        variables = {"messages": list(messages), "add_generation_prompt": True, "tools": None, "documents": None}
         try:
-            return _ENVIRONMENT.from_string(self.text).render(
-                messages=list(messages), add_generation_prompt=True, tools=None, documents=None, **self.special
-            )
+            return _within(LONGEST_S, lambda: _ENVIRONMENT.from_string(self.text).render(**variables | self.special))
         except Exception as error:  # a template can fail as any program can
             raise ConfigError(f"messages: the model's chat template fails: {error}") from None
 
@@ -68,8 +76,7 @@ def read_template(folder: Path) -> ChatTemplate | None:
     problems.raise_any(CheckpointError, f"the chat template of {folder} cannot be read:")
     if not isinstance(text, str):
         return None
-    found = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    return ChatTemplate(text, {name: token for name, token in found.items() if token is not None})
+    return ChatTemplate(text, special_tokens(folder))
 
 
 def encode_chat(tokenizer: TokenizerFile, template: ChatTemplate, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -85,18 +92,42 @@ def encode_chat(tokenizer: TokenizerFile, template: ChatTemplate, messages: Sequ
     return tokenizer.encode_special(template.render(messages)).tolist()
 
 
-def _content(token: Any) -> str | None:
-    """The text of a special token, which is stored as text or as an object."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
+def _within(seconds: float, render: Callable[[], str]) -> str:
+    """The result of `render`, which is interrupted after this time at the next line of Python."""
+    end = time.monotonic() + seconds
+
+    def check(frame: FrameType, event: str, argument: Any) -> Any:
+        if time.monotonic() > end:
+            raise TimeoutError(f"it takes longer than {seconds:g} s")
+        return check
+
+    before = sys.gettrace()
+    sys.settrace(check)  # of this thread alone
+    try:
+        return render()
+    finally:
+        sys.settrace(before)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the answers of a chat, for training. A prompt contains them as they are."""
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _raise(message: object) -> NoReturn:
     raise jinja2.TemplateError(str(message))
 
 
-def _as_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _as_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Unlike Jinja's own filter, it does not escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _now(form: str) -> str:
@@ -105,7 +136,7 @@ def _now(form: str) -> str:
 
 # Templates written for transformers rely on these options, this filter and these functions.
 _ENVIRONMENT = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
 )
 _ENVIRONMENT.filters["tojson"] = _as_json
 _ENVIRONMENT.globals.update(raise_exception=_raise, strftime_now=_now)

@@ -79,8 +79,8 @@ def _event(data: dict[str, Any]) -> str:
 
 
 def usage(answers: Answers) -> dict[str, Any]:
-    """The numbers of tokens of a request."""
-    prompt_tokens = sum(len(request.prompt) for request in answers.requests)
+    """The numbers of tokens of a request. A prompt counts once, however many answers it has, as in OpenAI's API."""
+    prompt_tokens = sum(len(request.prompt) for request in answers.requests[:: answers.per_prompt])
     completion_tokens = sum(len(answer.tokens) for answer in answers.answers)
     return {
         "prompt_tokens": prompt_tokens,

@@ -160,7 +160,7 @@ class AtPath(Config):
     """Files at a path of the user's choice."""
 
     path: PathText
-    """A file, or a folder, relative to the working directory."""
+    """A local file or folder, relative to the working directory."""
     glob: str
     """The pattern of the files below the folder."""
 
@@ -178,7 +178,8 @@ class TextCorpus(FileCorpus):
     tokenizer: Coerced[Tokenizer, str | dict[str, Any]] = default(Bytes())
     """`path/to/tokenizer.json`, in the format of the tokenizers library. Default: bytes."""
     cache: Coerced[str | None, Path] = default(None)
-    """A folder that stores the token ids, which later starts map into memory. Default: each start encodes again."""
+    """A local folder that stores the token ids, which later starts map into memory, relative to the working directory.
+    Default: each start encodes again."""
 
     @abstractmethod
     def read(self, files: list[Path]) -> Iterator[Content]:
@@ -222,7 +223,7 @@ class Text(WholeFiles):
 
     kind: Literal["text"] = "text"
     path: PathText
-    """The folder, relative to the working directory."""
+    """The local folder, relative to the working directory."""
     glob: str = "**/*.txt"
     """The pattern of the files below `path`; `**` matches any number of folders."""
 
@@ -249,6 +250,39 @@ class StandardLibrary(WholeFiles):
     def files(self) -> list[Path]:
         without = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
         return find(self.root, "**/*.py", without)
+
+
+class NoData(Corpus):
+    """No documents: the config of a converted model, which trains as soon as `data` names some.
+
+    >>> NoData().documents()
+    Traceback (most recent call last):
+        ...
+    meshpar.errors.DataError: there is no data to train on:
+      data
+        is not set: the model was converted, and trains on no data but yours
+        data.kind=jsonl data.path=FILE, or another kind
+    """
+
+    kind: Literal["none"] = "none"
+    tokenizer: Coerced[Tokenizer, str | dict[str, Any]] = default(Bytes())
+    """The tokenizer of the model, which another `kind` of data keeps."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One: there is no token, so the data fit every model."""
+        return 1
+
+    def named_files(self) -> dict[str, Path]:
+        raise _no_data_named()
+
+    def documents(self) -> Documents:
+        raise _no_data_named()
+
+
+def _no_data_named() -> DataError:
+    what = "is not set: the model was converted, and trains on no data but yours"
+    return no_data("data", what, "data.kind=jsonl data.path=FILE, or another kind")
 
 
 class Synthetic(Corpus):

@@ -1,9 +1,9 @@
-"""Batches by index: batch i is a function of the config, the seed and i, and of nothing else."""
+"""Batches by index: batch i is a function of the config, the seed, i and the rows that were read in other batches."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from meshpar.train.data import grain_alone
+from meshpar.train.data.order import Order
 from meshpar.train.data.packing import Batch, PackedRows
-from meshpar.train.data.round_robin import WeightedRoundRobin
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Batches by index. A run resumes at step k, on any devices and processes, by starting at batch k.
+    """Batches by index. A run resumes at step k, on any devices and processes, by starting at batch k of its `order`.
 
     Args:
       parts: the packed documents of each part of a mixture.
@@ -25,12 +25,14 @@ class Dataset:
       seed: with a seed, the parts are interleaved by their weights without end, and the rows of a part are shuffled
         anew in each of its epochs. With None, the parts are read once, in order, and padding rows fill the last batch.
       weights: of the parts, as integers.
+      order: which row is read when; a run that resumes with other batches has another one, see `order.resumed`.
     """
 
     parts: tuple[PackedRows, ...]
     batch_size: int
     seed: int | None
     weights: tuple[int, ...] = (1,)
+    order: Order = field(default_factory=Order)
 
     @property
     def num_documents(self) -> int:
@@ -65,7 +67,7 @@ class Dataset:
         """The given rows int[n] of batch `index`; no other rows are read."""
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of {len(self)}")
-        part, row = self._places(index * self.batch_size + np.asarray(rows))
+        part, row = self._places(self.order.first + index * self.batch_size + np.asarray(rows))
         batch: Batch = {}
         for p, packed in enumerate(self.parts):
             mask = part == p
@@ -91,18 +93,20 @@ class Dataset:
         finally:
             iterator.close()
 
+    def in_order(self, order: Order) -> Dataset:
+        """The same rows, each read when the order says."""
+        return replace(self, order=order)
+
     def _places(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part, and the row within the part, of each index int64[n] into the sequence of all rows."""
         if self.seed is None:
             ends = np.cumsum([len(part) for part in self.parts])
             part = np.searchsorted(ends, at, side="right").clip(max=len(ends) - 1)
             return part, at - (ends[part] - [len(self.parts[p]) for p in part])
-        part, turn = self._turns.of(at)
-        return part, np.array([self._orders[p][int(t)] for p, t in zip(part, turn, strict=True)], np.int64)
-
-    @cached_property
-    def _turns(self) -> WeightedRoundRobin:
-        return WeightedRoundRobin(self.weights)
+        part, turn = self.order.turns(self.weights, at)
+        whole, piece = np.divmod(turn, self.order.pieces)
+        rows = np.array([self._orders[p][int(t)] for p, t in zip(part, whole, strict=True)], np.int64)
+        return part, rows * self.order.pieces + piece
 
     @cached_property
     def _orders(self) -> list[Any]:
@@ -110,5 +114,5 @@ class Dataset:
         grain = grain_alone.load()
         # Grain adds the epoch to the seed, so seeds 0 and 1 used directly would share all orders but one.
         seeds = np.random.SeedSequence(self.seed).generate_state(len(self.parts))
-        ranges = [grain.MapDataset.range(len(part)) for part in self.parts]
+        ranges = [grain.MapDataset.range(-(-len(part) // self.order.pieces)) for part in self.parts]
         return [rows.shuffle(seed=int(seed)).repeat() for rows, seed in zip(ranges, seeds, strict=True)]

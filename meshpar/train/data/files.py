@@ -8,7 +8,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path, PurePath
 
 from meshpar.errors import DataError, Problems
-from meshpar.regular import check_regular
+from meshpar.regular import check_regular, nearby
 from meshpar.train.data.documents import HEADING
 
 
@@ -63,8 +63,7 @@ def _check(folder: Path, glob: str, wanted: str) -> None:
     problems = Problems()
     if not os.path.isdir(folder):
         what = "is a file, not a folder" if os.path.exists(folder) else f"there is no such {wanted}"
-        fix = f"it is relative to the working directory, {Path.cwd()}"
-        problems.add(f"data.path = {str(folder)!r}", what, fix)
+        problems.add(f"data.path = {str(folder)!r}", what, nearby(folder))
     if fault := _fault(folder, glob):
         problems.add(f"data.glob = {glob!r}", fault, "use a pattern below data.path, like '**/*.txt'")
     problems.raise_any(DataError, HEADING)

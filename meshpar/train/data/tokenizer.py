@@ -14,7 +14,8 @@ from pydantic import Field, model_validator
 
 from meshpar.config import Config, Count, PathText, Positive
 from meshpar.errors import DataError, Problem, nearest
-from meshpar.regular import open_regular
+from meshpar.regular import nearby, open_regular
+from meshpar.train.data.special_tokens import end_ids, first_ids, special_tokens
 
 HEADING = "the tokenizer cannot be used:"
 LARGEST_ID = 2**31 - 2
@@ -107,15 +108,17 @@ class TokenizerFile(Config):
     """
 
     shorthand: ClassVar[str] = "path"
+    any_text: ClassVar = ("bos_token", "eos_token")
 
     kind: Literal["file"] = "file"
     path: PathText
-    """The file, relative to the working directory."""
+    """The local file, relative to the working directory."""
     bos_token: str | None = None
-    """The token that opens a document. Default: `<s>` or another customary token of the file; if it has none, one id is
-    added."""
+    """The token that opens a document. Default: that of `tokenizer_config.json`, `special_tokens_map.json` or
+    `config.json` in the file's folder; or else `<s>` or another customary token of the file; or else one more id."""
     eos_token: str | None = None
-    """The token that closes a document. Default: `</s>` or another customary token of the file, if it has one."""
+    """The token that closes a document. Default: an end id of the model in the file's folder, the one that
+    `tokenizer_config.json` names if there are several; or else `</s>` or another customary token of the file."""
 
     @property
     def vocab_size(self) -> int:
@@ -155,10 +158,24 @@ class TokenizerFile(Config):
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """The special ids that the file's template inserts before a text; some models were trained without any."""
+        """The special ids that the file's template inserts before a text; some models were trained without any.
+
+        As in transformers, `add_bos_token` in `tokenizer_config.json` changes nothing where there is this file.
+        """
         encoded = self._library.encode("a")
         special = takewhile(lambda one: one[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
         return tuple(i for i, _ in special)
+
+    def opening_with_bos(self) -> str:
+        """The content of a `tokenizer.json` like this one, which opens each text with `bos`, if the file has it."""
+        token = self.token(self.bos)
+        if token is None or self.opening == (self.bos,):
+            return self._library.to_str()
+        from tokenizers.processors import TemplateProcessing
+
+        copy = type(self._library).from_str(self._library.to_str())
+        copy.post_processor = TemplateProcessing(single=[token, "$A"], special_tokens=[(token, self.bos)])
+        return copy.to_str()
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -184,15 +201,29 @@ class TokenizerFile(Config):
             with open_regular(Path(self.path)) as file:
                 stat = os.fstat(file.fileno())
         except OSError as error:
-            fix = f"it is relative to the working directory, {Path.cwd()}"
-            raise _unusable(f"tokenizer = {self.path!r}", f"cannot be read: {error.strerror}", fix) from None
+            what = f"cannot be read: {error.strerror}"
+            raise _unusable(f"tokenizer = {self.path!r}", what, nearby(Path(self.path))) from None
         return _open(self.path, stat.st_mtime_ns, stat.st_size)
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the file, whose other files may describe a model and its special tokens."""
+        return Path(self.path).parent
+
+    def _beside(self, key: str) -> int | None:
+        """The id that the files beside this one give to a special token."""
+        named = self._library.token_to_id(special_tokens(self.folder).get(key, ""))
+        ids = [
+            one for one in (end_ids if key == "eos_token" else first_ids)(self.folder) if self.token(one) is not None
+        ]
+        return named if named in ids or not ids or (named is not None and key == "bos_token") else ids[0]
+
     def _id(self, key: str, token: str | None, customary: Sequence[str]) -> int | None:
-        """The id of `token`; without one, the id of the first customary token that the file has."""
+        """The id of `token`; without one, that of the files beside; or the first customary token that the file has."""
         find = self._library.token_to_id
         if token is None:
-            return next((i for i in map(find, customary) if i is not None), None)
+            beside = self._beside(key)
+            return next((i for i in map(find, customary) if i is not None), None) if beside is None else beside
         if (found := find(token)) is None:
             special = self.special_tokens
             near = nearest(token, special)

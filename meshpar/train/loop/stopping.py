@@ -40,25 +40,31 @@ class EarlyStopping(Config):
         if self.metric not in evaluations[-1]:
             names = ", ".join(name for name in evaluations[-1] if name not in ("kind", "step"))
             raise ConfigError(f"early_stopping.metric: no evaluation has {self.metric!r}; there are {names}")
-        best = None
+        reference = None
         waited = 0
         for record in evaluations:
             waited += 1
-            if self._is_better(record, best):
-                best = record
+            if self._is_better(record, reference, self.min_delta):
+                reference = record
                 waited = 0
-        if waited < self.patience or best is None:
+        if waited < self.patience or reference is None:
             return None
-        by = f" by more than {self.min_delta}" if self.min_delta else ""
-        what = f"{self.metric} was best at step {best['step']}, {best[self.metric]:.4f}"
-        why = f"{what}, and no better{by} in {waited} evaluations since"
+        best = reference
+        for record in evaluations:
+            best = record if self._is_better(record, best, 0.0) else best
+        why = f"{self.metric} was best at step {best['step']}, {best[self.metric]:.4f}"
+        if self.min_delta:
+            since = f"step {reference['step']}, {reference[self.metric]:.4f}"
+            why += f", and no better by more than {self.min_delta} than at {since}, in {waited} evaluations since"
+        else:
+            why += f", and no better in {waited} evaluations since"
         return {"why": why, "best": best[self.metric], "best_step": best["step"]}
 
-    def _is_better(self, record: dict[str, Any], best: dict[str, Any] | None) -> bool:
+    def _is_better(self, record: dict[str, Any], best: dict[str, Any] | None, min_delta: float) -> bool:
         value = record.get(self.metric)
         if value is None or not math.isfinite(value):  # a file stores values that are not finite as null
             return False
         if best is None:
             return True
         gain = value - best[self.metric]
-        return (-gain if self.best == "lowest" else gain) > self.min_delta
+        return (-gain if self.best == "lowest" else gain) > min_delta

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from meshpar.errors import printable
 from meshpar.train.records.file import as_json
 from meshpar.train.records.loggers import Record, Sink
 from meshpar.tree import shortened
@@ -40,7 +41,12 @@ def shown(num_steps: int) -> Iterator[Sink]:
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(8), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    columns = (
+        BarColumn(8),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
     progress = Progress(*columns)
     task = progress.add_task("", total=num_steps)
 
@@ -52,7 +58,7 @@ def shown(num_steps: int) -> Iterator[Sink]:
             short = {name: value for name, value in record.items() if name in BAR_NAMES}
             progress.update(task, description=_text(short))
         elif record["kind"] not in HIDDEN:
-            progress.console.print(_line(record), highlight=False, soft_wrap=True)
+            progress.console.print(_line(record), highlight=False, markup=False, soft_wrap=True)
 
     try:
         yield show
@@ -66,7 +72,7 @@ def shown_as_json(record: Record) -> None:
 
 
 def _line(record: Record) -> str:
-    return f"{record['kind']:<10} step {record['step']:>6}  {_text(record)}"
+    return printable(f"{record['kind']:<10} step {record['step']:>6}  {_text(record)}")
 
 
 def _text(record: Record) -> str:

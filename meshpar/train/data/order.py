@@ -1,0 +1,147 @@
+"""The order in which a run reads rows, and how it goes on when the batches are others than before.
+
+The position in the data is the number of rows read, not of steps: a run that resumes with another batch size, other
+weights of a mixture or shorter rows reads each row of an epoch that was not read, once. Where that is impossible it is
+refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from meshpar.errors import DataError, DataWarning, Problems
+from meshpar.train.data.round_robin import WeightedRoundRobin, whole_weights
+
+BATCHES = ("batch_size", "seq_len", "held_out_fraction", "documents_in_row", "if_changed")
+"""The keys that a mixture has for all of its parts."""
+ELSEWHERE = ("cache", "path")
+"""Keys that may differ while the documents are the same: checksums tell whether the files are."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which row is read when.
+
+    Args:
+      first: the number of the row with which step 0 would begin, if all steps had had the batch size of now.
+      since: the number of rows that were read when the parts got their weights.
+      pieces: the number of rows into which each row of the shuffled order is cut.
+      before: for each part, the rows that were read of it before `since`; empty if none was.
+    """
+
+    first: int = 0
+    since: int = 0
+    pieces: int = 1
+    before: tuple[int, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"before": list(self.before)}
+
+    def turns(self, weights: tuple[int, ...], at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each row int64[n] of all: its part, and the number of earlier rows of this part."""
+        part, turn = _round_robin(weights).of(at - self.since)
+        return part, turn + np.array(self.before or [0] * len(weights))[part]
+
+    def read_of_parts(self, weights: tuple[int, ...], rows: int) -> tuple[int, ...]:
+        """How many of the first `rows` rows are of each part."""
+        periods, rest = divmod(rows - self.since, sum(weights))
+        begun = np.bincount(_round_robin(weights).of(np.arange(rest))[0], minlength=len(weights))
+        read = begun + periods * np.array(weights) + np.array(self.before or [0] * len(weights))
+        return tuple(map(int, read))
+
+
+@lru_cache(maxsize=4)
+def _round_robin(weights: tuple[int, ...]) -> WeightedRoundRobin:
+    return WeightedRoundRobin(weights)
+
+
+def resumed(saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, Any], step: int, seed: int) -> Order:
+    """The order of a run that resumes at a step.
+
+    Args:
+      saved: the data position in the checkpoint, `meta["data"]`.
+      was, now: the run's `data` in the checkpoint, and as it is, as JSON data.
+
+    Raises:
+      DataError: the rows that were not read cannot all be read once, and `if_changed` is `refuse`.
+
+    Warns:
+      DataWarning: the same, and `if_changed` is `allow`: reading goes on after as many tokens in the rows as they are.
+    """
+    order = Order(**{name: tuple(x) if name == "before" else x for name, x in (saved.get("order") or {}).items()})
+    rows = saved["rows_read"] if saved["rows_read"] is not None else step * was["batch_size"]
+    old, new = was["seq_len"], now["seq_len"]
+    weights, weights_now = (whole_weights([weight for weight, _ in _parts(data)]) for data in (was, now))
+    problems = Problems()
+    if saved["seed"] != seed:
+        problems.add("seed", f"was {saved['seed']}, is {seed}: it determines the order of the rows")
+    for key, (before, after) in _differences(was, now).items():
+        problems.add(f"data.{key}", f"was {before}, is {after}: it determines what the rows are")
+    kept = order
+    if (weights, old) != (weights_now, new):
+        kept = _in_new_phase(order, rows, weights, old, new, problems)
+    if problems.found:
+        _refuse_or_warn(problems, step, now["if_changed"] == "allow")
+        rows = rows * old // new
+        kept = Order()
+    elif old != new:
+        rows = kept.since  # which counts rows as they are now
+    return Order(rows - step * now["batch_size"], kept.since, kept.pieces, kept.before)
+
+
+def _in_new_phase(
+    order: Order, rows: int, weights: tuple[int, ...], old: int, new: int, problems: Problems
+) -> Order:  # fmt: skip
+    """The order from `rows` on, in which the parts have other weights, or the rows another length."""
+    read = order.read_of_parts(weights, rows)
+    whole = old * order.pieces
+    if whole % new:
+        what = f"was {old}, is {new}: a new row would have tokens of rows that were read and of others"
+        problems.add("data.seq_len", what, f"a length that divides {whole}, the length of the rows at the beginning")
+    elif old != new and any(num * old % new for num in (rows, *read)):
+        what = f"was {old}, is {new}: {rows} rows of {old} tokens were read, which end inside of a longer row"
+        problems.add("data.seq_len", what, f"data.seq_len={old} until a multiple of {new // old} rows is read")
+    return Order(0, rows * old // new, max(1, whole // new), tuple(num * old // new for num in read))
+
+
+def _refuse_or_warn(problems: Problems, step: int, allowed: bool) -> None:
+    heading = f"from step {step} on, rows would be read that were read before, and others would not be read:"
+    if allowed:
+        warnings.warn("\n".join([heading, *map(str, problems.found)]), DataWarning, stacklevel=4)
+        return
+    fix = "the values of the checkpoint resume exactly; data.if_changed=allow goes on after as many tokens as were read"
+    problems.add("data.if_changed = refuse", "the run would not say that its data are not read evenly", fix)
+    problems.raise_any(DataError, heading)
+
+
+def _parts(data: Mapping[str, Any]) -> Sequence[tuple[float, Mapping[str, Any]]]:
+    if data["kind"] != "mixture":
+        return [(1, data)]
+    return [(part["weight"], part["data"]) for part in data["parts"]]
+
+
+def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> its two values, for each key that determines the documents or how they are split."""
+    found = {}
+    if was["held_out_fraction"] != now["held_out_fraction"]:
+        found["held_out_fraction"] = (was["held_out_fraction"], now["held_out_fraction"])
+    old, new = _parts(was), _parts(now)
+    if len(old) != len(new):
+        return found | {"parts": (f"{len(old)} corpora", f"{len(new)} corpora")}
+    for i, ((_, before), (_, after)) in enumerate(zip(old, new, strict=True)):
+        where = f"parts.{i}.data." if now["kind"] == "mixture" else ""
+        for key in before.keys() & after.keys():  # an older meshpar did not have all keys
+            values = [_without_paths(part.get(key)) for part in (before, after)]
+            if key not in (*BATCHES, *ELSEWHERE) and values[0] != values[1]:
+                found[where + key] = (before.get(key), after.get(key))
+    return dict(sorted(found.items()))
+
+
+def _without_paths(value: Any) -> Any:
+    return {key: x for key, x in value.items() if key not in ELSEWHERE} if isinstance(value, dict) else value

@@ -1,0 +1,92 @@
+"""Special tokens and end ids of a model, from the files beside its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from meshpar.errors import DataError
+from meshpar.regular import open_regular
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENS_MAP = "special_tokens_map.json"
+FILES = (CONFIG, GENERATION, TOKENIZER_CONFIG, TOKENS_MAP)
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LARGEST = 100_000_000
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Name -> text of the special tokens that the files of a folder name, such as `bos_token`.
+
+    As in transformers, `special_tokens_map.json` has priority unless `tokenizer_config.json` lists all added tokens.
+
+    Raises:
+      DataError: a file cannot be read.
+    """
+    config, named = _read(folder)[TOKENIZER_CONFIG], _read(folder)[TOKENS_MAP]
+    both = config | named if "added_tokens_decoder" not in config else named | config
+    found = {name: content(both.get(name)) or content(named.get(name)) for name in NAMES}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end an answer: those of `generation_config.json`, or else of `config.json`; one or several.
+
+    Raises:
+      DataError: a file cannot be read.
+    """
+    files = _read(folder)
+    return _ids(files[GENERATION].get("eos_token_id")) or _ids(files[CONFIG].get("eos_token_id"))
+
+
+def first_ids(folder: Path) -> tuple[int, ...]:
+    """The `bos_token_id` of `config.json`, if it has one."""
+    return _ids(_read(folder)[CONFIG].get("bos_token_id"))
+
+
+def content(token: Any) -> str | None:
+    """The text of a special token, which is stored as text or as an object."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    listed = value if isinstance(value, list) else [value]
+    return tuple(one for one in listed if type(one) is int and one >= 0)
+
+
+def _read(folder: Path) -> Mapping[str, dict[str, Any]]:
+    """The JSON objects of `FILES`; empty ones of files that are not there."""
+    return _parsed(folder, tuple(_changed(folder / name) for name in FILES))
+
+
+def _changed(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size
+
+
+@lru_cache(maxsize=8)
+def _parsed(folder: Path, changed: tuple[tuple[int, int] | None, ...]) -> Mapping[str, dict[str, Any]]:
+    return {name: _parse(folder / name) if there else {} for name, there in zip(FILES, changed, strict=True)}
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        with open_regular(path) as file:
+            found = json.loads(file.read(_LARGEST))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        if path.name == CONFIG:  # a file of this name may be another program's
+            return {}
+        raise DataError(f"{path} is not JSON: {error}") from None
+    return found if isinstance(found, dict) else {}

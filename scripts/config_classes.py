@@ -1,0 +1,104 @@
+"""Writes `meshpar/models/config_classes.py`: keys and defaults of transformers' config classes.
+
+Run it again for another version of transformers: `python scripts/config_classes.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import textwrap
+import typing
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from meshpar.interop.architectures import ARCHITECTURES
+
+PATH = Path(__file__).parents[1] / "meshpar/models/config_classes.py"
+HEAD = '''\
+"""Keys and defaults of the config classes of transformers. `scripts/config_classes.py` writes this file.
+
+`rope_theta` is the base of the rotary frequencies if `rope_parameters` has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class ConfigClass(NamedTuple):
+    """A config class.
+
+    Args:
+      defaults: key -> the value of a missing key, in the order of the class.
+      nullable: the keys that may be null.
+      aliases: another name of a key -> the key.
+      beside: keys that the class does not list, and transformers reads if a config has them.
+    """
+
+    called: str
+    defaults: Mapping[str, Any]
+    nullable: frozenset[str]
+    aliases: Mapping[str, str]
+    beside: frozenset[str]
+
+
+# fmt: off
+CONFIG_CLASSES: Mapping[str, ConfigClass] = {
+'''
+
+
+def described(kind: str) -> tuple[str, dict[str, Any], list[str], dict[str, str], list[str]]:
+    """The parts of a `ConfigClass`, with the keys of its base class."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    config_class = CONFIG_MAPPING[kind]
+    fields = dataclasses.fields(config_class)
+    defaults = {field.name: field.default for field in fields}
+    rotary = {"rope_theta": config_class.default_theta} if "rope_parameters" in defaults else {}
+    nullable = sorted(field.name for field in fields if type(None) in typing.get_args(field.type))
+    beside = {"per_layer_config", "quantization_config", *keys_used(kind, "getattr")} - defaults.keys()
+    beside |= {"rope_scaling", "partial_rotary_factor"} if rotary else set()
+    return config_class.__name__, defaults | rotary, nullable, config_class.attribute_map, sorted(beside)
+
+
+def keys_used(kind: str, how: Literal["getattr", "any"]) -> set[str]:
+    """The keys of a config that the code of a kind's model reads: with `getattr`, which needs no such field; or any."""
+    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    source = inspect.getsource(modeling)
+    found = {*re.findall(r'getattr\((?:self\.)?config, "([a-z]\w*)"', source)}
+    return found if how == "getattr" else found | {*re.findall(r"config\.([a-z]\w*)", source)}
+
+
+def text() -> str:
+    """The whole file."""
+    entries = [_entry(kind, *described(kind)) for kind in ARCHITECTURES]
+    return HEAD + "".join(entries) + "}\n"
+
+
+def _entry(
+    kind: str, called: str, defaults: dict[str, Any], nullable: list[str], aliases: dict[str, str], beside: list[str]
+) -> str:
+    parts = [
+        f"{called!r},",
+        f"{defaults!r},",
+        f"frozenset({nullable!r}),",
+        f"{aliases!r},",
+        f"frozenset({beside!r}),",
+    ]
+    wrapped = [
+        textwrap.fill(part, 118, initial_indent=" " * 8, subsequent_indent=" " * 9, break_long_words=False)
+        for part in parts
+    ]
+    return "\n".join([f"    {kind!r}: ConfigClass(", *wrapped, "    ),", ""]).replace("'", '"')
+
+
+if __name__ == "__main__":
+    PATH.write_text(text())

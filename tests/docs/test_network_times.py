@@ -1,0 +1,71 @@
+"""The guides' seconds of communication are those that the planner takes, for the same machine."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from functools import cache
+
+import pytest
+
+from meshpar import load, prepare
+from meshpar.mesh import targets
+from meshpar.mesh.hardware import LINKS
+from meshpar.planning.machine import StatedMachine
+from tests.docs.page import ROOT
+
+LLAMA = ("configs/llama3-8b.yaml", "h100:8x8")
+ALL = ("mesh={fsdp: 64}", "rules=fsdp")
+GROUPS = ("mesh={replica: 8, fsdp: 8}", "rules=hsdp")
+OFTEN = ("num_microbatches=8", "data.batch_size=512")
+GUIDES = ROOT / "docs" / "guides"
+WILL_IT_FIT = (GUIDES / "will-it-fit.md").read_text()
+ZERO = re.search(r"^meshpar inspect (configs/zero-7b.yaml) --target (h100:48x8) (.*?)^```", WILL_IT_FIT, re.M | re.S)
+assert ZERO
+BLOOM = (ZERO[1], ZERO[2], tuple(ZERO[3].replace("\\\n", " ").split()))
+"""BLOOM's model under ZeRO-3: the command of the guide."""
+
+
+@cache
+def seconds(config: str, target: str, changes: tuple[str, ...]) -> dict[str, float]:
+    """Seconds of all collectives of a step, one after another, by the axes over which they go."""
+    run = load(ROOT / config, changes)
+    machine = StatedMachine.of(targets.parse(target))
+    prepared = prepare(run, run.mesh.abstract(platform=machine.platform))
+    assert prepared.countable_step
+    found: dict[str, float] = defaultdict(float)
+    for one in prepared.collectives(prepared.countable_step):
+        found[", ".join(one.axes)] += machine.collective_s(one, prepared.mesh)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sentence", "what", "axes"),
+    [
+        ("which-layout: only gradients cross hosts, once a step: 6.54 GiB, {:.2f} s", (*LLAMA, GROUPS), "replica"),
+        ("which-layout: beside {:.2f} s within the host", (*LLAMA, GROUPS), "fsdp"),
+        ("which-layout: This takes {:.2f} s, since each", (*LLAMA, ALL), "fsdp"),
+        ("which-layout: with eight of them, groups need {:.2f} s", (*LLAMA, GROUPS + OFTEN), "replica fsdp"),
+        ("which-layout: `fsdp: 64` {:.2f} s.", (*LLAMA, ALL + OFTEN), "fsdp"),
+        ("which-layout: bytes within hosts need {:.2f} s over NVLink", (*LLAMA, ()), "tensor"),
+        ("which-layout: sends 4743.77 GiB, which takes {:.0f} s", BLOOM, "fsdp"),
+        ("will-it-fit: needs {:.0f} s for the bytes across", BLOOM, "fsdp"),
+        ("tuning: over the eight links of each host take {:.2f} s", (*LLAMA, ALL), "fsdp"),
+        ("tuning: only gradients cross hosts, {:.2f} s", (*LLAMA, GROUPS), "replica"),
+        ("tuning: gathered within a host, {:.2f} s", (*LLAMA, GROUPS), "fsdp"),
+        ("tuning: {:.2f} s over two links a host", (*LLAMA, ()), "fsdp"),
+        ("tuning: products wait {:.2f} s for activations", (*LLAMA, ()), "tensor"),
+    ],
+)  # fmt: skip
+def test_a_sentence_has_the_seconds_of_the_planner(sentence, what, axes):
+    page, _, words = sentence.partition(": ")
+    found = seconds(*what)
+    text = re.sub(r"\s+", " ", (GUIDES / f"{page}.md").read_text())
+    assert words.format(sum(found[axis] for axis in axes.split())) in text
+
+
+def test_one_link_across_hosts_would_need_the_other_time_of_the_guide():
+    """What tensor parallelism sends within a host, over one link of 50 GB/s: 2.6 s."""
+    sent = prepare(run := load(ROOT / LLAMA[0]), run.mesh.abstract(platform="gpu")).traced_bytes
+    assert f"{float(sent[('tensor',)]) / LINKS['H100 SXM'].across.bytes_per_s:.1f}" == "2.6"
+    assert "they would need 2.6 s" in (GUIDES / "which-layout.md").read_text()
