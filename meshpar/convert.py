@@ -160,7 +160,8 @@ def _write_language(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None
     """Writes the tokenizer of a run's data as that of a model: it opens prompts, and ends answers, as the run does."""
     last = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
     ids = {"bos_token_id": tokenizer.bos, "eos_token_id": last}
-    (folder / CONFIG).write_text(json.dumps({key: one for key, one in ids.items() if one < vocab_size} or {"": None}))
+    if max(ids.values()) < vocab_size:
+        (folder / CONFIG).write_text(json.dumps(ids))
     if isinstance(tokenizer, TokenizerFile) and Path(tokenizer.path).is_file():
         copy_companions(tokenizer.folder, folder)
         (folder / TOKENIZER).write_text(tokenizer.opening_with_bos())

@@ -190,8 +190,13 @@ class Run(Config):
         init = init.model_dump() if isinstance(init, Init) else init
         if not isinstance(init, dict) or not isinstance(model, dict) or not SIZES - model.keys():
             return data
+        if model.get("kind") not in (None, "llama", "gpt"):
+            return data
         found = _model_in(init, data.get("run_dir"))
-        return data | {"model": found | model} if model.get("kind", found.get("kind")) == found.get("kind") else data
+        kind = found.get("kind")
+        if kind is None or model.get("kind", kind) != kind:
+            return data
+        return data | {"model": found | model}
 
     @pydantic.model_validator(mode="after")
     def _evaluates_before_it_stops(self) -> Run:
@@ -244,7 +249,9 @@ def _model_in(init: dict[str, Any], run_dir: Any) -> dict[str, Any]:
 def _model_of(checkpoint: str | Path) -> dict[str, Any]:
     from meshpar.checkpoint.saved import find
 
-    return find(Path(checkpoint), include=()).meta["config"]["model"]
+    config = find(Path(checkpoint), include=()).meta.get("config")
+    found = config.get("model") if isinstance(config, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def load(path: Path | str, overrides: Sequence[str] | str = ()) -> Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -98,18 +98,17 @@ def keep_model_files(source: Path, run_dir: Path) -> None:
     if kept.exists() or not (source / CONFIG).is_file():
         return
     with whole_or_not(kept) as made:
-        copy_companions(source, made)
-        shutil.copyfile(source / CONFIG, made / CONFIG)
+        copy_companions(source, made, (CONFIG, *COMPANIONS))
 
 
-def copy_companions(source: Path | None, to: Path) -> None:
+def copy_companions(source: Path | None, to: Path, patterns: Sequence[str] = COMPANIONS) -> None:
     """Copies the tokenizer's files, if there are any.
 
     Raises:
       CheckpointError: lists the links that lead out of the folder, and the files that are not regular files.
     """
     problems = Problems()
-    paths = {path for pattern in COMPANIONS for path in source.glob(pattern)} if source else set()
+    paths = {path for pattern in patterns for path in source.glob(pattern)} if source else set()
     for path in sorted(paths):
         if path.is_dir():
             continue

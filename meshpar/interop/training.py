@@ -108,8 +108,8 @@ def training(
         such arguments.
       batch: an example batch: name -> array or struct. The first dim of each array is its rows.
       mesh: the mesh; a `MeshLayout`, or its sizes as in `"data=2 tensor=4"`, is built on the available devices.
-      rules: dim -> mesh axes, or the names of presets. The rule `largest=[axes]` shards the largest dim of each parameter
-        without names that the axes divide, as PyTorch's FSDP does; the rule `unnamed=[]` replicates such parameters.
+      rules: dim -> mesh axes, or the names of presets. The rule `largest=[axes]` shards the largest dim of each
+        parameter without names that the axes divide, as PyTorch's FSDP does; `unnamed=[]` replicates such parameters.
       dims: path glob -> a name for each dim of the arrays that it matches. The first match applies, and overrides the
         model's declaration. A dim without a name is called `unnamed`.
       batch_dims: array of the batch -> a name for each of its dims; by default only the first dim is sharded, as
@@ -154,11 +154,11 @@ def training(
     """
     layout = MeshLayout.of(mesh) if isinstance(mesh, (MeshLayout, dict, str)) else None
     dcn = layout.dcn.sizes if layout and layout.dcn else {}
-    mesh = layout.build() if layout else mesh  # before JAX is used: build() may simulate devices
+    on: Any = layout.build() if layout else mesh  # before JAX is used: build() may simulate devices
     rules = AxisRules.model_validate(rules)
     check_axes(axes or {})
     ctx = ParallelContext(
-        mesh=mesh,
+        mesh=on,
         rules=rules,
         manual=lowering == "manual",
         strict=strict,
@@ -174,7 +174,7 @@ def training(
     specs, carried_specs, keys = specs_of(init, carried, seed, dims or {})
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
         raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have this dim too; remove it")
-    specs = with_largest(specs, rules, mesh)
+    specs = with_largest(specs, rules, on)
     names = set(batch)
     made = Training(
         specs=specs,
@@ -315,6 +315,12 @@ def with_loss_sums(
             sums = of_batch(params, carried)
             _check_same(sums, carried, ctx)
             return sums
+        try:
+            return of_batch(params, carried)
+        except ConfigError as error:
+            if f"unbound axis name: {AXIS_NAME}" not in str(error.__cause__):
+                raise
+        # Some operations cannot be traced under `vmap`, so only a loss that names the axis is.
         bound = jax.vmap(of_batch, in_axes=None, out_axes=None, axis_size=1, axis_name=AXIS_NAME)
         return bound(params, carried)
 

@@ -19,6 +19,7 @@ from meshpar.partition.layout import Layout, count
 from meshpar.partition.moved_values import check_declared, moved_values
 from meshpar.partition.plan import Scope
 from meshpar.partition.program import Program, Use, gathering_again_in
+from meshpar.partition.rules import RULES
 from meshpar.sharding.resolve import live
 from meshpar.sharding.spec import ArraySpec
 
@@ -84,7 +85,7 @@ def planned(loss: WholeLoss, layouts: list[Layout], tree: Any, ctx: ParallelCont
 
     with untyped(), jax.sharding.use_abstract_mesh(mesh), tracing(replace(ctx, manual=False)):
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
-        scope = Scope(ctx)
+        scope = Scope(ctx, RULES)
         nodes = scope.plan(closed.jaxpr, closed.consts, [scope.input(layout) for layout in layouts])
     num_carried = len(jax.tree.leaves(shapes.carried))
     num_sums = len(nodes) - num_carried

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +33,8 @@ from meshpar.partition.program import Program, Step, Use
 from meshpar.partition.signature import Assigned, Call, Operand, Signature, assign, sharded
 from meshpar.partition.source import Source
 
+Rules = Mapping[str, Callable[["Scope", Any, list[Any]], Sequence[Any]]]
+"""Name of a primitive -> (scope, equation, nodes of its operands) -> nodes of its results."""
 MANY = 2
 
 
@@ -73,13 +75,17 @@ class Scope:
     """The plan of one jaxpr: the whole program, or the body of a loop.
 
     Args:
-      ctx: the mesh, the rules and the roles of axes.
+      ctx: the mesh, the rules of its axes and their roles.
+      rules: name of a primitive -> how it is planned.
       outer: the scope that this one's program is in.
       is_derivative: whether the program is a forward or backward of a derivative, which JAX does not differentiate.
     """
 
-    def __init__(self, ctx: ParallelContext, outer: Scope | None = None, is_derivative: bool = False) -> None:
+    def __init__(
+        self, ctx: ParallelContext, rules: Rules, outer: Scope | None = None, is_derivative: bool = False
+    ) -> None:
         self.ctx = ctx
+        self.rules = rules
         self.outer = outer
         self.caller: Source | None = outer.caller if outer else None
         self.is_derivative = is_derivative or bool(outer and outer.is_derivative)
@@ -169,9 +175,7 @@ class Scope:
         return [read(v) for v in jaxpr.outvars]
 
     def planned(self, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
-        from meshpar.partition.rules import RULES
-
-        rule = RULES.get(eqn.primitive.name)
+        rule = self.rules.get(eqn.primitive.name)
         if rule is None:
             raise Unknown(_unknown(self.source(eqn)))
         return rule(self, eqn, nodes)

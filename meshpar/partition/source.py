@@ -42,7 +42,8 @@ class Source:
             return f"{own.file_name}:{own.start_line} ({own.function_name})"
         if self.caller is not None:
             return self.caller.line
-        return source_info_util.summarize(self.info) if self.info is not None else "unknown"
+        found = source_info_util.summarize(self.info) if self.info is not None else ""
+        return found.strip() or "a line that JAX does not name"
 
     def naming(self) -> AbstractContextManager[Any]:
         """Gives what is traced inside the `with` block this line and the scopes of the user's program."""

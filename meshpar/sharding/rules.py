@@ -135,7 +135,7 @@ class AxisRules(Config):
     def table(self) -> dict[str, tuple[str, ...]]:
         """Every dim that has a rule, and its axes."""
         joined = {dim: axes for dim, (axes, _) in _join(self.preset).items() if dim != "zero"}
-        standard = dict.fromkeys(DIMS, ()) if self.preset else {}
+        standard: dict[str, tuple[str, ...]] = dict.fromkeys(DIMS, ()) if self.preset else {}
         if LARGEST in self.explicit:
             standard[UNNAMED] = ()
         return standard | joined | self.explicit

@@ -90,6 +90,8 @@ def test_a_missing_path_names_where_it_was_looked_for_and_the_nearest_name(folde
     if "tokenizer" in key.at:  # the data are there, and the tokenizer is not
         (folder / "x").mkdir()
         (folder / "x" / "a.npy").write_text("a")
+        if data["data"].get("kind") == "none":  # a converted model, without data so far
+            data["data"] |= {"kind": "text", "path": "x"}
         for part in _sections(data["data"]):
             part |= {"glob": "*"} if "path" in part and "tokenizer" in part else {}
     if key.at[0] == "parallel":

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import optax
 
-VOCAB = 64
+VOCAB = 320
 
 
 def named(*dims):

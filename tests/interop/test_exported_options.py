@@ -106,6 +106,7 @@ EXPORTED = {
     "experts and a window": {"window": 5, "experts": {"num": 4, "per_token": 2, "intermediate_size": 64}},
 }
 REFUSED = {
+    "a window and biases of all projections": {"window": 5, "attn_bias": "all"},
     "a window, partial rotation and qkv biases": {"window": 5, "rotary_fraction": 0.5, "attn_bias": "qkv"},
     "scaled partial rotation": {"rotary_fraction": 0.5, "rope_scaling": {"kind": "linear", "factor": 4.0}},
     "mlp biases and a window": {"window": 5, "mlp_bias": True},

@@ -17,6 +17,7 @@ from meshpar.parallel.context import ParallelContext
 from meshpar.partition.layout import Layout
 from meshpar.partition.plan import Scope
 from meshpar.partition.program import Program, Use
+from meshpar.partition.rules import RULES
 
 Axes = tuple[tuple[str, ...], ...]
 SIZES = {"data": 2, "tensor": 2}
@@ -33,7 +34,7 @@ def plan(function: Callable[..., Any], arguments: Sequence[Any], axes: Sequence[
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
     with untyped(), jax.sharding.use_abstract_mesh(ctx.mesh.abstract_mesh):
         closed = jax.make_jaxpr(function)(*structs)
-        scope = Scope(ctx)
+        scope = Scope(ctx, RULES)
         nodes = [scope.input(layout_of(x, over)) for x, over in zip(arguments, axes, strict=True)]
         outs = scope.plan(closed.jaxpr, closed.consts, nodes)
     whole = [((),) * len(node.layout.shape) for node in outs]

@@ -13,7 +13,7 @@ from jax import lax
 
 from meshpar import AxisRules, MeshLayout, training
 from meshpar.partition import moved
-from meshpar.partition.rules import RULES, calls, contraction, indexing, random, reduction
+from meshpar.partition.rules import RULES, contraction, derivatives, indexing, random, reduction
 from meshpar.partition.rules.rule import signed
 from tests.partition.functions import on_one_device, on_shards
 from tests.partition.operations import ROWS, X, attention, clipped, floats, ints
@@ -145,7 +145,7 @@ def gradient_of_a_scale():
 def test_a_cotangent_that_each_copy_counts_is_found(monkeypatch):
     expected = jax.grad(lambda w: jnp.sin(X * jnp.tanh(w)).mean())(jnp.arange(8.0))
     assert np.abs(gradient_of_a_scale() - expected).max() < 1e-10
-    monkeypatch.setattr(calls, "_copies", lambda layout: ())
+    monkeypatch.setattr(derivatives, "_copies", lambda layout: ())
     assert np.abs(gradient_of_a_scale() - expected).max() > 1e-3
 
 

@@ -20,6 +20,7 @@ INDIRECT = {
                      "remat", "checkpoint", "pjit", "core_call", "closed_call", "custom_lin"),
                     "another version's name of an operation that is tried, or one that JAX makes of it"),
     **dict.fromkeys(("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone", "random_gamma",
+                     "platform_index",
                      "threefry2x32", "rng_bit_generator"), "of keys; test_random.py"),
     **dict.fromkeys(("eig", "schur", "geqrf", "householder_product", "lu_pivots_to_permutation", "tridiagonal",
                      "select_and_gather_add"),

@@ -6,6 +6,7 @@ from meshpar.partition.rules import (
     calls,
     constraints,
     contraction,
+    derivatives,
     elementwise,
     indexing,
     loops,
@@ -19,5 +20,7 @@ from meshpar.partition.rules.rule import Rule
 RULES: dict[str, Rule] = {}
 """Name of a primitive -> (scope, equation, nodes of its operands) -> nodes of its results."""
 
-for family in (elementwise, contraction, reduction, shape, indexing, random, constraints, loops, calls, whole):
+for family in (elementwise, contraction, reduction, shape, indexing, random, whole):
+    RULES |= family.RULES
+for family in (constraints, loops, calls, derivatives):
     RULES |= family.RULES

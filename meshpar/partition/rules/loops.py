@@ -45,7 +45,7 @@ def _use(scope: Scope, node: Any, layout: Layout) -> Use:
 
 def _body(scope: Scope, closed: Any, layouts: Sequence[Any]) -> _Body:
     """Plans a body for arguments with these layouts; a node that is deferred stays so."""
-    inner = Scope(scope.ctx, scope)
+    inner = Scope(scope.ctx, scope.rules, scope)
     nodes = [scope.entered(inner, x) if isinstance(x, Deferred) else inner.input(x) for x in layouts]
     return _Body(inner, inner.plan(closed.jaxpr, closed.consts, nodes))
 

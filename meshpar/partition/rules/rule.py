@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
+from meshpar.partition.plan import Scope
 from meshpar.partition.signature import Call, Signature
 
-if TYPE_CHECKING:
-    from meshpar.partition.plan import Scope
-
-Rule = Callable[["Scope", Any, list[Any]], Sequence[Any]]
+Rule = Callable[[Scope, Any, list[Any]], Sequence[Any]]
 """(scope, equation, nodes of its operands) -> nodes of its results."""
 
 

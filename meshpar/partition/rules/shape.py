@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from meshpar.mesh.varying import Axes
 from meshpar.partition.layout import Layout, count
 from meshpar.partition.plan import Deferred, Placed, Scope
 from meshpar.partition.rules.rule import Rule, bind, dims, same, signed
@@ -89,7 +90,7 @@ def _deferred_view(scope: Scope, eqn: Any, signature: Signature, node: Deferred,
     (labels,) = signature.outs
 
     def make(axes: Any) -> Placed:
-        asked = {label: over for label, over in zip(labels, axes, strict=True) if label is not None}
+        asked: dict[Any, Axes] = {x: over for x, over in zip(labels, axes, strict=True) if x is not None}
         sizes = node.layout.shape
         fits = all(sizes[label] % count(over, scope.sizes) == 0 for label, over in asked.items())
         (placed,) = scope.operation(eqn, signature, [node], asked if fits else {})

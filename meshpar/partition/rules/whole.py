@@ -35,7 +35,7 @@ def fft(eqn: Any) -> Signature:
 
 KEYS = (
     "random_seed random_wrap random_unwrap random_fold_in random_split random_clone random_gamma threefry2x32 "
-    "rng_bit_generator"
+    "rng_bit_generator platform_index"
 )
 MATRICES = (
     "cholesky eigh eig lu qr geqrf householder_product svd triangular_solve schur tridiagonal lu_pivots_to_permutation"

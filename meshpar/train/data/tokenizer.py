@@ -70,8 +70,8 @@ class Ids(Config):
     >>> tokenizer = Ids(vocab_size=10, bos=9)
     >>> tokenizer.encode("3 1 4").tolist()
     [3, 1, 4]
-    >>> tokenizer.decode([9, 3, 1])
-    '3 1'
+    >>> tokenizer.decode([3, 9, 1])
+    '3 9 1'
     """
 
     kind: Literal["ids"] = "ids"
@@ -98,7 +98,8 @@ class Ids(Config):
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        return " ".join(str(i) for i in ids if i not in (self.bos, self.eos))
+        """All ids: in a model without a tokenizer, any of them may be a token like the others."""
+        return " ".join(map(str, ids))
 
 
 class TokenizerFile(Config):

@@ -1,0 +1,98 @@
+"""What a run does, as text: its programs, the sharding of its state, its first batches, and how its loop is called.
+
+Two runs with the same fingerprint do the same, so a key in which they differ has no effect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import numpy as np
+
+from meshpar import Run, fit
+from meshpar.config import Config
+from meshpar.experiment import actions
+from meshpar.experiment.prepare import Prepared, prepare
+from meshpar.tree import flatten_with_paths
+
+ADDRESS = re.compile(r"0x[0-9a-f]+|<function [^>]*>|id=\d+")
+
+
+def program(run: Run) -> dict[str, str]:
+    """The traced step, evaluation and initialization, the shardings, and what is selected; no device is used."""
+    prepared = prepare(run, run.mesh.abstract())
+    training = prepared.on_prepared_states
+    parts: dict[str, Callable[[], Any]] = {
+        "state": lambda: _shardings(prepared.placement.structs),
+        "batch": lambda: _shardings(prepared.batch),
+        "dims": lambda: prepared.placement.dims,
+        "options": lambda: prepared.ctx.compiler_options,
+        "selected": lambda: prepared.selected,
+        "order": lambda: None if prepared.order is None else prepared.order.tolist(),
+        "rounds": lambda: prepared.rounds,
+        "step": lambda: _text(
+            jax.make_jaxpr(training.step)(training.placement.structs, prepared.batch | prepared.given)
+        ),
+        "init": lambda: _text(jax.make_jaxpr(lambda: prepared.init(jax.random.key(prepared.seed)))()),
+        "key": lambda: prepared.key and _text(jax.make_jaxpr(prepared.key)(0)),
+        "evaluation": lambda: _text(prepared.lazy_evaluation().traced.jaxpr),
+        "outer": lambda: _outer(prepared),
+    }
+    return {name: hashlib.sha256(ADDRESS.sub("", str(part())).encode()).hexdigest() for name, part in parts.items()}
+
+
+def data(run: Run) -> str:
+    """The first two batches, and the first that is held out."""
+    rows = np.arange(run.data.batch_size)
+    batches = [part.rows(i, rows) for part in run.data.datasets(run.seed) for i in range(min(2, len(part)))]
+    return hashlib.sha256(repr([{k: x.tolist() for k, x in sorted(b.items())} for b in batches]).encode()).hexdigest()
+
+
+def loop(run: Run) -> str:
+    """What `fit` gives to the loop, to the checkpoints and to the records of a run; nothing is compiled or trained."""
+    given: dict[str, Any] = {}
+
+    def spied(name: str) -> Callable[..., Any]:
+        made = getattr(actions, name)
+
+        def spy(*args: Any, **more: Any) -> Any:
+            given[name] = [x for x in (*args, *more.values()) if isinstance(x, (int, float, str, Config, tuple))]
+            return SimpleNamespace(fit=lambda state: state) if name == "Loop" else made(*args, **more)
+
+        return spy
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
+        patches.enter_context(redirect_stdout(io.StringIO()))
+        patches.enter_context(redirect_stderr(io.StringIO()))
+        for name in ("Loop", "checkpoints", "recorder"):
+            patches.enter_context(patch.object(actions, name, spied(name)))
+        patches.enter_context(patch.object(Prepared, "compile_step", lambda self: SimpleNamespace(text="")))
+        patches.enter_context(patch.object(Prepared, "compile_init", lambda self: lambda: SimpleNamespace(step=0)))
+        fit(run.model_copy(update={"run_dir": Path(folder) / run.run_dir.name}), json=True)
+        files = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
+        return f"{given} {files}".replace(folder, "")
+
+
+def _shardings(structs: Any) -> dict[str, str]:
+    return {path: f"{x.shape} {x.dtype} {x.sharding}" for path, x in flatten_with_paths(structs).items()}
+
+
+def _outer(prepared: Prepared) -> list[str]:
+    slices = prepared.slices
+    return [_text(traced.jaxpr) for traced in slices.trace_outer() + slices.trace_reductions()] if slices else []
+
+
+def _text(jaxpr: Any) -> str:
+    """The text of a jaxpr, and the values of the arrays that it closes over."""
+    consts = [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for x in jaxpr.consts if hasattr(x, "shape")]
+    return f"{jaxpr}\n{consts}"

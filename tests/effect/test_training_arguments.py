@@ -1,0 +1,112 @@
+"""No argument of `meshpar.training` is without effect: its change shows in the traced programs or in the shardings."""
+
+from __future__ import annotations
+
+import hashlib
+from inspect import signature
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from meshpar import AxisRules, MeshLayout, Parallel, Reduce, constrain, training
+from tests.effect.fingerprint import ADDRESS
+
+ROWS = {"x": np.ones((16, 8, 4), "f")}
+
+
+def init(key):
+    return {"up": jax.random.normal(key, (4, 8)), "down": jax.random.normal(key, (8, 4))}
+
+
+def loss(params, batch, key):
+    hidden = jnp.tanh(batch["x"] @ params["up"])
+    return jnp.square(hidden @ params["down"]).mean()
+
+
+def halved(params, batch, key):
+    return 0.5 * loss(params, batch, key)
+
+
+def pinned(params, batch, key):
+    return loss(params, {"x": constrain(batch["x"], "batch", "height", "embed")}, key)
+
+
+def counting(params, batch, key, carried):
+    return loss(params, batch, key), {}, {"n": carried["n"] + 1}
+
+
+BASE = {
+    "init": init, "loss": loss, "tx": optax.sgd(0.1), "batch": ROWS, "mesh": MeshLayout(data=4, tensor=2),
+    "rules": AxisRules(preset="megatron"), "dims": {"up": ("embed", "mlp"), "down": ("mlp", "embed")},
+}  # fmt: skip
+NAMED_AXES = {"dims": {"up": ("embed", "tp"), "down": ("tp", "embed")}}
+CHANGES = {
+    "init": ({}, lambda key: jax.tree.map(jnp.zeros_like, init(key))),
+    "loss": ({}, halved),
+    "tx": ({}, optax.adam(0.1)),
+    "batch": ({}, {"x": np.ones((32, 8, 4), "f")}),
+    "mesh": ({}, MeshLayout(data=2, tensor=4)),
+    "rules": ({}, AxisRules(preset="megatron", embed=("data",))),
+    "dims": ({}, {"up": ("mlp", "embed"), "down": ("embed", "mlp")}),
+    "batch_dims": ({"rules": AxisRules(preset="megatron", height=("tensor",)), "activation_dims": ("height",)},
+                   {"x": ("batch", "height", "")}),
+    "activation_dims": ({"loss": pinned, "rules": AxisRules(preset="megatron", height=("tensor",))}, ("height",)),
+    "axes": (NAMED_AXES, {"tp": "tensor"}),
+    "carried": ({"loss": lambda params, batch, key, *more: counting(params, batch, key, *more) if more else loss(
+        params, batch, key)}, lambda key: {"n": jnp.zeros(())}),
+    "evaluation": ({}, halved),
+    "draws": ({}, True),
+    "seed": ({"draws": True}, 1),
+    "manual": ({"rules": AxisRules(preset="replicated"), "mesh": MeshLayout(data=8)}, True),
+    "parallel": ({"rules": AxisRules(preset="replicated"), "mesh": MeshLayout(data=8), "manual": True},
+                 Parallel(gradient_reduction=Reduce(across="int8"))),
+    "compute_dtype": ({}, jnp.bfloat16),
+    "accum_dtype": ({"num_microbatches": 2}, jnp.bfloat16),
+    "num_microbatches": ({}, 2),
+}  # fmt: skip
+"""Argument -> (others that it needs, another value)."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def seen(**arguments):
+    """The programs and the shardings of a training; the message, if it is refused."""
+    try:
+        new = training(**BASE | arguments)
+    except ValueError as error:
+        return f"refused: {error}"
+    programs = [
+        jax.make_jaxpr(new.step)(new.placement.structs, new.batch),
+        jax.make_jaxpr(lambda: new.init(jax.random.key(new.seed)))(),
+        new.lazy_evaluation().traced.jaxpr,
+        jax.tree.map(lambda x: x.sharding, (new.placement.structs, new.batch)),
+    ]
+    return hashlib.sha256(ADDRESS.sub("", "\n".join(map(str, programs))).encode()).hexdigest()
+
+
+def test_each_argument_is_in_the_list():
+    assert [*signature(training).parameters] == [*CHANGES]
+
+
+@pytest.mark.parametrize("argument", CHANGES)
+def test_an_argument_has_an_effect(argument):
+    others, value = CHANGES[argument]
+    before, after = seen(**others), seen(**others | {argument: value})
+    assert before == seen(**others)
+    assert before != after and not after.startswith("refused")
+
+
+def test_control_an_argument_that_is_dropped_is_found(monkeypatch):
+    context = training.__wrapped__.__globals__["ParallelContext"]
+    monkeypatch.setitem(
+        training.__wrapped__.__globals__, "ParallelContext", lambda **more: context(**more | {"accum_dtype": None})
+    )
+    others, value = CHANGES["accum_dtype"]
+    assert seen(**others) == seen(**others | {"accum_dtype": value})
