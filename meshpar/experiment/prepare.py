@@ -72,9 +72,9 @@ class Prepared(Training):
 
         With local updates they include the bytes of the outer step, divided by the mean number of steps of a round.
 
-        None where GSPMD decides what is sent: for an imported model, an optimizer that mixes elements, pruning, a
-        teacher whose logits are sharded differently, and 2BW with ZeRO-1, which gathers stale weights whole. With
-        `lowering=auto` also None if the manual layers do not support the rules.
+        None where GSPMD decides what is sent: for an optimizer that mixes elements, pruning, a teacher whose logits are
+        sharded differently, and 2BW with ZeRO-1, which gathers stale weights whole. With `lowering=auto`
+        also None if the manual layers do not support the rules.
         """
         if not self._is_countable:
             return None

@@ -426,8 +426,8 @@ def in_python(problem: Problem) -> Problem:
 
 
 _ARGUMENTS = {
-    "lowering=manual": "manual=True",
-    "under lowering: auto": "without manual=True",
+    "lowering=manual": "lowering='manual'",
+    "under lowering: auto": "under lowering='auto'",
     "=null": "=None",
     "rules.zero=": "AxisRules zero=",
 }

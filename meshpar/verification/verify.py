@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.config import flatten
-from meshpar.errors import MeshError, VerificationError
+from meshpar.errors import MeshError, MeshparError, VerificationError
 from meshpar.experiment.config import Run, as_run
 from meshpar.experiment.prepare import prepare
 from meshpar.mesh.join import share
@@ -170,11 +170,12 @@ class _Checker:
 
 
 def _message(error: Exception) -> str:
-    """The first line of an error, or an explanation of JAX's error about varying types."""
+    """The first line of an error, with the first problem if it lists problems; or what JAX's error of types means."""
     lines = str(error).strip().splitlines() or [""]
     if unsummed := re.search(r"^\* out_specs\.(\S+) is .* varying over \{([^}]*)\}", str(error), re.MULTILINE):
         return f"it cannot be traced: a sum over {unsummed[2]} is missing before the step returns its {unsummed[1]}"
-    return f"{type(error).__name__}: {lines[0]}"
+    what = lines[:3] if isinstance(error, MeshparError) and lines[0].endswith(":") else lines[:1]
+    return f"{type(error).__name__}: {' '.join(line.strip() for line in what)}"
 
 
 def _widened(training: Training) -> Training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -197,8 +198,8 @@ STRATEGIES = {
     ),
     "a reduction": (
         {"parallel": REDUCED},
-        "parallel.gradient_reduction\n    without manual=True, XLA reduces gradients as it chooses\n"
-        "    manual=True, or",
+        "parallel.gradient_reduction\n    under lowering='auto', XLA reduces gradients as it chooses\n"
+        "    lowering='manual', or",
     ),
     "local updates": ({"parallel": LOCAL}, "parallel.local\n    a training has no number of steps, from which the"),
     "an overlap": (
@@ -218,24 +219,25 @@ STRATEGIES = {
     "64 bits": ({"accum_dtype": jnp.float64}, "accum_dtype\n    JAX would compute in float32, because its 64-bit mode"),
 }
 """What a model of the user's own cannot use; see `parallel.checks`."""
+WAYS: dict[str, dict[str, Any]] = {"auto": {"lowering": "auto"}, "partitioned": {}, "local": {"manual": True}}
 
 
 @pytest.mark.parametrize("case", STRATEGIES)
-@pytest.mark.parametrize("manual", [False, True], ids=["auto", "manual"])
-def test_a_strategy_without_effect_is_refused(case, manual):
+@pytest.mark.parametrize("how", WAYS)
+def test_a_strategy_without_effect_is_refused(case, how):
     more, message = STRATEGIES[case]
-    if manual and case == "a reduction":
-        traced(manual=True, **more)
+    if how != "auto" and case == "a reduction":
+        traced(**WAYS[how], **more)
         return
     with pytest.raises(ConfigError) as error:
-        made(manual=manual, **more)
+        made(**WAYS[how], **more)
     assert message in str(error.value)
 
 
 def test_all_strategies_without_effect_are_refused_at_once():
     parallel = REDUCED.model_copy(update={"pipeline": OneFOneB(num_microbatches=4), "local": LOCAL.local})
     with pytest.raises(ConfigError) as error:
-        made(parallel=parallel)
+        made(parallel=parallel, lowering="auto")
     assert [line for line in str(error.value).splitlines() if line.startswith("  parallel")] == [
         "  parallel.pipeline", "  parallel.local", "  parallel.gradient_reduction",
     ]  # fmt: skip

@@ -148,12 +148,12 @@ def traced(adopted) -> str:
     return str(jax.make_jaxpr(adopted.step)(adopted.placement.structs, adopted.batch))
 
 
-def test_flaxs_constraints_follow_the_rules():
+def test_flaxs_constraints_follow_the_rules_under_gspmd():
     """An activation is constrained to the sharding of its names; on one device there is no constraint."""
     hidden = "spec=P(('data', 'fsdp'), 'tensor')"
     on_one_device = linen(mesh=MeshLayout().build(jax.devices()[:1]))
-    assert hidden in traced(linen())
-    assert hidden not in traced(on_one_device)
+    assert hidden in traced(linen().on(manual=False))
+    assert hidden not in traced(on_one_device.on(manual=False))
 
 
 @pytest.mark.parametrize("adopt", [linen, nnx_stack])

@@ -1,0 +1,25 @@
+"""The table of models and layouts in the guide is what the tests of equivalence parametrize."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.docs.matrix import PAGE, TABLE, mark, table
+from tests.equivalence.test_zoo import KNOWN, cases
+
+
+def test_the_table_of_models_and_layouts_is_up_to_date():
+    assert TABLE.findall(PAGE.read_text()) == [table(cases())], "write it: PYTHONPATH=. python -m tests.docs.matrix"
+
+
+def test_control_a_case_that_fails_is_marked():
+    last = [*cases()][-1]
+    failing = pytest.param(*last.values, marks=[pytest.mark.xfail(raises=AssertionError, reason="planted")])
+    assert mark(failing) == "✗" != mark(last)
+    known = {case.id for case in cases() if mark(case) == "✗"}
+    assert known >= {*KNOWN} & {case.id for case in cases()}
+
+
+def test_control_a_model_that_is_not_tested_is_no_row():
+    with pytest.raises(KeyError):
+        table([case for case in cases() if case.values[0] != "vit"])
