@@ -42,10 +42,18 @@ class Array(_Part):
         return name
 
 
+class Order(_Part):
+    first: int
+    since: Count
+    pieces: Annotated[int, pydantic.Field(gt=0)]
+    before: list[Count]
+
+
 class Data(_Part):
     next_batch: Count
     rows_read: Count | None
     seed: int | None
+    order: Order | None = None
 
 
 class Random(_Part):
@@ -86,6 +94,8 @@ def parse(text: bytes, path: Path) -> dict[str, Any]:
     if number > FORMAT:
         raise CheckpointError(f"{path} has format {number}, and this meshpar reads up to {FORMAT}: update meshpar")
     found = Meta.model_validate_json(text).model_dump()
+    if found["data"]["order"] is None:  # an old checkpoint, or one without data
+        del found["data"]["order"]
     return found if number > 2 else _with_new_names(found)
 
 

@@ -35,7 +35,8 @@ class Verbs(typer.Typer):
     """Verbs that take only local paths."""
 
     def command(self, name: str | None = None, **options: Any) -> Any:
-        return super().command(name, **{"cls": _Command} | options)
+        options.setdefault("cls", _Command)
+        return super().command(name, **options)
 
 
 app = Verbs(no_args_is_help=True, pretty_exceptions_enable=False)

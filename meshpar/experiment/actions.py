@@ -20,6 +20,7 @@ from meshpar.checkpoint.checkpoints import CheckpointMetadata, Checkpoints, chec
 from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
+from meshpar.config import build
 from meshpar.errors import CheckpointError, ConfigError, ContractWarning, MeshparError, ProgramError
 from meshpar.experiment.config import Run, as_run
 from meshpar.experiment.prepare import Prepared, prepare
@@ -335,8 +336,14 @@ def _order(run: Run, source: Checkpoint | None) -> Order:
     """
     if source is None or not source.step or source.step >= run.num_steps:
         return Order()
-    now = run.data.model_dump(mode="json")
-    return resumed(source.meta["data"], source.meta["config"]["data"], now, source.step, run.seed)
+    saved = source.meta["data"]
+    try:
+        before = build(Run, source.meta["config"], str(source.folder)).data
+    except ConfigError:  # of another version: only the number of rows can be kept
+        rows = saved["rows_read"]
+        return Order() if rows is None else Order(first=rows - source.step * run.data.batch_size)
+    was, now = (data.model_dump(mode="json") for data in (before, run.data))
+    return resumed(saved, was, now, source.step, run.seed)
 
 
 def _copies(

@@ -96,7 +96,7 @@ def refused() -> tuple[Callable[[], object], ...]:
     return (
         lambda: Freeze(paths=3),  # pyright: ignore[reportArgumentType]
         lambda: Freeze(path="a"),  # pyright: ignore[reportCallIssue]
-        lambda: meshpar.AdamW(lr=1, schedule="cosine"),  # pyright: ignore[reportArgumentType]
+        lambda: meshpar.AdamW(lr=1, schedule=3),  # pyright: ignore[reportArgumentType]
         lambda: meshpar.AxisRules(embed=3),  # pyright: ignore[reportArgumentType]
         lambda: meshpar.Init(from_hf=3),  # pyright: ignore[reportArgumentType]
         lambda: meshpar.LoRA(paths="blocks.**"),  # pyright: ignore[reportArgumentType]

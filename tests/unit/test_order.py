@@ -168,6 +168,14 @@ def test_an_old_checkpoint_has_its_position_by_steps(corpora):
     assert resumed(saved, was, data, 3, 3) == Order(first=24 - 3 * 4)
 
 
+def test_a_position_of_other_corpora_is_refused(corpora):
+    data = data_of(corpora, (1,)).model_dump(mode="json")
+    order = {"first": 0, "since": 0, "pieces": 1, "before": [1, 2]}
+    saved = {"next_batch": 3, "rows_read": 24, "seed": 3, "order": order}
+    with pytest.raises(DataError, match="the position of 2 corpora, and 1 corpora"):
+        resumed(saved, data, data, 3, 3)
+
+
 def test_billions_of_rows_are_counted_at_once():
     assert Order().read_of_parts((2, 1), 3 * 10**12 + 1) == (2 * 10**12 + 1, 10**12)
 

@@ -118,7 +118,14 @@ WRONG = {
     "a number for a path": ({"run_dir": 3}, ["run_dir", "expected a path, got 3"]),
     "a text for a list": ({"freeze": "blocks.**"}, ["freeze", "expected a list, got 'blocks.**'"]),
     "a text for a rule": ({"rules": {"embed": "fsdp"}}, ["rules.embed", "expected a list, got 'fsdp'"]),
-    "a text for a section": ({"mesh": "fsdp"}, ["mesh", "expected a mapping, got 'fsdp'"]),
+    "a text for a section": (
+        {"mesh": "fsdp"},
+        [
+            "mesh",
+            "expected a mapping, got 'fsdp'",
+            "{replica: ..., ...}; its keys are replica, data, fsdp, pipe, expert, context, tensor, dcn",
+        ],
+    ),
     "a preset": (
         {"rules": "fsd"},
         [

@@ -50,7 +50,7 @@ def planned_by(ctx: ParallelContext, params: Any, opt_state: Any, slices: Mappin
     rules = ctx.rules
     state = {f"state.params.{path}": one for path, one in flatten_with_paths(params).items()}
     state |= {f"state.carried.slices.params.{path}": one for path, one in own.get("params", {}).items()}
-    stored = {path: tuple(axis for dim in one.spec.dims for axis in ctx.storage(dim)) for path, one in state.items()}
+    stored = {path: _storage(ctx, one.spec.dims) for path, one in state.items()}
     state |= {f"state.opt_state.{path}": one for path, one in flatten_with_paths(opt_state).items()}
     state |= {f"state.carried.slices.opt_state.{path}": one for path, one in own.get("opt_state", {}).items()}
     whole = ["batch.**"]
@@ -64,3 +64,8 @@ def planned_by(ctx: ParallelContext, params: Any, opt_state: Any, slices: Mappin
         whole=tuple(whole),
         dims={path: one.spec.dims for path, one in state.items()},
     )
+
+
+def _storage(ctx: ParallelContext, dims: tuple[str, ...]) -> Axes:
+    """The axes over which an array is stored. The dim of slices has no rule: each device holds its own slice."""
+    return tuple(axis for dim in dims if dim in ctx.rules.table for axis in ctx.storage(dim))

@@ -74,7 +74,7 @@ def resumed(saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, 
     Warns:
       DataWarning: the same, and `if_changed` is `allow`: reading goes on after as many tokens in the rows as they are.
     """
-    order = Order(**{name: tuple(x) if name == "before" else x for name, x in (saved.get("order") or {}).items()})
+    order = _saved_order(saved.get("order"), len(_parts(was)))
     rows = saved["rows_read"] if saved["rows_read"] is not None else step * was["batch_size"]
     old, new = was["seq_len"], now["seq_len"]
     weights, weights_now = (whole_weights([weight for weight, _ in _parts(data)]) for data in (was, now))
@@ -93,6 +93,15 @@ def resumed(saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, 
     elif old != new:
         rows = kept.since  # which counts rows as they are now
     return Order(rows - step * now["batch_size"], kept.since, kept.pieces, kept.before)
+
+
+def _saved_order(saved: Mapping[str, Any] | None, num_parts: int) -> Order:
+    """The order in a checkpoint; that of steps in an old one."""
+    if not saved:
+        return Order()
+    if len(saved["before"]) not in (0, num_parts):
+        raise DataError(f"the checkpoint has the position of {len(saved['before'])} corpora, and {num_parts} corpora")
+    return Order(saved["first"], saved["since"], saved["pieces"], tuple(saved["before"]))
 
 
 def _in_new_phase(
