@@ -44,7 +44,7 @@ def soft(x):
     return jnp.log1p(jnp.exp(x))
 
 
-soft.defjvps(lambda t, ans, x: t * jax.nn.sigmoid(x) * 1.5)
+soft.defjvps(lambda t, out, x: t * jax.nn.sigmoid(x) * 1.5)
 
 
 def looped(w, x, s):
