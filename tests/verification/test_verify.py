@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 
 import jax
+import pytest
 from jax import lax
 from typer.testing import CliRunner
 
 from meshpar import GPT, AxisRules, Lion, MeshLayout, Run, Synthetic, verify
 from meshpar.cli import verbs
+from meshpar.errors import ConfigError, Problems
 from meshpar.parallel import data
 from meshpar.parallel.local import varying
+from meshpar.verification.verify import _message
 
 
 def test_verify_exits_with_1_if_it_finds_a_fault(monkeypatch):
@@ -56,3 +59,14 @@ def test_verify_with_too_few_devices_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: found)
     result = CliRunner().invoke(verbs(), ["verify", "configs/quickstart.yaml"])
     assert str(result.exception) == "8 CPU devices are needed, 1 are available; call meshpar.simulate(8) first"
+
+
+def test_an_error_that_lists_problems_is_shown_with_its_first_problem():
+    problems = Problems()
+    problems.add("the loss", "differs from device to device along tensor", "psum it")
+    problems.add("the count", "differs too", "psum it")
+    with pytest.raises(ConfigError) as error:
+        problems.raise_any(ConfigError, "the results differ:")
+    assert _message(error.value) == (
+        "ConfigError: the results differ: the loss differs from device to device along tensor"
+    )
