@@ -206,8 +206,12 @@ class Scope:
         """
         nodes = [self.ready(node) for node in nodes]
         partial = self._passing(signature, nodes)
-        if assigned is None:
-            assigned = self.assigned(signature, nodes, bool(partial))
+        given = assigned
+        assigned = self.assigned(signature, nodes, bool(partial)) if given is None else given
+        if {*partial} & {axis for axes in assigned.values() for axis in axes}:
+            # Another operand is sharded over the axis of the sum, so the sum ends in the shards of that operand.
+            partial = ()
+            assigned = self.assigned(signature, nodes) if given is None else given
         placed = [
             self.demand(node, sharded(labels, assigned)) for node, labels in zip(nodes, signature.ins, strict=True)
         ]

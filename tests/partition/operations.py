@@ -118,6 +118,7 @@ OPERATIONS: dict[str, list[Case]] = {
         (lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (floats(2, 4, 8), floats(2, 4, 8))),
         (lambda a, b: jnp.einsum("ij,kj->ik", a, b), (X, floats(4, 8))),
         (lambda x, w, v: jnp.tanh(x @ w) @ v, (X, floats(8, 4), floats(4, 8))),
+        (lambda x, w, s: (x @ w) * s, (X, floats(8, 4), floats(1, 4))),
         (attention, (floats(4, 4, 2, 4), floats(4, 4, 2, 4), floats(4, 4, 2, 4))),
     ],
     "conv_general_dilated": [

@@ -159,6 +159,13 @@ def test_operands_that_disagree_are_sliced_before_they_are_exchanged_or_gathered
     assert kinds(lambda x, w: x @ w, (x, np.ones((8, 2))), (columns, whole)) == [("slice", ("data",))]
 
 
+def test_a_sum_ends_in_the_shards_of_what_it_is_multiplied_by():
+    x, w, scale = np.ones((4, 8)), np.ones((8, 4)), np.ones((1, 4))
+    layouts = ((), ("tensor",)), (("tensor",), ()), ((), ("tensor",))
+    assert kinds(lambda x, w, scale: (x @ w) * scale, (x, w, scale), layouts) == [("reduce-scatter", ("tensor",))]
+    assert kinds(lambda x, w, scale: (x @ w) * 2.0, (x, w, scale), layouts) == []
+
+
 def test_the_smaller_of_two_operands_is_gathered():
     large, small = np.ones((4, 64)), np.ones((64, 4))
     found = kinds(lambda a, b: a @ b, (large, small), ((("data",), ()), ((), ("data",))))
