@@ -60,6 +60,7 @@ from .parallel.pipeline.schedule import (
     ZeroBubbleH2,
 )
 from .parallel.strategies import ContextParallel, ExpertParallel, FullySharded, Parallel, TensorParallel
+from .partition.inferred import infer_dims
 from .planning.plan import Plan, plan
 from .serve.generate import Completion, Generated, generate
 from .sharding.resolve import Placement, resolve
@@ -206,6 +207,7 @@ __all__ = [
     "federated",
     "fit",
     "generate",
+    "infer_dims",
     "inspect",
     "join",
     "load",

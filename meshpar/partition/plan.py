@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.extend.core import Literal
@@ -71,6 +71,16 @@ class Unknown(ShardingError):
     """An operation that the partitioner has no rule for."""
 
 
+class Observer(Protocol):
+    """What sees the operations of a program as they are planned."""
+
+    def operation(self, eqn: Any, signature: Signature, layouts: Sequence[Layout]) -> None:
+        """An operation, and the layouts of its operands."""
+
+    def loop(self, layout: Layout) -> None:
+        """A loop over the first dim of a value with this layout."""
+
+
 class Scope:
     """The plan of one jaxpr: the whole program, or the body of a loop.
 
@@ -79,14 +89,21 @@ class Scope:
       rules: name of a primitive -> how it is planned.
       outer: the scope that this one's program is in.
       is_derivative: whether the program is a forward or backward of a derivative, which JAX does not differentiate.
+      observer: sees each operation as it is planned.
     """
 
     def __init__(
-        self, ctx: ParallelContext, rules: Rules, outer: Scope | None = None, is_derivative: bool = False
+        self,
+        ctx: ParallelContext,
+        rules: Rules,
+        outer: Scope | None = None,
+        is_derivative: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         self.ctx = ctx
         self.rules = rules
         self.outer = outer
+        self.observer = outer.observer if outer else observer
         self.caller: Source | None = outer.caller if outer else None
         self.is_derivative = is_derivative or bool(outer and outer.is_derivative)
         self.program = Program(dict(ctx.mesh.shape))
@@ -325,6 +342,8 @@ class Scope:
         partial: Axes,
     ) -> list[Layout]:
         signature.check(assigned)
+        if self.observer:
+            self.observer.operation(eqn, signature, [node.layout for node in nodes])
         names: dict[Any, str] = {}
         for node, labels in zip(nodes, signature.ins, strict=True):
             for label, name in zip(labels, node.layout.names, strict=True):

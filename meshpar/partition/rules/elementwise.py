@@ -100,8 +100,14 @@ def elementwise(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     def make(axes: Any) -> Placed:
         return scope.operation(eqn, signature, nodes, dict(zip(labels, axes, strict=True)))[0]
 
-    names = next((node.layout.names for node in nodes if node.layout.shape == aval.shape), ("",) * aval.ndim)
+    names = tuple(_name_of(label, signature, nodes) for label in labels)
     return [Deferred(Layout(tuple(aval.shape), aval.dtype, axes, names), make)]
+
+
+def _name_of(label: Any, signature: Signature, nodes: list[Any]) -> str:
+    """The name of a dim: that of the first operand which has one."""
+    pairs = ((ins, node.layout.names) for ins, node in zip(signature.ins, nodes, strict=True))
+    return next((names[ins.index(label)] for ins, names in pairs if label in ins and names[ins.index(label)]), "")
 
 
 def signature_of(eqn: Any, nodes: list[Any]) -> Signature:

@@ -136,6 +136,8 @@ class _Scanned:
     """What a loop scans over: its first dim is whole."""
 
     def __init__(self, scope: Scope, node: Any, source: Source) -> None:
+        if scope.observer:
+            scope.observer.loop(node.layout)
         if node.layout.stored and node.layout.stored[0][0] == 0:
             node = scope.ready(node)
         if node.layout.stored:

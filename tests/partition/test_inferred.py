@@ -1,0 +1,103 @@
+"""Names that are inferred from a model's products are those that its author would declare."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from meshpar import AxisRules, MeshLayout, infer_dims, training
+from meshpar.cost.traced import traced_collectives, traffic
+from meshpar.errors import ConfigError
+from meshpar.interop.declared import declared_dims
+from meshpar.partition.inferred import _Observed
+from tests.zoo import MODELS
+from tests.zoo.reference import first
+
+SAME = {"heads": "mlp", "kv_heads": "mlp", "head_dim": "unnamed", "vocab": "unnamed"}
+"""The names that only a person can tell apart, and those that products do not tell."""
+
+
+@pytest.fixture(autouse=True)
+def _promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def boxed(zoo):
+    return jax.eval_shape(zoo.init, jax.random.key(0))
+
+
+def inferred(name):
+    zoo = MODELS[name]()
+    key = jax.random.key(0) if zoo.draws else None
+    return zoo, infer_dims(first(zoo.init, jax.random.key(0)), zoo.loss, zoo.batch, key)
+
+
+@pytest.mark.parametrize("name", ["llama", "lm1b_linen"])
+def test_inferred_names_are_those_that_the_author_declares(name):
+    zoo, found = inferred(name)
+    declared = declared_dims(boxed(zoo)) | {path: names for path, names in zoo.dims.items() if "*" not in path}
+    compared = [path for path in declared if path in found and "LayerNorm" not in path]
+    assert len(compared) >= 8
+    for path in compared:
+        expected = tuple(SAME.get(dim or "unnamed", dim) for dim in declared[path])
+        pairs = [(a, b) for a, b in zip(found[path], expected, strict=True) if "mlp" in (a, b)]
+        assert all(a == b for a, b in pairs), path
+
+
+def test_dims_that_are_split_into_parts_are_not_sharded():
+    """GPT-2's product for queries, keys and values together: a shard of it would not be a part of each."""
+    _, found = inferred("gpt2")
+    assert found["h.0.attn.c_attn.kernel.value"] == ("embed", "unnamed")
+    assert found["h.0.mlp.c_fc.kernel.value"] == ("embed", "mlp")
+
+
+def sent(dims, batch, loss, init):
+    adopted = training(
+        init, loss, optax.sgd(0.1), batch, mesh=MeshLayout(data=2, tensor=2).build(jax.devices()[:4]),
+        rules=AxisRules(preset="megatron", unnamed=()), dims=dims,
+    )  # fmt: skip
+    return traffic(traced_collectives(jax.make_jaxpr(adopted.step)(adopted.placement.structs, adopted.batch)))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        hidden = nn.relu(nn.Dense(32)(nn.LayerNorm()(x)))
+        return x + nn.Dense(8)(hidden)
+
+
+def test_a_model_without_names_sends_what_megatron_would():
+    model, x = Block(), jnp.ones((4, 6, 8))
+
+    def init(key):
+        return model.init(key, x)["params"]
+
+    def loss(params, batch, key):
+        return jnp.square(model.apply({"params": params}, batch["x"])).mean()
+
+    dims = infer_dims(jax.eval_shape(init, jax.random.key(0)), loss, {"x": x})
+    assert dims["Dense_0.kernel"] == ("unnamed", "mlp")
+    assert dims["Dense_1.kernel"] == ("mlp", "unnamed")
+    found = sent(dims, {"x": x}, loss, init)
+    activation = 2 * 6 * 8 * 4  # two rows a device
+    all_reduces = 2  # of the block's result, and backward of its input, which the norm's parameters need
+    assert found["tensor",] == all_reduces * activation + 4  # and the norm of the gradients
+
+
+def test_a_loss_without_a_pair_of_products_is_refused():
+    with pytest.raises(ConfigError, match="no product of the loss grows a dim"):
+        infer_dims(
+            {"w": jnp.ones((4, 4))},
+            lambda params, batch, key: (batch["x"] @ params["w"]).mean(),
+            {"x": jnp.ones((2, 4))},
+        )
+
+
+def test_planted_an_observer_that_joins_nothing_is_seen(monkeypatch):
+    monkeypatch.setattr(_Observed, "operation", lambda self, eqn, signature, layouts: None)
+    with pytest.raises(ConfigError, match="no product"):
+        inferred("llama")
