@@ -130,7 +130,7 @@ class Prepared(Training):
     @property
     def _is_countable(self) -> bool:
         """Whether a traced step of the manual lowering contains everything that a device sends."""
-        if not self.run.optim.elementwise or self.run.prune or not self.run.model.manual_lowering():
+        if not self.run.optim.elementwise or self.run.prune:
             return False
         if self.pipeline and self.pipeline.schedule.is_stale and self.rules.zero_stage == 1:
             return False

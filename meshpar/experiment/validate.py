@@ -86,9 +86,6 @@ def check(run: Run, mesh: AnyMesh) -> None:
     if run.strict and (run.model.has_own_layers or not ctx.manual or getattr(run.model, "manual", False)):
         what = "only an imported model in the manual lowering is partitioned, and moves activations by itself"
         problems.add("strict", what, "strict=false")
-    is_manual = run.model.manual_lowering()
-    if ctx.manual and not is_manual:
-        problems.add("lowering", is_manual.because, "lowering=auto")
     run.model.check(task_of(run), ctx, problems)
     if not run.model.has_own_layers:
         ctx = check_own_layers(ctx, "an imported model", problems)

@@ -96,9 +96,6 @@ class Import(ModelContract):
             whole = "an imported model computes all logits at once, so that its loss has no chunks"
             problems.add("loss.chunk", whole, "loss.chunk=none")
 
-    def manual_lowering(self) -> Literal[True]:
-        return True
-
     def hugging_face(self) -> Unsupported:
         return Unsupported("an imported model, for which Hugging Face has no architecture")
 

@@ -162,10 +162,6 @@ class ModelContract(Config):
         """The number of token ids, and the rows of the embedding."""
         return Unsupported(f"the vocabulary of a model of kind {self._name} is not known from its config")
 
-    def manual_lowering(self) -> Literal[True] | Unsupported:
-        """Whether the model's code computes with local shards, and contains the communication for them."""
-        return Unsupported(f"a model of kind {self._name} is not written for local shards")
-
     @property
     def has_own_layers(self) -> bool:
         """Whether its layers are meshpar's own, which contain every strategy; see `parallel.checks`."""

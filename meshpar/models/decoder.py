@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -144,9 +144,6 @@ class DecoderModel(Decoder, ModelContract):
 
     def vocabulary(self) -> Vocabulary:
         return Vocabulary(self.vocab_size, self.padded_vocab)
-
-    def manual_lowering(self) -> Literal[True]:
-        return True
 
     @property
     def has_own_layers(self) -> bool:
