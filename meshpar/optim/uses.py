@@ -17,6 +17,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxprs_in_params
 
 from meshpar.optim.base import Matrix
+from meshpar.partition.rules.loops import scan_counts
 
 Dims = tuple[tuple[int, ...], ...]
 """For each dim of a value, the dims of the parameter that it consists of."""
@@ -133,12 +134,13 @@ def _called(equation: Any, operands: list[_View | None], uses: list[_Use]) -> Se
 
 def _scan(params: Any, operands: list[_View | None], uses: list[_Use]) -> Sequence[_View | None]:
     """A scan iterates over the first dim of its last operands."""
-    num_whole = params["num_consts"] + params["num_carry"]
+    num_consts, num_carry = scan_counts(params)
+    num_whole = num_consts + num_carry
     for view in filter(None, operands[num_whole:]):
         uses[view.path].stacked.update(view.dims[0])
     inner = [*operands[:num_whole], *[view and _View(view.path, view.dims[1:]) for view in operands[num_whole:]]]
     after = _walk(params["jaxpr"].jaxpr, inner, uses)
-    return after[: params["num_carry"]]
+    return after[:num_carry]
 
 
 def _product(operands: list[_View | None], numbers: Any, uses: list[_Use]) -> None:

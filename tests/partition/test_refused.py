@@ -141,7 +141,7 @@ def test_a_value_that_is_moved_is_listed_with_line_layout_and_bytes():
 
 
 def kinds(function, arguments, axes):
-    program = plan(function, arguments, axes, context())
+    program = plan(function, [np.float32(x) for x in arguments], axes, context())
     program.outputs = []
     return [
         (move.kind, move.axes)
@@ -170,6 +170,7 @@ def test_the_smaller_of_two_operands_is_gathered():
     large, small = np.ones((4, 64)), np.ones((64, 4))
     found = kinds(lambda a, b: a @ b, (large, small), ((("data",), ()), ((), ("data",))))
     assert found == [("all-gather", ("data",))]
-    program = plan(lambda a, b: a @ b, (large[:2], np.ones((64, 64))), ((("data",), ()), ((), ("data",))), context())
+    wide = (np.ones((2, 64), "float32"), np.ones((64, 64), "float32"))
+    program = plan(lambda a, b: a @ b, wide, ((("data",), ()), ((), ("data",))), context())
     (out,) = program.steps[0].outs
     assert program.layouts[out].axes == ((), ("data",))

@@ -17,7 +17,7 @@ SAMPLED = ("exp", "stop_gradient", "name", "add", "max")
 """The elementwise operations, which have one rule, that are tried in each run."""
 INDIRECT = {
     **dict.fromkeys(("copy_p", "eq_to", "le_to", "lt_to", "scatter_add", "scatter_min", "scatter_max", "scatter_mul",
-                     "remat", "checkpoint", "pjit", "core_call", "closed_call", "custom_lin"),
+                     "remat", "checkpoint", "pjit", "core_call", "closed_call", "custom_lin", "unstack"),
                     "another version's name of an operation that is tried, or one that JAX makes of it"),
     **dict.fromkeys(("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone", "random_gamma",
                      "platform_index",

@@ -5,7 +5,7 @@ What a loop carries has one layout in all iterations: the body is planned until 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,10 +87,18 @@ def _fixed(
     raise AssertionError("the layouts that a loop carries did not settle")
 
 
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """The numbers of constants and of carried values of a scan; jax 0.12 has them in a tree of its arguments."""
+    if "ft_in" not in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
 def scan(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """A loop over layers or time. Parameters that it scans are gathered inside, those of all iterations before it."""
     params = eqn.params
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = scan_counts(params)
     consts = [_constant(scope, node, scope.source(eqn)) for node in nodes[:num_consts]]
     starts = nodes[num_consts : num_consts + num_carry]
     scanned = [_Scanned(scope, node, scope.source(eqn)) for node in nodes[num_consts + num_carry :]]

@@ -158,6 +158,12 @@ def stack(eqn: Any) -> Signature:
     return Signature((labels,) * len(eqn.invars), ((*labels[:axis], None, *labels[axis:]),), same(eqn))
 
 
+def unstack(eqn: Any) -> Signature:
+    axis = eqn.params["axis"] % eqn.invars[0].aval.ndim
+    labels = dims(eqn.invars[0].aval, axis)
+    return Signature((labels,), ((*labels[:axis], *labels[axis + 1 :]),) * len(eqn.outvars), same(eqn))
+
+
 def tile(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """Dims that are repeated have to be whole. To repeat dims of size 1 is a broadcast."""
     shape = eqn.invars[0].aval.shape
@@ -206,6 +212,7 @@ RULES: dict[str, Rule] = {
     "split": signed(split),
     "concatenate": signed(concatenate),
     "stack": signed(stack),
+    "unstack": signed(unstack),
     "tile": tile,
     "pad": signed(pad),
     "rev": signed(rev),
