@@ -127,6 +127,8 @@ class Training:
         if self.ctx.activation_dims is not None:
             of_batch = {dim for spec in self.batch_specs.values() for dim in spec.dims if dim}
             dims = {*self.ctx.activation_dims, *of_batch}
+            if self.is_of_whole_arrays and self.ctx.manual and "seq" in of_batch:
+                dims.add("residual_seq")  # the partitioner ends sums in shards of the sequence
         frozen = for_good(self.frozen)
         placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, frozen, dims, self.is_offloaded)
         error_feedback = place_error_feedback(placed.trained, self.ctx.in_slice)

@@ -113,7 +113,7 @@ def trained(function, rules):
 
     rows = {"x": np.ones((16, WIDTH), np.float32)}
     dims = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
-    return training(init, loss, optax.sgd(0.1), rows, mesh=MESH, rules=rules, dims=dims)
+    return training(init, loss, optax.sgd(0.1), rows, mesh=MESH, rules=rules, dims=dims, lowering="auto")
 
 
 def constraints(function, rules):

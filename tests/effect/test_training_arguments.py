@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from meshpar import AxisRules, MeshLayout, Parallel, Reduce, constrain, training
+from meshpar.errors import ShardingError
 from tests.effect.fingerprint import ADDRESS
 
 ROWS = {"x": np.ones((16, 8, 4), "f")}
@@ -60,6 +61,7 @@ CHANGES = {
     "evaluation": ({}, halved),
     "draws": ({}, True),
     "seed": ({"draws": True}, 1),
+    "lowering": ({}, "auto"),
     "manual": ({"rules": AxisRules(preset="replicated"), "mesh": MeshLayout(data=8)}, True),
     "parallel": ({"rules": AxisRules(preset="replicated"), "mesh": MeshLayout(data=8), "manual": True},
                  Parallel(gradient_reduction=Reduce(across="int8"))),
@@ -68,6 +70,15 @@ CHANGES = {
     "num_microbatches": ({}, 2),
 }  # fmt: skip
 """Argument -> (others that it needs, another value)."""
+
+
+def contrastive(params, batch, key):
+    rows = batch["x"][:, 0] @ params["up"]
+    return (rows @ rows.T).mean() + loss(params, batch, key)
+
+
+REFUSING = {"strict": ({"loss": contrastive}, True)}
+"""Arguments whose effect is an error when the step is traced."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -92,7 +103,15 @@ def seen(**arguments):
 
 
 def test_each_argument_is_in_the_list():
-    assert [*signature(training).parameters] == [*CHANGES]
+    assert {*signature(training).parameters} == {*CHANGES, *REFUSING}
+
+
+@pytest.mark.parametrize("argument", REFUSING)
+def test_an_argument_that_refuses_has_an_effect(argument):
+    others, value = REFUSING[argument]
+    seen(**others)
+    with pytest.raises(ShardingError, match=argument):
+        seen(**others | {argument: value})
 
 
 @pytest.mark.parametrize("argument", CHANGES)

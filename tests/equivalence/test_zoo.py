@@ -102,10 +102,14 @@ def adopted(zoo: Zoo, layout: str, lowering: str) -> Training:
     sizes, presets, extra = LAYOUTS[layout]
     mesh = MeshLayout(**sizes)
     mesh = mesh.build(jax.devices()[: mesh.requested()])
+    named = {name: ("batch", "seq") for name, x in zoo.batch.items() if x.ndim == 2 and x.shape[1] == SEQ}
+    if not named or lowering == "auto":  # a rule for the residual stream of a sequence would be an error
+        presets = ["megatron" if preset == "megatron_sp" else preset for preset in presets]
     rules = AxisRules(preset=presets, **{**zoo.rules, **extra})
     return training(
         zoo.init, zoo.loss, optax.sgd(LEARNING_RATE), dict(zoo.batch), mesh=mesh, rules=rules, dims=zoo.dims,
-        carried=zoo.carried, draws=zoo.draws, compute_dtype=np.dtype("float64"), **LOWERINGS[lowering],
+        batch_dims=named, carried=zoo.carried, draws=zoo.draws, compute_dtype=np.dtype("float64"),
+        **LOWERINGS[lowering],
     )  # fmt: skip
 
 

@@ -46,6 +46,8 @@ def adopted(model: str, layout: str, lowering: str = "manual") -> Training:
     found = zoo(model)
     arrays = sentences(ROWS, SEQ, 32) if model == "llama" else found.batch
     sizes, presets = LAYOUTS[layout]
+    if lowering == "auto":  # GSPMD has no rule for the residual stream
+        presets = ["megatron" if preset == "megatron_sp" else preset for preset in presets]
     mesh = MeshLayout(**sizes).build(jax.devices()[:8])
     batch = {name: np.asarray(x, x.dtype if x.dtype.kind != "f" else "float32") for name, x in arrays.items()}
     named = {name: ("batch", "seq") for name, x in batch.items() if x.shape[1:] in ((SEQ,), (ZOO_SEQ,))}

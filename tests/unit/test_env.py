@@ -123,7 +123,7 @@ def test_control_characters_are_escaped_in_messages(written, command, monkeypatc
 
 def test_a_key_cannot_write_lines_of_its_own(command, tmp_path):
     (tmp_path / "config.yaml").write_text(f'{CONFIG}"a\\n  mesh": 1\n')
-    assert "  a\\n  mesh (" in command("explain", tmp_path / "config.yaml").err
+    assert "'a\\n  mesh' contains the control character \\n" in command("explain", tmp_path / "config.yaml").err
 
 
 def test_printable_text_is_left_as_it_is():
