@@ -61,6 +61,7 @@ from .parallel.pipeline.schedule import (
 )
 from .parallel.strategies import ContextParallel, ExpertParallel, FullySharded, Parallel, TensorParallel
 from .partition.inferred import infer_dims
+from .partition.partitioned import partitioned
 from .planning.plan import Plan, plan
 from .serve.generate import Completion, Generated, generate
 from .sharding.resolve import Placement, resolve
@@ -214,6 +215,7 @@ __all__ = [
     "loggers",
     "models",
     "optim",
+    "partitioned",
     "pipeline",
     "plan",
     "prepare",

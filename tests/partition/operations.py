@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshpar.partition.partitioned import partitioned
+
 RNG = np.random.default_rng(0)
 KEY = 7
 
@@ -229,6 +231,11 @@ OPERATIONS: dict[str, list[Case]] = {
     "custom_vjp_call": [
         (clipped, (X, floats(4, 8))),
         (lambda x, y: clipped(x, jnp.broadcast_to(y, x.shape)), (X, floats(8))),
+    ],
+    "partitioned": [
+        (partitioned("b s d, d -> b s d", lambda x, y: x * y), (ROWS.transpose(0, 2, 1), X[0])),
+        (partitioned("a b, b c -> a c", jnp.matmul, summed=["b"]), (X, floats(8, 4))),
+        (jax.vmap(partitioned("a, a -> a", jnp.multiply), in_axes=(1, None)), (X, X[:, 0])),
     ],
     "optimization_barrier": [(lambda x: lax.optimization_barrier(x * 2), (X,))],
     "scan": [
