@@ -327,6 +327,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         rounds=local.rounds(run.num_steps, run.optim.learning_rate(run.num_steps)) if local else None,
         kinds=kinds,
     )
+    prepared.check_context()
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 
 

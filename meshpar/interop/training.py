@@ -22,6 +22,7 @@ from meshpar.interop.declared import changing, declared_dims, flax_rules, lazily
 from meshpar.interop.keys import KEY_DATA, as_data, as_keys, key_implementations
 from meshpar.mesh.layout import AXES, MeshLayout
 from meshpar.mesh.varying import varies_over
+from meshpar.optim.elementwise import is_elementwise
 from meshpar.parallel.checks import check_float64, check_own_layers, check_partitioned, check_strategies
 from meshpar.parallel.context import ParallelContext, current
 from meshpar.parallel.context import manual as manual_context
@@ -183,7 +184,7 @@ def training(
         init_carried=arrays_of(carried) if carried else lambda key: {},
         loss=with_loss_sums(loss, names, carried is not None, keys, axes),
         evaluation=evaluation and with_loss_sums(evaluation, names, carried is not None, keys, axes, False),
-        update=Update(tx),
+        update=Update(tx, is_elementwise=is_elementwise(tx, jax.tree.map(lambda spec: spec.struct, specs))),
         batch_specs=batch_specs(batch, batch_dims or {}, ctx),
         ctx=replace(ctx, rules=with_axes(rules, axes or {}, (specs, carried_specs))),
         key=partial(step_key, seed) if draws else None,
@@ -191,6 +192,7 @@ def training(
         is_of_whole_arrays=not manual,
     )
     _ = made.placement
+    made.check_context()
     return made
 
 

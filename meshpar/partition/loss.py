@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from meshpar.errors import ShardingError
@@ -18,13 +19,15 @@ from meshpar.parallel.precision import is_mixed
 from meshpar.partition.layout import Layout, count
 from meshpar.partition.moved_values import check_declared, moved_values
 from meshpar.partition.plan import Scope
-from meshpar.partition.program import Program, Use, gathering_again_in
+from meshpar.partition.program import Program, Use
 from meshpar.partition.rules import RULES
+from meshpar.partition.segments import differentiable
 from meshpar.sharding.resolve import live
 from meshpar.sharding.spec import ArraySpec
 
 WholeLoss = Callable[[Any, Batch, Any, Any], Any]
 """(params, batch, key, carried) -> `LossSums`, of whole arrays."""
+Rewrite = Callable[[ClosedJaxpr], ClosedJaxpr]
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,14 @@ class PartitionedLoss:
       loss: the user's.
       params, carried: trees of `ArraySpec`.
       batch: name -> `ArraySpec`.
+      rewrite: replaces operations of the traced program before it is planned.
     """
 
     loss: WholeLoss
     params: Any
     batch: dict[str, ArraySpec]
     carried: Any
+    rewrite: Rewrite = lambda closed: closed
 
     def __call__(self, params: Any, batch: Batch, key: Any, carried: Any) -> Any:
         ctx = manual()
@@ -52,13 +57,13 @@ class PartitionedLoss:
         arguments = (params, batch, key, carried)
         leaves, tree = jax.tree.flatten(arguments, is_leaf=is_mixed)
         layouts = self._layouts(ctx, arguments)
-        program, result = planned(self.loss, layouts, tree, ctx)
-        return jax.tree.unflatten(result, gathering_again_in(program, ctx)(*leaves))
+        program, result = planned(self.loss, layouts, tree, ctx, self.rewrite)
+        return jax.tree.unflatten(result, differentiable(program, ctx)(*leaves))
 
     def plan(self, ctx: ParallelContext, structs: tuple[Any, Any, Any, Any]) -> Program:
         """The plan for arguments of these global shapes, without a device."""
         layouts = self._layouts(ctx, structs, are_local=False)
-        return planned(self.loss, layouts, jax.tree.structure(structs), ctx)[0]
+        return planned(self.loss, layouts, jax.tree.structure(structs), ctx, self.rewrite)[0]
 
     def _layouts(self, ctx: ParallelContext, arguments: Any, are_local: bool = True) -> list[Layout]:
         params, batch, key, carried = arguments
@@ -75,7 +80,9 @@ class PartitionedLoss:
         ]
 
 
-def planned(loss: WholeLoss, layouts: list[Layout], tree: Any, ctx: ParallelContext) -> tuple[Program, Any]:
+def planned(
+    loss: WholeLoss, layouts: list[Layout], tree: Any, ctx: ParallelContext, rewrite: Rewrite
+) -> tuple[Program, Any]:
     """Traces a loss with whole shapes and plans it: the program, and the structure of its result."""
     structs = [jax.ShapeDtypeStruct(layout.shape, layout.dtype) for layout in layouts]
     mesh = ctx.mesh.abstract_mesh if isinstance(ctx.mesh, Mesh) else ctx.mesh
@@ -85,6 +92,7 @@ def planned(loss: WholeLoss, layouts: list[Layout], tree: Any, ctx: ParallelCont
 
     with untyped(), jax.sharding.use_abstract_mesh(mesh), tracing(replace(ctx, manual=False)):
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
+        closed = rewrite(closed)
         scope = Scope(ctx, RULES)
         nodes = scope.plan(closed.jaxpr, closed.consts, [scope.input(layout) for layout in layouts])
     num_carried = len(jax.tree.leaves(shapes.carried))

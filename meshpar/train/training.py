@@ -11,10 +11,12 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.cost.flops import needed_flops, traced_products
 from meshpar.errors import ConfigError
+from meshpar.nn.recognized import Found, rewritten, with_attention
 from meshpar.optim.freeze import for_good
 from meshpar.parallel.batch import TEACHER, Batch
 from meshpar.parallel.context import ParallelContext
@@ -24,6 +26,7 @@ from meshpar.parallel.rounds import Rounds
 from meshpar.parallel.trainable import without
 from meshpar.partition.loss import PartitionedLoss
 from meshpar.partition.moved_values import MovedValue, moved_values
+from meshpar.partition.rules.loops import unrolls
 from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -31,7 +34,7 @@ from meshpar.train.batches import arranged, check_batch, token_order
 from meshpar.train.error_feedback import SLICES, place_error_feedback, zeros
 from meshpar.train.evaluate import Evaluation, LazyEvaluation, trace_evaluation
 from meshpar.train.gradients import Gradients, Objective, gradients, stale
-from meshpar.train.layer_arrays import LayerArrays, cut_specs, with_stacks
+from meshpar.train.layer_arrays import LayerArrays, cut_specs, has_stacks, with_stacks
 from meshpar.train.layer_order import LAYERS, LayerOrder
 from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Loss
@@ -168,7 +171,7 @@ class Training:
 
         It keeps them if anything but the model and an elementwise optimizer reads them.
         """
-        if not self.has_own_arrays(platform_of(self.mesh) or "cpu") or not self.update.is_elementwise:
+        if not self.update.is_elementwise or not self._reads_layers_alone:
             return None
         strategies = (self.ctx.local, self.pipeline, self.ctx.gradient_reduction)
         state_params = self.update.state_params
@@ -177,6 +180,34 @@ class Training:
         if any(others) or self.is_offloaded or self.ctx.axes(LAYERS):
             return None
         return LayerArrays(self.placement, self._with_own_arrays.placement)
+
+    @cached_property
+    def attention(self) -> list[Found]:
+        """The attention of a user's own model: what a core computes, and what is left as it is written, and why."""
+        return rewritten(self._traced_loss)[1] if self.is_of_whole_arrays and self.ctx.manual else []
+
+    def check_context(self) -> None:
+        """Raises ConfigError if `parallel.context` has no effect on a user's own model."""
+        if self.ctx.activation_dims is None or self.ctx.parallel.context is None or any(x.band for x in self.attention):
+            return
+        found = "".join(f"\n  {one}" for one in self.attention) or ": meshpar recognizes no attention in this loss"
+        raise ConfigError(f"parallel.context has no effect{found}\n  no parallel.context, or meshpar.attention.attend")
+
+    @property
+    def _traced_loss(self) -> ClosedJaxpr:
+        key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
+        params, carried = jax.tree.map(lambda spec: spec.struct, (self.specs, self.carried))
+        return jax.make_jaxpr(self.loss)(params, jax.eval_shape(with_rows, self.batch), key, carried)
+
+    @property
+    def _reads_layers_alone(self) -> bool:
+        """Whether the step computes the layers of a stack without a loop."""
+        on = platform_of(self.mesh) or "cpu"
+        if not (self.is_of_whole_arrays and self.ctx.manual):
+            return self.has_own_arrays(on)
+        if on != "cpu" or not has_stacks(self.specs):
+            return False
+        return unrolls(self._traced_loss.jaxpr, on)
 
     @property
     def _with_own_arrays(self) -> Self:
@@ -201,7 +232,7 @@ class Training:
 
     def _objective(self, loss: Loss) -> Objective:
         if self.is_of_whole_arrays:
-            loss = PartitionedLoss(loss, self.specs, self.batch_specs, self.carried)
+            loss = PartitionedLoss(loss, self.specs, self.batch_specs, self.carried, with_attention)
         return Objective(loss, self.key or (lambda step: None), self.frozen, self.pipeline)
 
     @cached_property
@@ -215,7 +246,7 @@ class Training:
             what = "meshpar's own layers, and a loss for local shards, move activations by collectives of their own"
             raise ConfigError(f"{what}; meshpar inspect lists them")
         ctx = replace(self.ctx, manual=True, num_microbatches=1, strict=False)
-        loss = PartitionedLoss(self.loss, self.specs, self.batch_specs, self.carried)
+        loss = PartitionedLoss(self.loss, self.specs, self.batch_specs, self.carried, with_attention)
         key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
         batch = jax.eval_shape(with_rows, self.batch)
         structs = (self.placement.params, self.placement.carried)

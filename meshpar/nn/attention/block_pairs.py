@@ -64,6 +64,12 @@ class BlockGrid:
         return np.concatenate([self.start(pairs) + first, pairs * self.size + first], axis=1).astype(np.int32)
 
 
+def all_pairs(grid: BlockGrid) -> np.ndarray:
+    """All pairs of blocks, in the order of `visible_pairs`: int64[pair, 2]."""
+    blocks = range(grid.num_blocks)
+    return np.array([(q, k) for q in blocks for k in reversed(blocks)])
+
+
 def visible_pairs(grid: BlockGrid, chunks_apart: int = 0, window: Any = None) -> np.ndarray:
     """All pairs of blocks in which some query attends to some key.
 
