@@ -23,7 +23,6 @@ from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupport
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.data import gather_in_layer
 from meshpar.sharding.resolve import with_largest
-from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loss import Batch, Loss, LossSums, next_token_loss
 
 
@@ -67,23 +66,24 @@ class Import(ModelContract):
         check_axes(self.axes)
         with user_code.blamed(self.target):
             user = _built(self, task.seq_len)
-            specs, carried, keys = specs_of(user.init, user.carried, task.seed, self.dims)
+            specs, carried, keys = specs_of(user.init, user.carried, task.seed, self.dims, self.axes)
         specs = with_largest(specs, task.rules, task.mesh) if task.mesh else specs
         on_shards = partial(_gathered, dims=jax.tree.map(lambda spec: spec.dims, specs)) if self.manual else _as_is
-        as_sums = partial(with_loss_sums, arrays=set(ARRAYS), carries=bool(carried), keys=keys, axes=self.axes)
+        given = (specs, self.batch_specs(1, task.seq_len), carried)
+        as_sums = partial(with_loss_sums, specs=given, carries=bool(carried), keys=keys, axes=self.axes)
         if task.loss.target is None:
             loss, evaluation = self._next_token_losses(user, task, carried)
         else:
             loss = evaluation = _own(task.loss.target, user.module, bool(carried))
         return ModelProgram(
             specs=specs,
-            init=arrays_of(user.init),
+            init=arrays_of(user.init, self.axes),
             loss=as_sums(on_shards(loss)),
             evaluation=as_sums(on_shards(evaluation), returns_carried=task.loss.target is None),
             rules=with_axes(task.rules, self.axes, (specs, carried)),
             uses_rng=task.loss.target is not None,
             carried=carried,
-            init_carried=arrays_of(user.carried),
+            init_carried=arrays_of(user.carried, self.axes),
             activation_dims=self.activation_dims,
             is_of_whole_arrays=not self.manual,
         )
