@@ -63,6 +63,7 @@ from .parallel.strategies import ContextParallel, ExpertParallel, FullySharded, 
 from .partition.inferred import infer_dims
 from .planning.plan import Plan, plan
 from .serve.generate import Completion, Generated, generate
+from .serve.own_source import CausalModel
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
@@ -104,6 +105,7 @@ __all__ = [
     "AxisSizes",
     "Balance",
     "Bytes",
+    "CausalModel",
     "Checkpoint",
     "CheckpointError",
     "CheckpointMetadata",
