@@ -61,7 +61,7 @@ def causal(
     elif params is None:
         raise ConfigError(f"a {type(model).__name__} needs its parameters; CausalModel.of(model, params)")
     elif isinstance(model, nn.Module):
-        apply, found = _linen_apply(model), _linen_decoding(model, decoder)
+        apply, found = linen_functions(model, decoder)
     elif callable(model):
         apply, found = model, None
     else:
@@ -83,6 +83,10 @@ def with_rules(function: Callable[..., Any], axes: Mapping[str, str]) -> Callabl
 
 
 # Linen --------------------------------------------------------------------------------------------------------------
+
+
+def linen_functions(module: nn.Module, decoder: nn.Module | None = None) -> tuple[Apply, Decoding | None]:
+    return _linen_apply(module), _linen_decoding(module, decoder)
 
 
 def _linen_apply(module: nn.Module) -> Apply:
@@ -136,16 +140,27 @@ class _Collection:
 
 def _of_nnx(model: nnx.Module, params: Any) -> tuple[Any, Apply, Decoding | None]:
     graph, own, others = nnx.split(model, nnx.Param, ...)
+    apply, decoding = nnx_functions(graph, own, others)
+    return own if params is None else params, apply, decoding
+
+
+def nnx_functions(graph: Any, params: Any, others: Any) -> tuple[Apply, Decoding | None]:
+    """The functions of an NNX module.
+
+    Args:
+      params: its parameters, or structs like them.
+      others: the state beside its parameters, such as the keys of its dropout.
+    """
 
     def merged(params: Any) -> Any:
-        made = nnx.merge(graph, params, others, copy=True)
+        made = nnx.merge(graph, params, *([others] if others else []), copy=True)
         made.eval()
         return made
 
     def apply(params: Any, tokens: jax.Array) -> jax.Array:
         return merged(params)(tokens)
 
-    return own if params is None else params, apply, _nnx_decoding(model, merged)
+    return apply, _nnx_decoding(merged(params), merged)
 
 
 def _nnx_decoding(model: nnx.Module, merged: Callable[[Any], Any]) -> Decoding | None:

@@ -17,7 +17,8 @@ from pydantic import Field
 from meshpar.config import Strings, Target, default
 from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.interop import user_code
-from meshpar.interop.declared import lazily, unboxed
+from meshpar.interop.causal import Causal, linen_functions, nnx_functions
+from meshpar.interop.declared import changing, lazily, unboxed
 from meshpar.interop.training import Init, arrays_of, check_axes, specs_of, takes, with_axes, with_loss_sums
 from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupported, Vocabulary
 from meshpar.parallel.context import ParallelContext
@@ -95,6 +96,31 @@ class Import(ModelContract):
         if isinstance(task.loss.chunk, int):
             whole = "an imported model computes all logits at once, so that its loss has no chunks"
             problems.add("loss.chunk", whole, "loss.chunk=none")
+
+    def causal(self, seq_len: int) -> tuple[Causal, Init]:
+        """The functions with which the model generates, and its init.
+
+        Raises:
+          ConfigError: it is written for local shards, or has state that the forward changes.
+        """
+        if self.manual:
+            raise ConfigError("model.manual: a model for local shards cannot generate; model.manual=false")
+        with user_code.blamed(self.target):
+            user = _built(self, seq_len)
+            first = jax.random.key(0)
+            carried = jax.eval_shape(lazily(user.carried), first)
+            kept = [path for path, kind in changing(carried).items() if kind == nnx.BatchStat.__name__]
+            if isinstance(user.module, nn.Module):
+                kept = list(map(str, carried))
+                functions = linen_functions(user.module)
+            elif not kept:
+                params = jax.eval_shape(lazily(user.init), first)
+                others = jax.jit(lazily(user.carried))(first) if jax.tree.leaves(carried) else None
+                functions = nnx_functions(user.module, params, others)
+        if kept:
+            what = f"{self.target} has state that the forward changes: {', '.join(kept)}"
+            raise ConfigError(f"{what}; a model generates from its parameters alone")
+        return Causal(*functions, self.axes), user.init
 
     def hugging_face(self) -> Unsupported:
         return Unsupported("an imported model, for which Hugging Face has no architecture")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +127,15 @@ def generate(
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if isinstance(source, CausalModel):
-        _check_own(overrides, draft, ngrams)
-        return _by_own(source, prompts, stop, max_tokens, sampling, show)
+        check_own(overrides, draft, ngrams)
+        return _by_own(source, source.tokens_of, prompts, stop, max_tokens, sampling, show)
     opened = _opened(source, overrides)
     prompts = [prompts] if isinstance(prompts, str) else prompts
     stop = [stop] if isinstance(stop, str) else stop
+    if own := opened.own:
+        check_own((), draft, ngrams)
+        encode = partial(_encoded, opened, parse_special=parse_special)
+        return _by_own(own, encode, prompts, stop, max_tokens, sampling, show)
     drafting = None if draft is None else _opened(draft, ())
     ids = [_encoded(opened, prompt, parse_special) for prompt in prompts]
     _check(opened, prompts, ids, max_tokens, stop)
@@ -150,7 +155,7 @@ def generate(
     )
 
 
-def _check_own(overrides: Sequence[str], draft: Any, ngrams: int | None) -> None:
+def check_own(overrides: Sequence[str], draft: Any, ngrams: int | None) -> None:
     """Checks that no option is given that a model of the user's own cannot follow."""
     problems = Problems()
     if overrides:
@@ -161,15 +166,15 @@ def _check_own(overrides: Sequence[str], draft: Any, ngrams: int | None) -> None
 
 
 def _by_own(
-    source: CausalModel, prompts: Sequence[Prompt] | str, stop: Sequence[str] | str, max_tokens: int,
-    sampling: Sampling, show: Callable[[Piece], None],
+    source: CausalModel, encode: Callable[[Prompt], list[int]], prompts: Sequence[Prompt] | str,
+    stop: Sequence[str] | str, max_tokens: int, sampling: Sampling, show: Callable[[Piece], None],
 ) -> Generated:  # fmt: skip
     prompts = [prompts] if isinstance(prompts, str) else prompts
     stop = [stop] if isinstance(stop, str) else stop
     problems = Problems()
     _check_sizes(prompts, max_tokens, stop, problems)
     problems.raise_any(ConfigError, "these prompts cannot be answered:")
-    answered = answer(source, [source.tokens_of(prompt) for prompt in prompts], stop, max_tokens, sampling, show)
+    answered = answer(source, list(map(encode, prompts)), stop, max_tokens, sampling, show)
     return Generated(
         [Completion(prompt, x.text, x.tokens, x.finish) for prompt, x in zip(prompts, answered.answers, strict=True)],
         describe_sizes(dict(answered.engine.decoding.ctx.mesh.shape)),

@@ -56,6 +56,11 @@ class OwnEngine:
         cache = f", cache {human_bytes(decoding.cache_bytes)} a device" if decoding.cache_bytes else ""
         return f"{mesh}: {decoding.capacity.num_rows} slots{cache}; {decoding.model.how}"
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the model."""
+        return self.decoding.vocab_size
+
     def run(self, plan: Plan) -> Computed:
         """Computes a turn."""
         chunks = {chunk.row.slot: chunk for chunk in plan.chunks if chunk}

@@ -43,6 +43,9 @@ class CausalModel:
       dtype: in which parameters are stored and used.
       tokenizer: of prompts and answers; None if prompts are lists of ids.
       ends: ids that end an answer; default: those of the tokenizer.
+      compute_dtype: the dtype in which the forward gets its parameters; default: `dtype`.
+      init: key -> parameters like `params`, if these are not here yet.
+      load: structs with shardings -> the parameters; default: `params`.
     """
 
     functions: Causal
@@ -54,6 +57,9 @@ class CausalModel:
     dtype: Any = jnp.float32
     tokenizer: Tokenizer | None = None
     ends: Collection[int] | None = None
+    compute_dtype: Any = None
+    init: Callable[[jax.Array], Any] | None = None
+    load: Callable[[Any], Any] | None = None
 
     @classmethod
     def of(
@@ -99,12 +105,13 @@ class CausalModel:
         layout = MeshLayout.of(self.mesh) if isinstance(self.mesh, (MeshLayout, dict, str)) else None
         mesh: Any = layout.build() if layout else self.mesh
         rules = AxisRules.model_validate(self.rules)
-        specs, _, _ = specs_of(lambda key: self.params, None, 0, self.dims, self.functions.axes)
+        specs, _, _ = specs_of(self.init or (lambda key: self.params), None, 0, self.dims, self.functions.axes)
         specs = with_largest(jax.tree.map(lambda spec: spec.stored_in(np.dtype(self.dtype)), specs), rules, mesh)
         rules = with_axes(rules, self.functions.axes, specs)
         ctx = for_tokens(
             ParallelContext(
-                mesh=mesh, rules=rules, manual=self.lowering == "manual", compute_dtype=np.dtype(self.dtype),
+                mesh=mesh, rules=rules, manual=self.lowering == "manual",
+                compute_dtype=np.dtype(self.compute_dtype or self.dtype),
                 activation_dims=(),
             )
         )  # fmt: skip
@@ -119,12 +126,19 @@ class CausalModel:
 
     def restore(self, structs: Any) -> Any:
         """The parameters, placed as `structs`."""
+        if self.load:
+            return self.load(structs)
         arrays = jax.tree.unflatten(jax.tree.structure(structs), jax.tree.leaves(unboxed(self.params)))
         return jax.tree.map(lambda x, s: jax.device_put(jnp.asarray(x, s.dtype), s.sharding), arrays, structs)
 
-    def engine(self, num_rows: int, max_len: int, chunk: int = 128) -> OwnEngine:
-        """Compiles the programs, and places the parameters."""
-        return OwnEngine(self.decoding(num_rows, max_len, chunk), self.restore)
+    def engine(self, num_rows: int, max_len: int, chunk: int = 128, max_queue: int = 256) -> OwnEngine:
+        """Compiles the programs, and places the parameters.
+
+        Args:
+          num_rows: rows that are decoded together.
+          max_len, chunk, max_queue: see `Capacity`.
+        """
+        return OwnEngine(self.decoding(num_rows, max_len, chunk, max_queue), self.restore)
 
     def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a prompt."""
