@@ -109,18 +109,19 @@ class Import(ModelContract):
             user = _built(self, seq_len)
             first = jax.random.key(0)
             carried = jax.eval_shape(lazily(user.carried), first)
+            apply = decoding = None
             kept = [path for path, kind in changing(carried).items() if kind == nnx.BatchStat.__name__]
             if isinstance(user.module, nn.Module):
                 kept = list(map(str, carried))
-                functions = linen_functions(user.module)
+                apply, decoding = linen_functions(user.module)
             elif not kept:
                 params = jax.eval_shape(lazily(user.init), first)
                 others = jax.jit(lazily(user.carried))(first) if jax.tree.leaves(carried) else None
-                functions = nnx_functions(user.module, params, others)
-        if kept:
+                apply, decoding = nnx_functions(user.module, params, others)
+        if kept or apply is None:
             what = f"{self.target} has state that the forward changes: {', '.join(kept)}"
             raise ConfigError(f"{what}; a model generates from its parameters alone")
-        return Causal(*functions, self.axes), user.init
+        return Causal(apply, decoding, self.axes), user.init
 
     def hugging_face(self) -> Unsupported:
         return Unsupported("an imported model, for which Hugging Face has no architecture")

@@ -231,7 +231,9 @@ def check_drafts(source: Source, draft: Source | None, ngrams: int | None, num_d
         problems.add("ngrams", f"{ngrams} is not 1 or more", "2")
     if num_drafts < 1:
         problems.add("num_drafts", f"{num_drafts} is not 1 or more", "4")
-    if draft is not None and draft.model.vocab_size != source.model.vocab_size:
+    if draft is not None and not draft.run.model.generation():
+        problems.add("draft", "a model of your own does not draft", "one of meshpar's decoders, or leave it out")
+    elif draft is not None and draft.model.vocab_size != source.model.vocab_size:
         what = f"its vocabulary has {draft.model.vocab_size} ids, and that of the model {source.model.vocab_size}"
         problems.add("draft", what, "a smaller model with the same tokenizer")
     problems.raise_any(ConfigError, "these drafts cannot be used:")
