@@ -89,7 +89,9 @@ def serve(
 
     opened = open_source(source, overrides or [])
     if not opened.run.model.generation():
-        raise ConfigError("the bench compares batches of meshpar's own decoders; a model of your own has another engine")
+        raise ConfigError(
+            "the bench compares batches of meshpar's own decoders; a model of your own has another engine"
+        )
     opened.run.mesh.simulate(devices)
     use_cache(no_cache)
     from meshpar.serve import bench as benches

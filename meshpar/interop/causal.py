@@ -9,10 +9,14 @@ from typing import Any, Protocol
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from meshpar.errors import ConfigError
+from meshpar.interop import explicit
 from meshpar.interop.declared import flax_rules, unboxed
+from meshpar.interop.training import explained
+from meshpar.sharding.spec import ArraySpec
 
 Apply = Callable[[Any, jax.Array], jax.Array]
 """(params, int32[batch, seq] tokens) -> [batch, seq, vocab], the logits after each token."""
@@ -72,14 +76,44 @@ def causal(
     return params, Causal(apply, given, axes)  # pyright: ignore[reportArgumentType]
 
 
-def with_rules(function: Callable[..., Any], axes: Mapping[str, str]) -> Callable[..., Any]:
-    """Wraps a function of a Flax model so that its constraints follow the rules."""
+def logits_of(model: Causal, params: Any, tokens: jax.Array, specs: Any) -> jax.Array:
+    """The logits of whole rows, in the context of a mesh; under explicit axes if the model is written for them.
 
-    def called(*arguments: Any) -> Any:
-        with flax_rules(axes):
-            return function(*arguments)
+    Args:
+      specs: tree of `ArraySpec` of the parameters.
 
-    return called
+    Raises:
+      ConfigError: the model cannot be called with its parameters and tokens, or declares shardings that do not fit.
+    """
+
+    def of() -> list[Any]:
+        rows = {"tokens": ArraySpec(tokens.shape, np.dtype(tokens.dtype), ("batch", ""))}
+        of_params, of_rows, _ = explicit.shardings((params, rows, None), (specs, rows, {}), model.axes)
+        return [of_params, of_rows["tokens"]]
+
+    with flax_rules(model.axes), explained():
+        try:
+            return explicit.call(model.apply, (params, tokens), of)
+        except TypeError as error:
+            call = "the model cannot be called with its parameters and tokens alone"
+            raise ConfigError(f"{call}: {error}; CausalModel.of(lambda params, tokens: ..., params)") from error
+
+
+def decoded_by(model: Causal, params: Any, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    """The logits after one more token, and the next cache, in the context of a mesh.
+
+    Raises:
+      ConfigError: the model declares explicit shardings, which do not fit its cache of one row.
+    """
+    assert model.decoding
+    with flax_rules(model.axes):
+        try:
+            return model.decoding.decode(params, tokens, cache)
+        except ValueError as error:
+            if not explicit.is_refusal(error):
+                raise
+            what = "the model declares explicit shardings, which its cache of a single row cannot have"
+            raise ConfigError(f"{what}; CausalModel.of(..., cache=False) recomputes each row") from error
 
 
 # Linen --------------------------------------------------------------------------------------------------------------

@@ -210,7 +210,7 @@ def specs_of(
     """
     problems = Problems()
     first = jax.random.key(seed)
-    with _explained():
+    with explained():
         params = explicit.shapes(lazily(init), first, axes or {})
     _check_trainable(params, problems)
     problems.raise_any(ConfigError, "an optimizer cannot train these arrays:")
@@ -310,7 +310,7 @@ def with_loss_sums(
         inputs = {name: x for name, x in batch.items() if name in arrays}
 
         def of_batch(params: Any, carried: Any) -> Any:
-            with flax_rules(axes), _explained():
+            with flax_rules(axes), explained():
                 more = (as_keys(carried, keys),) if carries else ()
                 arguments = (params, inputs, key, *more)
                 result = explicit.call(loss, arguments, lambda: explicit.shardings(arguments, specs, axes or {}))
@@ -372,7 +372,7 @@ def _check_same(sums: LossSums, carried: Any, ctx: ParallelContext) -> None:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Explains errors of JAX and Flax that are caused by a loss written for pmap or for another mesh."""
     try:
         yield

@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshpar.errors import ConfigError
-from meshpar.interop.causal import Causal, with_rules
-from meshpar.parallel.context import ParallelContext
+from meshpar.interop.causal import Causal, decoded_by, logits_of
+from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.parallel.precision import computed_in
 from meshpar.partition.function import PartitionedFunction, Sharding
 from meshpar.serve.sampling import RowSampling, sample_each
@@ -67,11 +67,12 @@ class OwnDecoding:
         Raises:
           ConfigError: the model returns something else.
         """
-        tokens = jax.ShapeDtypeStruct((1, self.capacity.max_len), jnp.int32)
-        logits = jax.eval_shape(self.model.apply, self._global_params, tokens)
+        tokens = jax.ShapeDtypeStruct((self.capacity.num_rows, self.capacity.max_len), jnp.int32)
+        with tracing(replace(self.ctx, manual=False)):
+            logits: Any = jax.eval_shape(partial(logits_of, self.model, specs=self.specs), self._global_params, tokens)
         if getattr(logits, "ndim", 0) != 3 or logits.shape[:2] != tokens.shape:
             found = getattr(logits, "shape", type(logits).__name__)
-            call = f"the model, called with tokens[1, {tokens.shape[1]}],"
+            call = f"the model, called with tokens{list(tokens.shape)},"
             raise ConfigError(f"{call} returns {found}, not logits [batch, seq, vocab]")
         return logits
 
@@ -109,7 +110,7 @@ class OwnDecoding:
         """(params, tokens [rows, max_len], lengths [rows], rows, draws) -> int32[rows], the token after each row."""
 
         def last_logits(params: Any, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-            logits = self.model.apply(params, tokens)
+            logits = logits_of(self.model, params, tokens, self.specs)
             return jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)[:, 0]
 
         of_rows = (self.ctx.axes("batch"), ())
@@ -149,15 +150,13 @@ class OwnDecoding:
 
     def _added(self, params: Any, cache: Any, tokens: jax.Array, counts: jax.Array, begins: jax.Array) -> Any:
         """Adds tokens to the caches of all rows, one after the other: (the logits after the last, the caches)."""
-        decoding = self.model.decoding
-        assert decoding
         empty = self._empty(params)
 
         def begun(begin: jax.Array, cache: Any) -> Any:
             return jax.tree.map(lambda new, old: jnp.where(begin == 0, new, old), empty, cache)
 
         def one(cache: Any, last: jax.Array, token: jax.Array, is_added: jax.Array) -> Any:
-            logits, new = decoding.decode(params, token[None, None], cache)
+            logits, new = decoded_by(self.model, params, token[None, None], cache)
             return jax.tree.map(lambda new, old: jnp.where(is_added, new, old), (new, logits[0, 0]), (cache, last))
 
         def add(carry: Any, at: Any) -> Any:
@@ -200,7 +199,7 @@ class OwnDecoding:
         return decoding.init_cache(params, 1, self.capacity.max_len)
 
     def _function(self, function: Callable[..., Any], arrays: Sequence[Sharding], results: Sequence[Sharding]) -> Any:
-        return PartitionedFunction(with_rules(function, self.model.axes), self.specs, arrays, results)
+        return PartitionedFunction(function, self.specs, arrays, results)
 
     def _partitioned(self, function: Callable[..., Any], arrays: Any, results: Any) -> Callable[..., Any]:
         on_local = self._function(function, arrays, results)

@@ -92,7 +92,7 @@ def on_one_device(model: str) -> tuple[Zoo, Any, Any]:
     with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
         params = moved(jax.device_get(jax.jit(zoo.init)(jax.random.key(0))))
         arguments = (jax.device_put(params, jax.tree.map(lambda x: x.sharding, structs)), zoo.batch)
-    return zoo, params, jax.device_get(traced.lower().compile()(*jax.device_put(arguments)))
+    return zoo, params, jax.device_get(traced.lower().compile(QUICK)(*jax.device_put(arguments)))
 
 
 def adopted(zoo: Zoo, sizes: dict[str, int], **more: Any) -> Training:

@@ -104,6 +104,12 @@ def test_a_function_of_automatic_axes_is_followed_by_its_declared_sharding():
     assert ("all-gather", ("tensor",)) in whole
 
 
+def test_a_mesh_that_the_user_set_does_not_matter():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        assert ("all-gather", ("tensor",)) in moved_by(lambda y: jax.sharding.reshard(y, P("data", None)))
+
+
 def test_a_planted_label_in_place_of_a_move_changes_the_result(monkeypatch):
     def labelled(scope, eqn, sharding, node):
         axes = tuple(over or () for over in constraints._declared(scope, eqn, sharding))

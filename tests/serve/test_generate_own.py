@@ -6,13 +6,16 @@ from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from meshpar import CausalModel, ConfigError, MeshLayout, generate
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Request, Scheduler
+from tests.zoo import explicit_llama
 from tests.zoo.decoders import DECODERS
+from tests.zoo.parts import SEQ
 
 PROMPTS = [[5, 9, 2], [7], [11, 3, 8, 1, 40], [2, 2]]
 NEW = 6
@@ -112,6 +115,27 @@ def test_draws_are_the_same_on_any_mesh_and_without_a_cache():
     drawn = served(adopted("own_methods"), PROMPTS, slots=2, **how)
     assert drawn != greedy("own_methods")
     assert drawn == served(adopted("own_methods", "fsdp4", cache=False), PROMPTS, slots=4, **how)
+
+
+def test_a_model_for_explicit_axes_recomputes_its_rows():
+    zoo = explicit_llama.build()
+    explicit = (jax.sharding.AxisType.Explicit,) * 3
+    with jax.set_mesh(jax.make_mesh((1, 1, 1), ("x", "y", "z"), explicit, devices=jax.devices()[:1])):
+        params = jax.device_get(jax.jit(zoo.init)(jax.random.key(0)))
+        first = jax.jit(explicit_llama.forward)(np.array([[3, 4, 5, *[0] * (SEQ - 3)]]), params)[0, 2].argmax()
+    model = CausalModel.of(
+        lambda params, tokens: explicit_llama.forward(tokens, params), params, axes=zoo.axes,
+        mesh="data=2 tensor=2 context=2", rules={"preset": "replicated", "unnamed": []},
+        dims={"**.q": ("unnamed", "y+z", "unnamed"), "lm_head": ("unnamed", "y+z")},
+    )  # fmt: skip
+    found = generate(model, [[3, 4, 5]], max_tokens=SEQ - 3).completions[0].tokens
+    assert found[0] == first
+
+
+def test_a_module_that_takes_more_than_tokens_is_refused():
+    model = CausalModel.of(lambda params, tokens, mask: tokens, {"w": np.ones(2, "float32")})
+    with pytest.raises(ConfigError, match=r"the model cannot be called with its parameters and tokens alone: .*mask"):
+        generate(model, [[1]], max_tokens=1)
 
 
 # Planted faults -----------------------------------------------------------------------------------------------------
