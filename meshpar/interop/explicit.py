@@ -25,7 +25,11 @@ from meshpar.sharding.spec import ArraySpec
 Names = Mapping[str, str]
 """The model's own name of a mesh axis -> meshpar's."""
 
-_REFUSALS = ("of type Auto or Manual", "Using PartitionSpec when you are not under a mesh context")
+_REFUSALS = (
+    "of type Auto or Manual",
+    "can only refer to mesh axes that is of type `Explicit`",
+    "Using PartitionSpec when you are not under a mesh context",
+)
 """Parts of JAX's errors for a sharding that only explicit axes can follow."""
 
 

@@ -89,6 +89,15 @@ def test_the_sharding_that_an_operation_declares_is_followed():
     assert ("all-gather", ("tensor",)) in reshaped
 
 
+def test_a_sum_that_is_declared_unreduced_ends_where_it_is_resharded():
+    def constrain(y):
+        identity = jax.sharding.reshard(jnp.eye(4), P("tensor"))
+        product = jnp.dot(y, identity, out_sharding=P("data", None, unreduced={"tensor"}))
+        return jax.sharding.reshard(product, P("data", "tensor"))
+
+    assert ("reduce-scatter", ("tensor",)) in moved_by(constrain)
+
+
 def test_a_type_that_only_follows_from_others_declares_nothing():
     def constrain(y):
         y = jax.sharding.reshard(y, P("data", "tensor"))

@@ -51,6 +51,8 @@ def following(rule: Rule, key: str) -> Rule:
 
 
 def _settled(scope: Scope, eqn: Any, sharding: Any, node: Any) -> Placed:
+    if sharding.spec.unreduced:  # the sum stays pending, as the planner leaves sums
+        return node
     axes = tuple(over or () for over in _declared(scope, eqn, sharding))
     return replace(scope.settled(node, axes, scope.source(eqn)))
 
