@@ -14,7 +14,7 @@ from flax import nnx
 
 from meshpar.errors import ConfigError
 from meshpar.interop import explicit
-from meshpar.interop.declared import flax_rules, unboxed
+from meshpar.interop.declared import declared_dims, flax_rules, lazily, unboxed
 from meshpar.interop.training import explained
 from meshpar.sharding.spec import ArraySpec
 
@@ -114,6 +114,15 @@ def decoded_by(model: Causal, params: Any, tokens: jax.Array, cache: Any) -> tup
                 raise
             what = "the model declares explicit shardings, which its cache of a single row cannot have"
             raise ConfigError(f"{what}; CausalModel.of(..., cache=False) recomputes each row") from error
+
+
+def linen_dims(module: nn.Module) -> dict[str, tuple[str | None, ...]]:
+    """The names of dims that a Linen module declares: parameters of a training have none of its boxes any more."""
+    try:
+        made = jax.eval_shape(lazily(lambda key: module.init(key, jnp.zeros((1, 1), jnp.int32))), jax.random.key(0))
+    except TypeError:  # it takes more than tokens, which `logits_of` reports
+        return {}
+    return declared_dims(made["params"])
 
 
 # Linen --------------------------------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import ConfigError, Problems
-from meshpar.interop.causal import Causal, Decoding, causal
+from meshpar.interop.causal import Causal, Decoding, causal, linen_dims
 from meshpar.interop.declared import unboxed
 from meshpar.interop.training import Dims, check_axes, specs_of, with_axes
 from meshpar.mesh.layout import MeshLayout
@@ -64,7 +65,7 @@ class CausalModel:
     @classmethod
     def of(
         cls, model: Any, params: Any = None, *, cache: bool | Decoding = True, decoder: Any = None,
-        axes: Mapping[str, str] | None = None, **more: Any,
+        dims: Dims | None = None, axes: Mapping[str, str] | None = None, **more: Any,
     ) -> CausalModel:  # fmt: skip
         """The causal model of a Flax module, or of a function (params, tokens) -> logits.
 
@@ -83,6 +84,7 @@ class CausalModel:
           cache: False to recompute each row; or an object with `init_cache(params, batch_size, length)` and
             `decode(params, tokens, cache)`.
           decoder: the Linen module that decodes, if `model.clone(decode=True)` is not it.
+          dims: names of dims, as in `training`; they override those that the module declares.
           axes: the model's own name of a mesh axis -> meshpar's.
           more: the other fields.
 
@@ -98,7 +100,8 @@ class CausalModel:
         """
         check_axes(axes or {})
         params, functions = causal(model, params, cache, decoder, axes or {})
-        return cls(functions=functions, params=params, **more)
+        declared: Any = linen_dims(model) if isinstance(model, nn.Module) else {}
+        return cls(functions=functions, params=params, dims={**(dims or {}), **declared}, **more)
 
     def decoding(self, num_rows: int, max_len: int, chunk: int, max_queue: int = 256) -> OwnDecoding:
         """The settings of a generation, rounded up to a multiple of the batch's shards."""
