@@ -64,6 +64,7 @@ from .partition.inferred import infer_dims
 from .partition.partitioned import partitioned
 from .planning.plan import Plan, plan
 from .serve.generate import Completion, Generated, generate
+from .serve.own_source import CausalModel
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
@@ -105,6 +106,7 @@ __all__ = [
     "AxisSizes",
     "Balance",
     "Bytes",
+    "CausalModel",
     "Checkpoint",
     "CheckpointError",
     "CheckpointMetadata",

@@ -73,7 +73,7 @@ class PartitionedLoss:
             return kind(ctx, x, dims, are_local)
 
         return [
-            *(of(x, spec.dims, _parameter) for x, spec in _pairs(params, self.params)),
+            *(of(x, spec.dims, parameter_layout) for x, spec in _pairs(params, self.params)),
             *(of(batch[name], specs[name].dims, _activation) for name in sorted(batch)),
             *(Layout.whole(x.shape, x.dtype) for x in jax.tree.leaves(key)),
             *(of(x, spec.dims, _state) for x, spec in _pairs(carried, self.carried)),
@@ -99,15 +99,15 @@ def planned(
     num_sums = len(nodes) - num_carried
     carried = [layout.axes for layout in layouts[len(layouts) - num_carried :]]
     scope.program.outputs = [
-        *(_returned(scope, node, (), ctx.loss_axes) for node in nodes[:num_sums]),
-        *(_returned(scope, node, axes) for node, axes in zip(nodes[num_sums:], carried, strict=True)),
+        *(returned(scope, node, (), ctx.loss_axes) for node in nodes[:num_sums]),
+        *(returned(scope, node, axes) for node, axes in zip(nodes[num_sums:], carried, strict=True)),
     ]
     if ctx.strict:
         check_declared(moved_values(scope.program, ctx.axes("residual_seq")))
     return scope.program, jax.tree.structure(shapes)
 
 
-def _returned(scope: Scope, node: Any, axes: tuple[Axes, ...], partial: Axes = ()) -> Use:
+def returned(scope: Scope, node: Any, axes: tuple[Axes, ...], partial: Axes = ()) -> Use:
     """A result: sharded over `axes`, a sum of the devices' parts over `partial`, and the same over all other axes."""
     placed = scope.demand(scope.ready(node), axes)
     sharding = {axis for dim in axes for axis in dim}
@@ -118,7 +118,7 @@ def _pairs(tree: Any, specs: Any) -> list[tuple[Any, ArraySpec]]:
     return list(zip(jax.tree.leaves(tree, is_leaf=is_mixed), jax.tree.leaves(specs), strict=True))
 
 
-def _parameter(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_local: bool) -> Layout:
+def parameter_layout(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_local: bool) -> Layout:
     """A parameter: stored in shards where layers gather it; sharded by its partition rules."""
     stored = tuple((i, ctx.storage(dim)) for i, dim in enumerate(dims) if ctx.storage(dim))
     for dim in dims:
@@ -146,14 +146,14 @@ def _check_order(dim: str, ctx: ParallelContext) -> None:
 
 
 def _activation(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_local: bool) -> Layout:
-    return _sharded(ctx, x, dims, tuple((dim and ctx.axes(dim)) or () for dim in dims), is_local)
+    return sharded_layout(ctx, x, dims, tuple((dim and ctx.axes(dim)) or () for dim in dims), is_local)
 
 
 def _state(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_local: bool) -> Layout:
-    return _sharded(ctx, x, dims, tuple(live(ctx.mesh, ctx.rules[dim]) for dim in dims), is_local)
+    return sharded_layout(ctx, x, dims, tuple(live(ctx.mesh, ctx.rules[dim]) for dim in dims), is_local)
 
 
-def _sharded(ctx: ParallelContext, x: Any, dims: tuple[str, ...], axes: Any, is_local: bool) -> Layout:
+def sharded_layout(ctx: ParallelContext, x: Any, dims: tuple[str, ...], axes: Any, is_local: bool) -> Layout:
     shape = tuple(
         size * (count(over, ctx.mesh.shape) if is_local else 1) for size, over in zip(x.shape, axes, strict=True)
     )

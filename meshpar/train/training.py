@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -19,7 +20,7 @@ from meshpar.errors import ConfigError
 from meshpar.nn.recognized import Found, rewritten, with_attention
 from meshpar.optim.freeze import for_good
 from meshpar.parallel.batch import TEACHER, Batch
-from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.pipeline.model import PipelineModel
 from meshpar.parallel.rounds import Rounds
@@ -371,14 +372,23 @@ class Training:
         def init_others(params: Any, key: jax.Array) -> tuple[Any, Any]:
             trained = without(params, self.placement.frozen)
             opt_state = self.update.tx.init(trained)
-            carried = self.init_carried(key)
+            with self._of_the_model():
+                carried = self.init_carried(key)
             carried = carried | zeros(error_feedback) if error_feedback else carried
             if slices is None:
                 return opt_state, carried
             own = slices.initial(trained, opt_state, carried)
             return slices.local.outer.build().init(trained), {SLICES: own}
 
-        return compile_init(self.init, init_others, self.placement, self.seed, options, given)
+        def init(key: jax.Array) -> Any:
+            with self._of_the_model():
+                return self.init(key)
+
+        return compile_init(init, init_others, self.placement, self.seed, options, given)
+
+    def _of_the_model(self) -> AbstractContextManager[None]:
+        """The context in which a user's init is traced: it may need the mesh."""
+        return tracing(replace(self.ctx, manual=False)) if self.is_of_whole_arrays else nullcontext()
 
 
 def step_key(seed: int, step: jax.Array) -> jax.Array:

@@ -57,6 +57,11 @@ def looped(w, x, s):
     return lax.scan(body, s, x)
 
 
+def stored(cache, x, index):
+    """Writes a token into each row of a cache; an index beyond the last one is the last one."""
+    return jax.vmap(lambda cache, x, i: lax.dynamic_update_slice(cache, x, (i, jnp.int32(0))))(cache, x, index)
+
+
 def bag(table, index):
     return jnp.zeros((4, 8)).at[index % 4].add(table)
 
@@ -204,7 +209,10 @@ OPERATIONS: dict[str, list[Case]] = {
         (lambda t, i: t[jnp.arange(4), i], (X, ints(8, 4))),
         (lambda t, i: t[:, i], (X, ints(8, 4))),
     ],
-    "scatter": [(lambda t, x, i: t.at[i].set(x), (X, floats(2, 8), np.array([3, 0], np.int32)))],
+    "scatter": [
+        (lambda t, x, i: t.at[i].set(x), (X, floats(2, 8), np.array([3, 0], np.int32))),
+        (stored, (floats(4, 8, 2), floats(4, 1, 2), ints(12, 4))),
+    ],
     "scatter-add": [
         (lambda t, x, i: t.at[i].add(x), (X, floats(4, 8), ints(4, 4))),
         (bag, (floats(4, 8), ints(9, 4))),
