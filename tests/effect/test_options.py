@@ -87,6 +87,10 @@ def test_each_key_has_an_effect_or_is_refused_by_name_elsewhere(case):
 
 
 IMPORTED = {
+    "data.documents_in_row": (
+        {"data": BASES["import"]["data"] | {"documents_in_row": "separate"}},
+        "data.documents_in_row = separate\n    tests.effect.own:build is called with the tokens alone",
+    ),
     "precision.cache": ({"precision": {"cache": "int8"}}, "precision.cache\n    only meshpar's own decoders can cache"),
     "precision.matmul": (
         {"precision": {"matmul": "int8"}},

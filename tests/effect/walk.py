@@ -64,7 +64,11 @@ def change(name: str, model: str, lowering: str) -> Change:
     if name == "Run.lowering":
         after = {key: {"manual": "auto", "auto": "manual"}[lowering]}
     path = f"{section.path}.{key}".removeprefix(".")
-    return Change(path, _with(base, section, before), _with(base, section, after))
+    runs = _with(base, section, before), _with(base, section, after)
+    if model == "import":  # it reads tokens alone, so that documents of a row are not separate
+        for run, value in zip(runs, ("joined", "separate" if key == "documents_in_row" else "joined"), strict=True):
+            run["data"] = run["data"] | {"documents_in_row": value}
+    return Change(path, *runs)
 
 
 def _is_first(section: Section, key: str) -> bool:

@@ -20,7 +20,7 @@ def test_a_line_is_above_the_spinner_of_a_terminal(monkeypatch: pytest.MonkeyPat
             show("[a] \x1b line")
             shown = read_until(terminal, b"line\r\n")
     os.close(terminal)
-    before, line, after = shown.partition(b"[a] \\x1b line\r\n")
+    before, line, _ = shown.partition(b"[a] \\x1b line\r\n")
     assert line
     assert b"works" not in before.rpartition(b"\x1b[2K")[2], "the spinner was erased"
 

@@ -59,7 +59,14 @@ def test_bos_and_eos_are_named_or_customary_or_added(tmp_path: Path):
     assert plain.decode([plain.bos, *plain.encode("a mesh")]) == "a mesh"
 
 
-SAID = [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": False}, {"add_eos_token": True}, {"bos_token": "<open>"}]
+SAID = [
+    {},
+    {"add_bos_token": True},
+    {"add_bos_token": False},
+    {"add_eos_token": False},
+    {"add_eos_token": True},
+    {"bos_token": "<open>"},
+]
 
 
 @pytest.mark.parametrize("adds", [False, True])
