@@ -15,7 +15,7 @@ import numpy as np
 from meshpar.collectives.reduction import Exact
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.strategies import ContextParallel, FullySharded, TensorParallel
+from meshpar.parallel.strategies import ContextParallel, ExpertParallel, FullySharded, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ OWN_LAYERS = {
     "context": _OwnLayers(
         _meets_in_attention, None,
         "only meshpar's own attention meets the other shards of a row, not that of {model}", "no parallel.context",
+    ),
+    "expert": _OwnLayers(
+        lambda ctx: ctx.parallel.expert not in (None, ExpertParallel()), None,
+        "only meshpar's own experts exchange tokens so, not those of {model}", "no parallel.expert",
     ),
     "pipeline": _OwnLayers(
         lambda ctx: ctx.parallel.pipeline is not None, None,

@@ -51,7 +51,7 @@ def change(name: str, model: str, lowering: str) -> Change:
     class_name, key = name.split(".")
     section = SECTIONS[class_name]
     base = copy.deepcopy(BASES[model]) | {"lowering": lowering}
-    for around in (class_name, name):
+    for around in (class_name, name, f"{class_name} {model}", f"{class_name} {lowering}"):
         for path, value in AROUND.get(around, {}).items():
             if model != "import" or not path.startswith("model."):
                 _set(base, path, value)
