@@ -96,6 +96,12 @@ class Import(ModelContract):
         if isinstance(task.loss.chunk, int):
             whole = "an imported model computes all logits at once, so that its loss has no chunks"
             problems.add("loss.chunk", whole, "loss.chunk=none")
+        if task.has_documents and task.loss.target is None:
+            what = (
+                f"{self.target} is called with the tokens alone, so a token attends to other documents of its row too"
+            )
+            fix = "data.documents_in_row=joined, or a loss of your own, which may read batch['segments']"
+            problems.add("data.documents_in_row = separate", what, fix)
 
     def causal(self, seq_len: int) -> tuple[Causal, Init]:
         """The functions with which the model generates, and its init.

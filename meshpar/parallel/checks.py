@@ -15,7 +15,7 @@ import numpy as np
 from meshpar.collectives.reduction import Exact
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.strategies import FullySharded, TensorParallel
+from meshpar.parallel.strategies import ExpertParallel, FullySharded, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ OWN_LAYERS = {
     "context": _OwnLayers(
         lambda ctx: ctx.parallel.context is not None and not ctx.manual, None,
         "GSPMD gathers whole rows for the attention of {model}", "no parallel.context, or lowering=manual",
+    ),
+    "expert": _OwnLayers(
+        lambda ctx: ctx.parallel.expert not in (None, ExpertParallel()), None,
+        "only meshpar's own experts exchange tokens so, not those of {model}", "no parallel.expert",
     ),
     "pipeline": _OwnLayers(
         lambda ctx: ctx.parallel.pipeline is not None, None,

@@ -23,6 +23,8 @@ from meshpar.serve.speculative import DraftModel, PromptLookup, SpeculativeGener
 from meshpar.tree import human_bytes
 
 Prompt = str | Sequence[int]
+NUM_DRAFTS = 4
+"""The tokens that are drafted at a time, if their number is not given."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def generate(
     stop: Sequence[str] | str = (),
     draft: Source | Path | str | None = None,
     ngrams: int | None = None,
-    num_drafts: int = 4,
+    num_drafts: int = NUM_DRAFTS,
     parse_special: bool = True,
     show: Callable[[Piece], None] = lambda piece: None,
 ) -> Generated:
@@ -230,7 +232,9 @@ def check_drafts(source: Source, draft: Source | None, ngrams: int | None, num_d
     if ngrams is not None and ngrams < 1:
         problems.add("ngrams", f"{ngrams} is not 1 or more", "2")
     if num_drafts < 1:
-        problems.add("num_drafts", f"{num_drafts} is not 1 or more", "4")
+        problems.add("num_drafts", f"{num_drafts} is not 1 or more", str(NUM_DRAFTS))
+    elif num_drafts != NUM_DRAFTS and draft is None and ngrams is None:
+        problems.add("num_drafts", f"{num_drafts} tokens at a time, and nothing drafts", "ngrams=2, or a draft")
     if draft is not None and not draft.run.model.generation():
         problems.add("draft", "a model of your own does not draft", "one of meshpar's decoders, or leave it out")
     elif draft is not None and draft.model.vocab_size != source.model.vocab_size:

@@ -11,7 +11,7 @@ from meshpar.nn.transformer import Decoder
 from meshpar.serve.draft_model import DraftModel
 from meshpar.serve.drafts import Drafter, NGrams
 from meshpar.serve.engine import Engine
-from meshpar.serve.generate import check_drafts, check_own
+from meshpar.serve.generate import NUM_DRAFTS, check_drafts, check_own
 from meshpar.serve.own_engine import OwnEngine
 from meshpar.serve.paged_decoding import PagedDecoding
 from meshpar.serve.scheduler import Capacity
@@ -34,7 +34,7 @@ def open_engine(
     max_queue: int = 256,
     draft: Source | None = None,
     ngrams: int | None = None,
-    num_drafts: int = 4,
+    num_drafts: int = NUM_DRAFTS,
 ) -> Engine | OwnEngine:
     """The engine of a trained model on the mesh of its run.
 

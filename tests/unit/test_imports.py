@@ -153,7 +153,7 @@ def number():
 """
 CONFIG = """\
 model: {kind: import, target: own_model:Own}
-data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 8}
+data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 8, documents_in_row: joined}
 optim: {kind: adamw, lr: 1e-2}
 mesh: {data: 2, fsdp: 2, tensor: 2}
 rules: {preset: [fsdp, megatron], unnamed: []}
