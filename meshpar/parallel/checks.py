@@ -53,11 +53,6 @@ OWN_LAYERS = {
         _meets_in_attention, None,
         "only meshpar's own attention meets the other shards of a row, not that of {model}", "no parallel.context",
     ),
-    "pipeline": _OwnLayers(
-        lambda ctx: ctx.parallel.pipeline is not None, None,
-        "{model} has no stack of layers to divide into pipeline stages",
-        "parallel.pipeline=null",
-    ),
 }  # fmt: skip
 """Field of `Parallel` -> why a model of the user's own cannot use it. To support a strategy, remove its entry."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,16 +52,17 @@ class PartitionedLoss:
             return self.loss(params, batch, key, carried)
         arguments = (params, batch, key, carried)
         leaves, tree = jax.tree.flatten(arguments, is_leaf=is_mixed)
-        layouts = self._layouts(ctx, arguments)
+        layouts = self.layouts(ctx, arguments)
         program, result = planned(self.loss, layouts, tree, ctx)
         return jax.tree.unflatten(result, gathering_again_in(program, ctx)(*leaves))
 
     def plan(self, ctx: ParallelContext, structs: tuple[Any, Any, Any, Any]) -> Program:
         """The plan for arguments of these global shapes, without a device."""
-        layouts = self._layouts(ctx, structs, are_local=False)
+        layouts = self.layouts(ctx, structs, are_local=False)
         return planned(self.loss, layouts, jax.tree.structure(structs), ctx)[0]
 
-    def _layouts(self, ctx: ParallelContext, arguments: Any, are_local: bool = True) -> list[Layout]:
+    def layouts(self, ctx: ParallelContext, arguments: Any, are_local: bool = True) -> list[Layout]:
+        """The layout of each leaf of the arguments of a loss, by their specs."""
         params, batch, key, carried = arguments
         specs = self.batch | {"rows": ArraySpec((0,), np.dtype("int32"), ("batch",))}
 
@@ -78,13 +80,8 @@ class PartitionedLoss:
 def planned(loss: WholeLoss, layouts: list[Layout], tree: Any, ctx: ParallelContext) -> tuple[Program, Any]:
     """Traces a loss with whole shapes and plans it: the program, and the structure of its result."""
     structs = [jax.ShapeDtypeStruct(layout.shape, layout.dtype) for layout in layouts]
-    mesh = ctx.mesh.abstract_mesh if isinstance(ctx.mesh, Mesh) else ctx.mesh
-
-    def flat(*leaves: Any) -> Any:
-        return loss(*jax.tree.unflatten(tree, leaves))
-
-    with untyped(), jax.sharding.use_abstract_mesh(mesh), tracing(replace(ctx, manual=False)):
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
+    with of_whole_arrays(ctx):
+        closed, shapes = traced(loss, structs, tree)
         scope = Scope(ctx, RULES)
         nodes = scope.plan(closed.jaxpr, closed.consts, [scope.input(layout) for layout in layouts])
     num_carried = len(jax.tree.leaves(shapes.carried))
@@ -97,6 +94,23 @@ def planned(loss: WholeLoss, layouts: list[Layout], tree: Any, ctx: ParallelCont
     if ctx.strict:
         check_declared(moved_values(scope.program, ctx.axes("residual_seq")))
     return scope.program, jax.tree.structure(shapes)
+
+
+@contextmanager
+def of_whole_arrays(ctx: ParallelContext) -> Iterator[None]:
+    """Traces and plans what is in the `with` block as a program of whole arrays, also inside a `shard_map`."""
+    mesh = ctx.mesh.abstract_mesh if isinstance(ctx.mesh, Mesh) else ctx.mesh
+    with untyped(), jax.sharding.use_abstract_mesh(mesh), tracing(replace(ctx, manual=False)):
+        yield
+
+
+def traced(loss: WholeLoss, structs: Sequence[Any], tree: Any) -> tuple[Any, Any]:
+    """The jaxpr of a loss of the leaves of `tree`, and the structure of its result."""
+
+    def flat(*leaves: Any) -> Any:
+        return loss(*jax.tree.unflatten(tree, leaves))
+
+    return jax.make_jaxpr(flat, return_shape=True)(*structs)
 
 
 def _returned(scope: Scope, node: Any, axes: tuple[Axes, ...], partial: Axes = ()) -> Use:

@@ -23,9 +23,9 @@ from meshpar.parallel.batch import Batch, split_off_shared
 from meshpar.parallel.context import ParallelContext, manual, platform
 from meshpar.parallel.in_turn import after
 from meshpar.parallel.local import varying, varying_like, zeros_of
-from meshpar.parallel.outputs import Auxiliary, Scalars
+from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
-from meshpar.parallel.pipeline.model import PipelineModel
+from meshpar.parallel.pipeline.model import Stages, Totals
 from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.schedule_table import KINDS, Pattern, ScheduleTable, TableRow, tick_table
@@ -34,9 +34,7 @@ from meshpar.parallel.pipeline.split import Avals, Split, split
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.parallel.trainable import as_in, filled, frozen_in
 
-Sums = tuple[jax.Array, jax.Array, Any]
-Totals = tuple[jax.Array, jax.Array, Scalars]
-"""Sums of losses, tokens and metrics, as in `LossSums`."""
+Sums = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Pipeline:
         model's order, and each call moves them.
     """
 
-    parts: PipelineModel
+    parts: Stages
     schedule: Schedule
     in_schedule_order: bool = False
 
@@ -67,10 +65,13 @@ class Pipeline:
           stages with v chunks these are 2 m (p v - 1) messages, less those of a stage to itself.
         Memory: the residuals of a layer for each microbatch that the schedule holds at once.
         """
-        return _Stage(self, params, trained, batch, key).gradients(sums)
+        divided = self.parts.divided
+        totals, grads = _Stage(self, divided(params), divided(trained), batch, key).gradients(sums)
+        return totals, self.parts.joined(grads)
 
     def evaluation(self, params: Any, batch: Batch) -> Totals:
         """Totals without auxiliary losses: runs only the forwards, in the order of the schedule."""
+        params = self.parts.divided(params)
         return _Stage(self, params, params, batch, None, forward_only=True).evaluation()
 
     def plan(self, ctx: ParallelContext, forward_only: bool = False) -> tuple[ScheduleTable, StagePartition]:
@@ -107,14 +108,15 @@ class _Slots(NamedTuple):
     """The values of a stage that outlive a tick.
 
     Args:
-      inbox: [slot, batch, residual_seq, embed], messages that are not used yet; the last slot is never read.
+      inbox: tree of [slot, ...], messages that are not used yet, such as [slot, batch, residual_seq, embed]; the last
+        slot is never read.
       residuals, stash: lists of [slot, layer, ...].
       layers: sums of the layers' gradients.
-      sums: sums of the loss, the tokens, and the gradients of the other parameters.
+      sums: the totals of the loss, and sums of the gradients of the other parameters.
       auxiliary: sums of the layers' losses and metrics, weighted by tokens.
     """
 
-    inbox: jax.Array
+    inbox: Any
     residuals: list[jax.Array]
     stash: list[jax.Array]
     layers: Any
@@ -137,7 +139,6 @@ class _Stage:
         ctx = manual()
         assert ctx is not None, "a pipeline runs only in the manual lowering"
         self.ctx = ctx
-        self.parts = pipeline.parts
         self.key = key
         self.ticks, self.cut = pipeline.plan(ctx, forward_only)
         self.num_microbatches = pipeline.schedule.num_microbatches
@@ -148,6 +149,8 @@ class _Stage:
         self.num_stages = ctx.shards("stage")
         self.axes = ctx.stage_axes
         self.stage = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
+        micro = self._micro(jnp.int32(0))
+        self.parts = pipeline.parts.on_shards(params, micro, key)
         self.exchange = None if pipeline.in_schedule_order else pipeline.moves(ctx)
         layers = params[self.parts.layers]
         if self.exchange is not None:
@@ -159,26 +162,27 @@ class _Stage:
         self.outer = {name: value for name, value in trained.items() if name != self.parts.layers}
         self.indices = jnp.asarray(self.cut.layers.reshape(ctx.shards("stage"), -1))[self.stage]
         self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if ctx.axes("layers") else self.indices
-        x = jax.eval_shape(partial(self._embed, self.outer), self._micro(jnp.int32(0)))
-        self.x = self._typed(jnp.zeros(x.shape, x.dtype))
+        x = jax.eval_shape(partial(self._embed, self.outer), micro)
+        self.x = self._typed(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), x))
+        end = self.parts.evaluation if forward_only else self.parts.loss
+        self.totals = jax.eval_shape(end, self.params, self.x, micro)
         self.split = self._split()
 
     def gradients(self, dtype: Any) -> tuple[Totals, Any]:
         slots = lax.scan(self._tick, self._empty(dtype), self._table())[0]
-        total, count, outer = slots.sums
+        (total, count, of_end), outer = slots.sums
         losses, metrics = slots.auxiliary
         for x in losses.values():
             total += x.astype(total.dtype)
         layers = slots.layers
         if self.exchange is not None:
             layers = self.exchange.backward(layers, self.axes, self.stage)
-        return (total, count, metrics | losses), outer | {self.parts.layers: layers}
+        return (total, count, of_end | metrics | losses), outer | {self.parts.layers: layers}
 
     def evaluation(self) -> Totals:
-        inbox = zeros_of(self.x, self.ticks.num_inbox + 1)
-        start = (inbox, self._no_loss(), self._no_auxiliary())
-        _, sums, (losses, metrics) = lax.scan(self._forward_tick, start, self._table())[0]
-        return *sums, metrics | losses
+        start = (self._empty_inbox(), self._no_loss(), self._no_auxiliary())
+        _, (total, count, of_end), (losses, metrics) = lax.scan(self._forward_tick, start, self._table())[0]
+        return total, count, of_end | metrics | losses
 
     # A tick --------------------------------------------------------------------------------------------------
 
@@ -198,32 +202,37 @@ class _Stage:
         row = self._mine(rows)
         inbox, sums, auxiliary = carry
 
-        def add_loss(sums: Any, y: jax.Array, row: TableRow) -> Any:
-            more = self.parts.evaluation(self.params, y, self._micro(row.microbatch))
-            return jax.tree.map(jnp.add, sums, more)
+        def add_loss(sums: Any, y: Any, row: TableRow) -> Any:
+            return _added(sums, self.parts.evaluation(self.params, y, self._micro(row.microbatch)))
 
         out, _, auxiliary = self._if("F", row, self._forward, (self.x, [], auxiliary), inbox)
         ended = (row.kind == KINDS["F"]) & (row.last == 1)
         sums = _if(ended, add_loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
         return (self._send(inbox, out, row, after(pattern, sums)), sums, auxiliary), None
 
-    def _send(self, inbox: jax.Array, out: jax.Array, row: TableRow, pattern: jax.Array) -> jax.Array:
+    def _send(self, inbox: Any, out: Any, row: TableRow, pattern: jax.Array) -> Any:
         """Sends the outputs that other stages need; each stage stores messages in the slots of its row.
 
         Args:
           pattern: the index of the tick's pattern, equal on all devices.
         """
 
-        def send(rounds: Pattern, out: jax.Array) -> list[jax.Array]:
-            return [permute(out, self.axes, pairs) if pairs else out for pairs in rounds]
+        def send(rounds: Pattern, out: Any) -> list[Any]:
+            return [
+                jax.tree.map(lambda x: permute(x, self.axes, pairs), out) if pairs else out  # noqa: B023
+                for pairs in rounds
+            ]
+
+        def stored(inbox: Any, message: Any, slot: jax.Array) -> Any:
+            return jax.tree.map(lambda slots, x: slots.at[slot].set(x), inbox, message)
 
         if self.ticks.num_rounds:
             branches = [partial(send, rounds) for rounds in self.ticks.patterns]
             with _taken(*self.ticks.pattern_counts, of=self.ticks.num_ticks):
                 messages = lax.switch(pattern, branches, out)
             for round_, message in enumerate(messages):
-                inbox = inbox.at[row.received[round_]].set(message)
-        return inbox.at[row.own].set(out)
+                inbox = stored(inbox, message, row.received[round_])
+        return stored(inbox, out, row.own)
 
     def _if(self, kind: str, row: TableRow, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
         """Runs `change` if the row is of this kind. Every stage has equally many operations of a kind."""
@@ -236,8 +245,8 @@ class _Stage:
 
     # The three operations. Each returns its first argument, changed ------------------------------------------------
 
-    def _forward(self, changed: Any, inbox: jax.Array, row: TableRow) -> Any:
-        def embed() -> jax.Array:
+    def _forward(self, changed: Any, inbox: Any, row: TableRow) -> Any:
+        def embed() -> Any:
             return self._typed(self._embed(self.outer, self._micro(row.microbatch)))
 
         weights = self._weights_of(row, self.split.auxiliary)
@@ -249,13 +258,13 @@ class _Stage:
             return y, [a.at[row.residual, i].set(r) for a, r in zip(slots, residuals, strict=bool(slots))], sums
 
         with _taken(self.at_ends[0], of=self.at_ends[1], stages=self.num_stages):
-            x = lax.cond(row.first == 1, embed, lambda: inbox[row.inbox])
+            x = lax.cond(row.first == 1, embed, lambda: _at(inbox, row.inbox))
         return self._each_layer(layer, (x, *changed[1:]), row)
 
     def _backward(self, changed: Any, slots: _Slots, row: TableRow) -> Any:
         _, stash, sums = changed
         dlosses = self._weights_of(row, self.split.auxiliary.losses)
-        dy, sums = self._if_end(row.last, self._loss_gradient, (slots.inbox[row.inbox], sums), row)
+        dy, sums = self._if_end(row.last, self._loss_gradient, (_at(slots.inbox, row.inbox), sums), row)
 
         def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
             dy, stashes = carry
@@ -302,23 +311,24 @@ class _Stage:
 
     # The ends of the model ---------------------------------------------------------------------------------------
 
-    def _embed(self, outer: Any, batch: Batch) -> jax.Array:
+    def _embed(self, outer: Any, batch: Batch) -> Any:
         return self.parts.embed(self._whole(outer), batch, self.key)
 
-    def _embedding_gradient(self, sums: Sums, dx: jax.Array, row: TableRow) -> Sums:
-        def embed(outer: Any) -> jax.Array:
+    def _embedding_gradient(self, sums: Sums, dx: Any, row: TableRow) -> Sums:
+        def embed(outer: Any) -> Any:
             return self._typed(self._embed(outer, self._micro(row.microbatch)))
 
-        total, count, grads = sums
-        return total, count, _added(grads, jax.vjp(embed, self.outer)[1](dx)[0])
+        totals, grads = sums
+        return totals, _added(grads, jax.vjp(embed, self.outer)[1](dx)[0])
 
     def _loss_gradient(self, changed: Any, row: TableRow) -> Any:
-        def loss(outer: Any, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return self.parts.loss(self._whole(outer), y, self._micro(row.microbatch))
+        def loss(outer: Any, y: Any) -> tuple[jax.Array, Totals]:
+            totals = self.parts.loss(self._whole(outer), y, self._micro(row.microbatch))
+            return totals[0], totals
 
-        y, (total, count, grads) = changed
-        (more, tokens), (d_outer, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(self.outer, y)
-        return dy, (total + more, count + tokens, _added(grads, d_outer))
+        y, (totals, grads) = changed
+        (_, more), (d_outer, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(self.outer, y)
+        return dy, (_added(totals, more), _added(grads, d_outer))
 
     # The inputs of the operations ----------------------------------------------------------------------------------
 
@@ -326,7 +336,7 @@ class _Stage:
         batch = self._micro(self.stage)
         first = jnp.int32(0)
 
-        def layer(trained: Any, x: jax.Array, rest: Any) -> tuple[jax.Array, Auxiliary]:
+        def layer(trained: Any, x: Any, rest: Any) -> tuple[Any, Auxiliary]:
             frozen, *others = rest
             y, auxiliary = self.parts.layer(filled(trained, frozen), x, *others)
             return self._typed(y), jax.tree.map(self._per_row, auxiliary)
@@ -343,16 +353,21 @@ class _Stage:
             return jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, dtype)), p), tree)
 
         return _Slots(
-            zeros_of(self.x, self.ticks.num_inbox + 1),
+            self._empty_inbox(),
             room(self.split.residuals, self.ticks.num_residuals),
             room(self.split.stash, self.ticks.num_stashes),
             zeros(self.layers),
-            (*self._no_loss(), zeros(self.outer)),
+            (self._no_loss(), zeros(self.outer)),
             self._no_auxiliary(),
         )
 
-    def _no_loss(self) -> tuple[jax.Array, jax.Array]:
-        return self._per_row(wide(jnp.zeros((), self.x.dtype))), self._per_row(jnp.int32(0))
+    def _empty_inbox(self) -> Any:
+        return jax.tree.map(lambda x: zeros_of(x, self.ticks.num_inbox + 1), self.x)
+
+    def _no_loss(self) -> Totals:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.totals)
+        total, *others = jax.tree.map(self._per_row, zeros)
+        return wide(total), *others  # pyright: ignore
 
     def _no_auxiliary(self) -> Auxiliary:
         return jax.tree.map(zeros_of, self.split.auxiliary)
@@ -390,8 +405,9 @@ class _Stage:
         """Types a scalar as different on devices with different rows or layers."""
         return varying(x, self.ctx.loss_axes + self.ctx.slice_axes)
 
-    def _typed(self, x: jax.Array) -> jax.Array:
-        return varying(x, self.ctx.gradient_axes + self.ctx.slice_axes)
+    def _typed(self, x: Any) -> Any:
+        """Types a message as different on devices with different rows, parts of the sequence or layers."""
+        return jax.tree.map(lambda x: varying(x, self.ctx.gradient_axes + self.ctx.slice_axes), x)
 
 
 def _if(
@@ -417,6 +433,10 @@ def _taken(*times: int, of: int, stages: int = 1) -> Any:
     """
     on = f"on_1_of_{stages}_stages/" if stages > 1 else ""
     return jax.named_scope(f"{on}taken_{'_'.join(map(str, times))}_of_{of}")
+
+
+def _at(tree: Any, slot: jax.Array) -> Any:
+    return jax.tree.map(lambda x: x[slot], tree)
 
 
 def _added(sums: Any, grads: Any) -> Any:
