@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -16,6 +16,7 @@ Totals = tuple[jax.Array, jax.Array, Scalars]
 """Sums of losses, tokens and metrics, as in `LossSums`."""
 
 
+@runtime_checkable
 class Stages(Protocol):
     """A model that can be cut between its layers. Fields not described here are those of `PipelineModel`."""
 
@@ -79,5 +80,5 @@ class PipelineModel:
     def joined(self, divided: dict[str, Any]) -> dict[str, Any]:
         return divided
 
-    def on_shards(self, params: dict[str, Any], batch: Batch, key: jax.Array | None) -> Self:
+    def on_shards(self, params: dict[str, Any], batch: Batch, key: jax.Array | None) -> PipelineModel:
         return self
